@@ -1,0 +1,198 @@
+"""Reading and writing the package's own documents: clusters, workloads, plans.
+
+A document is a frozen pydantic model with a format line (``autosync-plan/1``), one YAML or JSON
+form, and one clear error for whatever is wrong with it, naming file and field.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+from collections import Counter
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, TypeVar
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError
+
+from lightning_autosync.errors import DocumentError
+
+DocumentType = TypeVar("DocumentType", bound="Document")
+
+Integer = Annotated[int, Strict()]
+"""A whole number; neither ``true`` nor ``\"2\"`` is one."""
+Index = Annotated[Integer, Field(ge=0)]
+"""A whole number from 0 on."""
+Count = Annotated[Integer, Field(gt=0)]
+"""A whole number from 1 on."""
+
+
+class Record(BaseModel):
+    """A frozen part of a document; fields that it does not know are refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class Document(Record):
+    """A frozen record with a file form.
+
+    Subclasses set ``FORMAT`` (name and version of the file form) and ``ERROR`` (what to raise).
+    """
+
+    FORMAT: ClassVar[str]
+    ERROR: ClassVar[type[DocumentError]] = DocumentError
+
+    @classmethod
+    def from_dict(cls: type[DocumentType], data: Any, source: str | None = None) -> DocumentType:
+        """Build the document from plain data; ``source`` names its origin in errors.
+
+        Raises:
+            DocumentError: (the subclass's own) if the format line or any field is wrong.
+        """
+        where = source or cls.__name__
+        if not isinstance(data, dict):
+            raise cls.ERROR(f"{where}: expected a mapping of fields, got {type(data).__name__}")
+        fields = dict(data)
+        check_format(fields.pop("format", None), cls.FORMAT, where, cls.ERROR)
+        try:
+            return cls.model_validate(fields)
+        except ValidationError as error:
+            raise cls.ERROR(f"{where}: {describe_validation_error(error)}") from None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The document as plain data, its format line first; fields at their default are left out."""
+        return {"format": self.FORMAT, **self.model_dump(mode="json", exclude_defaults=True)}
+
+    @classmethod
+    def load(cls: type[DocumentType], path: str | os.PathLike[str]) -> DocumentType:
+        """Read the document from a ``.yaml``, ``.yml`` or ``.json`` file."""
+        return cls.from_dict(read_data(path, cls.ERROR), source=str(path))
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the document as YAML, or as JSON if the name ends so; whole or not at all."""
+        write_data(path, self.to_dict())
+
+    @property
+    def fingerprint(self) -> str:
+        """A stable digest of the content: equal documents have equal fingerprints on every machine."""
+        return digest(self.to_dict())
+
+    @classmethod
+    def json_schema(cls) -> dict[str, Any]:
+        """The JSON schema of the file form, the format line included."""
+        schema = cls.model_json_schema()
+        schema["properties"] = {"format": {"const": cls.FORMAT}, **schema["properties"]}
+        schema["required"] = ["format", *schema.get("required", [])]
+        return schema
+
+
+def check_format(found: Any, expected: str, where: str, error: type[DocumentError]) -> None:
+    """Refuse a missing, foreign or future format line."""
+    name, version = expected.rsplit("/", 1)
+    if found == expected:
+        return
+    if found is None:
+        raise error(f"{where}: format: missing; expected '{expected}'")
+    found_name, _, found_version = str(found).rpartition("/")
+    if found_name == name and found_version.isdigit() and int(found_version) > int(version):
+        raise error(f"{where}: format: '{found}' was written by a newer release; this one reads '{expected}'")
+    raise error(f"{where}: format: '{found}' is not readable here; expected '{expected}'")
+
+
+def describe_validation_error(error: ValidationError) -> str:
+    """One line for the first thing wrong, and the count of the rest."""
+    problems = error.errors(include_url=False)
+    # A list whose only item is wrong is also reported as too short; the item's own error says more.
+    problems = [problem for problem in problems if problem["type"] != "too_short"] or problems
+    first = problems[0]
+    message = first["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
+    if first["type"] == "extra_forbidden":
+        message = "unknown field"
+    elif first["type"] == "missing":
+        message = "missing"
+    elif "input" in first and not isinstance(first["input"], dict | list):
+        message += f" (got {first['input']!r})"
+    location = _render_location(first["loc"])
+    rest = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+    return f"{location}: {message}{rest}" if location else f"{message}{rest}"
+
+
+def _render_location(location: tuple[int | str, ...]) -> str:
+    text = ""
+    for part in location:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
+    return text
+
+
+def read_data(path: str | os.PathLike[str], error: type[DocumentError] = DocumentError) -> Any:
+    """Plain data from a YAML or JSON file, in which no mapping has a key twice."""
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as cause:
+        raise error(f"{path}: cannot be read: {cause}") from None
+    language = "JSON" if path.suffix == ".json" else "YAML"
+    try:
+        if language == "JSON":
+            return json.loads(text, object_pairs_hook=_mapping)
+        return yaml.load(text, _Loader)
+    except RecursionError:
+        raise error(f"{path}: not valid {language}: nested too deeply") from None
+    except Exception as cause:  # PyYAML lets out whatever its conversions of scalars raise
+        raise error(f"{path}: not valid {language}: {' '.join(str(cause).split())}") from None
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuses a mapping that has a key twice, of which PyYAML would keep the last."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        # Checked before merge keys (<<) are resolved: what they bring in may well be overridden.
+        node: yaml.MappingNode = super().compose_mapping_node(anchor)
+        seen = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if (key.tag, key.value) in seen:
+                    raise ValueError(f"key '{key.value}' is given twice (line {key.start_mark.line + 1})")
+                seen.add((key.tag, key.value))
+        return node
+
+
+def _mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object."""
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        key, _ = Counter(key for key, _ in pairs).most_common(1)[0]
+        raise ValueError(f"key '{key}' is given twice")
+    return made
+
+
+def write_data(path: str | os.PathLike[str], data: Any) -> None:
+    """Write plain data as YAML, or as JSON if the name ends so."""
+    if Path(path).suffix == ".json":
+        text = json.dumps(data, indent=2) + "\n"
+    else:
+        text = yaml.safe_dump(data, sort_keys=False, width=120, default_flow_style=None)
+    write_text(path, text)
+
+
+def write_text(path: str | os.PathLike[str], text: str) -> None:
+    """Write a file aside and rename it into place, so that no reader meets half of it."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Not by tempfile, whose files only their owner may read, whatever the umask.
+    aside = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    try:
+        with aside.open("x", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(aside, path)
+    except BaseException:
+        aside.unlink(missing_ok=True)
+        raise
+
+
+def digest(data: Any) -> str:
+    """Twelve hexadecimal digits that name plain data."""
+    canonical = json.dumps(data, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()[:12]

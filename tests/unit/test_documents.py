@@ -1,0 +1,87 @@
+"""Files of documents: what cannot be read gives one clear error, what is written appears whole."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lightning_autosync.documents import read_data, write_data, write_text
+from lightning_autosync.errors import DocumentError, PlanError
+from lightning_autosync.plan import SyncPlan
+
+UNREADABLE: dict[str, tuple[str, str, str]] = {
+    "cut short": ("a.yaml", "a: [1, 2", "not valid YAML: "),
+    "cut short, JSON": ("a.json", '{"a": [1, 2', "not valid JSON: "),
+    "no such day": ("a.yaml", "world_size: 2020-13-45", "not valid YAML: month must be in 1..12"),
+    "no such truth": ("a.yaml", "a: !!bool maybe", "not valid YAML: 'maybe'"),
+    "other objects": ("a.yaml", "a: !!python/object:os.system {}", "not valid YAML: could not determine a constructor"),
+    "too deep": ("a.yaml", "[" * 5000 + "]" * 5000, "not valid YAML: nested too deeply"),
+    "too deep, JSON": ("a.json", "[" * 100_000 + "]" * 100_000, "not valid JSON: nested too deeply"),
+    "key twice": ("a.yaml", "a: 1\nb: 2\na: 1\n", "not valid YAML: key 'a' is given twice (line 3)"),
+    "key twice inside": ("a.yaml", "a: [{b: 1, 'b': 2}]", "not valid YAML: key 'b' is given twice (line 1)"),
+    "key twice, JSON": ("a.json", '{"x": {"a": 1, "b": 2, "a": 3}}', "not valid JSON: key 'a' is given twice"),
+}
+
+
+@pytest.mark.parametrize("case", UNREADABLE)
+def test_unreadable_file(tmp_path: Path, case: str) -> None:
+    name, text, expected = UNREADABLE[case]
+    path = tmp_path / name
+    path.write_text(text)
+    with pytest.raises(DocumentError) as caught:
+        read_data(path)
+    assert str(caught.value).startswith(f"{path}: {expected}")
+    assert "\n" not in str(caught.value)
+
+
+def test_not_text(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_bytes(b"\xff\xfe\xff")
+    with pytest.raises(DocumentError, match=r"a\.yaml: cannot be read: "):
+        read_data(path)
+
+
+def test_documents_raise_their_own_error(tmp_path: Path) -> None:
+    path = tmp_path / "plan.yaml"
+    path.write_text("format: autosync-plan/1\nworld_size: 2\nworld_size: 4\n")
+    with pytest.raises(PlanError, match=r"plan\.yaml: not valid YAML: key 'world_size' is given twice \(line 3\)"):
+        SyncPlan.load(path)
+
+
+def test_merged_keys_may_be_overridden(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text("one: &one {a: 1, b: 2}\ntwo: &two {<<: *one, b: 3}\nthree: {<<: *two, a: 4}\n")
+    assert read_data(path)["three"] == {"a": 4, "b": 3}
+
+
+@pytest.mark.parametrize("suffix", ["yaml", "json"])
+def test_data_survives_a_file(tmp_path: Path, suffix: str) -> None:
+    data = {"a": [1, 2.5, None, True], "b": {"c": "d", "e": []}}
+    write_data(tmp_path / f"new/a.{suffix}", data)
+    assert read_data(tmp_path / f"new/a.{suffix}") == data
+
+
+@pytest.fixture(params=[0o022, 0o027, 0o002])
+def umask(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = os.umask(request.param)
+    yield request.param
+    os.umask(before)
+
+
+def test_files_have_the_mode_that_the_umask_leaves(tmp_path: Path, umask: int) -> None:
+    path = tmp_path / "a.txt"
+    write_text(path, "text")
+    assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~umask
+
+
+def test_a_failed_write_leaves_the_file_as_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    write_text(path, "before")
+    with pytest.raises(UnicodeEncodeError):
+        write_text(path, "after \ud800")
+    assert path.read_text() == "before"
+    assert list(tmp_path.iterdir()) == [path]
