@@ -1,0 +1,44 @@
+"""What the machines offer: the cluster, its channels and routes, its bounds and its best trees."""
+
+from __future__ import annotations
+
+from lightning_autosync.cluster.autodist import read_resource_spec
+from lightning_autosync.cluster.bounds import (
+    one_switch_time,
+    ring_time,
+    server_shares,
+    synchronization_rate,
+    synchronization_time,
+)
+from lightning_autosync.cluster.elements import Link, Node
+from lightning_autosync.cluster.packing import PackedTree, TreePacking, pack_trees
+from lightning_autosync.cluster.shipped import configuration_directory, resolve_cluster, shipped_clusters
+from lightning_autosync.cluster.spec import ClusterSpec
+from lightning_autosync.cluster.topology import Channel, Topology
+from lightning_autosync.cluster.units import Bytes, Rate, Seconds, parse_bytes, parse_rate, parse_seconds
+
+__all__ = [
+    "Bytes",
+    "Channel",
+    "ClusterSpec",
+    "Link",
+    "Node",
+    "PackedTree",
+    "Rate",
+    "Seconds",
+    "Topology",
+    "TreePacking",
+    "configuration_directory",
+    "one_switch_time",
+    "pack_trees",
+    "parse_bytes",
+    "parse_rate",
+    "parse_seconds",
+    "read_resource_spec",
+    "resolve_cluster",
+    "ring_time",
+    "server_shares",
+    "shipped_clusters",
+    "synchronization_rate",
+    "synchronization_time",
+]

@@ -1,0 +1,119 @@
+"""Short forms of regular clusters, expanded into nodes, switches and links.
+
+A cluster file may name one shape in place of its nodes::
+
+    uniform: {nodes: 4, devices: 1, bandwidth: 1 Gbit/s, latency: 50 us}
+    star: {bandwidths: [400 Mbit/s, 100 Mbit/s, 100 Mbit/s], latency: 50 us}
+    racks: {racks: 2, nodes_per_rack: 4, bandwidth: 400 Mbit/s, uplink: 200 Mbit/s}
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any
+
+from pydantic import Field, ValidationError, model_validator
+
+from lightning_autosync.cluster.units import Rate, Seconds
+from lightning_autosync.documents import Count, Record, describe_validation_error
+
+
+class Shape(Record):
+    """A regular cluster in few numbers. ``latency`` is that of one link; ``devices`` is per node."""
+
+    devices: Count = 1
+    latency: Seconds = 0.0
+
+    @abstractmethod
+    def expand(self) -> dict[str, Any]:
+        """The fields ``nodes``, ``switches`` and ``links`` of the cluster, as plain data."""
+
+    def _nodes(self, count: int) -> list[dict[str, Any]]:
+        return [{"name": f"node{index}", "devices": self.devices} for index in range(count)]
+
+    def _link(self, a: str, b: str, bandwidth: float | None) -> dict[str, Any]:
+        return {"a": a, "b": b, "bandwidth": bandwidth, "latency": self.latency}
+
+
+class Uniform(Shape):
+    """Equal nodes on one switch; without ``bandwidth`` only the shape is known."""
+
+    nodes: Count
+    bandwidth: Rate | None = None
+
+    def expand(self) -> dict[str, Any]:
+        return _one_switch(self, [self.bandwidth] * self.nodes)
+
+
+class Star(Shape):
+    """One switch and one node per entry of ``bandwidths`` (of its link, either way)."""
+
+    bandwidths: tuple[Rate, ...] = Field(min_length=1)
+
+    def expand(self) -> dict[str, Any]:
+        return _one_switch(self, list(self.bandwidths))
+
+
+class Racks(Shape):
+    """Racks of equal nodes, each with its switch, and an uplink from every rack to a core switch."""
+
+    racks: Count
+    nodes_per_rack: Count
+    bandwidth: Rate | None = None
+    uplink: Rate | None = None
+
+    @model_validator(mode="after")
+    def _check_rates(self) -> Racks:
+        if (self.bandwidth is None) != (self.uplink is None):
+            raise ValueError("bandwidth and uplink: state both or neither")
+        return self
+
+    def expand(self) -> dict[str, Any]:
+        nodes = self._nodes(self.racks * self.nodes_per_rack)
+        switches = [f"rack{index}" for index in range(self.racks)]
+        links = [
+            self._link(node["name"], switches[index // self.nodes_per_rack], self.bandwidth)
+            for index, node in enumerate(nodes)
+        ]
+        if self.racks > 1:
+            links += [self._link(switch, "core", self.uplink) for switch in switches]
+            switches.append("core")
+        return {"nodes": nodes, "switches": switches, "links": links}
+
+
+SHAPES: dict[str, type[Shape]] = {"uniform": Uniform, "star": Star, "racks": Racks}
+
+
+def expand_short_form(fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a cluster with its short form, if it has one, written out.
+
+    Raises:
+        ValueError: two short forms, one beside ``nodes``, or a wrong field within one.
+    """
+    used = [name for name in SHAPES if name in fields]
+    if not used:
+        return fields
+    clashing = [*used, *(name for name in ("nodes", "switches", "links") if name in fields)]
+    if len(clashing) > 1:
+        raise ValueError(f"{' and '.join(clashing)}: give one short form, or nodes and links, not both")
+    name = used[0]
+    rest = {key: value for key, value in fields.items() if key != name}
+    return {**rest, **_read_shape(name, fields[name]).expand()}
+
+
+def _read_shape(name: str, data: Any) -> Shape:
+    if not isinstance(data, dict):
+        raise ValueError(f"{name}: expected a mapping of fields, got {type(data).__name__}")
+    try:
+        return SHAPES[name].model_validate(data)
+    except ValidationError as error:
+        problem = describe_validation_error(error)
+    raise ValueError(f"{name}.{problem}")
+
+
+def _one_switch(shape: Shape, bandwidths: list[float | None]) -> dict[str, Any]:
+    nodes = shape._nodes(len(bandwidths))
+    if len(nodes) == 1:
+        return {"nodes": nodes}
+    links = [shape._link(node["name"], "switch", bandwidth) for node, bandwidth in zip(nodes, bandwidths, strict=True)]
+    return {"nodes": nodes, "switches": ["switch"], "links": links}

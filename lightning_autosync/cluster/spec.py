@@ -1,0 +1,193 @@
+"""What the machines offer: nodes, switches and the links between them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from pydantic import Field, model_validator
+
+from lightning_autosync.cluster.elements import Link, Name, Node
+from lightning_autosync.cluster.shapes import SHAPES, expand_short_form
+from lightning_autosync.cluster.units import Rate, Seconds
+from lightning_autosync.cluster.validation import check_connected, check_links, check_names, check_rank_order
+from lightning_autosync.documents import Document
+from lightning_autosync.errors import ClusterError
+
+
+class ClusterSpec(Document):
+    """The machines of a job, the links between them, and which node each rank runs on.
+
+    The rates are known on all links or on none; without them only the shape is known (``measured`` is
+    False) and nothing can be timed. In place of ``nodes``, ``switches`` and ``links`` a file may give one
+    short form: ``uniform``, ``star`` or ``racks`` (see :mod:`lightning_autosync.cluster.shapes`).
+
+    Attributes:
+        links: at most one between the same two ends; cables side by side count as one of their summed rate.
+        local_bandwidth: bytes/s of each device of a node to and from the others of that node. A node's only
+            device has nothing to share and uses the node's links directly.
+        local_latency: seconds between a device and its node; two devices of a node are twice that apart.
+        rank_order: the node of each rank, each node as often as it has devices; by default the nodes in
+            order, each with all of its devices.
+    """
+
+    FORMAT: ClassVar[str] = "autosync-cluster/1"
+    ERROR: ClassVar[type[ClusterError]] = ClusterError
+
+    name: str = Field(min_length=1)
+    nodes: tuple[Node, ...] = Field(min_length=1)
+    switches: tuple[Name, ...] = ()
+    links: tuple[Link, ...] = ()
+    local_bandwidth: Rate = 10 * 2.0**30
+    local_latency: Seconds = 0.0
+    rank_order: tuple[str, ...] | None = None
+
+    @classmethod
+    def uniform(
+        cls,
+        nodes: int,
+        devices: int = 1,
+        bandwidth: float | str | None = None,
+        latency: float | str = 0.0,
+        name: str = "uniform",
+    ) -> ClusterSpec:
+        """Equal nodes on one switch; without ``bandwidth`` only the shape is known."""
+        shape = {"nodes": nodes, "devices": devices, "bandwidth": bandwidth, "latency": latency}
+        return cls._from_shape(name, "uniform", shape)
+
+    @classmethod
+    def star(
+        cls,
+        bandwidths: Sequence[float | str],
+        devices: int = 1,
+        latency: float | str = 0.0,
+        name: str = "star",
+    ) -> ClusterSpec:
+        """One switch, and one node for each of ``bandwidths``."""
+        shape = {"bandwidths": list(bandwidths), "devices": devices, "latency": latency}
+        return cls._from_shape(name, "star", shape)
+
+    @classmethod
+    def racks(
+        cls,
+        racks: int,
+        nodes_per_rack: int,
+        bandwidth: float | str | None = None,
+        uplink: float | str | None = None,
+        devices: int = 1,
+        latency: float | str = 0.0,
+        name: str = "racks",
+    ) -> ClusterSpec:
+        """Racks of equal nodes, each rack with a switch and an ``uplink`` from it to a core switch."""
+        shape = {"racks": racks, "nodes_per_rack": nodes_per_rack, "bandwidth": bandwidth, "uplink": uplink}
+        return cls._from_shape(name, "racks", {**shape, "devices": devices, "latency": latency})
+
+    @classmethod
+    def _from_shape(cls, name: str, shape: str, fields: dict[str, Any]) -> ClusterSpec:
+        return cls.from_dict({"format": cls.FORMAT, "name": name, shape: fields})
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks there are: the devices of all nodes."""
+        return sum(node.devices for node in self.nodes)
+
+    @property
+    def rank_nodes(self) -> tuple[int, ...]:
+        """The index into ``nodes`` of each rank's node."""
+        if self.rank_order is None:
+            return tuple(index for index, node in enumerate(self.nodes) for _ in range(node.devices))
+        index_of = {node.name: index for index, node in enumerate(self.nodes)}
+        return tuple(index_of[name] for name in self.rank_order)
+
+    def ranks_of(self, node_index: int) -> tuple[int, ...]:
+        """The ranks that run on ``nodes[node_index]``, ascending."""
+        return tuple(rank for rank, index in enumerate(self.rank_nodes) if index == node_index)
+
+    @property
+    def measured(self) -> bool:
+        """Whether the rates of the links are known."""
+        return all(link.bandwidth is not None for link in self.links)
+
+    def require_measured(self) -> None:
+        """Raise ``ClusterError`` unless the rates of the links are known."""
+        if not self.measured:
+            raise ClusterError(
+                f"cluster '{self.name}': links[0].bandwidth: unknown, as on every link; "
+                "times need the rate of each link: measure it or state it"
+            )
+
+    def localities(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks in groups that are close to each other, each ascending, in order of first rank.
+
+        A group is a node if any node has several devices, else the nodes that hang on one switch (a rack).
+        Where that tells nothing apart, in one group or in groups of one, all ranks are one group.
+        """
+        return next(iter(self.hierarchy()), (tuple(range(self.world_size)),))
+
+    def hierarchy(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
+        """Groupings of the ranks as of :meth:`localities`, from near to far: by node, then by switch.
+
+        Those that tell nothing apart are left out.
+        """
+        names = [self.nodes[index].name for index in self.rank_nodes]
+        switch_of = {name: self._switch_of(name) for name in names}
+        groupings = (_group(names), _group([switch_of[name] for name in names]))
+        return tuple(groups for groups in groupings if 1 < len(groups) < self.world_size)
+
+    def _switch_of(self, name: str) -> str:
+        """The first switch that the node is linked to; the node itself if there is none."""
+        ends = [{link.a: link.b, link.b: link.a}.get(name) for link in self.links]
+        return next((end for end in ends if end in self.switches), None) or name
+
+    def with_rank_order(self, rank_order: Sequence[str] | None) -> ClusterSpec:
+        """The same machines with their ranks placed as given (the node's name of each rank)."""
+        return self._replace(rank_order=None if rank_order is None else list(rank_order))
+
+    def scaled(self, factor: float) -> ClusterSpec:
+        """The same cluster with every rate, local ones too, times ``factor``; latencies stay."""
+        links = [
+            {
+                **link.model_dump(),
+                "bandwidth": _times(link.bandwidth, factor),
+                "reverse_bandwidth": _times(link.reverse_bandwidth, factor),
+            }
+            for link in self.links
+        ]
+        return self._replace(links=links, local_bandwidth=self.local_bandwidth * factor)
+
+    def _replace(self, **fields: Any) -> ClusterSpec:
+        return self.from_dict({**self.to_dict(), **fields}, source=f"cluster '{self.name}'")
+
+    @classmethod
+    def json_schema(cls) -> dict[str, Any]:
+        """The JSON schema of the file form: written out, or with one short form."""
+        schema = super().json_schema()
+        schema["properties"] |= {name: shape.model_json_schema() for name, shape in SHAPES.items()}
+        schema["required"] = [field for field in schema["required"] if field != "nodes"]
+        schema["oneOf"] = [{"required": [field]} for field in ("nodes", *SHAPES)]
+        return schema
+
+    @model_validator(mode="before")
+    @classmethod
+    def _expand(cls, data: Any) -> Any:
+        return expand_short_form(data) if isinstance(data, dict) else data
+
+    @model_validator(mode="after")
+    def _check(self) -> ClusterSpec:
+        check_names(self.nodes, self.switches)
+        check_links(self.nodes, self.switches, self.links)
+        check_connected(self.nodes, self.switches, self.links)
+        check_rank_order(self.nodes, self.rank_order)
+        return self
+
+
+def _times(rate: float | None, factor: float) -> float | None:
+    return None if rate is None else rate * factor
+
+
+def _group(places: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    """The positions that share a place, in order of first position."""
+    groups: dict[str, list[int]] = {}
+    for rank, place in enumerate(places):
+        groups.setdefault(place, []).append(rank)
+    return tuple(tuple(group) for group in groups.values())

@@ -1,0 +1,167 @@
+"""The cluster as a directed graph of channels, and the route between any two ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import networkx
+import numpy
+from numpy.typing import NDArray
+
+from lightning_autosync.cluster.spec import ClusterSpec
+from lightning_autosync.errors import ClusterError
+
+_SECONDS_RESOLUTION = 1e-12
+
+
+@dataclass(frozen=True)
+class Channel:
+    """One direction of a link.
+
+    Attributes:
+        source, target: a node, a switch, or "rank N" for a device that shares its node with others.
+        bandwidth: bytes/s; None where the rates of the cluster are unknown.
+        latency: seconds.
+    """
+
+    source: str
+    target: str
+    bandwidth: float | None
+    latency: float
+
+
+class Topology:
+    """Channels of a cluster and the routes over them.
+
+    Channels ``2 k`` and ``2 k + 1`` are the two directions of one link, the cluster's links first, then one
+    local link for each rank whose node has several devices. A rank that has its node to itself sits on the
+    node, without a local link.
+
+    A route takes the path of least latency, then of fewest hops, then of largest bottleneck. Where the way
+    back along the same path is as good as any, it is taken, so on symmetric links routes are mirrors.
+    """
+
+    def __init__(self, spec: ClusterSpec) -> None:
+        self.spec = spec
+        self.channels: tuple[Channel, ...] = tuple(_channels(spec))
+        self._ends = [_endpoint(spec, rank) for rank in range(spec.world_size)]
+        self._outgoing: dict[str, list[int]] = {}
+        for index, channel in enumerate(self.channels):
+            self._outgoing.setdefault(channel.source, []).append(index)
+        self._paths: dict[str, dict[str, tuple[int, ...]]] = {}
+        self._routes: dict[tuple[int, int], tuple[int, ...]] = {}
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks there are."""
+        return self.spec.world_size
+
+    @cached_property
+    def capacities(self) -> NDArray[numpy.float64]:
+        """Bytes/s of every channel.
+
+        Raises:
+            ClusterError: the rates of the cluster are unknown.
+        """
+        self.spec.require_measured()
+        return numpy.array([channel.bandwidth for channel in self.channels], dtype=numpy.float64)
+
+    @property
+    def symmetric(self) -> bool:
+        """Whether every link has the same rate both ways; then ``route(j, i)`` mirrors ``route(i, j)``."""
+        return all(
+            one.bandwidth == other.bandwidth for one, other in zip(self.channels[::2], self.channels[1::2], strict=True)
+        )
+
+    def route(self, i: int, j: int) -> tuple[int, ...]:
+        """Indices of the channels from rank ``i`` to rank ``j``, in order; empty if they are the same."""
+        for rank in (i, j):
+            if not 0 <= rank < self.world_size:
+                raise ClusterError(f"rank {rank}: not in 0..{self.world_size - 1} of cluster '{self.spec.name}'")
+        if (i, j) not in self._routes:
+            self._routes[i, j] = self._find_route(i, j)
+        return self._routes[i, j]
+
+    def bandwidth(self, i: int, j: int) -> float:
+        """Bytes/s from rank ``i`` to rank ``j`` while nobody else sends; infinite from a rank to itself."""
+        return float(self.capacities[list(self.route(i, j))].min(initial=math.inf))
+
+    def latency(self, i: int, j: int) -> float:
+        """Seconds that a byte takes from rank ``i`` to rank ``j``."""
+        return sum(self.channels[channel].latency for channel in self.route(i, j))
+
+    def loads(self, transfers: Sequence[tuple[int, int]]) -> NDArray[numpy.float64]:
+        """How often each channel occurs on the routes of ``transfers`` (pairs of source and target rank)."""
+        loads = numpy.zeros(len(self.channels))
+        for i, j in transfers:
+            loads[list(self.route(i, j))] += 1
+        return loads
+
+    def _find_route(self, i: int, j: int) -> tuple[int, ...]:
+        path = self._path(self._ends[i], self._ends[j])
+        if i <= j:
+            return path
+        back = tuple(channel ^ 1 for channel in reversed(self.route(j, i)))
+        return back if self._bottleneck(back) == self._bottleneck(path) else path
+
+    def _path(self, source: str, target: str) -> tuple[int, ...]:
+        if source not in self._paths:
+            self._paths[source] = self._paths_from(source)
+        return self._paths[source][target]
+
+    def _paths_from(self, source: str) -> dict[str, tuple[int, ...]]:
+        """The widest among the shortest paths to every place; ties go to the channels of lower index."""
+        distance = networkx.single_source_dijkstra_path_length(self._graph, source)
+        paths: dict[str, tuple[int, ...]] = {source: ()}
+        for place in distance:  # nearest first
+            for index in self._outgoing.get(place, ()):
+                target = self.channels[index].target
+                if distance[place] + self._length(index) > distance[target]:
+                    continue
+                path = (*paths[place], index)
+                if target not in paths or self._preference(path) < self._preference(paths[target]):
+                    paths[target] = path
+        return paths
+
+    @cached_property
+    def _graph(self) -> networkx.DiGraph:
+        graph = networkx.DiGraph()
+        graph.add_nodes_from(end for channel in self.channels for end in (channel.source, channel.target))
+        graph.add_nodes_from(self._ends)
+        for index, channel in enumerate(self.channels):
+            graph.add_edge(channel.source, channel.target, weight=self._length(index))
+        return graph
+
+    def _length(self, index: int) -> int:
+        """Latency first and hops second in one exact integer, so that equal paths compare equal."""
+        ticks = round(self.channels[index].latency / _SECONDS_RESOLUTION)
+        return ticks * len(self.channels) + 1
+
+    def _preference(self, path: tuple[int, ...]) -> tuple[float, tuple[int, ...]]:
+        return -self._bottleneck(path), path
+
+    def _bottleneck(self, path: tuple[int, ...]) -> float:
+        rates = [self.channels[index].bandwidth for index in path]
+        return min((rate for rate in rates if rate is not None), default=math.inf)
+
+
+def _channels(spec: ClusterSpec) -> list[Channel]:
+    channels = []
+    for link in spec.links:
+        channels.append(Channel(link.a, link.b, link.bandwidth, link.latency))
+        channels.append(Channel(link.b, link.a, link.reverse_bandwidth, link.latency))
+    for rank, index in enumerate(spec.rank_nodes):
+        node = spec.nodes[index]
+        if node.devices > 1:
+            end = _endpoint(spec, rank)
+            channels.append(Channel(end, node.name, spec.local_bandwidth, spec.local_latency))
+            channels.append(Channel(node.name, end, spec.local_bandwidth, spec.local_latency))
+    return channels
+
+
+def _endpoint(spec: ClusterSpec, rank: int) -> str:
+    node = spec.nodes[spec.rank_nodes[rank]]
+    return f"rank {rank}" if node.devices > 1 else node.name

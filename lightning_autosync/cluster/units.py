@@ -1,0 +1,92 @@
+"""Rates, times and sizes as people write them: "200 Mbit/s", "50 us", "16 GiB".
+
+Inside the package all quantities are floats in SI base units: bytes/s, seconds, bytes. A plain number is
+already in that unit. Unit names are case-sensitive, since Mbit and MB differ by a factor of eight.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, WithJsonSchema
+
+_DECIMAL = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
+_BINARY = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
+
+BYTES_UNITS: Mapping[str, float] = {f"{prefix}B": scale for prefix, scale in (_DECIMAL | _BINARY).items()}
+RATE_UNITS: Mapping[str, float] = {
+    **{f"{unit}/s": scale for unit, scale in BYTES_UNITS.items()},
+    **{f"{prefix}bit/s": scale / 8 for prefix, scale in _DECIMAL.items()},
+    **{f"{prefix}bps": scale / 8 for prefix, scale in _DECIMAL.items()},
+}
+SECONDS_UNITS: Mapping[str, float] = {
+    "s": 1.0,
+    "ms": 1e-3,
+    "us": 1e-6,
+    "\N{MICRO SIGN}s": 1e-6,
+    "\N{GREEK SMALL LETTER MU}s": 1e-6,
+    "ns": 1e-9,
+}
+
+_QUANTITY = re.compile(r"([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*([^\d\s]*)")
+
+
+def parse_rate(value: Any) -> float:
+    """A rate in bytes/s, more than zero; ``ValueError`` otherwise."""
+    return _above_zero(_parse(value, RATE_UNITS, "a rate such as '200 Mbit/s' or '1.5 GiB/s'"))
+
+
+def parse_seconds(value: Any) -> float:
+    """A time in seconds, zero or more; ``ValueError`` otherwise."""
+    seconds = _parse(value, SECONDS_UNITS, "a time such as '50 us' or '1.5 ms'")
+    if seconds < 0:
+        raise ValueError("must be zero or more")
+    return seconds
+
+
+def parse_bytes(value: Any) -> float:
+    """A size in bytes, more than zero; ``ValueError`` otherwise."""
+    return _above_zero(_parse(value, BYTES_UNITS, "a size such as '16 GiB' or '500 MB'"))
+
+
+def _parse(value: Any, units: Mapping[str, float], expected: str) -> float:
+    if isinstance(value, str):
+        number = _parse_text(value, units, expected)
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        number = float(value)
+    else:
+        raise ValueError(f"expected a number or {expected}")
+    if not math.isfinite(number):
+        raise ValueError("must be finite")
+    return number
+
+
+def _parse_text(text: str, units: Mapping[str, float], expected: str) -> float:
+    match = _QUANTITY.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(f"expected a number or {expected}")
+    number, unit = match.groups()
+    if not unit:
+        return float(number)
+    if unit not in units:
+        raise ValueError(f"unknown unit '{unit}'; expected {expected} (units: {', '.join(units)})")
+    return float(number) * units[unit]
+
+
+def _above_zero(number: float) -> float:
+    if number <= 0:
+        raise ValueError("must be more than zero")
+    return number
+
+
+def _schema(description: str, **limits: float) -> WithJsonSchema:
+    number = {"type": "number", **limits}
+    return WithJsonSchema({"anyOf": [number, {"type": "string"}], "description": description})
+
+
+Rate = Annotated[float, BeforeValidator(parse_rate), _schema("bytes/s, or with a unit", exclusiveMinimum=0)]
+Seconds = Annotated[float, BeforeValidator(parse_seconds), _schema("seconds, or with a unit", minimum=0)]
+Bytes = Annotated[float, BeforeValidator(parse_bytes), _schema("bytes, or with a unit", exclusiveMinimum=0)]

@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+import math
+import time
+
+import networkx
+import numpy
+import pytest
+from cluster_strategies import RATES, random_clusters
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_autosync.cluster import (
+    ClusterSpec,
+    Topology,
+    TreePacking,
+    one_switch_time,
+    pack_trees,
+    resolve_cluster,
+    shipped_clusters,
+    synchronization_rate,
+)
+from lightning_autosync.cluster.column_generation import Packing
+from lightning_autosync.cluster.packing import _drop_small, _root_trees, mirrored_packing
+from lightning_autosync.cluster.trees import height, tree_of
+from lightning_autosync.errors import ClusterError
+
+MIB = 2.0**20
+
+
+def check(spec: ClusterSpec, packing: TreePacking) -> None:
+    """Every tree spans, the weights are shares, and the fullest channel is exactly full."""
+    topology = Topology(spec)
+    loads = numpy.zeros(len(topology.channels))
+    for tree in packing.trees:
+        edges = [(rank, parent) for rank, parent in enumerate(tree.parents) if parent >= 0]
+        graph = networkx.Graph(edges)
+        graph.add_nodes_from(range(spec.world_size))
+        assert networkx.is_tree(graph)
+        assert tree.parents.count(-1) == 1
+        assert tree.weight > 0
+        assert height(tree.parents) == networkx.radius(graph)
+        for rank, parent in edges:
+            for channel in (*topology.route(rank, parent), *topology.route(parent, rank)):
+                loads[channel] += tree.weight * packing.rate
+    assert sum(tree.weight for tree in packing.trees) == pytest.approx(1)
+    assert max(loads / topology.capacities) == pytest.approx(1)
+
+
+@given(random_clusters(max_ranks=8))
+@settings(max_examples=40, deadline=None)
+def test_packings_fit_span_and_come_near_the_best(spec: ClusterSpec) -> None:
+    if spec.world_size == 1:
+        return
+    packing = pack_trees(spec)
+    check(spec, packing)
+    assert packing.rate >= 0.98 * mirrored_packing(Topology(spec)).rate * (1 - 1e-6)
+    assert packing.rate <= synchronization_rate(spec) * (1 + 1e-5)
+
+
+@given(st.lists(RATES, min_size=2, max_size=8))
+@settings(max_examples=30, deadline=None)
+def test_one_switch_packs_stars_to_the_bound(bandwidths: list[float]) -> None:
+    packing = pack_trees(ClusterSpec.star(bandwidths))
+    assert packing.rate == pytest.approx(1 / one_switch_time(bandwidths, 1.0), rel=0.02)
+    assert all(height(tree.parents) == 1 for tree in packing.trees)
+
+
+@pytest.mark.parametrize("name", shipped_clusters())
+def test_shipped_clusters_pack_quickly_and_near_the_bound(name: str) -> None:
+    spec = resolve_cluster(name)
+    pack_trees.cache_clear()
+    started = time.perf_counter()
+    packing = pack_trees(spec)
+    assert time.perf_counter() - started < 2
+    check(spec, packing)
+    assert packing.rate >= 0.98 * synchronization_rate(spec)
+    pack_trees.cache_clear()
+    assert pack_trees(spec) == packing
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_two_racks_in_either_order_of_ranks(interleaved: bool) -> None:
+    spec = resolve_cluster("two_racks_2to1")
+    if interleaved:
+        spec = spec.with_rank_order([f"node{4 * (rank % 2) + rank // 2}" for rank in range(8)])
+    packing = pack_trees(spec)
+    assert 12 * MIB / packing.rate == pytest.approx(0.503, rel=0.02)
+    assert max(height(tree.parents) for tree in packing.trees) == 2
+
+
+def test_equal_nodes_root_equal_shares() -> None:
+    packing = pack_trees(resolve_cluster("four_equal"))
+    assert sorted(tree.parents.index(-1) for tree in packing.trees) == [0, 1, 2, 3]
+    assert [tree.weight for tree in packing.trees] == pytest.approx([0.25] * 4, rel=1e-3)
+
+
+def test_racks_of_nodes_with_devices_get_trees_of_three_levels() -> None:
+    spec = ClusterSpec.racks(4, 4, bandwidth="1 Gbit/s", uplink="500 Mbit/s", devices=2)
+    packing = pack_trees(spec)
+    check(spec, packing)
+    assert packing.rate >= 0.98 * synchronization_rate(spec)
+    assert max(height(tree.parents) for tree in packing.trees) <= 4
+
+
+def test_roots_are_spread_over_equal_centres() -> None:
+    trees = (tree_of([(0, 1), (1, 2), (2, 3)]), tree_of([(3, 1), (1, 2), (2, 0)]))
+    packed = _root_trees(trees, numpy.array([0.4, 0.6]), world_size=4)
+    assert [tree.parents.index(-1) for tree in packed] == [1, 2]
+    assert [tree.weight for tree in packed] == [0.6, 0.4]
+
+
+def test_small_trees_are_dropped_only_where_that_costs_little() -> None:
+    """One tree fills channel 0; small ones on channel 1 carry, in all, a hundredth or a tenth beside it."""
+    for count, kept in ((3, 1), (25, 26)):
+        weights = numpy.array([1.0 - 0.004 * count, *[0.004] * count])
+        loads = numpy.vstack([weights == weights.max(), weights != weights.max()]).astype(float)
+        trees = tuple(frozenset({(0, index + 1)}) for index in range(count + 1))
+        capacities = loads @ weights
+        rate, shares = _drop_small(weights, Packing(1.0, trees, loads), capacities)
+        assert numpy.count_nonzero(shares) == kept
+        assert shares.sum() == pytest.approx(1)
+        assert rate >= 0.98
+
+
+def test_one_rank_is_its_own_tree() -> None:
+    packing = pack_trees(ClusterSpec.uniform(1))
+    assert packing.rate == math.inf
+    assert [(tree.weight, tree.parents) for tree in packing.trees] == [(1.0, (-1,))]
+
+
+def test_a_bare_shape_cannot_be_packed() -> None:
+    with pytest.raises(ClusterError, match="bandwidth: unknown"):
+        pack_trees(ClusterSpec.uniform(4))

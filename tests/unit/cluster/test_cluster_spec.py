@@ -1,0 +1,244 @@
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+from cluster_strategies import random_clusters
+from hypothesis import given, settings
+
+from lightning_autosync.cluster import (
+    ClusterSpec,
+    configuration_directory,
+    resolve_cluster,
+    shipped,
+    shipped_clusters,
+    synchronization_rate,
+)
+from lightning_autosync.errors import ClusterError
+
+HEAD = {"format": "autosync-cluster/1", "name": "c"}
+PAIR: dict[str, Any] = {
+    **HEAD,
+    "nodes": [{"name": "a"}, {"name": "b"}],
+    "links": [{"a": "a", "b": "b", "bandwidth": "1 Gbit/s"}],
+}
+
+
+def link(a: str, b: str, **fields: Any) -> dict[str, Any]:
+    return {"a": a, "b": b, "bandwidth": 1e8, **fields}
+
+
+MALFORMED: list[tuple[Any, str]] = [
+    (["nodes"], "expected a mapping of fields, got list"),
+    ({"name": "c", "nodes": [{"name": "a"}]}, "format: missing; expected 'autosync-cluster/1'"),
+    ({**PAIR, "format": "autosync-cluster/2"}, "written by a newer release"),
+    ({**PAIR, "format": "autosync-plan/1"}, "'autosync-plan/1' is not readable here"),
+    ({key: PAIR[key] for key in ("format", "nodes", "links")}, "name: missing"),
+    (HEAD, "nodes: missing"),
+    ({**HEAD, "nodes": []}, "nodes: Tuple should have at least 1 item"),
+    ({**PAIR, "racs": 2}, "racs: unknown field"),
+    ({**HEAD, "nodes": [{"name": "a", "gpus": 2}]}, "nodes[0].gpus: unknown field"),
+    ({**HEAD, "nodes": [{"name": "a b"}]}, "nodes[0].name: String should match"),
+    ({**HEAD, "nodes": [{"name": "a", "devices": 0}]}, "nodes[0].devices: Input should be greater than 0"),
+    ({**HEAD, "nodes": [{"name": "a", "speed": 0}]}, "nodes[0].speed: Input should be greater than 0"),
+    ({**HEAD, "nodes": [{"name": "a", "memory": "16 Gib"}]}, "nodes[0].memory: unknown unit 'Gib'"),
+    ({**HEAD, "nodes": [{"name": "a"}, {"name": "a"}]}, "nodes[1].name: 'a' is taken"),
+    ({**PAIR, "switches": ["b"]}, "switches[0]: 'b' is taken"),
+    ({**PAIR, "links": [link("a", "x")]}, "links[0].b: 'x' is neither a node nor a switch"),
+    ({**PAIR, "links": [link("a", "a")]}, "links[0]: b: a link needs two different ends, both are 'a'"),
+    ({**PAIR, "links": [link("a", "b"), link("b", "a")]}, "links[1]: 'b' and 'a' are linked already"),
+    ({**PAIR, "links": [link("a", "b", bandwidth=0)]}, "links[0].bandwidth: must be more than zero (got 0)"),
+    ({**PAIR, "links": [link("a", "b", latency="-1 us")]}, "links[0].latency: must be zero or more"),
+    (
+        {**PAIR, "links": [link("a", "b", bandwidth=None, reverse_bandwidth=1)]},
+        "links[0]: bandwidth: missing although reverse_bandwidth is given",
+    ),
+    (
+        {**PAIR, "switches": ["s"], "links": [link("a", "s"), link("b", "s", bandwidth=None)]},
+        "links[1].bandwidth: missing although other links have one",
+    ),
+    ({**PAIR, "links": []}, "links: no way from 'a' to 'b'"),
+    ({**PAIR, "switches": ["s"]}, "links: no way from 'a' to 's'"),
+    ({**PAIR, "local_bandwidth": "fast"}, "local_bandwidth: expected a number or a rate"),
+    ({**PAIR, "rank_order": ["a"]}, "rank_order: 'b' occurs 0 times, expected 1"),
+    ({**PAIR, "rank_order": ["a", "b", "b"]}, "rank_order: 'b' occurs 2 times, expected 1"),
+    ({**PAIR, "rank_order": ["a", "x"]}, "rank_order[1]: 'x' is not a node; there are a, b"),
+    ({**PAIR, "uniform": {"nodes": 2}}, "uniform and nodes and links: give one short form, or nodes"),
+    ({**HEAD, "uniform": {"nodes": 2}, "star": {"bandwidths": [1]}}, "uniform and star: give one short form"),
+    ({**HEAD, "uniform": 4}, "uniform: expected a mapping of fields, got int"),
+    ({**HEAD, "uniform": {"nodes": True}}, "uniform.nodes: Input should be a valid integer (got True)"),
+    ({**HEAD, "uniform": {"nodes": 0}}, "uniform.nodes: Input should be greater than 0"),
+    ({**HEAD, "uniform": {"nodes": 2, "rate": 1}}, "uniform.rate: unknown field"),
+    ({**HEAD, "star": {"bandwidths": []}}, "star.bandwidths: Tuple should have at least 1 item"),
+    ({**HEAD, "star": {"bandwidths": [1, "2 Gbits"]}}, "star.bandwidths[1]: unknown unit 'Gbits'"),
+    (
+        {**HEAD, "racks": {"racks": 2, "nodes_per_rack": 2, "uplink": 1}},
+        "racks.bandwidth and uplink: state both",
+    ),
+]
+
+
+@pytest.mark.parametrize(("data", "message"), MALFORMED, ids=[message[:40] for _, message in MALFORMED])
+def test_malformed_clusters_name_file_and_field(data: Any, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text(yaml.safe_dump(data))
+    with pytest.raises(ClusterError, match=re.escape(message)) as caught:
+        ClusterSpec.load(path)
+    assert str(caught.value).startswith(str(path))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", shipped_clusters())
+def test_shipped_clusters_load_round_trip_and_meet_their_schema(name: str, tmp_path: Path) -> None:
+    spec = resolve_cluster(name)
+    assert spec.name == name
+    assert spec.measured
+    for suffix in ("yaml", "json"):
+        path = tmp_path / f"copy.{suffix}"
+        spec.save(path)
+        assert ClusterSpec.load(path) == spec == resolve_cluster(path) == resolve_cluster(str(path))
+        assert ClusterSpec.load(path).fingerprint == spec.fingerprint
+    schema = ClusterSpec.json_schema()
+    jsonschema.validate(yaml.safe_load(shipped_clusters()[name].read_text()), schema)
+    jsonschema.validate(spec.to_dict(), schema)
+
+
+def test_the_schema_refuses_what_loading_refuses() -> None:
+    for data in (
+        {**HEAD},
+        {**HEAD, "uniform": {"nodes": 2, "rate": 1}},
+        {**PAIR, "star": {"bandwidths": [1]}},
+    ):
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(data, ClusterSpec.json_schema())
+
+
+@given(random_clusters())
+@settings(max_examples=50, deadline=None)
+def test_documents_round_trip(spec: ClusterSpec) -> None:
+    assert ClusterSpec.from_dict(spec.to_dict()) == spec
+    assert ClusterSpec.from_dict(yaml.safe_load(yaml.safe_dump(spec.to_dict()))) == spec
+
+
+def test_every_cluster_asked_for_is_shipped() -> None:
+    assert set(shipped_clusters()) >= {
+        "one_node", "four_equal", "fat_node_star", "fat_node_star_8", "two_racks_2to1", "two_racks_8to1",
+        "four_racks_of_four", "ring_of_four", "two_sites_wan", "two_nodes_of_four", "autosync_a",
+        "autosync_b",
+    }  # fmt: skip
+
+
+def test_an_unknown_name_lists_those_there_are() -> None:
+    with pytest.raises(ClusterError, match=r"no shipped cluster is named 'nowhere'; there are autosync_a, .*two_"):
+        resolve_cluster("nowhere")
+    with pytest.raises(ClusterError, match="expected a ClusterSpec, a path or a name, got NoneType"):
+        resolve_cluster(None)  # type: ignore[arg-type]
+    with pytest.raises(ClusterError, match=r"here\.yaml: cannot be read"):
+        resolve_cluster("not/here.yaml")
+
+
+def test_clusters_are_found_inside_an_installed_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "lightning_autosync"
+    shutil.copytree(configuration_directory(), package / "conf")
+    monkeypatch.setattr(shipped, "__file__", str(package / "cluster" / "shipped.py"))
+    assert configuration_directory() == package / "conf"
+    assert resolve_cluster("four_equal").world_size == 4
+    shutil.rmtree(package / "conf")
+    with pytest.raises(ClusterError, match="the installation is incomplete"):
+        configuration_directory()
+
+
+def test_a_specification_resolves_to_itself() -> None:
+    spec = ClusterSpec.uniform(2)
+    assert resolve_cluster(spec) is spec
+
+
+def test_short_forms_equal_what_they_stand_for() -> None:
+    yaml_form = {**HEAD, "name": "star", "star": {"bandwidths": ["8 Mbit/s", 2e6], "latency": "1 us"}}
+    written_out = {
+        **HEAD,
+        "name": "star",
+        "nodes": [{"name": "node0"}, {"name": "node1"}],
+        "switches": ["switch"],
+        "links": [
+            {"a": "node0", "b": "switch", "bandwidth": 1e6, "latency": 1e-6},
+            {"a": "node1", "b": "switch", "bandwidth": 2e6, "latency": 1e-6},
+        ],
+    }
+    constructed = ClusterSpec.star(["8 Mbit/s", 2e6], latency="1 us")
+    assert ClusterSpec.from_dict(yaml_form) == ClusterSpec.from_dict(written_out) == constructed
+
+
+def test_racks_have_an_uplink_each() -> None:
+    spec = ClusterSpec.racks(2, 2, bandwidth=4e6, uplink=1e6)
+    assert spec.switches == ("rack0", "rack1", "core")
+    assert [(link.a, link.b, link.bandwidth) for link in spec.links if link.b == "core"] == [
+        ("rack0", "core", 1e6),
+        ("rack1", "core", 1e6),
+    ]
+    assert ClusterSpec.racks(1, 3, bandwidth=1, uplink=1).switches == ("rack0",)
+
+
+def test_one_node_has_no_network() -> None:
+    spec = ClusterSpec.uniform(1, devices=4)
+    assert (spec.links, spec.switches, spec.measured, spec.world_size) == ((), (), True, 4)
+
+
+def test_a_shape_alone_is_not_measured() -> None:
+    spec = ClusterSpec.uniform(nodes=2, devices=4)
+    assert not spec.measured
+    assert spec.localities() == ((0, 1, 2, 3), (4, 5, 6, 7))
+    with pytest.raises(ClusterError, match=r"cluster 'uniform': links\[0\].bandwidth: unknown"):
+        synchronization_rate(spec)
+
+
+def test_wrong_arguments_of_constructors_raise_the_same_errors() -> None:
+    with pytest.raises(ClusterError, match=r"uniform\.nodes: Input should be greater than 0"):
+        ClusterSpec.uniform(0)
+    with pytest.raises(ClusterError, match="rank_order: 'node1' occurs 0 times"):
+        ClusterSpec.uniform(2).with_rank_order(["node0"])
+    with pytest.raises(ClusterError, match=r"links\[0\].bandwidth: must be more than zero"):
+        ClusterSpec.star([1, 2]).scaled(0)
+
+
+def test_ranks_follow_the_rank_order() -> None:
+    spec = ClusterSpec.uniform(2, devices=2)
+    assert spec.rank_nodes == (0, 0, 1, 1)
+    mixed = spec.with_rank_order(["node1", "node0", "node1", "node0"])
+    assert mixed.rank_nodes == (1, 0, 1, 0)
+    assert mixed.ranks_of(0) == (1, 3)
+    assert mixed.localities() == ((0, 2), (1, 3))
+    assert mixed.with_rank_order(None) == spec
+
+
+def test_localities_are_nodes_then_racks_then_everything() -> None:
+    racks = ClusterSpec.racks(2, 2, bandwidth=1, uplink=1)
+    assert racks.localities() == ((0, 1), (2, 3))
+    deep = ClusterSpec.racks(2, 2, bandwidth=1, uplink=1, devices=2)
+    assert deep.localities() == ((0, 1), (2, 3), (4, 5), (6, 7))
+    assert deep.hierarchy()[1] == ((0, 1, 2, 3), (4, 5, 6, 7))
+    everything = ((0, 1, 2, 3),)
+    assert ClusterSpec.uniform(4).localities() == everything
+    assert ClusterSpec.uniform(1, devices=4).localities() == everything
+    assert resolve_cluster("ring_of_four").localities() == everything
+
+
+def test_scaling_multiplies_rates_and_leaves_the_rest() -> None:
+    spec = ClusterSpec.from_dict({**PAIR, "links": [link("a", "b", reverse_bandwidth=2e8, latency=1e-3)]})
+    scaled = spec.scaled(0.5)
+    assert scaled.links[0].model_dump() == {
+        "a": "a", "b": "b", "bandwidth": 5e7, "reverse_bandwidth": 1e8, "latency": 1e-3
+    }  # fmt: skip
+    assert scaled.local_bandwidth == spec.local_bandwidth / 2
+    assert scaled.scaled(2) == spec
+    assert ClusterSpec.uniform(2).scaled(3).links == ClusterSpec.uniform(2).links
+
+
+def test_a_link_is_the_same_both_ways_unless_told() -> None:
+    assert ClusterSpec.from_dict(PAIR).links[0].reverse_bandwidth == 1.25e8
+    assert "reverse_bandwidth" not in ClusterSpec.from_dict(PAIR).to_dict()["links"][0]
