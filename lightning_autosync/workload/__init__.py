@@ -1,0 +1,10 @@
+"""What a model asks for: its variables, when their gradients are ready, and how sparse these are."""
+
+from __future__ import annotations
+
+from lightning_autosync.workload import catalogue
+from lightning_autosync.workload.capture import capture
+from lightning_autosync.workload.description import describe, variable_names
+from lightning_autosync.workload.spec import Variable, Workload
+
+__all__ = ["Variable", "Workload", "capture", "catalogue", "describe", "variable_names"]

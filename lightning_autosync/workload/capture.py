@@ -1,0 +1,240 @@
+"""A workload measured by running a few training steps of a module on this process alone."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from statistics import fmean, median
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from lightning_autosync.errors import WorkloadError
+from lightning_autosync.workload.clock import Clock, clock_of
+from lightning_autosync.workload.description import (
+    EMBEDDINGS,
+    describe,
+    parameter_owners,
+    title,
+    variable_names,
+)
+from lightning_autosync.workload.preservation import preserved
+from lightning_autosync.workload.spec import Variable, Workload, is_row_sparse
+
+
+@dataclass(frozen=True)
+class _Gradient:
+    """What one step told of one gradient: seconds from the start of backward, form, rows touched."""
+
+    ready: float
+    is_sparse: bool
+    rows: int | None
+
+
+@dataclass(frozen=True)
+class _Step:
+    """What one step took, in seconds, and the gradients that it made, by variable name."""
+
+    forward: float
+    backward: float
+    gradients: dict[str, _Gradient]
+
+
+def capture(
+    module: nn.Module,
+    batch: Any,
+    *,
+    steps: int = 5,
+    warmup: int = 2,
+    training_step: Callable[..., Any] | None = None,
+    name: str | None = None,
+) -> Workload:
+    """The workload of ``module``, measured on one batch: medians over ``steps`` forward and backward passes.
+
+    Logging is muted, nothing is communicated, no optimizer step is taken, and the module, the batch
+    and the random generators are left as they were, also when a step raises (``preserved`` says how
+    far this reaches). The module runs in the training modes that it is in. Hooks that its parameters
+    already carry run too.
+
+    A gradient of an embedding of which under half of the rows is nonzero counts as ``row_sparse``.
+    A parameter that no step gave a gradient keeps ``ready=None``.
+
+    Args:
+        module: where the parameters are; they lie on one device, and so does the batch.
+        batch: what one training step gets.
+        steps: passes that are measured.
+        warmup: passes before them that are not.
+        training_step: called with ``(batch, batch_idx)``, or ``(batch)`` if it takes no more;
+            ``module.training_step`` by default. Returns the loss, a mapping with ``"loss"``, or
+            ``None`` to skip the step.
+        name: name of the workload; the class name by default.
+
+    Raises:
+        WorkloadError: if the module cannot be described, spans devices, optimizes manually, or
+            its steps return no loss that backward can start from.
+    """
+    if steps < 1 or warmup < 0:
+        raise WorkloadError(f"capture: needs steps >= 1 and warmup >= 0, got {steps} and {warmup}")
+    described = describe(module, name)
+    step = _with_batch_index(training_step or _own_training_step(module))
+    clock = clock_of(_device(module))
+    with preserved(module, batch), _isolated(module), _ready_marks(module, clock) as ready:
+        results = [_measure(module, partial(step, batch, i), clock, ready) for i in range(warmup + steps)]
+    return _summarize(described, [result for result in results[warmup:] if result is not None])
+
+
+def _own_training_step(module: nn.Module) -> Callable[..., Any]:
+    if not getattr(module, "automatic_optimization", True):
+        raise WorkloadError(
+            f"{title(module)}: optimizes manually, so its training_step cannot be run without taking "
+            "optimizer steps; pass capture(training_step=...) a function that returns the loss"
+        )
+    step: Callable[..., Any] | None = getattr(module, "training_step", None)
+    if step is None:
+        raise WorkloadError(f"{title(module)}: has no training_step; pass capture(training_step=...)")
+    return step
+
+
+def _with_batch_index(step: Callable[..., Any]) -> Callable[[Any, int], Any]:
+    """As in Lightning, a step may leave the batch index out."""
+    try:
+        inspect.signature(step).bind(None, 0)
+    except TypeError:
+        return lambda batch, _: step(batch)
+    return step
+
+
+def _device(module: nn.Module) -> torch.device:
+    devices = {parameter.device for _, parameter in variable_names(module)}
+    if len(devices) > 1:
+        found = ", ".join(sorted(map(str, devices)))
+        raise WorkloadError(f"{title(module)}: trainable parameters must be on one device, found {found}")
+    return devices.pop()
+
+
+@contextmanager
+def _isolated(module: nn.Module) -> Iterator[None]:
+    """Let steps run without a trainer, without other ranks, and with gradients.
+
+    What it overrides on the modules is undone by ``preserved`` around it.
+    """
+    for part in module.modules():
+        if hasattr(part, "automatic_optimization") and hasattr(part, "log_dict"):
+            # A LightningModule logs into its trainer's running loop, which is not there.
+            vars(part).update(log=_log_nothing, log_dict=_log_nothing)
+        if isinstance(part, nn.SyncBatchNorm):
+            # It exchanges statistics between ranks; its base class does the same alone.
+            vars(part).update(forward=MethodType(_BatchNorm.forward, part))
+    with torch.inference_mode(False):  # which turns gradients on as well
+        yield
+
+
+def _log_nothing(*_: Any, **__: Any) -> None:
+    return None
+
+
+def _measure(module: nn.Module, step: Callable[[], Any], clock: Clock, ready: dict[nn.Parameter, Any]) -> _Step | None:
+    """Run and time one step; ``None`` if the step was skipped."""
+    module.zero_grad(set_to_none=True)
+    clock.synchronize()
+    start = clock.mark()
+    loss = _loss(step())
+    if loss is None:
+        return None
+    ready.clear()  # of what the step itself ran backward
+    forward_end = clock.mark()
+    loss.backward()
+    backward_end = clock.mark()
+    clock.synchronize()
+    owners = parameter_owners(module)
+    gradients = {
+        name: _observe(parameter.grad, owners[parameter], clock.seconds(forward_end, ready[parameter]))
+        for name, parameter in variable_names(module)
+        if parameter.grad is not None and parameter in ready
+    }
+    return _Step(clock.seconds(start, forward_end), clock.seconds(forward_end, backward_end), gradients)
+
+
+def _loss(output: Any) -> Tensor | None:
+    """The loss that a training step returned, by Lightning's rules."""
+    if output is None:
+        return None
+    loss = output.get("loss") if isinstance(output, Mapping) else output
+    if not isinstance(loss, Tensor):
+        raise WorkloadError(
+            "training_step must return the loss as a tensor, a mapping with it under 'loss', or None; "
+            f"got {type(output).__name__}" + (" without one" if isinstance(output, Mapping) else "")
+        )
+    if loss.numel() != 1 or not loss.requires_grad:
+        raise WorkloadError(
+            "training_step must return a loss of one element that depends on trainable parameters; "
+            f"got shape {tuple(loss.shape)}, requires_grad={loss.requires_grad}"
+        )
+    return loss
+
+
+@contextmanager
+def _ready_marks(module: nn.Module, clock: Clock) -> Iterator[dict[nn.Parameter, Any]]:
+    """A mark per parameter, set whenever backward has completed its gradient."""
+    marks: dict[nn.Parameter, Any] = {}
+
+    def set_mark(parameter: Any) -> None:
+        marks[parameter] = clock.mark()
+
+    handles = [p.register_post_accumulate_grad_hook(set_mark) for _, p in variable_names(module)]
+    try:
+        yield marks
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _observe(gradient: Tensor, owners: list[nn.Module], ready: float) -> _Gradient:
+    if gradient.is_sparse:
+        return _Gradient(ready, True, int(gradient._indices()[0].unique().numel()))
+    if gradient.dim() == 2 and any(isinstance(owner, EMBEDDINGS) for owner in owners):
+        return _Gradient(ready, False, int(gradient.any(dim=1).sum()))
+    return _Gradient(ready, False, None)
+
+
+def _summarize(described: Workload, measured: list[_Step]) -> Workload:
+    if not measured:
+        raise WorkloadError(f"{described.name}: training_step returned None in every measured step")
+    backward_time = median(step.backward for step in measured)
+    variables = tuple(
+        _with_gradients(
+            variable,
+            [s.gradients[variable.name] for s in measured if variable.name in s.gradients],
+            backward_time,
+        )
+        for variable in described.variables
+    )
+    return Workload(
+        name=described.name,
+        variables=variables,
+        forward_time=median(step.forward for step in measured),
+        backward_time=backward_time,
+    )
+
+
+def _with_gradients(variable: Variable, gradients: list[_Gradient], backward_time: float) -> Variable:
+    """The described variable with what its gradients showed; unchanged if it had none."""
+    if not gradients:
+        return variable
+    # A gradient that only some, slower steps made may come after the median end of backward.
+    ready = min(median(gradient.ready for gradient in gradients), backward_time)
+    update: dict[str, Any] = {"ready": ready, "kind": "dense", "rows": None}
+    touched = [gradient.rows for gradient in gradients if gradient.rows is not None]
+    if touched:
+        rows = fmean(touched)
+        if all(gradient.is_sparse for gradient in gradients):
+            update |= {"kind": "sparse", "rows": rows}
+        elif is_row_sparse(rows, variable.shape[0]):
+            update |= {"kind": "row_sparse", "rows": rows}
+    return variable.model_copy(update=update)

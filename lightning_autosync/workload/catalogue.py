@@ -1,0 +1,117 @@
+"""Workloads of well-known models by name, from their description alone."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from lightning_autosync.errors import WorkloadError
+from lightning_autosync.workload.flow import Flow
+from lightning_autosync.workload.models.inception import inception_v3
+from lightning_autosync.workload.models.recommendation import ncf
+from lightning_autosync.workload.models.transformers import bert_base, bert_large, gpt
+from lightning_autosync.workload.models.vision import (
+    densenet121,
+    densenet169,
+    densenet201,
+    resnet50,
+    resnet101,
+    vgg16,
+)
+from lightning_autosync.workload.spec import Workload
+
+FLOPS_PER_SECOND = 5e12
+"""About what a TITAN X or a T4, on which AutoSync was evaluated, sustains in float32."""
+
+_MODELS: dict[str, Callable[..., Flow]] = {
+    model.__name__: model
+    for model in (
+        vgg16,
+        resnet50,
+        resnet101,
+        densenet121,
+        densenet169,
+        densenet201,
+        inception_v3,
+        bert_base,
+        bert_large,
+        gpt,
+        ncf,
+    )
+}
+
+
+def names() -> tuple[str, ...]:
+    """The models that ``build`` knows."""
+    return tuple(_MODELS)
+
+
+def arguments(name: str) -> dict[str, Any]:
+    """What can be chosen of a model, with the defaults.
+
+    Raises:
+        WorkloadError: if there is no such model.
+    """
+    parameters = inspect.signature(_model(name)).parameters
+    return {key: parameter.default for key, parameter in parameters.items()}
+
+
+def build(name: str, *, flops_per_second: float = FLOPS_PER_SECOND, **chosen: Any) -> Workload:
+    """The workload of a known model, in float32.
+
+    Names and shapes are those of the public implementation. Times follow from the work of each
+    layer at ``flops_per_second``: backward takes twice as long as forward and visits the layers in
+    reverse; the optimizer's time is unknown (0).
+
+    Args:
+        name: one of ``names()``.
+        flops_per_second: sustained rate of one rank, two operations per multiply-accumulate.
+        chosen: ``batch_size`` (samples per rank and step) and what else ``arguments(name)`` lists.
+
+    Raises:
+        WorkloadError: if the model or an argument is unknown, or a value is not allowed.
+    """
+    defaults = arguments(name)
+    if not _is_rate(flops_per_second):
+        raise WorkloadError(f"{name}: flops_per_second must be positive and finite, got {flops_per_second!r}")
+    checked = {key: _checked(name, key, value, defaults) for key, value in chosen.items()}
+    return _model(name)(**checked).workload(name, flops_per_second)
+
+
+def _model(name: str) -> Callable[..., Flow]:
+    try:
+        return _MODELS[name]
+    except KeyError:
+        raise WorkloadError(f"no model '{name}' in the catalogue; it has {', '.join(_MODELS)}") from None
+
+
+def _checked(model: str, key: str, value: Any, defaults: Mapping[str, Any]) -> Any:
+    """The value if it is of its default's type and, for sizes, at least one."""
+    if key not in defaults:
+        allowed = ", ".join(("flops_per_second", *defaults))
+        raise WorkloadError(f"{model}: unknown argument '{key}'; it takes {allowed}")
+    default = defaults[key]
+    if isinstance(default, bool):
+        allowed, fits = "true or false", isinstance(value, bool)
+    elif isinstance(default, tuple):
+        allowed = "a list of whole numbers, each at least 1"
+        fits = _is_list(value) and len(value) > 0 and all(map(_is_size, value))
+    else:
+        allowed, fits = "a whole number, at least 1", _is_size(value)
+    if not fits:
+        raise WorkloadError(f"{model}: {key} must be {allowed}, got {value!r}")
+    return tuple(value) if isinstance(default, tuple) else value
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _is_rate(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str)

@@ -1,0 +1,165 @@
+"""The workload: what a model asks of synchronization, as a document."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, NonNegativeFloat, model_validator
+
+from lightning_autosync.documents import Document, Index, Record, digest
+from lightning_autosync.errors import DocumentError, WorkloadError
+
+DType = Literal["float64", "float32", "float16", "bfloat16"]
+Kind = Literal["dense", "sparse", "row_sparse"]
+Name = Annotated[str, Field(min_length=1)]
+
+DTYPE_BYTES: dict[str, int] = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
+
+ROW_SPARSE_SHARE = 0.5
+"""A dense gradient counts as row-sparse when a step touches less than this share of its rows."""
+
+READY_SLACK = 0.01
+"""Share of the backward time by which a ready time may exceed it: hand-written times are rounded."""
+
+
+def is_row_sparse(rows_touched: float, rows: int) -> bool:
+    """Whether a dense matrix gradient of ``rows`` rows is worth treating as row-sparse."""
+    return rows_touched < ROW_SPARSE_SHARE * rows
+
+
+class Variable(Record):
+    """One trainable parameter, and what is known of its gradient.
+
+    Attributes:
+        name: its name in ``named_parameters()``.
+        shape: its extent along each axis; ``()`` for a scalar.
+        dtype: its floating dtype, which its gradient shares.
+        kind: form of the gradient: ``dense``, ``sparse`` (a sparse COO tensor), or ``row_sparse`` (a
+            dense tensor of which a step touches few rows).
+        ready: seconds from the start of backward until the gradient is complete; ``None`` if
+            unknown, or if the loss does not depend on the parameter.
+        rows: mean number of rows touched per step; ``None`` if unknown. Sparse kinds only.
+    """
+
+    name: Name
+    shape: tuple[Index, ...]
+    dtype: DType = "float32"
+    kind: Kind = "dense"
+    ready: NonNegativeFloat | None = None
+    rows: NonNegativeFloat | None = None
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def dtype_bytes(self) -> int:
+        """Bytes of one element."""
+        return DTYPE_BYTES[self.dtype]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the whole (dense) gradient."""
+        return self.numel * self.dtype_bytes
+
+    @model_validator(mode="after")
+    def _check_rows(self) -> Variable:
+        if self.kind != "dense" and not self.shape:
+            raise ValueError(f"'{self.name}' is a scalar and so has no rows; kind must be 'dense'")
+        if self.rows is None:
+            return self
+        if self.kind == "dense":
+            raise ValueError(f"'{self.name}' is dense; rows is for kinds 'sparse' and 'row_sparse'")
+        if self.rows > self.shape[0]:
+            raise ValueError(f"'{self.name}' has {self.shape[0]} rows, of which {self.rows} cannot be touched")
+        return self
+
+
+class Workload(Document):
+    """What one training step of a model computes and must synchronize.
+
+    Attributes:
+        name: what people call the model.
+        variables: the trainable parameters in ``named_parameters()`` order, a tied one once.
+        forward_time: seconds of the forward pass; 0 if unknown.
+        backward_time: seconds of the backward pass; 0 if unknown.
+        optimizer_time: seconds of the optimizer step; 0 if unknown.
+    """
+
+    FORMAT: ClassVar[str] = "autosync-workload/1"
+    ERROR: ClassVar[type[DocumentError]] = WorkloadError
+
+    name: Name
+    variables: Annotated[tuple[Variable, ...], Field(min_length=1)]
+    forward_time: NonNegativeFloat = 0.0
+    backward_time: NonNegativeFloat = 0.0
+    optimizer_time: NonNegativeFloat = 0.0
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all gradients."""
+        return sum(variable.bytes for variable in self.variables)
+
+    @property
+    def dtype_bytes(self) -> int:
+        """Bytes of one element, in the dtype that most of the gradients' bytes have."""
+        held: Counter[str] = Counter()
+        for variable in self.variables:
+            held[variable.dtype] += variable.bytes
+        return DTYPE_BYTES[held.most_common(1)[0][0]]
+
+    def variable(self, name: str) -> Variable:
+        """The variable of that name.
+
+        Raises:
+            WorkloadError: if there is none.
+        """
+        try:
+            return self._by_name[name]
+        except KeyError:
+            raise WorkloadError(f"workload '{self.name}' has no variable '{name}'") from None
+
+    @property
+    def ready_order(self) -> tuple[str, ...]:
+        """Names in the order in which backward completes their gradients.
+
+        By ready time; equal times, and those without one (which come last), in reverse order of
+        ``variables``, as backward walks a model from its end.
+        """
+        backwards = reversed(self.variables)
+        by_time = sorted(backwards, key=lambda v: math.inf if v.ready is None else v.ready)
+        return tuple(variable.name for variable in by_time)
+
+    @property
+    def variables_fingerprint(self) -> str:
+        """Digest of names and shapes, to which a plan is bound; dtypes and times may change under it."""
+        return digest([[variable.name, list(variable.shape)] for variable in self.variables])
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Workload:
+        """A copy, some fields replaced unchecked (as pydantic has it)."""
+        copy = super().model_copy(update=update, deep=deep)
+        copy.__dict__.pop("_by_name", None)  # made for the old variables
+        return copy
+
+    @cached_property
+    def _by_name(self) -> dict[str, Variable]:
+        return {variable.name: variable for variable in self.variables}
+
+    @model_validator(mode="after")
+    def _check_variables(self) -> Workload:
+        name, count = Counter(variable.name for variable in self.variables).most_common(1)[0]
+        if count > 1:
+            raise ValueError(f"variables: '{name}' is named {count} times; names must be unique")
+        latest = self.backward_time * (1 + READY_SLACK)
+        for variable in self.variables:
+            if variable.ready is not None and variable.ready > latest:
+                raise ValueError(
+                    f"variables: '{variable.name}' is ready at {variable.ready} s, "
+                    f"after the end of backward (backward_time: {self.backward_time} s)"
+                )
+        return self
