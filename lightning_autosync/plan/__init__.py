@@ -1,0 +1,53 @@
+"""How gradients travel: plans, their builders, and the schedules that they compile to."""
+
+from __future__ import annotations
+
+from lightning_autosync.plan import builders
+from lightning_autosync.plan.compiler import compile_plan
+from lightning_autosync.plan.schedule import (
+    AllReduce,
+    AllToAll,
+    Message,
+    Round,
+    Schedule,
+    Transfer,
+    TreeTransfer,
+    TwoLevelAllReduce,
+)
+from lightning_autosync.plan.spec import (
+    SEMANTICS,
+    TOPOLOGIES,
+    Compressor,
+    Consistency,
+    Group,
+    Partition,
+    Semantics,
+    SyncPlan,
+    Topology,
+    WeightedTree,
+)
+from lightning_autosync.plan.trees import Tree
+
+__all__ = [
+    "SEMANTICS",
+    "TOPOLOGIES",
+    "AllReduce",
+    "AllToAll",
+    "Compressor",
+    "Consistency",
+    "Group",
+    "Message",
+    "Partition",
+    "Round",
+    "Schedule",
+    "Semantics",
+    "SyncPlan",
+    "Topology",
+    "Transfer",
+    "Tree",
+    "TreeTransfer",
+    "TwoLevelAllReduce",
+    "WeightedTree",
+    "builders",
+    "compile_plan",
+]

@@ -1,0 +1,86 @@
+"""Builders of all-reduce plans."""
+
+from __future__ import annotations
+
+import random
+
+from lightning_autosync.cluster import ClusterSpec
+from lightning_autosync.errors import PlanError
+from lightning_autosync.plan.builders.grouping import (
+    MIB,
+    axis_length,
+    fused_groups,
+    in_ready_order,
+    lone_group,
+    make_plan,
+    smallest_divisor,
+)
+from lightning_autosync.plan.spec import Compressor, Group, Partition, SyncPlan, Topology
+from lightning_autosync.workload import Variable, Workload
+
+
+def all_reduce(
+    workload: Workload,
+    cluster: ClusterSpec,
+    *,
+    topology: Topology = "native",
+    bucket_bytes: int = 25 * MIB,
+    first_bucket_bytes: int = MIB,
+    chunk_size: int | None = None,
+    compressor: Compressor | str = "none",
+) -> SyncPlan:
+    """Fused all-reduce: DDP's buckets, or AutoDist's AllReduce if ``chunk_size`` is given.
+
+    Args:
+        workload: the variables.
+        cluster: where they are synchronized.
+        topology: how each message travels.
+        bucket_bytes: a message closes when it reaches this many bytes (DDP's ``bucket_cap_mb``).
+        first_bucket_bytes: the same for the first message, so that communication starts early.
+        chunk_size: variables a message, by position in the model, whatever their size (AutoDist: 128).
+        compressor: kind or settings, for dense messages.
+
+    Raises:
+        PlanError: ``chunk_size`` is below 1.
+    """
+    aspects = {"topology": topology, "compressor": compressor}
+    if chunk_size is None:
+        limits = [min(first_bucket_bytes, bucket_bytes), bucket_bytes]
+        groups = list(fused_groups(in_ready_order(workload), limits, "bucket", **aspects))
+    else:
+        if chunk_size < 1:
+            raise PlanError(f"chunk_size: {chunk_size} is below 1")
+        groups = []
+        for chunk, start in enumerate(range(0, len(workload.variables), chunk_size)):
+            members = workload.variables[start : start + chunk_size]
+            groups += fused_groups(members, [workload.bytes + 1], f"chunk{chunk}.", **aspects)
+        groups.reverse()
+    return make_plan(workload, cluster, groups)
+
+
+def partitioned_all_reduce(workload: Workload, cluster: ClusterSpec, *, topology: Topology = "native") -> SyncPlan:
+    """AutoDist's PartitionedAR: each variable cut along axis 0 into the smallest divisor's count of shards."""
+    return make_plan(
+        workload,
+        cluster,
+        [_partitioned(variable, 0, topology) for variable in in_ready_order(workload)],
+    )
+
+
+def random_axis_partitioned_all_reduce(
+    workload: Workload, cluster: ClusterSpec, *, topology: Topology = "native", seed: int = 0
+) -> SyncPlan:
+    """AutoDist's RandomAxisPartitionAR: as PartitionedAR, along a random axis longer than 1."""
+    draw = random.Random(seed)
+    groups = []
+    for variable in in_ready_order(workload):
+        axes = [axis for axis, length in enumerate(variable.shape) if length > 1]
+        axis = draw.choice(axes) if axes and variable.kind == "dense" else 0
+        groups.append(_partitioned(variable, axis, topology))
+    return make_plan(workload, cluster, groups)
+
+
+def _partitioned(variable: Variable, axis: int, topology: Topology) -> Group:
+    shards = smallest_divisor(axis_length(variable, axis))
+    partition = Partition(axis=axis, shards=shards) if shards > 1 else None
+    return lone_group(variable, topology=topology, partition=partition)

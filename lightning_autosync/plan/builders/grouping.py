@@ -1,0 +1,70 @@
+"""What all builders share: which variables travel together, and the plan around the groups."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from lightning_autosync.cluster import ClusterSpec
+from lightning_autosync.plan.spec import Group, SyncPlan
+from lightning_autosync.workload import Variable, Workload
+
+MIB = 1024 * 1024
+
+
+def make_plan(workload: Workload, cluster: ClusterSpec, groups: Iterable[Group]) -> SyncPlan:
+    """A synchronous plan for this workload on this cluster."""
+    return SyncPlan(workload=workload.variables_fingerprint, world_size=cluster.world_size, groups=tuple(groups))
+
+
+def in_ready_order(workload: Workload) -> list[Variable]:
+    """Variables in the order in which backward makes their gradients."""
+    return [workload.variable(name) for name in workload.ready_order]
+
+
+def lone_group(variable: Variable, **aspects: Any) -> Group:
+    """A group of one variable, named after it."""
+    return Group(name=variable.name, variables=(variable.name,), **aspects)
+
+
+def fused_groups(variables: Sequence[Variable], limits: Sequence[int], prefix: str, **aspects: Any) -> Iterator[Group]:
+    """Groups of dense variables that close when they reach a limit; row-wise variables travel alone.
+
+    ``limits`` are bytes: one for the first group of each element type, ..., the last for all that follow.
+    """
+    dense = [variable for variable in variables if variable.kind == "dense"]
+    number = 0
+    for dtype in dict.fromkeys(variable.dtype for variable in dense):
+        pending: list[Variable] = []
+        closed = 0
+        for variable in [variable for variable in dense if variable.dtype == dtype]:
+            pending.append(variable)
+            limit = limits[min(closed, len(limits) - 1)]
+            if sum(member.bytes for member in pending) >= limit:
+                yield _fused(prefix, number, pending, aspects)
+                pending, number, closed = [], number + 1, closed + 1
+        if pending:
+            yield _fused(prefix, number, pending, aspects)
+            number += 1
+    for variable in variables:
+        if variable.kind != "dense":
+            yield lone_group(variable, **{name: value for name, value in aspects.items() if name != "compressor"})
+
+
+def _fused(prefix: str, number: int, members: Sequence[Variable], aspects: dict[str, Any]) -> Group:
+    return Group(name=f"{prefix}{number}", variables=tuple(member.name for member in members), **aspects)
+
+
+def smallest_divisor(number: int) -> int:
+    """The smallest divisor of ``number`` from 2 on; 1 for 1."""
+    return next((divisor for divisor in range(2, number + 1) if number % divisor == 0), 1)
+
+
+def smallest_non_divisor(number: int) -> int:
+    """The smallest count from 2 on that does not divide ``number`` and does not exceed it; 1 if there is none."""
+    return next((count for count in range(2, number + 1) if number % count), 1)
+
+
+def axis_length(variable: Variable, axis: int = 0) -> int:
+    """Slices along an axis, by default the one that AutoDist's partitioners cut; a scalar is one slice."""
+    return variable.shape[axis] if variable.shape else 1

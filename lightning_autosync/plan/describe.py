@@ -1,0 +1,71 @@
+"""The plan as a table."""
+
+from __future__ import annotations
+
+from io import StringIO
+
+from rich.console import Console
+from rich.table import Table
+
+from lightning_autosync.plan.spec import Group, SyncPlan
+from lightning_autosync.workload import Workload
+
+
+def plan_table(plan: SyncPlan, workload: Workload | None = None, width: int = 120) -> str:
+    """A text table of the plan's groups, with their bytes if the workload is given."""
+    table = Table(title=_title(plan), title_justify="left", header_style="bold")
+    headings = [
+        "group",
+        "variables",
+        "architecture",
+        "topology",
+        "shards",
+        "placement",
+        "compressor",
+        "priority",
+    ]
+    for heading in headings:
+        table.add_column(heading, justify="right" if heading in ("shards", "priority") else "left")
+    if workload is not None:
+        table.add_column("MB", justify="right")
+    for group in plan.groups:
+        row = _row(group)
+        if workload is not None:
+            row.append(f"{sum(workload.variable(name).bytes for name in group.variables) / 1e6:.3f}")
+        table.add_row(*row)
+    text = StringIO()
+    Console(file=text, width=width, force_terminal=False).print(table)
+    return text.getvalue()
+
+
+def _title(plan: SyncPlan) -> str:
+    consistency = plan.consistency.model_dump(exclude_none=True)
+    mode = consistency.pop("mode")
+    details = ", ".join(f"{name} {value}" for name, value in consistency.items())
+    return (
+        f"plan {plan.fingerprint}: {plan.world_size} ranks, {mode}{f' ({details})' if details else ''}, "
+        f"semantics {plan.semantics}"
+    )
+
+
+def _row(group: Group) -> list[str]:
+    first, count = group.variables[0], len(group.variables)
+    shards = str(group.shards) if group.partition else "-"
+    if group.partition and group.partition.axis is not None:
+        shards += f" on axis {group.partition.axis}"
+    if group.partition and group.partition.weights:
+        total = sum(group.partition.weights)
+        shards += " (" + " ".join(f"{weight / total:.0%}" for weight in group.partition.weights) + ")"
+    topology = group.topology + (" + local" if group.local_aggregation else "")
+    if group.trees:
+        topology += f" ({len(group.trees)} trees)"
+    return [
+        group.name,
+        first if count == 1 else f"{first} and {count - 1} more",
+        group.architecture,
+        topology,
+        shards,
+        " ".join(map(str, group.placement)) if group.placement else "-",
+        group.compressor.kind,
+        str(group.priority),
+    ]

@@ -1,0 +1,263 @@
+"""`SyncPlan`: how every variable of a model is synchronized, as data.
+
+The aspects are AutoSync's (architecture, partition, placement, merging, compression; NeurIPS 2020),
+with topology, local aggregation and wire priority beside them.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal, get_args
+
+from pydantic import (
+    Field,
+    GetJsonSchemaHandler,
+    PositiveFloat,
+    field_serializer,
+    field_validator,
+    model_validator,
+)
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
+from typing_extensions import Self
+
+from lightning_autosync.cluster import Bytes
+from lightning_autosync.documents import Count, Document, Index, Integer, Record
+from lightning_autosync.errors import DocumentError, PlanError
+from lightning_autosync.plan.trees import check_parents
+
+Architecture = Literal["all_reduce", "parameter_server"]
+Topology = Literal["native", "ring", "tree", "star", "hierarchical", "packed"]
+Semantics = Literal["exact", "compressed", "relaxed"]
+CompressorKind = Literal["none", "fp16", "bf16", "int8", "topk", "powersgd"]
+
+SEMANTICS: tuple[Semantics, ...] = ("exact", "compressed", "relaxed")
+TOPOLOGIES: tuple[Topology, ...] = ("native", "ring", "tree", "star", "hierarchical", "packed")
+
+
+class Compressor(Record):
+    """What happens to a message before it travels; in YAML just its kind, or a mapping.
+
+    Attributes:
+        kind: ``none``, casts ``fp16`` and ``bf16``, ``int8`` with one scale a block, ``topk`` (the largest
+            magnitudes), ``powersgd`` (low rank; Vogels et al., 2019).
+        error_feedback: what compression loses is added to the next step's gradient (Karimireddy et al., 2019).
+        ratio: share of the elements that ``topk`` keeps.
+        rank: rank of ``powersgd``.
+        block: elements that share a scale in ``int8``.
+    """
+
+    kind: CompressorKind = "none"
+    error_feedback: bool = True
+    ratio: Annotated[float, Field(gt=0, le=1)] = 0.01
+    rank: Count = 2
+    block: Count = 256
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        schema = handler(core)
+        kinds = {"type": "string", "enum": list(get_args(CompressorKind))}
+        return {"anyOf": [kinds, handler.resolve_ref_schema(schema)]}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _accept_kind_alone(cls, value: Any) -> Any:
+        return {"kind": value} if isinstance(value, str) else value
+
+
+class Partition(Record):
+    """One message cut into shards.
+
+    Attributes:
+        axis: the axis of a lone variable that is cut, between slices; left out, the message is cut as one flat run
+            of elements (a row-wise variable always between rows).
+        shards: number of pieces, as equal as may be unless ``weights`` says otherwise.
+        weights: relative sizes, one a shard; zero leaves a shard empty.
+    """
+
+    axis: Index | None = None
+    shards: Count
+    weights: tuple[Annotated[float, Field(ge=0)], ...] | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.weights is not None:
+            if len(self.weights) != self.shards:
+                raise ValueError(f"weights: expected one for each of {self.shards} shards, got {len(self.weights)}")
+            if not sum(self.weights) > 0:
+                raise ValueError("weights: at least one must be above zero")
+        return self
+
+
+class WeightedTree(Record):
+    """A spanning tree that carries ``weight`` of a ``packed`` message; ``parents[r]`` is -1 at the root."""
+
+    weight: PositiveFloat
+    parents: tuple[Annotated[Integer, Field(ge=-1)], ...]
+
+    @field_validator("parents")
+    @classmethod
+    def _check_parents(cls, parents: tuple[int, ...]) -> tuple[int, ...]:
+        check_parents(parents)
+        return parents
+
+
+class Group(Record):
+    """Variables that travel together as one message, and how.
+
+    Attributes:
+        name: unique in the plan.
+        variables: names as in ``named_parameters()``.
+        architecture: ``all_reduce`` (every rank reduces a part) or ``parameter_server`` (``placement`` says who).
+        topology: ``native`` is the backend's own collective; the others are reduce and broadcast trees.
+        partition: how the message is cut; None leaves it whole.
+        placement: for ``parameter_server``, the rank that reduces each shard; None puts all on rank 0.
+        trees: for ``packed``, the trees and their shares; None derives them from the cluster's links.
+        compressor: what happens to the message before it travels.
+        local_aggregation: ranks of one node are reduced to one message first.
+        priority: higher goes first on the wire where messages compete; collectives keep the plan's order.
+        segment: bytes of a pipelined piece on trees; None lets the compiler choose.
+    """
+
+    name: Annotated[str, Field(min_length=1)]
+    variables: Annotated[tuple[str, ...], Field(min_length=1)]
+    architecture: Architecture = "all_reduce"
+    topology: Topology = "native"
+    partition: Partition | None = None
+    placement: tuple[Index, ...] | None = None
+    trees: Annotated[tuple[WeightedTree, ...], Field(min_length=1)] | None = None
+    compressor: Compressor = Compressor()
+    local_aggregation: bool = False
+    priority: Integer = 0
+    segment: Annotated[Bytes, Field(ge=1024)] | None = None
+
+    @property
+    def shards(self) -> int:
+        return self.partition.shards if self.partition else 1
+
+    @field_serializer("compressor")
+    def _shorten(self, compressor: Compressor) -> str | dict[str, Any]:
+        fields = compressor.model_dump(exclude_defaults=True)
+        return compressor.kind if fields.keys() <= {"kind"} else fields
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.placement is not None:
+            if self.architecture != "parameter_server":
+                raise ValueError("placement: only parameter_server takes one; all_reduce places a part on every rank")
+            if len(self.placement) != self.shards:
+                raise ValueError(
+                    f"placement: expected one rank for each of {self.shards} shards, got {len(self.placement)}"
+                )
+        if self.partition and self.partition.axis is not None:
+            if len(self.variables) > 1:
+                raise ValueError("partition.axis: several variables are cut as one flat message; leave it out")
+            if self.compressor.kind == "powersgd":
+                raise ValueError("partition.axis: powersgd's factors are cut as one flat message; leave it out")
+        if self.trees is not None and self.topology != "packed":
+            raise ValueError(f"trees: only topology 'packed' takes trees, not '{self.topology}'")
+        if self.local_aggregation and self.topology in ("native", "packed"):
+            raise ValueError(
+                f"local_aggregation: not with topology '{self.topology}'; allowed with ring, tree, star, hierarchical"
+            )
+        return self
+
+
+class Consistency(Record):
+    """How closely replicas march in step.
+
+    Attributes:
+        mode: ``synchronous`` (as DDP), ``bounded_staleness``, ``asynchronous``, ``partial_reduce``, ``periodic``.
+        staleness: steps that a replica may run ahead, for ``bounded_staleness``.
+        group_size: ranks in a partial reduce (P).
+        weighting: ``constant`` or ``dynamic`` (staleness-aware) weights of a partial reduce.
+        period: steps between averages, for ``periodic``.
+        outer: the outer update of ``periodic``.
+    """
+
+    mode: Literal["synchronous", "bounded_staleness", "asynchronous", "partial_reduce", "periodic"] = "synchronous"
+    staleness: Index | None = None
+    group_size: Annotated[Integer, Field(ge=2)] | None = None
+    weighting: Literal["constant", "dynamic"] | None = None
+    period: Count | None = None
+    outer: Literal["averaging", "easgd", "bmuf", "slowmo", "diloco"] | None = None
+
+    _FIELDS: ClassVar[dict[str, tuple[str, ...]]] = {
+        "synchronous": (),
+        "bounded_staleness": ("staleness",),
+        "asynchronous": (),
+        "partial_reduce": ("group_size", "weighting"),
+        "periodic": ("period", "outer"),
+    }
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        allowed = self._FIELDS[self.mode]
+        given = {name for name, value in self if name != "mode" and value is not None}
+        for name in sorted(given - set(allowed)):
+            raise ValueError(f"{name}: mode '{self.mode}' takes {', '.join(allowed) or 'no further field'}")
+        for name in allowed:
+            if name not in given:
+                raise ValueError(f"{name}: missing; mode '{self.mode}' needs it")
+        return self
+
+
+class SyncPlan(Document):
+    """How a model's variables are synchronized among ``world_size`` ranks.
+
+    Attributes:
+        workload: fingerprint of the variables (names and shapes) that it was made for; None skips the check.
+        world_size: number of ranks.
+        consistency: how closely replicas march in step.
+        groups: the messages, in the order in which collectives are launched.
+    """
+
+    FORMAT: ClassVar[str] = "autosync-plan/1"
+    ERROR: ClassVar[type[DocumentError]] = PlanError
+
+    workload: str | None = None
+    world_size: Count
+    consistency: Consistency = Consistency()
+    groups: Annotated[tuple[Group, ...], Field(min_length=1)]
+
+    @property
+    def semantics(self) -> Semantics:
+        """``exact`` (DDP's sums up to floating-point order), ``compressed``, or ``relaxed``."""
+        if self.consistency.mode != "synchronous":
+            return "relaxed"
+        lossy = any(group.compressor.kind != "none" for group in self.groups)
+        return "compressed" if lossy else "exact"
+
+    def describe(self, workload: Any = None) -> str:
+        """The plan as a table that a person reads; with its workload, sizes too."""
+        from lightning_autosync.plan.describe import plan_table
+
+        return plan_table(self, workload)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        names: set[str] = set()
+        owner: dict[str, str] = {}
+        for index, group in enumerate(self.groups):
+            where = f"groups[{index}]"
+            if group.name in names:
+                raise ValueError(f"{where}.name: '{group.name}' is used twice")
+            names.add(group.name)
+            for variable in group.variables:
+                if variable in owner:
+                    raise ValueError(f"{where}.variables: '{variable}' is already in group '{owner[variable]}'")
+                owner[variable] = group.name
+            for shard, rank in enumerate(group.placement or ()):
+                if rank >= self.world_size:
+                    raise ValueError(
+                        f"{where}.placement[{shard}]: rank {rank} is out of range; world_size is {self.world_size}"
+                    )
+            for number, tree in enumerate(group.trees or ()):
+                if len(tree.parents) != self.world_size:
+                    raise ValueError(
+                        f"{where}.trees[{number}].parents: expected one for each of {self.world_size} ranks, "
+                        f"got {len(tree.parents)}"
+                    )
+        group_size = self.consistency.group_size
+        if group_size is not None and group_size > self.world_size:
+            raise ValueError(f"consistency.group_size: {group_size} is above world_size {self.world_size}")
+        return self

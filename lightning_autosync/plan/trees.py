@@ -1,0 +1,104 @@
+"""Spanning trees over ranks: the shapes along which a shard is reduced and broadcast."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+
+def check_parents(parents: Sequence[int]) -> None:
+    """Refuse anything but one rooted tree over all ranks.
+
+    Raises:
+        ValueError: no root, several roots, a parent out of range, or a cycle.
+    """
+    roots = [rank for rank, parent in enumerate(parents) if parent < 0]
+    if len(roots) != 1:
+        raise ValueError(f"a tree has one root (parent -1), got {len(roots)}")
+    for rank, parent in enumerate(parents):
+        if parent >= len(parents):
+            raise ValueError(f"parent {parent} of rank {rank} is out of range; the tree has {len(parents)} ranks")
+    reaches_root = {roots[0]}
+    for rank in range(len(parents)):
+        path: set[int] = set()
+        walker = rank
+        while walker not in reaches_root:
+            if walker in path:
+                raise ValueError(f"the tree has a cycle through rank {walker}")
+            path.add(walker)
+            walker = parents[walker]
+        reaches_root |= path
+
+
+@dataclass(frozen=True)
+class Tree:
+    """A rooted spanning tree; ``parents[rank]`` is -1 at the root. Data flows up to reduce, down to broadcast."""
+
+    parents: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        check_parents(self.parents)
+
+    @property
+    def size(self) -> int:
+        return len(self.parents)
+
+    @cached_property
+    def root(self) -> int:
+        return self.parents.index(-1)
+
+    @cached_property
+    def children(self) -> tuple[tuple[int, ...], ...]:
+        """Children of each rank, ascending: the order in which contributions are summed."""
+        lists: list[list[int]] = [[] for _ in self.parents]
+        for rank, parent in enumerate(self.parents):
+            if parent >= 0:
+                lists[parent].append(rank)
+        return tuple(tuple(ranks) for ranks in lists)
+
+    @cached_property
+    def depth(self) -> int:
+        """Number of hops from the root to the farthest rank."""
+        deepest, level = 0, deque([(self.root, 0)])
+        while level:
+            rank, hops = level.popleft()
+            deepest = max(deepest, hops)
+            level.extend((child, hops + 1) for child in self.children[rank])
+        return deepest
+
+    def rerooted(self, root: int) -> Tree:
+        """The same undirected tree, hung from another rank."""
+        parents = list(self.parents)
+        rank, parent = root, -1
+        while rank >= 0:
+            parents[rank], rank, parent = parent, parents[rank], rank
+        return Tree(tuple(parents))
+
+
+def chain_up(ranks: Sequence[int], root: int) -> dict[int, int]:
+    """Parents on the way round the ring ``ranks`` that ends at ``root``."""
+    start = ranks.index(root)
+    ring = [ranks[(start + 1 + hop) % len(ranks)] for hop in range(len(ranks))]
+    return dict(pairwise(ring)) | {root: -1}
+
+
+def chain_down(ranks: Sequence[int], root: int) -> dict[int, int]:
+    """Parents on the way round the ring ``ranks`` that starts at ``root``."""
+    start = ranks.index(root)
+    ring = [ranks[(start + hop) % len(ranks)] for hop in range(len(ranks))]
+    return {after: rank for rank, after in pairwise(ring)} | {root: -1}
+
+
+def binary(ranks: Sequence[int], root: int) -> dict[int, int]:
+    """Parents in a complete binary tree over ``ranks``, rotated so that ``root`` heads it."""
+    start = ranks.index(root)
+    order = [ranks[(start + hop) % len(ranks)] for hop in range(len(ranks))]
+    return {rank: -1 if place == 0 else order[(place - 1) // 2] for place, rank in enumerate(order)}
+
+
+def spread(ranks: Sequence[int], root: int) -> dict[int, int]:
+    """Parents in a star over ``ranks``."""
+    return {rank: -1 if rank == root else root for rank in ranks}

@@ -1,0 +1,125 @@
+"""Builders do what their sources say."""
+
+from __future__ import annotations
+
+import pytest
+from clusters import shared_nodes, uneven_cluster
+
+from lightning_autosync.plan import builders, compile_plan
+from lightning_autosync.plan.schedule import AllReduce, AllToAll, TreeTransfer
+from lightning_autosync.plan.trees import Tree
+from lightning_autosync.workload import Variable, Workload, catalogue
+
+
+def workload(*sizes: int) -> Workload:
+    return Workload(
+        name="model",
+        variables=tuple(Variable(name=f"v{index}", shape=(size,), dtype="float32") for index, size in enumerate(sizes)),
+    )
+
+
+def test_all_reduce_makes_ddp_buckets() -> None:
+    plan = builders.all_reduce(workload(100, 10, 20, 30), uneven_cluster(2), bucket_bytes=150, first_bucket_bytes=80)
+    # From the last variable on: 30 x 4 bytes reach 80; 20 and 10 stay below 150 until v0 joins.
+    assert [group.variables for group in plan.groups] == [("v3",), ("v2", "v1", "v0")]
+
+
+def test_chunks_count_variables() -> None:
+    plan = builders.all_reduce(workload(1, 1, 1, 1, 1), uneven_cluster(2), chunk_size=2)
+    assert [group.variables for group in plan.groups] == [("v4",), ("v2", "v3"), ("v0", "v1")]
+
+
+def test_ps_load_balancing_fills_the_least_loaded() -> None:
+    plan = builders.ps_load_balancing(workload(4, 3, 2, 9), uneven_cluster(2))
+    # v3 (9) to rank 0; v2 (2), v1 (3), v0 (4) to rank 1, which never exceeds 9.
+    assert {group.name: group.placement for group in plan.groups} == {
+        "v3": (0,),
+        "v2": (1,),
+        "v1": (1,),
+        "v0": (1,),
+    }
+
+
+@pytest.mark.parametrize(("length", "even", "uneven"), [(9, 3, 2), (8, 2, 3), (7, 7, 2), (2, 2, 1), (1, 1, 1)])
+def test_partitioned_ps(length: int, even: int, uneven: int) -> None:
+    cluster = uneven_cluster(2)
+    assert builders.partitioned_ps(workload(length), cluster).groups[0].shards == even
+    assert builders.uneven_partitioned_ps(workload(length), cluster).groups[0].shards == uneven
+
+
+def test_random_axis_is_drawn_by_seed() -> None:
+    vgg = catalogue.build("vgg16")
+    plans = [builders.random_axis_partitioned_all_reduce(vgg, uneven_cluster(4), seed=seed) for seed in (1, 1, 2)]
+    assert plans[0] == plans[1] != plans[2]
+    assert any(group.partition and group.partition.axis for group in plans[0].groups)
+
+
+def test_parallax_serves_rows_and_reduces_the_rest() -> None:
+    ncf = catalogue.build("ncf")
+    plan = builders.parallax(ncf, uneven_cluster(4))
+    kinds = {group.architecture: {ncf.variable(name).kind for name in group.variables} for group in plan.groups}
+    assert kinds == {"parameter_server": {"row_sparse"}, "all_reduce": {"dense"}}
+
+
+def test_byteps_gives_the_fat_node_more() -> None:
+    plan = builders.byteps(workload(100_000), uneven_cluster(4))
+    weights = plan.groups[0].partition.weights
+    assert weights[0] > 0.9
+    (message,) = compile_plan(plan, workload(100_000), uneven_cluster(4)).messages
+    first = message.rounds[0].transfers[0]
+    assert (first.root, first.start) == (0, 0)
+    assert first.stop > 90_000
+
+
+def test_ring_is_rotated_chains() -> None:
+    plan = builders.all_reduce(workload(9), uneven_cluster(3), topology="ring")
+    (message,) = compile_plan(plan, workload(9), uneven_cluster(3)).messages
+    transfers = message.rounds[0].transfers
+    assert [transfer.root for transfer in transfers] == [0, 1, 2]
+    assert transfers[0].reduce == Tree((-1, 2, 0))
+    assert transfers[0].broadcast == Tree((-1, 0, 1))
+
+
+def test_hierarchical_crosses_between_nodes_once_a_node() -> None:
+    cluster = shared_nodes(4)
+    plan = builders.hierarchical(workload(1000), cluster)
+    (message,) = compile_plan(plan, workload(1000), cluster).messages
+    node_of = cluster.rank_nodes
+    for transfer in message.rounds[0].transfers:
+        crossings = [
+            rank
+            for rank, parent in enumerate(transfer.reduce.parents)
+            if parent >= 0 and node_of[rank] != node_of[parent]
+        ]
+        assert len(crossings) == 1
+    assert {transfer.root for transfer in message.rounds[0].transfers} == {0, 1, 2, 3}
+
+
+def test_native_plans_use_collectives_only() -> None:
+    for name, expected in (("all_reduce", AllReduce), ("ps", AllToAll)):
+        plan = builders.build(name, workload(10, 10), uneven_cluster(4), topology="native")
+        schedule = compile_plan(plan, workload(10, 10), uneven_cluster(4))
+        for message in schedule.messages:
+            assert message.collective
+            assert all(isinstance(transfer, expected) for transfer in message.rounds[0].transfers)
+        assert schedule.tree_edges() == set()
+
+
+def test_packed_trees_carry_their_weights() -> None:
+    cluster = uneven_cluster(4)
+    plan = builders.packed_trees(workload(100_000), cluster)
+    (message,) = compile_plan(plan, workload(100_000), cluster).messages
+    for tree, transfer in zip(plan.groups[0].trees, message.rounds[0].transfers, strict=True):
+        assert isinstance(transfer, TreeTransfer)
+        assert (transfer.stop - transfer.start) / 100_000 == pytest.approx(tree.weight, abs=1e-4)
+
+
+def test_rerooting_keeps_the_edges() -> None:
+    tree = Tree((-1, 0, 1, 1, 0))
+    for root in range(5):
+        hung = tree.rerooted(root)
+        assert hung.root == root
+        edges = [
+            {frozenset((rank, parent)) for rank, parent in enumerate(t.parents) if parent >= 0} for t in (tree, hung)
+        ]
+        assert edges[0] == edges[1]

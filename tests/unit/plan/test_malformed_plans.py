@@ -1,0 +1,282 @@
+"""Every malformed plan gives one clear error that names file and field."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from lightning_autosync.cluster import ClusterSpec
+from lightning_autosync.errors import PlanError
+from lightning_autosync.plan import Group, Schedule, SyncPlan, builders, compile_plan
+from lightning_autosync.plan.schedule import AllReduce, Round, TreeTransfer
+from lightning_autosync.plan.trees import Tree
+from lightning_autosync.workload import Variable, Workload
+
+
+def plan_with(**group: Any) -> dict[str, Any]:
+    return {
+        "format": "autosync-plan/1",
+        "world_size": 4,
+        "groups": [{"name": "all", "variables": ["weight"], **group}],
+    }
+
+
+SERVED = {"architecture": "parameter_server", "topology": "star"}
+
+MALFORMED: dict[str, tuple[dict[str, Any], str]] = {
+    "no format": ({"world_size": 2, "groups": []}, "format: missing; expected 'autosync-plan/1'"),
+    "future format": (plan_with() | {"format": "autosync-plan/2"}, "written by a newer release"),
+    "foreign format": (plan_with() | {"format": "autosync-cluster/1"}, "format: 'autosync-cluster/1'"),
+    "unknown field": (plan_with() | {"bucket": 3}, "bucket: unknown field"),
+    "unknown field in a group": (plan_with(topologie="ring"), "groups[0].topologie: unknown field"),
+    "no groups": (plan_with() | {"groups": []}, "groups: "),
+    "no world size": (
+        {"format": "autosync-plan/1", "groups": plan_with()["groups"]},
+        "world_size: missing",
+    ),
+    "world size true": (plan_with() | {"world_size": True}, "world_size: Input should be a valid integer (got True)"),
+    "shards true": (plan_with(partition={"shards": True}), "groups[0].partition.shards: "),
+    "placement true": (plan_with(**SERVED, placement=[True]), "groups[0].placement[0]: "),
+    "world size 0": (plan_with() | {"world_size": 0}, "world_size: "),
+    "group without variables": (plan_with(variables=[]), "groups[0].variables: "),
+    "unknown topology": (plan_with(topology="torus"), "groups[0].topology: "),
+    "unknown architecture": (plan_with(architecture="gossip"), "groups[0].architecture: "),
+    "unknown compressor": (plan_with(compressor="zip"), "groups[0].compressor.kind: "),
+    "ratio above one": (plan_with(compressor={"kind": "topk", "ratio": 2}), "groups[0].compressor.ratio: "),
+    "zero shards": (plan_with(partition={"shards": 0}), "groups[0].partition.shards: "),
+    "negative axis": (plan_with(partition={"axis": -1, "shards": 2}), "groups[0].partition.axis: "),
+    "too few weights": (
+        plan_with(partition={"shards": 3, "weights": [1, 2]}),
+        "weights: expected one for each of 3 shards, got 2",
+    ),
+    "weights of nothing": (
+        plan_with(partition={"shards": 2, "weights": [0, 0]}),
+        "at least one must be above zero",
+    ),
+    "placement of all-reduce": (plan_with(placement=[0]), "placement: only parameter_server takes one"),
+    "placement too short": (
+        plan_with(**SERVED, partition={"shards": 2}, placement=[1]),
+        "placement: expected one rank for each of 2 shards, got 1",
+    ),
+    "rank out of range": (
+        plan_with(**SERVED, placement=[4]),
+        "groups[0].placement[0]: rank 4 is out of range",
+    ),
+    "negative rank": (plan_with(**SERVED, placement=[-1]), "groups[0].placement[0]: "),
+    "axis of a fused group": (
+        plan_with(variables=["weight", "bias"], partition={"axis": 1, "shards": 2}),
+        "partition.axis: several variables are cut as one flat message",
+    ),
+    "cyclic tree": (
+        plan_with(topology="packed", trees=[{"weight": 1, "parents": [-1, 2, 1, 0]}]),
+        "groups[0].trees[0].parents: the tree has a cycle",
+    ),
+    "two roots": (
+        plan_with(topology="packed", trees=[{"weight": 1, "parents": [-1, -1, 0, 0]}]),
+        "a tree has one root",
+    ),
+    "parent out of range": (
+        plan_with(topology="packed", trees=[{"weight": 1, "parents": [-1, 0, 0, 9]}]),
+        "parent 9 of rank 3 is out of range",
+    ),
+    "tree for another world": (
+        plan_with(topology="packed", trees=[{"weight": 1, "parents": [-1, 0]}]),
+        "groups[0].trees[0].parents: expected one for each of 4 ranks, got 2",
+    ),
+    "weightless tree": (
+        plan_with(topology="packed", trees=[{"weight": 0, "parents": [-1, 0, 0, 0]}]),
+        "groups[0].trees[0].weight: ",
+    ),
+    "trees on a ring": (
+        plan_with(topology="ring", trees=[{"weight": 1, "parents": [-1, 0, 0, 0]}]),
+        "trees: only topology 'packed' takes trees",
+    ),
+    "local aggregation of a collective": (plan_with(local_aggregation=True), "local_aggregation: not with"),
+    "tiny segment": (plan_with(topology="ring", segment=8), "groups[0].segment: "),
+    "name twice": (
+        plan_with() | {"groups": [*plan_with()["groups"], {"name": "all", "variables": ["bias"]}]},
+        "groups[1].name: 'all' is used twice",
+    ),
+    "variable twice": (
+        plan_with() | {"groups": [*plan_with()["groups"], {"name": "more", "variables": ["weight"]}]},
+        "groups[1].variables: 'weight' is already in group 'all'",
+    ),
+    "unknown mode": (plan_with() | {"consistency": {"mode": "eventual"}}, "consistency.mode: "),
+    "mode without its field": (
+        plan_with() | {"consistency": {"mode": "bounded_staleness"}},
+        "staleness: missing",
+    ),
+    "field of another mode": (
+        plan_with() | {"consistency": {"mode": "synchronous", "period": 4}},
+        "period: mode 'synchronous' takes no further field",
+    ),
+    "group larger than the world": (
+        plan_with() | {"consistency": {"mode": "partial_reduce", "group_size": 9, "weighting": "constant"}},
+        "consistency.group_size: 9 is above world_size 4",
+    ),
+    "not a number": (plan_with(priority="high"), "groups[0].priority: "),
+    "infinite weight": (
+        plan_with(partition={"shards": 2, "weights": [1, float("inf")]}),
+        "groups[0].partition.weights[1]: ",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MALFORMED)
+def test_malformed_plan(tmp_path: Path, case: str) -> None:
+    data, expected = MALFORMED[case]
+    path = tmp_path / "plan.yaml"
+    path.write_text(yaml.safe_dump(data))
+    with pytest.raises(PlanError) as caught:
+        SyncPlan.load(path)
+    message = str(caught.value)
+    assert message.startswith(f"{path}: ")
+    assert expected in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("cut.yaml", "format: autosync-plan/1\nworld_size: 2\ngroups: [{name: a, vari"),
+        ("cut.json", '{"format": "autosync-plan/1", "world_'),
+        ("binary.yaml", "\x00\x01"),
+        ("list.yaml", "- 1\n- 2\n"),
+        ("empty.yaml", ""),
+    ],
+)
+def test_damaged_file(tmp_path: Path, name: str, content: str) -> None:
+    path = tmp_path / name
+    path.write_text(content)
+    with pytest.raises(PlanError, match=name):
+        SyncPlan.load(path)
+
+
+def test_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=r"nowhere\.yaml: cannot be read"):
+        SyncPlan.load(tmp_path / "nowhere.yaml")
+
+
+WORKLOAD = Workload(
+    name="model",
+    variables=(
+        Variable(name="weight", shape=(6, 4), dtype="float32"),
+        Variable(name="bias", shape=(6,), dtype="float64"),
+        Variable(name="table", shape=(10, 2), dtype="float32", kind="row_sparse"),
+    ),
+)
+CLUSTER = ClusterSpec.uniform(nodes=4)
+
+
+def compiled(*groups: dict[str, Any], **fields: Any) -> Schedule:
+    named = [{"name": f"g{index}", **group} for index, group in enumerate(groups)]
+    data = {"format": "autosync-plan/1", "world_size": 4, "groups": named, **fields}
+    return compile_plan(SyncPlan.from_dict(data), WORKLOAD, CLUSTER, source="my.yaml")
+
+
+REST = {"bias": {"variables": ["bias"]}, "table": {"variables": ["table"]}}
+
+
+@pytest.mark.parametrize(
+    ("groups", "fields", "expected"),
+    [
+        ([{"variables": ["weight"]}], {}, "groups: parameter 'bias' is in no group (2 such)"),
+        ([{"variables": ["gone"]}], {}, "groups[0].variables: the model has no trainable parameter 'gone'"),
+        ([{"variables": ["weight"]}], {"world_size": 3}, "world_size: the plan is for 3 ranks"),
+        (
+            [{"variables": ["weight"]}, *REST.values()],
+            {"workload": "000000000000"},
+            "workload: the plan was made for a model with fingerprint 000000000000",
+        ),
+        (
+            [{"variables": ["weight", "bias"]}, REST["table"]],
+            {},
+            "groups[0] 'g0': variables: one message has one",
+        ),
+        (
+            [{"variables": ["weight"], "partition": {"axis": 2, "shards": 2}}, *REST.values()],
+            {},
+            "partition.axis: axis 2 is too large; the variable has shape [6, 4]",
+        ),
+        (
+            [{"variables": ["weight"], "partition": {"axis": 1, "shards": 5}}, *REST.values()],
+            {},
+            "partition.shards: 5 shards, but only 4 slices along axis 1",
+        ),
+        (
+            [{"variables": ["weight", "table"]}, REST["bias"]],
+            {},
+            "'table' has row_sparse gradients and must travel",
+        ),
+        (
+            [{"variables": ["weight"]}, REST["bias"], {"variables": ["table"], "compressor": "int8"}],
+            {},
+            "compressor: rows of a row_sparse variable travel exact",
+        ),
+        (
+            [
+                {"variables": ["weight"]},
+                REST["bias"],
+                {"variables": ["table"], "partition": {"axis": 1, "shards": 2}},
+            ],
+            {},
+            "partition.axis: a row_sparse variable is cut along its rows",
+        ),
+        (
+            [{"variables": ["weight"]}, *REST.values()],
+            {"consistency": {"mode": "asynchronous"}},
+            "consistency.mode: 'asynchronous' has no schedule",
+        ),
+    ],
+)
+def test_plan_that_does_not_fit(groups: list[dict[str, Any]], fields: dict[str, Any], expected: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        compiled(*groups, **fields)
+    assert str(caught.value).startswith("my.yaml: ")
+    assert expected in str(caught.value)
+
+
+def test_unmeasured_cluster_has_no_packing() -> None:
+    with pytest.raises(ValueError, match="unknown"):
+        compiled({"variables": ["weight"], "topology": "packed"}, *REST.values())
+
+
+def test_unknown_builder() -> None:
+    with pytest.raises(PlanError, match="neither a file nor a builder; the builders are all_reduce"):
+        builders.build("fastest", WORKLOAD, CLUSTER)
+
+
+def test_builders_refuse_impossible_arguments() -> None:
+    with pytest.raises(PlanError, match="chunk_size: 0 is below 1"):
+        builders.all_reduce(WORKLOAD, CLUSTER, chunk_size=0)
+    with pytest.raises(PlanError, match="servers: at least one"):
+        builders.ps_load_balancing(WORKLOAD, CLUSTER, servers=[])
+
+
+def test_overlapping_shards() -> None:
+    with pytest.raises(ValueError, match=r"transfers\[1\]: starts at element 5 and overlaps the one before"):
+        Round(10, (AllReduce(0, 6), AllReduce(5, 10)))
+    with pytest.raises(ValueError, match="leaves a gap"):
+        Round(10, (AllReduce(0, 4), AllReduce(5, 10)))
+    with pytest.raises(ValueError, match="the message has 12"):
+        Round(12, (AllReduce(0, 10),))
+
+
+def test_trees_of_a_transfer_meet_at_one_root() -> None:
+    with pytest.raises(ValueError, match="reduce tree ends at rank 0, the broadcast tree starts at 1"):
+        TreeTransfer(0, 4, Tree((-1, 0, 0)), Tree((1, -1, 1)), 4)
+    with pytest.raises(ValueError, match="one root"):
+        Tree((0, 0))
+
+
+def test_one_message_says_it_all() -> None:
+    with pytest.raises(ValueError, match=r"\(and 1 more\)"):
+        SyncPlan.from_dict(plan_with(topology="torus", priority="high"))
+
+
+def test_group_refuses_unknown_fields_in_python_too() -> None:
+    with pytest.raises(ValueError, match="extra"):
+        Group(name="a", variables=("b",), colour="red")

@@ -1,0 +1,88 @@
+"""Plans as data: files, fingerprints, semantics, tables."""
+
+from __future__ import annotations
+
+import json
+
+import jsonschema
+import pytest
+from clusters import shared_nodes
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from plans import plans
+
+from lightning_autosync.plan import Compressor, Consistency, Group, SyncPlan, builders, compile_plan
+from lightning_autosync.plan.schema import schema_path
+from lightning_autosync.workload import Variable, Workload
+
+WORKLOAD = Workload(
+    name="model",
+    variables=(
+        Variable(name="conv.weight", shape=(8, 3, 3, 3), dtype="float32"),
+        Variable(name="conv.bias", shape=(8,), dtype="float32"),
+        Variable(name="scale", shape=(), dtype="float32"),
+        Variable(name="fc.weight", shape=(10, 72), dtype="float32"),
+        Variable(name="half", shape=(5, 5), dtype="bfloat16"),
+        Variable(name="table", shape=(40, 6), dtype="float32", kind="row_sparse"),
+    ),
+)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.data())
+@pytest.mark.parametrize("suffix", ["yaml", "json"])
+def test_files_keep_everything(tmp_path_factory: pytest.TempPathFactory, suffix: str, data: st.DataObject) -> None:
+    lossy = data.draw(st.booleans())
+    workload = WORKLOAD.model_copy(update={"variables": WORKLOAD.variables[:5]}) if lossy else WORKLOAD
+    plan = data.draw(plans(workload, 4, lossy=lossy))
+    path = tmp_path_factory.mktemp("plans") / f"plan.{suffix}"
+    plan.save(path)
+    loaded = SyncPlan.load(path)
+    assert loaded == plan
+    assert loaded.fingerprint == plan.fingerprint
+    jsonschema.validate(json.loads(json.dumps(plan.to_dict())), json.loads(schema_path().read_text()))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_schedules_cover_every_element_once(data: st.DataObject) -> None:
+    size = data.draw(st.integers(2, 7))
+    plan = data.draw(plans(WORKLOAD, size))
+    schedule = compile_plan(plan, WORKLOAD, shared_nodes(size))
+    assert schedule.fingerprint == compile_plan(plan, WORKLOAD, shared_nodes(size)).fingerprint
+    for message in schedule.messages:
+        (only,) = message.rounds  # its constructor refuses gaps and overlaps
+        assert only.length == message.numel + message.tail
+        assert message.numel == sum(WORKLOAD.variable(name).numel for name in message.variables)
+
+
+def test_published_schema_is_current() -> None:
+    assert json.loads(schema_path().read_text()) == SyncPlan.json_schema()
+
+
+def test_fingerprints_do_not_change_between_releases() -> None:
+    assert builders.all_reduce(WORKLOAD, shared_nodes(4)).fingerprint == "2c707a06160c"
+
+
+@pytest.mark.parametrize(
+    ("compressor", "consistency", "semantics"),
+    [
+        ("none", Consistency(), "exact"),
+        ("bf16", Consistency(), "compressed"),
+        ("none", Consistency(mode="periodic", period=4, outer="diloco"), "relaxed"),
+        ("topk", Consistency(mode="asynchronous"), "relaxed"),
+    ],
+)
+def test_semantics(compressor: str, consistency: Consistency, semantics: str) -> None:
+    group = Group(name="a", variables=("w",), compressor=Compressor(kind=compressor))
+    assert SyncPlan(world_size=2, consistency=consistency, groups=(group,)).semantics == semantics
+
+
+@pytest.mark.parametrize("builder", builders.BUILDERS)
+def test_table_names_every_group(builder: str) -> None:
+    plan = builders.build(builder, WORKLOAD, shared_nodes(4))
+    table = plan.describe(WORKLOAD)
+    for group in plan.groups:
+        assert group.name in table
+    assert "exact" in table
+    assert "MB" in table
