@@ -1,0 +1,7 @@
+"""Running a plan: the engine, its exchanges, and the connections under them."""
+
+from __future__ import annotations
+
+from lightning_autosync.runtime.engine import Engine
+
+__all__ = ["Engine"]

@@ -1,0 +1,214 @@
+"""From a Schedule to buckets: memory, exchanges and connections for one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_autosync.cluster import ClusterSpec, Topology
+from lightning_autosync.errors import PlanError
+from lightning_autosync.plan.schedule import AllReduce, AllToAll, Message, Schedule, TwoLevelAllReduce
+from lightning_autosync.runtime.buckets import Bucket, DenseBucket, RowBucket
+from lightning_autosync.runtime.exchanges import (
+    AllReduceExchange,
+    AllToAllExchange,
+    Exchange,
+    LowRankExchange,
+    NativeRowExchange,
+    RowExchange,
+    RowTreeExchange,
+    TreeExchange,
+    TwoLevelExchange,
+    TwoLevelGroups,
+    make_two_level_groups,
+)
+from lightning_autosync.runtime.exchanges.staging import StagedExchange, StagedRowExchange
+from lightning_autosync.runtime.rendezvous import connect_pairs, gather_json
+from lightning_autosync.runtime.transport import Transport
+
+_ROUNDS = 2
+"""Channels a message: PowerSGD's two rounds need one each."""
+_CONNECT_TIMEOUT = 120.0
+"""Seconds, at most, for all ranks to connect."""
+
+
+class Assembly:
+    """Everything that an engine allocates once: buckets in schedule order, and the transport under them.
+
+    Args and errors are those of `Engine`.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        schedule: Schedule,
+        group: dist.ProcessGroup | None,
+        cluster: ClusterSpec | None,
+        timeout: float,
+    ) -> None:
+        self._parameters = parameters
+        self._group = group
+        self._timeout = timeout
+        self._rank = dist.get_rank(group)
+        self._world_size = schedule.world_size
+        _agree(schedule, group)
+        for message in schedule.messages:
+            _check_parameters(message, parameters)
+        self._memories: dict[str, dict[str, Tensor]] = {}
+        self._waiter: ThreadPoolExecutor | None = None
+        self._transport = self._connect(schedule, cluster)
+        try:
+            self._two_level = self._make_two_level_groups(schedule)
+            self.buckets = [self._bucket(message) for message in schedule.messages]
+            # No rank may send before every rank can receive.
+            dist.barrier(group)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def bytes_sent(self) -> int:
+        return self._transport.bytes_sent if self._transport is not None else 0
+
+    def memories(self) -> dict[str, dict[str, Tensor]]:
+        """What compressors remember, by message; the live tensors."""
+        return self._memories
+
+    def close(self) -> None:
+        if self._waiter is not None:
+            self._waiter.shutdown()
+        if self._transport is not None:
+            self._transport.close()
+
+    def _make_two_level_groups(self, schedule: Schedule) -> TwoLevelGroups | None:
+        transfers = (
+            transfer for message in schedule.messages for round in message.rounds for transfer in round.transfers
+        )
+        two_level = next((transfer for transfer in transfers if isinstance(transfer, TwoLevelAllReduce)), None)
+        if two_level is None:
+            return None
+        if self._group is not None:
+            raise PlanError("schedule: collectives in two levels need the default process group")
+        return make_two_level_groups(two_level.places)
+
+    def _connect(self, schedule: Schedule, cluster: ClusterSpec | None) -> Transport | None:
+        if all(message.collective for message in schedule.messages):
+            return None
+        edges = schedule.tree_edges()
+        node = cluster.nodes[cluster.rank_nodes[self._rank]] if cluster is not None else None
+        address = node.address if node is not None else None
+        sockets = connect_pairs(edges, self._group, address, min(self._timeout, _CONNECT_TIMEOUT))
+        rates = {}
+        if cluster is not None and cluster.measured:
+            topology = Topology(cluster)
+            rates = {peer: topology.bandwidth(self._rank, peer) for peer in sockets}
+        return Transport(sockets, rates)
+
+    def _bucket(self, message: Message) -> Bucket:
+        parameters = [self._parameters[name] for name in message.variables]
+        device = parameters[0].device
+        dtype = getattr(torch, message.dtype)
+        if message.rows:
+            return RowBucket(message, parameters[0], self._row_exchange(message, dtype, device), self._world_size)
+        buffer = torch.zeros(message.numel + message.tail, dtype=dtype, device=device)
+        return DenseBucket(
+            message, parameters, buffer, self._dense_exchange(message, buffer, parameters), self._world_size
+        )
+
+    def _dense_exchange(self, message: Message, buffer: Tensor, parameters: list[nn.Parameter]) -> Exchange:
+        if len(message.rounds) == 1:
+            return self._one_round(message, 0, buffer)
+        exchange = LowRankExchange(
+            message,
+            [tuple(parameter.shape) for parameter in parameters],
+            buffer,
+            self._world_size,
+            lambda number, factors: self._one_round(message, number, factors),
+        )
+        self._memories[message.name] = {"factors": exchange.warm_start}
+        if exchange.residual is not None:
+            self._memories[message.name]["residual"] = exchange.residual.values
+        return exchange
+
+    def _one_round(self, message: Message, number: int, buffer: Tensor) -> Exchange:
+        exchange: AllReduceExchange | AllToAllExchange
+        transfers = message.rounds[number].transfers
+        reduces = [transfer for transfer in transfers if isinstance(transfer, AllReduce)]
+        if len(transfers) == len(reduces):
+            exchange = AllReduceExchange(reduces, message, buffer, self._group)
+        elif isinstance(transfers[0], TwoLevelAllReduce):
+            assert self._two_level is not None
+            levels = [transfer for transfer in transfers if isinstance(transfer, TwoLevelAllReduce)]
+            return TwoLevelExchange(levels, buffer, self._two_level)
+        elif isinstance(transfers[0], AllToAll):
+            exchange = AllToAllExchange(transfers[0], message, buffer, self._rank, self._world_size, self._group)
+        else:
+            return self._on_trees(message, number, buffer)
+        self._remember(message, exchange)
+        return exchange
+
+    def _on_trees(self, message: Message, number: int, buffer: Tensor) -> Exchange:
+        assert self._transport is not None
+        staged = buffer.device.type != "cpu"
+        host = torch.zeros_like(buffer, device="cpu", pin_memory=True) if staged else buffer
+        exchange = TreeExchange(
+            self._transport,
+            _ROUNDS * message.index + number,
+            self._rank,
+            message,
+            message.rounds[number],
+            host,
+            self._timeout,
+        )
+        self._remember(message, exchange)
+        return StagedExchange(exchange, self._copies(), buffer, host) if staged else exchange
+
+    def _copies(self) -> ThreadPoolExecutor:
+        if self._waiter is None:
+            self._waiter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="autosync-copies")
+        return self._waiter
+
+    def _row_exchange(self, message: Message, dtype: torch.dtype, device: torch.device) -> RowExchange:
+        width = message.numel // message.rows
+        if message.collective:
+            return NativeRowExchange(width, dtype, device, self._group)
+        assert self._transport is not None
+        channel = _ROUNDS * message.index
+        exchange = RowTreeExchange(self._transport, channel, self._rank, message, width, dtype, self._timeout)
+        return StagedRowExchange(exchange, device) if device.type != "cpu" else exchange
+
+    def _remember(self, message: Message, exchange: AllReduceExchange | AllToAllExchange | TreeExchange) -> None:
+        if exchange.residual is not None:
+            self._memories.setdefault(message.name, {})["residual"] = exchange.residual.values
+
+
+def _check_parameters(message: Message, parameters: Mapping[str, nn.Parameter]) -> None:
+    """Refuse a message whose parameters are not there, or of another type, or on several devices."""
+    where = f"schedule: message '{message.name}'"
+    for name in message.variables:
+        if name not in parameters:
+            raise PlanError(f"{where}: there is no parameter '{name}'")
+    device = parameters[message.variables[0]].device
+    for name in message.variables:
+        parameter = parameters[name]
+        if parameter.dtype != getattr(torch, message.dtype) or parameter.device != device:
+            raise PlanError(
+                f"{where}: it carries {message.dtype} on {device}; '{name}' is {parameter.dtype} on {parameter.device}"
+            )
+
+
+def _agree(schedule: Schedule, group: dist.ProcessGroup | None) -> None:
+    """Refuse, on every rank, to run with schedules that differ."""
+    fingerprints = gather_json(schedule.fingerprint, group)
+    if schedule.world_size != len(fingerprints):
+        raise PlanError(f"schedule: it is for {schedule.world_size} ranks, the process group has {len(fingerprints)}")
+    odd = [rank for rank, fingerprint in enumerate(fingerprints) if fingerprint != fingerprints[0]]
+    if odd:
+        raise PlanError(
+            f"schedule: rank {odd[0]} compiled another one than rank 0; model, plan, cluster and package versions "
+            "must be the same on all ranks"
+        )

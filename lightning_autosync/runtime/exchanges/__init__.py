@@ -1,0 +1,36 @@
+"""Ways for a message to be summed over ranks."""
+
+from __future__ import annotations
+
+from lightning_autosync.runtime.exchanges.base import Exchange
+from lightning_autosync.runtime.exchanges.low_rank import LowRankExchange
+from lightning_autosync.runtime.exchanges.native import AllReduceExchange, AllToAllExchange
+from lightning_autosync.runtime.exchanges.rows import (
+    NativeRowExchange,
+    RowExchange,
+    Rows,
+    RowTreeExchange,
+    add_rows,
+)
+from lightning_autosync.runtime.exchanges.trees import TreeExchange
+from lightning_autosync.runtime.exchanges.two_level import (
+    TwoLevelExchange,
+    TwoLevelGroups,
+    make_two_level_groups,
+)
+
+__all__ = [
+    "AllReduceExchange",
+    "AllToAllExchange",
+    "Exchange",
+    "LowRankExchange",
+    "NativeRowExchange",
+    "RowExchange",
+    "RowTreeExchange",
+    "Rows",
+    "TreeExchange",
+    "TwoLevelExchange",
+    "TwoLevelGroups",
+    "add_rows",
+    "make_two_level_groups",
+]

@@ -1,0 +1,95 @@
+"""What an exchange is: one round of one message, from own contribution to the sum over ranks."""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_autosync.errors import ExchangeError
+
+
+class Exchange(ABC):
+    """Sums a buffer over all ranks, in place.
+
+    The engine calls ``start`` when the own contribution is in the buffer, then ``resume`` and ``wait`` at the end of
+    backward, each for all messages in schedule order: so whatever a step launches on the backend is launched in the
+    same order on every rank.
+    """
+
+    @abstractmethod
+    def start(self) -> None:
+        """Begin; the buffer belongs to the exchange until ``wait`` returns."""
+
+    def resume(self) -> None:  # noqa: B027 - most exchanges have nothing left to launch
+        """Launch what depends on the first part."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Block until the buffer holds the sum.
+
+        Raises:
+            ExchangeError: a peer was lost, disagreed, or did not answer in time.
+        """
+
+
+class Completion:
+    """Lets the main thread wait for the transport's thread, once a step."""
+
+    def __init__(self, what: str, timeout: float) -> None:
+        self._what = what
+        self._timeout = timeout
+        self._done = threading.Event()
+        self._error: ExchangeError | None = None
+
+    def begin(self) -> None:
+        self._done.clear()
+
+    def done(self) -> None:
+        self._done.set()
+
+    def fail(self, error: ExchangeError) -> None:
+        self._error = error
+        self._done.set()
+
+    def wait(self) -> None:
+        finished = self._error is not None or self._done.wait(self._timeout)
+        if self._error is not None:
+            raise self._error
+        if not finished:
+            raise ExchangeError(
+                f"{self._what}: no answer from the other ranks in {self._timeout:g} s; one of them is stuck, or they "
+                "do not run the same steps"
+            )
+
+
+class Departures:
+    """Which peers have left, and after which step of an exchange."""
+
+    def __init__(self) -> None:
+        self._steps: dict[int, int] = {}
+
+    def note(self, peer: int, step: int) -> None:
+        self._steps[peer] = step
+
+    def hinder(self, step: int, completion: Completion, broken: ExchangeError | None) -> bool:
+        """Fail ``completion`` if ``step`` cannot be completed any more; whether that is so."""
+        early = [peer for peer, last in self._steps.items() if last < step]
+        if broken is not None:
+            completion.fail(broken)
+        elif early:
+            completion.fail(
+                ExchangeError(f"rank {early[0]} has ended after step {self._steps[early[0]]}; this is step {step}")
+            )
+        return broken is not None or bool(early)
+
+
+def byte_view(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, without a copy."""
+    if not tensor.numel():
+        return memoryview(b"")
+    array: Any = tensor.view(torch.uint8).numpy()
+    return memoryview(array)

@@ -1,0 +1,29 @@
+"""The kernel's scheduling policy for ranks that share cores."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+
+def set_batch_scheduling() -> bool:
+    """Put every thread of this process, and those that they start from now on, under ``SCHED_BATCH``.
+
+    Where several ranks share a core, a rank that wakes to receive a small message then no longer
+    preempts the one that is computing, and small collectives take a fraction of the time. It needs
+    no privilege.
+
+    Returns:
+        Whether the policy is now in force; False where the system does not have it or refuses it.
+    """
+    if not hasattr(os, "SCHED_BATCH"):
+        return False
+    try:
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    except OSError:
+        return False
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(ProcessLookupError):  # the thread has ended since
+            os.sched_setscheduler(int(task.name), os.SCHED_BATCH, os.sched_param(0))
+    return True

@@ -1,0 +1,10 @@
+"""Live worker processes that take orders, on this machine or behind emulated links."""
+
+from __future__ import annotations
+
+from lightning_autosync.workers.emulation import EmulatedLaunch
+from lightning_autosync.workers.errors import LaunchError, WorkerError
+from lightning_autosync.workers.launch import Launch, LocalLaunch
+from lightning_autosync.workers.pool import WorkerPool
+
+__all__ = ["EmulatedLaunch", "Launch", "LaunchError", "LocalLaunch", "WorkerError", "WorkerPool"]

@@ -1,0 +1,55 @@
+"""``python -m lightning_autosync.workers.check cluster=NAME``: emulate a cluster and measure its links."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from rich.console import Console
+from rich.table import Table
+
+from lightning_autosync.cluster.shipped import resolve_cluster
+from lightning_autosync.cluster.spec import ClusterSpec
+from lightning_autosync.errors import AutoSyncError
+from lightning_autosync.workers.emulation import EmulatedLaunch
+from lightning_autosync.workers.link_check import LinkCheck, check_links
+
+ALLOWED_DEVIATION = 0.1
+MEGABIT = 1e6 / 8
+
+
+def links_table(cluster: ClusterSpec, checks: list[LinkCheck]) -> Table:
+    """A table of the rates in Mbit/s; links off by more than ``ALLOWED_DEVIATION`` stand out."""
+    table = Table(title=f"{cluster.name}: emulated links", caption="Mbit/s on the wire, framing included")
+    for heading in ("from", "to"):
+        table.add_column(heading)
+    for heading in ("setting", "measured", "deviation"):
+        table.add_column(heading, justify="right")
+    for check in checks:
+        style = "bold red" if abs(check.deviation) > ALLOWED_DEVIATION else None
+        rates = (
+            f"{check.setting / MEGABIT:.1f}",
+            f"{check.measured / MEGABIT:.1f}",
+            f"{check.deviation:+.1%}",
+        )
+        table.add_row(check.source, check.target, *rates, style=style)
+    return table
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print the table; 0 if every link is as set, 1 if one is off, 2 if the links cannot be made."""
+    parser = argparse.ArgumentParser(description="Emulate a cluster on this machine and measure its links.")
+    parser.add_argument("cluster", metavar="cluster=NAME", help="a shipped cluster's name, or a file's path")
+    cluster_name = parser.parse_args(arguments).cluster.removeprefix("cluster=")
+    try:
+        with EmulatedLaunch(resolve_cluster(cluster_name)) as launch:
+            checks = check_links(launch)
+    except AutoSyncError as error:
+        print(error, file=sys.stderr)
+        return 2
+    Console().print(links_table(launch.cluster, checks))
+    return int(any(abs(check.deviation) > ALLOWED_DEVIATION for check in checks))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

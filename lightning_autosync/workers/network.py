@@ -1,0 +1,135 @@
+"""A cluster as a routed network: the addresses, interfaces and routes that make packets take its links.
+
+Nodes and switches alike become places that forward. Each link is a point-to-point line with two ports;
+port ``c`` sends what travels on channel ``c`` of :class:`~lightning_autosync.cluster.topology.Topology`
+and port ``c ^ 1`` receives it. Packets take exactly the routes of the topology, so any graph of links can
+be built, switches in a circle and nodes that pass on what is not for them included.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from ipaddress import IPv4Address
+
+from lightning_autosync.cluster.spec import ClusterSpec
+from lightning_autosync.cluster.topology import Topology
+
+FIRST_ADDRESS = IPv4Address("10.77.0.0")
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class Port:
+    """One end of a link.
+
+    Attributes:
+        place: the index of the place that it belongs to.
+        interface: its name there.
+        address: its address; the two ends of a link share a network of two addresses.
+        rate: bytes/s that it sends.
+    """
+
+    place: int
+    interface: str
+    address: str
+    rate: float
+
+
+@dataclass(frozen=True)
+class Route:
+    """A place's next hop to a node, for all packets or only for those from one node.
+
+    Attributes:
+        destination: the node's address.
+        gateway: the address of the neighbouring port.
+        interface: the port to send from.
+        source: the address of the node that sent the packet; None for packets from anywhere.
+    """
+
+    destination: str
+    gateway: str
+    interface: str
+    source: str | None = None
+
+
+class Network:
+    """The plan of the network for a cluster.
+
+    Attributes:
+        places: the names of the nodes, then of the switches.
+        ports: two for each link: that of its end ``a``, which sends at ``bandwidth``, then that of ``b``.
+
+    Raises:
+        ClusterError: the rates of the cluster are unknown.
+    """
+
+    def __init__(self, cluster: ClusterSpec) -> None:
+        cluster.require_measured()
+        self.cluster = cluster
+        self.places = (*(node.name for node in cluster.nodes), *cluster.switches)
+        self.ports = tuple(_ports(cluster, self.places))
+        self._uplinks: dict[int, Port] = {}
+        for port in self.ports:
+            self._uplinks.setdefault(port.place, port)
+        self._routes = self._find_routes()
+
+    def address(self, node: int) -> str:
+        """The address of a node: that of its first port, or the loopback address if it is alone."""
+        return self._uplinks[node].address if node in self._uplinks else LOOPBACK
+
+    def interface(self, node: int) -> str:
+        """The interface that carries :meth:`address`."""
+        return self._uplinks[node].interface if node in self._uplinks else "lo"
+
+    def ports_of(self, place: int) -> list[Port]:
+        """The ports of one place."""
+        return [port for port in self.ports if port.place == place]
+
+    def routes_of(self, place: int) -> list[Route]:
+        """The routes that a place needs; one for a single source goes before one for all."""
+        return self._routes[place]
+
+    def _find_routes(self) -> dict[int, list[Route]]:
+        """Routes by destination, and by source too where the topology's routes part."""
+        hops: dict[tuple[int, int], dict[int, int]] = defaultdict(dict)
+        for source, target, channels in self._paths():
+            for channel in channels:
+                hops[self.ports[channel].place, target][source] = channel
+        routes: dict[int, list[Route]] = {place: [] for place in range(len(self.places))}
+        for (place, target), by_source in hops.items():
+            # What a place sends itself gets its address only after routing, so it follows the common route.
+            common = by_source.get(place, Counter(by_source.values()).most_common(1)[0][0])
+            routes[place] += [
+                self._route(channel, target, source) for source, channel in by_source.items() if channel != common
+            ]
+            routes[place].append(self._route(common, target))
+        return routes
+
+    def _paths(self) -> Iterator[tuple[int, int, list[int]]]:
+        """Source node, target node, and the channels of links between them."""
+        topology = Topology(self.cluster)
+        ranks = [self.cluster.ranks_of(node)[0] for node in range(len(self.cluster.nodes))]
+        for source, i in enumerate(ranks):
+            for target, j in enumerate(ranks):
+                yield (
+                    source,
+                    target,
+                    [channel for channel in topology.route(i, j) if channel < len(self.ports)],
+                )
+
+    def _route(self, channel: int, target: int, source: int | None = None) -> Route:
+        sender, receiver = self.ports[channel], self.ports[channel ^ 1]
+        origin = None if source is None else self.address(source)
+        return Route(self.address(target), receiver.address, sender.interface, origin)
+
+
+def _ports(cluster: ClusterSpec, places: tuple[str, ...]) -> Iterator[Port]:
+    index_of = {name: index for index, name in enumerate(places)}
+    for index, link in enumerate(cluster.links):
+        assert link.bandwidth is not None
+        assert link.reverse_bandwidth is not None
+        interface = f"link{index}"
+        yield Port(index_of[link.a], interface, str(FIRST_ADDRESS + 2 * index), link.bandwidth)
+        yield Port(index_of[link.b], interface, str(FIRST_ADDRESS + 2 * index + 1), link.reverse_bandwidth)

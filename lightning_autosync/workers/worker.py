@@ -1,0 +1,158 @@
+"""The worker process: ``python -m lightning_autosync.workers.worker``, started by a pool.
+
+It reads orders, JSON lines on one inherited descriptor, and answers each with one line on another:
+
+- ``{"action": "serve"}`` (rank 0 only): open the rendezvous store; answers its port.
+- ``{"action": "join", "port": p, "group": g}``: join the process group number ``g``, leaving any earlier one.
+- ``{"action": "call", "function": "package.module:name", "arguments": {...}}``: answers what it returns.
+
+An answer is ``{"result": ...}`` or ``{"error": {"type": ..., "message": ..., "traceback": ...}}``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import faulthandler
+import importlib
+import json
+import os
+import queue
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from typing import IO, Any, NoReturn, cast
+
+from lightning_autosync.runtime.scheduling import set_batch_scheduling
+
+PR_SET_PDEATHSIG = 1
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--orders", type=int, required=True, help="descriptor to read orders from")
+    parser.add_argument("--replies", type=int, required=True, help="descriptor to write answers to")
+    parser.add_argument("--timeout", type=float, required=True, help="longest wait in a collective, seconds")
+    parser.add_argument("--threads", type=int, default=1, help="torch's threads for one operator")
+    parser.add_argument("--batch", action="store_true", help="run under SCHED_BATCH")
+    parser.add_argument("--end-with-parent", action="store_true", help="be killed when the parent ends")
+    return parser.parse_args()
+
+
+def end_with_parent() -> None:
+    """Ask the kernel to kill this process when the thread that started it ends (Linux only)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def end_now() -> NoReturn:
+    """End this process and its children, even while another thread is inside a collective."""
+    if os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)
+    os._exit(0)
+
+
+def follow_orders(stream: IO[bytes], orders: queue.SimpleQueue[dict[str, Any]]) -> None:
+    """Move orders from the pipe to the queue; the pipe's end means that nobody needs this process."""
+    for line in stream:
+        orders.put(json.loads(line))
+    end_now()
+
+
+def resolve(name: str) -> Callable[..., Any]:
+    """The function that ``package.module:function`` names."""
+    module, separator, path = name.partition(":")
+    if not separator:
+        raise ValueError(f"'{name}' does not name a function: expected 'package.module:function'")
+    target: Any = importlib.import_module(module)
+    for attribute in path.split("."):
+        target = getattr(target, attribute)
+    return cast(Callable[..., Any], target)
+
+
+class Member:
+    """This process as a rank: its rendezvous store, its process group, and what it can be told."""
+
+    def __init__(self, timeout: float) -> None:
+        import torch.distributed as dist
+
+        self._dist = dist
+        self._timeout = timedelta(seconds=timeout)
+        self._rank = int(os.environ["RANK"])
+        self._world_size = int(os.environ["WORLD_SIZE"])
+        self._store: dist.TCPStore | None = None
+
+    def serve(self) -> int:
+        """Open the store on a port that the system chooses, and return it."""
+        return self._connect(0).port
+
+    def join(self, port: int, group: int) -> None:
+        """Enter process group number ``group``; every rank must."""
+        os.environ["MASTER_PORT"] = str(port)
+        if self._dist.is_initialized():
+            self._dist.destroy_process_group()
+        store = self._dist.PrefixStore(f"group-{group}", self._store or self._connect(port))
+        self._dist.init_process_group(
+            "gloo", store=store, rank=self._rank, world_size=self._world_size, timeout=self._timeout
+        )
+
+    def call(self, function: str, arguments: dict[str, Any]) -> Any:
+        return resolve(function)(**arguments)
+
+    def _connect(self, port: int) -> Any:
+        self._store = self._dist.TCPStore(
+            os.environ["MASTER_ADDR"],
+            port,
+            self._world_size,
+            is_master=self._rank == 0,
+            timeout=self._timeout,
+            wait_for_workers=False,
+        )
+        return self._store
+
+
+def answer(member: Member, order: dict[str, Any]) -> bytes:
+    """Carry out one order; the JSON line to send back."""
+    action = order.pop("action")
+    try:
+        reply = json.dumps({"result": getattr(member, action)(**order)})
+    except BaseException as error:  # SystemExit too: an order must not end the worker
+        details = {"type": type(error).__name__, "message": str(error), "traceback": traceback.format_exc()}
+        reply = json.dumps({"error": details})
+    return reply.encode() + b"\n"
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    if arguments.end_with_parent:
+        end_with_parent()
+    if arguments.batch and not set_batch_scheduling():
+        print("SCHED_BATCH is not available here", file=sys.stderr)
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    os.set_inheritable(arguments.orders, False)
+    os.set_inheritable(arguments.replies, False)
+    orders: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+    stream = os.fdopen(arguments.orders, "rb")
+    threading.Thread(target=follow_orders, args=(stream, orders), name="orders", daemon=True).start()
+
+    import torch
+
+    torch.set_num_threads(arguments.threads)
+    member = Member(arguments.timeout)
+    with os.fdopen(arguments.replies, "wb", buffering=0) as replies:
+        while True:
+            write_all(replies.fileno(), answer(member, orders.get()))
+
+
+def write_all(descriptor: int, data: bytes) -> None:
+    """Write the whole of ``data``: one ``write`` may take only a part of it."""
+    rest = memoryview(data)
+    while rest:
+        rest = rest[os.write(descriptor, rest) :]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""What all tests share: one pool of worker processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_autosync.cluster.spec import ClusterSpec
+from lightning_autosync.workers import WorkerPool
+
+TESTS = Path(__file__).parent
+WORLD_SIZE = 5
+
+
+class SharedPool:
+    """A pool that starts at its first order, and starts again if a test broke it."""
+
+    world_size = WORLD_SIZE
+
+    def __init__(self) -> None:
+        self._pool: WorkerPool | None = None
+
+    def run(self, function: str, /, *, ranks: Iterable[int] | None = None, **arguments: Any) -> list[Any]:
+        """As :meth:`WorkerPool.run`; functions of modules beside the distributed tests can be named."""
+        return self.live().run(function, ranks=ranks, **arguments)
+
+    def live(self) -> WorkerPool:
+        if self._pool is None or self._pool.closed:
+            paths = [TESTS / "distributed", TESTS]
+            self._pool = WorkerPool(self.world_size, timeout=180.0, extra_paths=paths, scheduling="batch")
+        return self._pool
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.close()
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[SharedPool]:
+    """Five ranks on this machine, shared by all tests; smaller worlds are ``dist.new_group`` of them."""
+    shared = SharedPool()
+    yield shared
+    shared.close()
+
+
+@pytest.fixture(scope="session")
+def diamond() -> ClusterSpec:
+    """Two ways from the middle to the target: what is best depends on the sender's own link."""
+    links = [
+        ("slow", "middle", 50e6),
+        ("fast", "middle", 1000e6),
+        ("middle", "narrow", 100e6),
+        ("narrow", "target", 100e6),
+        ("middle", "wide", 400e6),
+        ("wide", "target", 400e6),
+    ]
+    return ClusterSpec.from_dict(
+        {
+            "format": "autosync-cluster/1",
+            "name": "diamond",
+            "nodes": [{"name": name} for name in ("slow", "fast", "target")],
+            "switches": ["middle", "narrow", "wide"],
+            "links": [{"a": a, "b": b, "bandwidth": rate} for a, b, rate in links],
+        }
+    )

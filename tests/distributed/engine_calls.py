@@ -1,0 +1,255 @@
+"""What ranks do in tests of the engine's own behaviour."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from training import Net, batches, engine, subgroup
+
+from lightning_autosync.cluster import ClusterSpec
+from lightning_autosync.errors import AutoSyncError
+from lightning_autosync.plan import SyncPlan, builders, compile_plan
+from lightning_autosync.runtime import Engine
+from lightning_autosync.workload import describe, variable_names
+
+
+class Branches(nn.Module):
+    """Two parts, each of which may be left out of a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.Linear(3, 2)
+        self.right = nn.Linear(3, 2)
+
+    def forward(self, images: torch.Tensor, left: bool, right: bool) -> torch.Tensor:
+        return sum(part(images).sum() for part, used in ((self.left, left), (self.right, right)) if used)
+
+
+def _plan(module: nn.Module, builder: str, topology: str, size: int, **more: Any) -> tuple[SyncPlan, ClusterSpec]:
+    cluster = ClusterSpec.uniform(nodes=size, bandwidth=1e8)
+    return builders.build(builder, describe(module), cluster, topology=topology, **more), cluster
+
+
+def gradients(
+    topology: str, uses: list[tuple[bool, bool]], compressor: str = "none"
+) -> dict[str, list[float] | None] | None:
+    """Gradients after one step in which rank ``r`` uses the branches ``uses[r]``."""
+    group = subgroup(len(uses))
+    if group is None:
+        return None
+    torch.manual_seed(0)
+    module = Branches()
+    plan, cluster = _plan(module, "all_reduce", topology, len(uses), compressor=compressor)
+    with engine(module, plan, cluster, group):
+        rank = dist.get_rank(group)
+        module(torch.full((1, 3), float(rank + 1)), *uses[rank]).backward()
+        return {
+            name: None if parameter.grad is None else parameter.grad.flatten().tolist()
+            for name, parameter in module.named_parameters()
+        }
+
+
+def accumulated(topology: str) -> list[float]:
+    """The largest gaps to the mean of plain gradients: after accumulation, and on top of a synchronized one."""
+    torch.manual_seed(0)
+    module, plain = Net().double(), Net().double()
+    plain.load_state_dict(module.state_dict())
+    size = dist.get_world_size()
+    plan, cluster = _plan(module, "all_reduce", topology, size)
+    gaps = []
+
+    def backward(network: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> None:
+        nn.functional.cross_entropy(network(images), labels).backward()
+
+    def gap() -> float:
+        worst = 0.0
+        for one, other in zip(module.parameters(), plain.parameters(), strict=True):
+            expected = other.grad.clone()
+            dist.all_reduce(expected)
+            worst = max(worst, float((one.grad - expected / size).abs().max()))
+        return worst
+
+    with engine(module, plan, cluster, None) as running:
+        for number, (images, labels) in enumerate(batches(dist.get_rank(), 3, torch.float64)):
+            running.enabled = number == 2
+            backward(module, images, labels)
+            backward(plain, images, labels)
+        gaps.append(gap())
+        # Not zeroed: the next gradient comes on top of a mean, on all ranks alike.
+        for parameter, synchronized in zip(plain.parameters(), module.parameters(), strict=True):
+            parameter.grad = synchronized.grad.clone()
+        for images, labels in batches(10 + dist.get_rank(), 1, torch.float64):
+            backward(module, images, labels)
+            backward(plain, images, labels)
+        gaps.append(gap())
+    return gaps
+
+
+def restored(compressor: str, topology: str) -> float:
+    """How far a run that was stopped and restored half-way ends from one that was not."""
+    size = dist.get_world_size()
+
+    def run(steps: list[int], module: nn.Module, state: dict[str, Any] | None) -> dict[str, Any]:
+        plan, cluster = _plan(module, "all_reduce", topology, size, compressor=compressor)
+        with engine(module, plan, cluster, None) as running:
+            if state is not None:
+                running.load_state_dict(state)
+            for step in steps:
+                for images, labels in batches(100 * step + dist.get_rank(), 1, torch.float32):
+                    module.zero_grad()
+                    nn.functional.cross_entropy(module(images), labels).backward()
+                    with torch.no_grad():
+                        for parameter in module.parameters():
+                            parameter -= 0.1 * parameter.grad
+            return running.state_dict()
+
+    torch.manual_seed(0)
+    whole = Net()
+    halves = Net()
+    halves.load_state_dict(whole.state_dict())
+    run([0, 1, 2, 3], whole, None)
+    state = run([0, 1], halves, None)
+    run([2, 3], halves, state)
+    return max(
+        float((a - b).detach().abs().max()) for a, b in zip(whole.parameters(), halves.parameters(), strict=True)
+    )
+
+
+def mismatched(what: str) -> str:
+    """The error of ranks that do not agree."""
+    module = Net()
+    plan, cluster = _plan(module, "all_reduce", "ring", dist.get_world_size())
+    if what == "plan" and dist.get_rank() == 1:
+        plan, cluster = _plan(module, "ps", "star", dist.get_world_size())
+    schedule = compile_plan(plan, describe(module), cluster)
+    group = subgroup(3) if what == "world" else None
+    if what == "world" and group is None:
+        return "PlanError: the process group has 3"
+    try:
+        Engine(variable_names(module), schedule, group=group, timeout=10.0).close()
+    except AutoSyncError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def with_a_lost_peer(topology: str, how: str, victim: int, timeout: float) -> dict[str, Any]:
+    """Train while ``victim`` is killed or stopped in its third step; what the others saw, and after how long."""
+    module = Net()
+    plan, cluster = _plan(module, "all_reduce", topology, dist.get_world_size())
+    running = Engine(variable_names(module), compile_plan(plan, describe(module), cluster), timeout=timeout)
+    began = time.monotonic()
+    try:
+        for step, (images, labels) in enumerate(batches(dist.get_rank(), 6, torch.float32)):
+            if step == 2 and dist.get_rank() == victim:
+                os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
+            began = time.monotonic()
+            nn.functional.cross_entropy(module(images), labels).backward()
+    except AutoSyncError as error:
+        finite = all(bool(torch.isfinite(parameter).all()) for parameter in module.parameters())
+        return {"error": str(error), "seconds": time.monotonic() - began, "finite": finite}
+    finally:
+        running.close()
+    return {"error": "", "seconds": 0.0, "finite": True}
+
+
+def frozen_in_turn(topology: str, compressor: str) -> list[list[float]]:
+    """Gradients of two fused parameters, of which one is frozen after two steps; it keeps its gradient."""
+    module = Branches()
+    plan, cluster = _plan(module, "all_reduce", topology, dist.get_world_size(), compressor=compressor)
+    history = []
+    with engine(module, plan, cluster, None):
+        for step in range(8):
+            module.right.requires_grad_(step < 2)
+            module.left.zero_grad()
+            module(torch.ones(1, 3), True, True).backward()
+            history.append([float(module.left.bias.grad[0]), float(module.right.bias.grad[0])])
+    return history
+
+
+def ended_without_a_barrier(builder: str, trials: int) -> list[str]:
+    """Errors of runs in which every rank closes its engine as soon as it is done."""
+    errors = []
+    for _ in range(trials):
+        module = Net()
+        plan, cluster = _plan(module, builder, "star", dist.get_world_size())
+        running = Engine(variable_names(module), compile_plan(plan, describe(module), cluster), timeout=20.0)
+        try:
+            for images, labels in batches(dist.get_rank(), 2, torch.float32):
+                nn.functional.cross_entropy(module(images), labels).backward()
+        except AutoSyncError as error:
+            errors.append(str(error))
+        running.close()
+        dist.barrier()
+    return errors
+
+
+def fewer_steps(victim: int) -> str:
+    """The error of ranks that go on when one has ended."""
+    module = Net()
+    plan, cluster = _plan(module, "all_reduce", "ring", dist.get_world_size())
+    running = Engine(variable_names(module), compile_plan(plan, describe(module), cluster), timeout=20.0)
+    error = ""
+    try:
+        for images, labels in batches(dist.get_rank(), 2 if dist.get_rank() == victim else 4, torch.float32):
+            nn.functional.cross_entropy(module(images), labels).backward()
+    except AutoSyncError as caught:
+        error = str(caught)
+    running.close()
+    return error
+
+
+def alone() -> list[float]:
+    """The gradient of a world of one rank, on trees."""
+    group = subgroup(1)
+    if group is None:
+        return []
+    module = nn.Linear(2, 1)
+    plan, cluster = _plan(module, "ps", "star", 1)
+    with engine(module, plan, cluster, group):
+        module(torch.ones(1, 2)).sum().backward()
+        return module.weight.grad.flatten().tolist()
+
+
+def deaf() -> str:
+    """The error when the node of rank 1 has an address that is not its own."""
+    size = dist.get_world_size()
+    module = Net()
+    plan, cluster = _plan(module, "ps", "star", size)
+    nodes = [node.model_copy(update={"address": "127.0.0.1"}) for node in cluster.nodes]
+    nodes[1] = nodes[1].model_copy(update={"address": "192.0.2.1"})
+    wrong = cluster.model_copy(update={"nodes": tuple(nodes)})
+    try:
+        Engine(variable_names(module), compile_plan(plan, describe(module), wrong), cluster=wrong, timeout=10.0)
+    except AutoSyncError as error:
+        return str(error)
+    return "no error"
+
+
+def after_an_error() -> str:
+    """The error of a backward pass that follows one that broke off."""
+    module = Net()
+    plan, cluster = _plan(module, "all_reduce", "ring", dist.get_world_size())
+    with engine(module, plan, cluster, None) as running:
+        running.interrupt(MemoryError("out of memory"))
+        try:
+            for images, labels in batches(0, 1, torch.float32):
+                nn.functional.cross_entropy(module(images), labels).backward()
+        except AutoSyncError as error:
+            return str(error)
+    return "no error"
+
+
+def second_derivatives() -> float:
+    """A gradient that was made with ``create_graph``."""
+    module = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(module.weight, 3.0)
+    plan, cluster = _plan(module, "all_reduce", "native", dist.get_world_size())
+    with engine(module, plan, cluster, None):
+        module(torch.ones(1, 1)).pow(2).sum().backward(create_graph=True)
+        return float(module.weight.grad)

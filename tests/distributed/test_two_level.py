@@ -1,0 +1,27 @@
+"""Collectives in two levels, as NCCL runs them, here on gloo."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_autosync.cluster import ClusterSpec
+from lightning_autosync.workers import WorkerPool
+
+
+@pytest.fixture(scope="module")
+def four(pytestconfig) -> WorkerPool:
+    """Two nodes of two: the groups are made of the default process group, which must have their size."""
+    tests = pytestconfig.rootpath / "tests"
+    with WorkerPool(4, extra_paths=[tests, tests / "distributed"], timeout=60.0) as workers:
+        yield workers
+
+
+@pytest.mark.parametrize("order", [None, ["n0", "n1", "n0", "n1"]])
+@pytest.mark.parametrize("builder", ["hierarchical", "partitioned_all_reduce"])
+def test_two_levels_equal_ddp(four, builder: str, order: list[str] | None) -> None:
+    cluster = ClusterSpec.uniform(nodes=2, devices=2)
+    if order is not None:
+        names = [node.name for node in cluster.nodes]
+        cluster = cluster.with_rank_order([names[int(name[1])] for name in order])
+    for found in four.run("training:two_level_distance", builder=builder, cluster=cluster.to_dict()):
+        assert found < 1e-12

@@ -1,0 +1,127 @@
+"""What ranks do in tests of the engine: train the same model by a plan and by DDP, and compare."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_autosync.cluster import ClusterSpec
+from lightning_autosync.plan import SyncPlan, TwoLevelAllReduce, builders, compile_plan
+from lightning_autosync.runtime import Engine
+from lightning_autosync.workload import Workload, describe, variable_names
+
+_GROUPS: dict[tuple[Any, int], dist.ProcessGroup] = {}
+
+
+def subgroup(size: int) -> dist.ProcessGroup | None:
+    """The group of the first ``size`` ranks; None on ranks outside of it."""
+    # After an error in a test the workers meet in a new world, of which old groups are no part.
+    key = (dist.group.WORLD, size)
+    if key not in _GROUPS:
+        # Every rank must take part in making every group.
+        _GROUPS[key] = dist.new_group(range(size))
+    return _GROUPS[key] if dist.get_rank() < size else None
+
+
+class Net(nn.Module):
+    """Odd sizes, a scalar, several shapes: nothing divides by anything."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.conv = nn.Conv2d(1, 3, 3)
+        self.hidden = nn.Linear(3 * 6 * 6, 13)
+        self.head = nn.Linear(13, 5, bias=False)
+
+    def forward(self, images: Tensor) -> Tensor:
+        features = torch.relu(self.conv(images) * self.scale).flatten(1)
+        return self.head(torch.tanh(self.hidden(features)))
+
+
+def batches(rank: int, steps: int, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(1000 + rank)
+    for _ in range(steps):
+        images = torch.randn(4, 1, 8, 8, generator=generator, dtype=torch.float64).to(dtype)
+        yield images, torch.randint(0, 5, (4,), generator=generator)
+
+
+@contextmanager
+def engine(
+    module: nn.Module,
+    plan: SyncPlan,
+    cluster: ClusterSpec,
+    group: dist.ProcessGroup | None,
+    workload: Workload | None = None,
+    two_level: bool = False,
+) -> Iterator[Engine]:
+    schedule = compile_plan(plan, workload or describe(module), cluster, two_level_collectives=two_level)
+    running = Engine(variable_names(module), schedule, group=group, timeout=30.0)
+    try:
+        yield running
+    finally:
+        dist.barrier(group)
+        running.close()
+
+
+def train(forward: Callable[..., Tensor], module: nn.Module, rank: int, steps: int, dtype: torch.dtype) -> None:
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    for images, labels in batches(rank, steps, dtype):
+        loss = nn.functional.cross_entropy(forward(images), labels)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def distance(one: nn.Module, other: nn.Module) -> float:
+    """The largest difference of any weight, relative to the largest weight of its tensor."""
+    return max(
+        float((a - b).detach().abs().max() / b.detach().abs().max().clamp(min=1e-6))
+        for a, b in zip(one.parameters(), other.parameters(), strict=True)
+    )
+
+
+def two_level_distance(builder: str, cluster: dict[str, Any]) -> float:
+    """How far training by collectives in two levels ends from DDP, on all ranks."""
+    spec = ClusterSpec.from_dict(cluster)
+    torch.manual_seed(0)
+    module, reference = Net().double(), Net().double()
+    reference.load_state_dict(module.state_dict())
+    ddp = DistributedDataParallel(reference)
+    train(ddp, reference, dist.get_rank(), 3, torch.float64)
+    plan = builders.build(builder, describe(module), spec, topology="hierarchical")
+    with engine(module, plan, spec, None, two_level=True) as running:
+        transfers = [transfer for message in running.schedule.messages for transfer in message.rounds[0].transfers]
+        assert all(isinstance(transfer, TwoLevelAllReduce) for transfer in transfers)
+        train(module, module, dist.get_rank(), 3, torch.float64)
+    return distance(module, reference)
+
+
+def distances(
+    plans: list[dict[str, Any]], cluster: dict[str, Any], steps: int = 3, double: bool = False
+) -> list[float] | None:
+    """For each plan, how far training by it ends from DDP's weights; all plans train the same model."""
+    size = plans[0]["world_size"]
+    group = subgroup(size)
+    if group is None:
+        return None
+    rank = dist.get_rank(group)
+    dtype = torch.float64 if double else torch.float32
+    torch.manual_seed(0)
+    start = Net().to(dtype)
+    reference = copy.deepcopy(start)
+    ddp = DistributedDataParallel(reference, process_group=group)
+    train(ddp, reference, rank, steps, dtype)
+    found = []
+    for plan in plans:
+        module = copy.deepcopy(start)
+        with engine(module, SyncPlan.from_dict(plan), ClusterSpec.from_dict(cluster), group):
+            train(module, module, rank, steps, dtype)
+        found.append(distance(module, reference))
+    return found

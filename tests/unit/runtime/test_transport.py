@@ -1,0 +1,128 @@
+"""The transport alone: framing, urgency, foreign peers."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from lightning_autosync.errors import ExchangeError
+from lightning_autosync.runtime.transport import UP, Frame, Transport
+
+
+class Inbox:
+    """Collects frames."""
+
+    def __init__(self, expected: int) -> None:
+        self.frames: list[tuple[int, bytes]] = []
+        self.error: ExchangeError | None = None
+        self.full = threading.Event()
+        self.departures: list[tuple[int, int]] = []
+        self.completed = 4
+        self._expected = expected
+        self._buffer = bytearray()
+
+    def destination(self, peer: int, frame: Frame) -> memoryview:
+        self._buffer = bytearray(frame.size)
+        return memoryview(self._buffer)
+
+    def arrived(self, peer: int, frame: Frame) -> None:
+        self.frames.append((frame.piece, bytes(self._buffer)))
+        if len(self.frames) == self._expected:
+            self.full.set()
+
+    def left(self, peer: int, step: int) -> None:
+        self.departures.append((peer, step))
+        self.full.set()
+
+    def failed(self, error: ExchangeError) -> None:
+        self.error = error
+        self.full.set()
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Transport, Transport]]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        one = socket.create_connection(server.getsockname())
+        other, _ = server.accept()
+    transports = Transport({1: one}), Transport({0: other}, rates={0: 1e9})
+    yield transports
+    for transport in transports:
+        transport.close()
+
+
+def send(transport: Transport, peer: int, frames: list[tuple[int, bytes, float]], channel: int = 0) -> None:
+    def queue() -> None:
+        for piece, payload, urgency in frames:
+            frame = Frame(channel, 1, 0, piece, UP, len(payload))
+            transport.send(peer, frame, memoryview(payload), (urgency,))
+
+    transport.submit(queue)
+
+
+def test_frames_of_all_sizes_arrive_whole(pair: tuple[Transport, Transport]) -> None:
+    payloads = [bytes([size % 251]) * size for size in (0, 1, 23, 24, 25, 4096, 1_000_000, 0, 7)]
+    inbox = Inbox(len(payloads))
+    pair[1].register(0, inbox)
+    send(pair[0], 1, [(piece, payload, 0.0) for piece, payload in enumerate(payloads)])
+    assert inbox.full.wait(10)
+    assert inbox.frames == list(enumerate(payloads))
+    assert pair[0].bytes_sent > sum(map(len, payloads))
+
+
+def test_urgent_frames_overtake(pair: tuple[Transport, Transport]) -> None:
+    inbox = Inbox(31)
+    pair[1].register(0, inbox)
+    bulk = [(piece, bytes(1_000_000), 5.0) for piece in range(30)]
+    send(pair[0], 1, [*bulk, (99, b"urgent", 0.0)])
+    assert inbox.full.wait(30)
+    pieces = [piece for piece, _ in inbox.frames]
+    assert pieces.index(99) < 15
+    assert [piece for piece in pieces if piece != 99] == list(range(30))
+
+
+def test_a_channel_that_nobody_knows_breaks_the_transport(pair: tuple[Transport, Transport]) -> None:
+    inbox = Inbox(1)
+    pair[1].register(0, inbox)
+    send(pair[0], 1, [(0, b"?", 0.0)], channel=7)
+    assert inbox.full.wait(10)
+    assert "channel 7, which is not in the schedule" in str(inbox.error)
+
+
+def test_a_lost_peer_fails_every_receiver() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        one = socket.create_connection(server.getsockname())
+        other, _ = server.accept()
+    transport = Transport({0: other})
+    inboxes = [Inbox(1), Inbox(1)]
+    for channel, inbox in enumerate(inboxes):
+        transport.register(channel, inbox)
+    one.close()
+    for inbox in inboxes:
+        assert inbox.full.wait(10)
+        assert "lost the connection to rank 0" in str(inbox.error)
+    assert transport.error is inboxes[0].error
+    transport.close()
+
+
+def test_a_peer_that_leaves_says_how_far_it_came(pair: tuple[Transport, Transport]) -> None:
+    inboxes = [Inbox(10), Inbox(10)]
+    for transport, inbox in zip(pair, inboxes, strict=True):
+        transport.register(0, inbox)
+    send(pair[0], 1, [(0, bytes(3_000_000), 0.0)])
+    pair[0].close()
+    assert inboxes[1].full.wait(10)
+    assert inboxes[1].departures == [(0, 4)]
+    assert [len(payload) for _, payload in inboxes[1].frames] == [3_000_000]  # what was queued came first
+    assert inboxes[1].error is None
+    assert pair[1].error is None
+
+
+@pytest.mark.parametrize("count", range(1, 40))
+def test_empty_frames_are_not_stranded(pair: tuple[Transport, Transport], count: int) -> None:
+    inbox = Inbox(count)
+    pair[1].register(0, inbox)
+    send(pair[0], 1, [(piece, b"", 0.0) for piece in range(count)])
+    assert inbox.full.wait(5)
