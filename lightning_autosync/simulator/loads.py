@@ -1,0 +1,383 @@
+"""What each stage of a message asks of every channel, and how long its pipeline takes to fill and to drain."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numba
+import numpy
+from numpy.typing import NDArray
+
+from lightning_autosync.simulator.constants import Constants
+from lightning_autosync.simulator.forest import Forest
+from lightning_autosync.simulator.network import Floats, Integers, Network
+from lightning_autosync.simulator.stages import Stage
+
+_RIVALRY = 0.85
+"""Share of connections, and likeness of loads, above which two stages go one after the other."""
+_SHARPNESS = 8
+"""Exponent that tells full channels from others."""
+
+
+@dataclass(frozen=True)
+class Loads:
+    """Stages in numbers.
+
+    Attributes:
+        work: [stages, channels] bytes on links, core-seconds on hosts.
+        stretch: [stages] factor, contained in ``work``, by which links carry a stage slower than they could.
+        fill: [stages] seconds in which a stage is under way without keeping its busiest channel busy.
+        pairs: [stages, words] bit set of the pairs of ranks that a stage on trees connects.
+    """
+
+    work: Floats
+    stretch: Floats
+    fill: Floats
+    pairs: NDArray[numpy.uint64]
+
+    def rivals(self) -> NDArray[numpy.bool_]:
+        """[stages, stages] whether two stages on trees use nearly the same connections to nearly the same degree.
+
+        On a connection the more urgent stage goes first. Stages that differ do not wait for each other as a whole: what
+        they send over other connections shares the links.
+        """
+        return _overlap(self.pairs, self.work)
+
+
+@dataclass(frozen=True)
+class FlowArrays:
+    """The flows of several stages as arrays [flows], and the costs of their stages.
+
+    Attributes:
+        stage, up, down, wire, values, pieces: as in `Flow`, and the stage of each.
+        costs: [stages, 5] seconds: a byte to gather, to seal and to open; a frame at either end; a hop.
+        growth: [stages, ranks + 1] as in `Stage`; ones for dense stages.
+    """
+
+    stage: NDArray[numpy.int64]
+    up: NDArray[numpy.int64]
+    down: NDArray[numpy.int64]
+    wire: Floats
+    values: Floats
+    pieces: NDArray[numpy.int64]
+    costs: Floats
+    growth: Floats
+
+
+def flow_arrays(stages: Sequence[Stage], ranks: int, constants: Constants) -> FlowArrays:
+    """The flows of all stages."""
+    flows = [flow for stage in stages for flow in stage.flows]
+    up, down, wire, values, pieces = zip(*flows, strict=True) if flows else ((),) * 5
+    crowd = constants.crowd(ranks)
+    costs = numpy.zeros((len(stages), 5))
+    growth = numpy.ones((len(stages), ranks + 1))
+    for number, stage in enumerate(stages):
+        frame = constants.message_cost if stage.collective else constants.frame_cost
+        costs[number] = stage.gather, stage.seal, stage.open, frame, 2 * frame * crowd
+        if stage.growth is not None:
+            growth[number] = stage.growth
+    return FlowArrays(
+        numpy.repeat(numpy.arange(len(stages)), [len(stage.flows) for stage in stages]),
+        numpy.array(up, dtype=numpy.int64),
+        numpy.array(down, dtype=numpy.int64),
+        numpy.array(wire, dtype=float),
+        numpy.array(values, dtype=float),
+        numpy.array(pieces, dtype=numpy.int64),
+        costs,
+        growth,
+    )
+
+
+class LoadModel:
+    """Turns stages into loads on one network."""
+
+    def __init__(self, network: Network, forest: Forest, constants: Constants) -> None:
+        self._network = network
+        self._forest = forest
+        self._constants = constants
+        ranks = numpy.arange(network.ranks)
+        following = (ranks + 1) % network.ranks
+        self._ring = numpy.zeros(len(network.capacities))
+        self._ring_latency = 0.0
+        if network.ranks > 1:
+            network.find_routes(numpy.sort(ranks * network.ranks + following))
+            for route in network.route_of[ranks, following]:
+                self._ring[network.hops[network.starts[route] : network.starts[route + 1]]] += 1
+                self._ring_latency = max(self._ring_latency, float(network.latencies[route]))
+        self._ring_crowding = self._crowding_of_ring()
+
+    def loads(self, stages: Sequence[Stage]) -> Loads:
+        """The loads of stages that run on their own."""
+        network, constants = self._network, self._constants
+        self._forest.settle()
+        flows = flow_arrays(stages, network.ranks, constants)
+        channels = len(network.capacities)
+        words = (network.ranks**2 + 63) // 64
+        work, fill = numpy.zeros((len(stages), channels)), numpy.zeros(len(stages))
+        pairs = numpy.zeros((len(stages), words), dtype=numpy.uint64)
+        if len(flows.stage):
+            _load(
+                (flows.stage, flows.up, flows.down, flows.wire, flows.values, flows.pieces),
+                (flows.costs, flows.growth, constants.host_cost),
+                (self._forest.parents, self._forest.order, self._forest.sizes),
+                (network.route_of, network.starts, network.hops, network.latencies),
+                (network.capacities, network.links, network.shared_core),
+                work,
+                fill,
+                pairs,
+            )
+        crowding = numpy.zeros(len(stages))
+        if len(flows.stage):
+            routes = network.route_of, network.starts, network.hops
+            shared = _connections(pairs, routes, network.links) > 1
+            full = shared * _fullness(work[:, : network.links] / network.capacities[: network.links])
+            _crowd((flows.stage, flows.up, flows.down), self._forest.parents, routes, full, crowding)
+        for number, stage in enumerate(stages):
+            if stage.ring_steps:
+                crowding[number] = self._ring_crowding
+                self._add_ring(stage, work[number])
+                hop = self._ring_latency + flows.costs[number, 4] * min(stage.ring_pieces, 2)
+                fill[number] += stage.ring_steps * hop
+        stretch = 1 + constants.sharing_loss * numpy.maximum(crowding - 1, 0)
+        work[:, : network.links] *= stretch[:, None]
+        return Loads(work, stretch, fill, pairs)
+
+    def _crowding_of_ring(self) -> float:
+        """Full channels, shared by several arcs, on the way of one arc of the ring; at most."""
+        network = self._network
+        if network.ranks == 1:
+            return 0.0
+        counts = self._ring[: network.links]
+        full = _fullness((counts / network.capacities[: network.links])[None])[0] * (counts > 1)
+        ranks = numpy.arange(network.ranks)
+        routes = network.route_of[ranks, (ranks + 1) % network.ranks]
+        return max(
+            float(full[network.hops[network.starts[route] : network.starts[route + 1]]].sum()) for route in routes
+        )
+
+    def _add_ring(self, stage: Stage, work: Floats) -> None:
+        network, constants = self._network, self._constants
+        work += stage.ring * self._ring
+        handled = 2 * stage.ring_steps * stage.ring_pieces * constants.message_cost
+        seconds = 2 * stage.ring * constants.host_cost + stage.ring / 2 * stage.gather + handled
+        work[network.links : network.links + network.ranks] += seconds
+        if network.shared_core >= 0:
+            work[network.shared_core] += network.ranks * seconds
+
+
+def _fullness(times: Floats) -> Floats:
+    """[stages, links] 1 for the links that are busy the longest, next to 0 for those with room to spare."""
+    longest: Floats = numpy.maximum(times.max(axis=1, keepdims=True), 1e-300)
+    fullness: Floats = (times / longest) ** _SHARPNESS
+    return fullness
+
+
+@numba.njit(cache=True)
+def _overlap(pairs: NDArray[numpy.uint64], work: Floats) -> NDArray[numpy.bool_]:
+    stages, words = pairs.shape
+    own = numpy.zeros(stages, dtype=numpy.int64)
+    rivals = numpy.zeros((stages, stages), dtype=numpy.bool_)
+    for stage in range(stages):
+        for word in range(words):
+            own[stage] += _ones(pairs[stage, word])
+    for one in range(stages):
+        for other in range(one):
+            common = 0
+            for word in range(words):
+                both = pairs[one, word] & pairs[other, word]
+                if both:
+                    common += _ones(both)
+            if common > _RIVALRY * max(own[one], own[other], 1):
+                alike = _likeness(work[one] / work[one].sum(), work[other] / work[other].sum())
+                rivals[one, other] = rivals[other, one] = alike > _RIVALRY
+    return rivals
+
+
+@numba.njit(cache=True)
+def _likeness(one: Floats, other: Floats) -> float:
+    """Weighted Jaccard index of two shares of channels: 1 for the same, 0 for nothing in common."""
+    return float(numpy.minimum(one, other).sum() / numpy.maximum(one, other).sum())
+
+
+@numba.njit(cache=True)
+def _ones(word: numpy.uint64) -> int:
+    """How many bits are set."""
+    bits = 0
+    while word:
+        word &= word - numpy.uint64(1)
+        bits += 1
+    return bits
+
+
+@numba.njit(cache=True)
+def _connections(
+    pairs: NDArray[numpy.uint64], routes: tuple[Integers, Integers, Integers], links: int
+) -> NDArray[numpy.int64]:
+    """[stages, links] how many connections of a stage cross a link."""
+    route_of, starts, hops = routes
+    ranks = len(route_of)
+    counts = numpy.zeros((len(pairs), links), dtype=numpy.int64)
+    for stage in range(len(pairs)):
+        for pair in range(ranks * ranks):
+            if pairs[stage, pair >> 6] >> numpy.uint64(pair & 63) & numpy.uint64(1):
+                route = route_of[pair // ranks, pair % ranks]
+                for hop in range(starts[route], starts[route + 1]):
+                    counts[stage, hops[hop]] += 1
+    return counts
+
+
+@numba.njit(cache=True)
+def _crowd(
+    flows: tuple[NDArray[numpy.int64], NDArray[numpy.int64], NDArray[numpy.int64]],
+    parents: Integers,
+    routes: tuple[Integers, Integers, Integers],
+    fullness: Floats,
+    crowding: Floats,
+) -> None:
+    """Full channels on a hop of each stage, at most; ``fullness`` is that of `_fullness`."""
+    stage_of, up, down = flows
+    route_of, starts, hops = routes
+    ranks = parents.shape[1]
+    for flow in range(len(stage_of)):
+        stage = stage_of[flow]
+        for way in range(2):
+            tree = up[flow] if way == 0 else down[flow]
+            if tree < 0:
+                continue
+            for rank in range(ranks):
+                parent = parents[tree, rank]
+                if parent >= 0:
+                    route = route_of[rank, parent] if way == 0 else route_of[parent, rank]
+                    full = 0.0
+                    for hop in range(starts[route], starts[route + 1]):
+                        full += fullness[stage, hops[hop]]
+                    crowding[stage] = max(crowding[stage], full)
+
+
+_FlowData = tuple[
+    NDArray[numpy.int64], NDArray[numpy.int64], NDArray[numpy.int64], Floats, Floats, NDArray[numpy.int64]
+]
+
+
+@numba.njit(cache=True)
+def _load(
+    flows: _FlowData,
+    rates: tuple[Floats, Floats, float],
+    trees: tuple[Integers, Integers, Integers],
+    routes: tuple[Integers, Integers, Integers, Floats],
+    channels: tuple[Floats, int, int],
+    work: Floats,
+    fill: Floats,
+    pairs: NDArray[numpy.uint64],
+) -> None:
+    """Fill in `Loads`.
+
+    No channel can be busy before a first piece reaches it, nor after the last one that crosses it has left. So
+    a stage takes, on every channel, at least the way to it plus the load plus the way on; the longest is taken.
+    """
+    stage_of, up, down, wire, values, pieces = flows
+    costs, growth, host_cost = rates
+    parents, order, sizes = trees
+    route_of, starts, hops, latencies = routes
+    capacities, links, shared = channels
+    ranks = parents.shape[1]
+    count = numpy.zeros(len(capacities))
+    hop_time = numpy.zeros((2, ranks))
+    lead = numpy.full(work.shape, numpy.inf)
+    trail = numpy.full(work.shape, numpy.inf)
+    before, after = numpy.zeros((2, ranks)), numpy.zeros((2, ranks))
+    for flow in range(len(stage_of)):
+        stage = stage_of[flow]
+        gather, seal, opening, frame, hop_cost = costs[stage]
+        size, value, cuts = wire[flow], values[flow], pieces[flow]
+        for way in range(2):
+            tree = up[flow] if way == 0 else down[flow]
+            if tree < 0:
+                continue
+            count[:] = 0
+            for rank in range(ranks):
+                parent = parents[tree, rank]
+                if parent < 0:
+                    work[stage, links + rank] += value * seal
+                    if shared >= 0:
+                        work[stage, shared] += value * seal
+                    continue
+                source, target = (rank, parent) if way == 0 else (parent, rank)
+                share = growth[stage, sizes[tree, rank]] if way == 0 else growth[stage, ranks]
+                route = route_of[source, target]
+                for hop in range(starts[route], starts[route + 1]):
+                    work[stage, hops[hop]] += share * size
+                    count[hops[hop]] += share
+                sending = share * size * host_cost + cuts * frame
+                work[stage, links + source] += sending + (share * value * seal if way == 0 else 0.0)
+                work[stage, links + target] += sending + share * value * (gather if way == 0 else opening)
+                if shared >= 0:
+                    core = share * value * (gather + seal if way == 0 else opening)
+                    work[stage, shared] += 2 * sending + core
+                pair = source * ranks + target
+                pairs[stage, pair >> 6] |= numpy.uint64(1) << numpy.uint64(pair & 63)
+            for rank in range(ranks):
+                parent = parents[tree, rank]
+                if parent < 0:
+                    continue
+                source, target = (rank, parent) if way == 0 else (parent, rank)
+                share = growth[stage, sizes[tree, rank]] if way == 0 else growth[stage, ranks]
+                route = route_of[source, target]
+                slowest = 0.0
+                for hop in range(starts[route], starts[route + 1]):
+                    slowest = max(slowest, count[hops[hop]] / capacities[hops[hop]])
+                coding = gather + seal if way == 0 else opening
+                piece = slowest * size + share * value * coding
+                hop_time[way, rank] = piece / cuts + latencies[route] + hop_cost
+        # Ways from the leaves to the root and on to the leaves, for one piece.
+        rising, falling = 0.0, 0.0
+        if up[flow] >= 0:
+            tree = up[flow]
+            before[0, :] = 0
+            for place in range(ranks - 1, 0, -1):
+                rank = order[tree, place]
+                parent = parents[tree, rank]
+                before[0, parent] = max(before[0, parent], before[0, rank] + hop_time[0, rank])
+            rising = before[0, order[tree, 0]]
+        if down[flow] >= 0:
+            tree = down[flow]
+            after[1, :] = 0
+            for place in range(ranks - 1, 0, -1):
+                rank = order[tree, place]
+                parent = parents[tree, rank]
+                after[1, parent] = max(after[1, parent], after[1, rank] + hop_time[1, rank])
+            falling = after[1, order[tree, 0]]
+        for way in range(2):
+            tree = up[flow] if way == 0 else down[flow]
+            if tree < 0:
+                continue
+            root = order[tree, 0]
+            if way == 0:
+                after[0, root] = falling
+            else:
+                before[1, root] = rising
+            for place in range(1, ranks):
+                rank = order[tree, place]
+                parent = parents[tree, rank]
+                if way == 0:
+                    after[0, rank] = after[0, parent] + hop_time[0, rank]
+                    source, target, ahead, behind = rank, parent, before[0, rank], after[0, parent]
+                else:
+                    before[1, rank] = before[1, parent] + hop_time[1, rank]
+                    source, target, ahead, behind = parent, rank, before[1, parent], after[1, rank]
+                route = route_of[source, target]
+                own = latencies[route] + hop_cost
+                for hop in range(starts[route], starts[route + 1]):
+                    channel = hops[hop]
+                    lead[stage, channel] = min(lead[stage, channel], ahead)
+                    trail[stage, channel] = min(trail[stage, channel], behind + own)
+    for stage in range(work.shape[0]):
+        busiest, longest = 0.0, 0.0
+        for channel in range(len(capacities)):
+            if work[stage, channel] > 0:
+                load = work[stage, channel] / capacities[channel]
+                busiest = max(busiest, load)
+                if channel < links:
+                    longest = max(longest, lead[stage, channel] + load + trail[stage, channel])
+        fill[stage] = max(0.0, longest - busiest)

@@ -1,0 +1,68 @@
+"""`Prediction`: what a replay says about a step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Span:
+    """Something that lasts; seconds from the beginning of the step."""
+
+    name: str
+    start: float
+    end: float
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+
+@dataclass(frozen=True)
+class MessageSpan(Span):
+    """A message: ``ready`` when its last gradient is there on every rank, ``start`` when bytes first move, ``end``
+    when the last rank has the sum."""
+
+    ready: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A step, predicted or measured.
+
+    Attributes:
+        step_time: seconds of the whole step.
+        messages: in schedule order.
+        compute: for each rank, its forward pass, backward pass and optimizer step.
+        links: share of the step, 0 to 1, in which each direction of a link is busy, by its name ``a > b``.
+    """
+
+    step_time: float
+    messages: tuple[MessageSpan, ...]
+    compute: tuple[tuple[Span, ...], ...]
+    links: Mapping[str, float]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The timeline as plain data."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a step takes and why.
+
+    Attributes:
+        step_time: seconds of the whole step.
+        synchronization_time: seconds from the first message's start until all ranks have all sums.
+        timeline: messages, compute and links.
+        hosts: share of the step in which the core that communicates on each rank is busy.
+        critical_path: what the step waits for, one after the other.
+    """
+
+    step_time: float
+    synchronization_time: float
+    timeline: Timeline
+    hosts: tuple[float, ...]
+    critical_path: tuple[Span, ...]

@@ -1,0 +1,175 @@
+"""`Replay`: prices a Schedule for a workload on a cluster, without the cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy
+
+from lightning_autosync.cluster import ClusterSpec
+from lightning_autosync.errors import PlanError
+from lightning_autosync.plan.schedule import Schedule
+from lightning_autosync.simulator.compute import Compute, ComputeClock
+from lightning_autosync.simulator.constants import Constants
+from lightning_autosync.simulator.fluid import drain
+from lightning_autosync.simulator.forest import Forest
+from lightning_autosync.simulator.frames import count_frames, run_frames
+from lightning_autosync.simulator.loads import LoadModel, Loads
+from lightning_autosync.simulator.network import Network
+from lightning_autosync.simulator.order import StartOrder
+from lightning_autosync.simulator.outcome import Outcome, critical_path
+from lightning_autosync.simulator.prediction import MessageSpan, Prediction, Span, Timeline
+from lightning_autosync.simulator.stages import Stage, Stager
+from lightning_autosync.workload import Workload
+
+Detail = Literal["auto", "frames", "fluid"]
+
+FRAMES_LIMIT = 1500
+"""Frames of a step up to which ``auto`` follows each of them."""
+
+
+class Replay:
+    """Prices schedules for one workload on one cluster; what does not depend on the schedule is worked out once.
+
+    Raises:
+        ClusterError: the rates of the cluster are unknown.
+    """
+
+    def __init__(self, workload: Workload, cluster: ClusterSpec, constants: Constants | None = None) -> None:
+        self._workload = workload
+        self._cluster = cluster
+        self._constants = constants or Constants()
+        self._network = Network(cluster, self._constants)
+        self._forest = Forest(self._network)
+        self._stager = Stager(workload, self._forest, self._constants)
+        self._loads = LoadModel(self._network, self._forest, self._constants)
+        self._clock = ComputeClock(workload, self._constants)
+        self._names = self._network.channel_names()[: self._network.links]
+        self._speeds = [cluster.nodes[index].speed for index in cluster.rank_nodes]
+
+    def predict(self, schedule: Schedule, detail: Detail = "auto") -> Prediction:
+        """The time and the timeline of a step.
+
+        Args:
+            schedule: compiled for this workload and cluster.
+            detail: ``frames`` follows every piece of every message; ``fluid`` lets each message flow as a whole, which
+                is hundreds of times faster; ``auto`` takes frames where there are few of them.
+
+        Raises:
+            PlanError: the schedule is for another number of ranks.
+        """
+        if schedule.world_size != self._cluster.world_size:
+            raise PlanError(
+                f"schedule: it is for {schedule.world_size} ranks, cluster '{self._cluster.name}' has "
+                f"{self._cluster.world_size}"
+            )
+        stages = self._stages(schedule)
+        launch_costs = [0.0] * len(schedule.messages)
+        for stage in stages:
+            if not stage.deferred:
+                launch_costs[stage.message] += stage.launch
+        computes = {speed: self._clock.run(schedule, launch_costs, speed) for speed in sorted(set(self._speeds))}
+        slowest = computes[min(computes)]
+        order = StartOrder.of(schedule, stages, slowest)
+        loads = self._loads.loads(stages)
+        in_frames = detail == "frames" or (
+            detail == "auto" and count_frames(stages, self._network.ranks) <= FRAMES_LIMIT
+        )
+        if in_frames:
+            starts = [computes[speed] for speed in self._speeds]
+            outcome = run_frames(stages, order, loads.stretch, starts, self._network, self._forest, self._constants)
+        else:
+            outcome = self._flow(stages, loads, order)
+        return self._prediction(schedule, stages, loads, order, computes, outcome)
+
+    def _stages(self, schedule: Schedule) -> list[Stage]:
+        if self._network.ranks == 1:
+            return [Stage(message.index, message.collective) for message in schedule.messages]
+        return [stage for message in schedule.messages for stage in self._stager.stages(message)]
+
+    def _flow(self, stages: Sequence[Stage], loads: Loads, order: StartOrder) -> Outcome:
+        return Outcome(
+            *drain(
+                loads.work,
+                loads.fill,
+                self._network.capacities,
+                order.release,
+                order.delay,
+                order.after,
+                order.urgency,
+                order.queue,
+                self._constants.collectives,
+                loads.rivals(),
+            )
+        )
+
+    def _prediction(
+        self,
+        schedule: Schedule,
+        stages: Sequence[Stage],
+        loads: Loads,
+        order: StartOrder,
+        computes: dict[float, Compute],
+        outcome: Outcome,
+    ) -> Prediction:
+        slowest = computes[min(computes)]
+        count = len(schedule.messages)
+        first, last = [len(stages)] * count, [0] * count
+        now = slowest.backward
+        finish = numpy.zeros(count)
+        for number, stage in enumerate(stages):
+            first[stage.message] = min(first[stage.message], number)
+            last[stage.message] = max(last[stage.message], number)
+            finish[stage.message] += stage.finish
+            if stage.deferred:
+                now = max(now, float(outcome.start[number]))
+        spans = []
+        for message in schedule.messages:
+            now = max(now, float(outcome.end[last[message.index]])) + float(finish[message.index])
+            start, end = float(outcome.served[first[message.index]]), float(outcome.end[last[message.index]])
+            spans.append(MessageSpan(message.name, start, end, slowest.ready[message.index]))
+        optimizer = [self._workload.optimizer_time / speed for speed in self._speeds]
+        step_time = now + max(optimizer)
+        busy = loads.work.sum(axis=0) / self._network.capacities / step_time if step_time else 0 * loads.work[0]
+        links = self._network.links
+        timeline = Timeline(
+            step_time,
+            tuple(spans),
+            tuple(
+                _compute_spans(computes[speed], now, seconds)
+                for speed, seconds in zip(self._speeds, optimizer, strict=True)
+            ),
+            dict(zip(self._names, busy[:links].tolist(), strict=True)),
+        )
+        begun = min((span.start for span in spans), default=now)
+        return Prediction(
+            step_time=step_time,
+            synchronization_time=now - begun,
+            timeline=timeline,
+            hosts=tuple(busy[links : links + self._network.ranks].tolist()),
+            critical_path=critical_path(schedule, stages, order, outcome, slowest, now, step_time, self._bottlenecks),
+        )
+
+    @property
+    def _bottlenecks(self) -> tuple[str, ...]:
+        return self._network.channel_names()
+
+
+def replay(
+    schedule: Schedule,
+    workload: Workload,
+    cluster: ClusterSpec,
+    constants: Constants | None = None,
+    detail: Detail = "auto",
+) -> Prediction:
+    """Price one schedule; for several on the same cluster, keep a `Replay`."""
+    return Replay(workload, cluster, constants).predict(schedule, detail)
+
+
+def _compute_spans(compute: Compute, synchronized: float, optimizer: float) -> tuple[Span, ...]:
+    return (
+        Span("forward", 0.0, compute.forward),
+        Span("backward", compute.forward, compute.backward),
+        Span("optimizer", synchronized, synchronized + optimizer),
+    )

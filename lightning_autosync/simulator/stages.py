@@ -1,0 +1,222 @@
+"""What each message of a Schedule does to the network: one stage, or two that follow each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy
+
+from lightning_autosync.plan.encoding import ITEMSIZE, encoded_bytes
+from lightning_autosync.plan.schedule import AllReduce, AllToAll, Message, Round, TreeTransfer
+from lightning_autosync.simulator.constants import Constants
+from lightning_autosync.simulator.forest import NOTHING, Forest
+from lightning_autosync.simulator.network import Floats
+from lightning_autosync.workload import Workload
+
+_INDEX_BYTES = 8
+"""Bytes in front of each row that travels."""
+_GLOO_SEGMENT = 2**20
+"""Bytes of the largest piece of gloo's ring; there are at least two pieces a rank."""
+
+
+class Flow(NamedTuple):
+    """A range of elements that rises along one tree and comes down another.
+
+    Attributes:
+        up, down: trees, as numbered by `Forest`; `NOTHING` where it does not travel so.
+        wire: bytes of the range as encoded and framed.
+        values: bytes of the range in the memory of a rank.
+        pieces: how many pieces it is cut into.
+    """
+
+    up: int
+    down: int
+    wire: float
+    values: float
+    pieces: int
+
+
+@dataclass
+class Stage:
+    """A part of a message that runs by itself.
+
+    Attributes:
+        message: its message.
+        collective: whether the backend carries it, a few at a time in launch order.
+        deferred: whether it is launched only after the backward pass and the stage before.
+        launch: seconds of every rank's main thread before it starts.
+        finish: seconds of every rank's main thread after the wait for it.
+        flows: what travels along trees.
+        ring: framed bytes that each rank sends to the next one in all.
+        ring_steps: hops of the ring, one after the other.
+        ring_pieces: pieces that a rank's part is cut into.
+        growth: [ranks + 1] share of a range that the sum over k ranks fills; rows only.
+        gather, seal, open: seconds of a core a byte of values: to take in a contribution, to pass on, to take the sum.
+    """
+
+    message: int
+    collective: bool
+    deferred: bool = False
+    launch: float = 0.0
+    finish: float = 0.0
+    flows: tuple[Flow, ...] = ()
+    ring: float = 0.0
+    ring_steps: int = 0
+    ring_pieces: int = 2
+    growth: Floats | None = None
+    gather: float = 0.0
+    seal: float = 0.0
+    open: float = 0.0
+
+
+class Stager:
+    """Makes the stages of messages for one workload on one cluster."""
+
+    def __init__(self, workload: Workload, forest: Forest, constants: Constants) -> None:
+        self._workload = workload
+        self._forest = forest
+        self._constants = constants
+        self._ranks = forest.ranks
+
+    def stages(self, message: Message) -> list[Stage]:
+        """The stages of a message, first to last."""
+        if message.rows:
+            return self._rows(message)
+        low_rank = message.compressor.kind == "powersgd"
+        stages = []
+        for round in message.rounds:
+            if isinstance(round.transfers[0], AllToAll) if round.transfers else False:
+                stages += self._all_to_all(message, round)
+            elif message.collective:
+                stages.append(self._all_reduce(message, round))
+            else:
+                stages.append(self._trees(message, round))
+        if low_rank:
+            self._add_factors(message, stages)
+        return stages
+
+    def _add_factors(self, message: Message, stages: list[Stage]) -> None:
+        """PowerSGD: a product before each round, and one after both."""
+        size = message.numel * ITEMSIZE[message.dtype]
+        encode = size * self._constants.encode.seconds_per_byte("powersgd")
+        second = len(stages) // 2
+        stages[0].launch += encode
+        stages[second].launch += encode
+        stages[second].deferred = True
+        stages[-1].finish += size * self._constants.decode.seconds_per_byte("powersgd")
+
+    def _coding(self, message: Message) -> tuple[float, float]:
+        """Seconds a byte of values to encode and to decode."""
+        kind = "none" if message.compressor.kind == "powersgd" else message.compressor.kind
+        return self._constants.encode.seconds_per_byte(kind), self._constants.decode.seconds_per_byte(kind)
+
+    def _wire(self, message: Message, start: int, stop: int, end: int) -> float:
+        """Framed bytes of elements ``[start, stop)`` of a round that ends at ``end``."""
+        tail = min(stop - start, max(0, stop - (end - message.tail)))
+        itemsize = ITEMSIZE[message.dtype]
+        return self._constants.framing * encoded_bytes(message.compressor, stop - start, tail, itemsize)
+
+    def _trees(self, message: Message, round: Round) -> Stage:
+        itemsize = ITEMSIZE[message.dtype]
+        row = self._forest.row
+        flows = []
+        for transfer in round.transfers:
+            assert isinstance(transfer, TreeTransfer)
+            span = transfer.stop - transfer.start
+            flows.append(
+                Flow(
+                    row(transfer.reduce.parents),
+                    row(transfer.broadcast.parents),
+                    self._wire(message, transfer.start, transfer.stop, round.length),
+                    span * itemsize,
+                    -(-span // transfer.segment),
+                )
+            )
+        encode, decode = self._coding(message)
+        gather = decode + 1 / self._constants.reduce_rate
+        return Stage(message.index, False, flows=tuple(flows), gather=gather, seal=encode, open=decode)
+
+    def _all_reduce(self, message: Message, round: Round) -> Stage:
+        """gloo's ring in rank order: 2 (n - 1) steps of a rank's part each."""
+        constants, ranks = self._constants, self._ranks
+        transfers = [transfer for transfer in round.transfers if isinstance(transfer, AllReduce)]
+        wire = sum(self._wire(message, transfer.start, transfer.stop, round.length) for transfer in transfers)
+        values = round.length * ITEMSIZE[message.dtype]
+        encode, decode = self._coding(message)
+        steps = 2 * (ranks - 1)
+        part = wire / max(1, len(transfers)) / ranks
+        return Stage(
+            message.index,
+            True,
+            launch=values * encode,
+            finish=values * decode,
+            ring=steps * wire / ranks,
+            ring_steps=steps * -(-len(transfers) // constants.collectives),
+            ring_pieces=max(2, round_up(part / _GLOO_SEGMENT)),
+            gather=values / max(wire, 1.0) / constants.reduce_rate,
+        )
+
+    def _all_to_all(self, message: Message, round: Round) -> list[Stage]:
+        """Contributions to the owners of ranges at once; sums back after the backward pass."""
+        (transfer,) = round.transfers
+        assert isinstance(transfer, AllToAll)
+        itemsize = ITEMSIZE[message.dtype]
+        wires, values = numpy.zeros(self._ranks), numpy.zeros(self._ranks)
+        for owner, start, stop in zip(transfer.owners, transfer.bounds, transfer.bounds[1:], strict=False):
+            wires[owner] += self._wire(message, start, stop, round.length)
+            values[owner] += (stop - start) * itemsize
+        owners = [owner for owner in range(self._ranks) if wires[owner]]
+        star = self._forest.star
+        there = tuple(Flow(star(o), NOTHING, float(wires[o]), float(values[o]), 1) for o in owners)
+        back = tuple(Flow(NOTHING, star(o), float(wires[o]), float(values[o]), 1) for o in owners)
+        encode, decode = self._coding(message)
+        pack = 1 / self._constants.copy_rate + encode
+        add = decode + 1 / self._constants.reduce_rate
+        most, every = float(values.max()), float(values.sum())
+        # The owner adds what came, then writes the sum once for each rank.
+        summing = most * ((self._ranks - 1) * add + self._ranks / self._constants.copy_rate + encode)
+        unpack = every * (1 / self._constants.copy_rate + decode)
+        return [
+            Stage(message.index, True, launch=every * pack, flows=there),
+            Stage(message.index, True, deferred=True, launch=summing, finish=unpack, flows=back),
+        ]
+
+    def _rows(self, message: Message) -> list[Stage]:
+        """Touched rows, merged on the way up; by the backend, everybody gathers everybody's."""
+        constants, ranks, table = self._constants, self._ranks, message.rows
+        width = message.numel // table
+        row_bytes = _INDEX_BYTES + width * ITEMSIZE[message.dtype]
+        touched = self._workload.variable(message.variables[0]).rows
+        touched = float(table) if touched is None else touched
+        merge = constants.encode.seconds_per_byte("rows")
+        if message.collective:
+            size = touched * row_bytes
+            counts = Stage(message.index, True, ring=(ranks - 1) * 8.0, ring_steps=ranks - 1)
+            wire = (ranks - 1) * size * constants.framing
+            gathering = Stage(
+                message.index,
+                True,
+                deferred=True,
+                launch=size / constants.copy_rate,
+                ring=wire,
+                ring_steps=ranks - 1,
+                finish=ranks * size * merge,
+            )
+            return [counts, gathering]
+        row = self._forest.row
+        flows = []
+        for transfer in message.rounds[0].transfers:
+            assert isinstance(transfer, TreeTransfer)
+            size = (transfer.stop - transfer.start) // width * row_bytes
+            trees = row(transfer.reduce.parents), row(transfer.broadcast.parents)
+            flows.append(Flow(*trees, size * constants.framing, float(size), 1))
+        # Every rank touches rows of its own choice, so some of them coincide.
+        growth = 1 - (1 - touched / table) ** numpy.arange(ranks + 1, dtype=numpy.float64)
+        unpack = touched * row_bytes * constants.decode.seconds_per_byte("rows")
+        return [Stage(message.index, False, flows=tuple(flows), growth=growth, gather=merge, finish=unpack)]
+
+
+def round_up(value: float) -> int:
+    """The least whole number that is not below ``value``."""
+    return int(-(-value // 1))

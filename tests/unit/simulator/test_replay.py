@@ -1,0 +1,161 @@
+"""The replay against the bound, against itself in more detail, and its own rules."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from replay_cases import RATE, all_reduce, one_switch, price, schedule, tree, workload
+
+from lightning_autosync.cluster import ClusterSpec, ring_time, synchronization_time
+from lightning_autosync.errors import ClusterError, DocumentError, PlanError
+from lightning_autosync.plan import Schedule, builders, compile_plan
+from lightning_autosync.simulator import Constants, Replay, replay
+from lightning_autosync.workload import Variable, Workload
+
+IDEAL = Constants.ideal()
+BIG = Workload(name="big", variables=(Variable(name="p", shape=(16_000_000,)),))
+MANY = Workload(
+    name="many",
+    variables=tuple(Variable(name=f"p{index}", shape=(300_000 + 40_000 * index,)) for index in range(20)),
+    forward_time=0.05,
+    backward_time=0.1,
+)
+CLUSTERS = {
+    "equal": ClusterSpec.uniform(nodes=4, bandwidth=25e6),
+    "fat": ClusterSpec.star([50e6, 12.5e6, 12.5e6, 12.5e6]),
+    "uneven": ClusterSpec.star([40e6, 30e6, 20e6, 12.5e6]),
+    "racks": ClusterSpec.racks(racks=2, nodes_per_rack=4, bandwidth=50e6, uplink=25e6),
+}
+
+
+def compiled(name: str, work: Workload, cluster: ClusterSpec, **arguments: object) -> Schedule:
+    return compile_plan(builders.build(name, work, cluster, **arguments), work, cluster)
+
+
+@pytest.mark.parametrize("detail", ["frames", "fluid"])
+@pytest.mark.parametrize(
+    ("builder", "cluster"), [("byteps", "fat"), ("byteps", "equal"), ("packed_trees", "fat"), ("packed_trees", "racks")]
+)
+def test_optimal_plans_reach_the_bound(builder: str, cluster: str, detail: str) -> None:
+    spec = CLUSTERS[cluster]
+    seconds = Replay(BIG, spec, IDEAL).predict(compiled(builder, BIG, spec), detail).step_time
+    assert 0.999 < seconds / synchronization_time(spec, BIG.bytes) < 1.04
+
+
+@pytest.mark.parametrize("cluster", CLUSTERS)
+def test_a_native_all_reduce_takes_the_time_of_a_ring(cluster: str) -> None:
+    spec = CLUSTERS[cluster]
+    seconds = Replay(BIG, spec, IDEAL).predict(compiled("all_reduce", BIG, spec), "fluid").step_time
+    assert seconds == pytest.approx(ring_time(spec, BIG.bytes), rel=1e-3)
+
+
+@pytest.mark.parametrize("builder", ["all_reduce", "byteps", "hierarchical", "packed_trees", "partitioned_ps"])
+@pytest.mark.parametrize("cluster", CLUSTERS)
+def test_fluids_agree_with_frames(builder: str, cluster: str) -> None:
+    spec = CLUSTERS[cluster]
+    made = compiled(builder, MANY, spec)
+    pricing = Replay(MANY, spec, Constants(cores=2))
+    frames, fluid = pricing.predict(made, "frames"), pricing.predict(made, "fluid")
+    assert fluid.step_time == pytest.approx(frames.step_time, rel=0.05)
+
+
+def test_times_measured_on_emulated_links() -> None:
+    """Medians in seconds of messages of 8 and 12 MiB, on links shaped by token buckets, all ranks on two cores."""
+    megabit = 1e6 / 8
+    fat = ClusterSpec.star([400 * megabit, 100 * megabit, 100 * megabit, 100 * megabit])
+    measured = [
+        (fat, 8, "all_reduce", 1.060),
+        (fat, 8, "byteps", 0.745),
+        (fat, 8, "packed_trees", 0.720),
+        (CLUSTERS["equal"], 8, "all_reduce", 0.532),
+        (CLUSTERS["equal"], 8, "byteps", 0.560),
+        (CLUSTERS["racks"], 12, "all_reduce", 0.933),
+        (CLUSTERS["racks"], 12, "byteps", 2.142),
+        (CLUSTERS["racks"], 12, "hierarchical", 0.593),
+        (CLUSTERS["racks"], 12, "packed_trees", 0.610),
+    ]
+    errors = []
+    for spec, size, builder, seconds in measured:
+        work = Workload(name="flat", variables=(Variable(name="p", shape=(size * 2**18,)),))
+        predicted = replay(compiled(builder, work, spec), work, spec, Constants(cores=2)).step_time
+        errors.append(abs(predicted / seconds - 1))
+    assert sorted(errors)[len(errors) // 2] < 0.05
+    assert max(errors) < 0.1
+
+
+def test_twenty_messages_of_eight_ranks_are_priced_300_times_a_second() -> None:
+    spec = CLUSTERS["racks"]
+    made = compiled("packed_trees", MANY, spec, bucket_bytes=1)
+    assert len(made.messages) == 20
+    pricing = Replay(MANY, spec)
+    pricing.predict(made, "fluid")
+    best = min(_seconds(lambda: pricing.predict(made, "fluid")) for _ in range(20))
+    assert best < 1 / 300
+
+
+def test_a_thousand_ranks_are_priced_in_seconds() -> None:
+    spec = ClusterSpec.racks(racks=32, nodes_per_rack=32, bandwidth=50e6, uplink=250e6)
+    made = compiled("byteps", MANY, spec, topology="native")
+    Replay(MANY, CLUSTERS["equal"]).predict(compiled("byteps", MANY, CLUSTERS["equal"]), "fluid")
+    pricing = Replay(MANY, spec)
+    pricing.predict(made)  # finds a million routes
+    assert _seconds(lambda: pricing.predict(made)) < 3
+
+
+def test_busy_shares_and_critical_path() -> None:
+    work = workload(1, ready=[0.5], forward_time=1.0, backward_time=0.5, optimizer_time=0.5)
+    prediction = price(one_switch(2), [tree([-1, 0])], "fluid", work)
+    assert prediction.step_time == pytest.approx(3.1, rel=1e-3)
+    assert prediction.synchronization_time == pytest.approx(1.1, rel=1e-3)
+    assert prediction.timeline.links["node1 > switch"] == pytest.approx(1 / 3.1, rel=1e-3)
+    assert [span.name.split(" on ")[0] for span in prediction.critical_path] == [
+        "forward",
+        "backward",
+        "message 'message0'",
+        "optimizer",
+    ]
+    for before, after in zip(prediction.critical_path, prediction.critical_path[1:], strict=False):
+        assert before.end == pytest.approx(after.start)
+
+
+def test_a_message_behind_another_has_it_on_its_critical_path() -> None:
+    path = price(one_switch(2), [tree([-1, 0]), tree([-1, 0])], "fluid").critical_path
+    assert ["message0" in path[0].name, "message1" in path[1].name] == [True, True]
+
+
+def test_schedules_for_other_ranks_are_refused() -> None:
+    with pytest.raises(PlanError, match="for 3 ranks"):
+        replay(schedule(3, [all_reduce()]), workload(), one_switch(2))
+
+
+def test_unknown_rates_are_refused() -> None:
+    with pytest.raises(ClusterError, match="bandwidth: unknown"):
+        Replay(workload(), ClusterSpec.uniform(nodes=2))
+
+
+def test_constants_are_a_document(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    constants = Constants(cores=2, host_cost=1e-9)
+    constants.save(tmp_path / "constants.yaml")
+    assert Constants.load(tmp_path / "constants.yaml") == constants
+    with pytest.raises(DocumentError, match="framing"):
+        Constants.from_dict({"format": "autosync-constants/1", "framing": 0.5})
+
+
+def test_mesh_links_use_the_topologys_routes() -> None:
+    links = [{"a": f"n{i}", "b": f"n{(i + 1) % 4}", "bandwidth": RATE} for i in range(4)]
+    spec = ClusterSpec.from_dict(
+        {
+            "format": "autosync-cluster/1",
+            "name": "ring of links",
+            "nodes": [{"name": f"n{i}"} for i in range(4)],
+            "links": links,
+        }
+    )
+    assert price(spec, [all_reduce()], "fluid").step_time == pytest.approx(1.5, rel=1e-3)
+
+
+def _seconds(call) -> float:  # type: ignore[no-untyped-def]
+    begun = time.perf_counter()
+    call()
+    return time.perf_counter() - begun

@@ -1,0 +1,178 @@
+"""Step times that can be worked out on paper. A message alone on a link takes one second."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from replay_cases import ELEMENTS, IDEAL, RATE, all_reduce, one_switch, owned_by, price, schedule, tree, workload
+
+from lightning_autosync.cluster import ClusterSpec
+from lightning_autosync.plan import Compressor, Message, Round, Schedule, Tree, TreeTransfer
+from lightning_autosync.simulator import Replay
+from lightning_autosync.workload import Variable, Workload
+
+LINE = {
+    "format": "autosync-cluster/1",
+    "name": "line",
+    "nodes": [{"name": name} for name in "abc"],
+    "links": [{"a": "a", "b": "b", "bandwidth": RATE}, {"a": "b", "b": "c", "bandwidth": RATE}],
+}
+RACKS = ClusterSpec.racks(racks=2, nodes_per_rack=2, bandwidth=RATE, uplink=RATE)
+MIXED_RACKS = RACKS.with_rank_order(["node0", "node2", "node1", "node3"])
+PAIRS = ClusterSpec.from_dict(
+    {**one_switch(2, devices=2).to_dict(), "local_bandwidth": 1e15}, source="two nodes of two"
+)
+MIXED_PAIRS = PAIRS.with_rank_order(["node0", "node1", "node0", "node1"])
+
+CASES: dict[str, tuple[Any, Any, float]] = {
+    "two ranks, whole": (one_switch(2), [tree([-1, 0], 1)], 2.0),
+    "two ranks, ten pieces: the last one comes down alone": (one_switch(2), [tree([-1, 0])], 1.1),
+    "star: three flows into one link": (one_switch(4), [tree([-1, 0, 0, 0])], 3.3),
+    "star on a fat node": (ClusterSpec.star([3 * RATE, RATE, RATE, RATE]), [tree([-1, 0, 0, 0])], 1.1),
+    "star on a slow node": (ClusterSpec.star([RATE / 2, RATE, RATE]), [tree([-1, 0, 0])], 4.4),
+    "chain over a line: four hops, ten pieces": (ClusterSpec.from_dict(LINE), [tree([-1, 0, 1])], 1.3),
+    "chain, whole: four hops": (ClusterSpec.from_dict(LINE), [tree([-1, 0, 1], 1)], 4.0),
+    "tree from the middle of a line": (ClusterSpec.from_dict(LINE), [tree([1, -1, 1])], 1.1),
+    "binary tree of three": (one_switch(3), [tree([-1, 0, 0], 20)], 2.1),
+    "ring of four": (one_switch(4), [all_reduce()], 1.5),
+    "ring of two": (one_switch(2), [all_reduce()], 1.0),
+    "ring over one slow link": (ClusterSpec.star([RATE, RATE, RATE, RATE / 2]), [all_reduce()], 3.0),
+    "ring over uplinks once": (RACKS, [all_reduce()], 1.5),
+    "ring over shared uplinks": (MIXED_RACKS, [all_reduce()], 3.0),
+    "star over a shared uplink": (RACKS, [tree([-1, 0, 0, 0])], 3.3),
+    "ring of two nodes of two": (PAIRS, [all_reduce()], 1.5),
+    "ring of two nodes of two, mixed": (MIXED_PAIRS, [all_reduce()], 3.0),
+    "star over two nodes of two": (PAIRS, [tree([-1, 0, 0, 0])], 2.2),
+    "leaders of two nodes of two": (PAIRS, [tree([-1, 0, 0, 2])], 1.1),
+    "all to all, even": (one_switch(4), [owned_by([0, 1, 2, 3])], 1.5),
+    "all to all, one owner": (one_switch(3), [owned_by([0])], 4.0),
+    "all to all, one fat owner": (ClusterSpec.star([2 * RATE, RATE, RATE]), [owned_by([0])], 2.0),
+    "latency of two hops of two links": (one_switch(2, latency=0.01), [tree([-1, 0], 1)], 2.04),
+    "two collectives at a time": (one_switch(2), [all_reduce(), all_reduce()], 2.0),
+}
+
+
+@pytest.mark.parametrize("detail", ["frames", "fluid"])
+@pytest.mark.parametrize("name", CASES)
+def test_step_time(name: str, detail: str) -> None:
+    cluster, transfers, seconds = CASES[name]
+    assert price(cluster, transfers, detail).step_time == pytest.approx(seconds, rel=2e-3)
+
+
+@pytest.mark.parametrize("detail", ["frames", "fluid"])
+def test_messages_on_one_connection_go_by_place_in_the_schedule(detail: str) -> None:
+    spans = price(one_switch(2), [tree([-1, 0]), tree([-1, 0])], detail).timeline.messages
+    assert [span.end for span in spans] == pytest.approx([1.1, 2.1], rel=1e-2)
+
+
+@pytest.mark.parametrize("detail", ["frames", "fluid"])
+def test_priority_goes_before_place(detail: str) -> None:
+    spans = price(one_switch(2), [tree([-1, 0]), tree([-1, 0])], detail, priorities=[0, 1]).timeline.messages
+    # In frames, a first piece of the other message has left before the urgent one is there.
+    assert [span.end for span in spans] == pytest.approx([2.1, 1.1], abs=0.11)
+    assert spans[1].end < spans[0].end
+
+
+def test_two_messages_between_different_pairs_share_a_link() -> None:
+    # Both come to rank 0 over its one link: from rank 1 along a chain, from rank 2 along another.
+    chains = [tree([-1, 0, 1], 1), tree([-1, 2, 0], 1)]
+    spans = price(one_switch(3), chains).timeline.messages
+    assert spans[0].end == pytest.approx(spans[1].end)
+
+
+@pytest.mark.parametrize("detail", ["frames", "fluid"])
+def test_communication_overlaps_with_backward(detail: str) -> None:
+    work = workload(2, ready=[0.5, 1.0], backward_time=1.0)
+    prediction = price(one_switch(2), [tree([-1, 0]), tree([-1, 0])], detail, work)
+    assert [span.ready for span in prediction.timeline.messages] == pytest.approx([0.5, 1.0])
+    assert [span.end for span in prediction.timeline.messages] == pytest.approx([1.6, 2.6], rel=1e-2)
+
+
+@pytest.mark.parametrize("detail", ["frames", "fluid"])
+def test_a_long_backward_hides_communication(detail: str) -> None:
+    work = workload(1, ready=[0.5], forward_time=0.5, backward_time=3.0, optimizer_time=0.25)
+    assert price(one_switch(2), [tree([-1, 0])], detail, work).step_time == pytest.approx(3.75)
+
+
+@pytest.mark.parametrize("detail", ["frames", "fluid"])
+def test_sums_of_an_all_to_all_return_after_backward(detail: str) -> None:
+    work = workload(1, ready=[0.5], backward_time=5.0)
+    assert price(one_switch(2), [owned_by([0, 1])], detail, work).step_time == pytest.approx(5.5, rel=1e-3)
+
+
+@pytest.mark.parametrize("detail", ["frames", "fluid"])
+def test_collectives_start_in_schedule_order(detail: str) -> None:
+    work = workload(2, ready=[2.0, 1.0], backward_time=2.0)
+    spans = price(one_switch(2), [all_reduce(), all_reduce()], detail, work).timeline.messages
+    # In frames, the second one's pieces stand in line behind the first one's.
+    assert spans[0].start == pytest.approx(2.0)
+    assert 2.0 <= spans[1].start <= 2.51
+    assert spans[1].ready == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("detail", ["frames", "fluid"])
+def test_a_slow_node_is_waited_for(detail: str) -> None:
+    data = one_switch(2).to_dict()
+    data["nodes"][1]["speed"] = 0.5
+    cluster = ClusterSpec.from_dict(data)
+    work = workload(1, ready=[1.0], backward_time=1.0)
+    assert price(cluster, [all_reduce()], detail, work).step_time == pytest.approx(3.0)
+
+
+def test_unknown_ready_times_are_spread_over_backward() -> None:
+    spans = price(one_switch(2), [all_reduce()] * 4, "fluid", workload(4, backward_time=2.0)).timeline.messages
+    assert [span.ready for span in spans] == pytest.approx([2.0, 1.5, 1.0, 0.5])
+
+
+@pytest.mark.parametrize("detail", ["frames", "fluid"])
+@pytest.mark.parametrize(
+    ("constants", "seconds"),
+    [
+        ({"frame_cost": 0.01}, 2.04),  # two hops, each handled at both ends
+        ({"reduce_rate": RATE}, 3.0),  # the root adds for a second
+        ({"framing": 1.5}, 3.0),
+        ({"copy_rate": RATE}, 3.0),  # packing lasts a second
+        ({"host_cost": 2 / RATE}, 4.0),  # the hosts are twice as slow as the link
+    ],
+)
+def test_costs_of_hosts(constants: dict[str, float], seconds: float, detail: str) -> None:
+    prediction = price(one_switch(2), [tree([-1, 0], 1)], detail, constants=IDEAL.model_copy(update=constants))
+    assert prediction.step_time == pytest.approx(seconds, rel=2e-2)
+
+
+@pytest.mark.parametrize("detail", ["frames", "fluid"])
+def test_shared_cores_bind_where_links_do_not(detail: str) -> None:
+    constants = IDEAL.model_copy(update={"host_cost": 1 / RATE, "cores": 2.0})
+    # A ring of four: 6 x S sent and 6 x S received in all, over two cores.
+    seconds = 2 * 4 * 1.5 / 2
+    assert price(one_switch(4), [all_reduce()], detail, constants=constants).step_time == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("detail", ["frames", "fluid"])
+def test_compression_halves_what_travels(detail: str) -> None:
+    prediction = price(one_switch(2), [tree([-1, 0], 1)], detail, compressor=Compressor(kind="bf16"))
+    assert prediction.step_time == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("detail", ["frames", "fluid"])
+def test_only_touched_rows_travel(detail: str) -> None:
+    rows, width, touched = 10_000, 8, 1_000
+    table = Variable(name="table", shape=(rows, width), kind="row_sparse", rows=touched)
+    star = Tree((-1, 0))
+    message = Message(
+        0, "table", ("table",), rows * width, "float32", 0, rows, Compressor(), 0,
+        (Round(rows * width, (TreeTransfer(0, rows * width, star, star, 1),)),),
+    )  # fmt: skip
+    work = Workload(name="rows", variables=(table,))
+    prediction = Replay(work, one_switch(2), IDEAL).predict(Schedule(2, (message,)), detail)
+    # An index of 8 bytes a row; two ranks share a tenth of their rows by chance.
+    assert prediction.step_time == pytest.approx((1_000 + 1_900) * (8 + 4 * width) / RATE)
+
+
+def test_one_rank_only_computes() -> None:
+    work = workload(1, backward_time=1.0, forward_time=0.5)
+    cluster = ClusterSpec.uniform(nodes=1, bandwidth=RATE)
+    made = schedule(1, [all_reduce()])
+    assert Replay(work, cluster, IDEAL).predict(made).step_time == pytest.approx(1.5)
+    assert made.messages[0].numel == ELEMENTS - 1
