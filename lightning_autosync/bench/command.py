@@ -1,0 +1,36 @@
+"""``autosync bench``: measure contenders side by side, print the table, leave result and picture."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from lightning_autosync.bench.interleaving import run_bench
+from lightning_autosync.bench.picture import draw
+from lightning_autosync.bench.settings import Settings
+from lightning_autosync.bench.table import remarks, result_table
+from lightning_autosync.documents import write_text
+
+FILE_WIDTH = 110
+"""Columns of the table where it does not go to a terminal."""
+
+
+def bench(configuration: dict[str, Any], directory: Path) -> None:
+    """Run one bench; ``result.json`` and ``result.png`` appear in ``directory``.
+
+    Raises:
+        AutoSyncError: a setting is wrong, or a worker failed.
+    """
+    result = run_bench(Settings.parse(configuration))
+    write_text(directory / "result.json", json.dumps(result.to_dict()) + "\n")
+    draw(result, directory / "result.png")
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=FILE_WIDTH)
+    console.print(result_table(result))
+    for line in remarks(result):
+        console.print(line, soft_wrap=True, highlight=False)
+    console.print(f"{directory / 'result.json'}, {directory / 'result.png'}", soft_wrap=True, highlight=False)

@@ -1,0 +1,152 @@
+"""Contenders inside a worker: all of them alive side by side, each stepped when its turn comes."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from pydantic import TypeAdapter
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_autosync.bench.models import AnyModel, Model
+from lightning_autosync.cluster import ClusterSpec
+from lightning_autosync.plan import SyncPlan, compile_plan
+from lightning_autosync.runtime import Engine
+from lightning_autosync.workload import Workload, variable_names
+
+SEED = 0
+_MODEL: TypeAdapter[Model] = TypeAdapter(AnyModel)
+
+
+class Contender(ABC):
+    """A model in training; every contender runs the same loop, and only the synchronization differs.
+
+    Args:
+        model: the recipe; modules of all contenders and ranks start with the same weights.
+        sparse: whether its embeddings make sparse gradients.
+    """
+
+    def __init__(self, model: Model, sparse: bool) -> None:
+        torch.manual_seed(SEED)
+        self.module = model.module(sparse=sparse)
+        self._batches = model.batches(dist.get_rank())
+        self._steps = 0
+        self._optimizer = (
+            None if model.learning_rate is None else torch.optim.SGD(self.module.parameters(), model.learning_rate)
+        )
+
+    @property
+    @abstractmethod
+    def synchronized(self) -> nn.Module:
+        """What is called for the loss."""
+
+    def step(self) -> None:
+        """One training step, on the next batch."""
+        self.backward(self._steps % len(self._batches))
+        self._steps += 1
+        if self._optimizer is not None:
+            self._optimizer.step()
+        self.module.zero_grad()
+
+    def backward(self, batch: int = 0) -> None:
+        """Forward and backward of one batch; gradients hold the mean over ranks afterwards."""
+        self.synchronized(*self._batches[batch]).backward()
+
+
+class DDPContender(Contender):
+    """``DistributedDataParallel``; a bucket cap of ``default`` leaves DDP its own rule."""
+
+    def __init__(self, model: Model, sparse: bool, bucket_cap_mb: float | str, **options: bool) -> None:
+        super().__init__(model, sparse)
+        cap = {} if bucket_cap_mb == "default" else {"bucket_cap_mb": bucket_cap_mb}
+        self._wrapped = DistributedDataParallel(self.module, **cap, **options)  # type: ignore[arg-type]
+
+    @property
+    def synchronized(self) -> nn.Module:
+        return self._wrapped
+
+
+class PlanContender(Contender):
+    """The engine, following a plan."""
+
+    def __init__(
+        self,
+        model: Model,
+        sparse: bool,
+        plan: SyncPlan,
+        workload: Workload,
+        cluster: ClusterSpec,
+        timeout: float,
+    ) -> None:
+        super().__init__(model, sparse)
+        schedule = compile_plan(plan, workload, cluster)
+        self._engine = Engine(variable_names(self.module), schedule, cluster=cluster, timeout=timeout)
+
+    @property
+    def synchronized(self) -> nn.Module:
+        return self.module
+
+
+_live: dict[str, Contender] = {}
+
+
+def set_up(
+    name: str,
+    model: dict[str, Any],
+    sparse: bool,
+    cluster: dict[str, Any],
+    timeout: float,
+    ddp: dict[str, Any] | None = None,
+    plan: dict[str, Any] | None = None,
+    workload: dict[str, Any] | None = None,
+) -> None:
+    """Make a contender: DDP with the arguments ``ddp``, or ``plan`` for ``workload``."""
+    recipe = _MODEL.validate_python(model)
+    if ddp is not None:
+        _live[name] = DDPContender(recipe, sparse, **ddp)
+        return
+    _live[name] = PlanContender(
+        recipe,
+        sparse,
+        SyncPlan.from_dict(plan),
+        Workload.from_dict(workload),
+        ClusterSpec.from_dict(cluster),
+        timeout,
+    )
+
+
+def measure(name: str, steps: int) -> list[float]:
+    """Seconds of each of ``steps`` steps of a contender; ranks begin together."""
+    contender = _live[name]
+    dist.barrier()
+    times = [time.perf_counter()]
+    for _ in range(steps):
+        contender.step()
+        times.append(time.perf_counter())
+    return [end - start for start, end in pairwise(times)]
+
+
+def deviation(name: str, reference: str) -> float:
+    """How far a contender's gradients are from the reference's: length of the difference over length.
+
+    Both must be at the same weights, as before their first step; each does a forward and backward of the first batch.
+    """
+    found, expected = _gradients(_live[name]), _gradients(_live[reference])
+    difference = sum(float((a - b).square().sum()) for a, b in zip(found, expected, strict=True))
+    length = sum(float(gradient.square().sum()) for gradient in expected)
+    return (difference / length) ** 0.5
+
+
+def _gradients(contender: Contender) -> list[Tensor]:
+    contender.backward()
+    gradients = []
+    for parameter in contender.module.parameters():
+        assert parameter.grad is not None
+        gradients.append(parameter.grad.to_dense().clone())
+    contender.module.zero_grad()
+    return gradients

@@ -1,0 +1,150 @@
+"""The run itself: contenders take turns in the same live workers, in opposite order every other round."""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from lightning_autosync.bench.load import LoadMeter
+from lightning_autosync.bench.preparation import Preparation, prepare
+from lightning_autosync.bench.result import FRAMING, Measurement, Result, Round
+from lightning_autosync.bench.settings import Settings
+from lightning_autosync.cluster import ClusterSpec, synchronization_time
+from lightning_autosync.workers import EmulatedLaunch, WorkerPool
+
+_WORKER = "lightning_autosync.bench"
+_log = logging.getLogger(__name__)
+
+
+def run_bench(settings: Settings) -> Result:
+    """Measure every contender.
+
+    Raises:
+        DocumentError: a contender, the cluster or a plan is wrong.
+        LaunchError: the workers cannot be started in the way asked for.
+        WorkerError: a worker failed.
+    """
+    preparation = prepare(settings)
+    load_before = os.getloadavg()
+    with _pool(settings, preparation.cluster) as pool:
+        bench = _Bench(settings, preparation, pool)
+        bench.set_up()
+        for number in range(settings.rounds):
+            bench.play_round(number)
+        measurements = bench.measurements()
+        conditions = {
+            **pool.run(f"{_WORKER}.conditions:describe_worker", ranks=[0])[0],
+            "cores": os.cpu_count(),
+            "system": f"{platform.system()} {platform.release()}",
+            "python": platform.python_version(),
+            "load_average_before": load_before,
+            "load_average_after": os.getloadavg(),
+            "bytes_counted": "TCP payload that the ranks sent, as the kernel counts it by socket; framing is not in it",
+        }
+    return Result(
+        settings=settings,
+        cluster=preparation.cluster,
+        size=preparation.size,
+        bound=_bound(settings, preparation),
+        conditions=conditions,
+        measurements=measurements,
+    )
+
+
+def turn_order(names: list[str], number: int) -> list[str]:
+    """Who goes when in round ``number``: A B C, C B A, A B C, ..."""
+    return names if number % 2 == 0 else names[::-1]
+
+
+class _Bench:
+    """The contenders of one run and what was measured of them so far."""
+
+    def __init__(self, settings: Settings, preparation: Preparation, pool: WorkerPool) -> None:
+        self._settings = settings
+        self._orders = preparation.orders
+        self._names = list(preparation.orders)
+        self._pool = pool
+        self._deviations = dict.fromkeys(self._names, 0.0)
+        self._load = LoadMeter(pool.pids)
+        self._rounds: dict[str, list[Round]] = {name: [] for name in self._names}
+        self._sent: dict[str, list[float | None]] = {name: [] for name in self._names}
+        self._foreign: dict[str, list[float | None]] = {name: [] for name in self._names}
+
+    def set_up(self) -> None:
+        """Make all contenders, check that they compute the same gradients, and warm each up.
+
+        The check comes before any step: later, weights that differ in their last digits may differ by more in
+        gradients, as where a ReLU is on in one and off in the other.
+        """
+        _log.info("warming up %d contenders on %d ranks", len(self._names), self._pool.world_size)
+        for name in self._names:
+            self._pool.run(f"{_WORKER}.contenders:set_up", **self._orders[name])
+        for name in self._names[1:]:
+            found = self._pool.run(f"{_WORKER}.contenders:deviation", name=name, reference=self._names[0])
+            self._deviations[name] = max(found)
+        for name in self._names:
+            self._measure(name, self._settings.warm_up)
+
+    def play_round(self, number: int) -> None:
+        """One turn for each contender."""
+        for name in turn_order(self._names, number):
+            before = self._bytes_sent()
+            self._load.restart()
+            self._rounds[name].append(self._measure(name, self._settings.steps))
+            self._foreign[name].append(self._load.foreign_cores())
+            self._sent[name].append(self._per_step(before, self._bytes_sent()))
+        _log.info("round %d of %d", number + 1, self._settings.rounds)
+
+    def measurements(self) -> dict[str, Measurement]:
+        """What was found."""
+        return {
+            name: Measurement(
+                rounds=self._rounds[name],
+                sent=_all_or_none(self._sent[name]),
+                foreign_cores=_all_or_none(self._foreign[name]),
+                deviation=self._deviations[name],
+            )
+            for name in self._names
+        }
+
+    def _measure(self, name: str, steps: int) -> list[list[float]]:
+        return self._pool.run(f"{_WORKER}.contenders:measure", name=name, steps=steps)
+
+    def _bytes_sent(self) -> int | None:
+        """By all ranks together."""
+        counts = self._pool.run(f"{_WORKER}.conditions:bytes_sent")
+        return None if None in counts else sum(counts)
+
+    def _per_step(self, before: int | None, after: int | None) -> float | None:
+        if before is None or after is None:
+            return None
+        return (after - before) / self._settings.steps / self._pool.world_size
+
+
+def _all_or_none(values: list[float | None]) -> list[float] | None:
+    known = [value for value in values if value is not None]
+    return known if len(known) == len(values) else None
+
+
+@contextmanager
+def _pool(settings: Settings, cluster: ClusterSpec) -> Iterator[WorkerPool]:
+    options: dict[str, Any] = {
+        "timeout": settings.timeout,
+        "scheduling": None if settings.scheduling == "none" else settings.scheduling,
+    }
+    if settings.launch == "local":
+        with WorkerPool(cluster.world_size, **options) as pool:
+            yield pool
+        return
+    with EmulatedLaunch(cluster) as launch, WorkerPool(cluster.world_size, launch, **options) as pool:
+        yield pool
+
+
+def _bound(settings: Settings, preparation: Preparation) -> float | None:
+    if settings.launch != "emulated":
+        return None
+    return FRAMING * synchronization_time(preparation.cluster, preparation.size)

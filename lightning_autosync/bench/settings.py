@@ -1,0 +1,156 @@
+"""What a bench run is told: the model, the machines, the contenders, and how long to measure."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt, ValidationError, model_validator
+
+from lightning_autosync.bench.models import AnyModel
+from lightning_autosync.documents import Record, describe_validation_error
+from lightning_autosync.errors import DocumentError
+
+Embeddings = Literal["dense", "sparse", "rows"]
+BucketCap = Literal["default"] | PositiveFloat
+
+LEAST_WARM_UP, LEAST_ROUNDS, LEAST_STEPS = 5, 5, 8
+"""Steps, rounds and steps a round from which on a run may back a claim."""
+
+
+class DDPOptions(Record):
+    """Arguments of ``DistributedDataParallel``.
+
+    Attributes:
+        bucket_cap_mb: MiB of a bucket; ``default`` is DDP's own rule: 25, and 1 for the first bucket.
+    """
+
+    bucket_cap_mb: BucketCap = "default"
+    gradient_as_bucket_view: bool = False
+    static_graph: bool = False
+
+    @property
+    def name(self) -> str:
+        cap = "" if self.bucket_cap_mb == "default" else f"_{self.bucket_cap_mb:g}"
+        view = "_view" if self.gradient_as_bucket_view else ""
+        return f"ddp{cap}{view}{'_static' if self.static_graph else ''}"
+
+
+class DDPSweep(Record):
+    """Values of each DDP argument; their product is the opponents."""
+
+    bucket_cap_mb: Annotated[tuple[BucketCap, ...], Field(min_length=1)] = ("default",)
+    gradient_as_bucket_view: Annotated[tuple[bool, ...], Field(min_length=1)] = (False,)
+    static_graph: Annotated[tuple[bool, ...], Field(min_length=1)] = (False,)
+
+    def options(self) -> list[DDPOptions]:
+        """One for each combination."""
+        return [
+            DDPOptions(bucket_cap_mb=cap, gradient_as_bucket_view=view, static_graph=static)
+            for cap, view, static in product(self.bucket_cap_mb, self.gradient_as_bucket_view, self.static_graph)
+        ]
+
+
+class Contender(Record):
+    """One way to synchronize: DDP, a builder's plan, or a plan file.
+
+    Attributes:
+        ddp: DDP with these arguments.
+        builder: name of a builder; the fields beside it that are not named here are its ``arguments``.
+        plan: path of a plan file.
+        embeddings: gradients of embeddings are ``dense``, ``sparse`` (``nn.Embedding(sparse=True)``), or
+            ``rows``: dense, of which only the touched rows travel (plans only).
+    """
+
+    ddp: DDPOptions | None = None
+    builder: str | None = None
+    arguments: dict[str, Any] = Field(default_factory=dict)
+    plan: str | None = None
+    embeddings: Embeddings = "dense"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _collect_arguments(cls, value: Any) -> Any:
+        if not isinstance(value, dict) or "builder" not in value:
+            return value
+        beside = {name: value[name] for name in value if name not in cls.model_fields}
+        own = {name: value[name] for name in value if name in cls.model_fields}
+        return {**own, "arguments": {**own.get("arguments", {}), **beside}}
+
+    @model_validator(mode="after")
+    def _check(self) -> Contender:
+        kinds = [name for name in ("ddp", "builder", "plan") if getattr(self, name) is not None]
+        if len(kinds) != 1:
+            raise ValueError(f"expected one of ddp, builder and plan, got {' and '.join(kinds) or 'none'}")
+        if self.ddp is not None and self.embeddings == "rows":
+            raise ValueError("embeddings: DDP knows no 'rows'; allowed: dense, sparse")
+        return self
+
+
+class Settings(Record):
+    """One bench run.
+
+    Attributes:
+        model: what is trained.
+        launch: ``local`` puts all ranks on the loopback interface, ``emulated`` behind emulated links.
+        cluster: a cluster document; None is one machine with ``ranks`` devices.
+        cluster_scale: factor on every rate of the cluster.
+        rank_order: ranks on nodes as the cluster has them, or alternating between the first and the second
+            half of the nodes (the worst order for two racks).
+        ranks: number of ranks; None takes the cluster's.
+        scheduling: the kernel's policy for every contender alike.
+        warm_up: steps of each contender before the first round.
+        rounds: how often each contender has its turn.
+        steps: steps in one turn.
+        timeout: seconds that one turn may take.
+        ddp: the opponents.
+        contenders: everything else, by name.
+    """
+
+    model: AnyModel
+    launch: Literal["local", "emulated"] = "local"
+    cluster: dict[str, Any] | None = None
+    cluster_scale: PositiveFloat = 1.0
+    rank_order: Literal["natural", "interleaved"] = "natural"
+    ranks: PositiveInt | None = None
+    scheduling: Literal["none", "batch"] = "batch"
+    warm_up: PositiveInt = LEAST_WARM_UP
+    rounds: PositiveInt = LEAST_ROUNDS
+    steps: PositiveInt = LEAST_STEPS
+    timeout: PositiveFloat = 120.0
+    ddp: DDPSweep = DDPSweep()
+    contenders: dict[str, Contender] = Field(default_factory=dict)
+
+    @classmethod
+    def parse(cls, data: Any) -> Settings:
+        """Settings from plain data.
+
+        Raises:
+            DocumentError: the first thing wrong, by field.
+        """
+        try:
+            return cls.model_validate(data)
+        except ValidationError as error:
+            raise DocumentError(describe_validation_error(error)) from None
+
+    @model_validator(mode="after")
+    def _check(self) -> Settings:
+        if self.launch == "emulated" and self.cluster is None:
+            raise ValueError("cluster: missing; launch=emulated needs one, as in cluster=fat_node_star")
+        if self.cluster is None and (self.cluster_scale != 1.0 or self.rank_order != "natural"):
+            raise ValueError("cluster: missing; cluster_scale and rank_order change a cluster")
+        taken = {options.name for options in self.ddp.options()} & self.contenders.keys()
+        if taken:
+            raise ValueError(f"contenders: '{min(taken)}' is the name of a DDP opponent; take another")
+        return self
+
+    def all_contenders(self) -> dict[str, Contender]:
+        """Every contender by name, DDP first."""
+        opponents = {options.name: Contender(ddp=options) for options in self.ddp.options()}
+        return {**opponents, **self.contenders}
+
+    @property
+    def meets_protocol(self) -> bool:
+        """Whether the run is long enough to back a claim."""
+        enough_steps = self.steps >= LEAST_STEPS or self.model.kind == "flat"
+        return self.warm_up >= LEAST_WARM_UP and self.rounds >= LEAST_ROUNDS and enough_steps

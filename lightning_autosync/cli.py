@@ -1,0 +1,59 @@
+"""The command ``autosync VERB key=value ...``: every verb is a Hydra application."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from lightning_autosync.cluster import configuration_directory
+from lightning_autosync.errors import AutoSyncError
+
+VERBS = {
+    "bench": ("lightning_autosync.bench.command", "measure contenders side by side on this machine"),
+}
+"""For each verb the module with a function of its name, and its purpose; ``conf/VERB.yaml`` is its config."""
+
+
+def main() -> None:
+    """Run the verb that the command line names; the rest of the line is Hydra's."""
+    if len(sys.argv) < 2 or sys.argv[1] in ("-h", "--help"):
+        print(usage())
+        sys.exit(0 if len(sys.argv) > 1 else 2)
+    verb = sys.argv[1]
+    if verb not in VERBS:
+        print(f"autosync: '{verb}' is not a verb\n\n{usage()}", file=sys.stderr)
+        sys.exit(2)
+    sys.argv = [f"autosync {verb}", *sys.argv[2:]]
+    try:
+        run_verb(verb)
+    except AutoSyncError as error:
+        sys.exit(f"autosync {verb}: {error}")
+
+
+def usage() -> str:
+    """The verbs, one a line."""
+    lines = [f"  {verb:10} {purpose}" for verb, (_, purpose) in VERBS.items()]
+    return "\n".join(["usage: autosync VERB key=value ...", "", *lines, "", "autosync VERB --help lists the keys."])
+
+
+def run_verb(verb: str) -> None:
+    """Compose the verb's configuration and call its function, once or, in a sweep, for every combination."""
+    import hydra
+    from hydra.core.hydra_config import HydraConfig
+    from omegaconf import OmegaConf
+
+    function: Callable[[dict[str, Any], Path], None] = getattr(import_module(VERBS[verb][0]), verb)
+
+    def application(configuration: Any) -> None:
+        directory = Path(HydraConfig.get().runtime.output_dir)
+        try:
+            plain: Any = OmegaConf.to_container(configuration, resolve=True)
+            function(plain, directory)
+        except AutoSyncError as error:
+            # Hydra would wrap it in its own report and a traceback.
+            sys.exit(f"autosync {verb}: {error}")
+
+    hydra.main(version_base="1.3", config_path=str(configuration_directory()), config_name=verb)(application)()
