@@ -1,0 +1,44 @@
+"""Plans for how data-parallel Lightning jobs synchronize: ``Trainer(strategy="autosync")``.
+
+Importing the package registers its strategies, whether Lightning was imported before or is imported later. It
+loads neither Lightning nor torch by itself: every public name below comes from its room when it is first
+asked for.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from lightning_autosync.strategy.registration import register_strategies
+
+if TYPE_CHECKING:
+    from lightning_autosync.cluster import ClusterSpec
+    from lightning_autosync.plan import SyncPlan, builders
+    from lightning_autosync.strategy.fabric import AutoSyncFabricStrategy
+    from lightning_autosync.strategy.lightning import AutoSyncStrategy
+    from lightning_autosync.workload import Workload
+
+_HOMES = {
+    "AutoSyncFabricStrategy": "strategy.fabric",
+    "AutoSyncStrategy": "strategy.lightning",
+    "ClusterSpec": "cluster",
+    "SyncPlan": "plan",
+    "Workload": "workload",
+    "builders": "plan",
+}
+
+__all__ = ["AutoSyncFabricStrategy", "AutoSyncStrategy", "ClusterSpec", "SyncPlan", "Workload", "builders"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})
+
+
+register_strategies()

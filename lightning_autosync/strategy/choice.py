@@ -1,0 +1,100 @@
+"""What to run when the user gives no plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+
+from lightning_autosync.cluster import ClusterSpec, Topology, pack_trees, ring_time, server_shares
+from lightning_autosync.plan import Partition, SyncPlan, builders
+from lightning_autosync.workload import Workload
+
+LEAST_GAIN = 1.05
+"""How many times faster than the native all-reduce another method must be predicted to be."""
+
+
+ONE_MACHINE_BUCKET = 100 * 2**20
+"""Bytes of a message between ranks that share one machine's cores: there is no idle wire to overlap with, and each
+message costs what it keeps the cores from (measured on two cores: up to 8% of a step against DDP's buckets)."""
+
+
+def choose_plan(
+    workload: Workload,
+    cluster: ClusterSpec,
+    known: bool,
+    bucket_bytes: int | None = None,
+    shares_cores: bool = False,
+) -> tuple[SyncPlan, str]:
+    """An exact plan, and one sentence on why it was taken.
+
+    Args:
+        workload: the variables.
+        cluster: where they are synchronized.
+        known: whether the cluster is described by the user; if not, or without rates, nothing can be
+            predicted.
+        bucket_bytes: bytes of a fused message; None for the builders' own.
+        shares_cores: whether the ranks of a node compute on the cores that move its messages.
+    """
+    sizes: dict[str, Any] = {} if bucket_bytes is None else {"bucket_bytes": bucket_bytes}
+    fused = serve_rows(builders.all_reduce(workload, cluster, **sizes), workload)
+    if cluster.world_size == 1:
+        return fused, "one rank has nobody to synchronize with"
+    if shares_cores and len(cluster.nodes) == 1 and bucket_bytes is None:
+        large = builders.all_reduce(
+            workload, cluster, bucket_bytes=ONE_MACHINE_BUCKET, first_bucket_bytes=ONE_MACHINE_BUCKET
+        )
+        return serve_rows(large, workload), "large native all-reduces, for all ranks share the cores of one machine"
+    if not known:
+        return fused, "fused native all-reduce, for no cluster is described"
+    if not cluster.measured:
+        return fused, f"fused native all-reduce, for the rates of cluster '{cluster.name}' are unknown"
+    native = ring_time(cluster, workload.bytes)
+    contenders: dict[str, tuple[float, Callable[..., SyncPlan]]] = {
+        "bandwidth-proportional shards": (shards_time(cluster, workload.bytes), builders.byteps),
+        "packed trees": (workload.bytes / pack_trees(cluster).rate, builders.packed_trees),
+    }
+    name, (best, build) = min(contenders.items(), key=lambda contender: contender[1][0])
+    times = f"{best:.3g} s a step, a native all-reduce {native:.3g} s, predicted for cluster '{cluster.name}'"
+    if native <= LEAST_GAIN * best:
+        return fused, f"fused native all-reduce, which no other method beats by 5%: {name} take {times}"
+    return build(workload, cluster, **sizes), f"{name}: they take {times}"
+
+
+def serve_rows(plan: SyncPlan, workload: Workload) -> SyncPlan:
+    """The plan with row-wise variables reduced by all ranks, an equal share of the rows each.
+
+    The backend gathers every rank's rows on every rank; so it is slower than a dense all-reduce when many rows are
+    touched on many ranks. Served, rows never cost more than the dense table and their indices would.
+    """
+    groups = [
+        group.model_copy(update=_served(plan.world_size, workload.variable(group.variables[0]).shape[0]))
+        if workload.variable(group.variables[0]).kind != "dense"
+        else group
+        for group in plan.groups
+    ]
+    return plan.model_copy(update={"groups": tuple(groups)})
+
+
+def _served(ranks: int, rows: int) -> dict[str, Any]:
+    shards = min(ranks, rows)
+    return {
+        "architecture": "parameter_server",
+        "topology": "star",
+        "partition": Partition(shards=shards),
+        "placement": tuple(range(shards)),
+    }
+
+
+def shards_time(cluster: ClusterSpec, size: float) -> float:
+    """Seconds to synchronize ``size`` bytes in shards that every rank reduces in proportion to its links."""
+    topology = Topology(cluster)
+    ranks = range(cluster.world_size)
+    loads = numpy.zeros_like(topology.capacities)
+    for server, share in zip(ranks, server_shares(cluster), strict=True):
+        others = [rank for rank in ranks if rank != server]
+        there = [(rank, server) for rank in others]
+        back = [(server, rank) for rank in others]
+        loads += share * topology.loads(there + back)
+    return size * float((loads / topology.capacities).max())

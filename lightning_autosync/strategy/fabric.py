@@ -1,0 +1,134 @@
+"""`AutoSyncFabricStrategy`: the strategy for Fabric."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.strategies import DDPStrategy
+from torch import nn
+
+from lightning_autosync.plan import Semantics
+from lightning_autosync.runtime.scheduling import set_batch_scheduling
+from lightning_autosync.strategy.checkpoint import KEY
+from lightning_autosync.strategy.replica import Replica
+from lightning_autosync.strategy.settings import ClusterArgument, PlanArgument, Scheduling, read_settings
+
+
+class SynchronizedModule(nn.Module):
+    """What Fabric calls in place of the user's module, so that every forward pass comes by here.
+
+    Attributes:
+        module: the user's module.
+        replica: what keeps it equal on all ranks.
+    """
+
+    def __init__(self, module: nn.Module, replica: Replica) -> None:
+        super().__init__()
+        self.module = module
+        self.replica = replica
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self._prepare()
+        return self.module(*args, **kwargs)
+
+    @torch.compiler.disable
+    def _prepare(self) -> None:
+        if self.training and torch.is_grad_enabled():
+            self.replica.before_training()
+        else:
+            self.replica.before_evaluation()
+
+
+class AutoSyncFabricStrategy(DDPStrategy):
+    """``Fabric(strategy="autosync")``: each module that is set up gets an engine of its own.
+
+    Arguments and errors are those of the Trainer's strategy, see `AutoSyncMixin`. ``fabric.backward(loss)``
+    and a plain ``loss.backward()`` both leave synchronized gradients. What compressors remember is saved and
+    loaded with the modules that ``fabric.save`` and ``fabric.load`` are given.
+    """
+
+    def __init__(
+        self,
+        plan: PlanArgument = None,
+        semantics: Semantics = "exact",
+        cluster: ClusterArgument = None,
+        scheduling: Scheduling = "batch",
+        **arguments: Any,
+    ) -> None:
+        self._settings, launch = read_settings(plan, semantics, cluster, scheduling, arguments)
+        super().__init__(**launch)
+        self._backward_sync_control = _AccumulationControl()
+        self._replicas: list[Replica] = []
+
+    def setup_environment(self) -> None:
+        if self._settings.scheduling == "batch" and self.root_device.type == "cpu":
+            set_batch_scheduling()
+        super().setup_environment()
+
+    def setup_module(self, module: nn.Module) -> SynchronizedModule:
+        self._forget(module)
+        # Backward may complete messages of two modules in another order on each rank: each module has its own
+        # group.
+        group = dist.new_group() if self._replicas else None
+        replica = Replica(module, self._settings, self.num_nodes, self.num_processes, group)
+        self._replicas.append(replica)
+        return SynchronizedModule(module, replica)
+
+    def _forget(self, module: nn.Module) -> None:
+        """Close the engine of a module that is set up again: its gradients must not be exchanged twice."""
+        for replica in self._replicas:
+            if replica.module is module:
+                replica.close()
+        self._replicas = [replica for replica in self._replicas if replica.engine is not None]
+
+    def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
+        return super().get_module_state_dict(_unwrap(module))
+
+    def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
+        super().load_module_state_dict(_unwrap(module), state_dict, strict=strict)
+
+    def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        entries = {name: replica.gather_state() for name, replica in _replicas_in(state).items()}
+        held = {name: entry for name, entry in entries.items() if entry is not None}
+        super().save_checkpoint(path, {**state, KEY: held} if held else state, *args, **kwargs)
+
+    def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        rest: dict[str, Any] = super().load_checkpoint(path, state, *args, **kwargs)
+        replicas = _replicas_in(state)
+        entries = rest.pop(KEY, {}) if replicas else {}
+        for name, entry in entries.items():
+            if name in replicas:
+                replicas[name].restore_state(entry)
+        return rest
+
+    def teardown(self) -> None:
+        for replica in self._replicas:
+            replica.close()
+        super().teardown()
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Nothing: importing `lightning_autosync` registers its names."""
+
+
+class _AccumulationControl:
+    """Fabric's ``no_backward_sync``."""
+
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
+        if not isinstance(module, SynchronizedModule):
+            raise TypeError(f"no_backward_sync: expected a module that Fabric set up, got {type(module).__name__}")
+        return module.replica.accumulation() if enabled else nullcontext()
+
+
+def _unwrap(module: nn.Module) -> nn.Module:
+    return module.module if isinstance(module, SynchronizedModule) else module
+
+
+def _replicas_in(state: Any) -> dict[str, Replica]:
+    """The replicas of the modules in a checkpoint's state, by name."""
+    if not isinstance(state, dict):
+        return {}
+    return {name: value.replica for name, value in state.items() if isinstance(value, SynchronizedModule)}

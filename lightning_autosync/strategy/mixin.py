@@ -1,0 +1,138 @@
+"""What `AutoSyncStrategy` is, for the Trainer of lightning and that of pytorch_lightning alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_autosync.plan import Schedule, Semantics, SyncPlan
+from lightning_autosync.runtime import Engine
+from lightning_autosync.runtime.scheduling import set_batch_scheduling
+from lightning_autosync.strategy.checkpoint import KEY
+from lightning_autosync.strategy.replica import Replica
+from lightning_autosync.strategy.settings import (
+    ClusterArgument,
+    PlanArgument,
+    Scheduling,
+    Settings,
+    read_settings,
+)
+
+if TYPE_CHECKING:
+    from lightning.pytorch.strategies import DDPStrategy as _Base
+else:
+    _Base = object
+
+
+class AutoSyncMixin(_Base):
+    """DDP without its wrapper: an engine synchronizes the gradients, by a plan.
+
+    Args:
+        plan: how gradients travel: a plan, its file, the name of a builder, or None for the strategy to
+            choose.
+        semantics: how far a plan may change the mathematics: ``exact``, ``compressed`` or ``relaxed``.
+        cluster: nodes and links of the job: a cluster, its file, or the name of a shipped one; None if
+            unknown.
+        scheduling: ``batch`` puts ranks that compute on CPUs under Linux's SCHED_BATCH, which lets small messages
+            through faster where ranks share cores; None leaves the system's scheduling as it is.
+        arguments: those of ``DDPStrategy``. ``bucket_cap_mb`` and ``broadcast_buffers`` mean what they mean
+            there; ``find_unused_parameters``, ``static_graph`` and ``gradient_as_bucket_view`` are accepted
+            and not needed.
+
+    Raises:
+        TypeError: an argument is unknown.
+        ValueError: an argument has a value that is not allowed, or no meaning here.
+        DocumentError: (or a subclass) a plan or cluster is wrong.
+    """
+
+    def __init__(
+        self,
+        plan: PlanArgument = None,
+        semantics: Semantics = "exact",
+        cluster: ClusterArgument = None,
+        scheduling: Scheduling = "batch",
+        **arguments: Any,
+    ) -> None:
+        settings, launch = read_settings(plan, semantics, cluster, scheduling, arguments)
+        super().__init__(**launch)
+        self._settings: Settings = settings
+        self._replica: Replica | None = None
+
+    @property
+    def plan(self) -> SyncPlan | None:
+        """The plan that training runs by; None before it is set up."""
+        return self._replica.plan if self._replica is not None else None
+
+    @property
+    def schedule(self) -> Schedule | None:
+        """The compiled plan; None before training is set up."""
+        return self._replica.schedule if self._replica is not None else None
+
+    @property
+    def engine(self) -> Engine | None:
+        """The running engine; None before training is set up and after it is torn down."""
+        return self._replica.engine if self._replica is not None else None
+
+    def setup_environment(self) -> None:
+        if self._settings.scheduling == "batch" and self.root_device.type == "cpu":
+            set_batch_scheduling()
+        super().setup_environment()
+
+    def configure_ddp(self) -> None:
+        assert self.model is not None
+        self._close()
+        self._replica = Replica(self.model, self._settings, self.num_nodes, self.num_processes)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        assert self._replica is not None
+        self._replica.before_training()
+        return super().training_step(*args, **kwargs)
+
+    def on_validation_start(self) -> None:
+        super().on_validation_start()
+        if self.engine is not None and self._replica is not None:
+            self._replica.before_evaluation()
+
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """As ``Strategy.backward``, and gradients are synchronized before ``on_after_backward`` sees them."""
+        assert self._replica is not None
+        assert self.lightning_module is not None
+        self.pre_backward(closure_loss)
+        closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
+        with self._replica.backward():
+            self.precision_plugin.backward(closure_loss, self.lightning_module, optimizer, *args, **kwargs)
+        closure_loss = self.precision_plugin.post_backward(closure_loss, self.lightning_module)
+        self.post_backward(closure_loss)
+        return closure_loss
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Inside, backward passes only accumulate gradients on this rank."""
+        assert self._replica is not None
+        with self._replica.accumulation():
+            yield
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        if self._replica is not None and "optimizer_states" in checkpoint:
+            entry = self._replica.gather_state()
+            if entry is not None:
+                checkpoint[KEY] = entry
+        super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+
+    def load_optimizer_state_dict(self, checkpoint: Any) -> None:
+        # Lightning calls this when it resumes training, after setup: the engine is there.
+        super().load_optimizer_state_dict(checkpoint)
+        if self._replica is not None and KEY in checkpoint:
+            self._replica.restore_state(checkpoint[KEY])
+
+    def teardown(self) -> None:
+        self._close()
+        super().teardown()
+
+    def _close(self) -> None:
+        if self._replica is not None:
+            self._replica.close()

@@ -1,0 +1,185 @@
+"""One rank's replica of a module: what keeps it equal to the others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import nn
+
+from lightning_autosync.errors import PlanError
+from lightning_autosync.plan import Schedule, SyncPlan
+from lightning_autosync.runtime import Engine
+from lightning_autosync.strategy.agreement import agree
+from lightning_autosync.strategy.broadcast import BufferBroadcast, broadcast_tensors, structure_digest
+from lightning_autosync.strategy.checkpoint import State, gather_state, own_state
+from lightning_autosync.strategy.resolution import Resolution, resolve
+from lightning_autosync.strategy.settings import Settings
+from lightning_autosync.workload import variable_names
+
+
+class Replica:
+    """Gradients, parameters and buffers of ``module`` under a plan; collective, as are most of its methods.
+
+    Args:
+        module: on its device and in its dtype.
+        settings: what the user asked for.
+        nodes: number of the job's nodes.
+        devices: ranks on each.
+        group: process group of all ranks; None is the default one.
+
+    Raises:
+        DocumentError: (or a subclass, on every rank) plan, model, cluster and job do not fit each other.
+        ExchangeError: ranks cannot connect to each other.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        settings: Settings,
+        nodes: int,
+        devices: int,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self._module = module
+        self._settings = settings
+        self._shape = (nodes, devices)
+        self._group = group
+        self._memory: State = {}
+        self._resolution = self._resolve()
+        broadcast_tensors([tensor.data for tensor in (*module.parameters(), *module.buffers())], group)
+        self._buffers = BufferBroadcast(module, group) if settings.broadcast_buffers else None
+        self._engine: Engine | None = self._start()
+
+    @property
+    def module(self) -> nn.Module:
+        return self._module
+
+    @property
+    def plan(self) -> SyncPlan:
+        return self._resolution.plan
+
+    @property
+    def schedule(self) -> Schedule:
+        return self._resolution.schedule
+
+    @property
+    def engine(self) -> Engine | None:
+        """The engine; None after `close`."""
+        return self._engine
+
+    def before_training(self) -> None:
+        """Call before each forward pass of training."""
+        self.follow_unfreezing()
+        if self._buffers is not None and self._engine is not None:
+            self._buffers.before_training(self._engine.enabled)
+
+    def before_evaluation(self) -> None:
+        """Call before validation."""
+        if self._buffers is not None:
+            self._buffers.before_evaluation()
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Around everything that belongs to one backward pass; after it, gradients are means over ranks."""
+        self.follow_unfreezing()
+        engine = self._engine
+        if engine is None:
+            yield
+            return
+        engine.deferred = True
+        try:
+            yield
+            engine.finish()
+        except BaseException as error:
+            engine.interrupt(error)
+            raise
+        finally:
+            engine.deferred = False
+
+    @contextmanager
+    def accumulation(self) -> Iterator[None]:
+        """Backward passes inside only accumulate gradients locally."""
+        before = self._set_enabled(False)
+        try:
+            yield
+        finally:
+            self._set_enabled(before)
+
+    def follow_unfreezing(self) -> None:
+        """Take parameters that were unfrozen since into the plan; costs nothing where none are frozen.
+
+        Raises:
+            PlanError: the user's own plan does not have them.
+        """
+        if not any(parameter.requires_grad for parameter in self._frozen):
+            return
+        if self._settings.fixed:
+            planned = {name for group in self.plan.groups for name in group.variables}
+            new = [name for name, _ in variable_names(self._module) if name not in planned]
+            raise PlanError(
+                f"{self._settings.source}: groups: parameter '{new[0]}' was unfrozen but is in no group "
+                f"({len(new)} such); make the plan for the model as it is after unfreezing, or give none"
+            )
+        enabled = self._set_enabled(True)
+        self.close()
+        self._resolution = self._resolve()
+        self._engine = self._start()
+        self._engine.enabled = enabled
+
+    def gather_state(self) -> dict[str, Any] | None:
+        """What compressors remember on all ranks, for a checkpoint; see `checkpoint.gather_state`."""
+        state = self._memory if self._engine is None else self._engine.state_dict()
+        return gather_state(state, self.plan.fingerprint, self._group)
+
+    def restore_state(self, entry: dict[str, Any]) -> None:
+        """Take up what `gather_state` returned; with a warning instead if it belongs to another plan."""
+        state = own_state(entry, self.plan.fingerprint, self._group)
+        if state is not None and self._engine is not None:
+            self._engine.load_state_dict(state)
+
+    def close(self) -> None:
+        """Stop synchronizing; what compressors remember stays for `gather_state`."""
+        if self._engine is None:
+            return
+        self._memory = self._engine.state_dict()
+        self._engine.close()
+        self._engine = None
+
+    def _resolve(self) -> Resolution:
+        def identify(resolution: Resolution) -> dict[str, str]:
+            return {
+                "model (names, shapes and dtypes of parameters and buffers)": structure_digest(self._module),
+                "plan": resolution.plan.fingerprint,
+                "cluster": resolution.cluster.fingerprint,
+            }
+
+        # Groups for two levels are made of the default group; a further module has a group of its own.
+        two_level = self._group is None and dist.get_backend() == "nccl"
+        return agree(lambda: resolve(self._settings, self._module, *self._shape, two_level), identify, self._group)
+
+    def _start(self) -> Engine:
+        self._frozen = [parameter for parameter in self._module.parameters() if not parameter.requires_grad]
+        found = self._resolution
+        rank_zero_info(
+            f"AutoSync: plan {found.plan.fingerprint} ({found.plan.semantics}, "
+            f"{found.plan.world_size} ranks, {len(found.plan.groups)} messages, "
+            f"{found.workload.bytes / 1e6:.3g} MB): {found.reason}"
+        )
+        return Engine(
+            variable_names(self._module),
+            found.schedule,
+            group=self._group,
+            cluster=found.cluster,
+            timeout=self._settings.timeout,
+        )
+
+    def _set_enabled(self, enabled: bool) -> bool:
+        """Switch the engine; returns what it was."""
+        if self._engine is None:
+            return enabled
+        before, self._engine.enabled = self._engine.enabled, enabled
+        return before

@@ -1,0 +1,116 @@
+"""From what the user asked for to what the engine runs: workload, cluster, plan and schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from lightning_autosync.cluster import ClusterSpec
+from lightning_autosync.errors import ClusterError
+from lightning_autosync.plan import Schedule, SyncPlan, builders, compile_plan
+from lightning_autosync.strategy.choice import choose_plan
+from lightning_autosync.strategy.settings import Settings, check_semantics
+from lightning_autosync.workload import Workload, describe, variable_names
+from lightning_autosync.workload.description import EMBEDDINGS, parameter_owners
+
+LARGE_TABLE = 4096
+"""Rows from which a dense embedding travels by touched rows only: a batch rarely touches so many."""
+
+
+@dataclass(frozen=True)
+class Resolution:
+    """What one module runs, and why."""
+
+    workload: Workload
+    cluster: ClusterSpec
+    plan: SyncPlan
+    schedule: Schedule
+    reason: str
+
+
+def resolve(
+    settings: Settings, module: nn.Module, nodes: int, devices: int, two_level_collectives: bool = False
+) -> Resolution:
+    """Find the plan for a module and compile it; no communication, the same on every rank.
+
+    Args:
+        settings: what the user asked for.
+        module: the module, on its device and in its dtype.
+        nodes: number of the job's nodes.
+        devices: ranks on each.
+        two_level_collectives: as for `compile_plan`.
+
+    Raises:
+        DocumentError: (or a subclass) plan, model, cluster and job do not fit each other.
+    """
+    if settings.fault is not None:
+        raise settings.fault
+    cluster = _cluster(settings, nodes, devices)
+    workload = describe(module)
+    if isinstance(settings.plan, SyncPlan):
+        plan, reason = settings.plan, f"given as '{settings.source}'"
+        workload = _by_rows(workload, large_tables(module) & _alone(plan))
+    else:
+        workload = _by_rows(workload, large_tables(module))
+        on_cpu = all(parameter.device.type == "cpu" for parameter in module.parameters())
+        plan, reason = _make_plan(settings, workload, cluster, on_cpu)
+        check_semantics(plan, settings.semantics, settings.source)
+    schedule = compile_plan(
+        plan, workload, cluster, source=settings.source, two_level_collectives=two_level_collectives
+    )
+    return Resolution(workload, cluster, plan, schedule, reason)
+
+
+def large_tables(module: nn.Module) -> set[str]:
+    """Weights of large dense embeddings that no other module holds: a step touches few of their rows."""
+    owners = parameter_owners(module)
+    return {
+        name
+        for name, parameter in variable_names(module)
+        if len(owners[parameter]) == 1
+        and isinstance(owners[parameter][0], EMBEDDINGS)
+        and not owners[parameter][0].sparse
+        and parameter.shape[0] >= LARGE_TABLE
+    }
+
+
+def _cluster(settings: Settings, nodes: int, devices: int) -> ClusterSpec:
+    if settings.cluster is None:
+        return ClusterSpec.uniform(nodes=nodes, devices=devices, name="this job")
+    if settings.cluster.world_size != nodes * devices:
+        raise ClusterError(
+            f"cluster '{settings.cluster.name}': it is for {settings.cluster.world_size} ranks, the job has "
+            f"{nodes * devices} ({nodes} nodes x {devices} devices)"
+        )
+    return settings.cluster
+
+
+def _make_plan(settings: Settings, workload: Workload, cluster: ClusterSpec, on_cpu: bool) -> tuple[SyncPlan, str]:
+    if settings.plan is None:
+        known = settings.cluster is not None
+        return choose_plan(workload, cluster, known, settings.bucket_bytes, shares_cores=on_cpu)
+    assert isinstance(settings.plan, str)
+    sizes: dict[str, Any] = {} if settings.bucket_bytes is None else {"bucket_bytes": settings.bucket_bytes}
+    return builders.build(settings.plan, workload, cluster, **sizes), f"by {settings.source}"
+
+
+def _alone(plan: SyncPlan) -> set[str]:
+    """Variables whose message could travel by rows: alone, uncompressed, not cut along another axis."""
+    return {
+        group.variables[0]
+        for group in plan.groups
+        if len(group.variables) == 1
+        and group.compressor.kind == "none"
+        and not (group.partition and group.partition.axis)
+    }
+
+
+def _by_rows(workload: Workload, names: Collection[str]) -> Workload:
+    variables = tuple(
+        variable.model_copy(update={"kind": "row_sparse"}) if variable.name in names else variable
+        for variable in workload.variables
+    )
+    return workload.model_copy(update={"variables": variables})

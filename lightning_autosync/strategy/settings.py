@@ -1,0 +1,179 @@
+"""What a strategy is asked for: its arguments, checked before any process is launched."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any, Literal
+
+from lightning_autosync.cluster import ClusterSpec, resolve_cluster
+from lightning_autosync.errors import DocumentError, PlanError
+from lightning_autosync.plan import SEMANTICS, Semantics, SyncPlan, builders
+
+PlanArgument = SyncPlan | str | os.PathLike[str] | None
+ClusterArgument = ClusterSpec | str | os.PathLike[str] | None
+Scheduling = Literal["batch"] | None
+
+MIB = 1024 * 1024
+DEFAULT_TIMEOUT = timedelta(minutes=30)
+
+_LAUNCH = (
+    "accelerator",
+    "parallel_devices",
+    "cluster_environment",
+    "checkpoint_io",
+    "precision_plugin",
+    "precision",
+    "process_group_backend",
+    "timeout",
+    "start_method",
+)
+"""Arguments that Lightning's DDPStrategy handles itself."""
+_HONOURED = ("bucket_cap_mb", "broadcast_buffers")
+_NEEDLESS = ("find_unused_parameters", "static_graph", "gradient_as_bucket_view")
+"""Arguments of DDP that state what the engine does anyway, or does not need to know."""
+_REFUSED = ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period")
+_RANK_VARIABLES = (
+    "RANK",
+    "LOCAL_RANK",
+    "NODE_RANK",
+    "GROUP_RANK",
+    "SLURM_PROCID",
+    "OMPI_COMM_WORLD_RANK",
+    "PMI_RANK",
+)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Plain values, so that launchers can hand them to new processes.
+
+    Attributes:
+        plan: a plan, the name of a builder, or None for the strategy to choose.
+        source: what errors call the plan: its file, its builder or ``plan``.
+        semantics: the highest level allowed.
+        cluster: where the job runs; None if nothing is known of it.
+        bucket_bytes: bytes of a fused message; None for the builder's own.
+        broadcast_buffers: whether buffers follow rank 0.
+        scheduling: ``batch`` runs ranks that compute on CPUs under ``SCHED_BATCH``, where the system has it.
+        timeout: seconds to wait for other ranks.
+        fault: what is wrong with a file, to be told once all ranks are there to hear it.
+    """
+
+    plan: SyncPlan | str | None = None
+    source: str = "plan"
+    semantics: Semantics = "exact"
+    cluster: ClusterSpec | None = None
+    bucket_bytes: int | None = None
+    broadcast_buffers: bool = True
+    scheduling: Scheduling = None
+    timeout: float = DEFAULT_TIMEOUT.total_seconds()
+    fault: DocumentError | None = None
+
+    @property
+    def fixed(self) -> bool:
+        """Whether the user gave the plan itself, which then is not adapted."""
+        return isinstance(self.plan, SyncPlan)
+
+
+def read_settings(
+    plan: PlanArgument,
+    semantics: Semantics,
+    cluster: ClusterArgument,
+    scheduling: Scheduling,
+    arguments: Mapping[str, Any],
+) -> tuple[Settings, dict[str, Any]]:
+    """The settings, and what of ``arguments`` is for Lightning's own DDPStrategy.
+
+    A file that cannot be used is an error here, unless this process was launched as one rank of several: the
+    others may be able to read theirs, and must not wait for a rank that has left. Then the error comes at
+    setup, everywhere.
+
+    Raises:
+        TypeError: an argument is unknown.
+        ValueError: an argument has a value that is not allowed, or no meaning here.
+        DocumentError: a plan or cluster is wrong.
+    """
+    launch, options = _split(arguments)
+    if semantics not in SEMANTICS:
+        raise ValueError(f"semantics: {semantics!r} is not one of {', '.join(SEMANTICS)}")
+    if scheduling not in (None, "batch"):
+        raise ValueError(f"scheduling: {scheduling!r} is not known; allowed: 'batch' or None")
+    settings = Settings(
+        semantics=semantics,
+        scheduling=scheduling,
+        broadcast_buffers=options.get("broadcast_buffers", True) is not False,
+        timeout=(launch.get("timeout") or DEFAULT_TIMEOUT).total_seconds(),
+    )
+    try:
+        found, source = _read_plan(plan)
+        if isinstance(found, SyncPlan):
+            check_semantics(found, semantics, source)
+        where = None if cluster is None else resolve_cluster(cluster)
+    except DocumentError as error:
+        if not _is_launched():
+            raise
+        return replace(settings, fault=error), launch
+    size = _bucket_bytes(options.get("bucket_cap_mb"), found)
+    return replace(settings, plan=found, source=source, cluster=where, bucket_bytes=size), launch
+
+
+def check_semantics(plan: SyncPlan, allowed: Semantics, source: str) -> None:
+    """Refuse a plan that changes the mathematics more than the user allows."""
+    if SEMANTICS.index(plan.semantics) > SEMANTICS.index(allowed):
+        raise PlanError(
+            f"{source}: the plan's semantics are '{plan.semantics}', allowed is '{allowed}' at most; "
+            f"state semantics='{plan.semantics}' to train with it"
+        )
+
+
+def _split(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    refused = [name for name in _REFUSED if arguments.get(name) is not None]
+    if refused:
+        raise ValueError(
+            f"{', '.join(refused)}: no DistributedDataParallel is there to take it; "
+            "compress gradients by the `compressor` of the plan's groups"
+        )
+    unknown = sorted(set(arguments) - {*_LAUNCH, *_HONOURED, *_NEEDLESS, *_REFUSED})
+    if unknown:
+        raise TypeError(f"AutoSyncStrategy has no argument {', '.join(map(repr, unknown))}")
+    launch = {name: value for name, value in arguments.items() if name in _LAUNCH}
+    return launch, {name: value for name, value in arguments.items() if name in _HONOURED}
+
+
+def _read_plan(value: PlanArgument) -> tuple[SyncPlan | str | None, str]:
+    """The plan and what errors call it; text is a file if it looks like one, else a builder's name."""
+    if value is None or isinstance(value, SyncPlan):
+        return value, "plan"
+    if not isinstance(value, str | os.PathLike):
+        raise PlanError(f"plan: expected a SyncPlan, a file or a builder's name, got {type(value).__name__}")
+    text = os.fspath(value)
+    if isinstance(value, os.PathLike) or text.endswith((".yaml", ".yml", ".json")) or os.path.dirname(text):
+        return SyncPlan.load(text), text
+    if text not in builders.BUILDERS:
+        raise PlanError(
+            f"plan: '{text}' is neither a file (.yaml, .yml, .json) nor a builder; the builders are "
+            f"{', '.join(builders.BUILDERS)}"
+        )
+    return text, f"builder '{text}'"
+
+
+def _bucket_bytes(megabytes: float | None, plan: SyncPlan | str | None) -> int | None:
+    if megabytes is None:
+        return None
+    takes = plan is None or (
+        isinstance(plan, str) and "bucket_bytes" in inspect.signature(builders.BUILDERS[plan]).parameters
+    )
+    if not takes:
+        raise ValueError("bucket_cap_mb: the plan states its messages itself; leave this argument out")
+    if not megabytes > 0:
+        raise ValueError(f"bucket_cap_mb: {megabytes} is not above 0")
+    return int(megabytes * MIB)
+
+
+def _is_launched() -> bool:
+    """Whether this process looks like one rank of a job that somebody has launched."""
+    return any(name in os.environ for name in _RANK_VARIABLES)

@@ -1,0 +1,357 @@
+"""What ranks do in tests of the strategies: train under DDP and under AutoSync, and compare."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import models
+import torch
+import torch.distributed as dist
+from lightning.fabric import Fabric
+from lightning.fabric.plugins.environments import TorchElasticEnvironment
+from lightning.fabric.strategies import DDPStrategy as FabricDDP
+from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DistributedSampler
+
+from lightning_autosync import AutoSyncFabricStrategy, AutoSyncStrategy, SyncPlan, builders
+from lightning_autosync.cluster import ClusterSpec
+from lightning_autosync.plan import Compressor
+from lightning_autosync.workload import describe
+
+os.environ["LOCAL_RANK"] = os.environ["RANK"]
+warnings.filterwarnings("ignore")
+
+QUIET = {
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "num_sanity_val_steps": 0,
+}
+
+
+def make_trainer(strategy: Any, plugins: tuple[Any, ...] = (), **arguments: Any) -> Trainer:
+    arguments = {"max_epochs": 2, **QUIET, **arguments}
+    plugins = (TorchElasticEnvironment(), *plugins)
+    return Trainer(accelerator="cpu", devices=2, plugins=list(plugins), strategy=strategy, **arguments)
+
+
+def fit(model: str, strategy: Any, plugins: tuple[Any, ...] = (), **arguments: Any) -> Any:
+    """The trained module; its weights start the same in every call."""
+    seed_everything(3)
+    module = getattr(models, model)()
+    make_trainer(strategy, plugins, **arguments).fit(module)
+    return module
+
+
+def state(module: nn.Module) -> dict[str, Tensor]:
+    found = module.state_dict()
+    return {name.replace("_orig_mod.", ""): tensor.detach() for name, tensor in found.items()}
+
+
+def distance(one: nn.Module, other: nn.Module) -> float:
+    """The largest difference of any weight or buffer."""
+    ours, theirs = state(one), state(other)
+    assert ours.keys() == theirs.keys()
+    return max(float((ours[name].double() - theirs[name].double()).abs().max()) for name in ours)
+
+
+def compare(model: str, reference: str | None = None, half: bool = False, **arguments: Any) -> dict[str, Any]:
+    """How far AutoSync ends from DDP, and what the module noted."""
+    options = arguments.pop("strategy", {})
+    if "cluster" in options:
+        options["cluster"] = ClusterSpec.from_dict(options["cluster"])
+    ddp = DDPStrategy(find_unused_parameters=True)
+    if model == "Reentrant":
+        ddp = DDPStrategy()
+    ours = fit(model, AutoSyncStrategy(**options), _scaler(half), **arguments)
+    theirs = fit(reference or model, ddp, _scaler(half), **arguments)
+    seed_everything(3)
+    start = getattr(models, model)()
+    return {
+        "distance": distance(ours, theirs),
+        "moved": distance(ours, start.to(next(ours.parameters()).dtype)),
+        "notes": {
+            name: value for name, value in vars(ours).items() if name in ("largest_difference", "never_got_gradients")
+        },
+    }
+
+
+def _scaler(half: bool) -> tuple[Any, ...]:
+    if not half:
+        return ()
+    return (MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=2.0**10)),)
+
+
+def replicas_equal(model: str, strategy: dict[str, Any], **arguments: Any) -> float:
+    """How far this rank's weights and buffers are from rank 0's after training."""
+    module = fit(model, AutoSyncStrategy(**strategy), **arguments)
+    worst = 0.0
+    for tensor in state(module).values():
+        first = tensor.clone()
+        dist.broadcast(first, src=0)
+        worst = max(worst, float((first.double() - tensor.double()).abs().max()))
+    return worst
+
+
+def evaluation_buffers() -> list[float]:
+    """What validation sees in a buffer that each rank changed on its own."""
+    seen: list[float] = []
+
+    class Watched(models.Normalized):
+        def validation_step(self, batch: Any, index: int) -> None:
+            seen.append(float(self.offset[0]))
+
+        val_dataloader = models.Plain.train_dataloader
+
+    seed_everything(3)
+    make_trainer(AutoSyncStrategy(), max_epochs=1, val_check_interval=3, limit_val_batches=1).fit(Watched())
+    return seen
+
+
+def all_loops() -> dict[str, Any]:
+    seed_everything(3)
+    module = models.Logs()
+    strategy = AutoSyncStrategy()
+    trainer = make_trainer(strategy, max_epochs=1)
+    trainer.fit(module)
+    found: dict[str, Any] = {
+        "rank": float(trainer.callback_metrics["rank"]),
+        "sampler": isinstance(trainer.train_dataloader.sampler, DistributedSampler),
+        "engine_closed": strategy.engine is None,
+        "plan": strategy.plan.to_dict(),
+        "messages": len(strategy.schedule.messages),
+        "val": [float(row["loss"]) for row in trainer.validate(module, verbose=False)],
+        "test": [float(row["loss"]) for row in trainer.test(module, verbose=False)],
+        "predicted": sum(len(batch) for batch in trainer.predict(module)),
+    }
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module)
+    found["epochs"] = trainer.current_epoch
+    return found
+
+
+def resume(folder: str, plan: str | None, tail: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Train two epochs at once, and one by one over a checkpoint (weights only, after fit returned)."""
+    if plan is not None:
+        found = SyncPlan.from_dict(
+            builders.all_reduce(describe(models.Plain()), ClusterSpec.uniform(1, 2), compressor=plan).to_dict()
+        )
+        options: dict[str, Any] = {"plan": found, "semantics": "compressed"}
+    else:
+        options = {}
+    whole = fit("Plain", AutoSyncStrategy(**options))
+    seed_everything(3)
+    half = models.Plain()
+    trainer = make_trainer(AutoSyncStrategy(**options), max_epochs=1)
+    trainer.fit(half)
+    path = Path(folder) / "half.ckpt"
+    trainer.save_checkpoint(path)
+    resumed = models.Plain()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        make_trainer(AutoSyncStrategy(**(tail or options))).fit(resumed, ckpt_path=path, weights_only=True)
+    saved = torch.load(path, weights_only=True)
+    entry = saved.get("autosync")
+    return {
+        "distance": distance(whole, resumed),
+        "shapes": {
+            message: {key: list(tensor.shape) for key, tensor in tensors.items()}
+            for message, tensors in entry["state"].items()
+        }
+        if entry
+        else None,
+        "warnings": [str(warning.message) for warning in caught if "compressor" in str(warning.message)],
+    }
+
+
+def live_beside_frozen(compressor: dict[str, Any]) -> float:
+    """How far the mean gradient of a live parameter in the last batches is from the uncompressed one, relatively."""
+    means = []
+    for kind in ({"kind": "none"}, compressor):
+        plan = builders.all_reduce(describe(models.Loud()), ClusterSpec.uniform(1, 2), compressor=Compressor(**kind))
+        module = fit("Loud", AutoSyncStrategy(plan=plan, semantics="compressed"), max_epochs=1)
+        # The first few may still make up for what the loud part drowned.
+        means.append(torch.tensor(module.gradients[4:]).mean(dim=0))
+    exact, found = means
+    return float((found - exact).abs().max() / exact.abs().max())
+
+
+def error_of(model: str, **strategy: Any) -> str:
+    """What ``fit`` raises on this rank; ``{rank}`` in a plan's path becomes the rank."""
+    if isinstance(strategy.get("plan"), str):
+        strategy["plan"] = strategy["plan"].format(rank=dist.get_rank())
+    try:
+        fit(model, AutoSyncStrategy(**strategy), max_epochs=1)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "none"
+
+
+def odd_model() -> str:
+    """What happens if rank 1 has another model."""
+    try:
+        fit("Plain" if dist.get_rank() == 0 else "Tied", AutoSyncStrategy(), max_epochs=1)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "none"
+
+
+def by_rows() -> dict[str, list[int]]:
+    """Rows of each message of a model with a large dense table, for no plan and for a builder's."""
+    found = {}
+    for name, options in {"none": {}, "builder": {"plan": "all_reduce"}}.items():
+        strategy = AutoSyncStrategy(**options)
+        seed_everything(3)
+        make_trainer(strategy, max_epochs=1, limit_train_batches=1).fit(models.DenseTable())
+        found[name] = [message.rows for message in strategy.schedule.messages]
+    return found
+
+
+def compiled_whole() -> float:
+    """A whole compiled LightningModule against the same one, not compiled, under DDP."""
+    seed_everything(3)
+    module = models.Plain()
+    make_trainer(AutoSyncStrategy()).fit(torch.compile(module, backend="aot_eager"))
+    return distance(module, fit("Plain", DDPStrategy()))
+
+
+def other_framework() -> float:
+    """pytorch_lightning under its own registry's names."""
+    import pytorch_lightning
+    from pytorch_lightning.plugins.environments import TorchElasticEnvironment as Environment
+
+    class Module(pytorch_lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head = nn.Linear(models.FEATURES, 8), nn.Linear(8, models.CLASSES)
+
+        def training_step(self, batch: Any, index: int) -> Tensor:
+            return F.cross_entropy(self.head(torch.tanh(self.body(batch[0]))), batch[1])
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    trained = []
+    for name in ("ddp", "autosync", "autosync_ps"):
+        pytorch_lightning.seed_everything(3)
+        module = Module()
+        pytorch_lightning.Trainer(
+            accelerator="cpu", devices=2, plugins=[Environment()], strategy=name, max_epochs=1, **QUIET
+        ).fit(module, models.loader())
+        trained.append(module)
+    return max(distance(trained[0], other) for other in trained[1:])
+
+
+def make_fabric(strategy: Any, **arguments: Any) -> Fabric:
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy, plugins=[TorchElasticEnvironment()], **arguments)
+    fabric.launch()
+    return fabric
+
+
+def train_with_fabric(strategy: Any, plain_backward: bool = False, precision: str = "32-true") -> list[nn.Module]:
+    """Two modules, each set up on its own, gradients accumulated over two batches."""
+    fabric = make_fabric(strategy, precision=precision)
+    torch.manual_seed(3)
+    body = nn.Sequential(nn.Linear(models.FEATURES, 8), nn.BatchNorm1d(8))
+    head = nn.Linear(8, models.CLASSES)
+    wrapped_body, first = fabric.setup(body, torch.optim.SGD(body.parameters(), lr=0.1))
+    wrapped_head, second = fabric.setup(head, torch.optim.SGD(head.parameters(), lr=0.1))
+    data = fabric.setup_dataloaders(models.loader())
+    for index, (inputs, labels) in enumerate(data):
+        accumulating = index % 2 == 0
+        with (
+            fabric.no_backward_sync(wrapped_body, enabled=accumulating),
+            fabric.no_backward_sync(wrapped_head, enabled=accumulating),
+        ):
+            loss = F.cross_entropy(wrapped_head(torch.tanh(wrapped_body(inputs))), labels)
+            loss.backward() if plain_backward else fabric.backward(loss)
+        if not accumulating:
+            for optimizer in (first, second):
+                optimizer.step()
+                optimizer.zero_grad()
+    fabric.strategy.teardown()
+    return [body, head]
+
+
+def fabric_against_ddp(**arguments: Any) -> float:
+    ours = train_with_fabric(AutoSyncFabricStrategy(), **arguments)
+    theirs = train_with_fabric(FabricDDP(), **{**arguments, "plain_backward": False})
+    return max(distance(one, other) for one, other in zip(ours, theirs, strict=True))
+
+
+def fabric_redirects() -> list[str]:
+    """The dtype that ``training_step`` of a LightningModule computes in, under DDP and AutoSync."""
+    found = []
+
+    class Watched(models.Plain):
+        def training_step(self, batch: Any, index: int) -> Tensor:
+            logits = self(batch[0])
+            found.append(str(logits.dtype))
+            return F.cross_entropy(logits.float(), batch[1])
+
+    for strategy in (FabricDDP(), AutoSyncFabricStrategy()):
+        fabric = make_fabric(strategy, precision="bf16-mixed")
+        module = fabric.setup(Watched())
+        fabric.backward(module.training_step(next(iter(models.loader())), 0))
+        fabric.strategy.teardown()
+    return found
+
+
+def fabric_twice() -> list[float]:
+    """The gradient of a module that was set up twice, with the rank plus one as input."""
+    fabric = make_fabric(AutoSyncFabricStrategy())
+    module = nn.Linear(1, 1, bias=False)
+    fabric.setup(module)
+    again = fabric.setup(module)
+    fabric.backward(again(torch.full((1, 1), dist.get_rank() + 1.0)).sum())
+    fabric.strategy.teardown()
+    assert module.weight.grad is not None
+    return module.weight.grad.flatten().tolist()
+
+
+def fabric_resume(folder: str) -> dict[str, Any]:
+    """Six steps at once, and three and three over a checkpoint, with error feedback."""
+    plan = builders.all_reduce(describe(models.Plain()), ClusterSpec.uniform(1, 2), compressor="int8")
+    path = Path(folder) / "fabric.ckpt"
+    batches = list(models.loader(batch_size=4))[dist.get_rank() :: 2]
+
+    def begin(seed: int) -> tuple[Fabric, Any, Any]:
+        fabric = make_fabric(AutoSyncFabricStrategy(plan=plan, semantics="compressed"))
+        torch.manual_seed(seed)
+        module = models.Plain()
+        return fabric, *fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
+
+    def steps(fabric: Fabric, module: Any, optimizer: Any, part: list[Any]) -> None:
+        for inputs, labels in part:
+            fabric.backward(F.cross_entropy(module(inputs), labels))
+            optimizer.step()
+            optimizer.zero_grad()
+
+    whole = begin(3)
+    steps(*whole, batches[:2])
+    whole[0].save(path, {"model": whole[1], "optimizer": whole[2], "step": 2})
+    steps(*whole, batches[2:])
+    resumed = begin(4)
+    rest = {"model": resumed[1], "optimizer": resumed[2], "step": 0}
+    remainder = resumed[0].load(path, rest)
+    steps(*resumed, batches[2:])
+    for fabric, *_ in (whole, resumed):
+        fabric.strategy.teardown()
+    return {
+        "distance": distance(whole[1].module, resumed[1].module),
+        "step": rest["step"],
+        "remainder": sorted(remainder),
+    }
+
+
+def weights(strategy: str) -> list[float]:
+    """Sums of the weights that the script of the launch tests must arrive at."""
+    return [float(tensor.double().sum()) for tensor in state(fit("Plain", strategy, max_epochs=1)).values()]

@@ -1,0 +1,109 @@
+"""What is taken without a plan."""
+
+from __future__ import annotations
+
+import pytest
+from torch import nn
+
+from lightning_autosync.cluster import ClusterSpec, resolve_cluster, synchronization_time
+from lightning_autosync.plan import builders
+from lightning_autosync.strategy.choice import choose_plan, shards_time
+from lightning_autosync.strategy.resolution import large_tables, resolve
+from lightning_autosync.strategy.settings import Settings
+from lightning_autosync.workload import Variable, Workload, describe
+
+NET = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+WORKLOAD = describe(NET)
+
+
+def topologies(cluster: ClusterSpec, known: bool = True) -> set[tuple[str, str]]:
+    plan, reason = choose_plan(WORKLOAD, cluster, known)
+    assert plan.semantics == "exact"
+    assert reason
+    return {(group.architecture, group.topology) for group in plan.groups}
+
+
+def test_equal_links_keep_the_native_all_reduce() -> None:
+    assert topologies(resolve_cluster("four_equal")) == {("all_reduce", "native")}
+
+
+def test_one_fat_node_takes_proportional_shards() -> None:
+    cluster = ClusterSpec.star([1e9, 2e8, 2e8, 2e8])
+    assert topologies(cluster) == {("parameter_server", "star")}
+    assert shards_time(cluster, 1e6) == pytest.approx(synchronization_time(cluster, 1e6))
+
+
+def test_racks_behind_thin_uplinks_take_trees() -> None:
+    racks = resolve_cluster("two_racks_8to1")
+    names = [node.name for node in racks.nodes]
+    shuffled = racks.with_rank_order([*names[::2], *names[1::2]])
+    assert topologies(shuffled) == {("all_reduce", "packed")}
+
+
+@pytest.mark.parametrize(
+    ("cluster", "known", "words"),
+    [
+        (ClusterSpec.star([1e9, 2e8, 2e8]), False, "no cluster is described"),
+        (ClusterSpec.uniform(3), True, "unknown"),
+        (ClusterSpec.uniform(1), True, "one rank"),
+    ],
+)
+def test_what_cannot_be_predicted_is_not_guessed(cluster: ClusterSpec, known: bool, words: str) -> None:
+    plan, reason = choose_plan(WORKLOAD, cluster, known)
+    assert plan == builders.all_reduce(WORKLOAD, cluster)
+    assert words in reason
+
+
+def test_ranks_that_share_cores_send_few_large_messages() -> None:
+    large = Workload(
+        name="large",
+        variables=tuple(Variable(name=f"v{n}", shape=(1024, 2048), dtype="float32") for n in range(20)),
+    )
+    cluster = ClusterSpec.uniform(1, devices=4)
+    plan, reason = choose_plan(large, cluster, False, shares_cores=True)
+    assert len(plan.groups) == 2  # 160 MiB
+    assert "share the cores" in reason
+    assert len(choose_plan(large, cluster, False, shares_cores=False)[0].groups) > 2
+    assert len(choose_plan(large, ClusterSpec.uniform(2), False, shares_cores=True)[0].groups) > 2
+
+
+def test_bucket_size_is_passed_on() -> None:
+    plan, _ = choose_plan(WORKLOAD, ClusterSpec.uniform(2), False, bucket_bytes=1024)
+    assert len(plan.groups) > 1
+
+
+class Tables(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.large = nn.Embedding(5000, 2)
+        self.bag = nn.EmbeddingBag(4096, 2)
+        self.small = nn.Embedding(4095, 2)
+        self.sparse = nn.Embedding(5000, 2, sparse=True)
+        self.tied = nn.Embedding(5000, 2)
+        self.head = nn.Linear(2, 5000, bias=False)
+        self.head.weight = self.tied.weight
+        self.frozen = nn.Embedding(5000, 2).requires_grad_(False)
+
+
+def test_large_dense_tables_of_their_own_travel_by_rows() -> None:
+    module = Tables()
+    assert large_tables(module) == {"large.weight", "bag.weight"}
+    variables = resolve(Settings(), module, 1, 2).workload.variables
+    assert {variable.name: variable.kind for variable in variables} == {
+        "large.weight": "row_sparse",
+        "bag.weight": "row_sparse",
+        "small.weight": "dense",
+        "sparse.weight": "sparse",
+        "tied.weight": "dense",
+    }
+
+
+def test_a_given_plan_decides_which_tables_travel_by_rows() -> None:
+    module = Tables()
+    fused = ("bag.weight", "small.weight")
+    plan = builders.partitioned_all_reduce(describe(module), ClusterSpec.uniform(2))
+    alone = [group for group in plan.groups if group.name not in fused]
+    together = plan.groups[0].model_copy(update={"name": "both", "variables": fused, "partition": None})
+    given = plan.model_copy(update={"groups": (*alone, together)})
+    found = resolve(Settings(plan=given), module, 2, 1).workload
+    assert {v.name for v in found.variables if v.kind == "row_sparse"} == {"large.weight"}

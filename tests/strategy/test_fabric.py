@@ -1,0 +1,27 @@
+"""Fabric: two modules, accumulation, checkpoints."""
+
+from __future__ import annotations
+
+import pytest
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{}, {"plain_backward": True}, {"precision": "bf16-mixed"}],
+    ids=["fabric.backward", "loss.backward", "bf16-mixed"],
+)
+def test_equals_ddp(duo, arguments: dict[str, object]) -> None:
+    assert max(duo.run("jobs:fabric_against_ddp", **arguments)) < 1e-6
+
+
+def test_step_methods_compute_in_the_precision_asked_for(duo) -> None:
+    assert duo.run("jobs:fabric_redirects")[0] == ["torch.bfloat16", "torch.bfloat16"]
+
+
+def test_a_module_may_be_set_up_again(duo) -> None:
+    assert duo.run("jobs:fabric_twice") == [[1.5], [1.5]]
+
+
+def test_resumed_training_equals_uninterrupted(duo, tmp_path) -> None:
+    for found in duo.run("jobs:fabric_resume", folder=str(tmp_path)):
+        assert found == {"distance": 0.0, "step": 2, "remainder": []}

@@ -1,0 +1,132 @@
+"""What cannot work fails at once, on every rank, with one clear message."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+
+from lightning_autosync import AutoSyncStrategy, SyncPlan
+from lightning_autosync.cluster import ClusterSpec
+from lightning_autosync.errors import ClusterError, PlanError
+from lightning_autosync.plan import builders
+from lightning_autosync.workload import Variable, Workload
+
+PLAIN = Workload(
+    name="Plain",
+    variables=(
+        Variable(name="body.weight", shape=(8, 6)),
+        Variable(name="body.bias", shape=(8,)),
+        Variable(name="head.weight", shape=(3, 8)),
+        Variable(name="head.bias", shape=(3,)),
+    ),
+)
+
+
+def save_plan(path: Path, ranks: int = 2, **arguments: str) -> str:
+    builders.all_reduce(PLAIN, ClusterSpec.uniform(ranks), **arguments).save(path)
+    return str(path)
+
+
+@pytest.fixture(autouse=True)
+def not_launched(monkeypatch) -> None:
+    """The constructor must believe that no process has been launched yet."""
+    for name in ("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"semantics": "loose"}, ValueError, "exact, compressed, relaxed"),
+        ({"scheduling": "fifo"}, ValueError, "'batch'"),
+        ({"plan": "all_reduced"}, PlanError, "all_reduced.*builders are"),
+        ({"plan": "missing.yaml"}, PlanError, "missing.yaml.*cannot be read"),
+        ({"plan": 3}, PlanError, "expected a SyncPlan"),
+        ({"cluster": "atlantis"}, ClusterError, "atlantis"),
+        ({"bucket_size": 3}, TypeError, "bucket_size"),
+        ({"ddp_comm_hook": print}, ValueError, "ddp_comm_hook.*compressor"),
+        ({"model_averaging_period": 3}, ValueError, "model_averaging_period"),
+        ({"plan": "ps", "bucket_cap_mb": 3}, ValueError, "bucket_cap_mb"),
+        ({"bucket_cap_mb": 0}, ValueError, "above 0"),
+    ],
+)
+def test_wrong_arguments_fail_before_anything_is_launched(arguments, error, words: str) -> None:
+    with pytest.raises(error, match=words):
+        AutoSyncStrategy(**arguments)
+
+
+def test_a_malformed_file_fails_in_the_constructor(tmp_path) -> None:
+    path = tmp_path / "plan.yaml"
+    path.write_text("format: autosync-plan/1\nworld_size: 2\n")
+    with pytest.raises(PlanError, match=r"plan\.yaml: groups: missing"):
+        AutoSyncStrategy(plan=path)
+
+
+def test_semantics_above_the_allowed_fail_in_the_constructor(tmp_path) -> None:
+    path = save_plan(tmp_path / "lossy.yaml", compressor="int8")
+    with pytest.raises(PlanError, match=r"lossy\.yaml.*'compressed', allowed is 'exact'"):
+        AutoSyncStrategy(plan=path)
+    AutoSyncStrategy(plan=SyncPlan.load(path), semantics="compressed")
+
+
+def test_a_strategy_can_be_copied_before_launch(tmp_path) -> None:
+    strategy = AutoSyncStrategy(plan=save_plan(tmp_path / "plan.yaml"), start_method="spawn")
+    assert copy.deepcopy(strategy._settings) == strategy._settings
+
+
+def same_error(found: list[str], *words: str) -> None:
+    assert len(set(found)) == 1, found
+    for word in words:
+        assert word in found[0]
+
+
+def test_a_plan_for_another_model(duo, tmp_path) -> None:
+    path = save_plan(tmp_path / "plan.yaml")
+    found = duo.run("jobs:error_of", model="Tied", plan=path)
+    same_error(found, "PlanError", "plan.yaml", ["the model has no trainable parameter", "is in no group"][1])
+
+
+def test_a_plan_for_another_number_of_ranks(duo, tmp_path) -> None:
+    path = save_plan(tmp_path / "plan.yaml", ranks=3)
+    same_error(duo.run("jobs:error_of", model="Plain", plan=path), "PlanError", "3 ranks", "this job")
+
+
+def test_a_cluster_of_another_size(duo) -> None:
+    found = duo.run("jobs:error_of", model="Plain", cluster="ring_of_four")
+    same_error(found, "ClusterError", "ring_of_four", "4 ranks", "the job has 2")
+
+
+def test_semantics_above_the_allowed(duo, tmp_path) -> None:
+    path = save_plan(tmp_path / "plan.yaml", compressor="bf16")
+    same_error(duo.run("jobs:error_of", model="Plain", plan=path), "PlanError", "'compressed'")
+
+
+def test_a_file_that_one_rank_lacks(duo, tmp_path) -> None:
+    save_plan(tmp_path / "plan-0.yaml")
+    found = duo.run("jobs:error_of", model="Plain", plan=str(tmp_path / "plan-{rank}.yaml"))
+    same_error(found, "PlanError", "on rank 1 only", "plan-1.yaml", "cannot be read")
+
+
+def test_plans_that_differ_between_ranks(duo, tmp_path) -> None:
+    save_plan(tmp_path / "plan-0.yaml")
+    save_plan(tmp_path / "plan-1.yaml", topology="ring")
+    found = duo.run("jobs:error_of", model="Plain", plan=str(tmp_path / "plan-{rank}.yaml"))
+    same_error(found, "PlanError", "plan: rank 1 has another than rank 0")
+
+
+def test_models_that_differ_between_ranks(duo) -> None:
+    same_error(duo.run("jobs:odd_model"), "PlanError", "model", "rank 1 has another than rank 0")
+
+
+def test_a_parameter_unfrozen_outside_the_users_plan(duo, tmp_path) -> None:
+    head = PLAIN.model_copy(update={"variables": PLAIN.variables[2:]})
+    path = tmp_path / "head.yaml"
+    builders.all_reduce(head, ClusterSpec.uniform(2)).save(path)
+    found = duo.run("jobs:error_of", model="ThawsAtOnce", plan=str(path))
+    same_error(found, "PlanError", "head.yaml", "'body.weight' was unfrozen")
+
+
+def test_nothing_to_train(duo) -> None:
+    same_error(duo.run("jobs:error_of", model="AllFrozen"), "WorkloadError", "no trainable parameter")

@@ -1,0 +1,86 @@
+"""Names in Lightning's registries, and what importing the package costs."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from lightning_autosync.strategy.registration import STRATEGIES
+
+CHECK = """
+names = {names!r}
+from lightning.pytorch.strategies import StrategyRegistry
+from lightning.fabric.strategies import STRATEGY_REGISTRY
+import lightning.pytorch
+strategy = StrategyRegistry.get("autosync_ps")
+assert isinstance(strategy, lightning_autosync.AutoSyncStrategy), strategy
+assert isinstance(STRATEGY_REGISTRY.get("autosync"), lightning_autosync.AutoSyncFabricStrategy)
+assert set(names) <= set(StrategyRegistry) & set(STRATEGY_REGISTRY)
+"""
+ORDERS = {
+    "autosync first": "import lightning_autosync",
+    "lightning first": "import lightning.pytorch\nimport lightning_autosync",
+    "class first": "from lightning_autosync import AutoSyncStrategy\nimport lightning_autosync",
+}
+
+
+def run(script: str) -> None:
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_names_are_registered_in_any_order_of_imports(order: str) -> None:
+    run(f"{ORDERS[order]}\n{CHECK.format(names=list(STRATEGIES))}")
+
+
+def test_pytorch_lightning_has_its_own_class() -> None:
+    pytest.importorskip("pytorch_lightning")
+    run(
+        "import lightning_autosync\n"
+        "from pytorch_lightning.strategies import DDPStrategy, StrategyRegistry\n"
+        "assert isinstance(StrategyRegistry.get('autosync'), DDPStrategy)\n"
+    )
+
+
+def test_importing_the_package_imports_nothing_heavy() -> None:
+    run(
+        "import sys, lightning_autosync\n"
+        "heavy = {'torch', 'lightning', 'dgl', 'optuna', 'hydra', 'matplotlib'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+        "public = {'AutoSyncStrategy', 'SyncPlan', 'ClusterSpec', 'builders', 'Workload'}\n"
+        "assert public <= set(dir(lightning_autosync))\n"
+    )
+
+
+def test_training_imports_none_of_the_tools() -> None:
+    run(
+        "import sys, lightning.pytorch\n"
+        "before = set(sys.modules)\n"
+        "from lightning_autosync import AutoSyncStrategy, SyncPlan, ClusterSpec, builders, Workload\n"
+        "tools = {'dgl', 'optuna', 'hydra', 'matplotlib'} & (set(sys.modules) - before)\n"
+        "assert not tools, tools\n"
+    )
+
+
+@pytest.mark.parametrize("framework", ["lightning.pytorch", "pytorch_lightning"])
+def test_backward_is_in_step_with_the_frameworks(framework: str) -> None:
+    """The one method that is written anew makes all calls of the original, in its order."""
+    original = pytest.importorskip(f"{framework}.strategies.strategy").Strategy.backward
+    from lightning_autosync.strategy.mixin import AutoSyncMixin
+
+    ours = [call for call in calls(AutoSyncMixin.backward) if call != "self._replica.backward"]
+    assert ours == calls(original)
+    assert len(ours) == 5
+
+
+def calls(function: object) -> list[str]:
+    """What a function calls, in order."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(function)))  # type: ignore[arg-type]
+    found = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    return [ast.unparse(node.func) for node in sorted(found, key=lambda node: node.lineno)]
