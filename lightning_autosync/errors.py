@@ -25,3 +25,37 @@ class PlanError(DocumentError):
 
 class ExchangeError(AutoSyncError, RuntimeError):
     """An exchange between ranks failed: a lost peer, a time-out, or peers that disagree."""
+
+
+class PeerLost(ExchangeError):  # noqa: N818 - an event, named as one
+    """A process that something was wanted from is gone: dead, silent for too long, or it has taken leave."""
+
+    def __init__(self, peer: int, why: str) -> None:
+        super().__init__(f"rank {peer} is lost: {why}")
+        self.peer = peer
+        self.why = why
+
+    def __reduce__(self) -> tuple[type[PeerLost], tuple[int, str]]:
+        return type(self), (self.peer, self.why)
+
+
+class MeshTimeout(ExchangeError):  # noqa: N818 - an event, named as one
+    """Nothing came in the time that was allowed."""
+
+
+class Expelled(ExchangeError):  # noqa: N818 - an event, named as one
+    """The others have given this process up and go on without it; it can come back under a new incarnation."""
+
+
+class GroupBroken(ExchangeError):  # noqa: N818 - an event, named as one
+    """A group's average came to nothing; its members keep what they had. ``lost`` are the members that are gone."""
+
+    def __init__(self, generation: int, members: tuple[int, ...], lost: tuple[int, ...], why: str) -> None:
+        super().__init__(f"group {generation} of ranks {', '.join(map(str, members))} broke: {why}")
+        self.generation = generation
+        self.members = members
+        self.lost = lost
+        self.why = why
+
+    def __reduce__(self) -> tuple[type[GroupBroken], tuple[int, tuple[int, ...], tuple[int, ...], str]]:
+        return type(self), (self.generation, self.members, self.lost, self.why)

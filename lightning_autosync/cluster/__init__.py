@@ -11,6 +11,7 @@ from lightning_autosync.cluster.bounds import (
     synchronization_time,
 )
 from lightning_autosync.cluster.elements import Link, Node
+from lightning_autosync.cluster.overlap import least_step_time
 from lightning_autosync.cluster.packing import PackedTree, TreePacking, pack_trees
 from lightning_autosync.cluster.shipped import configuration_directory, resolve_cluster, shipped_clusters
 from lightning_autosync.cluster.spec import ClusterSpec
@@ -29,6 +30,7 @@ __all__ = [
     "Topology",
     "TreePacking",
     "configuration_directory",
+    "least_step_time",
     "one_switch_time",
     "pack_trees",
     "parse_bytes",

@@ -1,0 +1,56 @@
+"""How short a step can be at best when synchronization overlaps with the backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from lightning_autosync.cluster.bounds import synchronization_rate
+from lightning_autosync.cluster.spec import ClusterSpec
+from lightning_autosync.errors import ClusterError
+
+
+def least_step_time(
+    spec: ClusterSpec,
+    gradients: Iterable[tuple[float, float]],
+    forward: float = 0.0,
+    backward: float = 0.0,
+    optimizer: float = 0.0,
+    framing: float = 1.0,
+) -> float:
+    """The least seconds of a synchronous step, whatever the plan.
+
+    No byte of a gradient travels before some rank has it, and from any moment on the cluster synchronizes at most
+    at the rate R of :func:`~lightning_autosync.cluster.bounds.synchronization_rate`. So if B(t) bytes become ready
+    at t or later, they are not synchronized before ``forward + t + framing x B(t) / R``; the optimizer needs all of
+    them and the end of backward. With the ready times t of the gradients, a step takes at least
+
+        ``forward + max(backward, max over t of t + framing x B(t) / R) + optimizer``
+
+    which is the makespan of one machine of rate R whose jobs have release dates; working them off in the order of
+    release attains it. For gradients that are ready at once it is
+    :func:`~lightning_autosync.cluster.bounds.synchronization_time`. Latencies and the filling of pipelines are left
+    out. Where nodes differ in speed, gradients are ready when the fastest node has them (its share could be summed
+    early), and the passes end when the slowest node is through.
+
+    Args:
+        spec: the cluster.
+        gradients: for each gradient the seconds from the start of backward at which it is ready, and its bytes.
+        forward: seconds of the forward pass.
+        backward: seconds of the backward pass.
+        optimizer: seconds of the optimizer step.
+        framing: bytes on the wire for each byte of payload; 1514 / 1448 with TCP/IP on Ethernet.
+
+    Raises:
+        ClusterError: the rates of the cluster are unknown, framing is below 1, or a time or size is below 0.
+    """
+    latest_first = sorted(gradients, reverse=True)
+    times = [forward, backward, optimizer, *(time for time, _ in latest_first), *(size for _, size in latest_first)]
+    if framing < 1 or min(times) < 0:
+        raise ClusterError("times and sizes: none may be below 0, and framing not below 1")
+    rate = synchronization_rate(spec) / framing
+    slowest, fastest = min(node.speed for node in spec.nodes), max(node.speed for node in spec.nodes)
+    passed, remaining = (forward + backward) / slowest, 0.0
+    for ready, size in latest_first:
+        remaining += size
+        passed = max(passed, (forward + ready) / fastest + remaining / rate)
+    return passed + optimizer / slowest
