@@ -41,9 +41,12 @@ def partitions(draw: st.DrawFn, variables: Sequence[Variable], axes: bool) -> Pa
 
 
 @st.composite
-def groups(draw: st.DrawFn, number: int, variables: Sequence[Variable], size: int, lossy: bool) -> Group:
+def groups(
+    draw: st.DrawFn, number: int, variables: Sequence[Variable], size: int, lossy: bool, one_node: bool = False
+) -> Group:
     architecture = draw(st.sampled_from(["all_reduce", "parameter_server"]))
-    topology = draw(st.sampled_from(TOPOLOGIES))
+    shares = one_node and not lossy and architecture == "all_reduce" and variables[0].kind == "dense"
+    topology = draw(st.sampled_from([*TOPOLOGIES, "shared_memory"] if shares else TOPOLOGIES))
     kinds = ["fp16", "bf16", "int8", "topk", "powersgd"] if lossy else ["none"]
     compressor = Compressor(kind=draw(st.sampled_from(kinds)))
     partition = draw(partitions(variables, axes=compressor.kind != "powersgd"))
@@ -65,14 +68,14 @@ def groups(draw: st.DrawFn, number: int, variables: Sequence[Variable], size: in
         if topology == "packed" and draw(st.booleans())
         else None,
         compressor=compressor,
-        local_aggregation=topology not in ("native", "packed") and draw(st.booleans()),
+        local_aggregation=topology not in ("native", "shared_memory", "packed") and draw(st.booleans()),
         priority=draw(st.integers(-2, 2)),
         segment=draw(st.sampled_from([None, 1024, 4096])),
     )
 
 
 @st.composite
-def plans(draw: st.DrawFn, workload: Workload, size: int, lossy: bool = False) -> SyncPlan:
+def plans(draw: st.DrawFn, workload: Workload, size: int, lossy: bool = False, one_node: bool = False) -> SyncPlan:
     """A valid plan for ``workload`` among ``size`` ranks, any aspect of which may take any value."""
     pending = list(draw(st.permutations(workload.variables)))
     made = []
@@ -83,5 +86,5 @@ def plans(draw: st.DrawFn, workload: Workload, size: int, lossy: bool = False) -
             variable for variable in pending[:count] if variable.dtype == dtype and variable.kind == "dense"
         ] or pending[:1]
         pending = [variable for variable in pending if variable not in members]
-        made.append(draw(groups(len(made), members, size, lossy)))
+        made.append(draw(groups(len(made), members, size, lossy, one_node)))
     return SyncPlan(workload=workload.variables_fingerprint, world_size=size, groups=tuple(made))

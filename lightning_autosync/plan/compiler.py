@@ -17,6 +17,7 @@ from lightning_autosync.plan.schedule import (
     Message,
     Round,
     Schedule,
+    SharedMemoryReduce,
     Transfer,
     TreeTransfer,
     TwoLevelAllReduce,
@@ -28,6 +29,8 @@ from lightning_autosync.workload import Variable, Workload
 LARGEST_SEGMENT = 128 * 1024
 """Bytes; larger pieces lose the overlap of levels, smaller ones pay per-message cost (measured on shaped links)."""
 SMALLEST_SEGMENT = 32 * 1024
+CACHE_LINE = 64
+"""Bytes; ranks that write to one line of shared memory at the same time slow each other down."""
 PIECES = 96
 """Pieces that a transfer is cut into where the limits above allow: filling a tree of depth d costs d of them."""
 
@@ -57,11 +60,17 @@ def compile_plan(
             f"{source}: world_size: the plan is for {plan.world_size} ranks, cluster '{cluster.name}' has "
             f"{cluster.world_size}"
         )
-    if plan.consistency.mode != "synchronous":
+    if not plan.has_schedule:
         raise PlanError(
-            f"{source}: consistency.mode: '{plan.consistency.mode}' has no schedule; only 'synchronous' has"
+            f"{source}: consistency.mode: '{plan.consistency.mode}' has no schedule; only 'synchronous' has, where "
+            "`served` is not set"
         )
-    _check_variables(plan, workload, source)
+    if plan.servers:
+        raise PlanError(
+            f"{source}: servers: {plan.servers} server-only ranks, but without an update on the servers only the ranks "
+            "that train exchange gradients; leave it out"
+        )
+    check_variables(plan, workload, source)
     shapes = _Shapes(cluster, two_level_collectives)
     messages = []
     for index, group in enumerate(plan.groups):
@@ -73,7 +82,8 @@ def compile_plan(
     return Schedule(plan.world_size, tuple(messages))
 
 
-def _check_variables(plan: SyncPlan, workload: Workload, source: str) -> None:
+def check_variables(plan: SyncPlan, workload: Workload, source: str) -> None:
+    """Raise ``PlanError`` unless the plan's variables are exactly the workload's."""
     present = {variable.name for variable in workload.variables}
     planned = {name for group in plan.groups for name in group.variables}
     for index, group in enumerate(plan.groups):
@@ -95,7 +105,9 @@ def _compile_group(index: int, group: Group, variables: Sequence[Variable], shap
     dtypes = sorted({variable.dtype for variable in variables})
     if len(dtypes) > 1:
         raise ValueError(f"variables: one message has one element type, these have {', '.join(dtypes)}")
-    rows = _row_count(group, variables)
+    rows = row_count(group, variables)
+    if group.topology == "shared_memory":
+        _check_shared(rows, variables[0], shapes.cluster)
     numel = sum(variable.numel for variable in variables)
     itemsize = ITEMSIZE[dtypes[0]]
     axis = (group.partition.axis if group.partition else None) or 0
@@ -128,7 +140,19 @@ def _compile_group(index: int, group: Group, variables: Sequence[Variable], shap
     )
 
 
-def _row_count(group: Group, variables: Sequence[Variable]) -> int:
+def _check_shared(rows: int, first: Variable, cluster: ClusterSpec) -> None:
+    if rows:
+        raise ValueError(
+            f"topology: 'shared_memory' holds dense gradients, '{first.name}' has {first.kind} ones; give it another"
+        )
+    if len({*cluster.rank_nodes}) > 1:
+        raise ValueError(
+            f"topology: 'shared_memory' needs all ranks on one node, cluster '{cluster.name}' has them on "
+            f"{len({*cluster.rank_nodes})}"
+        )
+
+
+def row_count(group: Group, variables: Sequence[Variable]) -> int:
     """Rows of a row-wise message, 0 for a dense one."""
     row_wise = [variable for variable in variables if variable.kind != "dense"]
     if not row_wise:
@@ -158,6 +182,11 @@ def _transfers(
     if group.topology == "native":
         yield from _native_transfers(group, bounds, owners, shapes)
         return
+    if group.topology == "shared_memory":
+        for start, stop in pairwise(bounds):
+            if stop > start:
+                yield _shared_transfer(start, stop, shapes.cluster.world_size, itemsize)
+        return
     for shard, (start, stop) in enumerate(pairwise(bounds)):
         root = owners[shard] if group.architecture == "parameter_server" else None
         for lower, upper, reduce, broadcast in _tree_ranges(group, shard, root, start, stop, width or 1, shapes):
@@ -180,6 +209,13 @@ def _native_transfers(
     for start, stop in pairwise(bounds):
         if stop > start:
             yield AllReduce(start, stop)
+
+
+def _shared_transfer(start: int, stop: int, ranks: int, itemsize: int) -> SharedMemoryReduce:
+    """A range in equal parts, cut between cache lines of the buffer."""
+    line = CACHE_LINE // itemsize
+    cuts = (round(edge / line) * line for edge in even_bounds(start, stop, ranks)[1:-1])
+    return SharedMemoryReduce((start, *(min(stop, max(start, cut)) for cut in cuts), stop))
 
 
 def _tree_ranges(

@@ -1,8 +1,8 @@
 """`Schedule`: a plan compiled for one workload and one cluster.
 
 The engine and the replay take the same Schedule, so what is predicted is what runs. Every synchronous
-exchange of a range of elements is a reduce tree towards a root and a broadcast tree away from it, or a
-native collective of the backend.
+exchange of a range of elements is a reduce tree towards a root and a broadcast tree away from it, a
+native collective of the backend, or a sum in memory that ranks of one machine share.
 """
 
 from __future__ import annotations
@@ -67,6 +67,21 @@ class AllToAll:
 
 
 @dataclass(frozen=True)
+class SharedMemoryReduce:
+    """A range that lies in memory which all ranks map: rank ``r`` sums ``[bounds[r], bounds[r + 1])`` for all."""
+
+    bounds: tuple[int, ...]
+
+    @property
+    def start(self) -> int:
+        return self.bounds[0]
+
+    @property
+    def stop(self) -> int:
+        return self.bounds[-1]
+
+
+@dataclass(frozen=True)
 class TwoLevelAllReduce:
     """Elements ``[start, stop)`` by collectives in two levels: what NCCL does best between nodes of several devices.
 
@@ -79,7 +94,7 @@ class TwoLevelAllReduce:
     places: tuple[tuple[int, ...], ...]
 
 
-Transfer = TreeTransfer | AllReduce | AllToAll | TwoLevelAllReduce
+Transfer = TreeTransfer | AllReduce | AllToAll | SharedMemoryReduce | TwoLevelAllReduce
 
 
 @dataclass(frozen=True)
@@ -143,7 +158,17 @@ class Message:
     @property
     def collective(self) -> bool:
         """Whether the backend's collectives carry it, which every rank must launch in one order."""
-        return not any(isinstance(transfer, TreeTransfer) for transfer in self.rounds[0].transfers)
+        return not self.on_trees and not self.in_shared_memory
+
+    @property
+    def on_trees(self) -> bool:
+        """Whether it travels on this package's own connections."""
+        return any(isinstance(transfer, TreeTransfer) for transfer in self.rounds[0].transfers)
+
+    @property
+    def in_shared_memory(self) -> bool:
+        """Whether its buffers lie in memory that all ranks map."""
+        return any(isinstance(transfer, SharedMemoryReduce) for transfer in self.rounds[0].transfers)
 
 
 @dataclass(frozen=True)

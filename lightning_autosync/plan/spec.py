@@ -26,12 +26,13 @@ from lightning_autosync.errors import DocumentError, PlanError
 from lightning_autosync.plan.trees import check_parents
 
 Architecture = Literal["all_reduce", "parameter_server"]
-Topology = Literal["native", "ring", "tree", "star", "hierarchical", "packed"]
+Topology = Literal["native", "shared_memory", "ring", "tree", "star", "hierarchical", "packed"]
 Semantics = Literal["exact", "compressed", "relaxed"]
 CompressorKind = Literal["none", "fp16", "bf16", "int8", "topk", "powersgd"]
 
 SEMANTICS: tuple[Semantics, ...] = ("exact", "compressed", "relaxed")
 TOPOLOGIES: tuple[Topology, ...] = ("native", "ring", "tree", "star", "hierarchical", "packed")
+"""Topologies of any group on any cluster; ``shared_memory`` is for dense messages between ranks of one node."""
 
 
 class Compressor(Record):
@@ -108,7 +109,8 @@ class Group(Record):
         name: unique in the plan.
         variables: names as in ``named_parameters()``.
         architecture: ``all_reduce`` (every rank reduces a part) or ``parameter_server`` (``placement`` says who).
-        topology: ``native`` is the backend's own collective; the others are reduce and broadcast trees.
+        topology: ``native`` is the backend's own collective; ``shared_memory`` sums in memory that all ranks of one
+            node map; the others are reduce and broadcast trees.
         partition: how the message is cut; None leaves it whole.
         placement: for ``parameter_server``, the rank that reduces each shard; None puts all on rank 0.
         trees: for ``packed``, the trees and their shares; None derives them from the cluster's links.
@@ -155,11 +157,19 @@ class Group(Record):
                 raise ValueError("partition.axis: powersgd's factors are cut as one flat message; leave it out")
         if self.trees is not None and self.topology != "packed":
             raise ValueError(f"trees: only topology 'packed' takes trees, not '{self.topology}'")
-        if self.local_aggregation and self.topology in ("native", "packed"):
+        if self.topology == "shared_memory":
+            if self.architecture != "all_reduce":
+                raise ValueError("topology: 'shared_memory' is an all_reduce; architecture must be 'all_reduce'")
+            if self.compressor.kind != "none":
+                raise ValueError("topology: 'shared_memory' sends nothing to compress; compressor must be 'none'")
+        if self.local_aggregation and self.topology in ("native", "shared_memory", "packed"):
             raise ValueError(
                 f"local_aggregation: not with topology '{self.topology}'; allowed with ring, tree, star, hierarchical"
             )
         return self
+
+
+OuterKind = Literal["averaging", "easgd", "bmuf", "slowmo", "diloco"]
 
 
 class Consistency(Record):
@@ -167,37 +177,80 @@ class Consistency(Record):
 
     Attributes:
         mode: ``synchronous`` (as DDP), ``bounded_staleness``, ``asynchronous``, ``partial_reduce``, ``periodic``.
+        served: whether the ranks on which a ``synchronous`` plan places shards also keep the parameters and the
+            optimizer's state there, and make its steps; with the other modes that have servers they always do.
         staleness: steps that a replica may run ahead, for ``bounded_staleness``.
         group_size: ranks in a partial reduce (P).
         weighting: ``constant`` or ``dynamic`` (staleness-aware) weights of a partial reduce.
         period: steps between averages, for ``periodic``.
         outer: the outer update of ``periodic``.
+        wait: seconds after which a partial reduce goes on with the ranks that are there; None waits for ``group_size``.
+        isolation: steps, on average over the ranks, within which partial reduces connect all ranks; None means 10.
+        momentum: whether the optimizer's running averages stay ``local`` (also if None) or are averaged as the
+            parameters are (``average``).
+        warmup: first steps of ``periodic`` that average each time (post-local SGD; Lin et al., 2020); None means 0.
+        fragments: parts of the model that ``periodic`` averages in turn, each once a period (Streaming DiLoCo;
+            Douillard et al., 2025); None means 1.
+        overhead: share of the time that averages may take; ``period`` is then where an adapting period begins.
+        outer_lr: step size of the outer update: for ``bmuf`` (block learning rate) and ``slowmo`` 1 if None, for
+            ``diloco`` 0.7.
+        outer_momentum: for ``bmuf`` 1 - 1 / ranks if None, for ``slowmo`` 0.5, for ``diloco`` 0.9.
+        alpha: share of the way that a replica and the centre of ``easgd`` move towards each other at an average; None
+            means 0.9 / ranks.
     """
 
     mode: Literal["synchronous", "bounded_staleness", "asynchronous", "partial_reduce", "periodic"] = "synchronous"
+    served: bool | None = None
     staleness: Index | None = None
     group_size: Annotated[Integer, Field(ge=2)] | None = None
     weighting: Literal["constant", "dynamic"] | None = None
     period: Count | None = None
-    outer: Literal["averaging", "easgd", "bmuf", "slowmo", "diloco"] | None = None
+    outer: OuterKind | None = None
+    wait: Annotated[float, Field(ge=0)] | None = None
+    isolation: Count | None = None
+    momentum: Literal["local", "average"] | None = None
+    warmup: Index | None = None
+    fragments: Count | None = None
+    overhead: Annotated[float, Field(gt=0, lt=1)] | None = None
+    outer_lr: PositiveFloat | None = None
+    outer_momentum: Annotated[float, Field(ge=0, lt=1)] | None = None
+    alpha: Annotated[float, Field(gt=0, le=1)] | None = None
 
-    _FIELDS: ClassVar[dict[str, tuple[str, ...]]] = {
+    _NEEDED: ClassVar[dict[str, tuple[str, ...]]] = {
         "synchronous": (),
         "bounded_staleness": ("staleness",),
         "asynchronous": (),
         "partial_reduce": ("group_size", "weighting"),
         "periodic": ("period", "outer"),
     }
+    _OPTIONAL: ClassVar[dict[str, tuple[str, ...]]] = {
+        "synchronous": ("served",),
+        "partial_reduce": ("wait", "isolation", "momentum"),
+        "periodic": ("momentum", "warmup", "fragments", "overhead", "outer_lr", "outer_momentum", "alpha"),
+    }
+    _OUTER: ClassVar[dict[str, tuple[OuterKind, ...]]] = {
+        "outer_lr": ("bmuf", "slowmo", "diloco"),
+        "outer_momentum": ("bmuf", "slowmo", "diloco"),
+        "alpha": ("easgd",),
+    }
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        allowed = self._FIELDS[self.mode]
+        needed = self._NEEDED[self.mode]
+        allowed = needed + self._OPTIONAL.get(self.mode, ())
         given = {name for name, value in self if name != "mode" and value is not None}
         for name in sorted(given - set(allowed)):
             raise ValueError(f"{name}: mode '{self.mode}' takes {', '.join(allowed) or 'no further field'}")
-        for name in allowed:
+        for name in needed:
             if name not in given:
                 raise ValueError(f"{name}: missing; mode '{self.mode}' needs it")
+        for name, kinds in self._OUTER.items():
+            if name in given and self.outer not in kinds:
+                raise ValueError(f"{name}: outer '{self.outer}' takes none; allowed with {', '.join(kinds)}")
+        if self.fragments and self.period and self.fragments > self.period:
+            raise ValueError(f"fragments: {self.fragments} is above period {self.period}; one is averaged at a time")
+        if self.overhead is not None and (self.fragments or 1) > 1:
+            raise ValueError("overhead: not with fragments, which need a fixed period")
         return self
 
 
@@ -207,6 +260,8 @@ class SyncPlan(Document):
     Attributes:
         workload: fingerprint of the variables (names and shapes) that it was made for; None skips the check.
         world_size: number of ranks.
+        servers: processes beside them that train nothing and may be placed on, as ranks from ``world_size`` on; only
+            where servers update the parameters.
         consistency: how closely replicas march in step.
         groups: the messages, in the order in which collectives are launched.
     """
@@ -216,8 +271,14 @@ class SyncPlan(Document):
 
     workload: str | None = None
     world_size: Count
+    servers: Index = 0
     consistency: Consistency = Consistency()
     groups: Annotated[tuple[Group, ...], Field(min_length=1)]
+
+    @property
+    def has_schedule(self) -> bool:
+        """Whether gradients travel as a compiled schedule says; else replicas talk as they are ready."""
+        return self.consistency.mode == "synchronous" and not self.consistency.served
 
     @property
     def semantics(self) -> Semantics:
@@ -247,9 +308,11 @@ class SyncPlan(Document):
                     raise ValueError(f"{where}.variables: '{variable}' is already in group '{owner[variable]}'")
                 owner[variable] = group.name
             for shard, rank in enumerate(group.placement or ()):
-                if rank >= self.world_size:
+                if rank >= self.world_size + self.servers:
+                    servers = f", servers is {self.servers}" if self.servers else ""
                     raise ValueError(
                         f"{where}.placement[{shard}]: rank {rank} is out of range; world_size is {self.world_size}"
+                        f"{servers}"
                     )
             for number, tree in enumerate(group.trees or ()):
                 if len(tree.parents) != self.world_size:

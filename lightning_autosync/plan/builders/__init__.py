@@ -23,6 +23,8 @@ from lightning_autosync.plan.builders.parameter_server import (
     ps_load_balancing,
     uneven_partitioned_ps,
 )
+from lightning_autosync.plan.builders.relaxed import asynchronous, bounded_staleness, partial_reduce, periodic
+from lightning_autosync.plan.builders.shared_memory import shared_memory
 from lightning_autosync.plan.spec import SyncPlan
 from lightning_autosync.workload import Workload
 
@@ -40,8 +42,28 @@ BUILDERS: dict[str, Callable[..., SyncPlan]] = {
         parallax,
         hierarchical,
         packed_trees,
+        shared_memory,
     )
 }
+"""Builders of synchronous plans, which have a schedule."""
+
+RELAXED_BUILDERS: dict[str, Callable[..., SyncPlan]] = {
+    builder.__name__: builder for builder in (partial_reduce, periodic, bounded_staleness, asynchronous)
+}
+
+
+def find(name: str) -> Callable[..., SyncPlan]:
+    """The builder with this name.
+
+    Raises:
+        PlanError: there is no such builder.
+    """
+    known = BUILDERS | RELAXED_BUILDERS
+    if name not in known:
+        raise PlanError(
+            f"plan: '{name}' is neither a file (.yaml, .yml, .json) nor a builder; the builders are {', '.join(known)}"
+        )
+    return known[name]
 
 
 def build(name: str, workload: Workload, cluster: ClusterSpec, **arguments: Any) -> SyncPlan:
@@ -50,9 +72,7 @@ def build(name: str, workload: Workload, cluster: ClusterSpec, **arguments: Any)
     Raises:
         PlanError: there is no such builder.
     """
-    if name not in BUILDERS:
-        raise PlanError(f"plan: '{name}' is neither a file nor a builder; the builders are {', '.join(BUILDERS)}")
-    return BUILDERS[name](workload, cluster, **arguments)
+    return find(name)(workload, cluster, **arguments)
 
 
-__all__ = ["BUILDERS", "build", *BUILDERS]
+__all__ = ["BUILDERS", "RELAXED_BUILDERS", "build", "find", *BUILDERS, *RELAXED_BUILDERS]

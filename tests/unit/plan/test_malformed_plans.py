@@ -110,12 +110,33 @@ MALFORMED: dict[str, tuple[dict[str, Any], str]] = {
         "staleness: missing",
     ),
     "field of another mode": (
-        plan_with() | {"consistency": {"mode": "synchronous", "period": 4}},
-        "period: mode 'synchronous' takes no further field",
+        plan_with() | {"consistency": {"mode": "asynchronous", "period": 4}},
+        "period: mode 'asynchronous' takes no further field",
     ),
     "group larger than the world": (
         plan_with() | {"consistency": {"mode": "partial_reduce", "group_size": 9, "weighting": "constant"}},
         "consistency.group_size: 9 is above world_size 4",
+    ),
+    "isolation of a periodic plan": (
+        plan_with() | {"consistency": {"mode": "periodic", "period": 4, "outer": "averaging", "isolation": 3}},
+        "isolation: mode 'periodic' takes period, outer, momentum, warmup, fragments, overhead, outer_lr",
+    ),
+    "outer step size of plain averaging": (
+        plan_with() | {"consistency": {"mode": "periodic", "period": 4, "outer": "averaging", "outer_lr": 0.7}},
+        "outer_lr: outer 'averaging' takes none; allowed with bmuf, slowmo, diloco",
+    ),
+    "elasticity without a centre": (
+        plan_with() | {"consistency": {"mode": "periodic", "period": 4, "outer": "bmuf", "alpha": 0.1}},
+        "alpha: outer 'bmuf' takes none; allowed with easgd",
+    ),
+    "more fragments than steps": (
+        plan_with() | {"consistency": {"mode": "periodic", "period": 2, "outer": "diloco", "fragments": 3}},
+        "fragments: 3 is above period 2",
+    ),
+    "fragments with an adapting period": (
+        plan_with()
+        | {"consistency": {"mode": "periodic", "period": 4, "outer": "diloco", "fragments": 2, "overhead": 0.1}},
+        "overhead: not with fragments",
     ),
     "not a number": (plan_with(priority="high"), "groups[0].priority: "),
     "infinite weight": (
@@ -245,7 +266,7 @@ def test_unmeasured_cluster_has_no_packing() -> None:
 
 
 def test_unknown_builder() -> None:
-    with pytest.raises(PlanError, match="neither a file nor a builder; the builders are all_reduce"):
+    with pytest.raises(PlanError, match=r"neither a file .* nor a builder; the builders are all_reduce"):
         builders.build("fastest", WORKLOAD, CLUSTER)
 
 

@@ -1,0 +1,65 @@
+"""Builders of plans whose replicas need not march in step."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from lightning_autosync.cluster import ClusterSpec
+from lightning_autosync.errors import PlanError
+from lightning_autosync.plan.builders.all_reduce import all_reduce
+from lightning_autosync.plan.builders.parameter_server import byteps
+from lightning_autosync.plan.spec import Consistency, OuterKind, SyncPlan
+from lightning_autosync.workload import Workload
+
+
+def partial_reduce(
+    workload: Workload,
+    cluster: ClusterSpec,
+    *,
+    group_size: int | None = None,
+    weighting: Literal["constant", "dynamic"] = "dynamic",
+) -> SyncPlan:
+    """Partial Reduce (SIGMOD 2021): after each step, the workers that are ready average their models.
+
+    Args:
+        workload: the variables.
+        cluster: where they are synchronized.
+        group_size: P; None takes the largest divisor of the number of ranks that is at most half of it (a P that does
+            not divide it leaves workers idle), 2 at least.
+        weighting: whether weights depend on staleness.
+
+    Raises:
+        PlanError: there are fewer ranks than a group needs.
+    """
+    ranks = cluster.world_size
+    if ranks < 2:
+        raise PlanError("partial_reduce: a group needs two ranks, the cluster has one")
+    chosen = group_size or max([size for size in range(2, ranks // 2 + 1) if ranks % size == 0], default=2)
+    return _with(
+        all_reduce(workload, cluster),
+        Consistency(mode="partial_reduce", group_size=chosen, weighting=weighting),
+    )
+
+
+def periodic(
+    workload: Workload, cluster: ClusterSpec, *, period: int = 8, outer: OuterKind = "averaging", warmup: int = 0
+) -> SyncPlan:
+    """Local SGD: replicas step alone and average every ``period`` steps, after ``warmup`` steps that all average."""
+    return _with(
+        all_reduce(workload, cluster),
+        Consistency(mode="periodic", period=period, outer=outer, warmup=warmup or None),
+    )
+
+
+def bounded_staleness(workload: Workload, cluster: ClusterSpec, *, staleness: int = 3) -> SyncPlan:
+    """Stale synchronous parallel (Ho et al., 2013): servers update; nobody runs more than ``staleness`` steps ahead."""
+    return _with(byteps(workload, cluster), Consistency(mode="bounded_staleness", staleness=staleness))
+
+
+def asynchronous(workload: Workload, cluster: ClusterSpec) -> SyncPlan:
+    """Servers update with each gradient as it comes, and nobody waits (Hogwild over a network)."""
+    return _with(byteps(workload, cluster), Consistency(mode="asynchronous"))
+
+
+def _with(plan: SyncPlan, consistency: Consistency) -> SyncPlan:
+    return plan.model_copy(update={"consistency": consistency})

@@ -1,0 +1,26 @@
+"""Builder for ranks of one machine."""
+
+from __future__ import annotations
+
+from lightning_autosync.cluster import ClusterSpec
+from lightning_autosync.plan.builders.grouping import MIB, fused_groups, in_ready_order, lone_group, make_plan
+from lightning_autosync.plan.spec import SyncPlan
+from lightning_autosync.workload import Workload
+
+
+def shared_memory(workload: Workload, cluster: ClusterSpec, *, bucket_bytes: int = 100 * MIB) -> SyncPlan:
+    """Dense variables fused in memory that all ranks map; row-wise variables by the backend.
+
+    There is no idle wire to overlap with, and each message costs two hand-overs between the ranks, so messages are
+    large. `compile_plan` refuses the plan for a cluster of several nodes.
+
+    Args:
+        workload: the variables.
+        cluster: the one node on which they are synchronized.
+        bucket_bytes: a message closes when it reaches this many bytes.
+    """
+    ordered = in_ready_order(workload)
+    dense = [variable for variable in ordered if variable.kind == "dense"]
+    groups = list(fused_groups(dense, [bucket_bytes], "shared", topology="shared_memory"))
+    groups += [lone_group(variable) for variable in ordered if variable.kind != "dense"]
+    return make_plan(workload, cluster, groups)

@@ -1,0 +1,9 @@
+"""The space of plans: domains under constraints, random points, and moves between them."""
+
+from __future__ import annotations
+
+from lightning_autosync.plan.space.blocks import Block, make_blocks
+from lightning_autosync.plan.space.domains import Domain, Value
+from lightning_autosync.plan.space.space import BUILDER, COMPOSED, Genome, PlanSpace
+
+__all__ = ["BUILDER", "COMPOSED", "Block", "Domain", "Genome", "PlanSpace", "Value", "make_blocks"]

@@ -1,0 +1,124 @@
+"""What each aspect of a block may be on a cluster: AutoSync's knowledge constraints as finite domains."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from lightning_autosync.cluster import ClusterSpec
+from lightning_autosync.plan.builders.grouping import MIB
+from lightning_autosync.plan.space.blocks import Block
+from lightning_autosync.plan.spec import CompressorKind, Semantics
+
+Value = str | int
+Domain = tuple[Value, ...]
+
+JOIN = "join"
+"""Method of a large variable that travels with the run at its position."""
+SERVED = ("star", "all_to_all")
+"""Methods with servers: trees of depth one, or one uneven all-to-all, a local sum, and one back."""
+TREES = ("ring", "tree", "star", "hierarchical", "packed")
+"""Methods that run along trees, in segments and by priority."""
+BUCKETS = (1 * MIB, 4 * MIB, 16 * MIB, 64 * MIB)
+SEGMENTS = (0, 64 * 1024, 256 * 1024)
+"""Bytes of a pipelined piece; 0 lets the compiler choose."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What of a cluster decides which methods can pay."""
+
+    cluster: ClusterSpec
+
+    @property
+    def ranks(self) -> int:
+        return self.cluster.world_size
+
+    @property
+    def crowded(self) -> bool:
+        """Whether some node has several ranks."""
+        return any(len(self.cluster.ranks_of(node)) > 1 for node in range(len(self.cluster.nodes)))
+
+    @property
+    def levels(self) -> bool:
+        """Whether ranks fall into several places of several ranks: nodes of many devices, or racks."""
+        places = self.cluster.localities()
+        return len(places) > 1 and any(len(place) > 1 for place in places)
+
+
+def block_domains(block: Block, cluster: ClusterSpec, semantics: Semantics) -> dict[str, Domain]:
+    """The domains of a block's aspects, in the order in which they are drawn.
+
+    ``method`` (architecture and topology together: one for all parts of a variable), ``servers`` (who reduces),
+    ``bucket`` (bytes of a fused message), ``compressor``, ``aggregate`` (inside a node first), ``priority``,
+    ``segment``. Aspects with one value are left out.
+    """
+    facts = Facts(cluster)
+    domains: dict[str, Domain] = {
+        "method": _methods(block, facts),
+        "servers": _servers(block, facts),
+        "bucket": _buckets(block),
+        "compressor": _compressors(block, semantics),
+        "aggregate": (0, 1) if facts.crowded and len(cluster.nodes) > 1 else (0,),
+        "priority": (0, 1),
+        "segment": SEGMENTS if block.bytes > SEGMENTS[1] else (0,),
+    }
+    return {name: domain for name, domain in domains.items() if len(domain) > 1}
+
+
+def relevant(aspect: str, choice: Mapping[str, Value]) -> bool:
+    """Whether an aspect changes the plan, given the block's method."""
+    method = choice["method"]
+    if aspect == "method":
+        return True
+    if method == JOIN:
+        return False
+    if aspect == "servers":
+        return method in SERVED
+    if aspect == "aggregate":
+        return method in ("ring", "tree", "star")
+    if aspect in ("priority", "segment"):
+        return method in TREES
+    return True
+
+
+def _methods(block: Block, facts: Facts) -> Domain:
+    methods: list[str] = [JOIN] if block.home is not None else []
+    methods.append("native")
+    if facts.ranks > 1:
+        methods.append("star")
+        if block.dense:
+            methods.append("all_to_all")
+    if facts.ranks > 2:
+        methods += ["ring", "tree"]
+    if facts.levels:
+        methods.append("hierarchical")
+    if facts.cluster.measured and facts.ranks > 2:
+        methods.append("packed")
+    return tuple(methods)
+
+
+def _servers(block: Block, facts: Facts) -> Domain:
+    """One server, or equal shards, or shards that follow the links: never more shards than there are slices."""
+    slices = block.variables[0].shape[0] if not block.dense else sum(variable.numel for variable in block.variables)
+    if slices < facts.ranks:
+        return ("least_loaded",)
+    spread: Domain = ("least_loaded", "even")
+    if facts.crowded and len(facts.cluster.nodes) > 1:
+        spread = (*spread, "node_leaders")
+    return (*spread, "bandwidth") if facts.cluster.measured else spread
+
+
+def _buckets(block: Block) -> Domain:
+    """Sizes that make a difference: the first that holds the whole block is the last."""
+    if len(block.variables) == 1:
+        return BUCKETS[-1:]
+    useful = [size for size in BUCKETS if size < block.bytes]
+    return (*useful, BUCKETS[len(useful)]) if len(useful) < len(BUCKETS) else tuple(useful)
+
+
+def _compressors(block: Block, semantics: Semantics) -> Domain:
+    if semantics == "exact" or not block.dense or block.variables[0].dtype not in ("float32", "float64"):
+        return ("none",)
+    kinds: tuple[CompressorKind, ...] = ("none", "bf16", "int8", "topk", "powersgd")
+    return kinds

@@ -1,0 +1,210 @@
+"""`PlanSpace`: every plan that is worth a thought for a workload on a cluster, as a few categorical choices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from random import Random
+
+from lightning_autosync.cluster import ClusterSpec
+from lightning_autosync.documents import digest
+from lightning_autosync.errors import DocumentError, PlanError
+from lightning_autosync.plan.builders import BUILDERS, build
+from lightning_autosync.plan.builders.grouping import in_ready_order, make_plan
+from lightning_autosync.plan.compiler import compile_plan
+from lightning_autosync.plan.space.blocks import Block, make_blocks
+from lightning_autosync.plan.space.composition import Composer
+from lightning_autosync.plan.space.domains import BUCKETS, JOIN, Domain, Value, block_domains, relevant
+from lightning_autosync.plan.spec import Group, Semantics, SyncPlan
+from lightning_autosync.workload import Variable, Workload
+
+Genome = Mapping[str, Value]
+"""One point: a value for each parameter of the space; what Optuna calls a trial's params."""
+
+BUILDER = "builder"
+COMPOSED = "composed"
+_DEFAULTS: dict[str, Value] = {
+    "servers": "least_loaded",
+    "bucket": BUCKETS[-1],
+    "compressor": "none",
+    "aggregate": 0,
+    "priority": 0,
+    "segment": 0,
+}
+
+
+class PlanSpace:
+    """Finite domains, the plans that their points stand for, and moves between points.
+
+    Parameters are named ``BLOCK/ASPECT``; ``builder`` is ``composed`` or the name of a builder, whose plan then
+    stands for the whole point. Points that mean the same plan are made equal by `normal`.
+
+    Args:
+        workload: the variables.
+        cluster: where they are synchronized.
+        semantics: the highest level allowed; ``exact`` or ``compressed``.
+        runs: blocks of small variables an element type.
+        lone: large variables with choices of their own.
+
+    Raises:
+        PlanError: ``semantics`` is ``relaxed``: consistency is the user's choice and no aspect of this space.
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        cluster: ClusterSpec,
+        semantics: Semantics = "exact",
+        runs: int = 4,
+        lone: int = 6,
+    ) -> None:
+        if semantics == "relaxed":
+            raise PlanError("semantics: a plan space is 'exact' or 'compressed'; choose a relaxed consistency yourself")
+        self.workload = workload
+        self.cluster = cluster
+        self.semantics = semantics
+        self.blocks = make_blocks(workload, runs, lone)
+        self._domains = {block.name: block_domains(block, cluster, semantics) for block in self.blocks}
+        self._composer = Composer(cluster)
+
+    @cached_property
+    def parameters(self) -> dict[str, Domain]:
+        """The domain of each parameter, in a fixed order."""
+        made: dict[str, Domain] = {BUILDER: (COMPOSED, *self._builders)}
+        for block in self.blocks:
+            made |= {f"{block.name}/{aspect}": domain for aspect, domain in self._domains[block.name].items()}
+        return made
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Digest of the parameters: studies with the same one share their points."""
+        return digest([[name, list(domain)] for name, domain in self.parameters.items()])
+
+    def plan(self, genome: Genome) -> SyncPlan:
+        """The plan that a point stands for.
+
+        Raises:
+            PlanError: a parameter is missing, or its value is not in its domain.
+        """
+        genome = self.normal(genome)
+        if genome[BUILDER] != COMPOSED:
+            return build(str(genome[BUILDER]), self.workload, self.cluster)
+        loads = dict.fromkeys(range(self.cluster.world_size), 0.0)
+        made: list[tuple[Group, int]] = []
+        for block, members, choice in self._occupied(genome):
+            urgency = int(choice["priority"]) if relevant("priority", choice) else 0
+            made += [(group, urgency) for group in self._composer.groups(block.name, members, choice, loads)]
+        return make_plan(self.workload, self.cluster, self._in_order(made))
+
+    def normal(self, genome: Genome) -> dict[str, Value]:
+        """The same plan with every parameter that does not matter at the first value of its domain."""
+        self._check(genome)
+        if genome[BUILDER] != COMPOSED:
+            return {name: domain[0] for name, domain in self.parameters.items()} | {BUILDER: genome[BUILDER]}
+        made = dict(genome)
+        for block in self.blocks:
+            choice = self.choice(genome, block)
+            for aspect, domain in self._domains[block.name].items():
+                if not relevant(aspect, choice):
+                    made[f"{block.name}/{aspect}"] = domain[0]
+        return made
+
+    def choice(self, genome: Genome, block: Block) -> dict[str, Value]:
+        """All aspects of one block, those without a parameter by default."""
+        given = {aspect: genome[f"{block.name}/{aspect}"] for aspect in self._domains[block.name]}
+        return {"method": "native"} | _DEFAULTS | given
+
+    def baselines(self) -> list[dict[str, Value]]:
+        """The points that stand for the builders' plans."""
+        return [self.normal(self._first | {BUILDER: name}) for name in self._builders]
+
+    def draw(self, rng: Random) -> dict[str, Value]:
+        """A composed point, uniform over the domains."""
+        drawn = {name: rng.choice(domain) for name, domain in self.parameters.items()}
+        return self.normal(drawn | {BUILDER: COMPOSED})
+
+    def mutate(self, genome: Genome, rng: Random, rate: float = 0.15) -> dict[str, Value]:
+        """A point that differs: each parameter that matters changes with probability ``rate``, one at least."""
+        base = self._composed(genome)
+        matters = self._matters(base)
+        chosen = [name for name in matters if rng.random() < rate] or [rng.choice(matters)]
+        for name in chosen:
+            base[name] = rng.choice([value for value in self.parameters[name] if value != base[name]])
+        return self.normal(base)
+
+    def crossover(self, one: Genome, other: Genome, rng: Random) -> dict[str, Value]:
+        """A point that takes each block whole from either parent."""
+        parents = self._composed(one), self._composed(other)
+        made: dict[str, Value] = {BUILDER: COMPOSED}
+        for block in self.blocks:
+            parent = rng.choice(parents)
+            made |= {name: parent[name] for name in self._names(block)}
+        return self.normal(made)
+
+    def neighbours(self, genome: Genome) -> Iterator[dict[str, Value]]:
+        """Every point that differs in one parameter that matters."""
+        base = self._composed(genome)
+        for name in self._matters(base):
+            for value in self.parameters[name]:
+                if value != base[name]:
+                    yield self.normal(base | {name: value})
+
+    @cached_property
+    def _builders(self) -> tuple[str, ...]:
+        """Builders that fit the cluster; some need one machine or known rates."""
+        fitting = []
+        for name in BUILDERS:
+            try:
+                compile_plan(build(name, self.workload, self.cluster), self.workload, self.cluster)
+            except DocumentError:
+                continue
+            fitting.append(name)
+        return tuple(fitting)
+
+    @cached_property
+    def _first(self) -> dict[str, Value]:
+        return {name: domain[0] for name, domain in self.parameters.items()}
+
+    def _composed(self, genome: Genome) -> dict[str, Value]:
+        return self.normal(dict(genome) | {BUILDER: COMPOSED})
+
+    def _names(self, block: Block) -> list[str]:
+        return [f"{block.name}/{aspect}" for aspect in self._domains[block.name]]
+
+    def _matters(self, genome: Genome) -> list[str]:
+        return [
+            name
+            for block in self.blocks
+            for name in self._names(block)
+            if relevant(name.rpartition("/")[2], self.choice(genome, block))
+        ]
+
+    def _occupied(self, genome: Genome) -> Iterator[tuple[Block, list[Variable], dict[str, Value]]]:
+        """Blocks that send something: a run with the large variables that joined it, each in backward order."""
+        joined: dict[str, list[Variable]] = {block.name: list(block.variables) for block in self.blocks}
+        choices = {block.name: self.choice(genome, block) for block in self.blocks}
+        for block in self.blocks:
+            if choices[block.name]["method"] == JOIN:
+                assert block.home is not None
+                joined[block.home] += joined.pop(block.name)
+        place = {variable.name: number for number, variable in enumerate(in_ready_order(self.workload))}
+        for block in self.blocks:
+            if block.name in joined:
+                yield block, sorted(joined[block.name], key=lambda v: place[v.name]), choices[block.name]
+
+    def _in_order(self, made: list[tuple[Group, int]]) -> list[Group]:
+        """Groups as backward completes them; urgent ones, the nearer to the model's front the more, get priority."""
+        place = {name: number for number, name in enumerate(self.workload.ready_order)}
+        made.sort(key=lambda pair: max(place[name] for name in pair[0].variables))
+        return [
+            group.model_copy(update={"priority": number + 1}) if urgent else group
+            for number, (group, urgent) in enumerate(made)
+        ]
+
+    def _check(self, genome: Genome) -> None:
+        for name, domain in self.parameters.items():
+            if name not in genome:
+                raise PlanError(f"plan space: parameter '{name}' is missing")
+            if genome[name] not in domain:
+                allowed = ", ".join(map(str, domain))
+                raise PlanError(f"plan space: {name}: {genome[name]!r} is not one of {allowed}")

@@ -1,0 +1,132 @@
+"""The space of plans: every point compiles, moves stay inside, and it stays small."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+from clusters import shared_nodes, uneven_cluster
+
+from lightning_autosync.cluster import ClusterSpec, resolve_cluster
+from lightning_autosync.errors import PlanError
+from lightning_autosync.plan import builders, compile_plan
+from lightning_autosync.plan.space import BUILDER, COMPOSED, PlanSpace, make_blocks
+from lightning_autosync.workload import Variable, Workload, catalogue
+
+MIXED = Workload(
+    name="mixed",
+    variables=(
+        Variable(name="embedding", shape=(500, 8), kind="sparse"),
+        Variable(name="short", shape=(2, 8), kind="row_sparse"),
+        Variable(name="front", shape=(64, 9)),
+        Variable(name="scalar", shape=()),
+        Variable(name="half", shape=(31,), dtype="float16"),
+        Variable(name="large", shape=(200, 300)),
+        Variable(name="huge", shape=(400, 300)),
+        Variable(name="back", shape=(64,)),
+    ),
+)
+CLUSTERS = {
+    "uneven": uneven_cluster(4),
+    "shared": shared_nodes(5),
+    "pair": ClusterSpec.star(bandwidths=[1e7, 1e7]),
+    "racks": resolve_cluster("two_racks_2to1"),
+    "one": resolve_cluster("one_node"),
+}
+
+
+@pytest.mark.parametrize("semantics", ["exact", "compressed"])
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_every_drawn_point_compiles_at_its_level(name: str, semantics: str) -> None:
+    cluster = CLUSTERS[name]
+    space = PlanSpace(MIXED, cluster, semantics)
+    rng = Random(f"{name} {semantics}")
+    for _ in range(60):
+        plan = space.plan(space.draw(rng))
+        compile_plan(plan, MIXED, cluster)
+        assert plan.semantics in ("exact", semantics)
+
+
+def test_points_that_mean_the_same_plan_are_made_equal_and_keep_their_plan() -> None:
+    space = PlanSpace(MIXED, CLUSTERS["shared"], "compressed")
+    rng = Random(1)
+    for _ in range(100):
+        raw = {name: rng.choice(domain) for name, domain in space.parameters.items()} | {BUILDER: COMPOSED}
+        normal = space.normal(raw)
+        assert space.normal(normal) == normal
+        assert space.plan(normal) == space.plan(raw)
+
+
+def test_moves_stay_inside_and_change_something() -> None:
+    space = PlanSpace(MIXED, CLUSTERS["racks"], "compressed")
+    rng = Random(2)
+    one, other = space.draw(rng), space.draw(rng)
+    for _ in range(100):
+        mutant = space.mutate(one, rng)
+        assert mutant != one
+        space.plan(mutant)
+        child = space.crossover(one, other, rng)
+        space.plan(child)
+        for block in space.blocks:
+            assert space.choice(child, block) in (space.choice(one, block), space.choice(other, block))
+        one, other = other, mutant
+
+
+def test_neighbours_are_distinct_and_reachable_by_one_change() -> None:
+    space = PlanSpace(MIXED, CLUSTERS["uneven"])
+    base = space.draw(Random(3))
+    found = [tuple(sorted(neighbour.items())) for neighbour in space.neighbours(base)]
+    assert len(found) > len(space.blocks)
+    assert tuple(sorted(base.items())) not in found
+
+
+def test_baselines_are_the_builders_own_plans() -> None:
+    cluster = CLUSTERS["uneven"]
+    space = PlanSpace(MIXED, cluster)
+    points = {point[BUILDER]: point for point in space.baselines()}
+    assert {"all_reduce", "byteps", "packed_trees", "ps"} <= points.keys()
+    assert space.plan(points["byteps"]) == builders.byteps(MIXED, cluster)
+
+
+def test_a_large_variable_may_join_the_run_at_its_position() -> None:
+    space = PlanSpace(MIXED, CLUSTERS["uneven"])
+    block = next(block for block in space.blocks if block.name == "large")
+    assert block.home is not None
+    genome = space.normal(space.draw(Random(4)) | {"large/method": "join", f"{block.home}/method": "native"})
+    groups = [group for group in space.plan(genome).groups if "large" in group.variables]
+    assert len(groups) == 1
+    assert groups[0].name.startswith(block.home)
+
+
+@pytest.mark.parametrize("model", ["densenet121", "bert_base", "vgg16"])
+def test_the_space_stays_small_for_models_of_hundreds_of_variables(model: str) -> None:
+    workload = catalogue.build(model)
+    space = PlanSpace(workload, CLUSTERS["racks"])
+    assert len(space.parameters) <= 60
+    named = [variable.name for block in space.blocks for variable in block.variables]
+    assert sorted(named) == sorted(variable.name for variable in workload.variables)
+
+
+def test_blocks_follow_backward_and_hold_about_equal_bytes() -> None:
+    workload = Workload(name="even", variables=tuple(Variable(name=f"v{i:02}", shape=(10,)) for i in range(40)))
+    blocks = make_blocks(workload, runs=4)
+    assert [len(block.variables) for block in blocks] == [10, 10, 10, 10]
+    assert blocks[0].variables[0].name == "v39"
+
+
+def test_a_wrong_point_is_refused_by_name() -> None:
+    space = PlanSpace(MIXED, CLUSTERS["pair"])
+    point = space.draw(Random(5))
+    with pytest.raises(PlanError, match=r"huge/method: 'teleport' is not one of"):
+        space.plan(point | {"huge/method": "teleport"})
+    point.pop("huge/method")
+    with pytest.raises(PlanError, match="'huge/method' is missing"):
+        space.plan(point)
+    with pytest.raises(PlanError, match="semantics"):
+        PlanSpace(MIXED, CLUSTERS["pair"], "relaxed")
+
+
+def test_the_fingerprint_follows_the_parameters() -> None:
+    one = PlanSpace(MIXED, CLUSTERS["pair"])
+    assert one.fingerprint == PlanSpace(MIXED, CLUSTERS["pair"]).fingerprint
+    assert one.fingerprint != PlanSpace(MIXED, CLUSTERS["racks"]).fingerprint
