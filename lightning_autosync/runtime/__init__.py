@@ -3,5 +3,6 @@
 from __future__ import annotations
 
 from lightning_autosync.runtime.engine import Engine
+from lightning_autosync.runtime.grouped import GroupedOptimizer
 
-__all__ = ["Engine"]
+__all__ = ["Engine", "GroupedOptimizer"]

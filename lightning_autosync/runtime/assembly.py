@@ -11,7 +11,14 @@ from torch import Tensor, nn
 
 from lightning_autosync.cluster import ClusterSpec, Topology
 from lightning_autosync.errors import PlanError
-from lightning_autosync.plan.schedule import AllReduce, AllToAll, Message, Schedule, TwoLevelAllReduce
+from lightning_autosync.plan.schedule import (
+    AllReduce,
+    AllToAll,
+    Message,
+    Schedule,
+    SharedMemoryReduce,
+    TwoLevelAllReduce,
+)
 from lightning_autosync.runtime.buckets import Bucket, DenseBucket, RowBucket
 from lightning_autosync.runtime.exchanges import (
     AllReduceExchange,
@@ -21,13 +28,16 @@ from lightning_autosync.runtime.exchanges import (
     NativeRowExchange,
     RowExchange,
     RowTreeExchange,
+    SharedMemoryExchange,
     TreeExchange,
     TwoLevelExchange,
     TwoLevelGroups,
     make_two_level_groups,
 )
 from lightning_autosync.runtime.exchanges.staging import StagedExchange, StagedRowExchange
+from lightning_autosync.runtime.pacing import pacing_rates
 from lightning_autosync.runtime.rendezvous import connect_pairs, gather_json
+from lightning_autosync.runtime.shared_memory import SharedMemory
 from lightning_autosync.runtime.transport import Transport
 
 _ROUNDS = 2
@@ -60,8 +70,10 @@ class Assembly:
             _check_parameters(message, parameters)
         self._memories: dict[str, dict[str, Tensor]] = {}
         self._waiter: ThreadPoolExecutor | None = None
+        self._shared: SharedMemory | None = None
         self._transport = self._connect(schedule, cluster)
         try:
+            self._shared = self._share(schedule)
             self._two_level = self._make_two_level_groups(schedule)
             self.buckets = [self._bucket(message) for message in schedule.messages]
             # No rank may send before every rank can receive.
@@ -83,6 +95,8 @@ class Assembly:
             self._waiter.shutdown()
         if self._transport is not None:
             self._transport.close()
+        if self._shared is not None:
+            self._shared.close()
 
     def _make_two_level_groups(self, schedule: Schedule) -> TwoLevelGroups | None:
         transfers = (
@@ -96,17 +110,25 @@ class Assembly:
         return make_two_level_groups(two_level.places)
 
     def _connect(self, schedule: Schedule, cluster: ClusterSpec | None) -> Transport | None:
-        if all(message.collective for message in schedule.messages):
+        if not any(message.on_trees for message in schedule.messages):
             return None
         edges = schedule.tree_edges()
         node = cluster.nodes[cluster.rank_nodes[self._rank]] if cluster is not None else None
         address = node.address if node is not None else None
         sockets = connect_pairs(edges, self._group, address, min(self._timeout, _CONNECT_TIMEOUT))
-        rates = {}
-        if cluster is not None and cluster.measured:
-            topology = Topology(cluster)
-            rates = {peer: topology.bandwidth(self._rank, peer) for peer in sockets}
-        return Transport(sockets, rates)
+        if cluster is None or not cluster.measured:
+            return Transport(sockets)
+        topology = Topology(cluster)
+        rates = {peer: topology.bandwidth(self._rank, peer) for peer in sockets}
+        return Transport(sockets, rates, pacing_rates(schedule, topology, self._rank))
+
+    def _share(self, schedule: Schedule) -> SharedMemory | None:
+        """The memory of all messages that are summed in it, one after the other."""
+        shared = [message for message in schedule.messages if message.in_shared_memory]
+        if not shared:
+            return None
+        sizes = {message.index: message.rounds[0].length * getattr(torch, message.dtype).itemsize for message in shared}
+        return SharedMemory(sizes, self._group, min(self._timeout, _CONNECT_TIMEOUT))
 
     def _bucket(self, message: Message) -> Bucket:
         parameters = [self._parameters[name] for name in message.variables]
@@ -114,7 +136,11 @@ class Assembly:
         dtype = getattr(torch, message.dtype)
         if message.rows:
             return RowBucket(message, parameters[0], self._row_exchange(message, dtype, device), self._world_size)
-        buffer = torch.zeros(message.numel + message.tail, dtype=dtype, device=device)
+        if message.in_shared_memory:
+            assert self._shared is not None
+            buffer = self._shared.buffer(message.index, self._rank, dtype)
+        else:
+            buffer = torch.zeros(message.numel + message.tail, dtype=dtype, device=device)
         return DenseBucket(
             message, parameters, buffer, self._dense_exchange(message, buffer, parameters), self._world_size
         )
@@ -144,12 +170,19 @@ class Assembly:
             assert self._two_level is not None
             levels = [transfer for transfer in transfers if isinstance(transfer, TwoLevelAllReduce)]
             return TwoLevelExchange(levels, buffer, self._two_level)
+        elif isinstance(transfers[0], SharedMemoryReduce):
+            return self._in_shared_memory(message, buffer.dtype)
         elif isinstance(transfers[0], AllToAll):
             exchange = AllToAllExchange(transfers[0], message, buffer, self._rank, self._world_size, self._group)
         else:
             return self._on_trees(message, number, buffer)
         self._remember(message, exchange)
         return exchange
+
+    def _in_shared_memory(self, message: Message, dtype: torch.dtype) -> Exchange:
+        assert self._shared is not None
+        buffers = [self._shared.buffer(message.index, rank, dtype) for rank in range(self._world_size)]
+        return SharedMemoryExchange(message, buffers, self._rank, self._shared.handover, self._timeout)
 
     def _on_trees(self, message: Message, number: int, buffer: Tensor) -> Exchange:
         assert self._transport is not None
@@ -193,6 +226,8 @@ def _check_parameters(message: Message, parameters: Mapping[str, nn.Parameter]) 
         if name not in parameters:
             raise PlanError(f"{where}: there is no parameter '{name}'")
     device = parameters[message.variables[0]].device
+    if message.in_shared_memory and device.type != "cpu":
+        raise PlanError(f"{where}: topology 'shared_memory' is for parameters on the CPU, these are on {device}")
     for name in message.variables:
         parameter = parameters[name]
         if parameter.dtype != getattr(torch, message.dtype) or parameter.device != device:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from math import prod
 from typing import NoReturn
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lightning_autosync.errors import ExchangeError, PlanError
 from lightning_autosync.plan.schedule import Message
 from lightning_autosync.runtime.exchanges import Exchange, RowExchange, Rows
+from lightning_autosync.runtime.layout import variable_views
 
 
 class Bucket(ABC):
@@ -47,6 +48,10 @@ class Bucket(ABC):
         )
 
     @abstractmethod
+    def watch(self, completed: Callable[[], None] | None) -> None:
+        """As of `Exchange.watch`."""
+
+    @abstractmethod
     def packer(self, place: int) -> Callable[[], None]:
         """What takes the gradient of the parameter at ``place``, divided by the number of ranks.
 
@@ -64,6 +69,10 @@ class Bucket(ABC):
     @abstractmethod
     def finish(self) -> None:
         """Wait for the sum and make it the parameters' gradients."""
+
+    @abstractmethod
+    def finite(self) -> bool:
+        """Whether the sum has neither infinities nor NaNs; the same on every rank. Call after `finish`."""
 
 
 class DenseBucket(Bucket):
@@ -90,8 +99,9 @@ class DenseBucket(Bucket):
         # Multiplying by a tensor saves a microsecond a parameter; a narrow type would round the share itself.
         exact = buffer.device.type == "cpu" and buffer.dtype.itemsize >= 4
         self._share = torch.tensor(1.0 / world_size, dtype=buffer.dtype) if exact else 1.0 / world_size
+        self._buffer = buffer
         self._counts = buffer[message.numel :]
-        self._views = _views(parameters, buffer, message.axis)
+        self._views = variable_views(parameters, buffer, message.axis)
         self._filled = [False] * len(parameters)
         self._packers = [self.packer(place) for place in range(len(parameters))]
 
@@ -119,6 +129,9 @@ class DenseBucket(Bucket):
 
         return pack
 
+    def watch(self, completed: Callable[[], None] | None) -> None:
+        self.exchange.watch(completed)
+
     def _refuse_sparse(self, place: int) -> NoReturn:
         raise PlanError(
             f"parameter '{self.message.variables[place]}' got a sparse gradient, but its message is dense; "
@@ -142,6 +155,9 @@ class DenseBucket(Bucket):
                 used_somewhere = self._filled[place] or float(self._counts[place]) > 0
                 if parameter.requires_grad and used_somewhere:
                     parameter.grad = self._views[place]
+
+    def finite(self) -> bool:
+        return _finite(self._buffer)
 
     def _fill_rest(self) -> None:
         for place, parameter in enumerate(self.parameters):
@@ -175,12 +191,16 @@ class RowBucket(Bucket):
         self._parameter = parameter
         self._width = message.numel // message.rows
         self._own: Rows | None = None
+        self._total: Rows | None = None
         self._sparse_layout = message.sparse
 
     def arm(self) -> None:
         super().arm()
-        self._own = None
+        self._own = self._total = None
         self._sparse_layout = self.message.sparse
+
+    def watch(self, completed: Callable[[], None] | None) -> None:
+        self.exchange.watch(completed)
 
     def packer(self, place: int) -> Callable[[], None]:
         return self._pack
@@ -216,7 +236,7 @@ class RowBucket(Bucket):
         self.exchange.resume()
 
     def finish(self) -> None:
-        total = self.exchange.wait()
+        self._total = total = self.exchange.wait()
         parameter = self._parameter
         if total.gradients and parameter.requires_grad:
             if self._sparse_layout:
@@ -226,6 +246,9 @@ class RowBucket(Bucket):
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
                 parameter.grad[total.indices] = total.values.view(-1, *parameter.shape[1:])
+
+    def finite(self) -> bool:
+        return self._total is None or _finite(self._total.values)
 
     def _sparse(self, total: Rows) -> Tensor:
         shape = self._parameter.shape
@@ -238,15 +261,6 @@ def touched_rows(table: Tensor) -> Tensor:
     return table.any(dim=1).nonzero().view(-1)
 
 
-def _views(parameters: list[nn.Parameter], buffer: Tensor, axis: int) -> list[Tensor]:
-    """For each parameter, its part of the buffer in the parameter's own shape."""
-    views, offset = [], 0
-    for parameter in parameters:
-        part = buffer[offset : offset + parameter.numel()]
-        if axis:
-            shape = (parameter.shape[axis], *parameter.shape[:axis], *parameter.shape[axis + 1 :])
-            views.append(part.view(shape).movedim(0, axis))
-        else:
-            views.append(part.view(parameter.shape))
-        offset += prod(parameter.shape)
-    return views
+def _finite(values: Tensor) -> bool:
+    """Whether all are finite; one pass, nothing of their size allocated."""
+    return not values.numel() or all(math.isfinite(float(extreme)) for extreme in values.aminmax())

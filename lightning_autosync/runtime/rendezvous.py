@@ -67,6 +67,13 @@ def connect_pairs(
     The higher rank of a pair listens on its own address; the lower one dials and names a secret that rank 0 drew, so
     that strangers are turned away. The network itself is trusted, as it is by the backends' own connections.
 
+    Args:
+        edges: pairs of ranks, lower first.
+        group: the ranks; None is the default group.
+        address: where this rank listens; None takes `own_address`, and one that begins with NUL is a name in Linux's
+            abstract socket namespace, under which the ranks of one machine find it.
+        timeout: seconds, at most, until all are connected.
+
     Raises:
         ExchangeError: on every rank if one cannot listen; or a peer could not be reached in ``timeout`` seconds.
     """
@@ -76,10 +83,10 @@ def connect_pairs(
     with ExitStack() as cleanup:
         listener, fault = None, ""
         try:
-            listener = cleanup.enter_context(_listen(address or own_address(), len(edges)))
+            listener = cleanup.enter_context(listen(address or own_address(), len(edges)))
         except (OSError, ExchangeError) as cause:
             fault = str(cause)
-        own = listener.getsockname()[:2] if listener is not None else None
+        own = _endpoint(listener) if listener is not None else None
         offers = gather_json([own, fault, secrets.token_hex(16) if rank == 0 else ""], group)
         for other, (_, problem, _) in enumerate(offers):
             if problem:
@@ -100,7 +107,23 @@ def connect_pairs(
     return sockets
 
 
-def _listen(address: str, backlog: int) -> socket.socket:
+def _endpoint(listener: socket.socket) -> list[Any]:
+    """What peers dial: host and port, or the name of a socket of this machine."""
+    name = listener.getsockname()
+    return [name.decode()] if isinstance(name, bytes) else list(name[:2])
+
+
+def listen(address: str, backlog: int) -> socket.socket:
+    """A socket that listens on a free port of ``address``.
+
+    Raises:
+        ExchangeError: the address is not this machine's.
+    """
+    if address.startswith("\0"):
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(address)
+        listener.listen(max(1, backlog))
+        return listener
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         return socket.create_server((address, 0), family=family, backlog=max(1, backlog))
@@ -110,10 +133,20 @@ def _listen(address: str, backlog: int) -> socket.socket:
 
 def _dial(target: list[Any], peer: int, hello: bytes, deadline: float) -> socket.socket:
     try:
-        connection = socket.create_connection(tuple(target), timeout=max(0.1, deadline - time.monotonic()))
+        connection = _open(target, max(0.1, deadline - time.monotonic()))
         connection.sendall(hello)
     except OSError as cause:
-        raise ExchangeError(f"rank {peer} cannot be reached at {target[0]}:{target[1]}: {cause}") from None
+        place = ":".join(map(str, target)).lstrip("\0")
+        raise ExchangeError(f"rank {peer} cannot be reached at {place}: {cause}") from None
+    return connection
+
+
+def _open(target: list[Any], timeout: float) -> socket.socket:
+    if len(target) == 2:
+        return socket.create_connection(tuple(target), timeout=timeout)
+    connection = socket.socket(socket.AF_UNIX)
+    connection.settimeout(timeout)
+    connection.connect(target[0])
     return connection
 
 

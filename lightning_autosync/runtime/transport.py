@@ -102,9 +102,15 @@ class Transport:
     Args:
         sockets: connected stream sockets by peer rank; the transport owns them from now on.
         rates: bytes/s that the route to each peer carries, where known (see `tune_connection`).
+        paces: payload bytes/s beyond which not to send to a peer, where there is such a limit (see `pacing_rates`).
     """
 
-    def __init__(self, sockets: Mapping[int, socket.socket], rates: Mapping[int, float] | None = None) -> None:
+    def __init__(
+        self,
+        sockets: Mapping[int, socket.socket],
+        rates: Mapping[int, float] | None = None,
+        paces: Mapping[int, float] | None = None,
+    ) -> None:
         self.bytes_sent = 0
         self._selector = selectors.DefaultSelector()
         self._peers = {rank: _Peer(rank, connection) for rank, connection in sockets.items()}
@@ -118,7 +124,7 @@ class Transport:
         self._woken.setblocking(False)
         self._selector.register(self._woken, selectors.EVENT_READ, None)
         for peer in self._peers.values():
-            tune_connection(peer.socket, (rates or {}).get(peer.rank))
+            tune_connection(peer.socket, (rates or {}).get(peer.rank), (paces or {}).get(peer.rank))
             self._selector.register(peer.socket, selectors.EVENT_READ, peer)
         self._thread = threading.Thread(target=self._serve, name="autosync-transport", daemon=True)
         self._thread.start()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import math
 import os
 import signal
 import time
@@ -14,8 +16,9 @@ from training import Net, batches, engine, subgroup
 
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.errors import AutoSyncError
-from lightning_autosync.plan import SyncPlan, builders, compile_plan
+from lightning_autosync.plan import Compressor, SyncPlan, builders, compile_plan
 from lightning_autosync.runtime import Engine
+from lightning_autosync.runtime.memories import Memories
 from lightning_autosync.workload import describe, variable_names
 
 
@@ -32,7 +35,8 @@ class Branches(nn.Module):
 
 
 def _plan(module: nn.Module, builder: str, topology: str, size: int, **more: Any) -> tuple[SyncPlan, ClusterSpec]:
-    cluster = ClusterSpec.uniform(nodes=size, bandwidth=1e8)
+    nodes = 1 if topology == "shared_memory" else size
+    cluster = ClusterSpec.uniform(nodes=nodes, devices=size // nodes, bandwidth=1e8)
     return builders.build(builder, describe(module), cluster, topology=topology, **more), cluster
 
 
@@ -121,6 +125,92 @@ def restored(compressor: str, topology: str) -> float:
     )
 
 
+def under_a_scaler(compressor: str, topology: str) -> dict[str, Any]:
+    """How far a run under changing loss scales, one of whose steps overflows on one rank, ends from one without both.
+
+    Powers of two change no bit of the rest.
+    """
+    size = dist.get_world_size()
+    torch.manual_seed(0)
+    plain = Net()
+    scaled = copy.deepcopy(plain)
+    states = []
+    for module, scales in ((plain, [None] * 4), (scaled, [4.0, 4.0, math.inf, 64.0, 2.0])):
+        kind = Compressor(kind=compressor, ratio=0.2)
+        plan, cluster = _plan(module, "all_reduce", topology, size, compressor=kind)
+        data = iter(list(batches(dist.get_rank(), 4, torch.float32)))
+        with engine(module, plan, cluster, None) as running:
+            for scale in scales:
+                overflows = scale == math.inf
+                running.loss_scale = 8.0 if overflows else scale
+                images, labels = next(iter(batches(7, 1, torch.float32))) if overflows else next(data)
+                factor = math.inf if overflows and dist.get_rank() == 1 else running.loss_scale or 1.0
+                module.zero_grad()
+                (nn.functional.cross_entropy(module(images), labels) * factor).backward()
+                gradients = [parameter.grad for parameter in module.parameters()]
+                if overflows:
+                    assert not all(bool(gradient.isfinite().all()) for gradient in gradients)
+                    continue
+                with torch.no_grad():
+                    for parameter, gradient in zip(module.parameters(), gradients, strict=True):
+                        parameter -= 0.1 * gradient / (running.loss_scale or 1.0)
+            states.append(running.state_dict())
+    lost = {name: memory.tensors["residual"] for name, memory in states[0].items()}
+    return {
+        "distance": max(
+            float((a - b).detach().abs().max()) for a, b in zip(plain.parameters(), scaled.parameters(), strict=True)
+        ),
+        "memory": max(float((states[1][name].tensors["residual"] - kept).abs().max()) for name, kept in lost.items()),
+        "lost": max(float(kept.abs().max()) for kept in lost.values()),
+    }
+
+
+def refused_scale(scale: float) -> str:
+    module = Net()
+    plan, cluster = _plan(module, "all_reduce", "native", dist.get_world_size())
+    with engine(module, plan, cluster, None) as running:
+        try:
+            running.loss_scale = scale
+        except ValueError as error:
+            return str(error)
+    return "no error"
+
+
+def carried_over(compressor: str) -> dict[str, Any]:
+    """What one plan's memory becomes under another one, and what has no place under a third."""
+    size = dist.get_world_size()
+    torch.manual_seed(0)
+    module = Net()
+
+    def remembered(topology: str, state: Memories | None, **more: Any) -> tuple[Memories, list[str]]:
+        plan, cluster = _plan(module, "all_reduce", topology, size, **more)
+        left_out: list[str] = []
+        with engine(module, plan, cluster, None) as running:
+            if state is not None:
+                left_out = running.load_state_dict(state)
+            else:
+                for images, labels in batches(dist.get_rank(), 2, torch.float32):
+                    module.zero_grad()
+                    nn.functional.cross_entropy(module(images), labels).backward()
+            return running.state_dict(), left_out
+
+    fused, _ = remembered("star", None, compressor=compressor)
+    alone, left_out = remembered("native", fused, compressor=compressor, bucket_bytes=1)
+    _, dropped = remembered("native", fused, compressor="fp16")
+    return {
+        "names": sorted(fused),
+        "shapes": {name: list(memory.tensors["residual"].shape) for name, memory in fused.items()},
+        "lost": max(float(memory.tensors["residual"].abs().max()) for memory in fused.values()),
+        "difference": max(
+            float((tensor - alone[name].tensors[key]).abs().max())
+            for name, memory in fused.items()
+            for key, tensor in memory.tensors.items()
+        ),
+        "left_out": left_out,
+        "dropped": sorted(dropped),
+    }
+
+
 def mismatched(what: str) -> str:
     """The error of ranks that do not agree."""
     module = Net()
@@ -172,12 +262,12 @@ def frozen_in_turn(topology: str, compressor: str) -> list[list[float]]:
     return history
 
 
-def ended_without_a_barrier(builder: str, trials: int) -> list[str]:
+def ended_without_a_barrier(builder: str, topology: str, trials: int) -> list[str]:
     """Errors of runs in which every rank closes its engine as soon as it is done."""
     errors = []
     for _ in range(trials):
         module = Net()
-        plan, cluster = _plan(module, builder, "star", dist.get_world_size())
+        plan, cluster = _plan(module, builder, topology, dist.get_world_size())
         running = Engine(variable_names(module), compile_plan(plan, describe(module), cluster), timeout=20.0)
         try:
             for images, labels in batches(dist.get_rank(), 2, torch.float32):
@@ -189,10 +279,10 @@ def ended_without_a_barrier(builder: str, trials: int) -> list[str]:
     return errors
 
 
-def fewer_steps(victim: int) -> str:
+def fewer_steps(topology: str, victim: int) -> str:
     """The error of ranks that go on when one has ended."""
     module = Net()
-    plan, cluster = _plan(module, "all_reduce", "ring", dist.get_world_size())
+    plan, cluster = _plan(module, "all_reduce", topology, dist.get_world_size())
     running = Engine(variable_names(module), compile_plan(plan, describe(module), cluster), timeout=20.0)
     error = ""
     try:

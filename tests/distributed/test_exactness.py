@@ -9,12 +9,16 @@ from hypothesis import strategies as st
 from plans import plans
 from training import Net
 
+from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.plan import TOPOLOGIES, builders
 from lightning_autosync.workload import describe
 
+SPANNING = [name for name in builders.BUILDERS if name != "shared_memory"]
+"""Builders of plans for several nodes."""
+
 
 @pytest.mark.parametrize("size", [2, 3, 4, 5])
-@pytest.mark.parametrize("builder", builders.BUILDERS)
+@pytest.mark.parametrize("builder", SPANNING)
 def test_every_builder_and_topology_equals_ddp(pool, builder: str, size: int) -> None:
     cluster = uneven_cluster(size)
     workload = describe(Net().double())
@@ -23,13 +27,23 @@ def test_every_builder_and_topology_equals_ddp(pool, builder: str, size: int) ->
         assert max(found) < 1e-12, dict(zip(TOPOLOGIES, found, strict=True))
 
 
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
+def test_shared_memory_equals_ddp(pool, size: int) -> None:
+    cluster = ClusterSpec.uniform(1, devices=size)
+    workload = describe(Net().double())
+    made = [builders.shared_memory(workload, cluster, bucket_bytes=limit).to_dict() for limit in (1, 1000, 10**8)]
+    for found in pool.run("training:distances", plans=made, cluster=cluster.to_dict(), double=True)[:size]:
+        assert max(found) < 1e-12
+
+
 @settings(max_examples=45, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_random_exact_plans_equal_ddp(pool, data: st.DataObject) -> None:
     size = data.draw(st.integers(2, 5), label="ranks")
-    cluster = data.draw(st.sampled_from([uneven_cluster(size), shared_nodes(size)]), label="cluster")
+    machine = ClusterSpec.uniform(1, devices=size, bandwidth=1e7)
+    cluster = data.draw(st.sampled_from([uneven_cluster(size), shared_nodes(size), machine]), label="cluster")
     workload = describe(Net().double())
-    drawn = [data.draw(plans(workload, size), label="plan") for _ in range(5)]
+    drawn = [data.draw(plans(workload, size, one_node=cluster is machine), label="plan") for _ in range(5)]
     answers = pool.run(
         "training:distances",
         plans=[plan.to_dict() for plan in drawn],
@@ -41,10 +55,22 @@ def test_random_exact_plans_equal_ddp(pool, data: st.DataObject) -> None:
             assert distance < 1e-12, plan.describe()
 
 
+@pytest.mark.parametrize("builder", ["ps", "all_reduce"])
+def test_waiting_where_parameters_are_used_equals_ddp(pool, builder: str) -> None:
+    cluster = uneven_cluster(pool.world_size)
+    workload = describe(Net().double())
+    plans = [builders.build(builder, workload, cluster, topology=topology) for topology in TOPOLOGIES]
+    made = [plan.to_dict() for plan in plans]
+    for found in pool.run("training:overlapped_distances", plans=made, cluster=cluster.to_dict()):
+        for plan, (distance, under_way) in zip(plans, found, strict=True):
+            assert distance < 1e-12, plan.describe()
+            assert under_way == len(plan.groups)
+
+
 def test_single_precision_equals_ddp(pool) -> None:
     cluster = shared_nodes(4)
     workload = describe(Net())
-    made = [builder(workload, cluster) for builder in builders.BUILDERS.values()]
+    made = [builders.build(name, workload, cluster) for name in SPANNING]
     for found in pool.run(
         "training:distances", plans=[plan.to_dict() for plan in made], cluster=cluster.to_dict(), steps=5
     )[:4]:

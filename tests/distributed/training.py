@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.plan import SyncPlan, TwoLevelAllReduce, builders, compile_plan
-from lightning_autosync.runtime import Engine
+from lightning_autosync.runtime import Engine, GroupedOptimizer
+from lightning_autosync.runtime.engine import Waits
 from lightning_autosync.workload import Workload, describe, variable_names
 
 _GROUPS: dict[tuple[Any, int], dist.ProcessGroup] = {}
@@ -60,9 +62,10 @@ def engine(
     group: dist.ProcessGroup | None,
     workload: Workload | None = None,
     two_level: bool = False,
+    waits: Waits = "backward",
 ) -> Iterator[Engine]:
     schedule = compile_plan(plan, workload or describe(module), cluster, two_level_collectives=two_level)
-    running = Engine(variable_names(module), schedule, group=group, timeout=30.0)
+    running = Engine(variable_names(module), schedule, group=group, timeout=30.0, waits=waits)
     try:
         yield running
     finally:
@@ -101,6 +104,30 @@ def two_level_distance(builder: str, cluster: dict[str, Any]) -> float:
         assert all(isinstance(transfer, TwoLevelAllReduce) for transfer in transfers)
         train(module, module, dist.get_rank(), 3, torch.float64)
     return distance(module, reference)
+
+
+def overlapped_distances(plans: list[dict[str, Any]], cluster: dict[str, Any], steps: int = 3) -> list[list[float]]:
+    """For each plan: how far training that waits where parameters are used ends from DDP, and messages under way
+    when backward was over, on average."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    start = Net().double()
+    reference = copy.deepcopy(start)
+    train(DistributedDataParallel(reference), reference, rank, steps, torch.float64)
+    found = []
+    for plan in plans:
+        assert plan["world_size"] == size
+        module, under_way = copy.deepcopy(start), 0
+        spec = ClusterSpec.from_dict(cluster)
+        with engine(module, SyncPlan.from_dict(plan), spec, None, waits="parameters") as running:
+            optimizer = GroupedOptimizer(running, module, partial(torch.optim.SGD, lr=0.1, momentum=0.9))
+            for images, labels in batches(rank, steps, torch.float64):
+                nn.functional.cross_entropy(module(images), labels).backward()
+                optimizer.step()
+                under_way += len(running.pending)
+            optimizer.close()
+        found.append([distance(module, reference), under_way / steps])
+    return found
 
 
 def distances(

@@ -53,7 +53,7 @@ def survivors(topology: str, how: str) -> list[dict[str, Any]]:
             process.wait()
 
 
-@pytest.mark.parametrize("topology", ["ring", "star"])
+@pytest.mark.parametrize("topology", ["ring", "star", "shared_memory"])
 def test_a_killed_rank_is_named_at_once(topology: str) -> None:
     for found in survivors(topology, "kill"):
         assert "lost the connection to rank" in found["error"]
@@ -61,8 +61,9 @@ def test_a_killed_rank_is_named_at_once(topology: str) -> None:
         assert found["finite"]
 
 
-def test_a_stopped_rank_is_noticed_at_the_time_out() -> None:
-    seen = survivors("star", "stop")
+@pytest.mark.parametrize("topology", ["star", "shared_memory"])
+def test_a_stopped_rank_is_noticed_at_the_time_out(topology: str) -> None:
+    seen = survivors(topology, "stop")
     # The first to give up closes its connections, which the other may notice before its own time is over.
     assert any("no answer from the other ranks in 3 s" in found["error"] for found in seen)
     for found in seen:

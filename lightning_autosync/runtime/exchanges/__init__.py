@@ -12,6 +12,7 @@ from lightning_autosync.runtime.exchanges.rows import (
     RowTreeExchange,
     add_rows,
 )
+from lightning_autosync.runtime.exchanges.shared import SharedMemoryExchange
 from lightning_autosync.runtime.exchanges.trees import TreeExchange
 from lightning_autosync.runtime.exchanges.two_level import (
     TwoLevelExchange,
@@ -28,6 +29,7 @@ __all__ = [
     "RowExchange",
     "RowTreeExchange",
     "Rows",
+    "SharedMemoryExchange",
     "TreeExchange",
     "TwoLevelExchange",
     "TwoLevelGroups",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,6 +28,9 @@ class Exchange(ABC):
     def resume(self) -> None:  # noqa: B027 - most exchanges have nothing left to launch
         """Launch what depends on the first part."""
 
+    def watch(self, completed: Callable[[], None] | None) -> None:  # noqa: B027 - not all know it before `wait`
+        """Call ``completed`` whenever this rank has a step's sum, on whatever thread that happens; None ends that."""
+
     @abstractmethod
     def wait(self) -> None:
         """Block until the buffer holds the sum.
@@ -44,11 +48,14 @@ class Completion:
         self._timeout = timeout
         self._done = threading.Event()
         self._error: ExchangeError | None = None
+        self.watcher: Callable[[], None] | None = None
 
     def begin(self) -> None:
         self._done.clear()
 
     def done(self) -> None:
+        if self.watcher is not None:
+            self.watcher()
         self._done.set()
 
     def fail(self, error: ExchangeError) -> None:
@@ -64,27 +71,6 @@ class Completion:
                 f"{self._what}: no answer from the other ranks in {self._timeout:g} s; one of them is stuck, or they "
                 "do not run the same steps"
             )
-
-
-class Departures:
-    """Which peers have left, and after which step of an exchange."""
-
-    def __init__(self) -> None:
-        self._steps: dict[int, int] = {}
-
-    def note(self, peer: int, step: int) -> None:
-        self._steps[peer] = step
-
-    def hinder(self, step: int, completion: Completion, broken: ExchangeError | None) -> bool:
-        """Fail ``completion`` if ``step`` cannot be completed any more; whether that is so."""
-        early = [peer for peer, last in self._steps.items() if last < step]
-        if broken is not None:
-            completion.fail(broken)
-        elif early:
-            completion.fail(
-                ExchangeError(f"rank {early[0]} has ended after step {self._steps[early[0]]}; this is step {step}")
-            )
-        return broken is not None or bool(early)
 
 
 def byte_view(tensor: Tensor) -> memoryview:

@@ -20,6 +20,10 @@ MakeExchange = Callable[[int, Tensor], Exchange]
 class LowRankExchange(Exchange):
     """Two rounds for one message.
 
+    Each rank orthogonalizes the first factor, whose bytes are the same everywhere, for itself; a third round would be
+    needed to share the result. On like processors the replicas stay equal bit by bit. On unlike ones the basis may
+    differ in its last bits, and with it the gradients, as much as the optimizer's own arithmetic does there.
+
     Args:
         message: with two rounds.
         shapes: of its variables, in message order.
@@ -72,7 +76,7 @@ class LowRankExchange(Exchange):
         for factor, values in zip(self._factors, self._values, strict=True):
             if factor.rank:
                 basis = self._first_of(factor)
-                basis.copy_(torch.linalg.qr(basis.float() if basis.dtype.itemsize < 4 else basis).Q)
+                basis.copy_(_orthonormal(basis.float() if basis.dtype.itemsize < 4 else basis))
                 torch.mm(_matrix(values, factor).t(), basis, out=self._second_of(factor))
         self._second.start()
 
@@ -88,8 +92,8 @@ class LowRankExchange(Exchange):
                 # Every rank answers for an equal share of the sum.
                 torch.sub(values, product, alpha=1 / self._world_size, out=lost).nan_to_num_(0.0, 0.0, 0.0)
             values.copy_(product)
-            if not bool(torch.isfinite(self._second_of(factor)).all()):
-                self._draw_factors()
+        if not bool(torch.isfinite(self._second_buffer).all()):
+            self._draw_factors()
         self._tail.copy_(self._first_tail)
 
     @property
@@ -113,3 +117,12 @@ class LowRankExchange(Exchange):
 
 def _matrix(values: Tensor, factor: Factor) -> Tensor:
     return values.view(factor.rows, factor.columns)
+
+
+def _orthonormal(columns: Tensor) -> Tensor:
+    """An orthonormal basis of what [rows, rank] spans, the same with every library up to rounding.
+
+    Householder reflections leave the sign of each vector to the library; here its coefficient is not negative.
+    """
+    basis, coefficients = torch.linalg.qr(columns)
+    return basis * torch.where(coefficients.diagonal() < 0, -1.0, 1.0)

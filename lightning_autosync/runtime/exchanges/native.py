@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -32,11 +32,17 @@ class AllReduceExchange(Exchange):
         self._body = buffer.numel() - message.tail
         self._ranges = [self._wire[transfer.start : transfer.stop] for transfer in transfers]
         self._works: list[dist.Work] = []
+        self._watcher: Callable[[], None] | None = None
+
+    def watch(self, completed: Callable[[], None] | None) -> None:
+        self._watcher = completed
 
     def start(self) -> None:
         if self._wire is not self._buffer:
             self._narrow()
         self._works = [dist.all_reduce(part, group=self._group, async_op=True) for part in self._ranges]
+        for work in self._works:
+            _watch(work, self._watcher)
 
     def wait(self) -> None:
         for work in self._works:
@@ -83,6 +89,7 @@ class AllToAllExchange(Exchange):
         self._contributions = torch.empty(sum(sizes), dtype=unit, device=buffer.device)
         self._received = torch.empty(self._own * world_size, dtype=unit, device=buffer.device)
         self._work: dist.Work | None = None
+        self._watcher: Callable[[], None] | None = None
 
     @staticmethod
     def _parts_dtype(message: Message, buffer: Tensor) -> torch.dtype:
@@ -104,6 +111,10 @@ class AllToAllExchange(Exchange):
         self._pack(self._parts[self._rank], blocks[self._rank])
         blocks[:] = blocks[self._rank].clone()
         self._work = self._exchange(self._contributions, self._received, self._sizes, self._own_blocks)
+        _watch(self._work, self._watcher)
+
+    def watch(self, completed: Callable[[], None] | None) -> None:
+        self._watcher = completed
 
     def wait(self) -> None:
         assert self._work is not None
@@ -132,6 +143,12 @@ class AllToAllExchange(Exchange):
         for part in self._parts[self._rank]:
             part.add(block[position : position + part.size])
             position += part.size
+
+
+def _watch(work: dist.Work, completed: Callable[[], None] | None) -> None:
+    """Call ``completed`` when the backend is done with ``work``."""
+    if completed is not None:
+        work.get_future().add_done_callback(lambda _: completed())
 
 
 class _Part:

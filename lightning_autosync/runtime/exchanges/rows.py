@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -11,7 +12,8 @@ from torch import Tensor
 
 from lightning_autosync.errors import ExchangeError
 from lightning_autosync.plan.schedule import Message, TreeTransfer
-from lightning_autosync.runtime.exchanges.base import Completion, Departures, byte_view
+from lightning_autosync.runtime.exchanges.base import byte_view
+from lightning_autosync.runtime.exchanges.steps import TreeSteps
 from lightning_autosync.runtime.transport import DOWN, UP, Frame, Transport
 
 _INDEX_BYTES = 8
@@ -76,6 +78,9 @@ class RowExchange(ABC):
     def resume(self) -> None:  # noqa: B027 - trees have nothing left to launch
         """Launch what depends on the first part."""
 
+    def watch(self, completed: Callable[[], None] | None) -> None:  # noqa: B027 - not all know it before `wait`
+        """As of `Exchange.watch`."""
+
     @abstractmethod
     def wait(self) -> Rows:
         """The rows that any rank touched, summed."""
@@ -89,13 +94,14 @@ class _Path:
     transfer: TreeTransfer
     first_row: int
     last_row: int
+    gathering: int = 1
     contributions: dict[int, Tensor] = field(default_factory=dict)
     incoming: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     own: Rows | None = None
     total: Rows | None = None
 
 
-class RowTreeExchange(RowExchange):
+class RowTreeExchange(TreeSteps, RowExchange):
     """Rows along trees: merged on their way up, the union handed out on the way down."""
 
     def __init__(
@@ -108,27 +114,21 @@ class RowTreeExchange(RowExchange):
         dtype: torch.dtype,
         timeout: float,
     ) -> None:
-        self._transport = transport
-        self._channel = channel
+        super().__init__(transport, channel, message, timeout)
         self._rank = rank
-        self._priority = message.priority
         self._width = width
         self._dtype = dtype
         self._row_bytes = _INDEX_BYTES + width * dtype.itemsize
-        self._step = 0
-        self._open = 0
-        self._completion = Completion(f"message '{message.name}'", timeout)
-        self._departures = Departures()
         self._paths = [
             _Path(number, transfer, transfer.start // width, transfer.stop // width)
             for number, transfer in enumerate(message.rounds[0].transfers)
             if isinstance(transfer, TreeTransfer)
         ]
+        self._work = sum(1 + len(path.transfer.broadcast.children[rank]) for path in self._paths)
         transport.register(channel, self)
 
     def start(self, rows: Rows) -> None:
-        self._completion.begin()
-        self._transport.submit(lambda: self._begin(rows))
+        self._launch(lambda: self._begin(rows))
 
     def wait(self) -> Rows:
         self._completion.wait()
@@ -137,9 +137,7 @@ class RowTreeExchange(RowExchange):
         return Rows(indices, torch.cat([rows.values for rows in totals]), totals[0].gradients)
 
     def _begin(self, rows: Rows) -> None:
-        self._step += 1
-        self._open = sum(1 + len(path.transfer.broadcast.children[self._rank]) for path in self._paths)
-        if self._departures.hinder(self._step, self._completion, self._transport.error):
+        if not self._enter_step(self._work):
             return
         for path in self._paths:
             path.own = rows.between(path.first_row, path.last_row)
@@ -147,6 +145,7 @@ class RowTreeExchange(RowExchange):
 
     def destination(self, peer: int, frame: Frame) -> memoryview:
         path = self._path(peer, frame)
+        self._check_step(peer, frame, path.gathering if frame.phase == UP else self._step)
         count, rest = divmod(frame.size - _COUNT_BYTES, self._row_bytes)
         if rest or count < 0 or count > path.last_row - path.first_row:
             raise ExchangeError(f"rank {peer} sent {frame.size} bytes of rows, which fit no part of this table")
@@ -169,17 +168,6 @@ class RowTreeExchange(RowExchange):
             path.contributions[peer] = wire
             self._rise_if_complete(path)
 
-    def failed(self, error: ExchangeError) -> None:
-        self._completion.fail(error)
-
-    def left(self, peer: int, step: int) -> None:
-        self._departures.note(peer, step)
-        self._departures.hinder(self._step, self._completion, self._transport.error)
-
-    @property
-    def completed(self) -> int:
-        return self._step if self._open == 0 else self._step - 1
-
     def _path(self, peer: int, frame: Frame) -> _Path:
         if frame.transfer >= len(self._paths):
             raise ExchangeError(f"rank {peer} sent rows that are not in the schedule")
@@ -198,28 +186,19 @@ class RowTreeExchange(RowExchange):
         total = add_rows([path.own, *parts])
         path.own = None
         path.contributions.clear()
+        path.gathering += 1
         wire = total.packed()
         parent = path.transfer.reduce.parents[self._rank]
         if parent < 0:
             self._hand_out(path, total, wire)
         else:
-            self._send(parent, path, UP, wire)
+            self._send(parent, (path.number, 0, UP), byte_view(wire))
 
     def _hand_out(self, path: _Path, total: Rows, wire: Tensor) -> None:
         path.total = total
         for child in path.transfer.broadcast.children[self._rank]:
-            self._send(child, path, DOWN, wire)
+            self._send(child, (path.number, 0, DOWN), byte_view(wire))
         self._progress()
-
-    def _send(self, peer: int, path: _Path, phase: int, wire: Tensor) -> None:
-        frame = Frame(self._channel, self._step, path.number, 0, phase, wire.numel())
-        urgency = (-self._priority, self._channel, 0.0)
-        self._transport.send(peer, frame, byte_view(wire), urgency, self._progress if phase == DOWN else None)
-
-    def _progress(self) -> None:
-        self._open -= 1
-        if self._open == 0:
-            self._completion.done()
 
 
 class NativeRowExchange(RowExchange):

@@ -29,9 +29,12 @@ class StagedExchange(Exchange):
         self._host = host
         self._stream = torch.cuda.Stream(buffer.device)
         self._copied = torch.cuda.Event()
+        self._returned = torch.cuda.Event()
 
     def start(self) -> None:
         self._stream.wait_stream(torch.cuda.current_stream(self._buffer.device))
+        # Backward may run on another stream than the one on which the last step's sum is copied out of `host`.
+        self._stream.wait_event(self._returned)
         with torch.cuda.stream(self._stream):
             self._host.copy_(self._buffer, non_blocking=True)
             self._copied.record(self._stream)
@@ -42,14 +45,20 @@ class StagedExchange(Exchange):
         self._begun.result()
         self._inner.wait()
         self._buffer.copy_(self._host, non_blocking=True)
+        self._returned.record(torch.cuda.current_stream(self._buffer.device))
 
     def _begin(self) -> None:
-        self._copied.synchronize()
+        # A new thread stands on device 0, where it must not leave a context.
+        with torch.cuda.device(self._buffer.device):
+            self._copied.synchronize()
         self._inner.start()
 
 
 class StagedRowExchange(RowExchange):
-    """Runs a row exchange on the host for rows that lie on a device."""
+    """Runs a row exchange on the host for rows that lie on a device.
+
+    ``start`` waits for the rows: how many there are is known only when they have been computed.
+    """
 
     def __init__(self, inner: RowExchange, device: torch.device) -> None:
         self._inner = inner

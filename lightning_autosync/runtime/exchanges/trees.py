@@ -11,12 +11,13 @@ from torch import Tensor
 from lightning_autosync.errors import ExchangeError
 from lightning_autosync.plan.schedule import Message, Round, TreeTransfer
 from lightning_autosync.runtime.codecs import Residual
-from lightning_autosync.runtime.exchanges.base import Completion, Departures, Exchange
+from lightning_autosync.runtime.exchanges.base import Exchange
 from lightning_autosync.runtime.exchanges.segments import Segment, lay_out
+from lightning_autosync.runtime.exchanges.steps import TreeSteps
 from lightning_autosync.runtime.transport import DOWN, UP, Frame, Transport
 
 
-class TreeExchange(Exchange):
+class TreeExchange(TreeSteps, Exchange):
     """One round of a message over its trees.
 
     Args:
@@ -39,13 +40,7 @@ class TreeExchange(Exchange):
         buffer: Tensor,
         timeout: float,
     ) -> None:
-        self._transport = transport
-        self._channel = channel
-        self._priority = message.priority
-        self._step = 0
-        self._open = 0
-        self._completion = Completion(f"message '{message.name}'", timeout)
-        self._departures = Departures()
+        super().__init__(transport, channel, message, timeout)
         lossy = message.compressor.kind not in ("none", "powersgd")
         self.residual = Residual(buffer) if lossy and message.compressor.error_feedback else None
         tail_start = round.length - message.tail
@@ -64,28 +59,21 @@ class TreeExchange(Exchange):
         transport.register(channel, self)
 
     def start(self) -> None:
-        self._completion.begin()
-        self._transport.submit(self._begin)
+        self._launch(self._begin)
 
     def wait(self) -> None:
         self._completion.wait()
 
     def _begin(self) -> None:
-        self._step += 1
-        self._open = self._work
-        if self._departures.hinder(self._step, self._completion, self._transport.error):
+        if not self._enter_step(self._work):
             return
-        if not self._open:
-            self._completion.done()
         for _, _, segment in self._order:
             if segment.missing == 0:
                 self._rise(segment)
 
     def destination(self, peer: int, frame: Frame) -> memoryview:
         segment = self._segment(peer, frame)
-        expected = segment.gathering if frame.phase == UP else self._step
-        if frame.step != expected:
-            raise ExchangeError(f"rank {peer} is in step {frame.step} of an exchange, this rank in step {expected}")
+        self._check_step(peer, frame, segment.gathering if frame.phase == UP else self._step)
         target = segment.inbox(peer, frame.phase)
         if target is None or len(target) != frame.size:
             raise ExchangeError(f"rank {peer} sent a piece of {frame.size} bytes that is not in the schedule")
@@ -101,17 +89,6 @@ class TreeExchange(Exchange):
         if segment.missing == 0 and segment.gathering == self._step:
             self._rise(segment)
 
-    def failed(self, error: ExchangeError) -> None:
-        self._completion.fail(error)
-
-    def left(self, peer: int, step: int) -> None:
-        self._departures.note(peer, step)
-        self._departures.hinder(self._step, self._completion, self._transport.error)
-
-    @property
-    def completed(self) -> int:
-        return self._step if self._open == 0 else self._step - 1
-
     def _segment(self, peer: int, frame: Frame) -> Segment:
         try:
             return self._paths[frame.transfer].segments[frame.piece]
@@ -125,22 +102,14 @@ class TreeExchange(Exchange):
         if segment.path.up_parent is None:
             self._hand_out(segment)
         else:
-            self._send(segment.path.up_parent, segment, UP)
+            self._pass(segment.path.up_parent, segment, UP)
 
     def _hand_out(self, segment: Segment) -> None:
         """The sum over all ranks is in: pass it down."""
         for child in segment.path.down_children:
-            self._send(child, segment, DOWN)
+            self._pass(child, segment, DOWN)
         self._progress()
 
-    def _send(self, peer: int, segment: Segment, phase: int) -> None:
+    def _pass(self, peer: int, segment: Segment, phase: int) -> None:
         number = self._transfer_numbers[id(segment.path)]
-        frame = Frame(self._channel, self._step, number, segment.piece, phase, len(segment.wire_bytes))
-        urgency = (-self._priority, self._channel, segment.place)
-        # What goes up has arrived before its sum comes down, so only the way down needs watching.
-        self._transport.send(peer, frame, segment.wire_bytes, urgency, self._progress if phase == DOWN else None)
-
-    def _progress(self) -> None:
-        self._open -= 1
-        if self._open == 0:
-            self._completion.done()
+        self._send(peer, (number, segment.piece, phase), segment.wire_bytes, segment.place)

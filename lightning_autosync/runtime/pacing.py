@@ -1,0 +1,85 @@
+"""How fast a rank should send to each of its peers, so that a message reaches them all at the same time.
+
+Connections that share a link get equal parts of it, whatever each has to carry. Where a rank hands most of a message
+to one peer and a little to many others, the little comes early, and links further on stand idle until the rest is
+there. So every connection is held to its part of the link.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+
+import numpy
+
+from lightning_autosync.cluster import Topology
+from lightning_autosync.plan.schedule import Message, Round, Schedule, TreeTransfer
+
+PAYLOAD_SHARE = 1448 / 1514
+"""Of a full Ethernet frame with TCP/IPv4 and its timestamps: links count frames, pacing counts payload."""
+HEADROOM = 1.01
+"""Over the exact part, to catch up with. More lets the many small connections of a full link crowd out the large one:
+with 1.10 a fat node and seven leaves came to 90% of their bound, with 1.01 to 96%."""
+LEAST_PART = 0.02
+"""Of a route's rate: a connection that needs less crowds out nobody, and headers would be much of what it sends."""
+
+Arc = tuple[int, int]
+
+
+def pacing_rates(schedule: Schedule, topology: Topology, rank: int) -> dict[int, float]:
+    """The payload bytes/s to which ``rank`` should hold itself, by peer; peers without a limit are left out.
+
+    A round takes the time of its fullest channel at least, and a connection that carries x bytes of the round needs
+    no more than x bytes in that time. Rounds may travel one at a time, so of a peer's rounds the fastest counts.
+    There is no limit for a connection that may need its whole route, nor for one that needs less than `LEAST_PART` of
+    it, nor inside a node, where no link is shared. What a row-wise message will send is unknown, so it may need the
+    whole route.
+
+    Raises:
+        ClusterError: the rates of the cluster are unknown.
+    """
+    needed: dict[int, float] = defaultdict(float)
+    for message in schedule.messages:
+        for round in message.rounds:
+            for (source, target), rate in _arc_rates(message, round, topology).items():
+                if source == rank:
+                    needed[target] = max(needed[target], rate)
+    nodes = topology.spec.rank_nodes
+    return {
+        peer: PAYLOAD_SHARE * HEADROOM * rate
+        for peer, rate in needed.items()
+        if nodes[peer] != nodes[rank] and LEAST_PART * topology.bandwidth(rank, peer) <= rate
+        if HEADROOM * rate < topology.bandwidth(rank, peer)
+    }
+
+
+def _arc_rates(message: Message, round: Round, topology: Topology) -> dict[Arc, float]:
+    """Bytes/s on the wire, from one rank to another, with which a round takes no longer than it must."""
+    arcs = _arc_elements(round)
+    if message.rows:
+        return {arc: topology.bandwidth(*arc) for arc in arcs}
+    least = _least_time(arcs, topology)
+    return {arc: elements / least for arc, elements in arcs.items() if elements}
+
+
+def _arc_elements(round: Round) -> dict[Arc, int]:
+    """Elements from one rank to another, up and down all trees of a round."""
+    arcs: dict[Arc, int] = defaultdict(int)
+    for transfer in round.transfers:
+        if isinstance(transfer, TreeTransfer):
+            elements = transfer.stop - transfer.start
+            for rank, parent in enumerate(transfer.reduce.parents):
+                if parent >= 0:
+                    arcs[rank, parent] += elements
+            for rank, parent in enumerate(transfer.broadcast.parents):
+                if parent >= 0:
+                    arcs[parent, rank] += elements
+    return arcs
+
+
+def _least_time(arcs: Mapping[Arc, int], topology: Topology) -> float:
+    """Seconds for which the fullest channel is busy, were an element a byte: the size of one cancels out."""
+    loads = numpy.zeros(len(topology.channels))
+    for arc, elements in arcs.items():
+        loads[list(topology.route(*arc))] += elements
+    return float((loads / topology.capacities).max(initial=0.0))

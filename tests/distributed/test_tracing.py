@@ -1,0 +1,58 @@
+"""What the engine records of steps, on live workers with paced compute."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from lightning_autosync.cluster import ClusterSpec
+from lightning_autosync.plan import builders
+from lightning_autosync.report.compare import compare_timelines
+from lightning_autosync.workload import Variable, Workload
+
+CLUSTER = ClusterSpec.uniform(nodes=5, bandwidth=1e9)
+WORKLOAD = Workload(
+    name="paced",
+    variables=(
+        Variable(name="first", shape=(400, 100), ready=0.2),
+        Variable(name="second", shape=(400, 100), ready=0.1),
+        Variable(name="table", shape=(1000, 8), kind="row_sparse", rows=10, ready=0.2),
+    ),
+    forward_time=0.05,
+    backward_time=0.2,
+    optimizer_time=0.02,
+)
+
+
+@pytest.mark.parametrize("topology", ["native", "star", "parameter_server"])
+def test_a_step_is_recorded_as_it_was_paced(pool, tmp_path: Path, topology: str) -> None:
+    if topology == "parameter_server":
+        plan = builders.ps_load_balancing(WORKLOAD, CLUSTER, topology="native")
+    else:
+        plan = builders.all_reduce(WORKLOAD, CLUSTER, topology=topology, bucket_bytes=1, first_bucket_bytes=1)
+    found = compare_timelines(plan, WORKLOAD, CLUSTER, pool.live(), tmp_path, warm_up=1, steps=3)
+    measured = found["measured"]
+    assert len(measured.compute) == 5
+    assert measured.step_time >= 0.27
+    for forward, backward, optimizer in measured.compute:
+        assert forward.end >= 0.05
+        assert backward.end - backward.start >= 0.2
+        assert optimizer.end - optimizer.start >= 0.02
+    spans = {span.name: span for span in measured.messages}
+    assert list(spans) == [span.name for span in found["predicted"].messages]
+    second = spans[plan.groups[0].name]
+    assert plan.groups[0].variables == ("second",)
+    # Ready a tenth of a second into backward, and under way while backward still runs.
+    assert second.ready == pytest.approx(0.15, abs=0.05)
+    assert second.start <= second.end <= measured.step_time
+    if topology != "parameter_server":
+        assert second.end < measured.compute[0][1].end
+    titles = {
+        event["args"]["name"]
+        for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+        if event["name"] == "process_name"
+    }
+    assert titles == {"measured", "predicted"}
+    assert (tmp_path / "timeline.svg").stat().st_size > 1000

@@ -1,0 +1,129 @@
+"""Connections are held to their part of a link: which part, and that the kernel obeys."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections import defaultdict
+from contextlib import suppress
+
+import pytest
+from clusters import shared_nodes, uneven_cluster
+
+from lightning_autosync.cluster import ClusterSpec, Topology
+from lightning_autosync.errors import ClusterError
+from lightning_autosync.plan import Schedule, SyncPlan, builders, compile_plan
+from lightning_autosync.runtime.pacing import HEADROOM, LEAST_PART, PAYLOAD_SHARE, pacing_rates
+from lightning_autosync.runtime.sockets import tune_connection
+from lightning_autosync.workload import Variable, Workload
+
+LARGE = Workload(name="large", variables=tuple(Variable(name=f"v{index}", shape=(400_000,)) for index in range(4)))
+RATES = ("bandwidth", "reverse_bandwidth")
+RACKS = {"racks": 2, "nodes_per_rack": 3, "bandwidth": 4e7, "uplink": 2e7}
+
+
+def schedule(builder: str, cluster: ClusterSpec, workload: Workload = LARGE) -> Schedule:
+    plan: SyncPlan = builders.find(builder)(workload, cluster)
+    return compile_plan(plan, workload, cluster)
+
+
+def on_the_wire(rates: dict[int, float]) -> dict[int, float]:
+    """Without headroom, framing included."""
+    return {peer: rate / PAYLOAD_SHARE / HEADROOM for peer, rate in rates.items()}
+
+
+def racks() -> ClusterSpec:
+    return ClusterSpec.from_dict({"format": ClusterSpec.FORMAT, "name": "racks", "racks": RACKS})
+
+
+def test_a_leaf_divides_its_link_as_its_bytes() -> None:
+    cluster = uneven_cluster(8)
+    rates = on_the_wire(pacing_rates(schedule("packed_trees", cluster), Topology(cluster), 3))
+    # Trees of weights 15/22 at the fat node and 1/22 at each leaf: 16/22 of the bytes up to it, 2/22 to each leaf,
+    # and 28/22 in all, for which the leaf's 1e7 bytes/s are just enough.
+    assert rates.pop(0) == pytest.approx(1e7 * 16 / 28, rel=1e-3)
+    assert rates == {peer: pytest.approx(1e7 * 2 / 28, rel=1e-3) for peer in (1, 2, 4, 5, 6, 7)}
+
+
+@pytest.mark.parametrize("builder", ["packed_trees", "byteps"])
+@pytest.mark.parametrize("cluster", [uneven_cluster(8), racks()], ids=["star", "racks"])
+def test_connections_fill_the_fullest_channel_and_no_other_overflows(builder: str, cluster: ClusterSpec) -> None:
+    topology = Topology(cluster)
+    loads: dict[int, float] = defaultdict(float)
+    made = schedule(builder, cluster)
+    for rank in range(cluster.world_size):
+        rates = pacing_rates(made, topology, rank)
+        peers = {peer for edge in made.tree_edges() if rank in edge for peer in edge} - {rank}
+        assert rates.keys() <= peers
+        for peer, rate in on_the_wire(rates).items():
+            for channel in topology.route(rank, peer):
+                loads[channel] += rate / topology.capacities[channel]
+    # Up to the small ones that are left alone.
+    assert max(loads.values()) == pytest.approx(1.0, abs=2 * LEAST_PART)
+
+
+def test_a_connection_that_needs_all_of_its_route_has_no_limit() -> None:
+    cluster = uneven_cluster(4)  # one star around the fat node is the best packing
+    assert pacing_rates(schedule("packed_trees", cluster), Topology(cluster), 2) == {}
+
+
+def test_messages_that_may_travel_one_by_one_keep_their_route() -> None:
+    cluster = ClusterSpec.star(bandwidths=[1e7] * 4)
+    plan = builders.ps_load_balancing(LARGE, cluster)
+    assert {owner for group in plan.groups for owner in group.placement or ()} == {0, 1, 2, 3}
+    made = compile_plan(
+        SyncPlan.from_dict(
+            {**plan.to_dict(), "groups": [{**group, "topology": "star"} for group in plan.to_dict()["groups"]]}
+        ),
+        LARGE,
+        cluster,
+    )
+    # A server hears all others at once and sends to each a third of its link; a leaf has its own to itself.
+    for rank in range(4):
+        assert pacing_rates(made, Topology(cluster), rank) == {
+            peer: pytest.approx(PAYLOAD_SHARE * HEADROOM * 1e7 / 3) for peer in {0, 1, 2, 3} - {rank}
+        }
+
+
+def test_rows_keep_their_route() -> None:
+    cluster = uneven_cluster(8)
+    table = Workload(name="table", variables=(Variable(name="t", shape=(4000, 16), kind="row_sparse", rows=10),))
+    assert pacing_rates(schedule("packed_trees", cluster, table), Topology(cluster), 3) == {}
+
+
+def test_ranks_of_one_node_share_no_link() -> None:
+    cluster = shared_nodes(6)
+    for rank in range(6):
+        peers = pacing_rates(schedule("byteps", cluster), Topology(cluster), rank).keys()
+        assert peers == set(range(6)) - {rank, rank ^ 1}
+
+
+def test_unknown_rates_give_no_pace() -> None:
+    known = uneven_cluster(3)
+    cluster = known.model_copy(
+        update={"links": tuple(link.model_copy(update=dict.fromkeys(RATES)) for link in known.links)}
+    )
+    made = schedule("byteps", known)
+    with pytest.raises(ClusterError, match="measure it or state it"):
+        pacing_rates(made, Topology(cluster), 0)
+
+
+@pytest.mark.parametrize(("pace", "size", "least", "most"), [(1e3, 4096, 0.0, 2.0), (2e6, 3_000_000, 0.8, 9.0)])
+def test_the_kernel_holds_large_messages_back_and_lets_small_ones_pass(
+    pace: float, size: int, least: float, most: float
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        one = socket.create_connection(server.getsockname())
+        other, _ = server.accept()
+    with one, other:
+        tune_connection(one, None, pace=pace)
+        other.settimeout(10)
+        payload = memoryview(bytes(size))
+        start = time.monotonic()
+        received = 0
+        while received < size:
+            with suppress(BlockingIOError):
+                payload = payload[one.send(payload) :]
+            received += len(other.recv(size))
+        # The first ten segments of a connection pass at once, on loopback of 64 KiB each.
+        assert least < time.monotonic() - start < most
