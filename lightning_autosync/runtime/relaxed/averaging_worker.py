@@ -1,0 +1,225 @@
+"""What partial reduce and periodic averaging have in common: a worker that averages with groups."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_autosync.errors import ExchangeError, GroupBroken, PeerLost
+from lightning_autosync.runtime.relaxed.averaging import GroupAverage
+from lightning_autosync.runtime.relaxed.base import Synchronizer
+from lightning_autosync.runtime.relaxed.controller import RANK, Controller, ControllerLink
+from lightning_autosync.runtime.relaxed.coordinator import Coordinator
+from lightning_autosync.runtime.relaxed.mesh import Mesh
+from lightning_autosync.runtime.relaxed.tensors import FlatView, ModelTensors, model_bytes, take_bytes
+
+ATTEMPTS = 20
+"""Groups that may break one after another before a worker gives up."""
+
+_MODEL = "worker.model"
+
+
+class Group(NamedTuple):
+    """Workers that averaged together; ``generation`` is the group's number."""
+
+    generation: int
+    members: tuple[int, ...]
+
+
+class AveragingWorker(Synchronizer):
+    """A worker that averages its model with groups which rank 0's controller forms.
+
+    A group that breaks because a member is lost leaves its members' models as they were, and they ask for another.
+    After all have met at a barrier (:meth:`drain`), all have committed its average or none.
+
+    Args:
+        mesh: connects the workers, which are its first ranks; stays the caller's.
+        model: this worker's tensors, changed in place.
+        coordinator: made by rank 0 only.
+        timeout: seconds to wait for other workers, at a barrier or for a group.
+        stall: seconds without progress after which a group's average is given up.
+
+    Attributes:
+        group: the last one of this worker; None before the first.
+    """
+
+    def __init__(
+        self, mesh: Mesh, model: ModelTensors, coordinator: Coordinator | None, timeout: float, stall: float
+    ) -> None:
+        if (coordinator is None) is (mesh.rank == RANK):
+            raise ExchangeError(f"rank {RANK}, and no other, has the coordinator")
+        self._mesh, self._model, self._timeout = mesh, model, timeout
+        self._average = GroupAverage(mesh, stall)
+        # Whoever waits at a barrier learns from the controller who did not come; its own patience is the last resort.
+        self._link = ControllerLink(mesh, timeout + stall)
+        self._controller = Controller(mesh, coordinator) if coordinator is not None else None
+        self.group: Group | None = None
+        self._iteration = 0
+        self._samples = 0
+        self._away = ""
+        self._closed = False
+
+    @property
+    def progress(self) -> int:
+        return self._iteration
+
+    def start(self) -> None:
+        self._link.tell("start")
+        while True:
+            kind, header = self._link.wait("donate", "take")
+            if kind == "donate":
+                self._donate(header["takers"], steps_back=0)
+                return
+            try:
+                self._take(header["donor"])
+                return
+            except PeerLost as cause:
+                if cause.peer != header["donor"] or cause.peer == RANK:
+                    raise
+                self._link.tell("start")
+
+    def drain(self) -> None:
+        view = FlatView([*self._model.parameters, *self._model.buffers, *self._drained_state()])
+        group, average = self._meet("arrive", view.pack())
+        view.unpack(average)
+        self._iteration, self._samples = group["iteration"], 0
+        self._away = "after a drain, training goes on with resume()"
+        self._after_drain()
+
+    def resume(self) -> None:
+        self._away = ""
+
+    def finish(self) -> None:
+        self._link.tell("done")
+        self._away = "this worker has finished; drain() comes next"
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "iteration": self._iteration,
+            "controller": self._controller.state() if self._controller else None,
+            **self._own_state(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._iteration = state["iteration"]
+        if self._controller is not None and state["controller"] is not None:
+            self._controller.restore(state["controller"])
+        self._load_own_state(state)
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        with suppress(ExchangeError):  # if nobody is left to be told
+            self._link.tell("leave")
+        if self._controller is not None:
+            self._controller.close()
+
+    # What the two ways differ in
+
+    @abstractmethod
+    def _drained_state(self) -> list[Tensor]:
+        """Tensors beside the model that a barrier averages."""
+
+    @abstractmethod
+    def _after_drain(self) -> None:
+        """The model is the common one now."""
+
+    @abstractmethod
+    def _own_state(self) -> dict[str, Any]:
+        """Entries of :meth:`state_dict`."""
+
+    @abstractmethod
+    def _load_own_state(self, state: dict[str, Any]) -> None: ...
+
+    @abstractmethod
+    def _handed_over(self, steps_back: int) -> tuple[dict[str, Any], list[Tensor]]:
+        """What a worker that comes back needs beside the model: JSON data as of some steps ago, and tensors.
+
+        It has tensors of the same shapes.
+        """
+
+    @abstractmethod
+    def _adopt(self, facts: dict[str, Any]) -> None:
+        """Take the JSON data of :meth:`_handed_over`; the tensors are there already."""
+
+    # Groups
+
+    def _count(self, samples: int) -> None:
+        """A local step was made."""
+        if self._away:
+            raise ExchangeError(f"a step now is out of place: {self._away}")
+        self._iteration += 1
+        self._samples += samples
+
+    def _meet(self, kind: str, flat: Tensor, **facts: Any) -> tuple[dict[str, Any], Tensor]:
+        """Ask for a group and average ``flat``, [elements], with it; again, if the group breaks.
+
+        Returns:
+            The group, and the average in memory that lasts until the next call.
+        """
+        for _ in range(ATTEMPTS):
+            self._link.tell(kind, iteration=self._iteration, samples=self._samples, elements=flat.numel(), **facts)
+            group = self._await_group(steps_back=int(kind == "ready"))
+            average = self._try(group, flat)
+            if average is not None:
+                return group, average
+        raise ExchangeError(f"{ATTEMPTS} groups broke one after another; the last had ranks {group['members']}")
+
+    def _await_group(self, steps_back: int) -> dict[str, Any]:
+        """The group. A worker that comes back meanwhile starts ``steps_back`` steps ago, to meet this one by a step."""
+        while True:
+            kind, header = self._link.wait("donate", "group")
+            if kind == "group":
+                self.group = Group(header["generation"], tuple(header["members"]))
+                return header
+            self._donate(header["takers"], steps_back)
+
+    def _try(self, group: dict[str, Any], flat: Tensor) -> Tensor | None:
+        """The average, if all goes well."""
+        average = self._run(group, flat)
+        if group["atomic"]:
+            generation = group["generation"]
+            self._link.tell("broken" if average is None else "complete", generation=generation)
+            if not self._commits(generation):
+                return None
+        return average
+
+    def _run(self, group: dict[str, Any], flat: Tensor) -> Tensor | None:
+        members, weights = group["members"], group["weights"]
+        if len(members) == 1:
+            return flat
+        # What does not count must not spoil the sum by an infinity.
+        own = flat if weights[members.index(self._mesh.rank)] > 0 else torch.zeros_like(flat)
+        try:
+            return self._average.run(group["generation"], members, weights, own)
+        except GroupBroken:
+            return None
+
+    def _commits(self, generation: int) -> bool:
+        while True:
+            _, verdict = self._link.wait("verdict")
+            if verdict["generation"] == generation:
+                return bool(verdict["commit"])
+
+    # Models for those who come (back)
+
+    def _donate(self, takers: list[int], steps_back: int) -> None:
+        facts, extra = self._handed_over(steps_back)
+        tensors = model_bytes([*self._model.all, *extra])
+        for rank in takers:
+            try:
+                self._mesh.send(rank, _MODEL, {"iteration": self._iteration - steps_back, "facts": facts}, tensors)
+            except PeerLost:
+                continue  # it was lost again; it will ask again
+
+    def _take(self, donor: int) -> None:
+        mail = self._mesh.receive(_MODEL, sender=donor, timeout=self._timeout)
+        _, extra = self._handed_over(0)
+        take_bytes([*self._model.all, *extra], mail.payload, donor)
+        self._iteration = mail.header["iteration"]
+        self._adopt(mail.header["facts"])

@@ -1,0 +1,78 @@
+"""When silence means loss: a deadline that follows the intervals between a peer's signs of life.
+
+After "The phi accrual failure detector" (Hayashibara et al., 2004): a peer is suspected when, by the intervals seen so
+far, so long a silence would have a probability of ``10 ** -phi``.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from dataclasses import dataclass
+from functools import cached_property
+
+from lightning_autosync.errors import DocumentError
+
+
+@dataclass(frozen=True)
+class HeartbeatSettings:
+    """How often to show life, and how long to bear silence.
+
+    Args:
+        interval: seconds between beats where nothing else is sent.
+        shortest: seconds of silence that are always borne: a process may be busy with something that lets no other
+            thread run.
+        longest: seconds of silence that are never exceeded, however irregular the beats were.
+        phi: minus the decimal logarithm of the accepted probability of a false suspicion.
+        redial: seconds that re-opening a dropped connection may take.
+    """
+
+    interval: float = 0.5
+    shortest: float = 5.0
+    longest: float = 20.0
+    phi: float = 8.0
+    redial: float = 2.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.interval < self.shortest <= self.longest:
+            raise DocumentError(
+                f"heartbeat: interval {self.interval:g} s, shortest {self.shortest:g} s and longest "
+                f"{self.longest:g} s must be positive and grow in this order"
+            )
+        if not 0 < self.phi <= 15 or self.redial <= 0:
+            raise DocumentError(f"heartbeat: phi {self.phi:g} must lie in (0, 15] and redial {self.redial:g} s above 0")
+
+    @cached_property
+    def deviations(self) -> float:
+        """How many standard deviations above the mean ``phi`` lies."""
+        return -statistics.NormalDist().inv_cdf(10.0**-self.phi)
+
+
+class SilenceLimit:
+    """The bearable silence of one peer, in seconds, learnt from its last hundred beats."""
+
+    def __init__(self, settings: HeartbeatSettings) -> None:
+        self._settings = settings
+        self._intervals: deque[float] = deque(maxlen=100)
+        self._last: float | None = None
+
+    def beat(self, now: float) -> None:
+        """A beat came at ``now`` (seconds, monotonic)."""
+        if self._last is not None:
+            self._intervals.append(now - self._last)
+        self._last = now
+
+    def pause(self) -> None:
+        """What lies before the next beat says nothing about the peer: this process or the connection was away."""
+        self._last = None
+
+    @property
+    def seconds(self) -> float:
+        """The longest silence that is not yet suspicious."""
+        settings = self._settings
+        if len(self._intervals) < 2:
+            return settings.longest
+        mean, deviation = statistics.fmean(self._intervals), statistics.pstdev(self._intervals)
+        # Beats that come like clockwork say little about the next delay: never below a quarter of the interval.
+        limit = mean + settings.deviations * max(deviation, settings.interval / 4)
+        return min(max(limit, settings.shortest), settings.longest)

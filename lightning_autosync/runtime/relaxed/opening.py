@@ -1,0 +1,70 @@
+"""From a plan without a schedule to the synchronizer that its consistency asks for."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_autosync.cluster import ClusterSpec
+from lightning_autosync.errors import PlanError
+from lightning_autosync.plan import SyncPlan
+from lightning_autosync.plan.compiler import check_variables
+from lightning_autosync.plan.servers import server_layout
+from lightning_autosync.runtime.relaxed.base import Synchronizer
+from lightning_autosync.runtime.relaxed.mesh import Mesh
+from lightning_autosync.runtime.relaxed.partial_reduce import PartialReduce
+from lightning_autosync.runtime.relaxed.periodic import Periodic
+from lightning_autosync.runtime.relaxed.server import ParameterServer
+from lightning_autosync.runtime.relaxed.tensors import ModelTensors
+from lightning_autosync.workload import Workload, variable_names
+
+
+def open_synchronizer(
+    plan: SyncPlan,
+    workload: Workload,
+    module: nn.Module,
+    mesh: Mesh,
+    *,
+    optimizer: Optimizer | None = None,
+    cluster: ClusterSpec | None = None,
+    timeout: float = 1800.0,
+) -> Synchronizer:
+    """This worker's side of a relaxed plan, or of a synchronous one whose servers update; it has not started yet.
+
+    Args:
+        plan: without a schedule; ``mesh`` connects its ranks, then its servers.
+        workload: the variables of ``module``.
+        module: on its device and in its dtype; changed in place.
+        mesh: stays the caller's.
+        optimizer: of the parameters; needed where servers update them, which then work as it would.
+        cluster: the nodes, needed where the workers of a node push together (``local_aggregation``).
+        timeout: seconds to wait for other workers or for servers.
+
+    Raises:
+        PlanError: plan, model, mesh and optimizer do not fit each other.
+    """
+    if plan.has_schedule:
+        raise PlanError("plan: consistency.mode 'synchronous' without `served` has a schedule, which Engine executes")
+    if mesh.size != plan.world_size + plan.servers:
+        raise PlanError(
+            f"plan: {plan.world_size} ranks and {plan.servers} server-only ranks make no mesh of {mesh.size}"
+        )
+    check_variables(plan, workload, "plan")
+    consistency = plan.consistency
+    if consistency.mode in ("partial_reduce", "periodic"):
+        if plan.servers:
+            raise PlanError(f"plan: servers: mode '{consistency.mode}' has none; leave it out")
+        kind = PartialReduce if consistency.mode == "partial_reduce" else Periodic
+        return kind(mesh, ModelTensors.of(module), consistency, timeout=timeout)
+    if optimizer is None:
+        raise PlanError(f"optimizer: missing; in mode '{consistency.mode}' servers update as the optimizer would")
+    return ParameterServer(
+        mesh,
+        variable_names(module),
+        server_layout(plan, workload),
+        optimizer,
+        consistency,
+        buffers=list(module.named_buffers()),
+        nodes=None if cluster is None else [cluster.ranks_of(node) for node in range(len(cluster.nodes))],
+        timeout=timeout,
+    )

@@ -1,0 +1,157 @@
+"""What periodic averaging does with an average: the outer updates, on flat tensors."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+from lightning_autosync.plan import Consistency
+
+
+class OuterUpdate(ABC):
+    """The outer update of one fragment of the model.
+
+    All replicas keep the same state, as they make the same updates of it.
+
+    Args:
+        elements: size of the fragment.
+        dtype: the type in which it is averaged.
+
+    Attributes:
+        state: tensors [elements] that outlive a round.
+    """
+
+    KEPT: tuple[str, ...] = ()
+    ANCHOR: str | None = "anchor"
+    """The kept tensor that is the common model after a round, if there is one."""
+
+    def __init__(self, elements: int, dtype: torch.dtype) -> None:
+        self.state = {name: torch.zeros(elements, dtype=dtype) for name in self.KEPT}
+
+    def begin(self, model: Tensor) -> None:
+        """All replicas hold ``model``, [elements], for the first time."""
+        self.settle(model)
+
+    def settle(self, model: Tensor) -> None:
+        """All replicas hold ``model``, [elements], by plain averaging."""
+        if self.ANCHOR in self.state:
+            self.state[self.ANCHOR].copy_(model)
+
+    @abstractmethod
+    def update(self, local: Tensor, mean: Tensor, replicas: int, rate: float) -> Tensor:
+        """This replica's next model.
+
+        Args:
+            local: this replica's model after its local steps, [elements].
+            mean: of all replicas' models, [elements].
+            replicas: how many were averaged.
+            rate: the learning rate of the local steps.
+        """
+
+
+class Averaging(OuterUpdate):
+    """Local SGD (Stich, 2019): everybody goes on from the mean."""
+
+    def update(self, local: Tensor, mean: Tensor, replicas: int, rate: float) -> Tensor:
+        return mean
+
+
+class ElasticAveraging(OuterUpdate):
+    """EASGD (Zhang, Choromanska and LeCun, 2015), synchronous form, equations 2 and 3.
+
+    Replicas are drawn towards a centre, and the centre towards them, by ``alpha`` of their distance.
+    """
+
+    KEPT = ("centre",)
+    ANCHOR = None
+
+    def __init__(self, elements: int, dtype: torch.dtype, alpha: float | None) -> None:
+        super().__init__(elements, dtype)
+        self._alpha = alpha
+
+    def begin(self, model: Tensor) -> None:
+        self.state["centre"].copy_(model)
+
+    def update(self, local: Tensor, mean: Tensor, replicas: int, rate: float) -> Tensor:
+        centre = self.state["centre"]
+        alpha = 0.9 / replicas if self._alpha is None else self._alpha
+        drawn = local - alpha * (local - centre)
+        centre += replicas * alpha * (mean - centre)
+        return drawn
+
+
+class BlockMomentum(OuterUpdate):
+    """BMUF (Chen and Huo, 2016), classical block momentum: the blocks' updates of the model are filtered."""
+
+    KEPT = ("anchor", "update")
+
+    def __init__(self, elements: int, dtype: torch.dtype, lr: float, momentum: float | None) -> None:
+        super().__init__(elements, dtype)
+        self._lr, self._momentum = lr, momentum
+
+    def update(self, local: Tensor, mean: Tensor, replicas: int, rate: float) -> Tensor:
+        anchor, filtered = self.state["anchor"], self.state["update"]
+        momentum = 1 - 1 / replicas if self._momentum is None else self._momentum
+        filtered.mul_(momentum).add_(mean - anchor, alpha=self._lr)
+        return anchor.add_(filtered)
+
+
+class SlowMomentum(OuterUpdate):
+    """SlowMo (Wang et al., 2020), algorithm 1, in units of the model instead of the gradient.
+
+    The slow momentum u is kept as ``rate * u``, so that a learning rate of zero does no harm; where the rate changes,
+    it is scaled by the ratio.
+    """
+
+    KEPT = ("anchor", "momentum", "rate")
+
+    def __init__(self, elements: int, dtype: torch.dtype, lr: float, momentum: float) -> None:
+        super().__init__(elements, dtype)
+        self.state["rate"] = torch.zeros(1, dtype=dtype)
+        self._lr, self._momentum = lr, momentum
+
+    def update(self, local: Tensor, mean: Tensor, replicas: int, rate: float) -> Tensor:
+        anchor, slow = self.state["anchor"], self.state["momentum"]
+        before = float(self.state["rate"])
+        ratio = rate / before if rate > 0 and before > 0 else 1.0
+        self.state["rate"].fill_(rate)
+        slow.mul_(self._momentum * ratio).add_(anchor - mean)
+        return anchor.sub_(slow, alpha=self._lr)
+
+
+class OuterNesterov(OuterUpdate):
+    """DiLoCo (Douillard et al., 2023): SGD with Nesterov momentum, the way gone by the mean being the gradient."""
+
+    KEPT = ("anchor", "momentum")
+
+    def __init__(self, elements: int, dtype: torch.dtype, lr: float, momentum: float) -> None:
+        super().__init__(elements, dtype)
+        self._lr, self._momentum = lr, momentum
+
+    def update(self, local: Tensor, mean: Tensor, replicas: int, rate: float) -> Tensor:
+        anchor, momentum = self.state["anchor"], self.state["momentum"]
+        gradient = anchor - mean
+        momentum.mul_(self._momentum).add_(gradient)
+        return anchor.sub_(gradient.add_(momentum, alpha=self._momentum), alpha=self._lr)
+
+
+def make_outer(settings: Consistency, elements: int, dtype: torch.dtype) -> OuterUpdate:
+    """The outer update that a consistency of mode ``periodic`` names, for one fragment."""
+    lr, momentum = settings.outer_lr, settings.outer_momentum
+    match settings.outer:
+        case "easgd":
+            return ElasticAveraging(elements, dtype, settings.alpha)
+        case "bmuf":
+            return BlockMomentum(elements, dtype, _or(lr, 1.0), momentum)
+        case "slowmo":
+            return SlowMomentum(elements, dtype, _or(lr, 1.0), _or(momentum, 0.5))
+        case "diloco":
+            return OuterNesterov(elements, dtype, _or(lr, 0.7), _or(momentum, 0.9))
+        case _:
+            return Averaging(elements, dtype)
+
+
+def _or(value: float | None, default: float) -> float:
+    return default if value is None else value

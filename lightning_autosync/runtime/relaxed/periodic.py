@@ -1,0 +1,172 @@
+"""Periodic averaging: all workers average after some local steps, and an outer update makes the next model of it."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_autosync.errors import ExchangeError
+from lightning_autosync.plan import Consistency
+from lightning_autosync.runtime.relaxed.averaging_worker import AveragingWorker
+from lightning_autosync.runtime.relaxed.controller import RANK
+from lightning_autosync.runtime.relaxed.coordinator import Coordinator
+from lightning_autosync.runtime.relaxed.fragments import cut_fragments, first_ages
+from lightning_autosync.runtime.relaxed.grouping import Grouping
+from lightning_autosync.runtime.relaxed.isolation import IsolationGuard
+from lightning_autosync.runtime.relaxed.mesh import Mesh
+from lightning_autosync.runtime.relaxed.outer import make_outer
+from lightning_autosync.runtime.relaxed.pace import Pace
+from lightning_autosync.runtime.relaxed.tensors import FlatView, ModelTensors, flat_type, optimizer_slots
+
+LONGEST = 10_000
+"""Steps that an adapting period may reach."""
+
+
+class Periodic(AveragingWorker):
+    """A worker of periodic averaging: local SGD, post-local SGD, EASGD, BMUF, SlowMo, DiLoCo, and DiLoCo by fragments.
+
+    A drain averages plainly, whatever the outer update, and the next period begins there; so a period that divides the
+    steps between drains makes most of its outer updates. Outer momentum outlives drains.
+
+    Args:
+        mesh: connects the workers; stays the caller's.
+        model: this worker's tensors, changed in place.
+        settings: a consistency of mode ``periodic``.
+        workers: number of workers, the first ranks of the mesh; by default all of it.
+        timeout: seconds to wait for other workers, at a barrier or for an average.
+        stall: seconds without progress after which an average is given up.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        model: ModelTensors,
+        settings: Consistency,
+        *,
+        workers: int | None = None,
+        timeout: float = 1800.0,
+        stall: float = 60.0,
+    ) -> None:
+        assert settings.period is not None
+        coordinator = None
+        if mesh.rank == RANK:
+            pace = Pace(settings.period, settings.overhead, LONGEST) if settings.overhead else None
+            grouping = Grouping(None, isolation=IsolationGuard(None))
+            coordinator = Coordinator(workers or mesh.size, grouping, atomic=True, timeout=timeout, pace=pace)
+        super().__init__(mesh, model, coordinator, timeout, stall)
+        self._period = settings.period
+        self._warmup = settings.warmup or 0
+        self._averages_momentum = settings.momentum == "average"
+        sizes = FlatView(model.parameters).sizes
+        self._fragments = [
+            [model.parameters[place] for place in places] for places in cut_fragments(sizes, settings.fragments or 1)
+        ]
+        # One type for all, so that fragments fit together in one message.
+        self._dtype = flat_type(model.parameters)
+        self._sizes = [sum(FlatView(fragment).sizes) for fragment in self._fragments]
+        self._outer = [make_outer(settings, size, self._dtype) for size in self._sizes]
+        self._ages = first_ages(len(self._fragments), self._period)
+        self._loaded = False
+        self._clock = _Clock()
+
+    def start(self) -> None:
+        if not self._loaded:
+            for fragment, outer in zip(self._fragments, self._outer, strict=True):
+                outer.begin(FlatView(fragment).pack().to(self._dtype))
+        super().start()
+        self._clock.restart()
+
+    def step(self, optimizer: Optimizer, samples: int) -> None:
+        optimizer.step()
+        self._count(samples)
+        self._ages = [age + 1 for age in self._ages]
+        self._clock.steps += 1
+        warming = self._iteration <= self._warmup
+        due = [index for index, age in enumerate(self._ages) if warming or age >= self._period]
+        if due:
+            self._average_fragments(due, optimizer, warming)
+
+    def _average_fragments(self, due: list[int], optimizer: Optimizer, warming: bool) -> None:
+        parameters = [parameter for index in due for parameter in self._fragments[index]]
+        slots: list[Tensor | int] = list(parameters)
+        if self._averages_momentum:
+            slots += optimizer_slots(optimizer, parameters)
+        view = FlatView(slots)
+        local = view.pack().to(self._dtype)
+        facts = {"rate": float(optimizer.param_groups[0]["lr"]), **self._clock.facts()}
+        group, mean = self._meet("ready", local, **facts)
+        result = mean.clone()
+        begin = 0
+        for index in due:
+            part = slice(begin, begin + self._sizes[index])
+            begin = part.stop
+            if warming:
+                self._outer[index].settle(mean[part])
+            else:
+                result[part] = self._outer[index].update(local[part], mean[part], len(group["members"]), group["rate"])
+            self._ages[index] = 0
+        view.unpack(result)
+        if warming:
+            self._ages = first_ages(len(self._fragments), self._period)
+        self._iteration = group["iteration"]
+        self._period = group.get("period", self._period)
+        self._clock.exchanged()
+
+    def _drained_state(self) -> list[Tensor]:
+        return [tensor for outer in self._outer for tensor in outer.state.values()]
+
+    def _after_drain(self) -> None:
+        for fragment, outer in zip(self._fragments, self._outer, strict=True):
+            outer.settle(FlatView(fragment).pack().to(self._dtype))
+        self._ages = first_ages(len(self._fragments), self._period)
+        self._clock.restart()
+
+    def _own_state(self) -> dict[str, Any]:
+        outer = [{name: tensor.clone() for name, tensor in update.state.items()} for update in self._outer]
+        return {"period": self._period, "outer": outer}
+
+    def _load_own_state(self, state: dict[str, Any]) -> None:
+        kept = [{name: tensor.shape for name, tensor in update.state.items()} for update in self._outer]
+        given = [{name: tensor.shape for name, tensor in update.items()} for update in state["outer"]]
+        if kept != given:
+            raise ExchangeError("the checkpoint's outer state is of another model or another outer update")
+        for update, values in zip(self._outer, state["outer"], strict=True):
+            for name, tensor in values.items():
+                update.state[name].copy_(tensor)
+        self._period = state["period"]
+        self._ages = first_ages(len(self._fragments), self._period)
+        self._loaded = True
+
+    def _handed_over(self, steps_back: int) -> tuple[dict[str, Any], list[Tensor]]:
+        ages = [age - steps_back for age in self._ages]
+        return {"period": self._period, "ages": ages}, self._drained_state()
+
+    def _adopt(self, facts: dict[str, Any]) -> None:
+        self._period, self._ages = facts["period"], list(facts["ages"])
+
+
+class _Clock:
+    """Times of local steps and of exchanges, for a period that adapts."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self._since = time.monotonic()
+        self._begun = self._since
+        self._exchange = 0.0
+
+    def restart(self) -> None:
+        """Training begins, or goes on after something that does not count."""
+        self.steps, self._exchange, self._since = 0, 0.0, time.monotonic()
+
+    def facts(self) -> dict[str, float]:
+        """Mean seconds of the steps since the last exchange, and the seconds of that exchange (0 if unknown)."""
+        self._begun = time.monotonic()
+        return {"step_time": (self._begun - self._since) / max(1, self.steps), "exchange_time": self._exchange}
+
+    def exchanged(self) -> None:
+        """An exchange that began with :meth:`facts` has ended."""
+        now = time.monotonic()
+        self._exchange, self._since, self.steps = now - self._begun, now, 0

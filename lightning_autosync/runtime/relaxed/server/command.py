@@ -1,0 +1,66 @@
+"""``autosync serve``: a process that keeps and updates parameters for workers elsewhere."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch.distributed as dist
+from pydantic import Field, PositiveFloat, ValidationError
+
+from lightning_autosync.documents import Count, Index, Integer, Record, describe_validation_error
+from lightning_autosync.errors import DocumentError, ExchangeError
+from lightning_autosync.runtime.relaxed.server.process import serve as serve_until_the_end
+
+
+class Settings(Record):
+    """``conf/serve.yaml`` as data."""
+
+    host: Annotated[str, Field(min_length=1)]
+    port: Annotated[Integer, Field(gt=0, lt=65536)]
+    rank: Index
+    size: Count
+    address: str | None
+    timeout: PositiveFloat
+
+    @classmethod
+    def parse(cls, configuration: dict[str, Any]) -> Settings:
+        """Check a composed configuration.
+
+        Raises:
+            DocumentError: a value is missing or not allowed.
+        """
+        try:
+            settings = cls.model_validate(configuration)
+        except ValidationError as error:
+            raise DocumentError(f"conf/serve.yaml: {describe_validation_error(error)}") from None
+        if settings.rank >= settings.size:
+            raise DocumentError(f"conf/serve.yaml: rank: {settings.rank} is out of range; size is {settings.size}")
+        return settings
+
+
+def serve(configuration: dict[str, Any], directory: Path) -> None:
+    """Serve until the last worker has left.
+
+    Raises:
+        DocumentError: a setting is wrong.
+        ExchangeError: the job could not be met, or the server could not go on.
+    """
+    settings = Settings.parse(configuration)
+    # The own address is the one that faces the job, unless it is given.
+    os.environ.setdefault("MASTER_ADDR", settings.host)
+    waiting = timedelta(seconds=settings.timeout)
+    try:
+        store = dist.TCPStore(settings.host, settings.port, is_master=False, timeout=waiting)
+    except RuntimeError as cause:
+        reason = str(cause).splitlines()[0]
+        raise ExchangeError(f"no store at {settings.host}:{settings.port}: {reason}") from None
+    serve_until_the_end(
+        store,
+        settings.rank,
+        settings.size,
+        address=settings.address,
+        timeout=settings.timeout,
+    )

@@ -1,0 +1,32 @@
+"""A process that serves and trains nothing."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from lightning_autosync.errors import ExchangeError
+from lightning_autosync.runtime.relaxed.mesh import Mesh
+from lightning_autosync.runtime.relaxed.server.server import ShardServer
+
+
+def serve(store: dist.Store, rank: int, size: int, *, address: str | None = None, timeout: float = 600.0) -> None:
+    """Keep and update the shards that the plan places on this process, until the last worker has left.
+
+    Args:
+        store: the store at which all processes of the job meet.
+        rank: the own rank; those of server-only processes follow the workers'.
+        size: workers and server-only processes together.
+        address: the own address in the cluster's network; by default the one that faces ``MASTER_ADDR``.
+        timeout: seconds that meeting the others may take.
+
+    Raises:
+        ExchangeError: the others could not be met, or the server could not go on.
+    """
+    mesh = Mesh.open(store, rank, size, address=address, timeout=timeout)
+    try:
+        server = ShardServer(mesh)
+        server.wait()
+    finally:
+        mesh.close()
+    if server.failure:
+        raise ExchangeError(server.failure)

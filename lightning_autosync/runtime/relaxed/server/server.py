@@ -1,0 +1,324 @@
+"""The server: a thread that keeps shards, applies what workers push, and answers when the clock lets it."""
+
+from __future__ import annotations
+
+import threading
+import traceback
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from lightning_autosync.errors import AutoSyncError, ExchangeError
+from lightning_autosync.plan.servers import Shard
+from lightning_autosync.runtime.relaxed.mesh import Mail, Mesh
+from lightning_autosync.runtime.relaxed.server.barrier import Barrier
+from lightning_autosync.runtime.relaxed.server.clock import StalenessClock
+from lightning_autosync.runtime.relaxed.server.gradients import Gradients, add, unpack_gradients
+from lightning_autosync.runtime.relaxed.server.protocol import TO_SERVER, Absence, Event, Post, Setup
+from lightning_autosync.runtime.relaxed.server.rules import Hyperparameters
+from lightning_autosync.runtime.relaxed.server.shard import ShardStore
+from lightning_autosync.runtime.relaxed.server.wire import Part, pack, unpack
+
+
+@dataclass
+class _Push:
+    """What one worker has pushed of one step; complete when its last message and all before it are there."""
+
+    step: int
+    gradients: Gradients = field(default_factory=dict)
+    received: int = 0
+    expected: int | None = None
+    workers: int = 0
+    settings: Hyperparameters = field(default_factory=list)
+
+    @property
+    def complete(self) -> bool:
+        return self.received == self.expected
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """A worker that waits for parameters: the last version that it has in full, and the rows that it wants."""
+
+    rank: int
+    since: int
+    wanted: dict[int, Tensor]
+
+
+class ShardServer:
+    """Runs in a worker's process or in one of its own; the first worker tells it what to keep.
+
+    Args:
+        mesh: the mesh; the server must be made before any worker starts to synchronize.
+
+    Attributes:
+        failure: why it cannot go on; empty while it can.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.failure = ""
+        self._mesh = mesh
+        self._setup: Setup | None = None
+        self._store: ShardStore
+        self._clock: StalenessClock
+        self._barrier: Barrier
+        self._shards: dict[int, Shard] = {}
+        self._party_of: dict[int, int] = {}
+        self._present: set[int] = set()
+        self._newcomers: set[int] = set()
+        self._pushes: dict[int, _Push] = {}
+        self._whole: dict[int, _Push] = {}
+        self._readers: dict[int, _Reader] = {}
+        self._gone: set[int] = set()
+        self._idle: set[int] = set()
+        self._post = Post(mesh, {"server": TO_SERVER})
+        self._thread = threading.Thread(target=self._serve, name="autosync-server", daemon=True)
+        self._thread.start()
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Bytes of parameters kept here."""
+        return self._store.parameter_bytes if self._setup else 0
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of optimizer state kept here."""
+        return self._store.state_bytes if self._setup else 0
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Block until every worker has left or is lost; False if that takes longer than ``timeout`` seconds."""
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def stop(self) -> None:
+        """End at once, whoever may still need it."""
+        self._post.wake()
+        self._thread.join()
+
+    def _serve(self) -> None:
+        while (event := self._post.next()) is not None:
+            try:
+                self._take(event)
+            except Exception as cause:
+                known = isinstance(cause, AutoSyncError)
+                self._fail(str(cause) if known else f"{type(cause).__name__}: {cause}\n{traceback.format_exc()}")
+            if self._deserted:
+                return
+
+    @property
+    def _deserted(self) -> bool:
+        if self._setup is None:
+            # Whoever would set it up may be gone before it has.
+            return 0 in self._gone
+        return not self._present
+
+    def _take(self, event: Event) -> None:
+        if isinstance(event, Absence):
+            self._absent(event)
+        elif event.kind == "server.leave":
+            self._absent(Absence(event.sender, "it has left", False))
+        elif self.failure:
+            self._tell(event.sender, "worker.failed", {"error": self.failure})
+        else:
+            handlers: dict[str, Callable[[Mail], None]] = {
+                "server.join": self._join,
+                "server.setup": self._begin,
+                "server.push": self._pushed,
+                "server.finish": self._finished,
+                "server.drain": self._drain,
+                "server.state": self._give_state,
+            }
+            handlers[event.kind](event)
+
+    # Beginning
+
+    def _join(self, mail: Mail) -> None:
+        self._gone.discard(mail.sender)
+        if self._setup is not None:
+            self._take_back(mail.sender)
+        elif mail.sender == 0:
+            self._tell(0, "worker.empty")
+        else:
+            self._newcomers.add(mail.sender)
+
+    def _begin(self, mail: Mail) -> None:
+        message = unpack(mail.payload)
+        setup = Setup.from_dict(message.values["setup"])
+        own = setup.layout.of(self._mesh.rank)
+        values = {shard.index: message.tensors[f"values.{shard.index}"].clone() for shard in own}
+        store = ShardStore(own, setup.rule, values)
+        states = {(v, start, key): message.tensors[name] for name, v, start, key in message.values["states"]}
+        store.load_states(states)
+        buffers = {name: tensor.clone() for name, tensor in message.tensors.items() if name.startswith("buffer.")}
+        self._clock = StalenessClock(range(len(setup.parties)), setup.staleness)
+        self._clock.restore(setup.step, setup.progress)
+        self._party_of = {rank: party for party, ranks in enumerate(setup.parties) for rank in ranks}
+        self._shards = {shard.index: shard for shard in own}
+        self._present = set(self._party_of) - self._gone
+        self._store, self._barrier, self._setup = store, Barrier(buffers), setup
+        for party in self._clock.parties:
+            self._drop_idle(party)
+        for rank in sorted({0, *self._newcomers}):
+            self._admit(rank)
+        self._newcomers.clear()
+
+    def _take_back(self, rank: int) -> None:
+        if self._setup is not None and self._setup.layout.local_aggregation and rank not in self._present:
+            why = f"rank {rank} cannot come back to a node that pushes one sum before all start again"
+            self._tell(rank, "worker.failed", {"error": why})
+        else:
+            self._admit(rank)
+
+    def _admit(self, rank: int) -> None:
+        party = self._party_of[rank]
+        self._present.add(rank)
+        self._idle.discard(rank)
+        step = self._clock.steps[party] if party in self._clock else self._clock.add(party)
+        self._answer(_Reader(rank, 0, {}), "worker.values", step, everything=True)
+
+    # Steps
+
+    def _pushed(self, mail: Mail) -> None:
+        rank, step = mail.sender, mail.header["step"]
+        push = self._pushes.setdefault(rank, _Push(step))
+        if push.step != step:
+            raise ExchangeError(f"rank {rank} pushed for step {step} in the middle of step {push.step}")
+        message = unpack(mail.payload)
+        last = mail.header.get("last")
+        push.gradients.update(unpack_gradients(message, self._shards))
+        push.received += 1
+        if last is not None:
+            wanted = {int(index): message.tensors[f"{index}.wanted"] for index in last["wanted"]}
+            push.expected, push.workers, push.settings = last["pushes"], last["workers"], last["settings"]
+            self._readers[rank] = _Reader(rank, last["since"], wanted)
+        if push.complete:
+            del self._pushes[rank]
+            self._completed(self._party_of[rank], push)
+            self._go_on()
+
+    def _completed(self, party: int, push: _Push) -> None:
+        if party not in self._clock:
+            raise ExchangeError(f"rank {self._mesh.rank} got gradients of a worker that has finished")
+        # A node's new leader may repeat what the lost one pushed.
+        if push.step < self._clock.steps[party]:
+            return
+        assert self._setup is not None
+        if self._setup.synchronous:
+            self._whole[party] = push
+        else:
+            share = 1.0 / self._setup.layout.workers
+            self._store.update(add([push.gradients], share), push.settings)
+            self._clock.advance(party)
+
+    def _go_on(self) -> None:
+        """Apply what waits for nobody any more, and answer those who may read."""
+        if self._whole and all(party in self._whole for party in self._clock.parties):
+            pushes = [self._whole.pop(party) for party in sorted(self._whole)]
+            workers = sum(push.workers for push in pushes)
+            total = add([push.gradients for push in pushes], 1.0 / workers)
+            self._store.update(total, pushes[0].settings)
+            for party in self._clock.parties:
+                self._clock.advance(party)
+        for rank, reader in sorted(self._readers.items()):
+            party = self._party_of[rank]
+            if rank not in self._pushes and party not in self._whole and self._clock.may_read(party):
+                del self._readers[rank]
+                self._answer(reader, "worker.values", self._clock.steps[party])
+
+    def _answer(self, reader: _Reader, kind: str, step: int, everything: bool = False) -> None:
+        """Hand out parameters: dense shards whole, of tables the rows that changed (and are wanted)."""
+        assert self._setup is not None
+        tensors: dict[str, Part] = {}
+        for index, shard in self._shards.items():
+            if shard.width and not everything:
+                rows = self._store.changed_rows(index, reader.since, reader.wanted.get(index))
+                tensors[f"{index}.rows"], tensors[f"{index}.values"] = rows.indices, rows.values
+            else:
+                values = self._store.values(index)
+                # In step, the next update comes after all have read; otherwise it may come while this is sent.
+                tensors[str(index)] = values if self._setup.synchronous else values.clone()
+        if everything or kind == "worker.drained":
+            tensors |= self._barrier.buffers
+        header = {
+            "step": step,
+            "version": self._store.version,
+            "progress": self._clock.progress,
+            "partial": bool(reader.wanted),
+        }
+        self._tell(reader.rank, kind, header, pack(tensors).parts)
+
+    # Ends
+
+    def _finished(self, mail: Mail) -> None:
+        self._done(mail.sender)
+
+    def _done(self, rank: int) -> None:
+        """A worker pushes nothing more before the next barrier."""
+        self._idle.add(rank)
+        self._drop_idle(self._party_of[rank])
+        self._go_on()
+
+    def _drop_idle(self, party: int) -> None:
+        """Wait no longer for a party of which nobody pushes any more."""
+        assert self._setup is not None
+        if not any(rank in self._present and rank not in self._idle for rank in self._setup.parties[party]):
+            self._whole.pop(party, None)
+            self._clock.drop(party)
+
+    def _drain(self, mail: Mail) -> None:
+        message = unpack(mail.payload)
+        self._barrier.arrive(mail.sender, mail.header["samples"], mail.header["since"], message.tensors)
+        self._done(mail.sender)
+        self._release()
+
+    def _release(self) -> None:
+        """Let all go on if the last one has come."""
+        if not self._barrier.arrived or not self._present <= self._barrier.arrived.keys():
+            return
+        self._idle.clear()
+        for party in {self._party_of[rank] for rank in self._present}:
+            self._clock.add(party)
+        step = self._clock.align()
+        for rank, since in sorted(self._barrier.leave().items()):
+            if rank in self._present:
+                self._answer(_Reader(rank, since, {}), "worker.drained", step)
+
+    def _give_state(self, mail: Mail) -> None:
+        tensors: dict[str, Part] = {}
+        states: list[list[Any]] = []
+        for (variable, start, key), tensor in self._store.states():
+            name = f"state.{len(states)}"
+            tensors[name] = tensor.clone()
+            states.append([name, variable, start, key])
+        self._tell(mail.sender, "worker.state", {}, pack(tensors, {"states": states}).parts)
+
+    def _absent(self, absence: Absence) -> None:
+        self._gone.add(absence.rank)
+        self._newcomers.discard(absence.rank)
+        if self._setup is None or absence.rank not in self._present:
+            return
+        rank = absence.rank
+        self._present.discard(rank)
+        self._readers.pop(rank, None)
+        self._pushes.pop(rank, None)
+        self._barrier.forget(rank)
+        if absence.lost and self._setup.synchronous:
+            self._fail(f"rank {rank} is lost ({absence.why}), and synchronous steps need every worker")
+            return
+        self._drop_idle(self._party_of[rank])
+        self._go_on()
+        self._release()
+
+    def _fail(self, why: str) -> None:
+        self.failure = self.failure or why
+        workers = self._present if self._setup else set(range(self._mesh.size)) & self._mesh.live
+        for rank in sorted(workers):
+            self._tell(rank, "worker.failed", {"error": self.failure})
+
+    def _tell(self, rank: int, kind: str, header: Mapping[str, Any] | None = None, parts: Any = ()) -> None:
+        # A worker that is gone is told of by its own event, which comes next.
+        with suppress(ExchangeError):
+            self._post.send(rank, kind, header, parts)

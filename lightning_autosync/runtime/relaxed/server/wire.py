@@ -1,0 +1,104 @@
+"""Named tensors and a few plain values as one payload: a directory in JSON, then the bytes."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_autosync.errors import ExchangeError
+
+_LENGTH = struct.Struct("<Q")
+_ALIGNMENT = 8
+"""Bytes; the largest element."""
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.float64,
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.int64,
+        torch.int32,
+        torch.int16,
+        torch.int8,
+        torch.uint8,
+        torch.bool,
+    )
+}
+
+Part = Tensor | Sequence[Tensor]
+"""A tensor, or several of one type that are to arrive as one flat tensor."""
+
+
+class Packed(NamedTuple):
+    """A payload: its parts, and the bytes in them that are tensors' own."""
+
+    parts: list[memoryview | Tensor]
+    tensor_bytes: int
+
+
+class Unpacked(NamedTuple):
+    """What a payload holds; the tensors are views of it."""
+
+    tensors: dict[str, Tensor]
+    values: dict[str, Any]
+    tensor_bytes: int
+
+
+def pack(tensors: Mapping[str, Part], values: Mapping[str, Any] | None = None) -> Packed:
+    """Payload of named tensors and JSON values; contiguous tensors in main memory are not copied."""
+    directory: list[Any] = []
+    body: list[memoryview | Tensor] = []
+    total = 0
+    for name, part in tensors.items():
+        pieces = [part] if isinstance(part, Tensor) else list(part)
+        shape = list(part.shape) if isinstance(part, Tensor) else [sum(piece.numel() for piece in pieces)]
+        pieces = [piece.detach().to("cpu").contiguous() for piece in pieces]
+        directory.append([name, str(pieces[0].dtype).removeprefix("torch."), shape])
+        size = sum(piece.nbytes for piece in pieces)
+        body += [*pieces, _padding(size)]
+        total += size
+    text = json.dumps([directory, values or {}], separators=(",", ":")).encode()
+    head = _LENGTH.pack(len(text)) + text
+    return Packed([memoryview(head), _padding(len(head)), *body], total)
+
+
+def unpack(payload: memoryview) -> Unpacked:
+    """What `pack` packed.
+
+    Raises:
+        ExchangeError: the payload is none of `pack`'s.
+    """
+    try:
+        (length,) = _LENGTH.unpack_from(payload)
+        directory, values = json.loads(bytes(payload[_LENGTH.size : _LENGTH.size + length]))
+        tensors: dict[str, Tensor] = {}
+        position = _aligned(_LENGTH.size + length)
+        total = 0
+        for name, dtype_name, shape in directory:
+            dtype = _DTYPES[dtype_name]
+            count = math.prod(shape)
+            size = count * dtype.itemsize
+            if min(shape, default=0) < 0 or position + size > payload.nbytes:
+                raise ValueError(f"'{name}' does not fit")
+            flat = torch.frombuffer(payload, dtype=dtype, count=count, offset=position) if count else torch.empty(0)
+            tensors[name] = flat.to(dtype).view(shape)
+            position = _aligned(position + size)
+            total += size
+    except (struct.error, ValueError, KeyError, TypeError) as cause:
+        raise ExchangeError(f"a message of a parameter server cannot be read: {cause}") from None
+    return Unpacked(tensors, values, total)
+
+
+def _aligned(position: int) -> int:
+    return -(-position // _ALIGNMENT) * _ALIGNMENT
+
+
+def _padding(size: int) -> memoryview:
+    return memoryview(bytes(_aligned(size) - size))

@@ -1,0 +1,213 @@
+"""Processes that a test can kill, stop and cut off from each other, and seeded plans of such faults.
+
+A test names a function ``module:function`` of a module on the tests' path. It runs in each process as
+``function(store, rank, size, rejoin, **arguments)`` and returns JSON data. The store lives in the test's process, so
+that it outlives every rank. Processes are forked by a server that has imported torch once: importing it takes seconds
+of a core, which tests of many processes do not have.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import random
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from importlib import import_module
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+TESTS = Path(__file__).parent.parent
+MODULES = [TESTS, TESTS / "fault", TESTS / "distributed"]
+HOST = "127.0.0.1"
+
+KILL, STOP, DROP = "kill", "stop", "drop"
+"""SIGKILL; SIGSTOP and, after a while, SIGCONT; one connection of the process is shut down by force."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What happens to whom, when (seconds after the plan's start), and for how long (STOP only)."""
+
+    kind: str
+    rank: int
+    at: float
+    seconds: float = 0.0
+
+
+def draw_faults(
+    seed: int,
+    ranks: Sequence[int],
+    count: int,
+    span: float,
+    *,
+    kinds: Sequence[str] = (KILL, STOP, DROP),
+    stops: tuple[float, float] = (0.1, 3.0),
+) -> list[Fault]:
+    """``count`` faults at random times within ``span`` seconds; a rank that was killed meets no further one."""
+    drawn = random.Random(seed)
+    alive, faults = list(ranks), []
+    for at in sorted(drawn.uniform(0, span) for _ in range(count)):
+        if not alive:
+            break
+        fault = Fault(drawn.choice(list(kinds)), drawn.choice(alive), at, drawn.uniform(*stops))
+        faults.append(fault)
+        if fault.kind == KILL:
+            alive.remove(fault.rank)
+    return faults
+
+
+class Crew:
+    """Processes of ranks ``0..size-1`` that run one function each; none outlives the ``with`` block."""
+
+    def __init__(self, function: str, size: int, **arguments: Any) -> None:
+        self._function, self.size, self._arguments = function, size, arguments
+        self._processes: dict[int, ForkServerProcess] = {}
+        self._answers: dict[int, Connection] = {}
+        self._forks = multiprocessing.get_context("forkserver")
+        self._forks.set_forkserver_preload(
+            ["torch.distributed", "torch._dynamo", "lightning_autosync.runtime.relaxed.opening"]
+        )
+
+    def __enter__(self) -> Crew:
+        with socket.create_server((HOST, 0)) as free:
+            self._port = free.getsockname()[1]
+        self._store = dist.TCPStore(HOST, self._port, is_master=True, wait_for_workers=False)
+        for rank in range(self.size):
+            self.start(rank)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for rank in self._processes:
+            self._end(rank)
+
+    def start(self, rank: int, *, rejoin: bool = False) -> None:
+        """Start a rank, or start it again."""
+        self._end(rank)
+        answer, told = self._forks.Pipe(duplex=False)
+        order = (self._function, self._port, rank, self.size, rejoin, self._arguments, told)
+        self._processes[rank] = self._forks.Process(target=_main, args=order, daemon=True)
+        self._processes[rank].start()
+        told.close()
+        self._answers[rank] = answer
+
+    def wait_for(self, key: str, count: int, timeout: float = 90.0) -> None:
+        """Wait until processes have called ``store.add(key, 1)`` ``count`` times."""
+        deadline = time.monotonic() + timeout
+        while self._store.add(key, 0) < count:
+            assert time.monotonic() < deadline, (
+                f"{key} was not reached {count} times in {timeout:g} s; processes that ended told {self._told()}"
+            )
+            time.sleep(0.01)
+
+    def announce(self, key: str) -> None:
+        """Let the processes know something: ``store.add(key, 0)`` becomes positive."""
+        self._store.add(key, 1)
+
+    def kill(self, rank: int) -> None:
+        self._signal(rank, signal.SIGKILL)
+
+    def stop(self, rank: int) -> None:
+        self._signal(rank, signal.SIGSTOP)
+
+    def go_on(self, rank: int) -> None:
+        self._signal(rank, signal.SIGCONT)
+
+    def drop(self, rank: int) -> None:
+        """Shut one connection of the rank's mesh down; its function must have called `drop_on_signal`."""
+        self._signal(rank, signal.SIGUSR1)
+
+    def inject(self, faults: Iterable[Fault]) -> None:
+        """Let the faults happen, each in its time; a stopped rank goes on before this returns."""
+        begin = time.monotonic()
+        events = [(fault.at, fault.kind, fault.rank) for fault in faults]
+        events += [(fault.at + fault.seconds, "go_on", fault.rank) for fault in faults if fault.kind == STOP]
+        for at, kind, rank in sorted(events):
+            time.sleep(max(0.0, begin + at - time.monotonic()))
+            getattr(self, kind)(rank)
+
+    def result(self, rank: int, timeout: float) -> Any:
+        """What the rank's function returned; None if it was killed.
+
+        Raises:
+            TimeoutError: it has not ended in ``timeout`` seconds.
+        """
+        if not self._answers[rank].poll(timeout):
+            raise TimeoutError(f"rank {rank} has not ended in {timeout:g} s")
+        try:
+            return json.loads(self._answers[rank].recv_bytes())
+        except EOFError:
+            return None
+
+    def results(self, timeout: float) -> dict[int, Any]:
+        """What the ranks returned that were not killed, all within ``timeout`` seconds."""
+        deadline = time.monotonic() + timeout
+        found = {rank: self.result(rank, max(0.1, deadline - time.monotonic())) for rank in range(self.size)}
+        return {rank: value for rank, value in found.items() if value is not None}
+
+    def _told(self) -> dict[int, bytes]:
+        """What processes have returned by now."""
+        told = {}
+        for rank, answer in self._answers.items():
+            with suppress(EOFError):
+                if answer.poll():
+                    told[rank] = answer.recv_bytes()
+        return told
+
+    def _signal(self, rank: int, number: signal.Signals) -> None:
+        pid = self._processes[rank].pid
+        assert pid is not None
+        with suppress(ProcessLookupError):  # it has ended meanwhile
+            os.kill(pid, number)
+
+    def _end(self, rank: int) -> None:
+        """End a rank's process, if it has one; a stopped one too."""
+        if rank in self._processes:
+            self._processes[rank].kill()
+            self._processes[rank].join()
+            self._answers.pop(rank).close()
+
+
+def drop_on_signal(mesh: Any, seed: int) -> None:
+    """At SIGUSR1, shut down one connection of ``mesh`` without a word to anybody."""
+    drawn = random.Random(seed)
+
+    def cut(signum: int, frame: object) -> None:
+        connections = [line.socket for line in list(mesh._hub._lines.values()) if line.socket is not None]
+        if connections:
+            try:
+                drawn.choice(connections).shutdown(socket.SHUT_RDWR)
+            except OSError:
+                return
+
+    signal.signal(signal.SIGUSR1, cut)
+
+
+def _main(
+    name: str, port: int, rank: int, size: int, rejoin: bool, arguments: dict[str, Any], told: Connection
+) -> None:
+    # A fault may come before the function is ready for it.
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    sys.path[:0] = [str(path) for path in MODULES]
+    torch.set_num_threads(1)
+    store = dist.TCPStore(HOST, port, is_master=False, timeout=timedelta(seconds=60))
+    module, function = name.split(":")
+    value = getattr(import_module(module), function)(store, rank, size, rejoin, **arguments)
+    told.send_bytes(json.dumps(value).encode())
+    # Not to be held up by what a fault left behind.
+    os._exit(0)

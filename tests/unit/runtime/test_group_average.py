@@ -1,0 +1,257 @@
+"""Meshes of threads in one process: messages, life cycle, and averages of groups."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_autosync.errors import ExchangeError, GroupBroken, MeshTimeout, PeerLost
+from lightning_autosync.runtime.relaxed import hub as hub_module
+from lightning_autosync.runtime.relaxed import link as link_module
+from lightning_autosync.runtime.relaxed.averaging import GroupAverage, cut_chunks, weighted_sum
+from lightning_autosync.runtime.relaxed.heartbeat import HeartbeatSettings
+from lightning_autosync.runtime.relaxed.mesh import Mesh
+
+HOST = "127.0.0.1"
+PATIENT = HeartbeatSettings(interval=0.5, shortest=20.0, longest=30.0)
+
+
+def together(size: int, play: Callable[[Mesh], Any], **settings: Any) -> list[Any]:
+    """Run ``play`` on every mesh of ``size`` ranks, each in a thread; returns what each returned."""
+    store, found = dist.HashStore(), [None] * size
+
+    def run(rank: int) -> None:
+        mesh = Mesh.open(store, rank, size, address=HOST, timeout=30.0, **{"heartbeat": PATIENT, **settings})
+        try:
+            found[rank] = play(mesh)
+        except Exception as error:
+            found[rank] = error  # type: ignore[call-overload]
+        finally:
+            mesh.close()
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60.0)
+        assert not thread.is_alive()
+    for value in found:
+        if isinstance(value, Exception):
+            raise value
+    return found
+
+
+def test_opening_and_closing_leaves_no_thread_and_no_file_open() -> None:
+    def meet(mesh: Mesh) -> None:
+        for peer in range(3):
+            mesh.send(peer, "hello")
+        for peer in range(3):
+            mesh.receive("hello", sender=peer, timeout=20.0)
+
+    together(3, meet)
+    threads, files = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    for _ in range(100):
+        together(3, meet)
+    assert threading.active_count() <= threads
+    assert len(os.listdir("/proc/self/fd")) <= files
+
+
+def test_everyone_reaches_everyone_and_himself() -> None:
+    def play(mesh: Mesh) -> list[tuple[int, int, float]]:
+        for peer in range(mesh.size):
+            mesh.send(peer, "sum", {"from": mesh.rank}, [torch.arange(10.0), torch.full((100_000,), float(mesh.rank))])
+        mails = [mesh.receive("sum", sender=peer, timeout=20.0) for peer in range(mesh.size)]
+        return [
+            (m.sender, m.header["from"], float(torch.frombuffer(m.payload, dtype=torch.float).sum())) for m in mails
+        ]
+
+    for found in together(3, play):
+        assert found == [(peer, peer, 45.0 + 100_000.0 * peer) for peer in range(3)]
+
+
+def test_a_peer_that_leaves_is_not_lost() -> None:
+    def play(mesh: Mesh) -> tuple[frozenset[int], bool]:
+        losses: list[int] = []
+        mesh.on_loss(lambda peer, why: losses.append(peer))
+        if mesh.rank == 1:
+            mesh.send(0, "last")
+            return frozenset({1}), True
+        mesh.receive("last", sender=1, timeout=20.0)
+        with pytest.raises(PeerLost, match="it has left"):
+            mesh.receive("more", sender=1, timeout=20.0)
+        with pytest.raises(PeerLost):
+            mesh.send(1, "too late")
+        return mesh.left, not losses
+
+    assert together(2, play) == [(frozenset({1}), True), (frozenset({1}), True)]
+
+
+def test_waiting_has_an_end() -> None:
+    def play(mesh: Mesh) -> str:
+        with pytest.raises(MeshTimeout) as error:
+            mesh.receive("nothing", timeout=0.05)
+        return str(error.value)
+
+    assert together(2, play) == ["no message of kind nothing in 0.05 s"] * 2
+
+
+def test_strangers_are_turned_away() -> None:
+    def play(mesh: Mesh) -> bytes:
+        if mesh.rank == 0:
+            address = mesh._hub._address
+            for words in (b"GET / HTTP/1.1\r\n\r\n" * 100, b"\xff\xff", b"\x02\x00[]"):
+                with socket.create_connection(address, timeout=10.0) as stranger:
+                    stranger.sendall(words)
+                    assert stranger.recv(100) == b""
+            mesh.send(1, "done")
+        else:
+            mesh.receive("done", sender=0, timeout=20.0)
+        return b""
+
+    together(2, play, heartbeat=HeartbeatSettings(interval=0.1, shortest=20.0, longest=30.0, redial=0.5))
+
+
+def test_a_slow_link_is_not_a_dead_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A transfer that takes several times the bearable silence; decisions pass it by."""
+    quick = HeartbeatSettings(interval=0.05, shortest=0.5, longest=0.8)
+    monkeypatch.setattr(hub_module, "_TURN", 64 * 1024)
+    monkeypatch.setattr(link_module, "PIECE", 64 * 1024)
+    read = hub_module.Hub._read
+
+    def slow_read(hub: Any, peer: int, line: Any) -> None:
+        time.sleep(0.01)
+        read(hub, peer, line)
+
+    monkeypatch.setattr(hub_module.Hub, "_read", slow_read)
+
+    def play(mesh: Mesh) -> float:
+        other = 1 - mesh.rank
+        losses: list[str] = []
+        mesh.on_loss(lambda peer, why: losses.append(why))
+        begun = time.monotonic()
+        mesh.send(other, "large", payload=[torch.zeros(4_000_000)])
+        mesh.send(other, "urgent")
+        assert mesh.receive("large", "urgent", sender=other, timeout=20.0).kind == "urgent"
+        assert mesh.receive("large", sender=other, timeout=20.0).payload.nbytes == 16_000_000
+        assert not losses
+        return time.monotonic() - begun
+
+    assert all(seconds > 1.5 * quick.longest for seconds in together(2, play, heartbeat=quick))
+
+
+@given(st.integers(0, 1000), st.integers(1, 9), st.integers(1, 300))
+def test_chunks_cover_the_buffer_once_and_are_shared_evenly(elements: int, members: int, chunk: int) -> None:
+    chunks = cut_chunks(elements, members, chunk)
+    covered = sorted((begin, end) for begin, end, _ in chunks)
+    assert [end for _, end in covered[:-1]] == [begin for begin, _ in covered[1:]]
+    assert sum(end - begin for begin, end in covered) == elements
+    assert all(0 < end - begin <= chunk for begin, end in covered)
+    owned = [sum(end - begin for begin, end, owners in chunks if member in owners) for member in range(members)]
+    assert max(owned) - min(owned) <= 1
+
+
+def test_half_precision_is_summed_in_single() -> None:
+    parts = [torch.tensor([256.0], dtype=torch.bfloat16)] + [torch.tensor([1.0], dtype=torch.bfloat16)] * 8
+    out = torch.empty(1, dtype=torch.bfloat16)
+    weighted_sum(parts, [1.0] * 9, out)
+    assert float(out) == 264.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize("elements", [3, 1_000_003])
+def test_members_end_with_the_same_weighted_sum(dtype: torch.dtype, size: int, elements: int) -> None:
+    weights = [(rank + 1.0) / sum(range(1, size + 1)) for rank in range(size)]
+    # In another order than that of the ranks, and twice, so that memory is used again.
+    members = [*range(1, size), 0]
+
+    def buffer(rank: int, turn: int) -> torch.Tensor:
+        return torch.randn(elements, generator=torch.Generator().manual_seed(10 * turn + rank)).to(dtype)
+
+    def play(mesh: Mesh) -> list[torch.Tensor]:
+        average, results = GroupAverage(mesh, 20.0), []
+        for turn in (1, 2):
+            own = buffer(mesh.rank, turn)
+            results.append(average.run(turn, members, weights, own).clone())
+            assert torch.equal(own, buffer(mesh.rank, turn))
+        return results
+
+    found = together(size, play)
+    tolerance = {torch.float32: 1e-6, torch.float64: 1e-14, torch.bfloat16: 1e-2}[dtype]
+    for turn in (1, 2):
+        expected = sum(w * buffer(member, turn).double() for member, w in zip(members, weights, strict=True))
+        assert all(torch.equal(found[0][turn - 1], results[turn - 1]) for results in found)
+        torch.testing.assert_close(found[0][turn - 1].double(), expected, rtol=tolerance, atol=tolerance)
+
+
+def test_groups_that_share_no_member_average_at_the_same_time() -> None:
+    def play(mesh: Mesh) -> float:
+        average = GroupAverage(mesh, 20.0)
+        generation, members = (1, [0, 1]) if mesh.rank < 2 else (2, [2, 3, 4])
+        buffer = torch.full((200_000,), float(mesh.rank), dtype=torch.float64)
+        return float(average.run(generation, members, [1 / len(members)] * len(members), buffer).mean())
+
+    assert together(5, play) == pytest.approx([0.5, 0.5, 3.0, 3.0, 3.0])
+
+
+def test_a_member_that_gives_up_breaks_the_group_for_all_and_the_next_one_succeeds() -> None:
+    def play(mesh: Mesh) -> float:
+        average = GroupAverage(mesh, 20.0)
+        # One brings a buffer of another size: nobody can sum that.
+        buffer = torch.full((30_000 if mesh.rank < 2 else 20_000,), 1.0)
+        with pytest.raises(GroupBroken) as broken:
+            average.run(1, range(3), [1 / 3] * 3, buffer)
+        assert broken.value.lost == ()
+        return float(average.run(2, range(3), [1.0] * 3, torch.ones(50_000)).sum())
+
+    assert together(3, play) == [150_000.0] * 3
+
+
+def test_a_member_that_leaves_breaks_the_group() -> None:
+    def play(mesh: Mesh) -> tuple[int, ...]:
+        average = GroupAverage(mesh, 20.0)
+        if mesh.rank == 2:
+            return (2,)
+        with pytest.raises(GroupBroken) as broken:
+            average.run(1, range(3), [1 / 3] * 3, torch.ones(1_000_000))
+        # Others may have left in the meantime because of the same.
+        return tuple(set(broken.value.lost) & {2})
+
+    assert together(3, play) == [(2,)] * 3
+
+
+def test_a_member_that_does_not_come_breaks_the_group_at_the_time_out() -> None:
+    def play(mesh: Mesh) -> bool:
+        if mesh.rank == 1:
+            mesh.receive("over", sender=0, timeout=20.0)
+            return True
+        begun = time.monotonic()
+        with pytest.raises(GroupBroken, match="nothing moved"):
+            GroupAverage(mesh, 0.3).run(1, range(2), [0.5] * 2, torch.ones(10))
+        mesh.send(1, "over")
+        return time.monotonic() - begun < 5.0
+
+    assert together(2, play) == [True, True]
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"weights": [1.0]}, {"members": [1], "weights": [1.0]}, {"buffer": torch.ones(2, 2)}]
+)
+def test_what_cannot_be_averaged_is_refused(wrong: dict[str, Any]) -> None:
+    def play(mesh: Mesh) -> None:
+        call = {"members": [0, 1], "weights": [0.5, 0.5], "buffer": torch.ones(2), **wrong}
+        if mesh.rank == 0:
+            with pytest.raises(ExchangeError):
+                GroupAverage(mesh, 1.0).run(1, **call)
+
+    together(2, play)
