@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lightning_autosync.simulator.bound import step_bound
 from lightning_autosync.simulator.constants import CodecRates, Constants
 from lightning_autosync.simulator.prediction import MessageSpan, Prediction, Span, Timeline
 from lightning_autosync.simulator.replay import Replay, replay
@@ -15,4 +16,5 @@ __all__ = [
     "Span",
     "Timeline",
     "replay",
+    "step_bound",
 ]

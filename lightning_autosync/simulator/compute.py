@@ -34,16 +34,17 @@ class ComputeClock:
     that have theirs, has no gradient before the end of the backward pass, when the engine sends what is missing.
     """
 
-    def __init__(self, workload: Workload, constants: Constants) -> None:
+    def __init__(self, workload: Workload, constants: Constants, ranks: int) -> None:
         self._workload = workload
-        self._ready = _ready_times(workload)
-        self._packed: dict[str, float] = {}
-        packing = 0.0
-        for variable in sorted(workload.variables, key=lambda variable: self._ready[variable.name]):
+        self._accelerated = constants.accelerated
+        ready = ready_times(workload)
+        crowd = constants.crowd(ranks)
+        self._costs: list[tuple[str, float, float]] = []
+        for variable in sorted(workload.variables, key=lambda variable: ready[variable.name]):
             touched = variable.rows / variable.shape[0] if variable.rows is not None and variable.numel else 1.0
-            packing += touched * variable.bytes / constants.copy_rate
-            self._packed[variable.name] = packing
-        self._packing = packing
+            seconds = crowd * (constants.gradient_cost + touched * variable.bytes / constants.copy_rate)
+            self._costs.append((variable.name, ready[variable.name], seconds))
+        self._packed: dict[float, tuple[dict[str, float], float]] = {}
 
     def run(self, schedule: Schedule, launch_costs: Sequence[float], speed: float) -> Compute:
         """The timeline of a rank.
@@ -54,14 +55,16 @@ class ComputeClock:
             speed: how fast the rank computes; the workload's times are for 1.
         """
         forward = self._workload.forward_time / speed
+        if speed not in self._packed:
+            self._packed[speed] = self._pack(speed)
+        packed, end = self._packed[speed]
         messages = schedule.messages
-        last = [max((self._ready[name], self._packed[name]) for name in message.variables) for message in messages]
+        last = [max(packed[name] for name in message.variables) for message in messages]
         ready, start = [0.0] * len(messages), [0.0] * len(messages)
         collectives = [message.index for message in messages if message.collective]
         complete, following, launching = set(), 0, 0.0
         for index in sorted(range(len(messages)), key=lambda index: last[index]):
-            computed, packing = last[index]
-            now = forward + computed / speed + packing
+            now = forward + last[index]
             ready[index] = now + launching
             if not messages[index].collective:
                 launching += launch_costs[index]
@@ -72,12 +75,23 @@ class ComputeClock:
                 launching += launch_costs[collectives[following]]
                 start[collectives[following]] = now + launching
                 following += 1
-        backward = forward + self._workload.backward_time / speed + self._packing + launching
-        return Compute(forward, tuple(ready), tuple(start), backward)
+        return Compute(forward, tuple(ready), tuple(start), forward + end + launching)
+
+    def _pack(self, speed: float) -> tuple[dict[str, float], float]:
+        """Seconds from the start of backward until each gradient is packed, by name, and until its end."""
+        packed: dict[str, float] = {}
+        now = late = 0.0
+        for name, ready, seconds in self._costs:
+            # An accelerator goes on meanwhile; a core that also computes is late by all that it packed.
+            now = max(now, ready / speed + (0.0 if self._accelerated else late)) + seconds
+            late += seconds
+            packed[name] = now
+        end = self._workload.backward_time / speed
+        return packed, max(now, end if self._accelerated else end + late)
 
 
-def _ready_times(workload: Workload) -> dict[str, float]:
-    """Seconds from the start of the backward pass, by name."""
+def ready_times(workload: Workload) -> dict[str, float]:
+    """Seconds from the start of the backward pass until each gradient is ready, by name; see `ComputeClock`."""
     if all(variable.ready is None for variable in workload.variables):
         step = workload.backward_time / len(workload.variables)
         return {name: step * (place + 1) for place, name in enumerate(workload.ready_order)}

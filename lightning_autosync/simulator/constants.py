@@ -15,12 +15,12 @@ class CodecRates(Record):
     ``rows`` is the merging of touched rows; for ``powersgd`` the bytes are those of the matrices.
     """
 
-    fp16: PositiveFloat = 10e9
-    bf16: PositiveFloat = 20e9
-    int8: PositiveFloat = 1.0e9
-    topk: PositiveFloat = 0.3e9
-    powersgd: PositiveFloat = 2.5e9
-    rows: PositiveFloat = 0.5e9
+    fp16: PositiveFloat = 2.9e9
+    bf16: PositiveFloat = 49e9
+    int8: PositiveFloat = 7.2e9
+    topk: PositiveFloat = 0.52e9
+    powersgd: PositiveFloat = 4.6e9
+    rows: PositiveFloat = 1.3e9
 
     def seconds_per_byte(self, kind: str) -> float:
         """Seconds a byte for a compressor's kind or ``rows``; ``none`` costs nothing."""
@@ -30,35 +30,64 @@ class CodecRates(Record):
 class Constants(Document):
     """Costs of the hosts, measured once on the machines of a job and good for every plan on them.
 
-    The defaults are those of gloo and of this package's transport on one current server core.
+    ``autosync probe`` fits them to measurements that are not plans, named below in brackets. The defaults are what it
+    found, to two digits, with gloo and this package's transport on a server with two cores, the links emulated::
+
+        autosync probe launch=emulated cluster=four_equal every_pair=false head=0.15 window=0.2
+
+    but for ``burst``, ``cores`` and ``accelerated``, which are of the links and the job, not of the software.
 
     Attributes:
-        framing: bytes on the wire for each byte of payload: Ethernet, IP and TCP headers.
-        message_cost: seconds of one core to send or to receive one piece of a collective.
-        frame_cost: the same for a frame on a tree, which this package's own transport carries.
-        host_cost: seconds of one core for each byte that it sends or receives.
+        framing: bytes on the wire for each byte of payload: Ethernet, IP and TCP headers [full frames].
+        message_cost: seconds of one core to send or to receive one piece of a collective [core-seconds of an
+            all-reduce of one number].
+        message_delay: seconds from the arrival of such a piece until a thread of the backend takes it [the time of
+            that all-reduce].
+        pair_cost: seconds of one core to send or to receive one pair's message of an all-to-all, be it empty
+            [core-seconds of an all-to-all of one number].
+        collective_cost: seconds of every rank's main thread for a collective [a backward pass with 72 messages, and
+            with one].
+        frame_cost: seconds of one core to send or to receive one frame on a tree, which this package's own transport
+            carries, among many [core-seconds of 512 small frames each way].
+        wake_up: seconds from the arrival of a lone frame until the transport's thread takes it [a frame to and fro].
+        gradient_cost: seconds of one core for each gradient: the hook, and autograd around it [a backward pass of 72
+            tiny gradients, and of 8].
+        host_cost: seconds of one core for each byte that it sends or receives [core-seconds of large frames].
         sharing_loss: share by which transfers take longer for each further full channel on their way: connections that
-            share several full channels do not keep all of them full all the time.
-        copy_rate: bytes/s of packing gradients and of copying within a host.
-        reduce_rate: bytes/s that one core adds to a buffer.
-        encode, decode: bytes/s of the compressors.
-        cores: how many cores all ranks share, as emulated ranks on one machine do; None gives each rank its own.
-        collectives: how many of the backend's collectives are under way at once; gloo has two threads for them.
+            share several full channels do not keep all of them full all the time [everybody sends to everybody].
+        burst: bytes that pass a rested link at once before its rate holds, as token buckets let them [the beginning
+            of single flows].
+        copy_rate: bytes/s of packing gradients and of copying within a host [copying 16 MiB].
+        reduce_rate: bytes/s that one core adds to a buffer [adding 16 MiB].
+        encode, decode: bytes/s of the compressors [4 MiB of normal values].
+        cores: how many cores all ranks share, as emulated ranks on one machine do; None gives each rank its own [a
+            small loop on all ranks at once, and on one].
+        collectives: how many of the backend's collectives are under way at once; gloo has two threads for them [asked
+            of the backend].
+        accelerated: whether gradients are computed elsewhere than on the core that packs them, so that packing goes on
+            while the next ones are computed [what the job says].
     """
 
     FORMAT: ClassVar[str] = "autosync-constants/1"
 
     framing: Annotated[float, Field(ge=1)] = 1514 / 1448
-    message_cost: NonNegativeFloat = 20e-6
-    frame_cost: NonNegativeFloat = 40e-6
-    host_cost: NonNegativeFloat = 0.35e-9
-    sharing_loss: NonNegativeFloat = 0.045
-    copy_rate: PositiveFloat = 4e9
-    reduce_rate: PositiveFloat = 4e9
+    message_cost: NonNegativeFloat = 6.1e-6
+    message_delay: NonNegativeFloat = 0.43e-6
+    pair_cost: NonNegativeFloat = 33e-6
+    collective_cost: NonNegativeFloat = 38e-6
+    frame_cost: NonNegativeFloat = 8.8e-6
+    wake_up: NonNegativeFloat = 0.0
+    gradient_cost: NonNegativeFloat = 13e-6
+    host_cost: NonNegativeFloat = 0.28e-9
+    sharing_loss: NonNegativeFloat = 0.0012
+    burst: NonNegativeFloat = 0.0
+    copy_rate: PositiveFloat = 26e9
+    reduce_rate: PositiveFloat = 26e9
     encode: CodecRates = CodecRates()
-    decode: CodecRates = CodecRates(int8=2.2e9, topk=2e9, rows=1e9)
+    decode: CodecRates = CodecRates(fp16=72e9, bf16=67e9, int8=19e9, topk=37e9, powersgd=2.5e9, rows=8.3e9)
     cores: PositiveFloat | None = None
     collectives: Annotated[int, Field(ge=1)] = 2
+    accelerated: bool = False
 
     @classmethod
     def ideal(cls) -> Constants:
@@ -67,7 +96,12 @@ class Constants(Document):
         return cls(
             framing=1,
             message_cost=0,
+            message_delay=0,
+            pair_cost=0,
+            collective_cost=0,
             frame_cost=0,
+            wake_up=0,
+            gradient_cost=0,
             host_cost=0,
             sharing_loss=0,
             copy_rate=1e30,
@@ -75,6 +109,14 @@ class Constants(Document):
             encode=free,
             decode=free,
         )
+
+    def hop_delay(self, collective: bool, ranks: int) -> float:
+        """Seconds by which a hop among ``ranks`` is longer than its way on the wire.
+
+        The cores' time of a collective's pieces is not in it: all ranks handle theirs at once, step by step, so that
+        they add up to the time for which hosts are busy.
+        """
+        return self.crowd(ranks) * (self.message_delay if collective else 2 * self.frame_cost + self.wake_up)
 
     def crowd(self, ranks: int) -> float:
         """By how much a step takes longer because ``ranks`` share too few cores."""

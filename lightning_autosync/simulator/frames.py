@@ -13,7 +13,7 @@ from lightning_autosync.simulator.forest import Forest
 from lightning_autosync.simulator.network import Floats, Network
 from lightning_autosync.simulator.order import StartOrder
 from lightning_autosync.simulator.outcome import Outcome
-from lightning_autosync.simulator.packets import move
+from lightning_autosync.simulator.packets import Graph, Lines, Nodes, move
 from lightning_autosync.simulator.stages import Flow, Stage
 
 
@@ -33,12 +33,14 @@ def run_frames(
     network: Network,
     forest: Forest,
     constants: Constants,
+    tokens: Floats,
 ) -> Outcome:
-    """Follow all frames; ``stretch`` [stages] is that of `Loads`, ``computes`` each rank's own timeline."""
+    """Follow all frames; ``stretch`` [stages] is that of `Loads`, ``computes`` each rank's own timeline, and ``tokens``
+    that of `fluid.drain`."""
     graph = _Graph(network, forest, constants)
     for number, stage in enumerate(stages):
         graph.add_stage(number, _stretched(stage, float(stretch[number])), order, computes)
-    return graph.run(order)
+    return graph.run(order, tokens)
 
 
 def _stretched(stage: Stage, factor: float) -> Stage:
@@ -113,17 +115,15 @@ class _Graph:
         """Frames of all pieces; returns the nodes after which all ranks are served."""
         ranks, constants = self._network.ranks, self._constants
         frame_cost = constants.message_cost if stage.collective else constants.frame_cost
-        handling = 2 * frame_cost * constants.crowd(ranks)
+        handling = constants.hop_delay(stage.collective, ranks)
         offset = ranks * ranks if stage.collective else 0
         last: list[int] = []
         wire, values = flow.wire / flow.pieces, flow.values / flow.pieces
         for piece in range(flow.pieces):
             key = 0.0 if stage.collective else urgency + piece / flow.pieces
             reached: dict[int, int] = {}
-            root = -1
             if flow.up >= 0:
                 parents, order, sizes = self._tree(flow.up)
-                root = order[0]
                 inbound: dict[int, list[int]] = {rank: [starts[rank]] for rank in order}
                 for rank in reversed(order):
                     if parents[rank] < 0:
@@ -140,15 +140,17 @@ class _Graph:
                     self._edges += [(before, frame) for before in inbound[rank]]
                     inbound[parents[rank]].append(frame)
                     last.append(frame)
-                summed = self._point(number)
-                self._edges += [(before, summed) for before in inbound[root]]
-                last.append(summed)
-                reached[root] = summed
+                for root in (rank for rank in order if parents[rank] < 0):
+                    reached[root] = self._point(number)
+                    self._edges += [(before, reached[root]) for before in inbound[root]]
+                    last.append(reached[root])
             if flow.down >= 0:
                 parents, order, _ = self._tree(flow.down)
-                reached.setdefault(order[0], starts[order[0]])
                 share = stage.growth[ranks] if stage.growth is not None else 1.0
-                for rank in order[1:]:
+                for rank in order:
+                    if parents[rank] < 0:
+                        reached.setdefault(rank, starts[rank])
+                        continue
                     frame = self._node(
                         number,
                         offset + parents[rank] * ranks + rank,
@@ -170,7 +172,7 @@ class _Graph:
         """Each rank passes on to the next what it received a step before, in pieces."""
         ranks, constants = self._network.ranks, self._constants
         size = stage.ring / stage.ring_steps / stage.ring_pieces
-        handling = 2 * constants.message_cost * constants.crowd(ranks)
+        handling = constants.hop_delay(True, ranks)
         cost = size * constants.host_cost + constants.message_cost
         before = [[start] * stage.ring_pieces for start in starts]
         last: list[int] = []
@@ -189,7 +191,7 @@ class _Graph:
             last = [frame for row in frames for frame in row]
         return last
 
-    def run(self, order: StartOrder) -> Outcome:
+    def run(self, order: StartOrder, tokens: Floats) -> Outcome:
         """Simulate; times by stage."""
         network, count = self._network, len(self._pair)
         pairs = numpy.array(self._pair, dtype=numpy.int64)
@@ -199,7 +201,7 @@ class _Graph:
         edges = edges[numpy.argsort(edges[:, 0], kind="stable")]
         queue = numpy.argsort(order.queue, kind="stable")[(order.queue < 0).sum() :]
         begun, sent, done = move(
-            (
+            Nodes(
                 numpy.where(pairs < 0, -1, connection),
                 numpy.array(self._size),
                 numpy.array(self._key),
@@ -207,15 +209,27 @@ class _Graph:
                 numpy.array(self._after),
                 numpy.array(self._release),
             ),
-            (
+            Graph(
                 numpy.bincount(edges[:, 1], minlength=count),
                 numpy.searchsorted(edges[:, 0], numpy.arange(count + 1)),
                 edges[:, 1].copy(),
+                numpy.array(self._gates)[queue],
+                numpy.array(self._ends)[queue],
+                self._constants.collectives,
             ),
-            (connections % network.ranks**2 // network.ranks, connections % network.ranks, routes),
-            (network.starts, network.hops, network.latencies),
-            (network.capacities, network.links, network.shared_core),
-            (numpy.array(self._gates)[queue], numpy.array(self._ends)[queue], self._constants.collectives),
+            Lines(
+                connections % network.ranks**2 // network.ranks,
+                connections % network.ranks,
+                routes,
+                network.starts,
+                network.hops,
+                network.latencies,
+                network.links,
+                network.shared_core,
+            ),
+            network.capacities,
+            tokens,
+            network.burst,
         )
         edges_of = [*self._first_frames, count]
         served, drained = [], []

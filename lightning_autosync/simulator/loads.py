@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from lightning_autosync.simulator.constants import Constants
 from lightning_autosync.simulator.forest import Forest
 from lightning_autosync.simulator.network import Floats, Integers, Network
+from lightning_autosync.simulator.pipelines import Chart, Flows, load
 from lightning_autosync.simulator.stages import Stage
 
 _RIVALRY = 0.85
@@ -69,12 +70,12 @@ def flow_arrays(stages: Sequence[Stage], ranks: int, constants: Constants) -> Fl
     """The flows of all stages."""
     flows = [flow for stage in stages for flow in stage.flows]
     up, down, wire, values, pieces = zip(*flows, strict=True) if flows else ((),) * 5
-    crowd = constants.crowd(ranks)
     costs = numpy.zeros((len(stages), 5))
     growth = numpy.ones((len(stages), ranks + 1))
     for number, stage in enumerate(stages):
         frame = constants.message_cost if stage.collective else constants.frame_cost
-        costs[number] = stage.gather, stage.seal, stage.open, frame, 2 * frame * crowd
+        hop = constants.hop_delay(stage.collective, ranks)
+        costs[number] = stage.gather, stage.seal, stage.open, frame, hop
         if stage.growth is not None:
             growth[number] = stage.growth
     return FlowArrays(
@@ -117,16 +118,7 @@ class LoadModel:
         work, fill = numpy.zeros((len(stages), channels)), numpy.zeros(len(stages))
         pairs = numpy.zeros((len(stages), words), dtype=numpy.uint64)
         if len(flows.stage):
-            _load(
-                (flows.stage, flows.up, flows.down, flows.wire, flows.values, flows.pieces),
-                (flows.costs, flows.growth, constants.host_cost),
-                (self._forest.parents, self._forest.order, self._forest.sizes),
-                (network.route_of, network.starts, network.hops, network.latencies),
-                (network.capacities, network.links, network.shared_core),
-                work,
-                fill,
-                pairs,
-            )
+            load(self._compiled(flows), self._chart(), work, fill, pairs)
         crowding = numpy.zeros(len(stages))
         if len(flows.stage):
             routes = network.route_of, network.starts, network.hops
@@ -142,6 +134,34 @@ class LoadModel:
         stretch = 1 + constants.sharing_loss * numpy.maximum(crowding - 1, 0)
         work[:, : network.links] *= stretch[:, None]
         return Loads(work, stretch, fill, pairs)
+
+    def _compiled(self, flows: FlowArrays) -> Flows:
+        return Flows(
+            flows.stage,
+            flows.up,
+            flows.down,
+            flows.wire,
+            flows.values,
+            flows.pieces,
+            flows.costs,
+            flows.growth,
+            self._constants.host_cost,
+        )
+
+    def _chart(self) -> Chart:
+        network, forest = self._network, self._forest
+        return Chart(
+            forest.parents,
+            forest.order,
+            forest.sizes,
+            network.route_of,
+            network.starts,
+            network.hops,
+            network.latencies,
+            network.capacities,
+            network.links,
+            network.shared_core,
+        )
 
     def _crowding_of_ring(self) -> float:
         """Full channels, shared by several arcs, on the way of one arc of the ring; at most."""
@@ -253,131 +273,3 @@ def _crowd(
                     for hop in range(starts[route], starts[route + 1]):
                         full += fullness[stage, hops[hop]]
                     crowding[stage] = max(crowding[stage], full)
-
-
-_FlowData = tuple[
-    NDArray[numpy.int64], NDArray[numpy.int64], NDArray[numpy.int64], Floats, Floats, NDArray[numpy.int64]
-]
-
-
-@numba.njit(cache=True)
-def _load(
-    flows: _FlowData,
-    rates: tuple[Floats, Floats, float],
-    trees: tuple[Integers, Integers, Integers],
-    routes: tuple[Integers, Integers, Integers, Floats],
-    channels: tuple[Floats, int, int],
-    work: Floats,
-    fill: Floats,
-    pairs: NDArray[numpy.uint64],
-) -> None:
-    """Fill in `Loads`.
-
-    No channel can be busy before a first piece reaches it, nor after the last one that crosses it has left. So
-    a stage takes, on every channel, at least the way to it plus the load plus the way on; the longest is taken.
-    """
-    stage_of, up, down, wire, values, pieces = flows
-    costs, growth, host_cost = rates
-    parents, order, sizes = trees
-    route_of, starts, hops, latencies = routes
-    capacities, links, shared = channels
-    ranks = parents.shape[1]
-    count = numpy.zeros(len(capacities))
-    hop_time = numpy.zeros((2, ranks))
-    lead = numpy.full(work.shape, numpy.inf)
-    trail = numpy.full(work.shape, numpy.inf)
-    before, after = numpy.zeros((2, ranks)), numpy.zeros((2, ranks))
-    for flow in range(len(stage_of)):
-        stage = stage_of[flow]
-        gather, seal, opening, frame, hop_cost = costs[stage]
-        size, value, cuts = wire[flow], values[flow], pieces[flow]
-        for way in range(2):
-            tree = up[flow] if way == 0 else down[flow]
-            if tree < 0:
-                continue
-            count[:] = 0
-            for rank in range(ranks):
-                parent = parents[tree, rank]
-                if parent < 0:
-                    work[stage, links + rank] += value * seal
-                    if shared >= 0:
-                        work[stage, shared] += value * seal
-                    continue
-                source, target = (rank, parent) if way == 0 else (parent, rank)
-                share = growth[stage, sizes[tree, rank]] if way == 0 else growth[stage, ranks]
-                route = route_of[source, target]
-                for hop in range(starts[route], starts[route + 1]):
-                    work[stage, hops[hop]] += share * size
-                    count[hops[hop]] += share
-                sending = share * size * host_cost + cuts * frame
-                work[stage, links + source] += sending + (share * value * seal if way == 0 else 0.0)
-                work[stage, links + target] += sending + share * value * (gather if way == 0 else opening)
-                if shared >= 0:
-                    core = share * value * (gather + seal if way == 0 else opening)
-                    work[stage, shared] += 2 * sending + core
-                pair = source * ranks + target
-                pairs[stage, pair >> 6] |= numpy.uint64(1) << numpy.uint64(pair & 63)
-            for rank in range(ranks):
-                parent = parents[tree, rank]
-                if parent < 0:
-                    continue
-                source, target = (rank, parent) if way == 0 else (parent, rank)
-                share = growth[stage, sizes[tree, rank]] if way == 0 else growth[stage, ranks]
-                route = route_of[source, target]
-                slowest = 0.0
-                for hop in range(starts[route], starts[route + 1]):
-                    slowest = max(slowest, count[hops[hop]] / capacities[hops[hop]])
-                coding = gather + seal if way == 0 else opening
-                piece = slowest * size + share * value * coding
-                hop_time[way, rank] = piece / cuts + latencies[route] + hop_cost
-        # Ways from the leaves to the root and on to the leaves, for one piece.
-        rising, falling = 0.0, 0.0
-        if up[flow] >= 0:
-            tree = up[flow]
-            before[0, :] = 0
-            for place in range(ranks - 1, 0, -1):
-                rank = order[tree, place]
-                parent = parents[tree, rank]
-                before[0, parent] = max(before[0, parent], before[0, rank] + hop_time[0, rank])
-            rising = before[0, order[tree, 0]]
-        if down[flow] >= 0:
-            tree = down[flow]
-            after[1, :] = 0
-            for place in range(ranks - 1, 0, -1):
-                rank = order[tree, place]
-                parent = parents[tree, rank]
-                after[1, parent] = max(after[1, parent], after[1, rank] + hop_time[1, rank])
-            falling = after[1, order[tree, 0]]
-        for way in range(2):
-            tree = up[flow] if way == 0 else down[flow]
-            if tree < 0:
-                continue
-            root = order[tree, 0]
-            if way == 0:
-                after[0, root] = falling
-            else:
-                before[1, root] = rising
-            for place in range(1, ranks):
-                rank = order[tree, place]
-                parent = parents[tree, rank]
-                if way == 0:
-                    after[0, rank] = after[0, parent] + hop_time[0, rank]
-                    source, target, ahead, behind = rank, parent, before[0, rank], after[0, parent]
-                else:
-                    before[1, rank] = before[1, parent] + hop_time[1, rank]
-                    source, target, ahead, behind = parent, rank, before[1, parent], after[1, rank]
-                route = route_of[source, target]
-                own = latencies[route] + hop_cost
-                for hop in range(starts[route], starts[route + 1]):
-                    channel = hops[hop]
-                    lead[stage, channel] = min(lead[stage, channel], ahead)
-                    trail[stage, channel] = min(trail[stage, channel], behind + own)
-    for stage in range(work.shape[0]):
-        busiest, longest = 0.0, 0.0
-        for channel in range(len(capacities)):
-            if work[stage, channel] > 0:
-                load = work[stage, channel] / capacities[channel]
-                busiest = max(busiest, load)
-                if channel < links:
-                    longest = max(longest, lead[stage, channel] + load + trail[stage, channel])
-        fill[stage] = max(0.0, longest - busiest)

@@ -16,7 +16,8 @@ Integers = NDArray[numpy.int32]
 class Network:
     """Channels by index: the cluster's links, one host for each rank, and the cores that all share, if any.
 
-    A link carries ``capacities[c]`` bytes/s, a host one core-second a second. Routes are found when first asked
+    A link carries ``capacities[c]`` bytes/s and, after a pause, up to ``burst[c]`` bytes at once; a host gives one
+    core-second a second. Routes are found when first asked
     for and kept.
 
     Raises:
@@ -30,6 +31,9 @@ class Network:
         shared = [constants.cores] if constants.cores else []
         self.capacities: Floats = numpy.concatenate(
             [self.topology.capacities, numpy.ones(self.ranks), numpy.array(shared, dtype=float)]
+        )
+        self.burst: Floats = numpy.where(
+            numpy.arange(len(self.capacities)) < 2 * len(cluster.links), constants.burst, 0.0
         )
         self.shared_core = self.links + self.ranks if shared else -1
         self.route_of: Integers = numpy.full((self.ranks, self.ranks), -1, dtype=numpy.int32)

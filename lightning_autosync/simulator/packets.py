@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import heapq
+from typing import NamedTuple
 
 import numba
 import numpy
 from numpy.typing import NDArray
 
+from lightning_autosync.simulator.buckets import next_change, open_capacities, refill
 from lightning_autosync.simulator.network import Floats, Integers
 
 Indices = NDArray[numpy.int64]
@@ -16,121 +18,220 @@ _EPSILON = 1e-12
 """Seconds between two events that are one."""
 
 
+class Nodes(NamedTuple):
+    """Frames and points in time; arrays [nodes].
+
+    Attributes:
+        connection: that carries the frame, -1 for a point in time.
+        size: bytes.
+        key: lowest first on a connection, then first come.
+        cost: core-seconds at either end.
+        after: seconds from arrival to done.
+        release: earliest time.
+    """
+
+    connection: Indices
+    size: Floats
+    key: Floats
+    cost: Floats
+    after: Floats
+    release: Floats
+
+
+class Graph(NamedTuple):
+    """For each node how many it waits for; and its successors, by offset.
+
+    ``gates`` wait, in this order, for one of ``places`` of the backend; ``ends`` free one.
+    """
+
+    waits: Indices
+    offsets: Indices
+    successors: Indices
+    gates: Indices
+    ends: Indices
+    places: int
+
+
+class Lines(NamedTuple):
+    """Connections, and the channels of their routes by offset.
+
+    Attributes:
+        source, target: [connections] ranks.
+        route: [connections] number of the route.
+        starts, hops, latencies: channels of the routes by offset, and seconds of each.
+        hosts: index of the first host among channels.
+        shared: index of the shared cores, -1 for none.
+    """
+
+    source: Indices
+    target: Indices
+    route: Indices
+    starts: Integers
+    hops: Integers
+    latencies: Floats
+    hosts: int
+    shared: int
+
+
+class _State(NamedTuple):
+    """What changes: of nodes, what they still wait for and their turn; of connections, what they carry and how fast.
+
+    ``ready`` are the nodes that wait for no other, in that order; ``counts`` is indexed by the names below.
+    """
+
+    missing: Indices
+    ready: Indices
+    frees: NDArray[numpy.bool_]
+    arrival: Indices
+    following: Indices
+    head: Indices
+    current: Indices
+    left: Floats
+    rate: Floats
+    weight: Floats
+    counts: Indices
+
+
+_READY = 0
+"""Place in ``_State.counts``: how many nodes are ready."""
+_TAKEN = 1
+"""How many of them have been taken."""
+_OPENED = 2
+"""How many gates are open."""
+
+
 @numba.njit(cache=True)
 def move(
-    nodes: tuple[Indices, Floats, Floats, Floats, Floats, Floats],
-    graph: tuple[Indices, Indices, Indices],
-    connections: tuple[Indices, Indices, Indices],
-    routes: tuple[Integers, Integers, Floats],
-    channels: tuple[Floats, int, int],
-    queue: tuple[Indices, Indices, int],
+    nodes: Nodes, graph: Graph, lines: Lines, capacities: Floats, tokens: Floats, burst: Floats
 ) -> tuple[Floats, Floats, Floats]:
-    """Run a graph of frames and points in time.
-
-    Args:
-        nodes: [nodes] connection (-1: a point in time), bytes, key (lowest first on a connection, then first come),
-            core-seconds at either end, seconds from arrival to done, earliest time.
-        graph: how many nodes each waits for; and its successors, by offset.
-        connections: [connections] source rank, target rank, route.
-        routes: channels of the routes by offset, and latencies.
-        channels: capacities, index of the first host, index of the shared cores (-1: none).
-        queue: nodes that wait for a place in the backend, nodes that free one, and the number of places.
+    """Run a graph of frames and points in time; ``tokens`` and ``burst`` are those of `fluid.drain`.
 
     Returns:
         When each node was first served, when its last byte left (infinite for points), and when it was done.
     """
-    connection, size, key, cost, after, release = nodes
-    waits, offsets, successors = graph
-    sources, targets, route = connections
-    starts, hops, latencies = routes
-    capacities, hosts, shared = channels
-    gates, ends, places = queue
-    count, lines = len(connection), len(route)
-    begun, sent, done = (
-        numpy.full(count, numpy.inf),
-        numpy.full(count, numpy.inf),
-        numpy.full(count, numpy.inf),
-    )
-    missing = waits.copy()
-    frees = numpy.zeros(count, dtype=numpy.bool_)
-    for index in range(len(gates)):
-        missing[gates[index]] += 1
-        frees[ends[index]] = True
-    opened = 0
-    current = numpy.full(lines, -1, dtype=numpy.int64)
-    left, rate = numpy.zeros(lines), numpy.zeros(lines)
-    head = numpy.full(lines, -1, dtype=numpy.int64)
-    following = numpy.full(count, -1, dtype=numpy.int64)
-    arrival = numpy.zeros(count, dtype=numpy.int64)
-    arrivals = 0
-    weight = numpy.zeros((lines, 2))
+    count = len(nodes.connection)
+    begun, sent, done = numpy.full(count, numpy.inf), numpy.full(count, numpy.inf), numpy.full(count, numpy.inf)
+    state = _begin(graph, count, len(lines.route))
     events = [(0.0, -1)]
     heapq.heappop(events)
-    ready, taken = [0], 1  # first come, first served
     for node in range(count):
-        if missing[node] == 0:
-            ready.append(node)
-    while opened < min(places, len(gates)):
-        missing[gates[opened]] -= 1
-        if missing[gates[opened]] == 0:
-            ready.append(gates[opened])
-        opened += 1
+        if state.missing[node] == 0:
+            _make_ready(node, state)
+    while state.counts[_OPENED] < min(graph.places, len(graph.gates)):
+        _open_gate(graph, state)
+    effective, shaped = capacities, burst.max() > 0
+    flow = capacities
     now = 0.0
     while True:
-        changed = False
-        while taken < len(ready) or (len(events) > 0 and events[0][0] <= now + _EPSILON):
-            while taken < len(ready):
-                node = ready[taken]
-                taken += 1
-                if connection[node] < 0:
-                    heapq.heappush(events, (max(now, release[node]) + after[node], node))
-                    continue
-                arrivals += 1
-                arrival[node] = arrivals
-                following[node] = head[connection[node]]
-                head[connection[node]] = node
-            while len(events) > 0 and events[0][0] <= now + _EPSILON:
-                _, node = heapq.heappop(events)
-                done[node] = now
-                for edge in range(offsets[node], offsets[node + 1]):
-                    missing[successors[edge]] -= 1
-                    if missing[successors[edge]] == 0:
-                        ready.append(successors[edge])
-                if frees[node] and opened < len(gates):
-                    missing[gates[opened]] -= 1
-                    if missing[gates[opened]] == 0:
-                        ready.append(gates[opened])
-                    opened += 1
-        for line in range(lines):
-            if current[line] >= 0 or head[line] < 0:
-                continue
-            node = _take(line, head, following, key, arrival)
-            current[line], left[line], begun[node] = node, size[node], now
-            per_byte = cost[node] / size[node] if size[node] > 0 else 0.0
-            if weight[line, 0] == 0 or weight[line, 1] != per_byte:
-                changed = True
-            weight[line, 0], weight[line, 1] = 1.0, per_byte
-        for line in range(lines):
-            if current[line] < 0 and weight[line, 0] > 0:
-                weight[line, 0] = 0.0
-                changed = True
-        if changed:
-            _fill(current, weight, sources, targets, route, starts, hops, capacities, hosts, shared, rate)
+        _settle(nodes, graph, state, events, done, now)
+        changed = _load(nodes, state, begun, now)
+        if changed or shaped:
+            effective = open_capacities(capacities, tokens)
+            _fill(lines, state, effective)
         step = events[0][0] - now if len(events) > 0 else numpy.inf
-        for line in range(lines):
-            if current[line] >= 0:
-                step = min(step, left[line] / rate[line])
+        for line in range(len(lines.route)):
+            if state.current[line] >= 0:
+                step = min(step, state.left[line] / state.rate[line])
         if step == numpy.inf:
             return begun, sent, done
+        if shaped:
+            flow = _flow(lines, state, len(capacities))
+            step = min(step, next_change(flow, capacities, tokens))
+            refill(flow, capacities, tokens, burst, step)
         now += step
-        for line in range(lines):
-            if current[line] < 0:
+        for line in range(len(lines.route)):
+            if state.current[line] < 0:
                 continue
-            left[line] -= rate[line] * step
-            if left[line] <= rate[line] * _EPSILON:
-                node = current[line]
-                current[line], sent[node] = -1, now
-                heapq.heappush(events, (now + latencies[route[line]] + after[node], node))
+            state.left[line] -= state.rate[line] * step
+            if state.left[line] <= state.rate[line] * _EPSILON:
+                node = state.current[line]
+                state.current[line], sent[node] = -1, now
+                heapq.heappush(events, (now + lines.latencies[lines.route[line]] + nodes.after[node], node))
+
+
+@numba.njit(cache=True)
+def _begin(graph: Graph, count: int, lines: int) -> _State:
+    missing, frees = graph.waits.copy(), numpy.zeros(count, dtype=numpy.bool_)
+    for index in range(len(graph.gates)):
+        missing[graph.gates[index]] += 1
+        frees[graph.ends[index]] = True
+    return _State(
+        missing,
+        numpy.zeros(count, dtype=numpy.int64),
+        frees,
+        numpy.zeros(count, dtype=numpy.int64),
+        numpy.full(count, -1, dtype=numpy.int64),
+        numpy.full(lines, -1, dtype=numpy.int64),
+        numpy.full(lines, -1, dtype=numpy.int64),
+        numpy.zeros(lines),
+        numpy.zeros(lines),
+        numpy.zeros((lines, 2)),
+        numpy.zeros(3, dtype=numpy.int64),
+    )
+
+
+@numba.njit(cache=True)
+def _make_ready(node: int, state: _State) -> None:
+    state.ready[state.counts[_READY]] = node
+    state.counts[_READY] += 1
+
+
+@numba.njit(cache=True)
+def _wait_less(node: int, state: _State) -> None:
+    """One of the things that a node waits for has come."""
+    state.missing[node] -= 1
+    if state.missing[node] == 0:
+        _make_ready(node, state)
+
+
+@numba.njit(cache=True)
+def _open_gate(graph: Graph, state: _State) -> None:
+    """The next gate has its place in the backend."""
+    state.counts[_OPENED] += 1
+    _wait_less(graph.gates[state.counts[_OPENED] - 1], state)
+
+
+@numba.njit(cache=True)
+def _settle(
+    nodes: Nodes, graph: Graph, state: _State, events: list[tuple[float, int]], done: Floats, now: float
+) -> None:
+    """Bring what is ready into line, first come first served, and end what is due, until nothing more follows."""
+    while True:
+        while state.counts[_TAKEN] < state.counts[_READY]:
+            node = state.ready[state.counts[_TAKEN]]
+            state.counts[_TAKEN] += 1
+            line = nodes.connection[node]
+            if line < 0:
+                heapq.heappush(events, (max(now, nodes.release[node]) + nodes.after[node], node))
+            else:
+                state.arrival[node] = state.counts[_TAKEN]
+                state.following[node] = state.head[line]
+                state.head[line] = node
+        if len(events) == 0 or events[0][0] > now + _EPSILON:
+            return
+        _, node = heapq.heappop(events)
+        done[node] = now
+        for edge in range(graph.offsets[node], graph.offsets[node + 1]):
+            _wait_less(graph.successors[edge], state)
+        if state.frees[node] and state.counts[_OPENED] < len(graph.gates):
+            _open_gate(graph, state)
+
+
+@numba.njit(cache=True)
+def _load(nodes: Nodes, state: _State, begun: Floats, now: float) -> bool:
+    """Give idle connections their next frames; returns whether what connections ask of channels has changed."""
+    changed = False
+    for line in range(len(state.current)):
+        if state.current[line] < 0 and state.head[line] >= 0:
+            node = _take(line, state.head, state.following, nodes.key, state.arrival)
+            state.current[line], state.left[line], begun[node] = node, nodes.size[node], now
+            per_byte = nodes.cost[node] / nodes.size[node] if nodes.size[node] > 0 else 0.0
+            changed = changed or state.weight[line, 0] == 0 or state.weight[line, 1] != per_byte
+            state.weight[line, 0], state.weight[line, 1] = 1.0, per_byte
+        elif state.current[line] < 0 and state.weight[line, 0] > 0:
+            state.weight[line, 0] = 0.0
+            changed = True
+    return changed
 
 
 @numba.njit(cache=True)
@@ -150,71 +251,70 @@ def _take(line: int, head: Indices, following: Indices, key: Floats, arrival: In
 
 
 @numba.njit(cache=True)
-def _fill(
-    current: Indices,
-    weight: Floats,
-    sources: Indices,
-    targets: Indices,
-    route: Indices,
-    starts: Integers,
-    hops: Integers,
-    capacities: Floats,
-    hosts: int,
-    shared: int,
-    rate: Floats,
-) -> None:
+def _fill(lines: Lines, state: _State, capacities: Floats) -> None:
     """Progressive filling: all rates grow together; those on a channel that is full stay as they are."""
-    lines = len(current)
     residual, load = capacities.copy(), numpy.zeros(len(capacities))
     growing = 0
-    for line in range(lines):
-        if current[line] >= 0:
-            rate[line] = -1.0
+    for line in range(len(state.current)):
+        if state.current[line] >= 0:
+            state.rate[line] = -1.0
             growing += 1
-            _add(line, 1.0, weight, sources, targets, route, starts, hops, hosts, shared, load)
+            _add(lines, state, line, 1.0, load)
     while growing:
         least = numpy.inf
         for channel in range(len(load)):
             if load[channel] > 1e-18 and residual[channel] < least * load[channel]:
                 least = residual[channel] / load[channel]
-        for line in range(lines):
-            if current[line] < 0 or rate[line] >= 0:
-                continue
-            full = least == numpy.inf
-            for hop in range(starts[route[line]], starts[route[line] + 1]):
-                channel = hops[hop]
-                full = full or residual[channel] <= least * load[channel] * (1 + 1e-9)
-            if weight[line, 1] > 0:
-                for channel in (hosts + sources[line], hosts + targets[line], shared):
-                    full = full or (channel >= 0 and residual[channel] <= least * load[channel] * (1 + 1e-9))
-            if full:
-                rate[line] = -2.0
-        for line in range(lines):
-            if current[line] >= 0 and rate[line] == -2.0:
-                rate[line] = min(least, 1e30)
+        for line in range(len(state.current)):
+            if (
+                state.current[line] >= 0
+                and state.rate[line] == -1.0
+                and _meets_full(lines, state, line, residual, load, least)
+            ):
+                state.rate[line] = -2.0
+        for line in range(len(state.current)):
+            if state.current[line] >= 0 and state.rate[line] == -2.0:
+                state.rate[line] = min(least, 1e30)
                 growing -= 1
-                _add(line, -1.0, weight, sources, targets, route, starts, hops, hosts, shared, load)
-                _add(line, -rate[line], weight, sources, targets, route, starts, hops, hosts, shared, residual)
+                _add(lines, state, line, -1.0, load)
+                _add(lines, state, line, -state.rate[line], residual)
 
 
 @numba.njit(cache=True)
-def _add(
-    line: int,
-    factor: float,
-    weight: Floats,
-    sources: Indices,
-    targets: Indices,
-    route: Indices,
-    starts: Integers,
-    hops: Integers,
-    hosts: int,
-    shared: int,
-    to: Floats,
-) -> None:
+def _meets_full(lines: Lines, state: _State, line: int, residual: Floats, load: Floats, least: float) -> bool:
+    """Whether a connection uses a channel that ``least`` bytes/s for everybody fill."""
+    if least == numpy.inf:
+        return True
+    enough = least * (1 + 1e-9)
+    route = lines.route[line]
+    for hop in range(lines.starts[route], lines.starts[route + 1]):
+        if residual[lines.hops[hop]] <= enough * load[lines.hops[hop]]:
+            return True
+    if state.weight[line, 1] > 0:
+        for channel in (lines.hosts + lines.source[line], lines.hosts + lines.target[line], lines.shared):
+            if channel >= 0 and residual[channel] <= enough * load[channel]:
+                return True
+    return False
+
+
+@numba.njit(cache=True)
+def _add(lines: Lines, state: _State, line: int, factor: float, to: Floats) -> None:
     """Add what a connection asks of its channels at a rate of ``factor`` bytes/s."""
-    for hop in range(starts[route[line]], starts[route[line] + 1]):
-        to[hops[hop]] += factor
-    to[hosts + sources[line]] += factor * weight[line, 1]
-    to[hosts + targets[line]] += factor * weight[line, 1]
-    if shared >= 0:
-        to[shared] += 2 * factor * weight[line, 1]
+    route = lines.route[line]
+    for hop in range(lines.starts[route], lines.starts[route + 1]):
+        to[lines.hops[hop]] += factor
+    core = factor * state.weight[line, 1]
+    to[lines.hosts + lines.source[line]] += core
+    to[lines.hosts + lines.target[line]] += core
+    if lines.shared >= 0:
+        to[lines.shared] += 2 * core
+
+
+@numba.njit(cache=True)
+def _flow(lines: Lines, state: _State, channels: int) -> Floats:
+    """[channels] what all connections take a second."""
+    flow = numpy.zeros(channels)
+    for line in range(len(state.current)):
+        if state.current[line] >= 0:
+            _add(lines, state, line, state.rate[line], flow)
+    return flow

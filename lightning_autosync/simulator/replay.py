@@ -12,11 +12,11 @@ from lightning_autosync.errors import PlanError
 from lightning_autosync.plan.schedule import Schedule
 from lightning_autosync.simulator.compute import Compute, ComputeClock
 from lightning_autosync.simulator.constants import Constants
-from lightning_autosync.simulator.fluid import drain
+from lightning_autosync.simulator.fluid import Conditions, drain
 from lightning_autosync.simulator.forest import Forest
 from lightning_autosync.simulator.frames import count_frames, run_frames
 from lightning_autosync.simulator.loads import LoadModel, Loads
-from lightning_autosync.simulator.network import Network
+from lightning_autosync.simulator.network import Floats, Network
 from lightning_autosync.simulator.order import StartOrder
 from lightning_autosync.simulator.outcome import Outcome, critical_path
 from lightning_autosync.simulator.prediction import MessageSpan, Prediction, Span, Timeline
@@ -27,6 +27,10 @@ Detail = Literal["auto", "frames", "fluid"]
 
 FRAMES_LIMIT = 1500
 """Frames of a step up to which ``auto`` follows each of them."""
+_STEPS = 5
+"""Steps, at most, until the token buckets of the links are the same after each."""
+_STEADY = 0.01
+"""Share of all tokens that may differ then."""
 
 
 class Replay:
@@ -44,7 +48,7 @@ class Replay:
         self._forest = Forest(self._network)
         self._stager = Stager(workload, self._forest, self._constants)
         self._loads = LoadModel(self._network, self._forest, self._constants)
-        self._clock = ComputeClock(workload, self._constants)
+        self._clock = ComputeClock(workload, self._constants, cluster.world_size)
         self._names = self._network.channel_names()[: self._network.links]
         self._speeds = [cluster.nodes[index].speed for index in cluster.rank_nodes]
 
@@ -76,33 +80,40 @@ class Replay:
         in_frames = detail == "frames" or (
             detail == "auto" and count_frames(stages, self._network.ranks) <= FRAMES_LIMIT
         )
-        if in_frames:
-            starts = [computes[speed] for speed in self._speeds]
-            outcome = run_frames(stages, order, loads.stretch, starts, self._network, self._forest, self._constants)
-        else:
-            outcome = self._flow(stages, loads, order)
-        return self._prediction(schedule, stages, loads, order, computes, outcome)
+        starts = [computes[speed] for speed in self._speeds] if in_frames else None
+        tokens = self._network.burst.copy()
+        for _ in range(_STEPS):
+            before = tokens.copy()
+            outcome = self._run(stages, loads, order, starts, tokens)
+            prediction = self._prediction(schedule, stages, loads, order, computes, outcome)
+            # What a step leaves in the links' buckets, and what comes in until it ends, is there for the next one.
+            idle = max(0.0, prediction.step_time - float(outcome.end.max(initial=0.0)))
+            tokens = numpy.minimum(tokens + idle * self._network.capacities, self._network.burst)
+            if abs(tokens - before).sum() <= _STEADY * self._network.burst.sum():
+                break
+        return prediction
 
     def _stages(self, schedule: Schedule) -> list[Stage]:
         if self._network.ranks == 1:
             return [Stage(message.index, message.collective) for message in schedule.messages]
         return [stage for message in schedule.messages for stage in self._stager.stages(message)]
 
-    def _flow(self, stages: Sequence[Stage], loads: Loads, order: StartOrder) -> Outcome:
-        return Outcome(
-            *drain(
-                loads.work,
-                loads.fill,
-                self._network.capacities,
-                order.release,
-                order.delay,
-                order.after,
-                order.urgency,
-                order.queue,
-                self._constants.collectives,
-                loads.rivals(),
-            )
+    def _run(
+        self,
+        stages: Sequence[Stage],
+        loads: Loads,
+        order: StartOrder,
+        starts: Sequence[Compute] | None,
+        tokens: Floats,
+    ) -> Outcome:
+        """One step, in frames where there are ``starts``; ``tokens`` are changed."""
+        network, constants = self._network, self._constants
+        if starts is not None:
+            return run_frames(stages, order, loads.stretch, starts, network, self._forest, constants, tokens)
+        conditions = Conditions(
+            loads.work, loads.fill, order.release, order.delay, order.after, order.urgency, order.queue, loads.rivals()
         )
+        return Outcome(*drain(conditions, network.capacities, constants.collectives, tokens, network.burst))
 
     def _prediction(
         self,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy
 
 from lightning_autosync.plan.encoding import ITEMSIZE, encoded_bytes
-from lightning_autosync.plan.schedule import AllReduce, AllToAll, Message, Round, TreeTransfer
+from lightning_autosync.plan.schedule import AllReduce, AllToAll, Message, Round, TreeTransfer, TwoLevelAllReduce
 from lightning_autosync.simulator.constants import Constants
 from lightning_autosync.simulator.forest import NOTHING, Forest
 from lightning_autosync.simulator.network import Floats
@@ -78,6 +79,7 @@ class Stager:
         self._forest = forest
         self._constants = constants
         self._ranks = forest.ranks
+        self._crowd = constants.crowd(forest.ranks)
 
     def stages(self, message: Message) -> list[Stage]:
         """The stages of a message, first to last."""
@@ -88,6 +90,10 @@ class Stager:
         for round in message.rounds:
             if isinstance(round.transfers[0], AllToAll) if round.transfers else False:
                 stages += self._all_to_all(message, round)
+            elif isinstance(round.transfers[0], TwoLevelAllReduce) if round.transfers else False:
+                stages += self._two_levels(message, round)
+            elif message.in_shared_memory:
+                stages.append(self._shared_memory(message, round))
             elif message.collective:
                 stages.append(self._all_reduce(message, round))
             else:
@@ -149,12 +155,22 @@ class Stager:
         return Stage(
             message.index,
             True,
-            launch=values * encode,
-            finish=values * decode,
+            launch=self._crowd * (len(transfers) * constants.collective_cost + values * encode),
+            finish=self._crowd * values * decode,
             ring=steps * wire / ranks,
             ring_steps=steps * -(-len(transfers) // constants.collectives),
             ring_pieces=max(2, round_up(part / _GLOO_SEGMENT)),
             gather=values / max(wire, 1.0) / constants.reduce_rate,
+        )
+
+    def _shared_memory(self, message: Message, round: Round) -> Stage:
+        """After the backward pass every rank adds up an equal part of all buffers and writes the sum into each."""
+        constants, others = self._constants, self._ranks - 1
+        part = round.length * ITEMSIZE[message.dtype] / self._ranks
+        summing = others * part * (1 / constants.reduce_rate + 1 / constants.copy_rate)
+        handing_over = 2 * others * constants.message_cost
+        return Stage(
+            message.index, False, deferred=True, finish=constants.crowd(self._ranks) * (summing + handing_over)
         )
 
     def _all_to_all(self, message: Message, round: Round) -> list[Stage]:
@@ -177,10 +193,58 @@ class Stager:
         # The owner adds what came, then writes the sum once for each rank.
         summing = most * ((self._ranks - 1) * add + self._ranks / self._constants.copy_rate + encode)
         unpack = every * (1 / self._constants.copy_rate + decode)
+        # Every pair exchanges a message each way, be it empty.
+        launch = self._constants.collective_cost + 2 * (self._ranks - 1) * self._constants.pair_cost
+        before, between = self._crowd * (launch + every * pack), self._crowd * (launch + summing)
         return [
-            Stage(message.index, True, launch=every * pack, flows=there),
-            Stage(message.index, True, deferred=True, launch=summing, finish=unpack, flows=back),
+            Stage(message.index, True, launch=before, flows=there),
+            Stage(message.index, True, deferred=True, launch=between, finish=self._crowd * unpack, flows=back),
         ]
+
+    def _two_levels(self, message: Message, round: Round) -> list[Stage]:
+        """Rings inside the places, then between ranks of equal seat, then inside again; each waits for the one before.
+
+        Shard ``k`` of a ring is summed along the chain that ends at its member ``k`` and handed out along that from it;
+        equal rings run side by side, as one forest of chains.
+        """
+        first = round.transfers[0]
+        assert isinstance(first, TwoLevelAllReduce)
+        places = first.places
+        rails = list(zip(*places, strict=True))
+        wire = self._wire(message, 0, round.length, round.length)
+        values = float(round.length * ITEMSIZE[message.dtype])
+        seats = len(rails)
+        towards = [self._chains(places, seat, onwards=False) for seat in range(seats)]
+        onwards = [self._chains(places, seat, onwards=True) for seat in range(seats)]
+        scatter = tuple(Flow(tree, NOTHING, wire / seats, values / seats, seats) for tree in towards)
+        gather = tuple(Flow(NOTHING, tree, wire / seats, values / seats, seats) for tree in onwards)
+        shards = seats * len(places)
+        between = tuple(
+            Flow(
+                self._chains(rails, place, onwards=False),
+                self._chains(rails, place, onwards=True),
+                wire / shards,
+                values / shards,
+                1,
+            )
+            for place in range(len(places))
+        )
+        reduce = 1 / self._constants.reduce_rate
+        launch = self._crowd * self._constants.collective_cost
+        return [
+            Stage(message.index, True, launch=3 * launch, flows=scatter, gather=reduce),
+            Stage(message.index, True, flows=between, gather=reduce),
+            Stage(message.index, True, flows=gather),
+        ]
+
+    def _chains(self, rings: Sequence[Sequence[int]], end: int, onwards: bool) -> int:
+        """The forest of the ways around the rings to their members ``end``, or ``onwards`` from it."""
+        parents = [-1] * self._ranks
+        for ring in rings:
+            way = [ring[(end + step) % len(ring)] for step in range(len(ring))]
+            for place in range(1, len(way)):
+                parents[way[place]] = way[place - 1] if onwards else way[(place + 1) % len(way)]
+        return self._forest.row(tuple(parents))
 
     def _rows(self, message: Message) -> list[Stage]:
         """Touched rows, merged on the way up; by the backend, everybody gathers everybody's."""

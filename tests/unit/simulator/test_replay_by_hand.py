@@ -8,7 +8,7 @@ import pytest
 from replay_cases import ELEMENTS, IDEAL, RATE, all_reduce, one_switch, owned_by, price, schedule, tree, workload
 
 from lightning_autosync.cluster import ClusterSpec
-from lightning_autosync.plan import Compressor, Message, Round, Schedule, Tree, TreeTransfer
+from lightning_autosync.plan import Compressor, Message, Round, Schedule, Tree, TreeTransfer, TwoLevelAllReduce
 from lightning_autosync.simulator import Replay
 from lightning_autosync.workload import Variable, Workload
 
@@ -176,3 +176,37 @@ def test_one_rank_only_computes() -> None:
     made = schedule(1, [all_reduce()])
     assert Replay(work, cluster, IDEAL).predict(made).step_time == pytest.approx(1.5)
     assert made.messages[0].numel == ELEMENTS - 1
+
+
+@pytest.mark.parametrize("detail", ["frames", "fluid"])
+def test_collectives_in_two_levels(detail: str) -> None:
+    """Half the data around each node and back over fast local links; between nodes each rank's half, once each way."""
+    transfer = TwoLevelAllReduce(0, ELEMENTS, ((0, 1), (2, 3)))
+    # Both ranks of a node send their halves over the node's one link: twice half of 2 (2 - 1) / 2 megabytes.
+    assert price(PAIRS, [transfer], detail).step_time == pytest.approx(1.0, rel=2e-3)
+
+
+@pytest.mark.parametrize("detail", ["frames", "fluid"])
+def test_a_rested_link_passes_its_burst_at_once(detail: str) -> None:
+    constants = IDEAL.model_copy(update={"burst": 0.25e6})
+    work = workload(1, forward_time=1.0)
+    # A quarter of the megabyte passes at once each way, after forward has filled the buckets. A fluid counts the way of
+    # a last piece that in frames still finds tokens.
+    prediction = price(one_switch(2), [tree([-1, 0])], detail, work, constants)
+    assert prediction.step_time == pytest.approx(1.75, abs=0.11)
+
+
+@pytest.mark.parametrize("detail", ["frames", "fluid"])
+def test_a_link_without_rest_has_no_burst(detail: str) -> None:
+    constants = IDEAL.model_copy(update={"burst": 0.25e6})
+    # Around a ring of two every link is always busy: step after step takes what the rates take.
+    assert price(one_switch(2), [all_reduce()], detail, constants=constants).step_time == pytest.approx(1.0, rel=2e-2)
+
+
+def test_an_accelerator_computes_while_gradients_are_packed() -> None:
+    costly = IDEAL.model_copy(update={"gradient_cost": 0.25})
+    work = workload(2, ready=[0.5, 1.0], backward_time=1.0)
+    for accelerated, expected in ((False, [0.75, 1.5]), (True, [0.75, 1.25])):
+        constants = costly.model_copy(update={"accelerated": accelerated})
+        spans = price(one_switch(2), [all_reduce()] * 2, "fluid", work, constants).timeline.messages
+        assert [span.ready for span in spans] == pytest.approx(expected)

@@ -1,0 +1,207 @@
+"""What flows ask of channels, and how long their pipelines take to fill and to drain; compiled."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numba
+import numpy
+from numpy.typing import NDArray
+
+from lightning_autosync.simulator.network import Floats, Integers
+
+
+class Flows(NamedTuple):
+    """The arrays of `FlowArrays` for compiled code; ``host_cost`` is that of `Constants`."""
+
+    stage: NDArray[numpy.int64]
+    up: NDArray[numpy.int64]
+    down: NDArray[numpy.int64]
+    wire: Floats
+    values: Floats
+    pieces: NDArray[numpy.int64]
+    costs: Floats
+    growth: Floats
+    host_cost: float
+
+
+class Chart(NamedTuple):
+    """The trees of a `Forest`, and the routes and channels of a `Network`."""
+
+    parents: Integers
+    order: Integers
+    sizes: Integers
+    route_of: Integers
+    starts: Integers
+    hops: Integers
+    latencies: Floats
+    capacities: Floats
+    links: int
+    shared: int
+
+
+_UP, _DOWN = 0, 1
+"""Ways of a flow, as indices."""
+
+
+@numba.njit(cache=True)
+def load(flows: Flows, chart: Chart, work: Floats, fill: Floats, pairs: NDArray[numpy.uint64]) -> None:
+    """Fill in `Loads`.
+
+    No channel can be busy before a first piece reaches it, nor after the last one that crosses it has left. So
+    a stage takes, on every channel, at least the way to it plus the load plus the way on; the longest is taken.
+    """
+    ranks = chart.parents.shape[1]
+    hop_time, before, after = numpy.zeros((2, ranks)), numpy.zeros((2, ranks)), numpy.zeros((2, ranks))
+    count = numpy.zeros(len(chart.capacities))
+    lead, trail = numpy.full(work.shape, numpy.inf), numpy.full(work.shape, numpy.inf)
+    for flow in range(len(flows.stage)):
+        rising = falling = 0.0
+        for way in (_UP, _DOWN):
+            tree = flows.up[flow] if way == _UP else flows.down[flow]
+            if tree < 0:
+                continue
+            count[:] = 0
+            _add_work(flows, chart, flow, way, tree, work, count, pairs)
+            _time_hops(flows, chart, flow, way, tree, count, hop_time[way])
+            if way == _UP:
+                rising = _climb(chart, tree, hop_time[way], before[way])
+            else:
+                falling = _climb(chart, tree, hop_time[way], after[way])
+        if flows.up[flow] >= 0:
+            _descend(chart, flows.up[flow], hop_time[_UP], falling, after[_UP])
+            _meet(flows, chart, flow, _UP, flows.up[flow], before[_UP], after[_UP], lead, trail)
+        if flows.down[flow] >= 0:
+            _descend(chart, flows.down[flow], hop_time[_DOWN], rising, before[_DOWN])
+            _meet(flows, chart, flow, _DOWN, flows.down[flow], before[_DOWN], after[_DOWN], lead, trail)
+    _fill_pipelines(chart, work, lead, trail, fill)
+
+
+@numba.njit(cache=True)
+def _share_of(flows: Flows, chart: Chart, flow: int, way: int, tree: int, rank: int) -> float:
+    """Share of its range that the hop between a rank and its parent carries."""
+    ranks = chart.parents.shape[1]
+    return flows.growth[flows.stage[flow], chart.sizes[tree, rank] if way == _UP else ranks]
+
+
+@numba.njit(cache=True)
+def _add_work(
+    flows: Flows,
+    chart: Chart,
+    flow: int,
+    way: int,
+    tree: int,
+    work: Floats,
+    count: Floats,
+    pairs: NDArray[numpy.uint64],
+) -> None:
+    """What one way of a flow asks of links and hosts, how often it crosses each link, and whom it connects."""
+    ranks, stage = chart.parents.shape[1], flows.stage[flow]
+    gather, seal, opening, frame, _ = flows.costs[stage]
+    own = work[stage]
+    for rank in range(ranks):
+        parent = chart.parents[tree, rank]
+        if parent < 0:
+            own[chart.links + rank] += flows.values[flow] * seal
+            if chart.shared >= 0:
+                own[chart.shared] += flows.values[flow] * seal
+            continue
+        source, target = (rank, parent) if way == _UP else (parent, rank)
+        share = _share_of(flows, chart, flow, way, tree, rank)
+        route = chart.route_of[source, target]
+        for hop in range(chart.starts[route], chart.starts[route + 1]):
+            own[chart.hops[hop]] += share * flows.wire[flow]
+            count[chart.hops[hop]] += share
+        handling = share * flows.wire[flow] * flows.host_cost + flows.pieces[flow] * frame
+        values = share * flows.values[flow]
+        sending = values * seal if way == _UP else 0.0
+        receiving = values * (gather if way == _UP else opening)
+        own[chart.links + source] += handling + sending
+        own[chart.links + target] += handling + receiving
+        if chart.shared >= 0:
+            own[chart.shared] += 2 * handling + sending + receiving
+        pair = source * ranks + target
+        pairs[stage, pair >> 6] |= numpy.uint64(1) << numpy.uint64(pair & 63)
+
+
+@numba.njit(cache=True)
+def _time_hops(flows: Flows, chart: Chart, flow: int, way: int, tree: int, count: Floats, hop_time: Floats) -> None:
+    """Seconds of one piece from each rank to its parent, or back."""
+    gather, seal, opening, _, hop_cost = flows.costs[flows.stage[flow]]
+    coding = gather + seal if way == _UP else opening
+    for rank in range(len(hop_time)):
+        parent = chart.parents[tree, rank]
+        if parent < 0:
+            continue
+        route = chart.route_of[rank, parent] if way == _UP else chart.route_of[parent, rank]
+        slowest = 0.0
+        for hop in range(chart.starts[route], chart.starts[route + 1]):
+            slowest = max(slowest, count[chart.hops[hop]] / chart.capacities[chart.hops[hop]])
+        share = _share_of(flows, chart, flow, way, tree, rank)
+        piece = slowest * flows.wire[flow] + share * flows.values[flow] * coding
+        hop_time[rank] = piece / flows.pieces[flow] + chart.latencies[route] + hop_cost
+
+
+@numba.njit(cache=True)
+def _climb(chart: Chart, tree: int, hop_time: Floats, below: Floats) -> float:
+    """Fill in the longest way from each rank to the leaves below it; returns that from a root."""
+    below[:] = 0
+    longest = 0.0
+    for place in range(len(below) - 1, -1, -1):
+        rank = chart.order[tree, place]
+        parent = chart.parents[tree, rank]
+        if parent >= 0:
+            below[parent] = max(below[parent], below[rank] + hop_time[rank])
+        else:
+            longest = max(longest, below[rank])
+    return longest
+
+
+@numba.njit(cache=True)
+def _descend(chart: Chart, tree: int, hop_time: Floats, beyond: float, above: Floats) -> None:
+    """Fill in the way from each rank to its root and ``beyond``."""
+    for place in range(len(above)):
+        rank = chart.order[tree, place]
+        parent = chart.parents[tree, rank]
+        above[rank] = beyond if parent < 0 else above[parent] + hop_time[rank]
+
+
+@numba.njit(cache=True)
+def _meet(
+    flows: Flows,
+    chart: Chart,
+    flow: int,
+    way: int,
+    tree: int,
+    before: Floats,
+    after: Floats,
+    lead: Floats,
+    trail: Floats,
+) -> None:
+    """Shorten the ways to and from each link to those over this flow's hops."""
+    stage = flows.stage[flow]
+    for rank in range(len(before)):
+        parent = chart.parents[tree, rank]
+        if parent < 0:
+            continue
+        source, target = (rank, parent) if way == _UP else (parent, rank)
+        route = chart.route_of[source, target]
+        onwards = after[target] + chart.latencies[route] + flows.costs[stage, 4]
+        for hop in range(chart.starts[route], chart.starts[route + 1]):
+            channel = chart.hops[hop]
+            lead[stage, channel] = min(lead[stage, channel], before[source])
+            trail[stage, channel] = min(trail[stage, channel], onwards)
+
+
+@numba.njit(cache=True)
+def _fill_pipelines(chart: Chart, work: Floats, lead: Floats, trail: Floats, fill: Floats) -> None:
+    """By how much the longest way of each stage is longer than its busiest channel is busy."""
+    for stage in range(work.shape[0]):
+        busiest, longest = 0.0, 0.0
+        for channel in range(len(chart.capacities)):
+            if work[stage, channel] > 0:
+                load = work[stage, channel] / chart.capacities[channel]
+                busiest = max(busiest, load)
+                if channel < chart.links:
+                    longest = max(longest, lead[stage, channel] + load + trail[stage, channel])
+        fill[stage] = max(0.0, longest - busiest)
