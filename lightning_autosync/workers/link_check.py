@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -14,9 +13,8 @@ from lightning_autosync.workers import netns
 from lightning_autosync.workers.emulation import EmulatedLaunch
 from lightning_autosync.workers.errors import LaunchError
 from lightning_autosync.workers.network import Port
+from lightning_autosync.workers.throughput import PAYLOAD_SHARE, bytes_received
 
-PAYLOAD_SHARE = 1448 / 1514  # of a full Ethernet frame with TCP/IPv4 and its timestamps
-BYTES_RECEIVED = 128  # offset of tcpi_bytes_received, 8 bytes, in the kernel's struct tcp_info
 BURST = 256 * 1024  # passes before the clock starts, so that the token bucket is empty by then
 SECONDS = 0.25
 LEAST = 512 * 1024
@@ -95,9 +93,7 @@ def _wait_for(target: socket.socket, amount: int) -> tuple[int, float]:
     """How many bytes have arrived, once it is ``amount``, and when that was."""
     deadline = time.monotonic() + TIMEOUT
     while True:
-        information = target.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, BYTES_RECEIVED + 8)
-        now = time.perf_counter()
-        (received,) = struct.unpack_from("Q", information, BYTES_RECEIVED)
+        received, now = bytes_received(target), time.perf_counter()
         if received >= amount:
             return received, now
         if time.monotonic() > deadline:

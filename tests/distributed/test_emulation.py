@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -185,6 +186,61 @@ def test_nothing_is_left_when_the_process_ends(end):
         if end is not None:
             process.send_signal(end)
     assert not wait_until_none_of(process.pid)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_nothing_is_left_after_fifty_emulations_with_random_kills():
+    """Five at a time, each ended at a random moment of set-up, start of the workers or work, in a random way."""
+    draw = random.Random(0)
+    program = textwrap.dedent(
+        """
+        import os
+        from lightning_autosync.cluster.spec import ClusterSpec
+        from lightning_autosync.workers import EmulatedLaunch, WorkerPool
+
+        with EmulatedLaunch(ClusterSpec.star([4e6, 2e6, 1e6])) as launch:
+            with WorkerPool(3, launch, extra_paths=[os.environ["HERE"]]) as pool:
+                while True:
+                    pool.run("worker_calls:sum_of_ranks", elements=100_000)
+        """
+    )
+    environment = {**os.environ, "HERE": str(HERE), "PYTHONPATH": os.pathsep.join(path or "." for path in sys.path)}
+    for _ in range(10):
+        processes = [
+            subprocess.Popen([sys.executable, "-c", program], env=environment, stderr=subprocess.DEVNULL)
+            for _ in range(5)
+        ]
+        victims = [process.pid for process in processes]
+        for process in draw.sample(processes, 5):
+            time.sleep(draw.uniform(0.2, 3.0))
+            workers = children(process.pid)
+            if workers and draw.random() < 0.4:
+                os.kill(draw.choice(workers), signal.SIGKILL)
+            else:
+                process.send_signal(draw.choice([signal.SIGINT, signal.SIGTERM, signal.SIGKILL]))
+        for process in processes:
+            assert process.wait(60) != 0
+        for pid in victims:
+            assert not wait_until_none_of(pid)
+    assert not orphans("lightning_autosync.workers")
+
+
+def children(pid: int) -> list[int]:
+    """Worker processes of a process."""
+    found = subprocess.run(["pgrep", "-P", str(pid), "-f", "workers.worker"], capture_output=True, text=True)
+    return [int(line) for line in found.stdout.split()]
+
+
+def orphans(name: str) -> list[str]:
+    """Processes of that name whose parent has ended."""
+    deadline = time.monotonic() + 5.0
+    while True:
+        table = subprocess.run(["ps", "-eo", "ppid,pid,args"], capture_output=True, text=True, check=True).stdout
+        found = [line for line in table.splitlines() if name in line and line.split()[0] == "1"]
+        if not found or time.monotonic() > deadline:
+            return found
+        time.sleep(0.1)
 
 
 def test_leftovers_of_dead_processes_are_removed_and_others_kept():

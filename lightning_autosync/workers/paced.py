@@ -1,0 +1,229 @@
+"""Paced compute: a module with a workload's true parameters whose passes last as profiled and use no core.
+
+Forward and backward sleep. Each gradient appears at its ready time, counted from the start of its backward pass, so
+errors of single sleeps do not add up; what a hook does at a gradient goes on while the next is waited for, as beside
+an accelerator that computes.
+"""
+
+from __future__ import annotations
+
+import time
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from lightning_autosync.errors import WorkloadError
+from lightning_autosync.workload import Variable, Workload
+
+
+class PacedModule(nn.Module):
+    """A module made from a workload; called with a seed, it returns a loss of zero.
+
+    Parameters have the workload's names, shapes and dtypes, and are zero. Gradients are random: those of dense
+    variables are drawn once, with the first seed; of ``row_sparse`` and ``sparse`` ones a step draws which rows it
+    touches, from its seed. No gradient is copied on its way to ``parameter.grad``, so whoever writes there (DDP, the
+    mean) writes to the memory that the next step hands out: with equal means on all ranks, the mean stays.
+
+    Args:
+        workload: variables and times; a time that is unknown (0) takes none. A variable without ready time comes
+            with the end of backward.
+
+    Raises:
+        WorkloadError: no module can have a parameter of that name, or how many rows of a table are touched is unknown.
+    """
+
+    def __init__(self, workload: Workload) -> None:
+        super().__init__()
+        for variable in workload.variables:
+            _place(self, variable)
+        parameters = dict(self.named_parameters())
+        self._forward_time = workload.forward_time
+        self._backward_time = workload.backward_time
+        self._pace = _Pace()
+        in_order = [workload.variable(name) for name in workload.ready_order]
+        self._stages = [
+            _Stage(ready, [(parameters[variable.name], _gradient(variable)) for variable in members])
+            for ready, members in groupby(in_order, lambda v: workload.backward_time if v.ready is None else v.ready)
+        ]
+
+    def forward(self, seed: Tensor) -> Tensor:
+        """A pass for the batch that ``seed``, a whole number, stands for."""
+        self._pace.restart()
+        number = int(seed)
+        # Backward walks this chain from its end: its start, the first stage, ..., the last stage, its end.
+        loss = _Until.apply(torch.zeros((), requires_grad=True), self._pace, self._backward_time)
+        for stage in reversed(self._stages):
+            loss = _Gradients.apply(loss, self._pace, stage, number, *stage.parameters)
+        self._pace.until(self._forward_time)
+        return _Restart.apply(loss, self._pace)
+
+
+class _Pace:
+    """Deadlines counted from one moment."""
+
+    def restart(self) -> None:
+        self._origin = time.monotonic()
+
+    def until(self, seconds: float) -> None:
+        """Return ``seconds`` after the start, or at once if that has passed."""
+        left = self._origin + seconds - time.monotonic()
+        if left > 0:
+            time.sleep(left)
+
+
+class _Dense:
+    """One buffer, drawn once."""
+
+    def __init__(self, variable: Variable) -> None:
+        self._shape = variable.shape
+        self._dtype = getattr(torch, variable.dtype)
+        self._buffer: Tensor | None = None
+
+    def draw(self, seed: int) -> Tensor:
+        if self._buffer is None:
+            self._buffer = torch.empty(self._shape, dtype=self._dtype)
+            self._buffer.uniform_(-1, 1, generator=_generator(seed))
+        return self._buffer.detach()  # a tensor of its own on the same memory, which autograd takes as it is
+
+
+class _Rows:
+    """Which rows each seed touches, and their values: drawn once, for drawing takes longer than using them."""
+
+    def __init__(self, variable: Variable) -> None:
+        if variable.rows is None:
+            raise WorkloadError(f"variable '{variable.name}': kind '{variable.kind}' needs rows, the number touched")
+        self._shape = variable.shape
+        self._dtype = getattr(torch, variable.dtype)
+        self._count = max(1, round(variable.rows))
+        self._drawn: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def rows(self, seed: int) -> tuple[Tensor, Tensor]:
+        if seed not in self._drawn:
+            generator = _generator(seed)
+            chosen = torch.randperm(self._shape[0], generator=generator)[: self._count]
+            values = torch.empty(self._count, *self._shape[1:], dtype=self._dtype)
+            self._drawn[seed] = chosen, values.uniform_(-1, 1, generator=generator)
+        return self._drawn[seed]
+
+
+class _DenseRows(_Rows):
+    """A dense table of zeros but for the touched rows."""
+
+    def __init__(self, variable: Variable) -> None:
+        super().__init__(variable)
+        self._table = torch.zeros(self._shape, dtype=self._dtype)
+
+    def draw(self, seed: int) -> Tensor:
+        chosen, values = self.rows(seed)
+        self._table.zero_()  # all of it: other ranks' rows are in it once their mean was written here
+        self._table[chosen] = values
+        return self._table.detach()
+
+
+class _SparseRows(_Rows):
+    """The touched rows alone, as of ``nn.Embedding(sparse=True)``."""
+
+    def draw(self, seed: int) -> Tensor:
+        chosen, values = self.rows(seed)
+        return torch.sparse_coo_tensor(chosen[None].clone(), values.clone(), self._shape, check_invariants=False)
+
+
+_KINDS: dict[str, type[_Dense | _DenseRows | _SparseRows]] = {
+    "dense": _Dense,
+    "row_sparse": _DenseRows,
+    "sparse": _SparseRows,
+}
+
+
+def _gradient(variable: Variable) -> _Dense | _DenseRows | _SparseRows:
+    return _KINDS[variable.kind](variable)
+
+
+class _Stage:
+    """Variables whose gradients are ready at the same time."""
+
+    def __init__(self, ready: float, members: list[tuple[nn.Parameter, _Dense | _DenseRows | _SparseRows]]) -> None:
+        self.ready = ready
+        self.parameters = [parameter for parameter, _ in members]
+        self.gradients = [gradient for _, gradient in members]
+
+
+class _Gradients(torch.autograd.Function):
+    """Passes a number through; its backward waits for the stage's time and hands out the stage's gradients."""
+
+    @staticmethod
+    def forward(context: Any, value: Tensor, pace: _Pace, stage: _Stage, seed: int, *parameters: Tensor) -> Tensor:
+        context.pace, context.stage, context.seed = pace, stage, seed
+        return value.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(context: Any, output: Tensor) -> tuple[Tensor | None, ...]:
+        gradients = [gradient.draw(context.seed) for gradient in context.stage.gradients]
+        context.pace.until(context.stage.ready)
+        return output, None, None, None, *gradients
+
+
+class _Until(torch.autograd.Function):
+    """Passes a number through; its backward waits for a time."""
+
+    @staticmethod
+    def forward(context: Any, value: Tensor, pace: _Pace, seconds: float) -> Tensor:
+        context.pace, context.seconds = pace, seconds
+        return value.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(context: Any, output: Tensor) -> tuple[Tensor, None, None]:
+        context.pace.until(context.seconds)
+        return output, None, None
+
+
+class _Restart(torch.autograd.Function):
+    """Passes a number through; its backward starts the count of time."""
+
+    @staticmethod
+    def forward(context: Any, value: Tensor, pace: _Pace) -> Tensor:
+        context.pace = pace
+        return value.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(context: Any, output: Tensor) -> tuple[Tensor, None]:
+        context.pace.restart()
+        return output, None
+
+
+def _place(root: nn.Module, variable: Variable) -> None:
+    """Put a parameter where its name says, into modules made on the way."""
+    *path, leaf = variable.name.split(".")
+    owner = root
+    try:
+        for index, part in enumerate(path):
+            last = index == len(path) - 1
+            if part not in owner._modules:
+                owner.add_module(part, _holder(variable, leaf) if last else nn.Module())
+            owner = owner.get_submodule(part)
+        if leaf not in owner._parameters:
+            value = torch.zeros(variable.shape, dtype=getattr(torch, variable.dtype))
+            owner.register_parameter(leaf, nn.Parameter(value))
+    except KeyError as error:
+        raise WorkloadError(f"variable '{variable.name}': no module has a parameter so named: {error}") from None
+
+
+def _holder(variable: Variable, leaf: str) -> nn.Module:
+    """DDP expects sparse gradients of embeddings that say so, and of nothing else."""
+    if variable.kind != "sparse":
+        return nn.Module()
+    if leaf != "weight" or len(variable.shape) != 2:
+        raise WorkloadError(f"variable '{variable.name}': only the weight of an embedding has sparse gradients")
+    rows, width = variable.shape
+    table = torch.zeros(rows, width, dtype=getattr(torch, variable.dtype))
+    return nn.Embedding(rows, width, sparse=True, _weight=table)
+
+
+def _generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)

@@ -1,0 +1,85 @@
+"""The replay's constants fitted to micro-measurements, none of which is a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lightning_autosync.simulator.constants import CodecRates, Constants
+from lightning_autosync.workers.throughput import PAYLOAD_SHARE
+
+PIECES = 2
+"""Pieces in which the backend cuts even the smallest part of a ring."""
+
+
+def fit_constants(
+    probe: Mapping[str, Any], scheduling: str, machines: int, devices: Sequence[int], accelerated: bool
+) -> Constants:
+    """The constants of a probe's measurements, under its scheduling policy.
+
+    Each comes from one measurement:
+
+    - ``gradient_cost``, ``collective_cost``: core-seconds of the main thread for one more gradient, and for one more
+      collective, in a backward pass of tiny gradients.
+    - ``message_cost``: core-seconds of an all-reduce of one number, without its launch. Over n ranks it is 2 (n - 1)
+      steps one after the other, each of them two pieces that are sent and received.
+    - ``message_delay``: what a step of it takes beyond the links' latency and the cores' time, for each piece.
+    - ``pair_cost``: core-seconds of an all-to-all of one number a pair, without its launch.
+    - ``frame_cost``: core-seconds of each of many small frames under way on a tree.
+    - ``wake_up``: what a lone frame takes beyond the link's latency and the cores' time.
+    - ``host_cost``: core-seconds a byte of large frames on a tree, less those of the frames and of adding up.
+    - ``sharing_loss``: everybody sends to everybody; what full links are short of their rates, for each further full
+      link on the way.
+    - ``copy_rate``, ``reduce_rate``, ``encode``, ``decode``: buffers of some MiB on one core.
+    - ``cores``: a small loop on all ranks at once over one alone; only where all ranks share one machine.
+    - ``burst``: bytes at the beginning of a flow that came above its rate.
+    - ``collectives``: threads of the backend.
+
+    Args:
+        probe: the probe's answer.
+        scheduling: which of the small messages count.
+        machines: number of different machines.
+        devices: ranks of each node.
+        accelerated: what the job says.
+    """
+    costs = probe["costs"]
+    ranks = sum(devices)
+    constants = Constants(
+        framing=1 / PAYLOAD_SHARE,
+        copy_rate=costs["copy_rate"],
+        reduce_rate=costs["reduce_rate"],
+        encode=CodecRates(**costs["encode"]),
+        decode=CodecRates(**costs["decode"]),
+        cores=costs["cores"] if machines == 1 and ranks > 1 else None,
+        collectives=costs["collectives"],
+        sharing_loss=_sharing_loss(probe["sharing"]),
+        burst=max(0.0, probe["burst"] or 0.0),
+        accelerated=accelerated,
+    )
+    if ranks == 1:
+        return constants
+    latencies = [max(0.0, pair["round_trip"]["least"] - probe["own_trip"]) / 2 for pair in probe["pairs"]]
+    latency = max(latencies, default=0.0)
+    ring, exchange = (costs["collectives_of_one_number"][scheduling][kind] for kind in ("ring", "all_to_all"))
+    steps, crowd = 2 * (ranks - 1), constants.crowd(ranks)
+    message = max(0.0, ring["core"] - costs["launch_core"]) / (2 * PIECES * steps)
+    beyond = (ring["seconds"] - crowd * costs["launch_core"]) / steps - latency - 2 * PIECES * crowd * message
+    return constants.model_copy(
+        update={
+            "gradient_cost": costs["gradient_core"],
+            "collective_cost": costs["launch_core"],
+            "message_cost": message,
+            "message_delay": max(0.0, beyond) / (PIECES * crowd),
+            "pair_cost": max(0.0, exchange["core"] - costs["launch_core"]) / steps,
+            "frame_cost": costs["frame_core"],
+            "wake_up": max(0.0, costs["lone"] - latency - 2 * costs["lone_core"]),
+            "host_cost": costs["byte_core"],
+        }
+    )
+
+
+def _sharing_loss(sharing: Mapping[str, float] | None) -> float:
+    """By stretch = 1 + loss x (full links - 1); nothing is lost where no flow crosses two."""
+    if sharing is None or "everybody" not in sharing or sharing["crowding"] <= 1:
+        return 0.0
+    return max(0.0, (1 / sharing["everybody"] - 1) / (sharing["crowding"] - 1))

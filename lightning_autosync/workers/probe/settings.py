@@ -1,0 +1,76 @@
+"""What a probe is told: where the ranks are, and how long to measure."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import PositiveFloat, PositiveInt, ValidationError, model_validator
+
+from lightning_autosync.cluster import ClusterSpec
+from lightning_autosync.documents import Record, describe_validation_error
+from lightning_autosync.errors import DocumentError
+from lightning_autosync.workers.launch_settings import LaunchSettings
+
+
+class JobSettings(Record):
+    """The ranks are there already: this process is one of a job that torchrun started, and meets by ``env://``."""
+
+    kind: Literal["torchrun"]
+
+
+class Settings(Record):
+    """One probe.
+
+    Attributes:
+        name: of the cluster that is written.
+        launch: ``local``, ``emulated`` or ``torchrun``.
+        cluster: what to emulate.
+        cluster_scale: factor on every rate of it.
+        ranks: how many there are on this machine with ``launch=local``.
+        scheduling: the kernel's policy for the ranks; constants are those under it.
+        head: seconds at the beginning of each transfer that do not count.
+        window: seconds of each transfer that do.
+        every_pair: each pair of nodes is measured alone, both ways; None does so for up to four nodes.
+        constants: measure what the hosts cost, too.
+        accelerated: what the constants say of the job: its gradients are computed elsewhere than on the packing core.
+        timeout: seconds that the probe may take.
+    """
+
+    name: str = "probed"
+    launch: LaunchSettings | JobSettings = LaunchSettings()
+    cluster: dict[str, Any] | None = None
+    cluster_scale: PositiveFloat = 1.0
+    ranks: PositiveInt = 2
+    scheduling: Literal["none", "batch"] = "batch"
+    head: PositiveFloat = 0.2
+    window: PositiveFloat = 0.3
+    every_pair: bool | None = None
+    constants: bool = True
+    accelerated: bool = False
+    timeout: PositiveFloat = 600.0
+
+    @classmethod
+    def parse(cls, data: Any) -> Settings:
+        """Settings from plain data.
+
+        Raises:
+            DocumentError: the first thing wrong, by field.
+        """
+        try:
+            return cls.model_validate(data)
+        except ValidationError as error:
+            raise DocumentError(describe_validation_error(error)) from None
+
+    @model_validator(mode="after")
+    def _check(self) -> Settings:
+        if self.launch.kind == "emulated" and self.cluster is None:
+            raise ValueError("cluster: missing; launch=emulated needs one, as in cluster=fat_node_star")
+        if self.launch.kind != "emulated" and self.cluster is not None:
+            raise ValueError(f"cluster: what is there is measured with launch={self.launch.kind}; leave it out")
+        return self
+
+    def emulated_cluster(self) -> ClusterSpec | None:
+        """The cluster to emulate, scaled; None where nothing is emulated."""
+        if self.cluster is None:
+            return None
+        return ClusterSpec.from_dict(self.cluster, source="cluster").scaled(self.cluster_scale)

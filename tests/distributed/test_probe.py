@@ -1,0 +1,104 @@
+"""The probe on emulated links, on this machine, and within a job that torchrun started."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from lightning_autosync.cluster import ClusterSpec, resolve_cluster
+from lightning_autosync.simulator import Constants
+from lightning_autosync.workers import LaunchError, netns
+from lightning_autosync.workers.probe.command import probe, run_probe
+from lightning_autosync.workers.probe.settings import Settings
+from lightning_autosync.workers.probe.table import link_rows
+
+try:
+    netns.require_namespaces()
+    UNABLE = ""
+except LaunchError as error:
+    UNABLE = str(error)
+
+emulated = [pytest.mark.root, pytest.mark.skipif(bool(UNABLE), reason=UNABLE)]
+slow = [*emulated, pytest.mark.slow]
+
+
+def two_nodes_of_two() -> ClusterSpec:
+    return ClusterSpec.uniform(2, devices=2, bandwidth="100 Mbit/s", name="two_nodes_of_two")
+
+
+@pytest.mark.filterwarnings("ignore:cluster .* latencies:UserWarning")
+@pytest.mark.parametrize(
+    ("truth", "scale"),
+    [
+        pytest.param(resolve_cluster("fat_node_star"), 0.25, marks=slow),
+        pytest.param(two_nodes_of_two(), 1.0, marks=emulated),
+        pytest.param(resolve_cluster("four_equal"), 0.1, marks=slow),
+        pytest.param(resolve_cluster("two_racks_2to1"), 0.25, marks=slow),
+        pytest.param(resolve_cluster("four_racks_of_four"), 0.05, marks=slow),
+        pytest.param(resolve_cluster("ring_of_four"), 0.25, marks=slow),
+        pytest.param(resolve_cluster("two_sites_wan"), 0.1, marks=slow),
+    ],
+    ids=lambda value: value.name if isinstance(value, ClusterSpec) else "",
+)
+def test_links_are_recovered(truth, scale):
+    settings = Settings(
+        launch={"kind": "emulated"},
+        cluster=truth.to_dict(),
+        cluster_scale=scale,
+        constants=False,
+        every_pair=False,
+        head=0.1,
+        window=0.2,
+    )
+    answer = run_probe(settings)
+    found = ClusterSpec.from_dict(answer["cluster"])
+    rows = link_rows(found, truth.scaled(scale))
+    assert {f"{row['from']} > {row['to']}": row["deviation"] for row in rows} == {
+        f"{row['from']} > {row['to']}": pytest.approx(0, abs=0.1) for row in rows
+    }
+    assert found.rank_nodes == truth.rank_nodes
+    # A direct link stands for links in a row with nothing but switches between them.
+    assert len(rows) in (2 * len(truth.links), 2 * len(truth.links) - 2)
+
+
+def test_the_local_machine_is_one_node_and_the_files_can_be_read(tmp_path, capsys):
+    probe({"launch": {"kind": "local"}, "ranks": 2, "head": 0.05, "window": 0.1}, tmp_path)
+    cluster = ClusterSpec.load(tmp_path / "cluster.yaml")
+    assert [node.devices for node in cluster.nodes] == [2]
+    assert cluster.local_bandwidth > 1e7
+    constants = Constants.load(tmp_path / "constants.yaml")
+    assert 1.0 <= constants.cores <= (os.cpu_count() or 1)
+    for name in ("frame_cost", "message_cost", "collective_cost", "gradient_cost"):
+        assert 0 < getattr(constants, name) < 5e-3, name
+    assert 0 <= constants.wake_up < 5e-3
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["format"] == "autosync-probe/1"
+    assert set(result["costs"]["collectives_of_one_number"]) == {"none", "batch"}
+    assert "constants.yaml" in capsys.readouterr().out
+
+
+def test_within_a_job_of_torchrun(tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["--no-python", sys.executable, "-c", "from lightning_autosync.cli import main; main()", "probe"]
+    command += ["launch=torchrun", "constants=false", "head=0.05", "window=0.1"]
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(path or "." for path in sys.path),
+    }
+    job = subprocess.run(
+        [*command, f"hydra.run.dir={tmp_path}"], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert job.returncode == 0, job.stderr
+    cluster = ClusterSpec.load(tmp_path / "cluster.yaml")
+    assert cluster.world_size == 2
+    assert len(cluster.nodes) == 1
+
+
+def test_outside_a_job_the_command_says_how_to_start_one(tmp_path):
+    with pytest.raises(LaunchError, match="torchrun --nnodes"):
+        probe({"launch": {"kind": "torchrun"}}, tmp_path)
