@@ -10,16 +10,17 @@ from rich.console import Console
 
 from lightning_autosync.bench.interleaving import run_bench
 from lightning_autosync.bench.picture import draw
+from lightning_autosync.bench.result import Result
 from lightning_autosync.bench.settings import Settings
 from lightning_autosync.bench.table import remarks, result_table
 from lightning_autosync.documents import write_text
 
-FILE_WIDTH = 110
+FILE_WIDTH = 130
 """Columns of the table where it does not go to a terminal."""
 
 
-def bench(configuration: dict[str, Any], directory: Path) -> None:
-    """Run one bench; ``result.json`` and ``result.png`` appear in ``directory``.
+def bench(configuration: dict[str, Any], directory: Path) -> Result:
+    """Run one bench; ``result.json`` and ``result.png`` appear in ``directory``. Returns what was found.
 
     Raises:
         AutoSyncError: a setting is wrong, or a worker failed.
@@ -34,3 +35,4 @@ def bench(configuration: dict[str, Any], directory: Path) -> None:
     for line in remarks(result):
         console.print(line, soft_wrap=True, highlight=False)
     console.print(f"{directory / 'result.json'}, {directory / 'result.png'}", soft_wrap=True, highlight=False)
+    return result

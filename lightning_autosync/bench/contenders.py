@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -13,7 +14,9 @@ from pydantic import TypeAdapter
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_autosync.bench.hooks import install
 from lightning_autosync.bench.models import AnyModel, Model
+from lightning_autosync.bench.settings import DDPOptions
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.plan import SyncPlan, compile_plan
 from lightning_autosync.runtime import Engine
@@ -36,6 +39,7 @@ class Contender(ABC):
         self.module = model.module(sparse=sparse)
         self._batches = model.batches(dist.get_rank())
         self._steps = 0
+        self._after_step: Callable[[], None] | None = None
         self._optimizer = (
             None if model.learning_rate is None else torch.optim.SGD(self.module.parameters(), model.learning_rate)
         )
@@ -51,6 +55,8 @@ class Contender(ABC):
         self._steps += 1
         if self._optimizer is not None:
             self._optimizer.step()
+        if self._after_step is not None:
+            self._after_step()
         self.module.zero_grad()
 
     def backward(self, batch: int = 0) -> None:
@@ -61,10 +67,16 @@ class Contender(ABC):
 class DDPContender(Contender):
     """``DistributedDataParallel``; a bucket cap of ``default`` leaves DDP its own rule."""
 
-    def __init__(self, model: Model, sparse: bool, bucket_cap_mb: float | str, **options: bool) -> None:
+    def __init__(self, model: Model, sparse: bool, options: DDPOptions, cluster: ClusterSpec) -> None:
         super().__init__(model, sparse)
-        cap = {} if bucket_cap_mb == "default" else {"bucket_cap_mb": bucket_cap_mb}
-        self._wrapped = DistributedDataParallel(self.module, **cap, **options)  # type: ignore[arg-type]
+        self._wrapped = DistributedDataParallel(
+            self.module,
+            bucket_cap_mb=None if options.bucket_cap_mb == "default" else options.bucket_cap_mb,
+            gradient_as_bucket_view=options.gradient_as_bucket_view,
+            static_graph=options.static_graph,
+            init_sync=False,  # all ranks start from one seed
+        )
+        self._after_step = install(self._wrapped, options, cluster)
 
     @property
     def synchronized(self) -> nn.Module:
@@ -93,6 +105,7 @@ class PlanContender(Contender):
 
 
 _live: dict[str, Contender] = {}
+_references: dict[str, list[Tensor]] = {}
 
 
 def set_up(
@@ -106,16 +119,16 @@ def set_up(
     workload: dict[str, Any] | None = None,
 ) -> None:
     """Make a contender: DDP with the arguments ``ddp``, or ``plan`` for ``workload``."""
-    recipe = _MODEL.validate_python(model)
+    recipe, described = _MODEL.validate_python(model), ClusterSpec.from_dict(cluster)
     if ddp is not None:
-        _live[name] = DDPContender(recipe, sparse, **ddp)
+        _live[name] = DDPContender(recipe, sparse, DDPOptions(**ddp), described)
         return
     _live[name] = PlanContender(
         recipe,
         sparse,
         SyncPlan.from_dict(plan),
         Workload.from_dict(workload),
-        ClusterSpec.from_dict(cluster),
+        described,
         timeout,
     )
 
@@ -136,7 +149,9 @@ def deviation(name: str, reference: str) -> float:
 
     Both must be at the same weights, as before their first step; each does a forward and backward of the first batch.
     """
-    found, expected = _gradients(_live[name]), _gradients(_live[reference])
+    if reference not in _references:
+        _references[reference] = _gradients(_live[reference])
+    found, expected = _gradients(_live[name]), _references[reference]
     difference = sum(float((a - b).square().sum()) for a, b in zip(found, expected, strict=True))
     length = sum(float(gradient.square().sum()) for gradient in expected)
     return (difference / length) ** 0.5

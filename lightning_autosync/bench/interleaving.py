@@ -7,14 +7,14 @@ import os
 import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
+from lightning_autosync.bench.bounds import Bound, least_step
 from lightning_autosync.bench.load import LoadMeter
 from lightning_autosync.bench.preparation import Preparation, prepare
-from lightning_autosync.bench.result import FRAMING, Measurement, Result, Round
+from lightning_autosync.bench.result import Measurement, Result, Round
 from lightning_autosync.bench.settings import Settings
-from lightning_autosync.cluster import ClusterSpec, synchronization_time
-from lightning_autosync.workers import EmulatedLaunch, WorkerPool
+from lightning_autosync.cluster import ClusterSpec
+from lightning_autosync.workers import WorkerPool
 
 _WORKER = "lightning_autosync.bench"
 _log = logging.getLogger(__name__)
@@ -47,8 +47,7 @@ def run_bench(settings: Settings) -> Result:
         }
     return Result(
         settings=settings,
-        cluster=preparation.cluster,
-        size=preparation.size,
+        preparation=preparation,
         bound=_bound(settings, preparation),
         conditions=conditions,
         measurements=measurements,
@@ -66,6 +65,7 @@ class _Bench:
     def __init__(self, settings: Settings, preparation: Preparation, pool: WorkerPool) -> None:
         self._settings = settings
         self._orders = preparation.orders
+        self._contenders = settings.all_contenders()
         self._names = list(preparation.orders)
         self._pool = pool
         self._deviations = dict.fromkeys(self._names, 0.0)
@@ -107,6 +107,7 @@ class _Bench:
                 sent=_all_or_none(self._sent[name]),
                 foreign_cores=_all_or_none(self._foreign[name]),
                 deviation=self._deviations[name],
+                periodic=self._contenders[name].periodic is not None,
             )
             for name in self._names
         }
@@ -132,19 +133,15 @@ def _all_or_none(values: list[float | None]) -> list[float] | None:
 
 @contextmanager
 def _pool(settings: Settings, cluster: ClusterSpec) -> Iterator[WorkerPool]:
-    options: dict[str, Any] = {
-        "timeout": settings.timeout,
-        "scheduling": None if settings.scheduling == "none" else settings.scheduling,
-    }
-    if settings.launch == "local":
-        with WorkerPool(cluster.world_size, **options) as pool:
-            yield pool
-        return
-    with EmulatedLaunch(cluster) as launch, WorkerPool(cluster.world_size, launch, **options) as pool:
+    scheduling = None if settings.scheduling == "none" else settings.scheduling
+    with (
+        settings.launch.open(cluster) as launch,
+        WorkerPool(cluster.world_size, launch, timeout=settings.timeout, scheduling=scheduling) as pool,
+    ):
         yield pool
 
 
-def _bound(settings: Settings, preparation: Preparation) -> float | None:
-    if settings.launch != "emulated":
+def _bound(settings: Settings, preparation: Preparation) -> Bound | None:
+    if not settings.emulated or settings.model.kind not in ("flat", "paced"):
         return None
-    return FRAMING * synchronization_time(preparation.cluster, preparation.size)
+    return least_step(preparation.workload, preparation.cluster)

@@ -1,4 +1,4 @@
-"""What contenders train: real modules, and batches that differ between ranks."""
+"""What contenders train: real modules or paced ones, and batches that differ between ranks."""
 
 from __future__ import annotations
 
@@ -6,14 +6,20 @@ from abc import abstractmethod
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import Field, PositiveFloat, PositiveInt, field_validator
+from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
-from torch.nn import functional as F
 
+from lightning_autosync.bench.modules import DigitsNetwork, EmbeddingRecommender, FlatVector, ResidualLayers
+from lightning_autosync.cluster import Seconds
 from lightning_autosync.documents import Record
+from lightning_autosync.workers.paced import PacedModule
+from lightning_autosync.workload import Workload, describe
+from lightning_autosync.workload.catalogue import FLOPS_PER_SECOND, build
+from lightning_autosync.workload.scaling import scaled, with_compute
+from lightning_autosync.workload.spec import Kind
 
 Batch = tuple[Tensor, ...]
+Embeddings = Literal["dense", "sparse", "rows"]
 MIB = 1024 * 1024
 BATCHES = 8
 
@@ -34,6 +40,19 @@ class Model(Record):
     @abstractmethod
     def batches(self, rank: int) -> list[Batch]:
         """The batches that ``rank`` takes in turn."""
+
+    @property
+    def title(self) -> str:
+        """What people call it."""
+        return type(self).__name__.lower()
+
+    def workload(self, embeddings: Embeddings) -> Workload:
+        """What it asks of synchronization, its embeddings' gradients as told; no memory is spent on its parameters."""
+        with torch.device("meta"):
+            module = self.module(sparse=embeddings == "sparse")
+        tables = {f"{name}.weight" for name, part in module.named_modules() if isinstance(part, nn.Embedding)}
+        workload = describe(module, name=self.title)
+        return _with_kind(workload, tables, "row_sparse") if embeddings == "rows" else workload
 
 
 class Layers(Model):
@@ -58,7 +77,7 @@ class Layers(Model):
         return tensors
 
     def module(self, sparse: bool = False) -> nn.Module:
-        return _Layers(self.tensors // 2, self.width)
+        return ResidualLayers(self.tensors // 2, self.width)
 
     def batches(self, rank: int) -> list[Batch]:
         generator = torch.Generator().manual_seed(rank)
@@ -81,7 +100,7 @@ class Recommender(Model):
     batch: PositiveInt
 
     def module(self, sparse: bool = False) -> nn.Module:
-        return _Recommender(self.rows, self.width, sparse)
+        return EmbeddingRecommender(self.rows, self.width, sparse)
 
     def batches(self, rank: int) -> list[Batch]:
         generator = torch.Generator().manual_seed(rank)
@@ -102,7 +121,7 @@ class Flat(Model):
     learning_rate: None = None
 
     def module(self, sparse: bool = False) -> nn.Module:
-        return _Flat(max(1, round(self.mib * MIB / 4)))
+        return FlatVector(max(1, round(self.mib * MIB / 4)))
 
     def batches(self, rank: int) -> list[Batch]:
         return [(torch.tensor(float(rank + 1)),)]
@@ -121,7 +140,7 @@ class Digits(Model):
     batch: PositiveInt
 
     def module(self, sparse: bool = False) -> nn.Module:
-        return _Digits(self.channels)
+        return DigitsNetwork(self.channels)
 
     def batches(self, rank: int) -> list[Batch]:
         from sklearn.datasets import load_digits
@@ -134,66 +153,70 @@ class Digits(Model):
         return [(images[chosen], labels[chosen]) for chosen in draw]
 
 
-AnyModel = Annotated[Layers | Recommender | Flat | Digits, Field(discriminator="kind")]
+class Paced(Model):
+    """A workload's true variables under paced compute: passes last as its profile says, and use no core.
+
+    Attributes:
+        name: what people call it; the workload's own name by default.
+        catalogue: a model of the catalogue; or
+        workload_file: path of a workload document, as ``capture`` makes them.
+        arguments: what is chosen of the catalogue's model (batch_size, layers, ...).
+        scale: factor on bytes and work: widths and table rows are multiplied by its root.
+        flops_per_second: sustained rate of the imagined device, from which the catalogue's times follow.
+        compute: seconds that forward and backward take together; None leaves what the rate or the file gives.
+    """
+
+    kind: Literal["paced"]
+    name: str | None = None
+    catalogue: str | None = None
+    workload_file: str | None = None
+    arguments: dict[str, Any] = Field(default_factory=dict)
+    scale: PositiveFloat = 1.0
+    flops_per_second: PositiveFloat = FLOPS_PER_SECOND
+    compute: Seconds | None = None
+    learning_rate: None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Paced:
+        if (self.catalogue is None) == (self.workload_file is None):
+            raise ValueError("expected one of catalogue and workload_file")
+        if self.compute is not None and self.compute <= 0:
+            raise ValueError("compute: must be above zero; leave it out for the profile's own")
+        self.described()
+        return self
+
+    def described(self) -> Workload:
+        """The workload, scaled; row-wise variables are ``row_sparse``."""
+        if self.catalogue is not None:
+            workload = build(self.catalogue, flops_per_second=self.flops_per_second, **self.arguments)
+        else:
+            assert self.workload_file is not None
+            workload = Workload.load(self.workload_file)
+        workload = scaled(workload, self.scale)
+        return workload if self.compute is None else with_compute(workload, self.compute)
+
+    @property
+    def title(self) -> str:
+        return self.name or self.described().name
+
+    def workload(self, embeddings: Embeddings) -> Workload:
+        workload = self.described()
+        tables = {variable.name for variable in workload.variables if variable.kind != "dense"}
+        kinds: dict[Embeddings, Kind] = {"dense": "dense", "sparse": "sparse", "rows": "row_sparse"}
+        return _with_kind(workload, tables, kinds[embeddings])
+
+    def module(self, sparse: bool = False) -> nn.Module:
+        return PacedModule(self.workload("sparse" if sparse else "rows"))
+
+    def batches(self, rank: int) -> list[Batch]:
+        return [(torch.tensor(rank * BATCHES + number),) for number in range(BATCHES)]
 
 
-class _Layers(nn.Module):
-    def __init__(self, count: int, width: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(count))
-
-    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        hidden = inputs
-        for layer in self.layers:
-            hidden = hidden + torch.relu(layer(hidden))
-        return F.mse_loss(F.layer_norm(hidden, hidden.shape[1:]), targets)
+def _with_kind(workload: Workload, tables: set[str], kind: Kind) -> Workload:
+    """The workload with the gradients of ``tables`` of that kind; a dense one touches all rows."""
+    update: dict[str, Any] = {"kind": kind, **({"rows": None} if kind == "dense" else {})}
+    variables = (v.model_copy(update=update) if v.name in tables else v for v in workload.variables)
+    return workload.model_copy(update={"variables": tuple(variables)})
 
 
-class _Recommender(nn.Module):
-    def __init__(self, rows: int, width: int, sparse: bool) -> None:
-        super().__init__()
-        self.items = nn.Embedding(rows, width, sparse=sparse)
-        self.head = nn.Sequential(nn.Linear(2 * width, 64), nn.ReLU(), nn.Linear(64, 1))
-
-    def forward(self, pairs: Tensor, ratings: Tensor) -> Tensor:
-        return F.mse_loss(self.head(self.items(pairs).flatten(1))[:, 0], ratings)
-
-
-class _Flat(nn.Module):
-    def __init__(self, numel: int) -> None:
-        super().__init__()
-        self.vector = nn.Parameter(torch.zeros(numel))
-
-    def forward(self, scale: Tensor) -> Tensor:
-        return _ConstantGradient.apply(self.vector, scale)
-
-
-class _ConstantGradient(torch.autograd.Function):
-    """Zero, with ``scale`` as the derivative by every element."""
-
-    @staticmethod
-    def forward(context: Any, vector: Tensor, scale: Tensor) -> Tensor:
-        context.save_for_backward(scale)
-        context.shape = vector.shape
-        return vector.new_zeros(())
-
-    @staticmethod
-    @once_differentiable
-    def backward(context: Any, output: Tensor) -> tuple[Tensor, None]:
-        (scale,) = context.saved_tensors
-        return scale.expand(context.shape).contiguous(), None
-
-
-class _Digits(nn.Module):
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.features = nn.Sequential(
-            nn.Conv2d(1, channels, 3, padding=1),
-            nn.ReLU(),
-            nn.Conv2d(channels, 2 * channels, 3, padding=1, stride=2),
-            nn.ReLU(),
-        )
-        self.head = nn.Sequential(nn.Linear(2 * channels * 16, 128), nn.ReLU(), nn.Linear(128, 10))
-
-    def forward(self, images: Tensor, labels: Tensor) -> Tensor:
-        return F.cross_entropy(self.head(self.features(images).flatten(1)), labels)
+AnyModel = Annotated[Layers | Recommender | Flat | Digits | Paced, Field(discriminator="kind")]

@@ -7,14 +7,14 @@ import os
 from matplotlib.figure import Figure
 
 from lightning_autosync.bench.result import Result
-from lightning_autosync.bench.table import title
+from lightning_autosync.bench.table import by_class, title
 
 DDP_COLOUR, BEST_COLOUR, PLAN_COLOUR = "#b8bec8", "#5d6675", "#2a7fb8"
 
 
 def draw(result: Result, path: str | os.PathLike[str]) -> None:
     """Write the picture; the ending of ``path`` says whether PNG, SVG or PDF."""
-    names = list(result.measurements)
+    names = by_class(result)
     figure = Figure(figsize=(8, 1.6 + 0.32 * len(names)), layout="constrained")
     axes = figure.add_subplot()
     positions = range(len(names))
@@ -23,10 +23,11 @@ def draw(result: Result, path: str | os.PathLike[str]) -> None:
     for position, name in enumerate(names):
         times = [seconds * 1e3 for seconds in result.measurements[name].times]
         axes.plot(times, [position] * len(times), ".", color="black", markersize=3, alpha=0.5)
-        label = f" {medians[position]:.1f} ms, {result.ratio(name).median:.2f}x"
+        remark = "" if result.classes[name] == "exact" else f", {result.classes[name]}"
+        label = f" {medians[position]:.1f} ms, {result.ratio(name).median:.2f}x{remark}"
         axes.annotate(label, (max(times), position), va="center", fontsize=8)
     if result.bound is not None:
-        axes.axvline(result.bound * 1e3, color="#c0392b", linewidth=1.2, label="bound on synchronization")
+        axes.axvline(result.bound.seconds * 1e3, color="#c0392b", linewidth=1.2, label="bound")
         axes.legend(loc="lower right", fontsize=8)
     axes.set_yticks(positions, names, fontsize=8)
     axes.invert_yaxis()

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import inspect
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from importlib import import_module
+from typing import Any, get_args
 
-import torch
-from torch import nn
-
-from lightning_autosync.bench.models import Model
-from lightning_autosync.bench.settings import Contender, Embeddings, Settings
+from lightning_autosync.bench.models import MIB, Embeddings
+from lightning_autosync.bench.settings import Class, Contender, DDPOptions, Settings
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.errors import AutoSyncError, DocumentError
 from lightning_autosync.plan import SyncPlan, builders, compile_plan
-from lightning_autosync.workload import Workload, describe
+from lightning_autosync.workload import Workload
 
 
 @dataclass(frozen=True)
@@ -23,13 +24,17 @@ class Preparation:
 
     Attributes:
         cluster: the machines, scaled and ordered.
-        size: bytes of all dense gradients.
+        workload: the model's variables, tables as those of which rows can travel.
         orders: for each contender, the arguments of :func:`lightning_autosync.bench.contenders.set_up`.
+        classes: what each contender computes.
+        reasons: why a contender's own function chose its plan, for those that say.
     """
 
     cluster: ClusterSpec
-    size: int
+    workload: Workload
     orders: dict[str, dict[str, Any]]
+    classes: dict[str, Class]
+    reasons: dict[str, str]
 
 
 def prepare(settings: Settings) -> Preparation:
@@ -39,8 +44,18 @@ def prepare(settings: Settings) -> Preparation:
         DocumentError: (or a subclass) a contender, the cluster or a plan is wrong; the message names it.
     """
     cluster = make_cluster(settings)
-    orders = {name: _order(name, contender, settings, cluster) for name, contender in settings.all_contenders().items()}
-    return Preparation(cluster, make_workload(settings.model, "dense").bytes, orders)
+    workloads = {kind: settings.model.workload(kind) for kind in get_args(Embeddings)}
+    made = {
+        name: _prepared(name, contender, settings, cluster, workloads[contender.embeddings])
+        for name, contender in settings.all_contenders().items()
+    }
+    return Preparation(
+        cluster=cluster,
+        workload=workloads["rows"],
+        orders={name: item.order for name, item in made.items()},
+        classes={name: item.exactness for name, item in made.items()},
+        reasons={name: item.reason for name, item in made.items() if item.reason},
+    )
 
 
 def make_cluster(settings: Settings) -> ClusterSpec:
@@ -53,7 +68,13 @@ def make_cluster(settings: Settings) -> ClusterSpec:
                 "nodes": [{"name": "machine", "devices": settings.ranks or 2}],
             }
         )
-    cluster = ClusterSpec.from_dict(settings.cluster, source="cluster").scaled(settings.cluster_scale)
+    cluster = ClusterSpec.from_dict(settings.cluster, source="cluster")
+    if settings.cluster_fastest is not None:
+        cluster.require_measured()
+        fastest = max((max(rates) for rates in _rates(cluster)), default=settings.cluster_fastest)
+        cluster = cluster.scaled(settings.cluster_fastest / fastest)
+    else:
+        cluster = cluster.scaled(settings.cluster_scale)
     if settings.ranks not in (None, cluster.world_size):
         raise DocumentError(f"ranks: {settings.ranks} asked for, but cluster '{cluster.name}' has {cluster.world_size}")
     return cluster if settings.rank_order == "natural" else interleaved(cluster)
@@ -66,25 +87,23 @@ def interleaved(cluster: ClusterSpec) -> ClusterSpec:
     return cluster.with_rank_order([names[rank // 2 + half * (rank % 2)] for rank in range(len(names))])
 
 
-def make_workload(model: Model, embeddings: Embeddings) -> Workload:
-    """What the model asks of synchronization; no memory is spent on its parameters."""
-    with torch.device("meta"):
-        module = model.module(sparse=embeddings == "sparse")
-    workload = describe(module, name=type(model).__name__.lower())
-    if embeddings != "rows":
-        return workload
-    tables = {f"{name}.weight" for name, part in module.named_modules() if isinstance(part, nn.Embedding)}
-    return workload.model_copy(
-        update={
-            "variables": tuple(
-                variable.model_copy(update={"kind": "row_sparse"}) if variable.name in tables else variable
-                for variable in workload.variables
-            )
-        }
-    )
+def _rates(cluster: ClusterSpec) -> Iterator[tuple[float, float]]:
+    """Both ways of every link whose rates are known."""
+    for link in cluster.links:
+        if link.bandwidth is not None and link.reverse_bandwidth is not None:
+            yield link.bandwidth, link.reverse_bandwidth
 
 
-def _order(name: str, contender: Contender, settings: Settings, cluster: ClusterSpec) -> dict[str, Any]:
+@dataclass(frozen=True)
+class _Prepared:
+    order: dict[str, Any]
+    exactness: Class
+    reason: str = ""
+
+
+def _prepared(
+    name: str, contender: Contender, settings: Settings, cluster: ClusterSpec, workload: Workload
+) -> _Prepared:
     order = {
         "name": name,
         "model": settings.model.model_dump(),
@@ -92,35 +111,69 @@ def _order(name: str, contender: Contender, settings: Settings, cluster: Cluster
         "cluster": cluster.to_dict(),
         "timeout": settings.timeout,
     }
-    if contender.ddp is not None:
-        return {**order, "ddp": contender.ddp.model_dump()}
-    workload = make_workload(settings.model, contender.embeddings)
-    where = f"contenders.{name}"
     try:
-        plan = _plan(contender, workload, cluster)
+        if contender.ddp is not None:
+            _check_hook(contender.ddp, workload)
+            return _Prepared({**order, "ddp": contender.ddp.model_dump()}, contender.ddp.exactness)
+        plan, reason = _plan(contender, workload, cluster)
         compile_plan(plan, workload, cluster)
     except AutoSyncError as error:
-        raise DocumentError(f"{where}: {error}") from None
-    return {**order, "plan": plan.to_dict(), "workload": workload.to_dict()}
+        raise DocumentError(f"contenders.{name}: {error}") from None
+    return _Prepared({**order, "plan": plan.to_dict(), "workload": workload.to_dict()}, plan_class(plan), reason)
 
 
-def _plan(contender: Contender, workload: Workload, cluster: ClusterSpec) -> SyncPlan:
+def plan_class(plan: SyncPlan) -> Class:
+    """What a plan computes, in the classes that are told apart."""
+    if plan.semantics == "exact":
+        return "exact"
+    casts = all(group.compressor.kind in ("none", "fp16", "bf16") for group in plan.groups)
+    return "low precision" if plan.semantics == "compressed" and casts else "relaxed or lossy"
+
+
+def _check_hook(options: DDPOptions, workload: Workload) -> None:
+    """On gloo PowerSGD hangs or aborts with several buckets."""
+    if options.hook != "powersgd":
+        return
+    needed = math.ceil(workload.bytes / MIB) + 1
+    if options.bucket_cap_mb == "default" or options.bucket_cap_mb < needed:
+        raise DocumentError(f"ddp.bucket_cap_mb: powersgd works on gloo with one bucket only; take {needed} or more")
+
+
+def _plan(contender: Contender, workload: Workload, cluster: ClusterSpec) -> tuple[SyncPlan, str]:
+    """The plan, and why it was chosen if that was told."""
     if contender.plan is not None:
-        return SyncPlan.load(contender.plan)
+        return SyncPlan.load(contender.plan), ""
     assert contender.builder is not None
-    if contender.builder in builders.BUILDERS:
-        _check_arguments(contender.builder, contender.arguments)
+    build = _builder(contender.builder)
+    _check_arguments(contender.builder, build, contender.arguments)
     try:
-        return builders.build(contender.builder, workload, cluster, **contender.arguments)
+        made = build(workload, cluster, **contender.arguments)
     except (TypeError, ValueError) as error:
         if isinstance(error, AutoSyncError):
             raise
         raise DocumentError(f"builder '{contender.builder}': {' '.join(str(error).split())}") from None
+    plan, reason = made if isinstance(made, tuple) else (made, "")
+    if not isinstance(plan, SyncPlan):
+        raise DocumentError(f"builder '{contender.builder}': expected a SyncPlan from it, got {type(plan).__name__}")
+    return plan, reason
 
 
-def _check_arguments(builder: str, arguments: dict[str, Any]) -> None:
-    parameters = inspect.signature(builders.BUILDERS[builder]).parameters.values()
-    allowed = [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
-    for name in arguments:
-        if name not in allowed:
-            raise DocumentError(f"builder '{builder}' has no argument '{name}'; it takes {', '.join(allowed)}")
+def _builder(name: str) -> Callable[..., Any]:
+    module, separator, function = name.partition(":")
+    if not separator:
+        return partial(builders.build, name) if name not in builders.BUILDERS else builders.BUILDERS[name]
+    try:
+        build: Callable[..., Any] = getattr(import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        raise DocumentError(f"builder '{name}': {error}") from None
+    return build
+
+
+def _check_arguments(name: str, build: Callable[..., Any], arguments: dict[str, Any]) -> None:
+    """The first two parameters are the workload and the cluster."""
+    if isinstance(build, partial):
+        return
+    allowed = list(inspect.signature(build).parameters)[2:]
+    for argument in arguments:
+        if argument not in allowed:
+            raise DocumentError(f"builder '{name}' has no argument '{argument}'; it takes {', '.join(allowed)}")

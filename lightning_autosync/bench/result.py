@@ -8,14 +8,14 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
-from lightning_autosync.bench.settings import Settings
+from lightning_autosync.bench.bounds import Bound
+from lightning_autosync.bench.preparation import Preparation
+from lightning_autosync.bench.settings import Class, Settings
 from lightning_autosync.bench.statistics import Interval, paired_ratio, relative_medians, round_time
 from lightning_autosync.cluster import ClusterSpec
+from lightning_autosync.workload import Workload
 
 FORMAT = "autosync-bench/1"
-FRAMING = 1514 / 1448
-"""Bytes of a full Ethernet frame over its payload, with TCP/IPv4 and timestamps."""
-
 Round = Sequence[Sequence[float]]
 
 
@@ -28,17 +28,19 @@ class Measurement:
         sent: bytes on the wire per step and rank, by round; None where they cannot be counted.
         foreign_cores: cores that other processes kept busy meanwhile, by round; None where unknown.
         deviation: relative difference of its first gradients to those of the first DDP contender.
+        periodic: whether its steps differ by plan, so that a round's time is their mean and not their median.
     """
 
     rounds: Sequence[Round]
     sent: Sequence[float] | None
     foreign_cores: Sequence[float] | None
     deviation: float
+    periodic: bool = False
 
     @cached_property
     def times(self) -> list[float]:
         """Seconds a step, by round."""
-        return [round_time(steps_by_rank) for steps_by_rank in self.rounds]
+        return [round_time(steps_by_rank, mean=self.periodic) for steps_by_rank in self.rounds]
 
     @property
     def median(self) -> float:
@@ -56,29 +58,56 @@ class Result:
 
     Attributes:
         settings: what was asked.
-        cluster: the cluster as it was used, scaled and ordered.
-        size: bytes of all dense gradients.
-        bound: least seconds to synchronize ``size`` on the emulated links, framing included; None without.
+        preparation: cluster, workload and plans as they were used.
+        bound: the least time of a step on emulated links; None where links are not emulated, or computation is real.
         conditions: versions, load, policies, how bytes were counted.
         measurements: by contender, DDP first.
     """
 
     settings: Settings
-    cluster: ClusterSpec
-    size: int
-    bound: float | None
+    preparation: Preparation
+    bound: Bound | None
     conditions: dict[str, Any]
     measurements: dict[str, Measurement]
 
+    @property
+    def cluster(self) -> ClusterSpec:
+        return self.preparation.cluster
+
+    @property
+    def workload(self) -> Workload:
+        return self.preparation.workload
+
     @cached_property
     def best_ddp(self) -> str:
-        """The DDP contender that was fastest, each round's times taken relative to their median.
+        """The setting of the DDP sweep that was fastest, each round's times taken relative to their median.
 
-        So a time of foreign load does not decide which one it is.
+        So a time of foreign load does not decide which one it is. Hooks and sparse embeddings, which are other
+        training, do not count.
         """
+        times = {options.name: self.measurements[options.name].times for options in self.settings.ddp.options()}
+        return self._fastest(times)
+
+    @property
+    def best_exact(self) -> str | None:
+        """The fastest exact plan for the same module (not one with sparse embeddings); None if there is none."""
         contenders = self.settings.all_contenders()
-        times = {name: m.times for name, m in self.measurements.items() if contenders[name].ddp is not None}
+        plans = [name for name, one in contenders.items() if one.ddp is None and one.embeddings != "sparse"]
+        names = [name for name in plans if self.classes[name] == "exact"]
+        return self._fastest({name: self.measurements[name].times for name in names}) if names else None
+
+    @property
+    def classes(self) -> dict[str, Class]:
+        return self.preparation.classes
+
+    @staticmethod
+    def _fastest(times: dict[str, list[float]]) -> str:
         return min(relative_medians(times).items(), key=lambda item: item[1])[0]
+
+    @property
+    def paced(self) -> bool:
+        """Whether computation is paced."""
+        return self.settings.model.kind == "paced"
 
     @property
     def foreign_cores(self) -> float | None:
@@ -93,10 +122,10 @@ class Result:
         return paired_ratio(self.measurements[name].times, other.times)
 
     def bound_share(self, name: str) -> float | None:
-        """Bound over median, where a step is communication only and the links are emulated; else None."""
-        if self.bound is None or self.settings.model.kind != "flat":
+        """Bound over median, of an exact contender; None for others and where there is no bound."""
+        if self.bound is None or self.classes[name] != "exact":
             return None
-        return self.bound / self.measurements[name].median
+        return self.bound.seconds / self.measurements[name].median
 
     def to_dict(self) -> dict[str, Any]:
         """Everything, as plain data."""
@@ -104,23 +133,26 @@ class Result:
             "format": FORMAT,
             "settings": self.settings.model_dump(mode="json"),
             "cluster": self.cluster.to_dict(),
-            "workload": {"kind": self.settings.model.kind, "bytes": self.size},
-            "emulated": {"links": self.settings.launch == "emulated", "compute": False},
+            "workload": {"bytes": self.workload.bytes, **self.workload.to_dict()},
+            "emulated": {"links": self.settings.emulated, "compute": self.paced},
             "meets_protocol": self.settings.meets_protocol,
-            "bound_seconds": self.bound,
-            "bound_note": f"least time to synchronize the dense gradients x {FRAMING:.4f} (TCP/IP framing)",
+            "bound": None if self.bound is None else asdict(self.bound),
             "conditions": self.conditions,
             "foreign_cores": self.foreign_cores,
             "best_ddp": self.best_ddp,
+            "best_exact_plan": self.best_exact,
             "contenders": {name: self._contender(name) for name in self.measurements},
         }
 
     def _contender(self, name: str) -> dict[str, Any]:
         measurement = self.measurements[name]
         return {
+            "class": self.classes[name],
+            "why": self.preparation.reasons.get(name),
             "median_seconds": measurement.median,
             "least_seconds": min(measurement.times),
             "most_seconds": max(measurement.times),
+            "seconds_are": "means" if measurement.periodic else "medians of a round's steps",
             "ratio_to_best_ddp": asdict(self.ratio(name)),
             "ratio_to_first_ddp": asdict(self.ratio(name, next(iter(self.measurements)))),
             "bound_share": self.bound_share(name),

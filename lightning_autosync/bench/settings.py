@@ -7,15 +7,27 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, ValidationError, model_validator
 
-from lightning_autosync.bench.models import AnyModel
-from lightning_autosync.documents import Record, describe_validation_error
+from lightning_autosync.bench.models import AnyModel, Embeddings
+from lightning_autosync.cluster import Rate
+from lightning_autosync.documents import Count, Record, describe_validation_error
 from lightning_autosync.errors import DocumentError
+from lightning_autosync.workers.launch_settings import LaunchSettings
 
-Embeddings = Literal["dense", "sparse", "rows"]
 BucketCap = Literal["default"] | PositiveFloat
+Hook = Literal["fp16", "bf16", "powersgd", "post_local_sgd"]
+Class = Literal["exact", "low precision", "relaxed or lossy"]
+"""Contenders of different classes are not compared: they do not compute the same."""
 
+HOOK_CLASSES: dict[Hook, Class] = {
+    "fp16": "low precision",
+    "bf16": "low precision",
+    "powersgd": "relaxed or lossy",
+    "post_local_sgd": "relaxed or lossy",
+}
 LEAST_WARM_UP, LEAST_ROUNDS, LEAST_STEPS = 5, 5, 8
 """Steps, rounds and steps a round from which on a run may back a claim."""
+LEAST_STEADY_WARM_UP = 2
+"""The same where nothing is computed, so that only buckets and connections have to settle."""
 
 
 class DDPOptions(Record):
@@ -23,17 +35,27 @@ class DDPOptions(Record):
 
     Attributes:
         bucket_cap_mb: MiB of a bucket; ``default`` is DDP's own rule: 25, and 1 for the first bucket.
+        hook: a communication hook; None is the exact all-reduce.
+        rank: of PowerSGD's factors.
+        period: steps between the averages of post-local SGD; between them gradients stay in their node.
     """
 
     bucket_cap_mb: BucketCap = "default"
     gradient_as_bucket_view: bool = False
     static_graph: bool = False
+    hook: Hook | None = None
+    rank: Count = 1
+    period: Count = 4
 
     @property
     def name(self) -> str:
         cap = "" if self.bucket_cap_mb == "default" else f"_{self.bucket_cap_mb:g}"
         view = "_view" if self.gradient_as_bucket_view else ""
         return f"ddp{cap}{view}{'_static' if self.static_graph else ''}"
+
+    @property
+    def exactness(self) -> Class:
+        return "exact" if self.hook is None else HOOK_CLASSES[self.hook]
 
 
 class DDPSweep(Record):
@@ -56,7 +78,9 @@ class Contender(Record):
 
     Attributes:
         ddp: DDP with these arguments.
-        builder: name of a builder; the fields beside it that are not named here are its ``arguments``.
+        builder: name of a builder, or ``package.module:function`` of one's own, called with workload and cluster,
+            that returns a plan, or a plan and a sentence on why; the fields beside it that are not named here are
+            its ``arguments``.
         plan: path of a plan file.
         embeddings: gradients of embeddings are ``dense``, ``sparse`` (``nn.Embedding(sparse=True)``), or
             ``rows``: dense, of which only the touched rows travel (plans only).
@@ -86,15 +110,21 @@ class Contender(Record):
             raise ValueError("embeddings: DDP knows no 'rows'; allowed: dense, sparse")
         return self
 
+    @property
+    def periodic(self) -> int | None:
+        """Steps after which its steps repeat; None where all are alike."""
+        return self.ddp.period if self.ddp is not None and self.ddp.hook == "post_local_sgd" else None
+
 
 class Settings(Record):
     """One bench run.
 
     Attributes:
         model: what is trained.
-        launch: ``local`` puts all ranks on the loopback interface, ``emulated`` behind emulated links.
+        launch: where the ranks run.
         cluster: a cluster document; None is one machine with ``ranks`` devices.
         cluster_scale: factor on every rate of the cluster.
+        cluster_fastest: bytes/s that the fastest link shall have, all others in proportion; in place of the factor.
         rank_order: ranks on nodes as the cluster has them, or alternating between the first and the second
             half of the nodes (the worst order for two racks).
         ranks: number of ranks; None takes the cluster's.
@@ -103,14 +133,17 @@ class Settings(Record):
         rounds: how often each contender has its turn.
         steps: steps in one turn.
         timeout: seconds that one turn may take.
+        timeline: a step of the fastest exact plan is drawn after the table, measured beside predicted.
+        constants: for that, the path of a file of the hosts' constants, from a probe; None takes the defaults.
         ddp: the opponents.
         contenders: everything else, by name.
     """
 
     model: AnyModel
-    launch: Literal["local", "emulated"] = "local"
+    launch: LaunchSettings = LaunchSettings()
     cluster: dict[str, Any] | None = None
     cluster_scale: PositiveFloat = 1.0
+    cluster_fastest: Rate | None = None
     rank_order: Literal["natural", "interleaved"] = "natural"
     ranks: PositiveInt | None = None
     scheduling: Literal["none", "batch"] = "batch"
@@ -118,6 +151,8 @@ class Settings(Record):
     rounds: PositiveInt = LEAST_ROUNDS
     steps: PositiveInt = LEAST_STEPS
     timeout: PositiveFloat = 120.0
+    timeline: bool = False
+    constants: str | None = None
     ddp: DDPSweep = DDPSweep()
     contenders: dict[str, Contender] = Field(default_factory=dict)
 
@@ -131,14 +166,20 @@ class Settings(Record):
         try:
             return cls.model_validate(data)
         except ValidationError as error:
-            raise DocumentError(describe_validation_error(error)) from None
+            message = describe_validation_error(error)
+        kind = data["model"].get("kind") if isinstance(data, dict) and isinstance(data.get("model"), dict) else None
+        raise DocumentError(message.replace(f"model.{kind}", "model", 1))  # pydantic names the alternative too
 
     @model_validator(mode="after")
     def _check(self) -> Settings:
-        if self.launch == "emulated" and self.cluster is None:
+        if self.emulated and self.cluster is None:
             raise ValueError("cluster: missing; launch=emulated needs one, as in cluster=fat_node_star")
-        if self.cluster is None and (self.cluster_scale != 1.0 or self.rank_order != "natural"):
-            raise ValueError("cluster: missing; cluster_scale and rank_order change a cluster")
+        changed = self.cluster_scale != 1.0 or self.cluster_fastest is not None or self.rank_order != "natural"
+        if self.cluster is None and changed:
+            raise ValueError("cluster: missing; cluster_scale, cluster_fastest and rank_order change a cluster")
+        if self.cluster_scale != 1.0 and self.cluster_fastest is not None:
+            raise ValueError("cluster_scale and cluster_fastest: give one of them")
+        self._check_periods()
         taken = {options.name for options in self.ddp.options()} & self.contenders.keys()
         if taken:
             raise ValueError(f"contenders: '{min(taken)}' is the name of a DDP opponent; take another")
@@ -150,7 +191,20 @@ class Settings(Record):
         return {**opponents, **self.contenders}
 
     @property
+    def emulated(self) -> bool:
+        """Whether the links are emulated."""
+        return self.launch.kind == "emulated"
+
+    @property
     def meets_protocol(self) -> bool:
         """Whether the run is long enough to back a claim."""
-        enough_steps = self.steps >= LEAST_STEPS or self.model.kind == "flat"
-        return self.warm_up >= LEAST_WARM_UP and self.rounds >= LEAST_ROUNDS and enough_steps
+        if self.model.kind in ("flat", "paced"):
+            return self.warm_up >= LEAST_STEADY_WARM_UP and self.rounds >= LEAST_ROUNDS
+        return self.warm_up >= LEAST_WARM_UP and self.rounds >= LEAST_ROUNDS and self.steps >= LEAST_STEPS
+
+    def _check_periods(self) -> None:
+        for name, contender in self.contenders.items():
+            if contender.periodic and self.steps % contender.periodic:
+                raise ValueError(
+                    f"steps: {self.steps} is not a multiple of {contender.periodic}, the period of contender '{name}'"
+                )

@@ -20,9 +20,10 @@ class Interval:
     high: float
 
 
-def round_time(steps_by_rank: Sequence[Sequence[float]]) -> float:
-    """Seconds a step in one round: each rank's median step, of the slowest rank."""
-    return max(float(numpy.median(steps)) for steps in steps_by_rank)
+def round_time(steps_by_rank: Sequence[Sequence[float]], mean: bool = False) -> float:
+    """Seconds a step in one round: each rank's median step (or mean), of the slowest rank."""
+    of_steps = numpy.mean if mean else numpy.median
+    return max(float(of_steps(steps)) for steps in steps_by_rank)
 
 
 def relative_medians(times: Mapping[str, Sequence[float]]) -> dict[str, float]:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from lightning_autosync.bench.interleaving import run_bench
+from lightning_autosync.bench.result import Result
 from lightning_autosync.bench.settings import Settings
 from lightning_autosync.workers import WorkerError
 
@@ -78,6 +79,46 @@ def test_row_wise_contenders_agree_with_dense_ones():
     )
     result = run_bench(settings)
     assert all(measurement.deviation < 1e-5 for measurement in result.measurements.values())
+
+
+@pytest.fixture(scope="module")
+def paced() -> Result:
+    """A short run under paced compute: every hook beside dense and row-wise plans."""
+    model = {"kind": "paced", "catalogue": "ncf", "scale": 0.0005, "arguments": {"batch_size": 64}, "compute": "60 ms"}
+    hooks = {
+        "fp16": {"ddp": {"hook": "fp16"}},
+        "bf16": {"ddp": {"hook": "bf16"}},
+        "powersgd": {"ddp": {"hook": "powersgd", "bucket_cap_mb": 100}},
+        "post_local": {"ddp": {"hook": "post_local_sgd", "period": 2}},
+    }
+    plans = {"rows": {"builder": "all_reduce", "embeddings": "rows"}, "star": {"builder": "byteps"}}
+    sparse = {"ddp_sparse": {"ddp": {}, "embeddings": "sparse"}, "sparse": {"builder": "ps", "embeddings": "sparse"}}
+    sizes = {"rounds": 1, "steps": 4, "warm_up": 3}
+    return run_bench(Settings.parse({"model": model, **sizes, "contenders": {**hooks, **plans, **sparse}}))
+
+
+def test_paced_steps_last_as_long_as_told(paced):
+    assert all(measurement.median >= 0.059 for measurement in paced.measurements.values())
+    assert paced.to_dict()["emulated"] == {"links": False, "compute": True}
+
+
+def test_paced_gradients_are_the_mean_over_ranks_in_every_exact_contender(paced):
+    for name, measurement in paced.measurements.items():
+        if paced.classes[name] == "exact":
+            assert measurement.deviation < 1e-6
+    assert 0 < paced.measurements["bf16"].deviation < 0.01
+    assert 0 < paced.measurements["fp16"].deviation < 0.001
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="bytes are read from /proc")
+def test_hooks_send_less(paced):
+    dense = paced.measurements["ddp"].bytes_per_step
+    sent = {name: measurement.bytes_per_step / dense for name, measurement in paced.measurements.items()}
+    assert sent["fp16"] == pytest.approx(0.5, abs=0.1)
+    assert sent["bf16"] == pytest.approx(0.5, abs=0.1)
+    assert sent["post_local"] == pytest.approx(0.5, abs=0.1)
+    assert sent["powersgd"] < 0.6
+    assert sent["rows"] < 0.5
 
 
 def test_a_worker_that_fails_is_told(monkeypatch):

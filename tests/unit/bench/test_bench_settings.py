@@ -9,10 +9,13 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from lightning_autosync.bench.preparation import interleaved, make_cluster, make_workload, prepare
+from lightning_autosync.bench.preparation import interleaved, make_cluster, plan_class, prepare
 from lightning_autosync.bench.settings import Settings
 from lightning_autosync.cluster import ClusterSpec, configuration_directory
 from lightning_autosync.errors import DocumentError
+from lightning_autosync.plan import builders
+from lightning_autosync.plan.spec import SyncPlan
+from lightning_autosync.workload import Workload
 
 BASE: dict[str, Any] = {"model": {"kind": "layers", "tensors": 4, "width": 8, "batch": 2}}
 STAR = {"format": "autosync-cluster/1", "name": "star", "star": {"bandwidths": ["4 Mbit/s", "1 Mbit/s", "1 Mbit/s"]}}
@@ -26,12 +29,24 @@ def composed(*overrides: str) -> Settings:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model": {"kind": "gpt5"}}, "model: Input tag 'gpt5'.*'layers', 'recommender', 'flat', 'digits'"),
+        ({"model": {"kind": "gpt5"}}, "model: Input tag 'gpt5'.*'layers', 'recommender', 'flat', 'digits', 'paced'"),
         ({"model": {"kind": "layers", "tensors": 3, "width": 8, "batch": 2}}, "tensors: .*must be even"),
         ({"model": {"kind": "flat", "mib": 0}}, "mib: .*greater than 0"),
-        ({"launch": "slurm"}, "launch: .*'local' or 'emulated'"),
-        ({"launch": "emulated"}, "cluster: missing; launch=emulated needs one"),
-        ({"rank_order": "interleaved"}, "cluster: missing; cluster_scale and rank_order"),
+        ({"model": {"kind": "paced"}}, "model: expected one of catalogue and workload_file"),
+        ({"model": {"kind": "paced", "catalogue": "vgg17"}}, "model: no model 'vgg17' in the catalogue; it has vgg16"),
+        ({"model": {"kind": "paced", "catalogue": "vgg16", "scale": 0}}, "^model.scale: .*greater than 0"),
+        ({"model": {"kind": "paced", "catalogue": "vgg16", "compute": "0 s"}}, "model: compute: must be above zero"),
+        ({"model": {"kind": "paced", "workload_file": "missing.yaml"}}, "model: missing.yaml: cannot be read"),
+        ({"launch": {"kind": "slurm"}}, "launch.kind: .*'local' or 'emulated'"),
+        ({"launch": {"kind": "emulated"}}, "cluster: missing; launch=emulated needs one"),
+        ({"rank_order": "interleaved"}, "cluster: missing; cluster_scale, cluster_fastest and rank_order"),
+        (
+            {"cluster": STAR, "cluster_scale": 2.0, "cluster_fastest": 1e6},
+            "cluster_scale and cluster_fastest: give one",
+        ),
+        ({"cluster": STAR, "cluster_fastest": "fast"}, "cluster_fastest: expected a number or a rate"),
+        ({"contenders": {"a": {"ddp": {"hook": "int4"}}}}, "contenders.a.ddp.hook: .*'fp16', 'bf16', 'powersgd'"),
+        ({"steps": 6, "contenders": {"a": {"ddp": {"hook": "post_local_sgd"}}}}, "steps: 6 is not a multiple of 4"),
         ({"scheduling": "fifo"}, "scheduling: .*'none' or 'batch'"),
         ({"rounds": 0}, "rounds: .*greater than 0"),
         ({"steps": "many"}, "steps: .*valid integer"),
@@ -59,6 +74,9 @@ def test_wrong_settings(changes, message):
         ({"contenders": {"a": {"builder": "byteps", "speed": 1}}}, "no argument 'speed'; it takes topology, bucket_"),
         ({"contenders": {"a": {"builder": "byteps", "topology": "moebius"}}}, "contenders.a: .*topology"),
         ({"contenders": {"a": {"builder": "ps", "server": 7}}}, "contenders.a: .*7"),
+        ({"contenders": {"a": {"builder": "nowhere:make"}}}, "contenders.a: builder 'nowhere:make': No module"),
+        ({"contenders": {"a": {"builder": "os:getcwd"}}}, "contenders.a: builder 'os:getcwd'"),
+        ({"contenders": {"a": {"ddp": {"hook": "powersgd"}}}}, "contenders.a: ddp.bucket_cap_mb: .*one bucket only"),
         ({"contenders": {"a": {"plan": "missing.yaml"}}}, "contenders.a: missing.yaml: cannot be read"),
         ({"cluster": STAR, "ranks": 2}, "ranks: 2 asked for, but cluster 'star' has 3"),
         ({"cluster": {**STAR, "colour": 1}}, "cluster: colour: unknown field"),
@@ -87,12 +105,93 @@ def test_the_sweep_is_the_product_of_its_arguments():
 
 @pytest.mark.parametrize("model", ["layers60", "layers300", "digits", "flat", "recommender"])
 def test_the_shipped_models(model):
-    workload = make_workload(composed(f"model={model}").model, "rows")
+    workload = composed(f"model={model}").model.workload("rows")
     if model.startswith("layers"):
         assert len(workload.variables) == int(model.removeprefix("layers"))
     if model == "recommender":
         assert workload.variables[0].kind == "row_sparse"
         assert workload.variables[0].shape == (1_000_000, 32)
+
+
+PACED = ["vgg_like", "resnet_like", "densenet_like", "bert_like", "ncf_like", "gpt_like"]
+
+
+@pytest.mark.parametrize("model", PACED)
+def test_the_shipped_workloads_are_small_and_keep_their_structure(model):
+    workload = composed(f"model={model}").model.workload("rows")
+    assert 4e6 < workload.bytes < 25e6
+    assert len(workload.variables) == {"densenet_like": 364, "vgg_like": 32}.get(model, len(workload.variables))
+    tables = [variable for variable in workload.variables if variable.kind == "row_sparse"]
+    assert bool(tables) == (model in ("bert_like", "ncf_like"))
+
+
+def test_a_paced_model_takes_its_compute_from_the_rate_or_as_told():
+    by_rate = [
+        composed("model=vgg_like", f"model.flops_per_second={rate}").model.workload("rows") for rate in (1e12, 2e12)
+    ]
+    assert by_rate[0].backward_time == pytest.approx(2 * by_rate[1].backward_time)
+    told = composed("model=vgg_like", "model.compute=300ms").model.workload("rows")
+    assert told.forward_time + told.backward_time == pytest.approx(0.3)
+
+
+def test_embeddings_of_a_paced_model_are_as_the_contender_has_them():
+    model = composed("model=ncf_like").model
+    kinds = {how: {v.kind for v in model.workload(how).variables} for how in ("dense", "sparse", "rows")}
+    assert kinds == {"dense": {"dense"}, "sparse": {"dense", "sparse"}, "rows": {"dense", "row_sparse"}}
+
+
+def test_a_captured_workload_can_be_paced(tmp_path: Path):
+    given = composed("model=vgg_like").model.workload("dense")
+    given.save(tmp_path / "captured.yaml")
+    settings = Settings.parse({"model": {"kind": "paced", "workload_file": str(tmp_path / "captured.yaml")}})
+    assert settings.model.workload("dense") == given
+
+
+def test_every_contender_there_is_can_be_prepared():
+    settings = composed("model=bert_like", "cluster=fat_node_star", "contenders=all", "ddp=quick")
+    found = prepare(settings)
+    assert {"autosync", "byteps", "byteps_1", "ddp_bf16", "ddp_post_local", "parallax"} <= set(found.orders)
+    assert {name for name, one in found.classes.items() if one == "low precision"} == {"ddp_fp16", "ddp_bf16"}
+    assert {name for name, one in found.classes.items() if one == "relaxed or lossy"} == {
+        "ddp_powersgd",
+        "ddp_post_local",
+    }
+    assert "shards" in found.reasons["autosync"]
+
+
+@pytest.mark.parametrize(
+    ("compressor", "expected"),
+    [("none", "exact"), ("bf16", "low precision"), ("int8", "relaxed or lossy"), ("topk", "relaxed or lossy")],
+)
+def test_the_class_of_a_plan_follows_its_compressors(compressor, expected):
+    cluster = ClusterSpec.from_dict(STAR)
+    workload: Workload = composed("model=layers60").model.workload("dense")
+    assert plan_class(builders.all_reduce(workload, cluster, compressor=compressor)) == expected
+
+
+def own_builder(workload: Workload, cluster: ClusterSpec, *, server: int = 0) -> SyncPlan:
+    return builders.ps(workload, cluster, server=server)
+
+
+def test_a_function_can_build_the_plan():
+    contender = {"builder": f"{__name__}:own_builder", "server": 1}
+    order = prepare(Settings.parse({**BASE, "contenders": {"own": contender}})).orders["own"]
+    assert order["plan"]["groups"][0]["placement"] == [1]
+    with pytest.raises(DocumentError, match="no argument 'port'; it takes server"):
+        prepare(Settings.parse({**BASE, "contenders": {"own": {**contender, "port": 1}}}))
+
+
+EXPERIMENTS = ["fat_star_4", "fat_star_8", "two_racks", "two_racks_interleaved", "embedding", "equal_switch", "matrix"]
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_the_experiments_behind_links_can_be_prepared(experiment):
+    settings = composed(f"experiment={experiment}")
+    assert settings.emulated
+    assert settings.meets_protocol
+    found = prepare(settings)
+    assert found.cluster.world_size in (4, 8)
+    assert list(found.orders)[:5] == ["ddp_view", "ddp_1_view", "ddp_5_view", "ddp_100_view", "autosync"]
 
 
 @pytest.mark.parametrize("experiment", ["overhead", "row_sparse"])
@@ -119,3 +218,8 @@ def test_scaled_and_interleaved():
     cluster = make_cluster(settings)
     assert cluster.links[0].bandwidth == pytest.approx(0.25e6)
     assert cluster.rank_nodes == (0, 2, 1)
+
+
+def test_the_fastest_link_sets_the_scale():
+    cluster = make_cluster(Settings.parse({**BASE, "cluster": STAR, "cluster_fastest": "2 Mbit/s"}))
+    assert [link.bandwidth for link in cluster.links] == pytest.approx([0.25e6, 0.0625e6, 0.0625e6])

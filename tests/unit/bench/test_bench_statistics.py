@@ -9,12 +9,15 @@ import math
 import pytest
 from rich.console import Console
 
+from lightning_autosync.bench.bounds import FRAMING, Bound, arrival_time, least_step
 from lightning_autosync.bench.picture import draw
-from lightning_autosync.bench.result import FRAMING, Measurement, Result
+from lightning_autosync.bench.preparation import prepare
+from lightning_autosync.bench.result import Measurement, Result
 from lightning_autosync.bench.settings import Settings
 from lightning_autosync.bench.statistics import paired_ratio, relative_medians, round_time
 from lightning_autosync.bench.table import remarks, result_table
 from lightning_autosync.cluster import ClusterSpec
+from lightning_autosync.workload import Variable, Workload
 
 
 def test_a_round_takes_as_long_as_the_median_step_of_the_slowest_rank():
@@ -45,16 +48,25 @@ def test_relative_medians_see_through_a_busy_round():
     assert relative_medians({"a": [1.0, 40.0], "b": [2.0, 80.0], "c": [3.0, 120.0]}) == {"a": 0.5, "b": 1.0, "c": 1.5}
 
 
-def result(times: dict[str, list[float]], launch: str = "local", deviation: float = 0.0) -> Result:
+CONTENDERS = {
+    "ddp_fp16": {"ddp": {"hook": "fp16"}},
+    "ddp_post_local": {"ddp": {"hook": "post_local_sgd"}},
+    "ddp_sparse": {"ddp": {}, "embeddings": "sparse"},
+}
+
+
+def result(times: dict[str, list[float]], launch: str = "local", deviation: float = 0.0, hooks: bool = False) -> Result:
     """A result of two ranks whose contenders took ``times``, by round; names in ``ddp*`` are DDP's."""
     cluster = ClusterSpec.uniform(nodes=2, bandwidth=100e6)
     settings = Settings.parse(
         {
             "model": {"kind": "flat", "mib": 1.0},
-            "launch": launch,
+            "launch": {"kind": launch},
             "cluster": cluster.to_dict(),
             "ddp": {"bucket_cap_mb": ["default"], "gradient_as_bucket_view": [False, True]},
-            "contenders": {"byteps": {"builder": "byteps"}},
+            "contenders": {"byteps": {"builder": "byteps"}, **CONTENDERS}
+            if hooks
+            else {"byteps": {"builder": "byteps"}},
         }
     )
     measurements = {
@@ -67,7 +79,8 @@ def result(times: dict[str, list[float]], launch: str = "local", deviation: floa
         for name, rounds in times.items()
     }
     conditions = {"load_average_before": (0.3, 0.2, 0.1), "bytes_counted": "as told"}
-    return Result(settings, cluster, 2**20, 0.010 * FRAMING if launch == "emulated" else None, conditions, measurements)
+    bound = Bound(0.010 * FRAMING, 0.0, "synchronization alone") if launch == "emulated" else None
+    return Result(settings, prepare(settings), bound, conditions, measurements)
 
 
 TIMES = {"ddp": [0.020, 0.040], "ddp_view": [0.016, 0.038], "byteps": [0.012, 0.030]}
@@ -85,12 +98,60 @@ def test_the_share_of_the_bound_needs_emulated_links():
     assert result(TIMES, "emulated").bound_share("byteps") == pytest.approx(0.010 * FRAMING / 0.021)
 
 
+HOOKED = {**TIMES, "ddp_fp16": [0.001, 0.001], "ddp_post_local": [0.001, 0.001], "ddp_sparse": [0.001, 0.002]}
+
+
+def test_neither_the_opponent_nor_the_bound_is_for_other_training():
+    """Hooks and sparse embeddings are in the table, marked, but are not DDP well tuned."""
+    found = result(HOOKED, "emulated", hooks=True)
+    assert found.best_ddp == "ddp_view"
+    assert found.best_exact == "byteps"
+    assert found.bound_share("ddp_fp16") is None
+    assert found.bound_share("ddp_view") is not None
+    assert found.to_dict()["contenders"]["ddp_fp16"]["class"] == "low precision"
+    notes = "\n".join(remarks(found))
+    assert "byteps takes 13.500 [12.000, 15.000] of the time of ddp_sparse" in notes
+
+
+def test_classes_stay_together_in_the_table():
+    printed = io.StringIO()
+    Console(width=140, file=printed).print(result_table(result(HOOKED, "emulated", hooks=True)))
+    rows = [line.split()[1] for line in printed.getvalue().splitlines() if line.startswith("│")]
+    assert rows == ["ddp", "ddp_view", "byteps", "ddp_sparse", "ddp_fp16", "ddp_post_local"]
+
+
+def test_periodic_contenders_are_judged_by_their_mean():
+    rounds = [[[1.0, 1.0, 1.0, 5.0]]]
+    assert Measurement(rounds, None, None, 0.0, periodic=True).times == [2.0]
+    assert Measurement(rounds, None, None, 0.0).times == [1.0]
+
+
+TABLE = Variable(name="table", shape=(100, 1), kind="row_sparse", rows=50.0)
+
+
+def test_the_bound_has_forward_first_and_backward_beside_the_wire():
+    cluster = ClusterSpec.star(bandwidths=[1000.0] * 4)
+    vector = Variable(name="a", shape=(250,), ready=0.1)
+    dense = Workload(name="dense", variables=(vector,), forward_time=0.5, backward_time=0.4)
+    assert least_step(dense, cluster).seconds == pytest.approx(0.5 + 0.1 + FRAMING * 1.5)
+    assert least_step(dense.model_copy(update={"backward_time": 4.0}), cluster).seconds == 4.5
+    alone = Workload(name="alone", variables=(vector.model_copy(update={"ready": None}),))
+    assert least_step(alone, cluster).meaning.startswith("synchronization alone")
+
+
+def test_rows_that_others_touch_must_come_in():
+    cluster = ClusterSpec.star(bandwidths=[1000.0, 100.0, 1000.0])
+    workload = Workload(name="rows", variables=(TABLE,))
+    assert arrival_time(workload, cluster) == pytest.approx(400 * 0.75 / 100)
+    assert least_step(workload, cluster).seconds == pytest.approx(FRAMING * 400 * 0.75 / 100)
+
+
 def test_the_table_has_every_contender_and_the_remarks_what_spoils_it():
     found = result(TIMES, "emulated", deviation=0.5)
     printed = io.StringIO()
     Console(width=120, file=printed).print(result_table(found))
     text = printed.getvalue()
-    for expected in (*TIMES, "of the bound", "21.00", "emulated links of uniform"):
+    for expected in (*TIMES, "of bound", "21.00", "emulated links of uniform"):
         assert expected in text
     notes = "\n".join(remarks(found))
     assert "other processes kept 0.4 cores busy" in notes
@@ -104,6 +165,8 @@ def test_the_document_keeps_every_step_and_is_json():
     assert document["contenders"]["byteps"]["bytes_per_step_and_rank"] == 1e6
     assert document["best_ddp"] == "ddp_view"
     assert document["emulated"] == {"links": False, "compute": False}
+    assert document["best_exact_plan"] == "byteps"
+    assert document["workload"]["bytes"] == 2**20
 
 
 def test_the_picture_names_every_contender(tmp_path):

@@ -1,0 +1,37 @@
+"""``autosync converge``: train by several methods, print the tables, leave result and picture."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from lightning_autosync.bench.convergence.comparison import compare
+from lightning_autosync.bench.convergence.picture import draw
+from lightning_autosync.bench.convergence.settings import Settings
+from lightning_autosync.bench.convergence.table import remarks, result_table
+from lightning_autosync.documents import write_text
+
+FILE_WIDTH = 160
+"""Columns of the tables where they do not go to a terminal."""
+
+
+def converge(configuration: dict[str, Any], directory: Path) -> None:
+    """Run one comparison; ``result.json`` and ``result.png`` appear in ``directory``.
+
+    Raises:
+        AutoSyncError: a setting is wrong, or a worker failed.
+    """
+    result = compare(Settings.parse(configuration))
+    write_text(directory / "result.json", json.dumps(result.to_dict()) + "\n")
+    draw(result, directory / "result.png")
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=FILE_WIDTH)
+    for speed in result.settings.chosen_speeds:
+        console.print(result_table(result, speed))
+    for line in remarks(result):
+        console.print(line, soft_wrap=True, highlight=False)
+    console.print(f"{directory / 'result.json'}, {directory / 'result.png'}", soft_wrap=True, highlight=False)

@@ -1,0 +1,177 @@
+"""The comparison itself: learning rates first, then all methods in turn with each seed, in the same live workers."""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+from dataclasses import asdict
+from typing import Any
+
+from lightning_autosync.bench.convergence.course import time_to
+from lightning_autosync.bench.convergence.result import Result, Run, best_rate, load_rates
+from lightning_autosync.bench.convergence.settings import Method, Settings
+from lightning_autosync.bench.convergence.trial import Budget
+from lightning_autosync.bench.load import LoadMeter
+from lightning_autosync.cluster import ClusterSpec
+from lightning_autosync.errors import AutoSyncError, DocumentError
+from lightning_autosync.plan import SyncPlan, builders
+from lightning_autosync.workers import WorkerPool
+from lightning_autosync.workload import Workload, describe
+
+TUNING_SEED = 1000
+"""The first seed by which learning rates are chosen; those that count begin at 0."""
+_TRAIN = "lightning_autosync.bench.convergence.trial:train"
+_log = logging.getLogger(__name__)
+
+
+def compare(settings: Settings) -> Result:
+    """Train by every method under all speeds.
+
+    Raises:
+        DocumentError: a method is wrong.
+        WorkerError: a worker failed.
+    """
+    workload = describe(settings.task.module(), name=settings.task.kind)
+    cluster = _one_machine(settings.workers)
+    plans = {name: _plan(name, settings.methods[name], workload, cluster) for name in settings.chosen_methods}
+    known = load_rates(settings.rates_of) if settings.rates_of else {}
+    for name in plans:
+        if name not in known and len(settings.grid(name)) > 1 and settings.tuning_seeds == 0:
+            raise DocumentError(f"rates_of: no rate of '{name}' in {settings.rates_of}, and tuning_seeds is 0")
+    load_before = os.getloadavg()
+    policy: Any = None if settings.scheduling == "none" else settings.scheduling
+    with WorkerPool(settings.workers, timeout=settings.timeout, scheduling=policy) as pool:
+        comparison = _Comparison(settings, workload, cluster, plans, pool)
+        tuned = {name: comparison.tune(name) for name in plans if name not in known and len(settings.grid(name)) > 1}
+        rates = {
+            name: best_rate(tuned[name]) if name in tuned else known.get(name, settings.grid(name)[0]) for name in plans
+        }
+        runs = [
+            comparison.run(name, speed, seed, rates[name])
+            for speed in settings.chosen_speeds
+            for seed in range(settings.seeds)
+            for name in plans
+            if seed < settings.seeds_of(name)
+        ]
+        conditions = {
+            **pool.run("lightning_autosync.bench.conditions:describe_worker", ranks=[0])[0],
+            "cores": os.cpu_count(),
+            "system": f"{platform.system()} {platform.release()}",
+            "python": platform.python_version(),
+            "load_average_before": load_before,
+            "load_average_after": os.getloadavg(),
+        }
+    tuning = [run for found in tuned.values() for run in found]
+    return Result(settings, workload.bytes, rates, runs, tuning, conditions)
+
+
+class _Comparison:
+    """Gives the workers one training after the other."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        workload: Workload,
+        cluster: ClusterSpec,
+        plans: dict[str, SyncPlan],
+        pool: WorkerPool,
+    ) -> None:
+        self._settings, self._workload, self._cluster = settings, workload, cluster
+        self._plans, self._pool = plans, pool
+        self._load = LoadMeter(pool.pids)
+        self._count = 0
+
+    def tune(self, name: str) -> list[Run]:
+        """Trainings with each learning rate of a method's grid."""
+        settings = self._settings
+        return [
+            self.run(name, settings.tuning_speed, TUNING_SEED + number, rate)
+            for rate in settings.grid(name)
+            for number in range(settings.tuning_seeds)
+        ]
+
+    def run(self, name: str, speed: str, seed: int, rate: float) -> Run:
+        """One training."""
+        settings = self._settings
+        self._count += 1
+        self._load.restart()
+        found = self._pool.run(
+            _TRAIN,
+            task=settings.task.model_dump(),
+            method=settings.methods[name].model_dump(),
+            plan=self._plans[name].to_dict(),
+            workload=self._workload.to_dict(),
+            cluster=self._cluster.to_dict(),
+            straggler={"slowdowns": [slowdown.model_dump() for slowdown in settings.speeds[speed]]},
+            budget=asdict(
+                Budget(
+                    settings.pace,
+                    settings.steps,
+                    settings.limit,
+                    settings.target,
+                    settings.patience,
+                    settings.interval,
+                )
+            ),
+            rate=rate,
+            momentum=settings.momentum,
+            seed=seed,
+            key=f"training-{self._count}",
+            timeout=settings.timeout,
+        )
+        run = _joined(found, name, speed, seed, rate, settings.target, self._load.foreign_cores())
+        reached = "" if run.reached is None else f", {settings.target:g} % after {run.reached:.2f} s"
+        _log.info(
+            "%s, %s, seed %d, rate %g: %.1f %%%s; %d to %d steps in %.1f s, waiting %.0f %%",
+            *(speed, name, seed, rate, run.final, reached, min(run.steps), max(run.steps), run.seconds),
+            100 * sum(run.waiting) / len(run.waiting),
+        )
+        return run
+
+
+def _joined(
+    found: list[dict[str, Any]],
+    name: str,
+    speed: str,
+    seed: int,
+    rate: float,
+    target: float | None,
+    foreign_cores: float | None,
+) -> Run:
+    """One run from what its ranks say."""
+    judged = sorted(pair for rank in found for pair in zip(rank["moments"], rank["scores"], strict=True))
+    moments, scores = [moment for moment, _ in judged], [score for _, score in judged]
+    steps = [rank["steps"] for rank in found]
+    sent = [rank["bytes_sent"] for rank in found]
+    return Run(
+        method=name,
+        speed=speed,
+        seed=seed,
+        rate=rate,
+        final=found[0]["final"],
+        reached=None if target is None else time_to(target, moments, scores),
+        seconds=max(rank["seconds"] for rank in found),
+        steps=steps,
+        waiting=[rank["waiting"] for rank in found],
+        sent=None if None in sent else sum(sent) / sum(steps),
+        state_bytes=[rank["state_bytes"] for rank in found],
+        moments=moments,
+        scores=scores,
+        foreign_cores=foreign_cores,
+    )
+
+
+def _plan(name: str, method: Method, workload: Workload, cluster: ClusterSpec) -> SyncPlan:
+    try:
+        plan = builders.build(method.builder, workload, cluster, **method.arguments)
+        if method.consistency is not None:
+            plan = SyncPlan.from_dict({**plan.to_dict(), "consistency": method.consistency.model_dump()}, source="plan")
+        return plan
+    except (AutoSyncError, TypeError) as error:
+        raise DocumentError(f"methods.{name}: {error}") from None
+
+
+def _one_machine(workers: int) -> ClusterSpec:
+    nodes = [{"name": "machine", "devices": workers}]
+    return ClusterSpec.from_dict({"format": ClusterSpec.FORMAT, "name": "one_machine", "nodes": nodes})

@@ -1,0 +1,81 @@
+"""The tables that a comparison prints."""
+
+from __future__ import annotations
+
+import math
+
+from rich.table import Table
+
+from lightning_autosync.bench.convergence.result import Result, Summary
+
+BUSY = 0.1
+"""Cores used by others from which on times are not worth much."""
+
+
+def result_table(result: Result, speed: str) -> Table:
+    """One row a method under some speeds; the reference stands out."""
+    timed = result.settings.target is not None
+    table = Table(title=title(result, speed))
+    table.add_column("method", no_wrap=True)
+    headings = ["rate", "runs", "final %", "points"]
+    if timed:
+        headings += [f"s to {result.settings.target:g} %", "min .. max", "times as fast"]
+    for heading in [*headings, "steps/s", "waiting", "kB/step", "state kB"]:
+        table.add_column(heading, justify="right", no_wrap=True)
+    for name in result.settings.chosen_methods:
+        summary = result.summary(name, speed)
+        cells = [
+            name,
+            f"{result.rates[name]:g}",
+            str(summary.runs),
+            f"{summary.final:.2f} ± {summary.deviation:.2f}",
+            f"{summary.difference:+.2f}",
+            *(_time_cells(summary) if timed else ()),
+            f"{summary.steps:.0f}",
+            f"{summary.waiting:.0%}",
+            "?" if summary.sent is None else f"{summary.sent / 1e3:.1f}",
+            f"{summary.state_bytes / 1e3:.1f}",
+        ]
+        table.add_row(*cells, style="bold" if name == result.settings.reference else None)
+    return table
+
+
+def title(result: Result, speed: str) -> str:
+    """Task, workers and speeds in one line."""
+    settings = result.settings
+    compute = "" if settings.pace is None else f", steps paced at {settings.pace * 1e3:g} ms"
+    return f"{settings.task.kind}, {settings.workers} workers, {speed}{compute}"
+
+
+def remarks(result: Result) -> list[str]:
+    """What one must know to read the tables."""
+    settings = result.settings
+    lines = [
+        f"final %: validation metric, mean and deviation over seeds; points: less that of {settings.reference}",
+        "kB/step: sent by a rank for one of its steps, as the kernel counts; a ring all-reduce must send "
+        f"{result.ring_bytes / 1e3:.1f} of a model of {result.model_bytes / 1e3:.1f}",
+        "state kB: optimizer state on the rank that has most; steps/s: of all workers together; waiting: share of the "
+        "time that a worker neither computes nor is slow",
+    ]
+    if settings.target is not None:
+        lines.append("s: median over seeds of the time until the average of all replicas reached the target")
+    if settings.limit is not None:
+        lines.append(
+            f"a training ends after {settings.limit:g} s, or when rank 0's own model has passed the target for good"
+        )
+    busy = [run.foreign_cores for run in result.runs if run.foreign_cores is not None]
+    if busy and sum(busy) / len(busy) > BUSY:
+        mean = sum(busy) / len(busy)
+        lines.append(f"other processes kept {mean:.1f} cores busy meanwhile: repeat when it is quiet")
+    return lines
+
+
+def _time_cells(summary: Summary) -> tuple[str, str, str]:
+    assert summary.reached is not None
+    missed = summary.runs - len(summary.times)
+    spread = f"{summary.times[0]:.2f} .. {summary.times[-1]:.2f}" if summary.times else ""
+    return (
+        f"{summary.reached:.2f}" if math.isfinite(summary.reached) else "never",
+        spread + (f", {missed} never" if missed else ""),
+        "" if summary.faster is None else f"{summary.faster:.2f}",
+    )

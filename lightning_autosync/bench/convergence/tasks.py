@@ -1,0 +1,128 @@
+"""What is learned: two small real tasks whose data ship with the package's own dependencies and with Python."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from functools import cache
+from typing import Annotated, Literal
+
+import torch
+from pydantic import Field, PositiveInt
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_autosync.documents import Record
+
+HELD_OUT = 0.2
+"""Share of the samples that only validation sees."""
+
+
+class Task(Record):
+    """A classification task: a model, samples, and accuracy on those held out.
+
+    Attributes:
+        batch: samples in a batch of one rank.
+    """
+
+    batch: PositiveInt = 16
+
+    @abstractmethod
+    def module(self) -> nn.Module:
+        """A new module that maps inputs to logits; its weights come from torch's generator."""
+
+    @abstractmethod
+    def samples(self) -> tuple[Tensor, Tensor]:
+        """All inputs and labels, in a fixed order; the last `HELD_OUT` of them are for validation."""
+
+    def training(self) -> tuple[Tensor, Tensor]:
+        """Inputs and labels to learn from."""
+        inputs, labels = self.samples()
+        kept = len(inputs) - int(HELD_OUT * len(inputs))
+        return inputs[:kept], labels[:kept]
+
+    def accuracy(self, module: nn.Module) -> float:
+        """Share of the held-out samples that ``module`` gets right, in percent."""
+        inputs, labels = self.samples()
+        kept = len(inputs) - int(HELD_OUT * len(inputs))
+        with torch.no_grad():
+            found = module(inputs[kept:]).argmax(1)
+        return 100.0 * float((found == labels[kept:]).float().mean())
+
+
+class Digits(Task):
+    """Scikit-learn's 8 x 8 digits with a small convolutional network."""
+
+    kind: Literal["digits"]
+    channels: PositiveInt = 8
+
+    def module(self) -> nn.Module:
+        return nn.Sequential(
+            nn.Conv2d(1, self.channels, 3, padding=1),
+            nn.ReLU(),
+            nn.Conv2d(self.channels, 2 * self.channels, 3, padding=1, stride=2),
+            nn.ReLU(),
+            nn.Flatten(),
+            nn.Linear(2 * self.channels * 16, 10),
+        )
+
+    def samples(self) -> tuple[Tensor, Tensor]:
+        return _digits()
+
+
+class Characters(Task):
+    """The next character of Python's own reference text, from those before it (Bengio et al., 2003).
+
+    Attributes:
+        context: characters that the model sees.
+        width: features of a character.
+        hidden: features of the hidden layer.
+    """
+
+    kind: Literal["characters"]
+    context: PositiveInt = 8
+    width: PositiveInt = 16
+    hidden: PositiveInt = 128
+
+    def module(self) -> nn.Module:
+        return nn.Sequential(
+            nn.Embedding(len(_ALPHABET), self.width),
+            nn.Flatten(),
+            nn.Linear(self.context * self.width, self.hidden),
+            nn.ReLU(),
+            nn.Linear(self.hidden, len(_ALPHABET)),
+        )
+
+    def samples(self) -> tuple[Tensor, Tensor]:
+        return _characters(self.context)
+
+
+AnyTask = Annotated[Digits | Characters, Field(discriminator="kind")]
+
+_ALPHABET = "\n !\"#'()*+,-./0123456789:;<=>[]_`abcdefghijklmnopqrstuvwxyz"
+_TEXT = 60_000
+"""Characters of the text that are used, its last part for validation."""
+
+
+def loss(module: nn.Module, inputs: Tensor, labels: Tensor) -> Tensor:
+    """Mean cross-entropy."""
+    return F.cross_entropy(module(inputs), labels)
+
+
+@cache
+def _digits() -> tuple[Tensor, Tensor]:
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    images = torch.as_tensor(digits.images, dtype=torch.float32)[:, None] / 16
+    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
+    return images[order], torch.as_tensor(digits.target)[order]
+
+
+@cache
+def _characters(context: int) -> tuple[Tensor, Tensor]:
+    from pydoc_data.topics import topics
+
+    text = "\n".join(topics[name] for name in sorted(topics)).lower()[:_TEXT]
+    codes = torch.tensor([_ALPHABET.index(letter) for letter in text if letter in _ALPHABET])
+    windows = codes.unfold(0, context + 1, 1)
+    return windows[:, :-1].contiguous(), windows[:, -1].contiguous()

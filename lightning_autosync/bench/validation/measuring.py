@@ -1,0 +1,125 @@
+"""Measures cases one after the other on emulated links, and keeps every measurement at once."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from lightning_autosync.bench.load import LoadMeter
+from lightning_autosync.bench.validation.cases import Case
+from lightning_autosync.bench.validation.settings import Settings
+from lightning_autosync.cluster import ClusterSpec
+from lightning_autosync.errors import DocumentError
+from lightning_autosync.workers import EmulatedLaunch, WorkerPool
+
+_LEAST_STEPS, _MOST_STEPS = 3, 12
+_MEASURE = "lightning_autosync.bench.validation.replica:measure"
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What a case took.
+
+    Attributes:
+        key: that of the case.
+        steps: seconds of each step, by rank.
+        foreign_cores: cores that other processes kept busy meanwhile; None where unknown.
+    """
+
+    key: str
+    steps: Sequence[Sequence[float]]
+    foreign_cores: float | None
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of a step: the median over steps, of the slowest rank."""
+        return max(statistics.median(steps) for steps in self.steps)
+
+
+def load_measurements(path: Path) -> dict[str, Measurement]:
+    """The measurements in a file, by key; none if there is no file. A last line cut off by an interruption is left out.
+
+    Raises:
+        DocumentError: a line is something else.
+    """
+    found: dict[str, Measurement] = {}
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
+    for number, line in enumerate(lines):
+        if number == len(lines) - 1 and not line.endswith("\n"):
+            break
+        try:
+            measurement = Measurement(**json.loads(line))
+        except (TypeError, ValueError):
+            raise DocumentError(f"{path}:{number + 1}: not a measurement; expected key, steps, foreign_cores") from None
+        found[measurement.key] = measurement
+    return found
+
+
+def measure_cases(
+    cases: Iterable[Case], predicted: Mapping[str, float], settings: Settings, path: Path
+) -> dict[str, Measurement]:
+    """Measure the cases that ``path`` does not have yet; returns all by key.
+
+    Args:
+        cases: of one cluster after the other.
+        predicted: seconds of a step by key, which decide how many steps are measured.
+        settings: how to measure.
+        path: file to which every measurement is added as soon as it is there.
+
+    Raises:
+        DocumentError: the file holds something else.
+        LaunchError: links cannot be emulated here.
+        WorkerError: a worker failed.
+    """
+    found = load_measurements(path)
+    missing = [case for case in cases if case.key not in found]
+    done = 0
+    for _, group in groupby(missing, key=lambda case: case.cluster.fingerprint):
+        of_cluster = list(group)
+        with ExitStack() as stack:
+            pool = _enter_pool(stack, of_cluster[0].cluster, settings)
+            load = LoadMeter(pool.pids)
+            for case in of_cluster:
+                found[case.key] = _measure(case, pool, load, settings, predicted[case.key])
+                _append(path, found[case.key])
+                done += 1
+                _log.info(
+                    "%d of %d: %s, %s: %.1f ms", done, len(missing), case.pair, case.kind, 1e3 * found[case.key].seconds
+                )
+    return found
+
+
+def _enter_pool(stack: ExitStack, cluster: ClusterSpec, settings: Settings) -> WorkerPool:
+    launch = stack.enter_context(EmulatedLaunch(cluster))
+    policy: Any = None if settings.scheduling == "none" else settings.scheduling
+    return stack.enter_context(WorkerPool(cluster.world_size, launch, timeout=settings.timeout, scheduling=policy))
+
+
+def _measure(case: Case, pool: WorkerPool, load: LoadMeter, settings: Settings, predicted: float) -> Measurement:
+    steps = min(_MOST_STEPS, max(_LEAST_STEPS, math.ceil(settings.seconds / predicted)))
+    load.restart()
+    times = pool.run(
+        _MEASURE,
+        workload=case.workload.to_dict(),
+        plan=case.plan.to_dict(),
+        cluster=case.cluster.to_dict(),
+        warm_up=settings.warm_up,
+        steps=steps,
+        timeout=settings.timeout,
+    )
+    return Measurement(case.key, times, load.foreign_cores())
+
+
+def _append(path: Path, measurement: Measurement) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(asdict(measurement)) + "\n")

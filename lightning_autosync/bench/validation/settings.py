@@ -1,0 +1,70 @@
+"""What a validation run is told: how many cases to draw, from what, and how long to measure each."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt, ValidationError
+
+from lightning_autosync.documents import Index, Record, describe_validation_error
+from lightning_autosync.errors import DocumentError
+
+CLUSTERS = (
+    "fat_node_star",
+    "fat_node_star_8",
+    "four_equal",
+    "ring_of_four",
+    "two_nodes_of_four",
+    "two_racks_2to1",
+    "two_racks_8to1",
+    "two_sites_wan",
+)
+"""Shipped clusters of four to eight ranks."""
+FAMILIES = ("vgg16", "resnet50", "densenet121", "bert_base", "ncf", "gpt")
+"""Models of the catalogue, one of each family."""
+
+
+class Settings(Record):
+    """One validation run.
+
+    Attributes:
+        seed: of the draw; the same seed draws the same cases.
+        cases: how many cases there are, dealt evenly to all pairs of a cluster and a family.
+        clusters: names of shipped clusters or paths.
+        families: models of the catalogue, scaled down.
+        fastest_link: bytes/s to which a cluster is slowed down, all of its links alike, if one of them is faster.
+        bound: seconds, least and most, that the least synchronization of a drawn workload takes.
+        warm_up: steps of a case that are not counted.
+        seconds: how long the steps of a case may take together, as predicted; at least three are measured.
+        scheduling: the kernel's policy for the workers.
+        constants: file of the hosts' constants, from a probe; None takes the defaults on ``cores``.
+        cores: cores that all ranks share; None takes those of this machine. Only without ``constants``.
+        measurements: file of measurements, one a line, to read and to go on with; None starts one in the run directory.
+        timeout: seconds that one case may take.
+    """
+
+    seed: Index = 0
+    cases: PositiveInt = 336
+    clusters: Annotated[tuple[str, ...], Field(min_length=1)] = CLUSTERS
+    families: Annotated[tuple[str, ...], Field(min_length=1)] = FAMILIES
+    fastest_link: PositiveFloat = 50e6
+    bound: tuple[PositiveFloat, PositiveFloat] = (0.015, 0.15)
+    warm_up: PositiveInt = 2
+    seconds: PositiveFloat = 1.2
+    scheduling: Literal["none", "batch"] = "batch"
+    constants: str | None = None
+    cores: PositiveFloat | None = None
+    measurements: str | None = None
+    timeout: PositiveFloat = 120.0
+
+    @classmethod
+    def parse(cls, data: Any) -> Settings:
+        """Settings from plain data.
+
+        Raises:
+            DocumentError: the first thing wrong, by field.
+        """
+        try:
+            return cls.model_validate(data)
+        except ValidationError as error:
+            raise DocumentError(describe_validation_error(error)) from None

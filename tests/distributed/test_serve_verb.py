@@ -1,0 +1,83 @@
+"""`autosync serve`: a server-only process that workers of another command use."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_autosync.errors import AutoSyncError
+from lightning_autosync.plan import SyncPlan
+from lightning_autosync.plan.servers import server_layout
+from lightning_autosync.runtime.relaxed.mesh import Mesh
+from lightning_autosync.runtime.relaxed.server import ParameterServer
+from lightning_autosync.runtime.relaxed.server.command import serve
+from lightning_autosync.workload import describe, variable_names
+
+COMMAND = [sys.executable, "-c", "from lightning_autosync.cli import main; main()", "serve"]
+
+
+def start(directory: Path, **settings: Any) -> subprocess.Popen[str]:
+    arguments = [f"{key}={value}" for key, value in settings.items()] + [f"hydra.run.dir={directory}"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    return subprocess.Popen([*COMMAND, *arguments], env=environment, stderr=subprocess.PIPE, text=True)
+
+
+def test_a_worker_trains_on_a_server_process(tmp_path: Path) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    process = start(tmp_path, host="127.0.0.1", port=store.port, rank=1, size=2, timeout=60)
+    try:
+        module = nn.Linear(2, 1)
+        expected = module.weight.detach() - 0.5
+        plan = SyncPlan.from_dict(
+            {
+                "format": SyncPlan.FORMAT,
+                "world_size": 1,
+                "servers": 1,
+                "groups": [
+                    {
+                        "name": "all",
+                        "variables": ["weight", "bias"],
+                        "architecture": "parameter_server",
+                        "topology": "star",
+                        "placement": [1],
+                    }
+                ],
+            }
+        )
+        mesh = Mesh.open(store, 0, 2, address="127.0.0.1", timeout=60.0)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+        layout = server_layout(plan, describe(module))
+        running = ParameterServer(mesh, variable_names(module), layout, optimizer, plan.consistency, timeout=30.0)
+        running.start()
+        module.weight.grad = torch.ones_like(module.weight)
+        running.step(optimizer, 1)
+        assert torch.equal(module.weight.detach(), expected)
+        running.close()
+        mesh.close()
+        _, told = process.communicate(timeout=30)
+        assert process.returncode == 0, told
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"port": 1, "rank": 2, "size": 2}, "conf/serve.yaml: rank: 2 is out of range; size is 2"),
+        ({"port": 70000, "rank": 0, "size": 2}, "conf/serve.yaml: port: "),
+        ({"port": 1, "rank": 0, "size": 2}, "no store at 127.0.0.1:1: "),
+    ],
+)
+def test_wrong_settings_are_named(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
+    whole = {"host": "127.0.0.1", "address": None, "timeout": 1, **settings}
+    with pytest.raises(AutoSyncError, match=message):
+        serve(whole, tmp_path)

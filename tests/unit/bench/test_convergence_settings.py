@@ -1,0 +1,221 @@
+"""Comparisons of convergence: what they may be told, and what is made of their trainings."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from lightning_autosync.bench.convergence.comparison import compare
+from lightning_autosync.bench.convergence.course import judge, time_to
+from lightning_autosync.bench.convergence.ending import Ending
+from lightning_autosync.bench.convergence.result import Result, Run, best_rate, load_rates, median_time
+from lightning_autosync.bench.convergence.settings import Settings
+from lightning_autosync.bench.convergence.table import remarks, result_table
+from lightning_autosync.bench.convergence.tasks import Characters, Digits, loss
+from lightning_autosync.cluster import configuration_directory
+from lightning_autosync.errors import DocumentError
+
+BASE: dict[str, Any] = {
+    "task": {"kind": "digits"},
+    "workers": 2,
+    "methods": {"all_reduce": {}, "gossip": {"builder": "partial_reduce", "seeds": 1}},
+    "speeds": {"equal": [], "slow": [{"ranks": [1], "factor": 4}]},
+    "only": {"speeds": ["equal"]},
+    "rates": [0.1],
+    "steps": 10,
+}
+
+
+def composed(*overrides: str) -> Settings:
+    with initialize_config_dir(str(configuration_directory()), version_base="1.3"):
+        return Settings.parse(OmegaConf.to_container(compose("converge", list(overrides)), resolve=True))
+
+
+def run(method: str, reached: float | None, rate: float = 0.1, final: float = 90.0, speed: str = "equal") -> Run:
+    return Run(
+        method=method,
+        speed=speed,
+        seed=0,
+        rate=rate,
+        final=final,
+        reached=reached,
+        seconds=4.0,
+        steps=[10, 30],
+        waiting=[0.5, 0.1],
+        sent=100.0,
+        state_bytes=[8, 24],
+        moments=[0.0, 4.0],
+        scores=[10.0, final],
+        foreign_cores=None,
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"limit": 3.0}, "steps and limit: give one of them"),
+        ({"steps": None}, "steps and limit: give one of them"),
+        ({"workers": 1}, "workers: .*greater than or equal to 2"),
+        ({"reference": "ddp"}, r"reference: 'ddp' is not among the methods to run \(all_reduce, gossip\)"),
+        ({"only": {"methods": ["gossip"]}}, "reference: 'all_reduce' is not among"),
+        ({"only": {"methods": ["magic"]}}, "only.methods: 'magic' is not known; allowed: all_reduce, gossip"),
+        ({"only": {"speeds": ["light"]}}, "only.speeds: 'light' is not known; allowed: equal, slow"),
+        ({"only": {}}, "pace: missing; slow workers need a paced step"),
+        ({"speeds": {"slow": [{"ranks": [2]}]}, "only": {}}, "speeds.slow: rank 2 is out of range; workers is 2"),
+        ({"rates": [0.1, 0.2], "tuning_seeds": 0}, "tuning_seeds: at least 1 is needed"),
+        ({"rates": []}, "rates: .*at least 1 item"),
+        ({"task": {"kind": "chess"}}, "task: .*'digits', 'characters'"),
+        ({"methods": {"all_reduce": {"colour": 1}}}, "methods.all_reduce.colour: unknown field"),
+        (
+            {"methods": {"all_reduce": {"consistency": {"mode": "periodic"}}}},
+            "period: missing; mode 'periodic' needs it",
+        ),
+    ],
+)
+def test_wrong_settings(changes, message):
+    with pytest.raises(DocumentError, match=message) as caught:
+        Settings.parse({**BASE, **changes})
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        ({"builder": "magic"}, "methods.odd: .*'magic' is neither"),
+        ({"builder": "ps", "arguments": {"speed": 1}}, "methods.odd: .*speed"),
+        (
+            {"consistency": {"mode": "partial_reduce", "group_size": 3, "weighting": "constant"}},
+            "methods.odd: .*group_size: 3 is above world_size 2",
+        ),
+    ],
+)
+def test_a_method_that_cannot_be_is_found_before_any_worker_starts(method, message):
+    settings = Settings.parse({**BASE, "methods": {"all_reduce": {}, "odd": method}})
+    with pytest.raises(DocumentError, match=message):
+        compare(settings)
+
+
+def test_the_shipped_experiments():
+    stragglers = composed("experiment=stragglers")
+    assert stragglers.workers == 8
+    assert stragglers.chosen_speeds == ["equal", "one_4x_slower", "random_pauses", "half_2x_slower"]
+    assert {name: stragglers.seeds_of(name) for name in ("all_reduce", "partial_reduce", "ssp")} == {
+        "all_reduce": 5,
+        "partial_reduce": 5,
+        "ssp": 3,
+    }
+    for task in ("digits", "characters"):
+        convergence = composed("experiment=convergence", f"task={task}", "workers=8")
+        assert convergence.task.kind == task
+        assert len(convergence.chosen_methods) == 14
+        assert all(convergence.seeds_of(name) >= 5 for name in convergence.chosen_methods)
+
+
+@pytest.mark.parametrize("task", [Digits(kind="digits"), Characters(kind="characters")])
+def test_a_task_is_learned_from_what_validation_does_not_see(task):
+    inputs, labels = task.samples()
+    kept, _ = task.training()
+    assert 0.79 < len(kept) / len(inputs) < 0.81
+    assert len(inputs) == len(labels)
+    torch.manual_seed(0)
+    module = task.module()
+    before = loss(module, kept[:500], labels[:500]).item()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    for _ in range(20):
+        optimizer.zero_grad()
+        loss(module, kept[:500], labels[:500]).backward()
+        optimizer.step()
+    assert loss(module, kept[:500], labels[:500]).item() < before
+    assert 0 <= task.accuracy(module) <= 100
+
+
+def test_each_vector_of_parameters_is_judged_by_itself():
+    module = torch.nn.Linear(1, 1)
+    vectors = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    assert judge(module, vectors, lambda one: (one.weight + one.bias).item()) == [3.0, 7.0]
+
+
+def test_time_to_a_target():
+    assert time_to(50.0, [0.0, 1.0, 2.0, 3.0], [10.0, 50.0, 40.0, 60.0]) == 1.0
+    assert time_to(70.0, [0.0, 1.0], [10.0, 50.0]) is None
+
+
+def test_who_marches_in_step_takes_the_last_step_too():
+    store = dist.HashStore()
+    first, same, free = Ending(store, 0, True, None), Ending(store, 1, True, None), Ending(store, 2, False, None)
+    assert not first.reached(3)
+    first.announce(3)
+    first.announce(5)
+    assert [first.reached(3), first.reached(4)] == [False, True]
+    assert [same.reached(3), same.reached(4)] == [False, True]
+    assert free.reached(1)
+
+
+def test_a_given_number_of_steps_needs_no_announcement():
+    ending = Ending(dist.HashStore(), 0, False, 2)
+    assert [ending.reached(step) for step in range(3)] == [False, False, True]
+
+
+def test_the_rate_is_the_one_that_is_soonest_and_then_the_best():
+    assert best_rate([run("a", 3.0, 0.1), run("a", 2.0, 0.2), run("a", None, 0.4, final=99.0)]) == 0.2
+    assert best_rate([run("a", None, 0.1, final=80.0), run("a", None, 0.2, final=85.0)]) == 0.2
+    assert median_time([run("a", 1.0), run("a", None), run("a", None)]) == math.inf
+
+
+@pytest.fixture
+def result() -> Result:
+    settings = Settings.parse({**BASE, "steps": None, "limit": 4.0, "target": 80.0})
+    runs = [run("all_reduce", 3.0, final=90.0), run("all_reduce", 4.0, final=92.0), run("all_reduce", 2.0, final=91.0)]
+    runs += [run("gossip", 1.5, final=90.0), run("all_reduce", 9.0, speed="slow")]
+    return Result(settings, 1000, {"all_reduce": 0.1, "gossip": 0.1}, runs, [], {})
+
+
+def test_a_summary(result):
+    reference, gossip = result.summary("all_reduce", "equal"), result.summary("gossip", "equal")
+    assert (reference.final, reference.deviation, reference.difference) == (91.0, 1.0, 0.0)
+    assert (reference.reached, reference.times, reference.faster) == (3.0, [2.0, 3.0, 4.0], 1.0)
+    assert (gossip.runs, gossip.difference, gossip.faster, gossip.deviation) == (1, -1.0, 2.0, 0.0)
+    assert (gossip.steps, gossip.waiting, gossip.sent, gossip.state_bytes) == (10.0, 0.3, 100.0, 24)
+    assert result.ring_bytes == 1000
+
+
+def test_who_misses_the_target_is_not_left_out():
+    settings = Settings.parse({**BASE, "steps": None, "limit": 4.0, "target": 80.0})
+    runs = [run("all_reduce", 1.0), run("gossip", 2.0), run("gossip", None), run("gossip", None)]
+    found = Result(settings, 1000, {"all_reduce": 0.1, "gossip": 0.1}, runs, [], {})
+    summary = found.summary("gossip", "equal")
+    assert summary.reached == math.inf
+    assert summary.faster is None
+    assert json.loads(json.dumps(found.to_dict(), allow_nan=False))["summaries"]["equal"]["gossip"]["reached"] is None
+    assert "never" in "".join(str(cell) for column in result_table(found, "equal").columns for cell in column.cells)
+
+
+def test_rates_of_an_earlier_result(result, tmp_path: Path):
+    path = tmp_path / "result.json"
+    path.write_text(json.dumps(result.to_dict()))
+    assert load_rates(str(path)) == {"all_reduce": 0.1, "gossip": 0.1}
+    path.write_text(json.dumps({"format": "autosync-bench/1"}))
+    with pytest.raises(DocumentError, match="format: 'autosync-bench/1' is not readable here"):
+        load_rates(str(path))
+
+
+def test_a_rate_that_is_neither_known_nor_to_be_chosen(result, tmp_path: Path):
+    path = tmp_path / "result.json"
+    path.write_text(json.dumps({**result.to_dict(), "rates": {"all_reduce": 0.1}}))
+    settings = Settings.parse({**BASE, "rates": [0.1, 0.2], "tuning_seeds": 0, "rates_of": str(path)})
+    with pytest.raises(DocumentError, match="rates_of: no rate of 'gossip'"):
+        compare(settings)
+
+
+def test_the_table_has_a_row_a_method(result):
+    table = result_table(result, "equal")
+    assert table.row_count == 2
+    assert any("time until the average" in line for line in remarks(result))
