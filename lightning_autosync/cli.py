@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import sys
+import tempfile
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from lightning_autosync.cluster import configuration_directory
+from lightning_autosync.configuration import check_overrides, help_text, with_own_clusters
 from lightning_autosync.errors import AutoSyncError
 
 VERBS = {
-    "bench": ("lightning_autosync.bench.command", "measure contenders side by side on this machine"),
+    "bench": ("lightning_autosync.report.bench", "measure contenders side by side on this machine"),
+    "converge": ("lightning_autosync.bench.convergence.command", "compare methods by what they learn, and how soon"),
+    "probe": ("lightning_autosync.workers.probe.command", "measure the links and hosts of a job, write its cluster"),
+    "predict": ("lightning_autosync.report.command", "what a step under a plan takes and why, without a cluster"),
+    "serve": ("lightning_autosync.runtime.relaxed.server.command", "keep parameters for workers on other nodes"),
+    "validate": ("lightning_autosync.bench.validation.command", "measure random plans and compare with predictions"),
 }
 """For each verb the module with a function of its name, and its purpose; ``conf/VERB.yaml`` is its config."""
 
@@ -41,6 +48,16 @@ def usage() -> str:
 
 def run_verb(verb: str) -> None:
     """Compose the verb's configuration and call its function, once or, in a sweep, for every combination."""
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        print(help_text(verb, VERBS[verb][1]))
+        return
+    with tempfile.TemporaryDirectory(prefix="autosync-") as folder:
+        sys.argv[1:] = with_own_clusters(sys.argv[1:], Path(folder))
+        check_overrides(verb, sys.argv[1:])
+        _run(verb)
+
+
+def _run(verb: str) -> None:
     import hydra
     from hydra.core.hydra_config import HydraConfig
     from omegaconf import OmegaConf

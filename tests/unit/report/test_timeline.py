@@ -9,9 +9,11 @@ import pytest
 
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.errors import DocumentError
-from lightning_autosync.plan import builders
+from lightning_autosync.plan import builders, compile_plan
+from lightning_autosync.report.measured import measured_timeline
 from lightning_autosync.report.predict import predict
 from lightning_autosync.report.timeline import draw_timelines, write_trace
+from lightning_autosync.runtime.tracing import StepTrace
 from lightning_autosync.simulator import MessageSpan, Span, Timeline
 from lightning_autosync.workload import Variable, Workload
 
@@ -57,7 +59,25 @@ def test_predict_names_time_bound_links_and_path(tmp_path: Path) -> None:
     workload = Workload(name="one", variables=(Variable(name="fc", shape=(250_000,)),), backward_time=0.5)
     text = predict(builders.all_reduce(workload, cluster), workload, cluster, tmp_path)
     assert "node0 > switch" in text
-    assert "bound, all at once       1000.0 ms" in text
+    assert "least, all at once       1045.6 ms" in text
+    assert "least with overlap       1545.6 ms" in text
     written = {path.name for path in tmp_path.iterdir()}
-    assert written == {"timeline.svg", "timeline.png", "trace.json", "prediction.json"}
-    assert json.loads((tmp_path / "prediction.json").read_text())["step_time"] == pytest.approx(1.55, rel=0.02)
+    assert written == {"timeline.svg", "timeline.png", "trace.json", "result.json"}
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["step_time"] == pytest.approx(1.55, rel=0.02)
+    assert result["step_bound"] == pytest.approx(0.5 + 1514 / 1448)
+    assert result["critical_path"][0]["name"] == "backward"
+
+
+def test_what_the_ranks_recorded_becomes_one_timeline() -> None:
+    cluster = ClusterSpec.uniform(nodes=2, bandwidth=1e6)
+    workload = Workload(name="one", variables=(Variable(name="fc", shape=(8,)), Variable(name="idle", shape=(8,))))
+    schedule = compile_plan(builders.all_reduce(workload, cluster, chunk_size=1), workload, cluster)
+    traces = [
+        StepTrace(1.0, 2.0, 3.0, 3.5, ready=(None, 1.5), started=(None, 1.6), completed=(None, 2.8)),
+        StepTrace(1.1, 2.1, 3.1, 3.6, ready=(None, 1.4), started=(None, 1.5), completed=(None, 2.9)),
+    ]
+    timeline = measured_timeline(schedule, traces, {"a > b": 0.5})
+    assert timeline.messages == (MessageSpan(schedule.messages[1].name, start=1.5, end=2.9, ready=1.5),)
+    assert timeline.step_time == 3.6
+    assert timeline.compute[1] == (Span("forward", 0.0, 1.1), Span("backward", 1.1, 2.1), Span("optimizer", 3.1, 3.6))

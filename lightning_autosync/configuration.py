@@ -1,0 +1,171 @@
+"""What the command line says of a verb's configuration: its help, and one clear line for whatever is wrong."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lightning_autosync.cluster import configuration_directory
+from lightning_autosync.errors import DocumentError
+
+WIDTH = 120
+_FILES = (".yaml", ".yml", ".json")
+_WRONG_KEY = re.compile(r"Could not (?:override|append to config|delete from config)[^']*'([^']+)'")
+
+
+def help_text(verb: str, purpose: str) -> str:
+    """Usage, the config groups with their options, and the keys with what the config's comments say of them."""
+    directory = configuration_directory()
+    text = (directory / f"{verb}.yaml").read_text()
+    data = yaml.safe_load(text)
+    entries = [entry for entry in data.get("defaults", []) if isinstance(entry, dict)]
+    defaults: dict[str, Any] = {group: choice for entry in entries for group, choice in entry.items()}
+    lines = [f"autosync {verb}: {purpose}", ""]
+    lines += [f"usage: autosync {verb} key=value ...", f"       autosync {verb} -m key=value,value ...  (a sweep)"]
+    lines += textwrap.dedent(data.get("hydra", {}).get("help", {}).get("header", "")).strip().splitlines()[1:]
+    for group, choice in defaults.items():
+        lines += ["", f"{group}=OPTION (default: {'none' if choice is None else choice})"]
+        lines += [_option_line(path) for path in sorted((directory / group).glob("*.yaml"))]
+    lines += ["", "keys:", *(f"  {line}" for line in _keys(text))]
+    lines += ["", f"Keys of an option are set by GROUP.KEY=VALUE, and read in {directory}."]
+    lines += ["--config-dir DIR adds options of your own: DIR/GROUP/OPTION.yaml."]
+    return "\n".join(lines)
+
+
+def check_overrides(verb: str, arguments: Sequence[str]) -> None:
+    """Compose the configuration once to see whether it can be; of a sweep, every value once.
+
+    Raises:
+        DocumentError: a key or an option that there is not; the message names those that there are.
+    """
+    from hydra import initialize_config_dir
+    from hydra.errors import HydraException
+    from omegaconf import OmegaConf
+
+    if any(argument.startswith(("--config", "-c")) for argument in arguments):
+        return  # options from elsewhere, of which only Hydra itself knows
+    overrides = [argument for argument in arguments if not argument.startswith("-")]
+    with initialize_config_dir(str(configuration_directory()), version_base="1.3"):
+        try:
+            for combination in _combinations(overrides):
+                missing = OmegaConf.missing_keys(_compose(verb, combination))
+                if missing:
+                    raise DocumentError(f"{', '.join(sorted(missing))}: missing; give each as key=value")
+        except HydraException as error:
+            raise DocumentError(_message(verb, overrides, error)) from None
+
+
+def with_own_clusters(arguments: Sequence[str], folder: Path) -> list[str]:
+    """The arguments with files given as ``cluster=FILE`` made options of that name, in ``folder`` for Hydra to find.
+
+    Raises:
+        DocumentError: a file is not there.
+    """
+    made, found = [], False
+    for argument in arguments:
+        key, _, value = argument.partition("=")
+        choices = value.split(",") if key == "cluster" else []
+        if not any(choice.endswith(_FILES) for choice in choices):
+            made.append(argument)
+            continue
+        found = True
+        made.append(f"cluster={','.join(_as_option(choice, folder) for choice in choices)}")
+    return [*made, "--config-dir", str(folder)] if found else made
+
+
+def _as_option(choice: str, folder: Path) -> str:
+    if not choice.endswith(_FILES):
+        return choice
+    path = Path(choice)
+    if not path.is_file():
+        raise DocumentError(f"cluster: there is no file {choice}")
+    (folder / "cluster").mkdir(exist_ok=True)
+    # YAML holds JSON too, and Hydra reads only what ends so.
+    (folder / "cluster" / f"{path.stem}.yaml").write_text(path.read_text())
+    return path.stem
+
+
+def _option_line(path: Path) -> str:
+    comments = [line[1:].strip() for line in path.read_text().splitlines() if line.startswith("#")]
+    remark = next((comment for comment in comments if not comment.startswith("@")), "")
+    return f"  {path.stem:24} {textwrap.shorten(remark, WIDTH - 27, placeholder=' ...')}".rstrip()
+
+
+def _keys(text: str) -> list[str]:
+    """The lines of a config between its defaults list and its settings for Hydra."""
+    lines = text.partition("\nhydra:")[0].splitlines()
+    start = next((index for index, line in enumerate(lines) if line.startswith("defaults:")), -1) + 1
+    while start < len(lines) and lines[start].startswith(" "):
+        start += 1
+    return "\n".join(lines[start:]).strip("\n").splitlines()
+
+
+def _combinations(overrides: Sequence[str]) -> Iterator[list[str]]:
+    """Overrides without sweeps: the first value of each, then each other value with the first of the others."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.core.override_parser.types import Override
+
+    def values(override: Override) -> list[str]:
+        if not override.is_sweep_override():
+            return [str(override.input_line)]
+        key = override.get_key_element()
+        return [f"{key}={value}" for value in override.sweep_string_iterator()]
+
+    choices = [values(override) for override in OverridesParser.create().parse_overrides(list(overrides))]
+    first = [values[0] for values in choices]
+    yield first
+    for place, values_here in enumerate(choices):
+        for value in values_here[1:]:
+            yield [*first[:place], value, *first[place + 1 :]]
+
+
+def _compose(verb: str, overrides: list[str]) -> Any:
+    from hydra import compose
+
+    return compose(verb, overrides)
+
+
+def _message(verb: str, overrides: Sequence[str], error: Exception) -> str:
+    from hydra.errors import MissingConfigException, OverrideParseException
+
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
+        group, _, option = error.missing_cfg_file.rpartition("/")
+        return f"{group}: '{option}' is not known; allowed: {', '.join(error.options or ())}"
+    if isinstance(error, OverrideParseException):
+        return f"'{error.override}': not of the form key=value: {_first_line(error)}"
+    if found := _WRONG_KEY.match(str(error)):
+        key = found[1]
+        if "already at" in str(error):
+            return f"{key}: is a key already; leave out the +"
+        return f"{key}: unknown key; {_allowed_beside(verb, key, overrides)}"
+    return _first_line(error)
+
+
+def _allowed_beside(verb: str, key: str, overrides: Sequence[str]) -> str:
+    """The keys at the deepest part of ``key`` that there is, under the options that were chosen."""
+    groups = [path.name for path in configuration_directory().iterdir() if path.is_dir()]
+    chosen = [
+        override
+        for override in overrides
+        if override.partition("=")[0] in groups and _has_group(verb, override.partition("=")[0])
+    ]
+    node, place = _compose(verb, next(iter(_combinations(chosen)))), ""
+    for part in key.split(".")[:-1]:
+        if not hasattr(node, "keys") or part not in node or not hasattr(node[part], "keys"):
+            break
+        node, place = node[part], f"{place}.{part}" if place else part
+    names = sorted({*map(str, node), *([] if place else [name for name in groups if _has_group(verb, name)])})
+    return f"allowed{f' in {place}' if place else ''}: {', '.join(names)}"
+
+
+def _has_group(verb: str, group: str) -> bool:
+    return re.search(rf"^  - {group}:", (configuration_directory() / f"{verb}.yaml").read_text(), re.M) is not None
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]

@@ -1,0 +1,61 @@
+"""``autosync predict``: what it takes, what it leaves, and what it says about wrong input."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_autosync.cluster import resolve_cluster
+from lightning_autosync.errors import AutoSyncError
+from lightning_autosync.plan import builders
+from lightning_autosync.report.command import predict
+from lightning_autosync.simulator import Constants
+from lightning_autosync.workload import catalogue
+
+ASKED: dict[str, Any] = {"plan": "byteps", "workload": "ncf", "cluster": "fat_node_star"}
+
+
+def test_names_and_files_say_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    predict({**ASKED, "arguments": {"topology": "tree"}, "model": {"batch_size": 32}}, tmp_path / "names")
+    workload, cluster = catalogue.build("ncf", batch_size=32), resolve_cluster("fat_node_star")
+    documents = {
+        "workload": workload,
+        "cluster": cluster,
+        "plan": builders.byteps(workload, cluster, topology="tree"),
+        "constants": Constants(),
+    }
+    files = {name: str(tmp_path / f"{name}.yaml") for name in documents}
+    for name, document in documents.items():
+        document.save(files[name])
+    predict(files, tmp_path / "files")
+    by_name, by_file = (json.loads((tmp_path / run / "result.json").read_text()) for run in ("names", "files"))
+    assert by_name["step_time"] == pytest.approx(by_file["step_time"])
+    assert 0 < by_name["bound_share"] <= 1
+    assert {path.name for path in (tmp_path / "names").iterdir()} == {
+        "result.json",
+        "timeline.svg",
+        "timeline.png",
+        "trace.json",
+    }
+    assert "critical path" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"plan": "bytps"}, "'bytps' is neither a file .* nor a builder"),
+        ({"plan": "missing.yaml"}, "missing.yaml: cannot be read"),
+        ({"arguments": {"sharding": 1}}, "arguments.sharding: builder 'byteps' takes topology, bucket_bytes"),
+        ({"arguments": {"topology": "mesh"}}, "arguments: topology: .*'star'"),
+        ({"workload": "alexnet"}, "no model 'alexnet' in the catalogue"),
+        ({"workload": "w.yaml", "model": {"batch_size": 1}}, "model: 'w.yaml' is a file"),
+        ({"cluster": "moon"}, "no shipped cluster is named 'moon'"),
+        ({"links": 3}, "links: unknown field"),
+    ],
+)
+def test_wrong_input_is_named(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    with pytest.raises(AutoSyncError, match=message):
+        predict({**ASKED, **change}, tmp_path)

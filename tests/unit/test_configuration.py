@@ -1,0 +1,105 @@
+"""What the command line says of wrong keys, and its help."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightning_autosync.cli import VERBS, main
+from lightning_autosync.cluster import configuration_directory
+from lightning_autosync.configuration import check_overrides, help_text, with_own_clusters
+from lightning_autosync.errors import DocumentError
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("speed=1", r"speed: unknown key; allowed: cluster, cluster_fastest, .*warm_up$"),
+        ("modell=flat", r"modell: unknown key; allowed: .*model"),
+        ("model.speed=1", r"model.speed: unknown key; allowed in model: batch, kind, tensors, width$"),
+        ("model=flat model.speed=1", r"model.speed: unknown key; allowed in model: kind, mib$"),
+        ("ddp.buckets.first=1", r"ddp.buckets.first: unknown key; allowed in ddp: bucket_cap_mb"),
+        ("model=foo", r"model: 'foo' is not known; allowed: .*digits, .*vgg_like$"),
+        ("cluster=foo", r"cluster: 'foo' is not known; allowed: .*fat_node_star, .*two_sites_wan$"),
+        ("experiment=foo", r"experiment: 'foo' is not known; allowed: .*fat_star_4"),
+        ("model=flat,foo", r"model: 'foo' is not known"),
+        ("rounds=3,4 model=flat,foo", r"model: 'foo' is not known"),
+        ("+rounds=3", r"rounds: is a key already; leave out the \+$"),
+        ("rounds", r"'rounds': not of the form key=value"),
+    ],
+)
+def test_one_line_names_the_key_and_what_is_allowed(line: str, message: str) -> None:
+    with pytest.raises(DocumentError, match=message) as caught:
+        check_overrides("bench", ["-m", *line.split(" ")])
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "",
+        "model=flat,digits rounds=3",
+        "ddp.bucket_cap_mb=[default,1] hydra.run.dir=run",
+        "+contenders.star.builder=ps",
+        "experiment=matrix",
+        "--config-dir somewhere model=of_my_own",
+    ],
+)
+def test_what_hydra_takes_is_let_through(line: str) -> None:
+    check_overrides("bench", line.split())
+
+
+def test_the_command_ends_with_that_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["autosync", "bench", "speed=1"])
+    with pytest.raises(SystemExit, match=r"^autosync bench: speed: unknown key; allowed: "):
+        main()
+
+
+def test_help_has_every_option_and_every_key_with_its_meaning(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["autosync", "bench", "--help"])
+    main()
+    told = capsys.readouterr().out
+    for option in (configuration_directory() / "model").glob("*.yaml"):
+        assert f"\n  {option.stem} " in told
+    assert "rounds: 5                 # turns of each contender" in told
+    assert "model=OPTION (default: layers60)" in told
+    assert "hydra" not in told
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_has_help(verb: str) -> None:
+    assert f"usage: autosync {verb} key=value" in help_text(verb, VERBS[verb][1])
+
+
+def test_a_file_of_a_cluster_becomes_an_option(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("name: mine")
+    folder = tmp_path / "found"
+    folder.mkdir()
+    arguments = ["-m", f"cluster={tmp_path}/mine.yaml,one_node", "ranks=2"]
+    expected = ["-m", "cluster=mine,one_node", "ranks=2", "--config-dir", str(folder)]
+    assert with_own_clusters(arguments, folder) == expected
+    assert (folder / "cluster" / "mine.yaml").read_text() == "name: mine"
+    assert with_own_clusters(["cluster=one_node"], folder) == ["cluster=one_node"]
+    with pytest.raises(DocumentError, match=r"cluster: there is no file other\.yaml"):
+        with_own_clusters(["cluster=other.yaml"], folder)
+
+
+def test_what_is_missing_is_named() -> None:
+    with pytest.raises(DocumentError, match="port, rank, size: missing"):
+        check_overrides("serve", [])
+
+
+@pytest.mark.parametrize("verb", ["predict", "bench", "probe"])
+def test_clusters_that_ship_can_be_named(verb: str) -> None:
+    check_overrides(verb, ["cluster=two_racks_8to1"])
+    with pytest.raises(DocumentError, match="cluster: 'nowhere' is not known; allowed: autosync_a"):
+        check_overrides(verb, ["cluster=nowhere"])
+
+
+def test_a_cluster_where_there_is_none_is_an_unknown_key() -> None:
+    with pytest.raises(DocumentError, match=r"cluster: unknown key; allowed: .*clusters"):
+        check_overrides("validate", ["cluster=one_node"])
