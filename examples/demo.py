@@ -126,7 +126,7 @@ def gain_on_uneven_links(console: Console) -> None:
         plan.save(path)
         settings = {
             "model": model,
-            "launch": "emulated",
+            "launch": {"kind": "emulated"},
             "cluster": cluster.to_dict(),
             "ddp": {"bucket_cap_mb": ["default", 1]},
             "contenders": {"AutoSync": {"plan": str(path)}},

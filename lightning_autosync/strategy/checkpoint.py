@@ -9,21 +9,19 @@ import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
+from lightning_autosync.runtime.memories import Memories, Memory
 from lightning_autosync.runtime.rendezvous import group_device
 
 KEY = "autosync"
 """The checkpoint's entry."""
-FORMAT = "autosync-state/1"
-
-State = dict[str, dict[str, Tensor]]
+FORMAT = "autosync-state/2"
 
 
-def gather_state(state: State, plan: str, group: dist.ProcessGroup | None = None) -> dict[str, Any] | None:
+def gather_state(state: Memories, group: dist.ProcessGroup | None = None) -> dict[str, Any] | None:
     """The checkpoint's entry on rank 0, None elsewhere and where there is nothing to remember; collective.
 
     Args:
-        state: this rank's, by message and key; names and shapes are the same on all ranks.
-        plan: fingerprint of the plan.
+        state: this rank's, by variable; names and shapes are the same on all ranks.
         group: the ranks; None is the default group.
 
     Returns:
@@ -31,28 +29,41 @@ def gather_state(state: State, plan: str, group: dist.ProcessGroup | None = None
         the ranks along a new first axis.
     """
     gathered = {
-        message: {key: _gather(tensor, group) for key, tensor in sorted(tensors.items())}
-        for message, tensors in sorted(state.items())
+        name: {
+            "compressor": memory.compressor,
+            "tensors": {key: _gather(tensor, group) for key, tensor in sorted(memory.tensors.items())},
+        }
+        for name, memory in sorted(state.items())
     }
     if not gathered or dist.get_rank(group) != 0:
         return None
-    return {"format": FORMAT, "plan": plan, "world_size": dist.get_world_size(group), "state": gathered}
+    return {"format": FORMAT, "world_size": dist.get_world_size(group), "variables": gathered}
 
 
-def own_state(entry: dict[str, Any], plan: str, group: dist.ProcessGroup | None = None) -> State | None:
-    """This rank's part of a checkpoint's entry; None, with a warning, if it does not fit here."""
+def own_state(entry: dict[str, Any], group: dist.ProcessGroup | None = None) -> Memories:
+    """This rank's part of a checkpoint's entry; empty, with a warning, if it is for other ranks or versions."""
     world_size = dist.get_world_size(group)
-    found = (entry.get("format"), entry.get("plan"), entry.get("world_size"))
-    if found != (FORMAT, plan, world_size):
+    found = (entry.get("format"), entry.get("world_size"))
+    if found != (FORMAT, world_size):
         rank_zero_warn(
-            f"the checkpoint holds compressor state of plan {found[1]} on {found[2]} ranks ({found[0]}); "
-            f"this is plan {plan} on {world_size} ranks ({FORMAT}), so compressors start anew"
+            f"the checkpoint holds compressor state of {found[1]} ranks ({found[0]}); this job has {world_size} "
+            f"({FORMAT}), so compressors start anew"
         )
-        return None
+        return {}
     rank = dist.get_rank(group)
     return {
-        message: {key: tensor[rank] for key, tensor in tensors.items()} for message, tensors in entry["state"].items()
+        name: Memory(memory["compressor"], {key: tensor[rank] for key, tensor in memory["tensors"].items()})
+        for name, memory in entry["variables"].items()
     }
+
+
+def warn_left_out(names: list[str], occasion: str) -> None:
+    """Tell once which variables start with an empty compressor memory; nothing if there are none."""
+    if names:
+        rank_zero_warn(
+            f"{occasion}: what compressors remembered of {', '.join(names)} is dropped, for these are in no message "
+            "of the plan or have another compressor there"
+        )
 
 
 def _gather(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor | None:

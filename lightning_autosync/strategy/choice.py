@@ -19,6 +19,10 @@ ONE_MACHINE_BUCKET = 100 * 2**20
 """Bytes of a message between ranks that share one machine's cores: there is no idle wire to overlap with, and each
 message costs what it keeps the cores from (measured on two cores: up to 8% of a step against DDP's buckets)."""
 
+LINK_BUCKET = 2**20
+"""Bytes of a message on trees and shards, which run side by side: small ones start early and end together (measured on
+emulated links: 2 to 4 points of the bound more than 25 MiB)."""
+
 
 def choose_plan(
     workload: Workload,
@@ -26,6 +30,7 @@ def choose_plan(
     known: bool,
     bucket_bytes: int | None = None,
     shares_cores: bool = False,
+    sharing_fault: str = "",
 ) -> tuple[SyncPlan, str]:
     """An exact plan, and one sentence on why it was taken.
 
@@ -36,16 +41,23 @@ def choose_plan(
             predicted.
         bucket_bytes: bytes of a fused message; None for the builders' own.
         shares_cores: whether the ranks of a node compute on the cores that move its messages.
+        sharing_fault: why the ranks of a node cannot share memory; empty if they can.
     """
     sizes: dict[str, Any] = {} if bucket_bytes is None else {"bucket_bytes": bucket_bytes}
     fused = serve_rows(builders.all_reduce(workload, cluster, **sizes), workload)
     if cluster.world_size == 1:
         return fused, "one rank has nobody to synchronize with"
-    if shares_cores and len(cluster.nodes) == 1 and bucket_bytes is None:
+    alone = shares_cores and len(cluster.nodes) == 1
+    if alone and not sharing_fault:
+        summed = serve_rows(builders.shared_memory(workload, cluster, **sizes), workload)
+        return summed, "sums in shared memory, for all ranks compute on the cores of one machine"
+    if alone and bucket_bytes is None:
         large = builders.all_reduce(
             workload, cluster, bucket_bytes=ONE_MACHINE_BUCKET, first_bucket_bytes=ONE_MACHINE_BUCKET
         )
-        return serve_rows(large, workload), "large native all-reduces, for all ranks share the cores of one machine"
+        return serve_rows(large, workload), (
+            f"large native all-reduces, for all ranks share the cores of one machine, but not memory: {sharing_fault}"
+        )
     if not known:
         return fused, "fused native all-reduce, for no cluster is described"
     if not cluster.measured:
@@ -59,7 +71,7 @@ def choose_plan(
     times = f"{best:.3g} s a step, a native all-reduce {native:.3g} s, predicted for cluster '{cluster.name}'"
     if native <= LEAST_GAIN * best:
         return fused, f"fused native all-reduce, which no other method beats by 5%: {name} take {times}"
-    return build(workload, cluster, **sizes), f"{name}: they take {times}"
+    return build(workload, cluster, **({"bucket_bytes": LINK_BUCKET} | sizes)), f"{name}: they take {times}"
 
 
 def serve_rows(plan: SyncPlan, workload: Workload) -> SyncPlan:

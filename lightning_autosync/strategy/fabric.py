@@ -9,7 +9,9 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.strategies import DDPStrategy
 from torch import nn
+from torch.amp import GradScaler
 
+from lightning_autosync.errors import PlanError
 from lightning_autosync.plan import Semantics
 from lightning_autosync.runtime.scheduling import set_batch_scheduling
 from lightning_autosync.strategy.checkpoint import KEY
@@ -23,10 +25,12 @@ class SynchronizedModule(nn.Module):
     Attributes:
         module: the user's module.
         replica: what keeps it equal on all ranks.
+        scaler: what Fabric scales losses with, if anything does.
     """
 
-    def __init__(self, module: nn.Module, replica: Replica) -> None:
+    def __init__(self, module: nn.Module, replica: Replica, scaler: GradScaler | None) -> None:
         super().__init__()
+        self.scaler = scaler
         self.module = module
         self.replica = replica
 
@@ -40,6 +44,9 @@ class SynchronizedModule(nn.Module):
             self.replica.before_training()
         else:
             self.replica.before_evaluation()
+        # The scale moves between steps only. Fabric forbids `loss.backward()` to strategies with a backward of their
+        # own, so the forward pass is where to ask for it.
+        self.replica.follow_scaler(self.scaler)
 
 
 class AutoSyncFabricStrategy(DDPStrategy):
@@ -59,6 +66,11 @@ class AutoSyncFabricStrategy(DDPStrategy):
         **arguments: Any,
     ) -> None:
         self._settings, launch = read_settings(plan, semantics, cluster, scheduling, arguments)
+        if not self._settings.scheduled:
+            raise PlanError(
+                f"{self._settings.source}: replicas that do not march in step need the Trainer's hooks; use it, or "
+                "`lightning_autosync.runtime.relaxed` in a loop of your own"
+            )
         super().__init__(**launch)
         self._backward_sync_control = _AccumulationControl()
         self._replicas: list[Replica] = []
@@ -75,7 +87,7 @@ class AutoSyncFabricStrategy(DDPStrategy):
         group = dist.new_group() if self._replicas else None
         replica = Replica(module, self._settings, self.num_nodes, self.num_processes, group)
         self._replicas.append(replica)
-        return SynchronizedModule(module, replica)
+        return SynchronizedModule(module, replica, getattr(self.precision, "scaler", None))
 
     def _forget(self, module: nn.Module) -> None:
         """Close the engine of a module that is set up again: its gradients must not be exchanged twice."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,15 @@ from lightning_autosync.plan import Schedule, Semantics, SyncPlan
 from lightning_autosync.runtime import Engine
 from lightning_autosync.runtime.scheduling import set_batch_scheduling
 from lightning_autosync.strategy.checkpoint import KEY
+from lightning_autosync.strategy.lockstep import (
+    check_one_loader,
+    check_shared_epoch,
+    check_trainer,
+    leave_lockstep,
+    schedulers_by_steps,
+)
+from lightning_autosync.strategy.meetings import EpochMeetings
+from lightning_autosync.strategy.relaxed import RelaxedReplica
 from lightning_autosync.strategy.replica import Replica
 from lightning_autosync.strategy.settings import (
     ClusterArgument,
@@ -21,6 +30,7 @@ from lightning_autosync.strategy.settings import (
     Settings,
     read_settings,
 )
+from lightning_autosync.strategy.shared_data import share_data
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import DDPStrategy as _Base
@@ -60,7 +70,8 @@ class AutoSyncMixin(_Base):
         settings, launch = read_settings(plan, semantics, cluster, scheduling, arguments)
         super().__init__(**launch)
         self._settings: Settings = settings
-        self._replica: Replica | None = None
+        self._replica: Replica | RelaxedReplica | None = None
+        self._shares = False
 
     @property
     def plan(self) -> SyncPlan | None:
@@ -85,17 +96,56 @@ class AutoSyncMixin(_Base):
     def configure_ddp(self) -> None:
         assert self.model is not None
         self._close()
-        self._replica = Replica(self.model, self._settings, self.num_nodes, self.num_processes)
+        self._replica = None
+        if not self._settings.scheduled:
+            self._prepare_trainer()
+        replica = Replica if self._settings.scheduled else RelaxedReplica
+        self._replica = replica(self.model, self._settings, self.num_nodes, self.num_processes)
+
+    def process_dataloader(self, dataloader: object) -> object:
+        dataloader = super().process_dataloader(dataloader)
+        relaxed = self._relaxed
+        if relaxed is not None and relaxed.shares_data and self._trainer.training:
+            self._shares = share_data(dataloader, relaxed.work, self._trainer.current_epoch)
+            if self._shares:
+                check_shared_epoch(self._trainer)
+        return dataloader
+
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        if self._relaxed is not None:
+            check_trainer(self._trainer, self._relaxed.plan.consistency, self._scaler)
+            if self._shares:
+                check_one_loader(self._trainer)
+            self._relaxed.start(self.optimizers)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(self._replica, RelaxedReplica):
+            self._replica.before_training(schedulers_by_steps(self.lr_scheduler_configs), args)
+            with self._replica.forward():
+                return super().training_step(*args, **kwargs)
         assert self._replica is not None
         self._replica.before_training()
         return super().training_step(*args, **kwargs)
 
+    def begin_pass(self) -> None:
+        """An epoch of training begins on this rank."""
+        if self._relaxed is not None:
+            self._relaxed.begin_pass()
+
+    def end_pass(self) -> None:
+        """This rank's part of an epoch is over."""
+        if self._relaxed is not None:
+            self._relaxed.settle()
+
     def on_validation_start(self) -> None:
         super().on_validation_start()
-        if self.engine is not None and self._replica is not None:
+        if self._replica is not None:
             self._replica.before_evaluation()
+
+    def on_train_end(self) -> None:
+        self._before_collective("the end of training")
+        super().on_train_end()
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """As ``Strategy.backward``, and gradients are synchronized before ``on_after_backward`` sees them."""
@@ -103,11 +153,36 @@ class AutoSyncMixin(_Base):
         assert self.lightning_module is not None
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
-        with self._replica.backward():
+        with self._replica.backward(self._scaler):
             self.precision_plugin.backward(closure_loss, self.lightning_module, optimizer, *args, **kwargs)
         closure_loss = self.precision_plugin.post_backward(closure_loss, self.lightning_module)
         self.post_backward(closure_loss)
         return closure_loss
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        assert self._replica is not None
+        with self._replica.stepping(optimizer):
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+
+    def reduce(self, *args: Any, **kwargs: Any) -> Any:
+        self._before_collective("sync_dist=True (a reduction over ranks)")
+        return super().reduce(*args, **kwargs)
+
+    def all_gather(self, *args: Any, **kwargs: Any) -> Any:
+        self._before_collective("all_gather")
+        return super().all_gather(*args, **kwargs)
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        self._before_collective("a barrier")
+        super().barrier(*args, **kwargs)
+
+    def broadcast(self, *args: Any, **kwargs: Any) -> Any:
+        self._before_collective("a broadcast")
+        return super().broadcast(*args, **kwargs)
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        self._before_collective("a checkpoint")
+        return super().lightning_module_state_dict()
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -128,6 +203,30 @@ class AutoSyncMixin(_Base):
         super().load_optimizer_state_dict(checkpoint)
         if self._replica is not None and KEY in checkpoint:
             self._replica.restore_state(checkpoint[KEY])
+
+    @property
+    def _scaler(self) -> Any:
+        """What the precision plugin scales losses with, if anything does."""
+        return getattr(self.precision_plugin, "scaler", None)
+
+    @property
+    def _relaxed(self) -> RelaxedReplica | None:
+        return self._replica if isinstance(self._replica, RelaxedReplica) else None
+
+    def _prepare_trainer(self) -> None:
+        leave_lockstep(self._trainer)
+        callbacks = self._trainer.callbacks
+        if not any(isinstance(callback, EpochMeetings) for callback in callbacks):
+            callbacks.insert(0, EpochMeetings())
+
+    @property
+    def _trainer(self) -> Any:
+        assert self.lightning_module is not None
+        return self.lightning_module.trainer
+
+    def _before_collective(self, what: str) -> None:
+        if self._relaxed is not None:
+            self._relaxed.before_collective(what)
 
     def teardown(self) -> None:
         self._close()

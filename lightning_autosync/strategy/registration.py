@@ -23,6 +23,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "autosync_notebook": {"start_method": "fork"},
     "autosync_allreduce": {"plan": "all_reduce"},
     "autosync_ps": {"plan": "ps_load_balancing"},
+    "autosync_partial_reduce": {"plan": "partial_reduce", "semantics": "relaxed"},
 }
 """Registered name, and the arguments that it stands for."""
 

@@ -9,14 +9,17 @@ from typing import Any
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import nn
+from torch.amp import GradScaler
+from torch.optim import Optimizer
 
 from lightning_autosync.errors import PlanError
 from lightning_autosync.plan import Schedule, SyncPlan
 from lightning_autosync.runtime import Engine
+from lightning_autosync.runtime.memories import Memories
 from lightning_autosync.strategy.agreement import agree
 from lightning_autosync.strategy.broadcast import BufferBroadcast, broadcast_tensors, structure_digest
-from lightning_autosync.strategy.checkpoint import State, gather_state, own_state
-from lightning_autosync.strategy.resolution import Resolution, resolve
+from lightning_autosync.strategy.checkpoint import gather_state, own_state, warn_left_out
+from lightning_autosync.strategy.resolution import Resolution, memory_fault, resolve
 from lightning_autosync.strategy.settings import Settings
 from lightning_autosync.workload import variable_names
 
@@ -48,7 +51,7 @@ class Replica:
         self._settings = settings
         self._shape = (nodes, devices)
         self._group = group
-        self._memory: State = {}
+        self._memory: Memories = {}
         self._resolution = self._resolve()
         broadcast_tensors([tensor.data for tensor in (*module.parameters(), *module.buffers())], group)
         self._buffers = BufferBroadcast(module, group) if settings.broadcast_buffers else None
@@ -64,6 +67,7 @@ class Replica:
 
     @property
     def schedule(self) -> Schedule:
+        assert self._resolution.schedule is not None
         return self._resolution.schedule
 
     @property
@@ -79,13 +83,26 @@ class Replica:
 
     def before_evaluation(self) -> None:
         """Call before validation."""
-        if self._buffers is not None:
+        if self._buffers is not None and self._engine is not None:
             self._buffers.before_evaluation()
 
+    def follow_scaler(self, scaler: GradScaler | None) -> None:
+        """Call before each backward pass with what scales its loss, if anything does."""
+        engine = self._engine
+        # Reading the scale waits for an accelerator, so it is left where nothing depends on it.
+        if engine is not None and engine.has_residuals:
+            scales = scaler is not None and scaler.is_enabled()
+            engine.loss_scale = scaler.get_scale() if scaler is not None and scales else None
+
     @contextmanager
-    def backward(self) -> Iterator[None]:
-        """Around everything that belongs to one backward pass; after it, gradients are means over ranks."""
+    def backward(self, scaler: GradScaler | None = None) -> Iterator[None]:
+        """Around everything that belongs to one backward pass; after it, gradients are means over ranks.
+
+        Args:
+            scaler: what scales the loss.
+        """
         self.follow_unfreezing()
+        self.follow_scaler(scaler)
         engine = self._engine
         if engine is None:
             yield
@@ -101,6 +118,11 @@ class Replica:
             engine.deferred = False
 
     @contextmanager
+    def stepping(self, optimizer: Optimizer) -> Iterator[None]:
+        """Around an optimizer's step, which needs nothing: gradients are means over ranks already."""
+        yield
+
+    @contextmanager
     def accumulation(self) -> Iterator[None]:
         """Backward passes inside only accumulate gradients locally."""
         before = self._set_enabled(False)
@@ -111,6 +133,8 @@ class Replica:
 
     def follow_unfreezing(self) -> None:
         """Take parameters that were unfrozen since into the plan; costs nothing where none are frozen.
+
+        What compressors remember stays, but for variables that the new plan treats in another way.
 
         Raises:
             PlanError: the user's own plan does not have them.
@@ -129,17 +153,18 @@ class Replica:
         self._resolution = self._resolve()
         self._engine = self._start()
         self._engine.enabled = enabled
+        warn_left_out(self._engine.load_state_dict(self._memory), "the plan was made anew after unfreezing")
 
     def gather_state(self) -> dict[str, Any] | None:
         """What compressors remember on all ranks, for a checkpoint; see `checkpoint.gather_state`."""
         state = self._memory if self._engine is None else self._engine.state_dict()
-        return gather_state(state, self.plan.fingerprint, self._group)
+        return gather_state(state, self._group)
 
     def restore_state(self, entry: dict[str, Any]) -> None:
-        """Take up what `gather_state` returned; with a warning instead if it belongs to another plan."""
-        state = own_state(entry, self.plan.fingerprint, self._group)
-        if state is not None and self._engine is not None:
-            self._engine.load_state_dict(state)
+        """Take up what `gather_state` returned, under this plan or another; a warning names what does not fit."""
+        if self._engine is not None:
+            state = own_state(entry, self._group)
+            warn_left_out(self._engine.load_state_dict(state), "the checkpoint was made under another plan")
 
     def close(self) -> None:
         """Stop synchronizing; what compressors remember stays for `gather_state`."""
@@ -159,7 +184,10 @@ class Replica:
 
         # Groups for two levels are made of the default group; a further module has a group of its own.
         two_level = self._group is None and dist.get_backend() == "nccl"
-        return agree(lambda: resolve(self._settings, self._module, *self._shape, two_level), identify, self._group)
+        unshared = memory_fault(self._module, *self._shape, self._group)
+        return agree(
+            lambda: resolve(self._settings, self._module, *self._shape, two_level, unshared), identify, self._group
+        )
 
     def _start(self) -> Engine:
         self._frozen = [parameter for parameter in self._module.parameters() if not parameter.requires_grad]
@@ -171,7 +199,7 @@ class Replica:
         )
         return Engine(
             variable_names(self._module),
-            found.schedule,
+            self.schedule,
             group=self._group,
             cluster=found.cluster,
             timeout=self._settings.timeout,

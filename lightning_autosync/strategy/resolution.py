@@ -6,11 +6,13 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.errors import ClusterError
 from lightning_autosync.plan import Schedule, SyncPlan, builders, compile_plan
+from lightning_autosync.runtime.shared_memory import sharing_fault
 from lightning_autosync.strategy.choice import choose_plan
 from lightning_autosync.strategy.settings import Settings, check_semantics
 from lightning_autosync.workload import Workload, describe, variable_names
@@ -22,19 +24,24 @@ LARGE_TABLE = 4096
 
 @dataclass(frozen=True)
 class Resolution:
-    """What one module runs, and why."""
+    """What one module runs, and why; a plan without a schedule has None."""
 
     workload: Workload
     cluster: ClusterSpec
     plan: SyncPlan
-    schedule: Schedule
+    schedule: Schedule | None
     reason: str
 
 
 def resolve(
-    settings: Settings, module: nn.Module, nodes: int, devices: int, two_level_collectives: bool = False
+    settings: Settings,
+    module: nn.Module,
+    nodes: int,
+    devices: int,
+    two_level_collectives: bool = False,
+    unshared: str = "",
 ) -> Resolution:
-    """Find the plan for a module and compile it; no communication, the same on every rank.
+    """Find the plan for a module and compile it, the same on every rank.
 
     Args:
         settings: what the user asked for.
@@ -42,6 +49,7 @@ def resolve(
         nodes: number of the job's nodes.
         devices: ranks on each.
         two_level_collectives: as for `compile_plan`.
+        unshared: why the ranks cannot share memory; see `memory_fault`.
 
     Raises:
         DocumentError: (or a subclass) plan, model, cluster and job do not fit each other.
@@ -56,12 +64,20 @@ def resolve(
     else:
         workload = _by_rows(workload, large_tables(module))
         on_cpu = all(parameter.device.type == "cpu" for parameter in module.parameters())
-        plan, reason = _make_plan(settings, workload, cluster, on_cpu)
-        check_semantics(plan, settings.semantics, settings.source)
-    schedule = compile_plan(
-        plan, workload, cluster, source=settings.source, two_level_collectives=two_level_collectives
-    )
+        plan, reason = _make_plan(settings, workload, cluster, on_cpu, unshared)
+        check_semantics(plan.semantics, settings.semantics, settings.source)
+    schedule = None
+    if plan.has_schedule:
+        schedule = compile_plan(plan, workload, cluster, settings.source, two_level_collectives)
     return Resolution(workload, cluster, plan, schedule, reason)
+
+
+def memory_fault(module: nn.Module, nodes: int, devices: int, group: dist.ProcessGroup | None = None) -> str:
+    """Why the gradients of all ranks cannot lie in memory that they share; empty if they can. Collective."""
+    if nodes > 1:
+        return f"the ranks are on {nodes} nodes"
+    size = sum(parameter.numel() * parameter.itemsize for parameter in module.parameters())
+    return sharing_fault(devices * size, group)
 
 
 def large_tables(module: nn.Module) -> set[str]:
@@ -88,10 +104,12 @@ def _cluster(settings: Settings, nodes: int, devices: int) -> ClusterSpec:
     return settings.cluster
 
 
-def _make_plan(settings: Settings, workload: Workload, cluster: ClusterSpec, on_cpu: bool) -> tuple[SyncPlan, str]:
+def _make_plan(
+    settings: Settings, workload: Workload, cluster: ClusterSpec, on_cpu: bool, unshared: str
+) -> tuple[SyncPlan, str]:
     if settings.plan is None:
         known = settings.cluster is not None
-        return choose_plan(workload, cluster, known, settings.bucket_bytes, shares_cores=on_cpu)
+        return choose_plan(workload, cluster, known, settings.bucket_bytes, on_cpu, unshared)
     assert isinstance(settings.plan, str)
     sizes: dict[str, Any] = {} if settings.bucket_bytes is None else {"bucket_bytes": settings.bucket_bytes}
     return builders.build(settings.plan, workload, cluster, **sizes), f"by {settings.source}"

@@ -78,6 +78,13 @@ class Settings:
         """Whether the user gave the plan itself, which then is not adapted."""
         return isinstance(self.plan, SyncPlan)
 
+    @property
+    def scheduled(self) -> bool:
+        """Whether the plan is, or will be, one with a schedule."""
+        if isinstance(self.plan, SyncPlan):
+            return self.plan.has_schedule
+        return self.plan not in builders.RELAXED_BUILDERS
+
 
 def read_settings(
     plan: PlanArgument,
@@ -111,7 +118,9 @@ def read_settings(
     try:
         found, source = _read_plan(plan)
         if isinstance(found, SyncPlan):
-            check_semantics(found, semantics, source)
+            check_semantics(found.semantics, semantics, source)
+        elif found in builders.RELAXED_BUILDERS:
+            check_semantics("relaxed", semantics, source)
         where = None if cluster is None else resolve_cluster(cluster)
     except DocumentError as error:
         if not _is_launched():
@@ -121,12 +130,12 @@ def read_settings(
     return replace(settings, plan=found, source=source, cluster=where, bucket_bytes=size), launch
 
 
-def check_semantics(plan: SyncPlan, allowed: Semantics, source: str) -> None:
+def check_semantics(found: Semantics, allowed: Semantics, source: str) -> None:
     """Refuse a plan that changes the mathematics more than the user allows."""
-    if SEMANTICS.index(plan.semantics) > SEMANTICS.index(allowed):
+    if SEMANTICS.index(found) > SEMANTICS.index(allowed):
         raise PlanError(
-            f"{source}: the plan's semantics are '{plan.semantics}', allowed is '{allowed}' at most; "
-            f"state semantics='{plan.semantics}' to train with it"
+            f"{source}: the plan's semantics are '{found}', allowed is '{allowed}' at most; "
+            f"state semantics='{found}' to train with it"
         )
 
 
@@ -153,11 +162,7 @@ def _read_plan(value: PlanArgument) -> tuple[SyncPlan | str | None, str]:
     text = os.fspath(value)
     if isinstance(value, os.PathLike) or text.endswith((".yaml", ".yml", ".json")) or os.path.dirname(text):
         return SyncPlan.load(text), text
-    if text not in builders.BUILDERS:
-        raise PlanError(
-            f"plan: '{text}' is neither a file (.yaml, .yml, .json) nor a builder; the builders are "
-            f"{', '.join(builders.BUILDERS)}"
-        )
+    builders.find(text)
     return text, f"builder '{text}'"
 
 
@@ -165,7 +170,7 @@ def _bucket_bytes(megabytes: float | None, plan: SyncPlan | str | None) -> int |
     if megabytes is None:
         return None
     takes = plan is None or (
-        isinstance(plan, str) and "bucket_bytes" in inspect.signature(builders.BUILDERS[plan]).parameters
+        isinstance(plan, str) and "bucket_bytes" in inspect.signature(builders.find(plan)).parameters
     )
     if not takes:
         raise ValueError("bucket_cap_mb: the plan states its messages itself; leave this argument out")

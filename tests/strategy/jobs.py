@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import time
 import warnings
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import models
 import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
+from lightning.fabric.plugins import MixedPrecision as FabricMixedPrecision
 from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from lightning.fabric.strategies import DDPStrategy as FabricDDP
 from lightning.pytorch import Trainer, seed_everything
@@ -18,11 +23,15 @@ from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler
 
-from lightning_autosync import AutoSyncFabricStrategy, AutoSyncStrategy, SyncPlan, builders
+from lightning_autosync import AutoSyncFabricStrategy, AutoSyncStrategy, builders
 from lightning_autosync.cluster import ClusterSpec
-from lightning_autosync.plan import Compressor
+from lightning_autosync.plan import Compressor, compile_plan
+from lightning_autosync.strategy import replica as replica_module
+from lightning_autosync.strategy.replica import Replica
+from lightning_autosync.strategy.resolution import Resolution
+from lightning_autosync.strategy.settings import Settings
 from lightning_autosync.workload import describe
 
 os.environ["LOCAL_RANK"] = os.environ["RANK"]
@@ -140,13 +149,15 @@ def all_loops() -> dict[str, Any]:
 
 def resume(folder: str, plan: str | None, tail: dict[str, Any] | None = None) -> dict[str, Any]:
     """Train two epochs at once, and one by one over a checkpoint (weights only, after fit returned)."""
-    if plan is not None:
-        found = SyncPlan.from_dict(
-            builders.all_reduce(describe(models.Plain()), ClusterSpec.uniform(1, 2), compressor=plan).to_dict()
-        )
-        options: dict[str, Any] = {"plan": found, "semantics": "compressed"}
-    else:
-        options = {}
+
+    def lossy(compressor: str, **arguments: Any) -> dict[str, Any]:
+        cluster = ClusterSpec.uniform(1, 2)
+        made = builders.all_reduce(describe(models.Plain()), cluster, compressor=compressor, **arguments)
+        return {"plan": made, "semantics": "compressed"}
+
+    options = {} if plan is None else lossy(plan)
+    if tail is not None and "compressor" in tail:
+        tail = lossy(**tail)
     whole = fit("Plain", AutoSyncStrategy(**options))
     seed_everything(3)
     half = models.Plain()
@@ -163,13 +174,93 @@ def resume(folder: str, plan: str | None, tail: dict[str, Any] | None = None) ->
     return {
         "distance": distance(whole, resumed),
         "shapes": {
-            message: {key: list(tensor.shape) for key, tensor in tensors.items()}
-            for message, tensors in entry["state"].items()
+            name: {key: list(tensor.shape) for key, tensor in memory["tensors"].items()}
+            for name, memory in entry["variables"].items()
         }
         if entry
         else None,
         "warnings": [str(warning.message) for warning in caught if "compressor" in str(warning.message)],
     }
+
+
+def scaled(poisoned: int) -> dict[str, Any]:
+    """How far a run under a moving gradient scale, which skips a batch, ends from one without scale and batch."""
+    kind = Compressor(kind="topk", ratio=0.2)
+    plan = builders.all_reduce(describe(models.Plain()), ClusterSpec.uniform(1, 2), topology="star", compressor=kind)
+
+    class WithoutAutocast(MixedPrecision):
+        """Single precision, so that scaling by powers of two changes no bit."""
+
+        def forward_context(self) -> Any:
+            return contextlib.nullcontext()
+
+    batches = list(models.loader())[dist.get_rank() :: 2]
+
+    class Poisoned(models.Plain):
+        def training_step(self, batch: Any, index: int) -> Tensor:
+            scales.append(scaler.get_scale())
+            worst = index == poisoned and dist.get_rank() == 1
+            return super().training_step(batch, index) * (float("inf") if worst else 1.0)
+
+        def train_dataloader(self) -> Any:
+            return DataLoader(batches, batch_size=None)
+
+    class Without(models.Plain):
+        def train_dataloader(self) -> Any:
+            kept = [batch for index, batch in enumerate(batches) if index != poisoned]
+            return DataLoader(kept, batch_size=None)
+
+    scales: list[float] = []
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2)
+    ended = []
+    for module, plugins in (
+        (Poisoned, (WithoutAutocast("16-mixed", "cpu", scaler=scaler),)),
+        (Without, ()),
+    ):
+        seed_everything(3)
+        ended.append(module())
+        strategy = AutoSyncStrategy(plan=plan, semantics="compressed")
+        make_trainer(strategy, plugins, max_epochs=1, use_distributed_sampler=False).fit(ended[-1])
+    return {"distance": distance(*ended), "scales": scales}
+
+
+def thawed() -> dict[str, Any]:
+    """What is remembered before and after unfreezing, by a plan that changes the compressor of one bias."""
+    module = models.Plain()
+    module.body.requires_grad_(False)
+
+    def resolve_lossy(settings: Settings, module: nn.Module, *shape: Any) -> Resolution:
+        cluster = ClusterSpec.uniform(1, 2)
+        workload = describe(module)
+        plan = builders.all_reduce(workload, cluster, topology="star", compressor="bf16", bucket_bytes=1)
+        whole = len(plan.groups) > 2
+        groups = [
+            group.model_copy(update={"compressor": Compressor()})
+            if whole and group.variables == ("head.bias",)
+            else group
+            for group in plan.groups
+        ]
+        plan = plan.model_copy(update={"groups": tuple(groups)})
+        return Resolution(workload, cluster, plan, compile_plan(plan, workload, cluster), "a test")
+
+    def remembered() -> dict[str, list[float]]:
+        state = replica.engine.state_dict()
+        return {name: memory.tensors["residual"].flatten().tolist() for name, memory in state.items()}
+
+    with mock.patch.object(replica_module, "resolve", resolve_lossy), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        replica = Replica(module, Settings(plan="ps", semantics="compressed"), 1, 2)
+        inputs, labels = next(iter(models.loader()))
+        with replica.backward():
+            F.cross_entropy(module(inputs + dist.get_rank()), labels).backward()
+        before = remembered()
+        module.body.requires_grad_(True)
+        replica.before_training()
+        after = remembered()
+        dist.barrier()
+        replica.close()
+    told = [str(warning.message) for warning in caught if "unfreezing" in str(warning.message)]
+    return {"before": before, "after": after, "warnings": told}
 
 
 def live_beside_frozen(compressor: dict[str, Any]) -> float:
@@ -193,6 +284,37 @@ def error_of(model: str, **strategy: Any) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "none"
+
+
+def broken_backward(victim: int) -> dict[str, Any]:
+    """What ``fit`` raises on this rank, and after how long, when one rank's backward pass raises in its third step."""
+    began = time.monotonic()
+
+    class Breaks(models.Plain):
+        def training_step(self, batch: Any, index: int) -> Tensor:
+            nonlocal began
+            began = time.monotonic()
+            loss = super().training_step(batch, index)
+            if index == 2 and dist.get_rank() == victim:
+                loss.register_hook(_out_of_memory)
+            return loss
+
+    strategy = AutoSyncStrategy(plan="ps", timeout=timedelta(seconds=20))
+    try:
+        seed_everything(3)
+        make_trainer(strategy, max_epochs=1).fit(Breaks())
+    except Exception as error:
+        closed = strategy.engine is None
+        return {
+            "error": f"{type(error).__name__}: {error}",
+            "seconds": time.monotonic() - began,
+            "closed": closed,
+        }
+    return {"error": "none", "seconds": 0.0, "closed": False}
+
+
+def _out_of_memory(_: Tensor) -> None:
+    raise MemoryError("no memory for this gradient")
 
 
 def odd_model() -> str:
@@ -315,6 +437,30 @@ def fabric_twice() -> list[float]:
     fabric.strategy.teardown()
     assert module.weight.grad is not None
     return module.weight.grad.flatten().tolist()
+
+
+def fabric_scales() -> dict[str, list[float]]:
+    """The scale of each loss, and the one that the engine was told."""
+    plan = builders.all_reduce(describe(models.Plain()), ClusterSpec.uniform(1, 2), compressor="int8")
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**6, growth_interval=2)
+    fabric = Fabric(
+        accelerator="cpu",
+        devices=2,
+        strategy=AutoSyncFabricStrategy(plan=plan, semantics="compressed"),
+        plugins=[TorchElasticEnvironment(), FabricMixedPrecision("16-mixed", "cpu", scaler=scaler)],
+    )
+    fabric.launch()
+    module = models.Plain()
+    wrapped, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    found: dict[str, list[float]] = {"used": [], "told": []}
+    for inputs, labels in list(models.loader())[:5]:
+        found["used"].append(scaler.get_scale())
+        fabric.backward(F.cross_entropy(wrapped(inputs).float(), labels))
+        found["told"].append(wrapped._forward_module.replica.engine.loss_scale)
+        optimizer.step()
+        optimizer.zero_grad()
+    fabric.strategy.teardown()
+    return found
 
 
 def fabric_resume(folder: str) -> dict[str, Any]:

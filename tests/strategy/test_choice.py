@@ -54,15 +54,19 @@ def test_what_cannot_be_predicted_is_not_guessed(cluster: ClusterSpec, known: bo
     assert words in reason
 
 
-def test_ranks_that_share_cores_send_few_large_messages() -> None:
+def test_ranks_of_one_machine_sum_in_shared_memory_in_few_large_messages() -> None:
     large = Workload(
         name="large",
         variables=tuple(Variable(name=f"v{n}", shape=(1024, 2048), dtype="float32") for n in range(20)),
     )
     cluster = ClusterSpec.uniform(1, devices=4)
     plan, reason = choose_plan(large, cluster, False, shares_cores=True)
-    assert len(plan.groups) == 2  # 160 MiB
-    assert "share the cores" in reason
+    assert [group.topology for group in plan.groups] == ["shared_memory"] * 2  # 160 MiB
+    assert "shared memory" in reason
+    plan, reason = choose_plan(large, cluster, False, shares_cores=True, sharing_fault="rank 1 is elsewhere")
+    assert [group.topology for group in plan.groups] == ["native"] * 2
+    assert "share the cores of one machine, but not memory: rank 1 is elsewhere" in reason
+    assert len(choose_plan(large, cluster, False, 25 * 2**20, shares_cores=True)[0].groups) == 5
     assert len(choose_plan(large, cluster, False, shares_cores=False)[0].groups) > 2
     assert len(choose_plan(large, ClusterSpec.uniform(2), False, shares_cores=True)[0].groups) > 2
 

@@ -18,6 +18,12 @@ def test_step_methods_compute_in_the_precision_asked_for(duo) -> None:
     assert duo.run("jobs:fabric_redirects")[0] == ["torch.bfloat16", "torch.bfloat16"]
 
 
+def test_the_engine_knows_the_scale_of_the_loss(duo) -> None:
+    for found in duo.run("jobs:fabric_scales"):
+        assert found["told"] == found["used"]
+        assert found["used"][-1] > found["used"][0]
+
+
 def test_a_module_may_be_set_up_again(duo) -> None:
     assert duo.run("jobs:fabric_twice") == [[1.5], [1.5]]
 

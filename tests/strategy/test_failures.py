@@ -128,5 +128,15 @@ def test_a_parameter_unfrozen_outside_the_users_plan(duo, tmp_path) -> None:
     same_error(found, "PlanError", "head.yaml", "'body.weight' was unfrozen")
 
 
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_backward_pass_that_breaks_off_on_one_rank_ends_all(duo, victim: int) -> None:
+    found = duo.run("jobs:broken_backward", victim=victim)
+    assert found[victim]["error"] == "MemoryError: no memory for this gradient"
+    assert found[1 - victim]["error"] == f"ExchangeError: rank {victim} has ended after step 2; this is step 3"
+    for rank in found:
+        assert rank["closed"]
+        assert rank["seconds"] < 10
+
+
 def test_nothing_to_train(duo) -> None:
     same_error(duo.run("jobs:error_of", model="AllFrozen"), "WorkloadError", "no trainable parameter")

@@ -110,6 +110,33 @@ def test_compressor_state_of_another_plan_is_dropped_with_a_warning(duo, tmp_pat
     assert not second["warnings"]
 
 
+def test_compressor_state_goes_over_to_another_plan(duo, tmp_path) -> None:
+    tail = {"compressor": "int8", "topology": "star", "bucket_bytes": 1}
+    for found in duo.run("jobs:resume", folder=str(tmp_path), plan="int8", tail=tail):
+        assert not found["warnings"]
+
+
+def test_error_feedback_follows_the_gradient_scaler(duo) -> None:
+    for found in duo.run("jobs:scaled", poisoned=3):
+        assert found["distance"] == 0.0
+        assert max(found["scales"]) > found["scales"][0] > 0
+        assert found["scales"][4] < found["scales"][3]
+
+
+def test_unfreezing_keeps_what_compressors_remember(duo) -> None:
+    first, second = duo.run("jobs:thawed")
+    for found in (first, second):
+        before, after = found["before"], found["after"]
+        assert any(before["head.weight"])
+        assert after["head.weight"] == before["head.weight"]
+        assert any(before["head.bias"])
+        assert "head.bias" not in after
+        assert not any(after["body.weight"])
+    assert len(first["warnings"]) == 1
+    assert "of head.bias is dropped" in first["warnings"][0]
+    assert not second["warnings"]
+
+
 def test_pytorch_lightning_equals_its_own_ddp(duo) -> None:
     pytest.importorskip("pytorch_lightning")
     assert max(duo.run("jobs:other_framework")) < 1e-6
