@@ -7,7 +7,10 @@ from dataclasses import dataclass
 
 from lightning_autosync.plan.schedule import Schedule
 from lightning_autosync.simulator.constants import Constants
-from lightning_autosync.workload import Workload
+from lightning_autosync.workload import Variable, Workload
+
+_PARTS = 12
+"""Parts of the backward pass between which main threads' work is told apart."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,21 @@ class Compute:
     backward: float
 
 
+@dataclass(frozen=True)
+class Chores:
+    """What the ranks' main threads do for synchronization in each part of the backward pass, on cores that all share.
+
+    Attributes:
+        release: [parts] seconds from the beginning of the step before which a part has nothing to do.
+        core: [parts] core-seconds of every rank.
+        part_of: [messages] the part in which the last gradient of a message is packed, and the message launched.
+    """
+
+    release: tuple[float, ...]
+    core: tuple[float, ...]
+    part_of: tuple[int, ...]
+
+
 class ComputeClock:
     """The compute timeline of a workload.
 
@@ -34,15 +52,13 @@ class ComputeClock:
     that have theirs, has no gradient before the end of the backward pass, when the engine sends what is missing.
     """
 
-    def __init__(self, workload: Workload, constants: Constants, ranks: int) -> None:
+    def __init__(self, workload: Workload, constants: Constants) -> None:
         self._workload = workload
         self._accelerated = constants.accelerated
         ready = ready_times(workload)
-        crowd = constants.crowd(ranks)
         self._costs: list[tuple[str, float, float]] = []
         for variable in sorted(workload.variables, key=lambda variable: ready[variable.name]):
-            touched = variable.rows / variable.shape[0] if variable.rows is not None and variable.numel else 1.0
-            seconds = crowd * (constants.gradient_cost + touched * variable.bytes / constants.copy_rate)
+            seconds = constants.gradient_cost + _packing(variable, constants)
             self._costs.append((variable.name, ready[variable.name], seconds))
         self._packed: dict[float, tuple[dict[str, float], float]] = {}
 
@@ -77,6 +93,22 @@ class ComputeClock:
                 following += 1
         return Compute(forward, tuple(ready), tuple(start), forward + end + launching)
 
+    def chores(self, schedule: Schedule, launch_costs: Sequence[float], speed: float) -> Chores:
+        """What the main threads do besides computing; arguments as of `run`."""
+        backward, forward = self._workload.backward_time / speed, self._workload.forward_time / speed
+        part = {
+            name: min(_PARTS - 1, int(_PARTS * ready / self._workload.backward_time)) if backward > 0 else 0
+            for name, ready, _ in self._costs
+        }
+        core = [0.0] * _PARTS
+        for name, _, seconds in self._costs:
+            core[part[name]] += seconds
+        part_of = [max(part[name] for name in message.variables) for message in schedule.messages]
+        for place, cost in zip(part_of, launch_costs, strict=True):
+            core[place] += cost
+        release = [forward + backward * place / _PARTS for place in range(_PARTS)]
+        return Chores(tuple(release), tuple(core), tuple(part_of))
+
     def _pack(self, speed: float) -> tuple[dict[str, float], float]:
         """Seconds from the start of backward until each gradient is packed, by name, and until its end."""
         packed: dict[str, float] = {}
@@ -88,6 +120,15 @@ class ComputeClock:
             packed[name] = now
         end = self._workload.backward_time / speed
         return packed, max(now, end if self._accelerated else end + late)
+
+
+def _packing(variable: Variable, constants: Constants) -> float:
+    """Core-seconds of bringing a gradient into its message's buffer; of a table's, of finding its touched rows too."""
+    if variable.kind == "dense":
+        return variable.bytes / constants.copy_rate
+    touched = variable.rows / variable.shape[0] if variable.rows is not None and variable.numel else 1.0
+    found = variable.bytes / constants.scan_rate if variable.kind == "row_sparse" else 0.0
+    return found + touched * variable.bytes / constants.copy_rate + constants.merge_cost
 
 
 def ready_times(workload: Workload) -> dict[str, float]:

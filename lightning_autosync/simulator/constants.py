@@ -53,15 +53,18 @@ class Constants(Document):
         gradient_cost: seconds of one core for each gradient: the hook, and autograd around it [a backward pass of 72
             tiny gradients, and of 8].
         host_cost: seconds of one core for each byte that it sends or receives [core-seconds of large frames].
+        merge_cost: seconds of one core to take apart, merge or pack one set of touched rows, be it empty [merging small
+            sets].
         sharing_loss: share by which transfers take longer for each further full channel on their way: connections that
             share several full channels do not keep all of them full all the time [everybody sends to everybody].
         burst: bytes that pass a rested link at once before its rate holds, as token buckets let them [the beginning
             of single flows].
         copy_rate: bytes/s of packing gradients and of copying within a host [copying 16 MiB].
+        scan_rate: bytes/s of a table that one core searches for touched rows [searching 4 MiB].
         reduce_rate: bytes/s that one core adds to a buffer [adding 16 MiB].
         encode, decode: bytes/s of the compressors [4 MiB of normal values].
-        cores: how many cores all ranks share, as emulated ranks on one machine do; None gives each rank its own [a
-            small loop on all ranks at once, and on one].
+        cores: how many cores all ranks share, as emulated ranks on one machine do; None gives each rank its own [asked
+            of the system]. Costs in core-seconds are those while all of them are busy.
         collectives: how many of the backend's collectives are under way at once; gloo has two threads for them [asked
             of the backend].
         accelerated: whether gradients are computed elsewhere than on the core that packs them, so that packing goes on
@@ -79,9 +82,11 @@ class Constants(Document):
     wake_up: NonNegativeFloat = 0.0
     gradient_cost: NonNegativeFloat = 13e-6
     host_cost: NonNegativeFloat = 0.28e-9
+    merge_cost: NonNegativeFloat = 60e-6
     sharing_loss: NonNegativeFloat = 0.0012
     burst: NonNegativeFloat = 0.0
     copy_rate: PositiveFloat = 26e9
+    scan_rate: PositiveFloat = 2e9
     reduce_rate: PositiveFloat = 26e9
     encode: CodecRates = CodecRates()
     decode: CodecRates = CodecRates(fp16=72e9, bf16=67e9, int8=19e9, topk=37e9, powersgd=2.5e9, rows=8.3e9)
@@ -103,8 +108,10 @@ class Constants(Document):
             wake_up=0,
             gradient_cost=0,
             host_cost=0,
+            merge_cost=0,
             sharing_loss=0,
             copy_rate=1e30,
+            scan_rate=1e30,
             reduce_rate=1e30,
             encode=free,
             decode=free,

@@ -26,7 +26,7 @@ class Conditions(NamedTuple):
         fill: seconds from the end of its work to its own end.
         release: earliest start.
         delay: seconds between all conditions for a start and the start.
-        after: [stages, 2] stages to wait for, -1 for none; the second one's start, the first one's end.
+        after: [stages, 3] stages to wait for, -1 for none; the second one's start, the others' ends.
         urgency: the lower goes first among rivals.
         queue: place in the backend's queue, -1 for stages that the backend does not carry.
         rivals: [stages, stages] whether two stages share a connection, on which the more urgent goes first.
@@ -159,8 +159,10 @@ def _meet(conditions: Conditions, state: _State, times: Times, slots: int, now: 
 @numba.njit(cache=True)
 def _may_start(stage: int, conditions: Conditions, times: Times, slots: int, now: float) -> bool:
     """Whether all that a stage waits for, but its release, has happened."""
-    first, second = conditions.after[stage]
+    first, second, third = conditions.after[stage]
     if (first >= 0 and times.end[first] > now) or (second >= 0 and times.start[second] > now):
+        return False
+    if third >= 0 and times.end[third] > now:
         return False
     place = conditions.queue[stage]
     if place < 0:

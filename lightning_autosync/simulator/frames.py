@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy
 
-from lightning_autosync.simulator.compute import Compute
+from lightning_autosync.simulator.compute import Chores, Compute
 from lightning_autosync.simulator.constants import Constants
 from lightning_autosync.simulator.forest import Forest
 from lightning_autosync.simulator.network import Floats, Network
@@ -30,14 +30,17 @@ def run_frames(
     order: StartOrder,
     stretch: Floats,
     computes: Sequence[Compute],
+    chores: Chores | None,
     network: Network,
     forest: Forest,
     constants: Constants,
     tokens: Floats,
 ) -> Outcome:
-    """Follow all frames; ``stretch`` [stages] is that of `Loads`, ``computes`` each rank's own timeline, and ``tokens``
-    that of `fluid.drain`."""
+    """Follow all frames; ``stretch`` [stages] is that of `Loads`, ``computes`` each rank's own timeline, ``chores`` the
+    main threads' work on shared cores, and ``tokens`` those of `fluid.drain`."""
     graph = _Graph(network, forest, constants)
+    if chores is not None:
+        graph.add_chores(chores)
     for number, stage in enumerate(stages):
         graph.add_stage(number, _stretched(stage, float(stretch[number])), order, computes)
     return graph.run(order, tokens)
@@ -71,20 +74,41 @@ class _Graph:
         self._gates: list[int] = []
         self._ends: list[int] = []
         self._first_frames: list[int] = []
+        self._chores: list[list[int]] = []
+
+    def add_chores(self, chores: Chores) -> None:
+        """The main threads' work, part after part, as frames of one byte that each rank sends to itself."""
+        ranks = self._network.ranks
+        before: list[int] = []
+        for release, core in zip(chores.release, chores.core, strict=True):
+            start = self._point(-1, release)
+            # A frame costs core-seconds at either end, which are the same rank here.
+            part = [
+                self._node(-1, 2 * ranks**2 + rank * ranks + rank, 1.0, 0.0, core / 2, 0.0) for rank in range(ranks)
+            ]
+            self._edges += [(start, node) for node in part]
+            self._edges += list(zip(before, part, strict=False))
+            self._chores.append(part)
+            before = part
 
     def add_stage(self, number: int, stage: Stage, order: StartOrder, computes: Sequence[Compute]) -> None:
         """The stage's start on every rank, its frames, and its end."""
-        deferred = stage.deferred
+        deferred, stages = stage.deferred, len(order.release)
         gate = self._point(number, order.release[number] if deferred else 0.0, order.delay[number])
-        first, second = order.after[number]
+        first, second, part = order.after[number]
         if first >= 0:
             self._edges.append((self._ends[first], gate))
         if second >= 0:
             self._edges.append((self._gates[second], gate))
+        chores = self._chores[part - stages] if part >= 0 else []
+        if deferred:
+            self._edges += [(chore, gate) for chore in chores]
         starts = [
             self._point(number, 0.0 if deferred or first >= 0 else compute.start[stage.message]) for compute in computes
         ]
         self._edges += [(gate, start) for start in starts]
+        if not deferred:
+            self._edges += list(zip(chores, starts, strict=False))
         self._first_frames.append(len(self._pair))
         arrivals = list(starts)
         for flow in stage.flows:
@@ -114,8 +138,8 @@ class _Graph:
     def _add_flow(self, number: int, stage: Stage, flow: Flow, starts: Sequence[int], urgency: float) -> list[int]:
         """Frames of all pieces; returns the nodes after which all ranks are served."""
         ranks, constants = self._network.ranks, self._constants
-        frame_cost = constants.message_cost if stage.collective else constants.frame_cost
-        handling = constants.hop_delay(stage.collective, ranks)
+        frame_cost = stage.handling + (constants.message_cost if stage.collective else constants.frame_cost)
+        handling = constants.hop_delay(stage.collective, ranks) + constants.crowd(ranks) * stage.handling
         offset = ranks * ranks if stage.collective else 0
         last: list[int] = []
         wire, values = flow.wire / flow.pieces, flow.values / flow.pieces
@@ -197,6 +221,7 @@ class _Graph:
         pairs = numpy.array(self._pair, dtype=numpy.int64)
         connections, connection = numpy.unique(pairs, return_inverse=True)
         routes = network.route_of.reshape(-1)[connections % network.ranks**2].astype(numpy.int64)
+        routes[connections >= 2 * network.ranks**2] = len(network.latencies)  # from a rank to itself: no hop
         edges = numpy.array(self._edges, dtype=numpy.int64).reshape(-1, 2)
         edges = edges[numpy.argsort(edges[:, 0], kind="stable")]
         queue = numpy.argsort(order.queue, kind="stable")[(order.queue < 0).sum() :]
@@ -221,9 +246,9 @@ class _Graph:
                 connections % network.ranks**2 // network.ranks,
                 connections % network.ranks,
                 routes,
-                network.starts,
+                numpy.append(network.starts, network.starts[-1]),
                 network.hops,
-                network.latencies,
+                numpy.append(network.latencies, 0.0),
                 network.links,
                 network.shared_core,
             ),
@@ -245,4 +270,5 @@ class _Graph:
             drained=numpy.array(drained),
             end=done[self._ends],
             bound=numpy.full(len(self._ends), -1, dtype=numpy.int64),
+            packed=float(done[self._chores[-1]].max()) if self._chores else 0.0,
         )

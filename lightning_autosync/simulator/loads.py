@@ -73,8 +73,8 @@ def flow_arrays(stages: Sequence[Stage], ranks: int, constants: Constants) -> Fl
     costs = numpy.zeros((len(stages), 5))
     growth = numpy.ones((len(stages), ranks + 1))
     for number, stage in enumerate(stages):
-        frame = constants.message_cost if stage.collective else constants.frame_cost
-        hop = constants.hop_delay(stage.collective, ranks)
+        frame = stage.handling + (constants.message_cost if stage.collective else constants.frame_cost)
+        hop = constants.hop_delay(stage.collective, ranks) + constants.crowd(ranks) * stage.handling
         costs[number] = stage.gather, stage.seal, stage.open, frame, hop
         if stage.growth is not None:
             growth[number] = stage.growth

@@ -9,7 +9,7 @@ import numpy
 from numpy.typing import NDArray
 
 from lightning_autosync.plan.schedule import Schedule
-from lightning_autosync.simulator.compute import Compute
+from lightning_autosync.simulator.compute import Chores, Compute
 from lightning_autosync.simulator.network import Floats
 from lightning_autosync.simulator.stages import Stage
 
@@ -21,7 +21,8 @@ class StartOrder:
     Attributes:
         release: seconds before which it cannot start, on the slowest rank.
         delay: seconds between its conditions and its start.
-        after: [stages, 2] the stage that must have ended, and the one that must have started; -1 for none.
+        after: [stages, 3] the stage that must have ended, the one that must have started, and the part of the main
+            threads' work that must have been done (a stage by the number, after all others); -1 for none.
         urgency: rank of each in the transport's order: by priority, then channel.
         queue: place in the backend's queue; -1 for stages on trees.
     """
@@ -33,11 +34,11 @@ class StartOrder:
     queue: NDArray[numpy.int64]
 
     @staticmethod
-    def of(schedule: Schedule, stages: Sequence[Stage], slowest: Compute) -> StartOrder:
-        """The order in which the engine starts the stages of a schedule."""
+    def of(schedule: Schedule, stages: Sequence[Stage], slowest: Compute, chores: Chores | None) -> StartOrder:
+        """The order in which the engine starts the stages of a schedule; ``chores`` where ranks share cores."""
         count = len(stages)
         release, delay = numpy.zeros(count), numpy.zeros(count)
-        after = numpy.full((count, 2), -1, dtype=numpy.int64)
+        after = numpy.full((count, 3), -1, dtype=numpy.int64)
         queue = numpy.full(count, -1, dtype=numpy.int64)
         launched_last = -1
         for number, stage in enumerate(stages):
@@ -49,6 +50,9 @@ class StartOrder:
                 after[number, 1], launched_last = launched_last, number
             else:
                 release[number] = slowest.start[stage.message]
+            if chores is not None:
+                part = len(chores.core) - 1 if stage.deferred else chores.part_of[stage.message]
+                after[number, 2] = count + part
         collectives = [number for number, stage in enumerate(stages) if stage.collective]
         for place, number in enumerate(sorted(collectives, key=lambda number: (stages[number].deferred, number))):
             queue[number] = place

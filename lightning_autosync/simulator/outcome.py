@@ -29,6 +29,7 @@ class Outcome:
         drained: when its last bytes left.
         end: when the last rank had them.
         bound: the channel that bound it, -1 for none.
+        packed: when the main threads had done their work for synchronization; 0 where they share no cores.
     """
 
     start: Floats
@@ -36,6 +37,7 @@ class Outcome:
     drained: Floats
     end: Floats
     bound: NDArray[numpy.int64]
+    packed: float = 0.0
 
 
 def critical_path(
@@ -86,7 +88,7 @@ def _cause(number: int, stages: Sequence[Stage], order: StartOrder, outcome: Out
     served, start = outcome.served[number], outcome.start[number]
     if served > start + _SAME:
         return _nearest(outcome.drained, served, seen)
-    first, second = order.after[number]
+    first, second, _ = order.after[number]
     if second >= 0 and outcome.start[second] >= start - order.delay[number] - _SAME:
         return _cause(int(second), stages, order, outcome, seen) if second not in seen else -1
     begun = start - order.delay[number]

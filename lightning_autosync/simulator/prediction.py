@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
+
+import numpy
+from numpy.typing import NDArray
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,9 @@ class Prediction:
         timeline: messages, compute and links.
         hosts: share of the step in which the core that communicates on each rank is busy.
         critical_path: what the step waits for, one after the other.
+        demand: [messages, channels] seconds for which each message keeps each channel busy: the directions of the links
+            as in :attr:`~lightning_autosync.cluster.Topology.channels`, the host of each rank, and, if cores are
+            shared, those.
     """
 
     step_time: float
@@ -66,3 +72,4 @@ class Prediction:
     timeline: Timeline
     hosts: tuple[float, ...]
     critical_path: tuple[Span, ...]
+    demand: NDArray[numpy.float64] = field(repr=False, compare=False)

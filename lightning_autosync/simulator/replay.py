@@ -10,7 +10,8 @@ import numpy
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.errors import PlanError
 from lightning_autosync.plan.schedule import Schedule
-from lightning_autosync.simulator.compute import Compute, ComputeClock
+from lightning_autosync.simulator.chores import with_chores
+from lightning_autosync.simulator.compute import Chores, Compute, ComputeClock
 from lightning_autosync.simulator.constants import Constants
 from lightning_autosync.simulator.fluid import Conditions, drain
 from lightning_autosync.simulator.forest import Forest
@@ -48,7 +49,7 @@ class Replay:
         self._forest = Forest(self._network)
         self._stager = Stager(workload, self._forest, self._constants)
         self._loads = LoadModel(self._network, self._forest, self._constants)
-        self._clock = ComputeClock(workload, self._constants, cluster.world_size)
+        self._clock = ComputeClock(workload, self._constants)
         self._names = self._network.channel_names()[: self._network.links]
         self._speeds = [cluster.nodes[index].speed for index in cluster.rank_nodes]
 
@@ -75,7 +76,9 @@ class Replay:
                 launch_costs[stage.message] += stage.launch
         computes = {speed: self._clock.run(schedule, launch_costs, speed) for speed in sorted(set(self._speeds))}
         slowest = computes[min(computes)]
-        order = StartOrder.of(schedule, stages, slowest)
+        shared = self._network.shared_core >= 0
+        chores = self._clock.chores(schedule, launch_costs, min(computes)) if shared else None
+        order = StartOrder.of(schedule, stages, slowest, chores)
         loads = self._loads.loads(stages)
         in_frames = detail == "frames" or (
             detail == "auto" and count_frames(stages, self._network.ranks) <= FRAMES_LIMIT
@@ -84,7 +87,7 @@ class Replay:
         tokens = self._network.burst.copy()
         for _ in range(_STEPS):
             before = tokens.copy()
-            outcome = self._run(stages, loads, order, starts, tokens)
+            outcome = self._run(stages, loads, order, starts, chores, tokens)
             prediction = self._prediction(schedule, stages, loads, order, computes, outcome)
             # What a step leaves in the links' buckets, and what comes in until it ends, is there for the next one.
             idle = max(0.0, prediction.step_time - float(outcome.end.max(initial=0.0)))
@@ -104,16 +107,29 @@ class Replay:
         loads: Loads,
         order: StartOrder,
         starts: Sequence[Compute] | None,
+        chores: Chores | None,
         tokens: Floats,
     ) -> Outcome:
         """One step, in frames where there are ``starts``; ``tokens`` are changed."""
         network, constants = self._network, self._constants
         if starts is not None:
-            return run_frames(stages, order, loads.stretch, starts, network, self._forest, constants, tokens)
+            return run_frames(stages, order, loads.stretch, starts, chores, network, self._forest, constants, tokens)
         conditions = Conditions(
             loads.work, loads.fill, order.release, order.delay, order.after, order.urgency, order.queue, loads.rivals()
         )
-        return Outcome(*drain(conditions, network.capacities, constants.collectives, tokens, network.burst))
+        if chores is not None:
+            conditions = with_chores(conditions, chores, network)
+        times = drain(conditions, network.capacities, constants.collectives, tokens, network.burst)
+        count = len(stages)
+        packed = float(times.end[count:].max(initial=0.0))
+        return Outcome(
+            start=times.start[:count],
+            served=times.served[:count],
+            drained=times.drained[:count],
+            end=times.end[:count],
+            bound=times.bound[:count],
+            packed=packed,
+        )
 
     def _prediction(
         self,
@@ -127,7 +143,7 @@ class Replay:
         slowest = computes[min(computes)]
         count = len(schedule.messages)
         first, last = [len(stages)] * count, [0] * count
-        now = slowest.backward
+        now = max(slowest.backward, outcome.packed)
         finish = numpy.zeros(count)
         for number, stage in enumerate(stages):
             first[stage.message] = min(first[stage.message], number)
@@ -144,6 +160,8 @@ class Replay:
         step_time = now + max(optimizer)
         busy = loads.work.sum(axis=0) / self._network.capacities / step_time if step_time else 0 * loads.work[0]
         links = self._network.links
+        demand = numpy.zeros((count, len(busy)))
+        numpy.add.at(demand, [stage.message for stage in stages], loads.work / self._network.capacities)
         timeline = Timeline(
             step_time,
             tuple(spans),
@@ -160,6 +178,7 @@ class Replay:
             timeline=timeline,
             hosts=tuple(busy[links : links + self._network.ranks].tolist()),
             critical_path=critical_path(schedule, stages, order, outcome, slowest, now, step_time, self._bottlenecks),
+            demand=demand,
         )
 
     @property

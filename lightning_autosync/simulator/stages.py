@@ -46,14 +46,16 @@ class Stage:
         message: its message.
         collective: whether the backend carries it, a few at a time in launch order.
         deferred: whether it is launched only after the backward pass and the stage before.
-        launch: seconds of every rank's main thread before it starts.
-        finish: seconds of every rank's main thread after the wait for it.
+        launch: core-seconds of every rank's main thread before it starts; of a deferred stage, whose launch all ranks
+            do at once, the seconds that this takes.
+        finish: seconds that every rank's main thread takes after the wait for it.
         flows: what travels along trees.
         ring: framed bytes that each rank sends to the next one in all.
         ring_steps: hops of the ring, one after the other.
         ring_pieces: pieces that a rank's part is cut into.
         growth: [ranks + 1] share of a range that the sum over k ranks fills; rows only.
         gather, seal, open: seconds of a core a byte of values: to take in a contribution, to pass on, to take the sum.
+        handling: seconds of a core a frame at either end, besides what every frame costs.
     """
 
     message: int
@@ -69,6 +71,7 @@ class Stage:
     gather: float = 0.0
     seal: float = 0.0
     open: float = 0.0
+    handling: float = 0.0
 
 
 class Stager:
@@ -108,9 +111,9 @@ class Stager:
         encode = size * self._constants.encode.seconds_per_byte("powersgd")
         second = len(stages) // 2
         stages[0].launch += encode
-        stages[second].launch += encode
+        stages[second].launch += self._crowd * encode
         stages[second].deferred = True
-        stages[-1].finish += size * self._constants.decode.seconds_per_byte("powersgd")
+        stages[-1].finish += self._crowd * size * self._constants.decode.seconds_per_byte("powersgd")
 
     def _coding(self, message: Message) -> tuple[float, float]:
         """Seconds a byte of values to encode and to decode."""
@@ -155,7 +158,7 @@ class Stager:
         return Stage(
             message.index,
             True,
-            launch=self._crowd * (len(transfers) * constants.collective_cost + values * encode),
+            launch=len(transfers) * constants.collective_cost + values * encode,
             finish=self._crowd * values * decode,
             ring=steps * wire / ranks,
             ring_steps=steps * -(-len(transfers) // constants.collectives),
@@ -195,7 +198,7 @@ class Stager:
         unpack = every * (1 / self._constants.copy_rate + decode)
         # Every pair exchanges a message each way, be it empty.
         launch = self._constants.collective_cost + 2 * (self._ranks - 1) * self._constants.pair_cost
-        before, between = self._crowd * (launch + every * pack), self._crowd * (launch + summing)
+        before, between = launch + every * pack, self._crowd * (launch + summing)
         return [
             Stage(message.index, True, launch=before, flows=there),
             Stage(message.index, True, deferred=True, launch=between, finish=self._crowd * unpack, flows=back),
@@ -230,9 +233,8 @@ class Stager:
             for place in range(len(places))
         )
         reduce = 1 / self._constants.reduce_rate
-        launch = self._crowd * self._constants.collective_cost
         return [
-            Stage(message.index, True, launch=3 * launch, flows=scatter, gather=reduce),
+            Stage(message.index, True, launch=3 * self._constants.collective_cost, flows=scatter, gather=reduce),
             Stage(message.index, True, flows=between, gather=reduce),
             Stage(message.index, True, flows=gather),
         ]
@@ -256,16 +258,17 @@ class Stager:
         merge = constants.encode.seconds_per_byte("rows")
         if message.collective:
             size = touched * row_bytes
-            counts = Stage(message.index, True, ring=(ranks - 1) * 8.0, ring_steps=ranks - 1)
+            launch = constants.collective_cost + constants.merge_cost
+            counts = Stage(message.index, True, launch=launch, ring=(ranks - 1) * 8.0, ring_steps=ranks - 1)
             wire = (ranks - 1) * size * constants.framing
             gathering = Stage(
                 message.index,
                 True,
                 deferred=True,
-                launch=size / constants.copy_rate,
+                launch=self._crowd * (constants.collective_cost + size / constants.copy_rate),
                 ring=wire,
                 ring_steps=ranks - 1,
-                finish=ranks * size * merge,
+                finish=self._crowd * ranks * (size * merge + constants.merge_cost),
             )
             return [counts, gathering]
         row = self._forest.row
@@ -277,8 +280,18 @@ class Stager:
             flows.append(Flow(*trees, size * constants.framing, float(size), 1))
         # Every rank touches rows of its own choice, so some of them coincide.
         growth = 1 - (1 - touched / table) ** numpy.arange(ranks + 1, dtype=numpy.float64)
-        unpack = touched * row_bytes * constants.decode.seconds_per_byte("rows")
-        return [Stage(message.index, False, flows=tuple(flows), growth=growth, gather=merge, finish=unpack)]
+        unpack = touched * row_bytes * constants.decode.seconds_per_byte("rows") + constants.merge_cost
+        return [
+            Stage(
+                message.index,
+                False,
+                flows=tuple(flows),
+                growth=growth,
+                gather=merge,
+                handling=constants.merge_cost,
+                finish=self._crowd * unpack,
+            )
+        ]
 
 
 def round_up(value: float) -> int:

@@ -48,21 +48,31 @@ class PacedModule(nn.Module):
             _Stage(ready, [(parameters[variable.name], _gradient(variable)) for variable in members])
             for ready, members in groupby(in_order, lambda v: workload.backward_time if v.ready is None else v.ready)
         ]
+        self._chain: Tensor | None = None
 
     def forward(self, seed: Tensor) -> Tensor:
         """A pass for the batch that ``seed``, a whole number, stands for."""
         self._pace.restart()
-        number = int(seed)
-        # Backward walks this chain from its end: its start, the first stage, ..., the last stage, its end.
-        loss = _Until.apply(torch.zeros((), requires_grad=True), self._pace, self._backward_time)
-        for stage in reversed(self._stages):
-            loss = _Gradients.apply(loss, self._pace, stage, number, *stage.parameters)
+        self._pace.seed = int(seed)
+        # Nothing in the chain depends on the pass and nothing in it saves tensors, so that it serves all passes. Made
+        # anew, it would cost a core some 20 us a gradient, which is what an accelerator's job does not have.
+        if self._chain is None:
+            self._chain = self._make_chain()
         self._pace.until(self._forward_time)
-        return _Restart.apply(loss, self._pace)
+        return _Restart.apply(self._chain, self._pace)
+
+    def _make_chain(self) -> Tensor:
+        """Backward walks it from its end: its start, the first stage, ..., the last stage, its end."""
+        value = _Until.apply(torch.zeros((), requires_grad=True), self._pace, self._backward_time)
+        for stage in reversed(self._stages):
+            value = _Gradients.apply(value, self._pace, stage, *stage.parameters)
+        return value
 
 
 class _Pace:
-    """Deadlines counted from one moment."""
+    """Deadlines counted from one moment, and the seed of the pass that is under way."""
+
+    seed = 0
 
     def restart(self) -> None:
         self._origin = time.monotonic()
@@ -155,16 +165,16 @@ class _Gradients(torch.autograd.Function):
     """Passes a number through; its backward waits for the stage's time and hands out the stage's gradients."""
 
     @staticmethod
-    def forward(context: Any, value: Tensor, pace: _Pace, stage: _Stage, seed: int, *parameters: Tensor) -> Tensor:
-        context.pace, context.stage, context.seed = pace, stage, seed
+    def forward(context: Any, value: Tensor, pace: _Pace, stage: _Stage, *parameters: Tensor) -> Tensor:
+        context.pace, context.stage = pace, stage
         return value.clone()
 
     @staticmethod
     @once_differentiable
     def backward(context: Any, output: Tensor) -> tuple[Tensor | None, ...]:
-        gradients = [gradient.draw(context.seed) for gradient in context.stage.gradients]
+        gradients = [gradient.draw(context.pace.seed) for gradient in context.stage.gradients]
         context.pace.until(context.stage.ready)
-        return output, None, None, None, *gradients
+        return output, None, None, *gradients
 
 
 class _Until(torch.autograd.Function):

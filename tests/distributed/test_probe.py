@@ -35,7 +35,7 @@ def two_nodes_of_two() -> ClusterSpec:
     ("truth", "scale"),
     [
         pytest.param(resolve_cluster("fat_node_star"), 0.25, marks=slow),
-        pytest.param(two_nodes_of_two(), 1.0, marks=emulated),
+        pytest.param(two_nodes_of_two(), 1.0, marks=slow),
         pytest.param(resolve_cluster("four_equal"), 0.1, marks=slow),
         pytest.param(resolve_cluster("two_racks_2to1"), 0.25, marks=slow),
         pytest.param(resolve_cluster("four_racks_of_four"), 0.05, marks=slow),
@@ -72,12 +72,12 @@ def test_the_local_machine_is_one_node_and_the_files_can_be_read(tmp_path, capsy
     assert cluster.local_bandwidth > 1e7
     constants = Constants.load(tmp_path / "constants.yaml")
     assert 1.0 <= constants.cores <= (os.cpu_count() or 1)
-    for name in ("frame_cost", "message_cost", "collective_cost", "gradient_cost"):
+    for name in ("frame_cost", "message_cost", "collective_cost", "gradient_cost", "merge_cost"):
         assert 0 < getattr(constants, name) < 5e-3, name
     assert 0 <= constants.wake_up < 5e-3
     result = json.loads((tmp_path / "result.json").read_text())
     assert result["format"] == "autosync-probe/1"
-    assert set(result["costs"]["collectives_of_one_number"]) == {"none", "batch"}
+    assert set(result["costs"]["small_collectives"]) == {"none", "batch"}
     assert "constants.yaml" in capsys.readouterr().out
 
 

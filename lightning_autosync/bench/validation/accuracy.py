@@ -95,11 +95,15 @@ def _mean_tau(priced: Sequence[Priced]) -> float | None:
     pairs: dict[str, list[Priced]] = defaultdict(list)
     for one in priced:
         pairs[one.case.pair].append(one)
-    taus = [_tau(ranked) for ranked in pairs.values() if len(ranked) >= _LEAST_RANKED]
+    taus = [
+        kendall_tau([one.measured for one in ranked], [one.predicted for one in ranked])
+        for ranked in pairs.values()
+        if len(ranked) >= _LEAST_RANKED
+    ]
     return statistics.mean(taus) if taus else None
 
 
-def _tau(ranked: Sequence[Priced]) -> float:
+def kendall_tau(measured: Sequence[float], predicted: Sequence[float]) -> float:
     """Kendall's tau-b; 0 where one side does not tell the plans apart."""
-    tau = float(kendalltau([one.measured for one in ranked], [one.predicted for one in ranked]).statistic)
+    tau = float(kendalltau(measured, predicted).statistic)
     return 0.0 if numpy.isnan(tau) else tau

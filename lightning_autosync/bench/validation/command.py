@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from rich.table import Table
 from lightning_autosync.bench.validation.accuracy import Accuracy, Priced, by
 from lightning_autosync.bench.validation.cases import Case, draw_cases
 from lightning_autosync.bench.validation.hosts import shared_hosts
-from lightning_autosync.bench.validation.measuring import measure_cases
+from lightning_autosync.bench.validation.measuring import Measurement, measure_cases
 from lightning_autosync.bench.validation.settings import Settings
 from lightning_autosync.documents import write_text
 from lightning_autosync.plan import compile_plan
@@ -33,11 +33,11 @@ def validate(configuration: dict[str, Any], directory: Path) -> None:
         AutoSyncError: a setting is wrong, links cannot be emulated here, or a worker failed.
     """
     settings = Settings.parse(configuration)
-    constants = shared_hosts(settings.constants, settings.cores)
+    constants = shared_hosts(settings.constants)
     cases = draw_cases(settings)
-    predicted = price(cases, constants)
     path = Path(settings.measurements) if settings.measurements else directory / "measurements.jsonl"
-    found = measure_cases(cases, predicted, settings, path)
+    found = measure_cases(cases, price(cases, lambda _: constants), settings, path)
+    predicted = price(cases, lambda case: constants if settings.constants else _hosts_of(found[case.key], constants))
     priced = [
         Priced(case, found[case.key].seconds, predicted[case.key], found[case.key].foreign_cores) for case in cases
     ]
@@ -51,17 +51,23 @@ def validate(configuration: dict[str, Any], directory: Path) -> None:
     _print(priced, tables)
 
 
-def price(cases: list[Case], constants: Constants) -> dict[str, float]:
+def price(cases: list[Case], constants_of: Callable[[Case], Constants]) -> dict[str, float]:
     """Seconds of a step of each case, by key."""
-    replays: dict[tuple[str, str], Replay] = {}
+    replays: dict[tuple[str, str, str], Replay] = {}
     seconds = {}
     for case in cases:
-        pair = case.cluster.fingerprint, case.workload.fingerprint
-        if pair not in replays:
-            replays[pair] = Replay(case.workload, case.cluster, constants)
+        constants = constants_of(case)
+        known = case.cluster.fingerprint, case.workload.fingerprint, constants.fingerprint
+        if known not in replays:
+            replays[known] = Replay(case.workload, case.cluster, constants)
         schedule = compile_plan(case.plan, case.workload, case.cluster)
-        seconds[case.key] = replays[pair].predict(schedule).step_time
+        seconds[case.key] = replays[known].predict(schedule).step_time
     return seconds
+
+
+def _hosts_of(measurement: Measurement, default: Constants) -> Constants:
+    """As probed when it was measured."""
+    return default if measurement.hosts is None else Constants.from_dict(dict(measurement.hosts), source="hosts")
 
 
 def _result(

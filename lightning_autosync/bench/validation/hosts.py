@@ -4,11 +4,31 @@ from __future__ import annotations
 
 import os
 
+from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.simulator import Constants
+from lightning_autosync.workers import WorkerPool
 from lightning_autosync.workers.emulation import BURST
+from lightning_autosync.workers.probe.constants import fit_constants
 
 _BURST = 1024 * int(BURST.removesuffix("kb"))
 """Bytes, as the emulated links' token buckets are set."""
+
+
+_PROBE = "lightning_autosync.workers.probe.job:probe_hosts"
+
+
+def probed_hosts(pool: WorkerPool, cluster: ClusterSpec, scheduling: str) -> Constants:
+    """The constants of a pool's hosts as they are just now, of the links those of `shared_hosts`.
+
+    Raises:
+        WorkerError: a worker failed.
+    """
+    leaders = [cluster.ranks_of(node)[0] for node in range(len(cluster.nodes))]
+    probe = pool.run(_PROBE, leaders=leaders, scheduling=scheduling)[0]
+    devices = [len(cluster.ranks_of(node)) for node in range(len(cluster.nodes))]
+    links = shared_hosts()
+    found = fit_constants(probe, scheduling, machines=1, devices=devices, accelerated=True)
+    return found.model_copy(update={"burst": links.burst, "sharing_loss": links.sharing_loss})
 
 
 def shared_hosts(path: str | None = None, cores: float | None = None) -> Constants:

@@ -8,13 +8,14 @@ import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from lightning_autosync.bench.load import LoadMeter
 from lightning_autosync.bench.validation.cases import Case
+from lightning_autosync.bench.validation.hosts import probed_hosts
 from lightning_autosync.bench.validation.settings import Settings
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.errors import DocumentError
@@ -33,11 +34,13 @@ class Measurement:
         key: that of the case.
         steps: seconds of each step, by rank.
         foreign_cores: cores that other processes kept busy meanwhile; None where unknown.
+        hosts: the hosts' constants of the time as a document; None where they were not probed.
     """
 
     key: str
     steps: Sequence[Sequence[float]]
     foreign_cores: float | None
+    hosts: Mapping[str, Any] | None = None
 
     @property
     def seconds(self) -> float:
@@ -59,7 +62,7 @@ def load_measurements(path: Path) -> dict[str, Measurement]:
         try:
             measurement = Measurement(**json.loads(line))
         except (TypeError, ValueError):
-            raise DocumentError(f"{path}:{number + 1}: not a measurement; expected key, steps, foreign_cores") from None
+            raise DocumentError(f"{path}:{number + 1}: not a measurement; expected key, steps, ...") from None
         found[measurement.key] = measurement
     return found
 
@@ -88,8 +91,12 @@ def measure_cases(
         with ExitStack() as stack:
             pool = _enter_pool(stack, of_cluster[0].cluster, settings)
             load = LoadMeter(pool.pids)
-            for case in of_cluster:
-                found[case.key] = _measure(case, pool, load, settings, predicted[case.key])
+            hosts = None
+            for place, case in enumerate(of_cluster):
+                if settings.constants is None and place % settings.probe_every == 0:
+                    hosts = probed_hosts(pool, case.cluster, settings.scheduling).to_dict()
+                measured = _measure(case, pool, load, settings, predicted[case.key])
+                found[case.key] = replace(measured, hosts=hosts)
                 _append(path, found[case.key])
                 done += 1
                 _log.info(

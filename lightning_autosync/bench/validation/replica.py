@@ -26,15 +26,24 @@ class PacedReplica:
         plan: how gradients travel.
         cluster: the machines.
         timeout: seconds to wait for other ranks.
+        module: made before for the same workload; None makes one.
 
     Raises:
         AutoSyncError: the three do not fit each other.
     """
 
-    def __init__(self, workload: Workload, plan: SyncPlan, cluster: ClusterSpec, timeout: float) -> None:
+    def __init__(
+        self,
+        workload: Workload,
+        plan: SyncPlan,
+        cluster: ClusterSpec,
+        timeout: float,
+        module: PacedModule | None = None,
+    ) -> None:
         self.schedule = compile_plan(plan, workload, cluster)
         self._optimizer_time = workload.optimizer_time
-        self._module = PacedModule(workload)
+        self._module = PacedModule(workload) if module is None else module
+        self._parameters = list(self._module.parameters())
         self._seed = torch.tensor(dist.get_rank())
         self.engine = Engine(variable_names(self._module), self.schedule, cluster=cluster, timeout=timeout)
 
@@ -45,7 +54,9 @@ class PacedReplica:
             recorder.end_forward()
         loss.backward()
         time.sleep(self._optimizer_time)
-        self._module.zero_grad()
+        # As Module.zero_grad, without its walk through the modules, which costs a core 3 us a parameter.
+        for parameter in self._parameters:
+            parameter.grad = None
 
     def run(self, steps: int) -> list[float]:
         """Seconds of each of so many steps; ranks begin together."""

@@ -37,8 +37,9 @@ class Settings(Record):
         warm_up: steps of a case that are not counted.
         seconds: how long the steps of a case may take together, as predicted; at least three are measured.
         scheduling: the kernel's policy for the workers.
-        constants: file of the hosts' constants, from a probe; None takes the defaults on ``cores``.
-        cores: cores that all ranks share; None takes those of this machine. Only without ``constants``.
+        constants: file of the hosts' constants, from a probe; None probes the hosts among the measurements, for a
+            machine that has neighbours is not always equally fast.
+        probe_every: cases from one such probe to the next.
         measurements: file of measurements, one a line, to read and to go on with; None starts one in the run directory.
         timeout: seconds that one case may take.
     """
@@ -53,7 +54,7 @@ class Settings(Record):
     seconds: PositiveFloat = 1.2
     scheduling: Literal["none", "batch"] = "batch"
     constants: str | None = None
-    cores: PositiveFloat | None = None
+    probe_every: PositiveInt = 14
     measurements: str | None = None
     timeout: PositiveFloat = 120.0
 

@@ -14,8 +14,8 @@ from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.documents import write_text
 from lightning_autosync.errors import DocumentError
 from lightning_autosync.simulator.constants import Constants
-from lightning_autosync.workers.errors import LaunchError
 from lightning_autosync.workers.launch_settings import LaunchSettings
+from lightning_autosync.workers.launches.within import require_torchrun
 from lightning_autosync.workers.pool import WorkerPool
 from lightning_autosync.workers.probe.job import probe_ranks
 from lightning_autosync.workers.probe.settings import Settings
@@ -64,10 +64,10 @@ def probe(configuration: dict[str, Any], directory: Path) -> None:
 def run_probe(settings: Settings) -> dict[str, Any]:
     """Start the ranks, probe, and end them; what :func:`probe_ranks` returns."""
     assert isinstance(settings.launch, LaunchSettings)
-    truth = settings.emulated_cluster()
+    where = settings.named_cluster()
     with (
-        settings.launch.open(truth) as launch,
-        WorkerPool(truth.world_size if truth else settings.ranks, launch, timeout=settings.timeout) as pool,
+        settings.launch.open(where) as launch,
+        WorkerPool(where.world_size if where else settings.ranks, launch, timeout=settings.timeout) as pool,
     ):
         answer: dict[str, Any] = pool.run(_WORKER, **_arguments(settings))[0]
     return answer
@@ -75,11 +75,7 @@ def run_probe(settings: Settings) -> dict[str, Any]:
 
 def _within_job(settings: Settings) -> dict[str, Any] | None:
     """Probe as one rank of a job that is there already; None on all ranks but the first."""
-    if not dist.is_torchelastic_launched():
-        raise LaunchError(
-            "launch=torchrun: this process is not one of a torchrun job; start it on every node as "
-            "`torchrun --nnodes N ... --no-python autosync probe launch=torchrun`"
-        )
+    require_torchrun("probe")
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     try:
@@ -95,4 +91,7 @@ def _arguments(settings: Settings) -> dict[str, Any]:
         raise DocumentError("timeout: shorter than one transfer, which takes head and window")
     fields = ("name", "scheduling", "head", "window", "every_pair", "constants", "accelerated", "timeout")
     # Addresses of emulated or loopback links are of no use to a job.
-    return {**{name: getattr(settings, name) for name in fields}, "addresses": settings.launch.kind == "torchrun"}
+    return {
+        **{name: getattr(settings, name) for name in fields},
+        "addresses": settings.launch.kind in ("ssh", "torchrun"),
+    }

@@ -6,10 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning_autosync.simulator.constants import CodecRates, Constants
+from lightning_autosync.workers.probe.costs import PIECES
 from lightning_autosync.workers.throughput import PAYLOAD_SHARE
-
-PIECES = 2
-"""Pieces in which the backend cuts even the smallest part of a ring."""
 
 
 def fit_constants(
@@ -21,8 +19,8 @@ def fit_constants(
 
     - ``gradient_cost``, ``collective_cost``: core-seconds of the main thread for one more gradient, and for one more
       collective, in a backward pass of tiny gradients.
-    - ``message_cost``: core-seconds of an all-reduce of one number, without its launch. Over n ranks it is 2 (n - 1)
-      steps one after the other, each of them two pieces that are sent and received.
+    - ``message_cost``: core-seconds of a small all-reduce, without its launch. Over n ranks it is 2 (n - 1) steps one
+      after the other, each of them two pieces that are sent and received.
     - ``message_delay``: what a step of it takes beyond the links' latency and the cores' time, for each piece.
     - ``pair_cost``: core-seconds of an all-to-all of one number a pair, without its launch.
     - ``frame_cost``: core-seconds of each of many small frames under way on a tree.
@@ -30,8 +28,9 @@ def fit_constants(
     - ``host_cost``: core-seconds a byte of large frames on a tree, less those of the frames and of adding up.
     - ``sharing_loss``: everybody sends to everybody; what full links are short of their rates, for each further full
       link on the way.
-    - ``copy_rate``, ``reduce_rate``, ``encode``, ``decode``: buffers of some MiB on one core.
-    - ``cores``: a small loop on all ranks at once over one alone; only where all ranks share one machine.
+    - ``copy_rate``, ``scan_rate``, ``reduce_rate``, ``encode``, ``decode``: buffers of some MiB on every rank at once.
+    - ``merge_cost``: core-seconds of each of several small sets of rows merged.
+    - ``cores``: those that the system lets a rank use; only where all ranks share one machine.
     - ``burst``: bytes at the beginning of a flow that came above its rate.
     - ``collectives``: threads of the backend.
 
@@ -47,6 +46,8 @@ def fit_constants(
     constants = Constants(
         framing=1 / PAYLOAD_SHARE,
         copy_rate=costs["copy_rate"],
+        scan_rate=costs["scan_rate"],
+        merge_cost=costs["merge_core"],
         reduce_rate=costs["reduce_rate"],
         encode=CodecRates(**costs["encode"]),
         decode=CodecRates(**costs["decode"]),
@@ -60,7 +61,7 @@ def fit_constants(
         return constants
     latencies = [max(0.0, pair["round_trip"]["least"] - probe["own_trip"]) / 2 for pair in probe["pairs"]]
     latency = max(latencies, default=0.0)
-    ring, exchange = (costs["collectives_of_one_number"][scheduling][kind] for kind in ("ring", "all_to_all"))
+    ring, exchange = (costs["small_collectives"][scheduling][kind] for kind in ("ring", "all_to_all"))
     steps, crowd = 2 * (ranks - 1), constants.crowd(ranks)
     message = max(0.0, ring["core"] - costs["launch_core"]) / (2 * PIECES * steps)
     beyond = (ring["seconds"] - crowd * costs["launch_core"]) / steps - latency - 2 * PIECES * crowd * message

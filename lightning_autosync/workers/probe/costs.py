@@ -16,6 +16,7 @@ from lightning_autosync.errors import ExchangeError
 from lightning_autosync.plan.schedule import Message, Round, TreeTransfer
 from lightning_autosync.plan.spec import Compressor
 from lightning_autosync.plan.trees import Tree
+from lightning_autosync.runtime.buckets import touched_rows
 from lightning_autosync.runtime.codecs import make_codec
 from lightning_autosync.runtime.exchanges import TreeExchange
 from lightning_autosync.runtime.exchanges.rows import Rows, add_rows
@@ -23,6 +24,8 @@ from lightning_autosync.runtime.rendezvous import connect_pairs, gather_json
 from lightning_autosync.runtime.transport import UP, Frame, Transport
 from lightning_autosync.workers.probe.engine import measure_engine
 
+PIECES = 2
+"""Pieces in which the backend cuts even the smallest part of a ring."""
 _ROUNDS = 60
 _ELEMENTS = 1 << 20
 """Of a buffer of 4 MiB: larger than a core's own caches, as gradients are."""
@@ -30,21 +33,24 @@ _SMALL_FRAMES, _SMALL_ELEMENTS = 512, 64
 _LARGE_FRAMES, _LARGE_ELEMENTS = 16, 1 << 16
 _BOUNCES = 200
 _TIMEOUT = 60.0
-_CROWD_SECONDS = 0.25
+_NUMBERS = 64
+"""Of each piece of a small all-reduce; empty ones would not be sent."""
+_SETS, _WIDTH = 8, 32
 _TRIES = 3
 _CODECS = ("fp16", "bf16", "int8", "topk")
 
 
 def measure_collectives() -> dict[str, dict[str, float]]:
-    """Collectives of one number a rank, one after the other: ``ring``, an all-reduce, and ``all_to_all``.
+    """Small collectives, one after the other: ``ring``, an all-reduce of so many numbers that each of its pieces has
+    some, and ``all_to_all`` of one number a pair.
 
     Of each the ``seconds``, the least of the slowest rank in a tenth of the rounds, as others can only disturb
     it; and ``core``, the core-seconds of a rank, mean over ranks.
     """
-    number = torch.zeros(1)
+    numbers = torch.zeros(_NUMBERS * PIECES * dist.get_world_size())
     sources, targets = torch.zeros(dist.get_world_size()), torch.zeros(dist.get_world_size())
     return {
-        "ring": _time_collective(lambda: dist.all_reduce(number)),
+        "ring": _time_collective(lambda: dist.all_reduce(numbers)),
         "all_to_all": _time_collective(lambda: dist.all_to_all_single(targets, sources)),
     }
 
@@ -64,14 +70,20 @@ def _time_collective(collective: Callable[[], object]) -> dict[str, float]:
 
 
 def measure_costs(leaders: Sequence[int]) -> dict[str, Any]:
-    """Copying, adding, coding, frames and bytes of the transport, and cores; in SI units, rates in bytes/s."""
+    """Copying, adding, coding, rows, frames and bytes of the transport, and cores; in SI units, rates in bytes/s.
+
+    What a core does by itself is measured on all ranks at once, in core-seconds: beside busy neighbours a core does
+    less in a second of its own, and synchronization has such neighbours.
+    """
     one, other = (leaders[0], leaders[1]) if len(leaders) > 1 else (0, 1)
-    costs: dict[str, Any] = _from_first(_memory)
-    costs |= _from_first(_coding)
+    costs: dict[str, Any] = {}
+    for measure in (_memory, _rows, _coding):
+        dist.barrier()
+        costs |= _mean(gather_json(measure()))
     if dist.get_world_size() > 1:
         costs |= _frames(one, other, costs["reduce_rate"])
         costs |= measure_engine()
-    return {**costs, "collectives": _backend_threads(), "cores": _cores()}
+    return {**costs, "collectives": _backend_threads(), "cores": len(os.sched_getaffinity(0))}
 
 
 def _backend_threads() -> int:
@@ -80,26 +92,47 @@ def _backend_threads() -> int:
     return int(backend.options._threads)  # type: ignore[attr-defined]
 
 
-def _from_first(measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What rank 0 measures while the others wait."""
-    found: dict[str, Any] = gather_json(measure() if dist.get_rank() == 0 else {})[0]
-    return found
+def _mean(found: Sequence[Any]) -> Any:
+    """The mean over ranks of a number, or of each in nested mappings."""
+    if isinstance(found[0], dict):
+        return {key: _mean([one[key] for one in found]) for key in found[0]}
+    return statistics.mean(found)
+
+
+def _core_seconds(action: Callable[[], object], repeats: int = 7) -> float:
+    """What an action takes of this thread's core, the median of some."""
+    times = []
+    for _ in range(repeats):
+        start = time.thread_time()
+        action()
+        times.append(time.thread_time() - start)
+    return statistics.median(times)
 
 
 def _rate(action: Callable[[], object], size: float) -> float:
-    """Bytes/s of an action over ``size`` bytes; the best of some, as others can only disturb it."""
-    best = float("inf")
-    for _ in range(7):
-        start = time.perf_counter()
-        action()
-        best = min(best, time.perf_counter() - start)
-    return size / best
+    """Bytes/s of a core in an action over ``size`` bytes."""
+    return size / _core_seconds(action)
 
 
 def _memory() -> dict[str, Any]:
     one, other = torch.rand(4 * _ELEMENTS), torch.rand(4 * _ELEMENTS)
     size = one.numel() * one.itemsize
     return {"copy_rate": _rate(lambda: one.copy_(other), size), "reduce_rate": _rate(lambda: one.add_(other), size)}
+
+
+def _rows() -> dict[str, float]:
+    """Finding the touched rows of a table, bytes/s; and core-seconds of each small set of rows among some merged."""
+    table = torch.zeros(_ELEMENTS // _WIDTH, _WIDTH)
+    table[:: _ELEMENTS // _WIDTH // _SETS] = 1.0
+    wires = [Rows(torch.arange(_SETS) * (place + 1), torch.ones(_SETS, _WIDTH), 1).packed() for place in range(_SETS)]
+
+    def merge() -> None:
+        add_rows([Rows.unpacked(wire, _WIDTH, torch.float32) for wire in wires]).packed()
+
+    return {
+        "scan_rate": _rate(lambda: table[touched_rows(table)], _ELEMENTS * 4),
+        "merge_core": _core_seconds(merge, _ROUNDS) / _SETS,
+    }
 
 
 def _coding() -> dict[str, Any]:
@@ -239,26 +272,3 @@ def _meet(peer: int, begins: bool) -> None:
     else:
         dist.recv(token, peer)
         dist.send(token, peer)
-
-
-def _cores() -> float:
-    """How many ranks compute at full speed when all do: their work together over that of one alone.
-
-    Other load that slows the one alone must not make more cores than there are.
-    """
-    dist.barrier()
-    alone = gather_json(max(_work() for _ in range(_TRIES)) if dist.get_rank() == 0 else 0.0)[0]
-    dist.barrier()
-    together = sum(gather_json(_work()))
-    return float(min(together / alone, len(os.sched_getaffinity(0))))
-
-
-def _work() -> float:
-    """Turns a second of a small loop, while others may do the same."""
-    values = torch.rand(256)
-    turns, start = 0, time.perf_counter()
-    while (seconds := time.perf_counter() - start) < _CROWD_SECONDS:
-        for _ in range(100):
-            values.mul_(1.0)
-        turns += 100
-    return turns / seconds

@@ -83,12 +83,27 @@ def probe_ranks(
             set_batch_scheduling()
             small["batch"] = measure_collectives()
         costs = measure_costs(leaders)
-        answer["costs"] = {**costs, "collectives_of_one_number": small}
+        answer["costs"] = {**costs, "small_collectives": small}
         fitted = fit_constants(
             answer, scheduling, meter.machines, [len(members) for members in meter.nodes], accelerated
         )
         answer["constants"] = fitted.to_dict()
     return {**answer, "transfers": meter.transfers, "seconds": time.perf_counter() - begin}
+
+
+def probe_hosts(leaders: Sequence[int], scheduling: str) -> dict[str, Any]:
+    """What the hosts of the default process group cost, without a look at its links; collective.
+
+    Args:
+        leaders: the first rank of each node.
+        scheduling: the policy that the ranks are under.
+
+    Returns:
+        What `fit_constants` takes for a probe, of links without latency.
+    """
+    costs = measure_costs(leaders)
+    small = {scheduling: measure_collectives()}
+    return {"costs": {**costs, "small_collectives": small}, "pairs": [], "sharing": None, "burst": None}
 
 
 def _go_first() -> None:

@@ -9,13 +9,7 @@ from pydantic import PositiveFloat, PositiveInt, ValidationError, model_validato
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.documents import Record, describe_validation_error
 from lightning_autosync.errors import DocumentError
-from lightning_autosync.workers.launch_settings import LaunchSettings
-
-
-class JobSettings(Record):
-    """The ranks are there already: this process is one of a job that torchrun started, and meets by ``env://``."""
-
-    kind: Literal["torchrun"]
+from lightning_autosync.workers.launch_settings import LaunchSettings, TorchrunSettings
 
 
 class Settings(Record):
@@ -23,8 +17,8 @@ class Settings(Record):
 
     Attributes:
         name: of the cluster that is written.
-        launch: ``local``, ``emulated`` or ``torchrun``.
-        cluster: what to emulate.
+        launch: ``local``, ``emulated``, ``ssh`` or ``torchrun``.
+        cluster: what to emulate; with ``ssh`` the nodes, of which only addresses and devices count.
         cluster_scale: factor on every rate of it.
         ranks: how many there are on this machine with ``launch=local``.
         scheduling: the kernel's policy for the ranks; constants are those under it.
@@ -37,7 +31,7 @@ class Settings(Record):
     """
 
     name: str = "probed"
-    launch: LaunchSettings | JobSettings = LaunchSettings()
+    launch: LaunchSettings | TorchrunSettings = LaunchSettings()
     cluster: dict[str, Any] | None = None
     cluster_scale: PositiveFloat = 1.0
     ranks: PositiveInt = 2
@@ -63,14 +57,20 @@ class Settings(Record):
 
     @model_validator(mode="after")
     def _check(self) -> Settings:
-        if self.launch.kind == "emulated" and self.cluster is None:
-            raise ValueError("cluster: missing; launch=emulated needs one, as in cluster=fat_node_star")
-        if self.launch.kind != "emulated" and self.cluster is not None:
+        if self.launch.kind in ("emulated", "ssh"):
+            if self.cluster is None:
+                example = "fat_node_star" if self.launch.kind == "emulated" else "FILE, with an address of every node"
+                raise ValueError(f"cluster: missing; launch={self.launch.kind} needs one, as in cluster={example}")
+        elif self.cluster is not None:
             raise ValueError(f"cluster: what is there is measured with launch={self.launch.kind}; leave it out")
         return self
 
     def emulated_cluster(self) -> ClusterSpec | None:
         """The cluster to emulate, scaled; None where nothing is emulated."""
+        return self.named_cluster() if self.launch.kind == "emulated" else None
+
+    def named_cluster(self) -> ClusterSpec | None:
+        """The cluster on which the ranks are started; None without one."""
         if self.cluster is None:
             return None
         return ClusterSpec.from_dict(self.cluster, source="cluster").scaled(self.cluster_scale)

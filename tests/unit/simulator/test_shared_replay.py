@@ -34,3 +34,30 @@ def test_a_hand_over_costs_something() -> None:
         schedule = compile_plan(builders.shared_memory(small, cluster, bucket_bytes=size), small, cluster)
         times.append(replay(schedule, small, cluster).step_time)
     assert times[0] > times[1]
+
+
+@pytest.mark.parametrize("detail", ["frames", "fluid"])
+@pytest.mark.parametrize(
+    ("ranks", "cores", "seconds"), [(4, 2.0, 0.02), (4, 1.0, 0.04), (4, None, 0.01), (2, 4.0, 0.01)]
+)
+def test_main_threads_share_the_cores(ranks: int, cores: float | None, seconds: float, detail: str) -> None:
+    cluster = ClusterSpec.uniform(ranks, bandwidth=1e12)
+    work = Workload(name="ten", variables=tuple(Variable(name=f"v{n}", shape=(1,)) for n in range(10)))
+    schedule = compile_plan(builders.all_reduce(work, cluster), work, cluster)
+    constants = Constants.ideal().model_copy(update={"gradient_cost": 1e-3, "cores": cores})
+    assert replay(schedule, work, cluster, constants, detail).step_time == pytest.approx(seconds, rel=1e-3)
+
+
+@pytest.mark.parametrize("detail", ["frames", "fluid"])
+def test_main_threads_and_transports_add_up_on_shared_cores(detail: str) -> None:
+    cluster = ClusterSpec.uniform(4, bandwidth=1e12)
+    names = [f"v{n}" for n in range(12)]
+    variables = tuple(Variable(name=name, shape=(8,), ready=0.01 * (n + 1)) for n, name in enumerate(names))
+    work = Workload(name="twelve", variables=variables, backward_time=0.12)
+    schedule = compile_plan(builders.packed_trees(work, cluster, bucket_bytes=1), work, cluster)
+    costs = {"gradient_cost": 4e-3, "frame_cost": 1e-3, "cores": 2.0}
+    found = replay(schedule, work, cluster, Constants.ideal().model_copy(update=costs), detail)
+    # Every sum goes up and down between four ranks in pieces, each of them sent and received.
+    frames = sum(6 * -(-(t.stop - t.start) // t.segment) for m in schedule.messages for t in m.rounds[0].transfers)
+    least = (4 * 12 * 4e-3 + 2 * frames * 1e-3) / 2
+    assert least < found.step_time < 1.35 * least

@@ -178,6 +178,8 @@ PROBE = {
     "burst": 131072.0,
     "costs": {
         "copy_rate": 1e10,
+        "scan_rate": 3e9,
+        "merge_core": 70e-6,
         "reduce_rate": 8e9,
         "encode": {"fp16": 3e9},
         "decode": {"fp16": 4e9},
@@ -189,7 +191,7 @@ PROBE = {
         "lone_core": 10e-6,
         "frame_core": 15e-6,
         "byte_core": 4e-10,
-        "collectives_of_one_number": {
+        "small_collectives": {
             "batch": {
                 "ring": {"seconds": 1.5e-3, "core": 0.27e-3},
                 "all_to_all": {"seconds": 1e-3, "core": 0.15e-3},
@@ -211,6 +213,7 @@ def test_constants_follow_from_their_measurements(tmp_path):
     assert (constants.gradient_cost, constants.collective_cost) == (12e-6, 30e-6)
     assert constants.sharing_loss == pytest.approx(1 / 0.96 - 1)
     assert (constants.cores, constants.frame_cost, constants.host_cost) == (2.0, 15e-6, 4e-10)
+    assert (constants.scan_rate, constants.merge_cost) == (3e9, 70e-6)
     assert (constants.burst, constants.encode.fp16, constants.decode.fp16) == (131072.0, 3e9, 4e9)
     constants.save(tmp_path / "constants.yaml")
     assert Constants.load(tmp_path / "constants.yaml") == constants
