@@ -179,20 +179,34 @@ def write_data(path: str | os.PathLike[str], data: Any) -> None:
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
     """Write a file aside and rename it into place, so that no reader meets half of it."""
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: str | os.PathLike[str], content: bytes) -> None:
+    """As `write_text`, for a file that is not text."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     # Not by tempfile, whose files only their owner may read, whatever the umask.
     aside = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
-        with aside.open("x", encoding="utf-8") as file:
-            file.write(text)
+        with aside.open("xb") as file:
+            file.write(content)
         os.replace(aside, path)
     except BaseException:
         aside.unlink(missing_ok=True)
         raise
 
 
+def canonical(data: Any) -> str:
+    """The one JSON text of plain data: keys sorted, no blanks."""
+    return json.dumps(data, sort_keys=True, separators=(",", ":"))
+
+
 def digest(data: Any) -> str:
     """Twelve hexadecimal digits that name plain data."""
-    canonical = json.dumps(data, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(canonical.encode()).hexdigest()[:12]
+    return digest_text(canonical(data))
+
+
+def digest_text(text: str) -> str:
+    """`digest` of the data of which ``text`` is the canonical form."""
+    return hashlib.sha256(text.encode()).hexdigest()[:12]

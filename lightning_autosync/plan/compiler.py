@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
 from itertools import chain, pairwise
 
 from lightning_autosync.cluster import ClusterSpec, pack_trees
@@ -252,6 +252,7 @@ class _Shapes:
 
     cluster: ClusterSpec
     two_level_collectives: bool
+    _pairs: dict[tuple[str, bool, int, int], tuple[Tree, Tree]] = field(default_factory=dict)
 
     def in_two_levels(self, group: Group) -> bool:
         """Whether a group's messages take collectives in two levels: equal places, sums of what is sent."""
@@ -277,7 +278,16 @@ class _Shapes:
         return [self.cluster.ranks_of(node) for node in range(len(self.cluster.nodes))]
 
     def pair(self, group: Group, root: int, rotation: int) -> tuple[Tree, Tree]:
-        """Reduce and broadcast tree with the given root; ``rotation`` spreads the work of leading over ranks."""
+        """Reduce and broadcast tree with the given root; ``rotation`` spreads the work of leading over ranks.
+
+        Made once: a plan of many messages asks for the same few again and again.
+        """
+        key = group.topology, group.local_aggregation, root, rotation
+        if key not in self._pairs:
+            self._pairs[key] = self._make_pair(group, root, rotation)
+        return self._pairs[key]
+
+    def _make_pair(self, group: Group, root: int, rotation: int) -> tuple[Tree, Tree]:
         if group.topology == "hierarchical":
             leaders, members = _lead(self.places, root, rotation)
         elif group.local_aggregation:
@@ -297,4 +307,10 @@ def _lead(places: Sequence[Sequence[int]], root: int, rotation: int) -> tuple[li
 
 
 def _tree(parents: dict[int, int]) -> Tree:
-    return Tree(tuple(parents[rank] for rank in range(len(parents))))
+    return _checked(tuple(parents[rank] for rank in range(len(parents))))
+
+
+@lru_cache(maxsize=4096)
+def _checked(parents: tuple[int, ...]) -> Tree:
+    """The tree of these parents; plans for one cluster are made of few."""
+    return Tree(parents)

@@ -124,7 +124,7 @@ class Workload(Document):
         except KeyError:
             raise WorkloadError(f"workload '{self.name}' has no variable '{name}'") from None
 
-    @property
+    @cached_property
     def ready_order(self) -> tuple[str, ...]:
         """Names in the order in which backward completes their gradients.
 
@@ -135,7 +135,7 @@ class Workload(Document):
         by_time = sorted(backwards, key=lambda v: math.inf if v.ready is None else v.ready)
         return tuple(variable.name for variable in by_time)
 
-    @property
+    @cached_property
     def variables_fingerprint(self) -> str:
         """Digest of names and shapes, to which a plan is bound; dtypes and times may change under it."""
         return digest([[variable.name, list(variable.shape)] for variable in self.variables])
@@ -143,7 +143,8 @@ class Workload(Document):
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Workload:
         """A copy, some fields replaced unchecked (as pydantic has it)."""
         copy = super().model_copy(update=update, deep=deep)
-        copy.__dict__.pop("_by_name", None)  # made for the old variables
+        for made in ("_by_name", "ready_order", "variables_fingerprint"):  # for the old variables
+            copy.__dict__.pop(made, None)
         return copy
 
     @cached_property

@@ -36,13 +36,13 @@ def fused_groups(variables: Sequence[Variable], limits: Sequence[int], prefix: s
     number = 0
     for dtype in dict.fromkeys(variable.dtype for variable in dense):
         pending: list[Variable] = []
-        closed = 0
+        closed = size = 0
         for variable in [variable for variable in dense if variable.dtype == dtype]:
             pending.append(variable)
-            limit = limits[min(closed, len(limits) - 1)]
-            if sum(member.bytes for member in pending) >= limit:
+            size += variable.bytes
+            if size >= limits[min(closed, len(limits) - 1)]:
                 yield _fused(prefix, number, pending, aspects)
-                pending, number, closed = [], number + 1, closed + 1
+                pending, number, closed, size = [], number + 1, closed + 1, 0
         if pending:
             yield _fused(prefix, number, pending, aspects)
             number += 1

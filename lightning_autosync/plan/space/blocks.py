@@ -18,7 +18,8 @@ class Block:
     Attributes:
         name: ``run0``, ``run1``, ... in the order of backward, or the name of a lone variable.
         variables: in the order in which backward makes their gradients; of one element type.
-        home: for a large dense variable, the run at its position, which it may join; None for all others.
+        home: the run that it may join: for a large dense variable the one at its position, for a run the one before
+            it in backward; None where there is none of its element type.
     """
 
     name: str
@@ -64,8 +65,10 @@ def _runs(variables: Sequence[Variable], alone: set[str], runs: int, first: int)
             members[place].append(variable)
             seen += variable.bytes
     names = {place: f"run{first + number}" for number, place in enumerate(p for p in range(runs) if members[p])}
+    before: str | None = None
     for place, name in names.items():
-        yield Block(name, tuple(members[place]))
+        yield Block(name, tuple(members[place]), before)
+        before = name
     for variable in variables:
         if variable.name in alone:
             yield Block(variable.name, (variable,), names.get(homes[variable.name]))

@@ -24,7 +24,7 @@ class Composer:
         self, name: str, variables: Sequence[Variable], choice: Mapping[str, Value], loads: dict[int, float]
     ) -> Iterator[Group]:
         """The messages of a block; ``loads`` are the bytes that each rank serves so far, and are added to."""
-        limit = int(choice["bucket"])
+        limit = int(choice["bucket"]) or sum(variable.bytes for variable in variables) + 1
         for group in fused_groups(variables, [limit], f"{name}.", **self._aspects(choice)):
             if choice["method"] in SERVED:
                 members = [variable for variable in variables if variable.name in group.variables]
@@ -36,7 +36,7 @@ class Composer:
         aspects: dict[str, Any] = {
             "topology": "native" if method == "all_to_all" else method,
             "architecture": "parameter_server" if method in SERVED else "all_reduce",
-            "compressor": choice["compressor"],
+            "compressor": choice["compressor"] if relevant("compressor", choice) else "none",
             "local_aggregation": bool(choice["aggregate"]) and relevant("aggregate", choice),
         }
         if method == "packed":

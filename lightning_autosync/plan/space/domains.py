@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lightning_autosync.cluster import ClusterSpec
-from lightning_autosync.plan.builders.grouping import MIB
 from lightning_autosync.plan.space.blocks import Block
 from lightning_autosync.plan.spec import CompressorKind, Semantics
 
@@ -14,13 +13,17 @@ Value = str | int
 Domain = tuple[Value, ...]
 
 JOIN = "join"
-"""Method of a large variable that travels with the run at its position."""
+"""Method of a block that travels with its home, which may join another in turn."""
 SERVED = ("star", "all_to_all")
 """Methods with servers: trees of depth one, or one uneven all-to-all, a local sum, and one back."""
 TREES = ("ring", "tree", "star", "hierarchical", "packed")
 """Methods that run along trees, in segments and by priority."""
-BUCKETS = (1 * MIB, 4 * MIB, 16 * MIB, 64 * MIB)
-SEGMENTS = (0, 64 * 1024, 256 * 1024)
+WHOLE = 0
+"""Bucket without a limit: the block and all that joined it make one message."""
+PARTS = (2, 4, 8, 16)
+"""Into how many messages buckets cut a block, about."""
+SMALLEST_BUCKET = 4 * 1024
+SEGMENTS = (0, 16 * 1024, 64 * 1024, 256 * 1024)
 """Bytes of a pipelined piece; 0 lets the compiler choose."""
 
 
@@ -50,8 +53,8 @@ def block_domains(block: Block, cluster: ClusterSpec, semantics: Semantics) -> d
     """The domains of a block's aspects, in the order in which they are drawn.
 
     ``method`` (architecture and topology together: one for all parts of a variable), ``servers`` (who reduces),
-    ``bucket`` (bytes of a fused message), ``compressor``, ``aggregate`` (inside a node first), ``priority``,
-    ``segment``. Aspects with one value are left out.
+    ``bucket`` (bytes at which a fused message closes), ``compressor``, ``aggregate`` (inside a node first),
+    ``priority``, ``segment``. Aspects with one value are left out.
     """
     facts = Facts(cluster)
     domains: dict[str, Domain] = {
@@ -61,7 +64,7 @@ def block_domains(block: Block, cluster: ClusterSpec, semantics: Semantics) -> d
         "compressor": _compressors(block, semantics),
         "aggregate": (0, 1) if facts.crowded and len(cluster.nodes) > 1 else (0,),
         "priority": (0, 1),
-        "segment": SEGMENTS if block.bytes > SEGMENTS[1] else (0,),
+        "segment": tuple(size for size in SEGMENTS if size < block.bytes),
     }
     return {name: domain for name, domain in domains.items() if len(domain) > 1}
 
@@ -79,6 +82,8 @@ def relevant(aspect: str, choice: Mapping[str, Value]) -> bool:
         return method in ("ring", "tree", "star")
     if aspect in ("priority", "segment"):
         return method in TREES
+    if aspect == "compressor":
+        return method != "shared_memory"
     return True
 
 
@@ -86,6 +91,8 @@ def _methods(block: Block, facts: Facts) -> Domain:
     methods: list[str] = [JOIN] if block.home is not None else []
     methods.append("native")
     if facts.ranks > 1:
+        if len(facts.cluster.nodes) == 1 and block.dense:
+            methods.append("shared_memory")
         methods.append("star")
         if block.dense:
             methods.append("all_to_all")
@@ -110,11 +117,12 @@ def _servers(block: Block, facts: Facts) -> Domain:
 
 
 def _buckets(block: Block) -> Domain:
-    """Sizes that make a difference: the first that holds the whole block is the last."""
+    """The whole block, or powers of two that cut it into a few messages of some size."""
     if len(block.variables) == 1:
-        return BUCKETS[-1:]
-    useful = [size for size in BUCKETS if size < block.bytes]
-    return (*useful, BUCKETS[len(useful)]) if len(useful) < len(BUCKETS) else tuple(useful)
+        return (WHOLE,)
+    whole = 1 << (block.bytes - 1).bit_length()
+    parts = [whole // count for count in PARTS if count < 2 * len(block.variables)]
+    return (WHOLE, *(size for size in parts if size >= SMALLEST_BUCKET))
 
 
 def _compressors(block: Block, semantics: Semantics) -> Domain:

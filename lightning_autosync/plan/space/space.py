@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import cached_property
+from itertools import product
 from random import Random
 
 from lightning_autosync.cluster import ClusterSpec
@@ -14,7 +15,7 @@ from lightning_autosync.plan.builders.grouping import in_ready_order, make_plan
 from lightning_autosync.plan.compiler import compile_plan
 from lightning_autosync.plan.space.blocks import Block, make_blocks
 from lightning_autosync.plan.space.composition import Composer
-from lightning_autosync.plan.space.domains import BUCKETS, JOIN, Domain, Value, block_domains, relevant
+from lightning_autosync.plan.space.domains import JOIN, WHOLE, Domain, Value, block_domains, relevant
 from lightning_autosync.plan.spec import Group, Semantics, SyncPlan
 from lightning_autosync.workload import Variable, Workload
 
@@ -25,7 +26,7 @@ BUILDER = "builder"
 COMPOSED = "composed"
 _DEFAULTS: dict[str, Value] = {
     "servers": "least_loaded",
-    "bucket": BUCKETS[-1],
+    "bucket": WHOLE,
     "compressor": "none",
     "aggregate": 0,
     "priority": 0,
@@ -63,6 +64,8 @@ class PlanSpace:
         self.workload = workload
         self.cluster = cluster
         self.semantics = semantics
+        self.runs = runs
+        self.lone = lone
         self.blocks = make_blocks(workload, runs, lone)
         self._domains = {block.name: block_domains(block, cluster, semantics) for block in self.blocks}
         self._composer = Composer(cluster)
@@ -117,6 +120,41 @@ class PlanSpace:
     def baselines(self) -> list[dict[str, Value]]:
         """The points that stand for the builders' plans."""
         return [self.normal(self._first | {BUILDER: name}) for name in self._builders]
+
+    def coherent(self) -> Iterator[dict[str, Value]]:
+        """Points that treat all blocks alike, apart or joined into one; among them what builders of one rule do.
+
+        They vary method, servers, bucket (by its place in the domain), compressor and aggregation together.
+        """
+        varied = ("method", "servers", "bucket", "compressor", "aggregate")
+        values: dict[str, dict[Value, None]] = {aspect: {} for aspect in varied}
+        for domains in self._domains.values():
+            for aspect in varied:
+                of_block = domains.get(aspect, ())
+                values[aspect] |= dict.fromkeys(range(len(of_block)) if aspect == "bucket" else of_block)
+        values["method"].pop(JOIN, None)
+        seen = set()
+        for combination in product(*(tuple(found) or (None,) for found in values.values())):
+            for joined in (False, True):
+                point = self._alike(dict(zip(varied, combination, strict=True)), joined)
+                key = tuple(point.values())
+                if key not in seen:
+                    seen.add(key)
+                    yield point
+
+    def _alike(self, wanted: Mapping[str, Value | None], joined: bool) -> dict[str, Value]:
+        """The point whose every block has the wanted values, where its domains have them."""
+        made = dict(self._first)
+        for block in self.blocks:
+            for aspect, domain in self._domains[block.name].items():
+                value = wanted.get(aspect)
+                if aspect == "bucket" and isinstance(value, int):
+                    value = domain[min(value, len(domain) - 1)]
+                if aspect == "method":
+                    value = JOIN if joined and JOIN in domain else value if value in domain else "native"
+                if value is not None and value in domain:
+                    made[f"{block.name}/{aspect}"] = value
+        return self.normal(made | {BUILDER: COMPOSED})
 
     def draw(self, rng: Random) -> dict[str, Value]:
         """A composed point, uniform over the domains."""
@@ -181,12 +219,14 @@ class PlanSpace:
 
     def _occupied(self, genome: Genome) -> Iterator[tuple[Block, list[Variable], dict[str, Value]]]:
         """Blocks that send something: a run with the large variables that joined it, each in backward order."""
-        joined: dict[str, list[Variable]] = {block.name: list(block.variables) for block in self.blocks}
         choices = {block.name: self.choice(genome, block) for block in self.blocks}
+        homes = {block.name: block.home for block in self.blocks if choices[block.name]["method"] == JOIN}
+        joined: dict[str, list[Variable]] = {}
         for block in self.blocks:
-            if choices[block.name]["method"] == JOIN:
-                assert block.home is not None
-                joined[block.home] += joined.pop(block.name)
+            last: str = block.name
+            while home := homes.get(last):
+                last = home
+            joined.setdefault(last, []).extend(block.variables)
         place = {variable.name: number for number, variable in enumerate(in_ready_order(self.workload))}
         for block in self.blocks:
             if block.name in joined:

@@ -9,7 +9,7 @@ from clusters import shared_nodes, uneven_cluster
 
 from lightning_autosync.cluster import ClusterSpec, resolve_cluster
 from lightning_autosync.errors import PlanError
-from lightning_autosync.plan import builders, compile_plan
+from lightning_autosync.plan import SyncPlan, builders, compile_plan
 from lightning_autosync.plan.space import BUILDER, COMPOSED, PlanSpace, make_blocks
 from lightning_autosync.workload import Variable, Workload, catalogue
 
@@ -96,6 +96,46 @@ def test_a_large_variable_may_join_the_run_at_its_position() -> None:
     groups = [group for group in space.plan(genome).groups if "large" in group.variables]
     assert len(groups) == 1
     assert groups[0].name.startswith(block.home)
+
+
+def test_runs_join_those_before_them_down_to_one_message() -> None:
+    workload = Workload(name="even", variables=tuple(Variable(name=f"v{i:02}", shape=(10,)) for i in range(40)))
+    space = PlanSpace(workload, CLUSTERS["uneven"])
+    apart = space.draw(Random(5)) | {f"run{number}/bucket": 0 for number in range(4)}
+    apart = {name: "native" if name.endswith("/method") else value for name, value in apart.items()}
+    assert [len(group.variables) for group in space.plan(apart).groups] == [10, 10, 10, 10]
+    two = space.plan(apart | {"run1/method": "join", "run3/method": "join"})
+    assert [len(group.variables) for group in two.groups] == [20, 20]
+    one = space.plan(apart | {f"run{number}/method": "join" for number in (1, 2, 3)})
+    assert [len(group.variables) for group in one.groups] == [40]
+
+
+def test_coherent_points_hold_what_builders_of_one_rule_do() -> None:
+    workload = Workload(name="even", variables=tuple(Variable(name=f"v{i:02}", shape=(10,)) for i in range(40)))
+    cluster = CLUSTERS["uneven"]
+    space = PlanSpace(workload, cluster)
+    points = list(space.coherent())
+    assert len({tuple(point.values()) for point in points}) == len(points)
+    assert all(space.normal(point) == point for point in points)
+
+    def messages(plan: SyncPlan) -> list[dict[str, object]]:
+        return [group.model_dump(exclude={"name", "segment"}) for group in plan.groups]
+
+    found = [messages(space.plan(point)) for point in points]
+    for name in ("all_reduce", "byteps", "packed_trees"):
+        assert messages(builders.build(name, workload, cluster)) in found
+
+
+def test_one_node_may_share_its_memory() -> None:
+    space = PlanSpace(MIXED, CLUSTERS["one"])
+    methods = {name: domain for name, domain in space.parameters.items() if name.endswith("/method")}
+    assert all(
+        ("shared_memory" in domain) == (name.partition("/")[0] not in ("embedding", "short"))
+        for name, domain in methods.items()
+    )
+    assert not any(
+        "shared_memory" in map(str, domain) for domain in PlanSpace(MIXED, CLUSTERS["pair"]).parameters["run0/method"]
+    )
 
 
 @pytest.mark.parametrize("model", ["densenet121", "bert_base", "vgg16"])
