@@ -23,7 +23,7 @@ from lightning_autosync.runtime.relaxed.opening import open_synchronizer
 from lightning_autosync.runtime.relaxed.work import SharedWork
 from lightning_autosync.runtime.rendezvous import gather_json, own_address
 from lightning_autosync.strategy.agreement import agree
-from lightning_autosync.strategy.broadcast import broadcast_tensors, structure_digest
+from lightning_autosync.strategy.broadcast import BufferBroadcast, broadcast_tensors, structure_digest
 from lightning_autosync.strategy.resolution import Resolution, resolve
 from lightning_autosync.strategy.settings import Settings
 
@@ -65,6 +65,8 @@ class RelaxedReplica:
         self._mesh = self._meet()
         self.work = SharedWork(self._mesh, settings.timeout)
         self._synchronizer: Synchronizer | None = None
+        self._buffers = BufferBroadcast(module) if self.in_step and settings.broadcast_buffers else None
+        self._accumulating = False
         self._frozen: list[nn.Parameter] = []
         self._loaded: dict[str, Any] | None = None
         self._optimizer: Optimizer | None = None
@@ -146,6 +148,8 @@ class RelaxedReplica:
                 "from the beginning: unfreeze before fit(), or fit() again"
             )
         self.begin_pass()
+        if self._buffers is not None:
+            self._buffers.before_training(not self._accumulating)
         self._samples += batch_size(batch)
         for scheduler, frequency in schedulers:
             # What is at hand may stand for more steps than this rank has taken.
@@ -179,6 +183,8 @@ class RelaxedReplica:
     def before_evaluation(self) -> None:
         """Call before validation."""
         self.settle()
+        if self._buffers is not None:
+            self._buffers.before_evaluation()
 
     @contextmanager
     def backward(self, scaler: Any = None) -> Iterator[None]:
@@ -188,7 +194,11 @@ class RelaxedReplica:
     @contextmanager
     def accumulation(self) -> Iterator[None]:
         """Around a backward pass whose gradients are kept for a later step."""
-        yield
+        before, self._accumulating = self._accumulating, True
+        try:
+            yield
+        finally:
+            self._accumulating = before
 
     @contextmanager
     def stepping(self, optimizer: Optimizer) -> Iterator[None]:
@@ -267,6 +277,7 @@ class RelaxedReplica:
         if self._synchronizer is not None:
             self._synchronizer.close()
             self._synchronizer = None
+        self.work.close()
         self._mesh.close()
         self._store = None
 

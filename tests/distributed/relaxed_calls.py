@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -91,37 +92,39 @@ def train_relaxed(
     spans = [range(len(epochs))]
     if resume_after is not None:
         spans = [range(resume_after), range(resume_after, len(epochs))]
-    for part, span in enumerate(spans):
-        torch.manual_seed(rank)  # different models; the start makes them one
-        module = (NormedNet() if norm else Net()).double()
-        optimizer = torch.optim.SGD(module.parameters(), lr=LR, momentum=momentum)
-        mesh = Mesh.open(dist.PrefixStore(f"{key}-{part}", store), rank, size, address="127.0.0.1")
-        worker = make_worker(mesh, module, settings)
-        if checkpoint is not None:
-            worker.load_state_dict(checkpoint["worker"])
-            module.load_state_dict(checkpoint["model"])
-            optimizer.load_state_dict(checkpoint["optimizer"])
-        worker.start()
-        for epoch in span:
-            worker.resume()
-            for _ in range(epochs[epoch][rank]):
-                if pauses is not None:
-                    time.sleep(pauses[rank])
-                local_step(module, optimizer, data.pop(0))
-                worker.step(optimizer, 4)
-                if worker.group is not None:
-                    groups.append((worker.group.generation, list(worker.group.members), digest(module)))
-                progress.append(worker.progress)
-            worker.finish()
-            worker.drain()
-            drained.append(digest(module))
-        checkpoint = {
-            "worker": worker.state_dict(),
-            "model": module.state_dict(),
-            "optimizer": optimizer.state_dict(),
-        }
-        worker.close()
-        mesh.close()
+    with ExitStack() as open_now:
+        for part, span in enumerate(spans):
+            torch.manual_seed(rank)  # different models; the start makes them one
+            module = (NormedNet() if norm else Net()).double()
+            optimizer = torch.optim.SGD(module.parameters(), lr=LR, momentum=momentum)
+            mesh = Mesh.open(dist.PrefixStore(f"{key}-{part}", store), rank, size, address="127.0.0.1")
+            open_now.callback(mesh.close)
+            worker = make_worker(mesh, module, settings)
+            open_now.callback(worker.close)
+            if checkpoint is not None:
+                worker.load_state_dict(checkpoint["worker"])
+                module.load_state_dict(checkpoint["model"])
+                optimizer.load_state_dict(checkpoint["optimizer"])
+            worker.start()
+            for epoch in span:
+                worker.resume()
+                for _ in range(epochs[epoch][rank]):
+                    if pauses is not None:
+                        time.sleep(pauses[rank])
+                    local_step(module, optimizer, data.pop(0))
+                    worker.step(optimizer, 4)
+                    if worker.group is not None:
+                        groups.append((worker.group.generation, list(worker.group.members), digest(module)))
+                    progress.append(worker.progress)
+                worker.finish()
+                worker.drain()
+                drained.append(digest(module))
+            checkpoint = {
+                "worker": worker.state_dict(),
+                "model": module.state_dict(),
+                "optimizer": optimizer.state_dict(),
+            }
+            open_now.close()
     return {"weights": weights(module), "drained": drained, "groups": groups, "progress": progress}
 
 

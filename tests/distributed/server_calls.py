@@ -7,7 +7,7 @@ import hashlib
 import itertools
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any
 
 import torch
@@ -26,13 +26,18 @@ from lightning_autosync.runtime.relaxed.server import ParameterServer, serve
 from lightning_autosync.runtime.relaxed.server.rules import ELEMENTWISE
 from lightning_autosync.workload import Workload, describe, variable_names
 
-_NUMBERS = itertools.count()
+_NUMBERS: dict[dist.ProcessGroup, Iterator[int]] = {}
 TIMEOUT = 60.0
 
 
 def own_store() -> dist.Store:
-    """A part of the pool's store for one mesh; every rank must call it equally often."""
-    return dist.PrefixStore(f"mesh{next(_NUMBERS)}", dist.distributed_c10d._get_default_store())
+    """A part of the world's store for one mesh; every rank must call it equally often.
+
+    After an error in a test, which may have come at different places on different ranks, the workers meet in a new
+    world, where counting begins anew.
+    """
+    number = next(_NUMBERS.setdefault(dist.group.WORLD, itertools.count()))
+    return dist.PrefixStore(f"mesh{number}", dist.distributed_c10d._get_default_store())
 
 
 def nodes_of(cluster: ClusterSpec) -> list[tuple[int, ...]]:
@@ -51,21 +56,25 @@ def worker(
 ) -> Iterator[ParameterServer]:
     layout = server_layout(plan, workload or describe(module))
     mesh = Mesh.open(store, dist.get_rank(), layout.workers + layout.servers, address="127.0.0.1", timeout=TIMEOUT)
-    running = ParameterServer(
-        mesh,
-        variable_names(module),
-        layout,
-        optimizer,
-        plan.consistency,
-        nodes=nodes_of(cluster) if cluster else None,
-        timeout=TIMEOUT,
-        **options,
-    )
-    try:
-        yield running
-    finally:
-        running.close()
-        mesh.close()
+    with closing(mesh):
+        running = ParameterServer(
+            mesh,
+            variable_names(module),
+            layout,
+            optimizer,
+            plan.consistency,
+            nodes=nodes_of(cluster) if cluster else None,
+            timeout=TIMEOUT,
+            **options,
+        )
+        try:
+            yield running
+        except BaseException:
+            # First, for the own server waits for all workers, and those for this one.
+            mesh.close()
+            raise
+        finally:
+            running.close()
 
 
 def serves(plan: SyncPlan, store: dist.Store) -> bool:

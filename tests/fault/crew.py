@@ -14,6 +14,7 @@ import os
 import random
 import signal
 import socket
+import struct
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -34,8 +35,14 @@ TESTS = Path(__file__).parent.parent
 MODULES = [TESTS, TESTS / "fault", TESTS / "distributed"]
 HOST = "127.0.0.1"
 
-KILL, STOP, DROP = "kill", "stop", "drop"
-"""SIGKILL; SIGSTOP and, after a while, SIGCONT; one connection of the process is shut down by force."""
+KILL, STOP, DROP, SLOW = "kill", "stop", "drop", "slow"
+"""SIGKILL; SIGSTOP and, after a while, SIGCONT; one connection of the process is shut down by force; the kernel lets
+the process send only `SLOW_RATE` for `SLOW_SECONDS`."""
+SLOW_RATE = 100_000
+"""Bytes a second on each connection of a slow rank."""
+SLOW_SECONDS = 1.5
+_MAX_PACING_RATE = 47
+"""Linux's SO_MAX_PACING_RATE, which the ``socket`` module does not name."""
 
 
 @dataclass(frozen=True)
@@ -132,6 +139,18 @@ class Crew:
         """Shut one connection of the rank's mesh down; its function must have called `drop_on_signal`."""
         self._signal(rank, signal.SIGUSR1)
 
+    def slow(self, rank: int) -> None:
+        """Slow the rank's mesh down for a while; its function must have called `slow_on_signal`."""
+        self._signal(rank, signal.SIGUSR2)
+
+    def count(self, key: str) -> int:
+        """How often processes have called ``store.add(key, 1)``."""
+        return self._store.add(key, 0)
+
+    def text(self, key: str) -> str:
+        """What a process has called ``store.set(key, ...)`` with."""
+        return self._store.get(key).decode()
+
     def inject(self, faults: Iterable[Fault]) -> None:
         """Let the faults happen, each in its time; a stopped rank goes on before this returns."""
         begin = time.monotonic()
@@ -188,7 +207,7 @@ def drop_on_signal(mesh: Any, seed: int) -> None:
     drawn = random.Random(seed)
 
     def cut(signum: int, frame: object) -> None:
-        connections = [line.socket for line in list(mesh._hub._lines.values()) if line.socket is not None]
+        connections = [line.socket for line in list(mesh._hub._peers.lines.values()) if line.socket is not None]
         if connections:
             try:
                 drawn.choice(connections).shutdown(socket.SHUT_RDWR)
@@ -198,11 +217,28 @@ def drop_on_signal(mesh: Any, seed: int) -> None:
     signal.signal(signal.SIGUSR1, cut)
 
 
+def slow_on_signal(mesh: Any) -> None:
+    """At SIGUSR2, let ``mesh`` send no faster than `SLOW_RATE` on any connection for `SLOW_SECONDS`."""
+
+    def pace(rate: int) -> None:
+        for line in list(mesh._hub._peers.lines.values()):
+            with suppress(OSError, AttributeError):  # the line may have no connection just now
+                line.socket.setsockopt(socket.SOL_SOCKET, _MAX_PACING_RATE, struct.pack("@L", rate))
+
+    def slow(signum: int, frame: object) -> None:
+        pace(SLOW_RATE)
+        signal.setitimer(signal.ITIMER_REAL, SLOW_SECONDS)
+
+    signal.signal(signal.SIGALRM, lambda signum, frame: pace(2**63))
+    signal.signal(signal.SIGUSR2, slow)
+
+
 def _main(
     name: str, port: int, rank: int, size: int, rejoin: bool, arguments: dict[str, Any], told: Connection
 ) -> None:
     # A fault may come before the function is ready for it.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     sys.path[:0] = [str(path) for path in MODULES]
     torch.set_num_threads(1)
     store = dist.TCPStore(HOST, port, is_master=False, timeout=timedelta(seconds=60))

@@ -43,12 +43,20 @@ class Learner(LightningModule):
     """A small network that notes which samples it saw, and may be slow on one rank."""
 
     def __init__(
-        self, slow: float = 0.0, log: str = "", momentum: float = 0.0, norm: bool = False, thaw: bool = False
+        self,
+        slow: float = 0.0,
+        log: str = "",
+        momentum: float = 0.0,
+        norm: bool = False,
+        thaw: bool = False,
+        running: bool = False,
     ) -> None:
         super().__init__()
         layers: list[nn.Module] = [nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)]
         if norm:
             layers.insert(1, nn.SyncBatchNorm(8))
+        if running:
+            layers.insert(1, nn.BatchNorm1d(8, momentum=None))
         self.layers = nn.Sequential(*layers)
         self.slow, self.how, self.momentum, self.thaw = slow, log, momentum, thaw
         self.layers[0].bias.requires_grad_(not thaw)
@@ -108,8 +116,8 @@ def fit(strategy: Any, learner: dict[str, Any] | None = None, **arguments: Any) 
     return module
 
 
-def relaxed(consistency: dict[str, Any] | str) -> AutoSyncStrategy:
-    plan = consistency if isinstance(consistency, str) else plan_of(consistency, Learner())
+def relaxed(consistency: dict[str, Any] | str, module: nn.Module | None = None) -> AutoSyncStrategy:
+    plan = consistency if isinstance(consistency, str) else plan_of(consistency, module or Learner())
     return AutoSyncStrategy(plan=plan, semantics="relaxed")
 
 
@@ -133,11 +141,11 @@ def report(module: Learner) -> dict[str, Any]:
     }
 
 
-def against_ddp(consistency: dict[str, Any], momentum: float = 0.0) -> float:
-    """How far a plan that changes nothing but the way ends from DDP."""
-    learner = {"momentum": momentum}
-    ours = fit(relaxed(consistency), learner)
-    return distance(ours, fit(DDPStrategy(), learner))
+def against_ddp(consistency: dict[str, Any], accumulated: int = 1, **learner: Any) -> float:
+    """How far a plan that changes nothing but the way ends from DDP, buffers included."""
+    arguments = {"max_epochs": 2, "accumulate_grad_batches": accumulated}
+    ours = fit(relaxed(consistency, Learner(**learner)), learner, **arguments)
+    return distance(ours, fit(DDPStrategy(), learner, **arguments))
 
 
 def resume(folder: str, consistency: dict[str, Any] | str, momentum: float) -> float:

@@ -33,6 +33,14 @@ def test_servers_that_wait_for_all_are_ddp(duo, momentum: float) -> None:
     assert max(duo.run("relaxed_jobs:against_ddp", consistency=MODES["served"], momentum=momentum)) < 1e-5
 
 
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_buffers_follow_rank_0_where_servers_wait_for_all(duo, accumulated: int) -> None:
+    # Cumulative statistics: every forward pass counts, and a counter that is set back shows. After the last step DDP
+    # leaves the other ranks' buffers as they are.
+    arguments = {"consistency": MODES["served"], "running": True, "accumulated": accumulated}
+    assert duo.run("relaxed_jobs:against_ddp", **arguments)[0] < 1e-5
+
+
 def test_averaging_after_every_plain_step_is_ddp(duo) -> None:
     every = {"mode": "periodic", "period": 1, "outer": "averaging"}
     assert max(duo.run("relaxed_jobs:against_ddp", consistency=every)) < 1e-5

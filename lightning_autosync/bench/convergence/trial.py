@@ -83,13 +83,22 @@ def train(
     )
     slowness = Straggler(StragglerSettings.model_validate({**straggler, "seed": seed}), dist.get_rank())
     training = _Training(way, made, Course(module, budget["interval"]), slowness, Budget(**budget), store, seed)
-    found = training.run()
+    found = _run_or_abandon(way, training)
     moments = training.common_moments()
     averages = training.course.averages(moments)
     # Each rank judges its share of the moments.
     own = range(dist.get_rank(), len(moments), dist.get_world_size())
     scores = judge(module, averages[own.start :: own.step], made.accuracy)
     return {**found, "moments": [moments[place] for place in own], "scores": scores}
+
+
+def _run_or_abandon(way: Way, training: _Training) -> dict[str, Any]:
+    try:
+        return training.run()
+    except BaseException:
+        # The others may be anywhere: nothing that waits for them.
+        way.abandon()
+        raise
 
 
 class _Training:

@@ -57,6 +57,10 @@ class Way(ABC):
     def close(self) -> None:
         """Let go of connections and hooks; collective."""
 
+    @abstractmethod
+    def abandon(self) -> None:
+        """As `close`, after a failure and without waiting for anybody."""
+
 
 class LockStepWay(Way):
     """Gradients are averaged in each step, so that replicas stay equal; a common seed has made them so."""
@@ -94,6 +98,9 @@ class DDPWay(LockStepWay):
     def close(self) -> None:
         dist.barrier()
 
+    def abandon(self) -> None:
+        pass
+
 
 class EngineWay(LockStepWay):
     """The engine, following a plan with a schedule."""
@@ -115,6 +122,9 @@ class EngineWay(LockStepWay):
         dist.barrier()
         self._engine.close()
 
+    def abandon(self) -> None:
+        self._engine.close()
+
 
 class RelaxedWay(Way):
     """A plan without a schedule."""
@@ -133,9 +143,13 @@ class RelaxedWay(Way):
     ) -> None:
         self.forward, self.optimizer = module, optimizer
         self._mesh = Mesh.open(store, dist.get_rank(), dist.get_world_size(), timeout=timeout)
-        self._synchronizer = open_synchronizer(
-            plan, workload, module, self._mesh, optimizer=optimizer, cluster=cluster, timeout=timeout
-        )
+        try:
+            self._synchronizer = open_synchronizer(
+                plan, workload, module, self._mesh, optimizer=optimizer, cluster=cluster, timeout=timeout
+            )
+        except BaseException:
+            self._mesh.close()
+            raise
 
     def start(self) -> None:
         self._synchronizer.start()
@@ -157,6 +171,11 @@ class RelaxedWay(Way):
         self._synchronizer.close()
         dist.barrier()
         self._mesh.close()
+
+    def abandon(self) -> None:
+        # First the mesh: a server in this process then sees that nobody is there for whom to go on.
+        self._mesh.close()
+        self._synchronizer.close()
 
 
 def open_way(

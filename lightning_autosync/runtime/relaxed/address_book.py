@@ -13,11 +13,13 @@ from lightning_autosync.errors import ExchangeError
 
 
 class Entry(NamedTuple):
-    """A process's place in the book: its incarnation, the job's secret, and where the others listen."""
+    """A process's place in the book: its incarnation, the job's secret, and where the others listen, under which
+    incarnations at least."""
 
     incarnation: int
     secret: str
     addresses: dict[int, tuple[str, int]]
+    incarnations: dict[int, int]
 
 
 def sign_in(
@@ -41,8 +43,10 @@ def sign_in(
         book.set(f"address/{rank}", json.dumps(address))
         others = [other for other in range(size) if other != rank]
         book.wait(["secret", *(f"address/{other}" for other in others)], limit)
+        # Before the addresses: what listens there may be newer than thought, never older.
+        incarnations = {other: book.add(f"incarnation/{other}", 0) for other in others}
         addresses = {other: _address(book.get(f"address/{other}")) for other in others}
-        return Entry(incarnation, book.get("secret").decode(), addresses)
+        return Entry(incarnation, book.get("secret").decode(), addresses, incarnations)
     except (dist.DistError, RuntimeError) as cause:
         raise ExchangeError(f"rank {rank} of {size} found no peers in the store: {cause}") from None
 

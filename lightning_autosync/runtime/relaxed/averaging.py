@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from itertools import pairwise
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
@@ -101,11 +101,19 @@ class GroupAverage:
         """Messages of groups that this member has not entered yet, by generation."""
         self._round: _Round | None = None
         self._scratch: dict[tuple[int, torch.dtype], Tensor] = {}
-        mesh.on_loss(lambda peer, why: self._events.put(peer))
-        mesh.on_leave(self._events.put)
-        mesh.subscribe(_PART, self._events.put)
-        mesh.subscribe(_SUM, self._events.put, self._place)
-        mesh.subscribe(_ABORT, self._events.put)
+        self._subscriptions = ExitStack()
+        for cancel in (
+            mesh.on_loss(lambda peer, why: self._events.put(peer)),
+            mesh.on_leave(self._events.put),
+            mesh.subscribe(_PART, self._events.put),
+            mesh.subscribe(_SUM, self._events.put, self._place),
+            mesh.subscribe(_ABORT, self._events.put),
+        ):
+            self._subscriptions.callback(cancel)
+
+    def close(self) -> None:
+        """Take part no more; may be called again."""
+        self._subscriptions.close()
 
     def run(self, generation: int, members: Sequence[int], weights: Sequence[float], buffer: Tensor) -> Tensor:
         """The sum over members of ``weights[i]`` times their buffers, equal to the last bit on all members.
@@ -161,7 +169,7 @@ class GroupAverage:
         for sent in current.sent:
             # A member that left or died after it sent its share is no harm any more.
             with suppress(PeerLost):
-                sent.wait(self._timeout)
+                sent.wait_while_moving(self._timeout)
 
     def _send_parts(self, current: _Round) -> None:
         for index, chunk in enumerate(current.chunks):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from abc import abstractmethod
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -19,6 +20,9 @@ from lightning_autosync.runtime.relaxed.tensors import FlatView, ModelTensors, m
 
 ATTEMPTS = 20
 """Groups that may break one after another before a worker gives up."""
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.01, 1.0
+"""Seconds before asking for another group: they double from one broken group to the next, for the others may need to
+find out who is lost."""
 
 _MODEL = "worker.model"
 
@@ -75,7 +79,7 @@ class AveragingWorker(Synchronizer):
                 self._donate(header["takers"], steps_back=0)
                 return
             try:
-                self._take(header["donor"])
+                self._take(header["donor"], header["visit"])
                 return
             except PeerLost as cause:
                 if cause.peer != header["donor"] or cause.peer == RANK:
@@ -118,6 +122,7 @@ class AveragingWorker(Synchronizer):
             self._link.tell("leave")
         if self._controller is not None:
             self._controller.close()
+        self._average.close()
 
     # What the two ways differ in
 
@@ -162,7 +167,9 @@ class AveragingWorker(Synchronizer):
         Returns:
             The group, and the average in memory that lasts until the next call.
         """
-        for _ in range(ATTEMPTS):
+        for attempt in range(ATTEMPTS):
+            if attempt:
+                time.sleep(min(_SHORTEST_PAUSE * 2 ** (attempt - 1), _LONGEST_PAUSE))
             self._link.tell(kind, iteration=self._iteration, samples=self._samples, elements=flat.numel(), **facts)
             group = self._await_group(steps_back=int(kind == "ready"))
             average = self._try(group, flat)
@@ -208,17 +215,21 @@ class AveragingWorker(Synchronizer):
 
     # Models for those who come (back)
 
-    def _donate(self, takers: list[int], steps_back: int) -> None:
+    def _donate(self, takers: list[list[int]], steps_back: int) -> None:
         facts, extra = self._handed_over(steps_back)
         tensors = model_bytes([*self._model.all, *extra])
-        for rank in takers:
+        for rank, visit in takers:
+            header = {"iteration": self._iteration - steps_back, "facts": facts, "visit": visit}
             try:
-                self._mesh.send(rank, _MODEL, {"iteration": self._iteration - steps_back, "facts": facts}, tensors)
+                self._mesh.send(rank, _MODEL, header, tensors)
             except PeerLost:
                 continue  # it was lost again; it will ask again
 
-    def _take(self, donor: int) -> None:
+    def _take(self, donor: int, visit: int) -> None:
         mail = self._mesh.receive(_MODEL, sender=donor, timeout=self._timeout)
+        while mail.header["visit"] != visit:
+            # Meant for a predecessor, which asked before it was lost.
+            mail = self._mesh.receive(_MODEL, sender=donor, timeout=self._timeout)
         _, extra = self._handed_over(0)
         take_bytes([*self._model.all, *extra], mail.payload, donor)
         self._iteration = mail.header["iteration"]

@@ -6,7 +6,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -32,10 +32,11 @@ class Controller:
         self._mesh, self._coordinator = mesh, coordinator
         self._lock = threading.Lock()
         self._events: SimpleQueue[Mail | int | None] = SimpleQueue()
+        self._subscriptions = ExitStack()
         for kind in _REQUESTS:
-            mesh.subscribe(f"controller.{kind}", self._events.put)
-        mesh.on_loss(lambda peer, why: self._events.put(peer))
-        mesh.on_leave(self._events.put)
+            self._subscriptions.callback(mesh.subscribe(f"controller.{kind}", self._events.put))
+        self._subscriptions.callback(mesh.on_loss(lambda peer, why: self._events.put(peer)))
+        self._subscriptions.callback(mesh.on_leave(self._events.put))
         for peer in sorted(set(range(mesh.size)) - mesh.live):
             self._events.put(peer)  # who was lost before anybody listened
         self._thread = threading.Thread(target=self._serve, name="autosync-controller", daemon=True)
@@ -53,6 +54,7 @@ class Controller:
 
     def close(self) -> None:
         """Stop; whoever still asks for a group gets an error. May be called again."""
+        self._subscriptions.close()
         self._events.put(None)
         self._thread.join()
 
@@ -115,8 +117,10 @@ class ControllerLink:
             ExchangeError: the controller stopped everything, is lost, or kept silent.
         """
         # The mesh looks for kinds in the order given: what came before the end still counts.
-        wanted = (*(f"worker.{kind}" for kind in kinds), "worker.stop")
+        wanted = (*(f"worker.{kind}" for kind in kinds), "worker.stop", "worker.patience")
         mail = self._mesh.receive(*wanted, sender=RANK, timeout=self._timeout)
+        while mail.kind == "worker.patience":
+            mail = self._mesh.receive(*wanted, sender=RANK, timeout=self._timeout)
         if mail.kind == "worker.stop":
             raise ExchangeError(mail.header["reason"])
         return mail.kind.removeprefix("worker."), mail.header

@@ -7,7 +7,9 @@ of a drain), ``done`` (no more data before the drain), ``complete`` and ``broken
 went), ``leave``.
 
 To a worker: ``group`` (average with these), ``verdict`` (all members of the atomic group completed: commit; or signal
-again), ``donate`` (send your model to these), ``take`` (expect a model from that one), ``stop`` (an error, for good).
+again), ``donate`` (send your model to these), ``take`` (expect a model from that one), ``patience`` (somebody came
+back: the wait at the barrier begins anew), ``stop`` (an error, for good). Whoever takes is named by rank and by number
+of its ``visit``: a worker that is lost and comes back must not get what was meant for it before.
 """
 
 from __future__ import annotations
@@ -50,6 +52,8 @@ class _Worker:
     elements: int = 0
     rate: float = 0.0
     since: float = 0.0
+    visit: int = 0
+    averages: list[str] | None = None
     generation: int | None = None
 
 
@@ -133,10 +137,21 @@ class Coordinator:
         for phase, name in ((Phase.STARTING, "start"), (Phase.ARRIVED, "drain")):
             first = self._first(phase)
             if first is not None and now >= first + self._timeout:
-                missing = ", ".join(map(str, self._awaited(phase))) or "of a worker with a model"
+                if phase is Phase.STARTING and self._started:
+                    self._refuse_late(now)
+                    continue
+                missing = ", ".join(map(str, self._awaited(phase)))
                 self._stop(f"{name}: rank {missing} did not come within {self._timeout:g} s")
                 return self._flush()
         return self._decide(now)
+
+    def _refuse_late(self, now: float) -> None:
+        """Who came back and found nobody with a model in time is alone with that."""
+        reason = f"start: rank of a worker with a model did not come within {self._timeout:g} s"
+        for rank in self._in(Phase.STARTING):
+            if now >= self._workers[rank].since + self._timeout:
+                self._remove(rank)
+                self._order(rank, "stop", {"reason": reason})
 
     def deadline(self, now: float) -> float | None:
         """When to call :meth:`tick` at the latest; None if only messages matter."""
@@ -176,6 +191,7 @@ class Coordinator:
             self._remove(rank)
         self._lost.discard(rank)
         self._workers[rank].phase, self._workers[rank].since = Phase.STARTING, now
+        self._workers[rank].visit += 1
 
     def _remove(self, rank: int) -> None:
         worker = self._workers[rank]
@@ -190,6 +206,7 @@ class Coordinator:
         worker.phase, worker.since, worker.generation = phase, now, None
         worker.iteration, worker.samples = header["iteration"], header["samples"]
         worker.elements, worker.rate = header["elements"], header.get("rate", 0.0)
+        worker.averages = header.get("averages")
         if self._pace is not None and "step_time" in header:
             self._pace.report(header["step_time"], header["exchange_time"])
 
@@ -199,7 +216,7 @@ class Coordinator:
         if not self._started:
             self._begin()
         else:
-            self._donate()
+            self._donate(now)
             self._form_groups(now)
             self._open_barrier()
         return self._flush()
@@ -213,18 +230,21 @@ class Coordinator:
         self._hand_over(coming[0], coming[1:], iteration=self._workers[coming[0]].iteration)
         self._workers[coming[0]].phase = Phase.TRAINING
 
-    def _donate(self) -> None:
-        """Whoever came (back) gets the model of a worker that waits."""
+    def _donate(self, now: float) -> None:
+        """Whoever came (back) gets the model of a worker that waits; a barrier then waits for it too, as long again."""
         joining = self._in(Phase.STARTING)
         donors = self._in(Phase.WAITING, Phase.ARRIVED)
         if joining and donors:
             donor = max(donors, key=lambda rank: (self._workers[rank].iteration, -rank))
             self._hand_over(donor, joining, iteration=self._workers[donor].iteration)
+            for rank in self._in(Phase.ARRIVED):
+                self._workers[rank].since = now
+                self._order(rank, "patience", {})
 
     def _hand_over(self, donor: int, takers: list[int], iteration: int) -> None:
-        self._order(donor, "donate", {"takers": takers})
+        self._order(donor, "donate", {"takers": [[rank, self._workers[rank].visit] for rank in takers]})
         for rank in takers:
-            self._order(rank, "take", {"donor": donor})
+            self._order(rank, "take", {"donor": donor, "visit": self._workers[rank].visit})
             self._workers[rank].phase, self._workers[rank].iteration = Phase.TRAINING, iteration
 
     def _form_groups(self, now: float) -> None:
@@ -244,6 +264,13 @@ class Coordinator:
 
     def _order_group(self, members: tuple[int, ...], weights: list[float], drain: bool) -> None:
         workers = [self._workers[rank] for rank in members]
+        if any(worker.averages != workers[0].averages for worker in workers):
+            kept = "; ".join(f"rank {rank}: {_names(self._workers[rank].averages)}" for rank in members)
+            self._stop(
+                f"momentum 'average' needs the same optimizer state on all workers, which keep {kept}; use the same "
+                "optimizer everywhere, or momentum 'local'"
+            )
+            return
         if len({worker.elements for worker in workers}) > 1:
             sizes = ", ".join(f"rank {rank} {self._workers[rank].elements}" for rank in members)
             self._stop(f"workers exchange different numbers of elements ({sizes}): they must train the same model")
@@ -323,3 +350,7 @@ class Coordinator:
     def _flush(self) -> list[Order]:
         orders, self._orders = self._orders, []
         return orders
+
+
+def _names(averages: list[str] | None) -> str:
+    return ", ".join(averages or ()) or "none"

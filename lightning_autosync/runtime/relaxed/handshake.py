@@ -5,7 +5,10 @@ The network itself is trusted; the secret keeps strangers and stray processes of
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import select
 import socket
 import struct
 import time
@@ -16,10 +19,13 @@ from lightning_autosync.errors import ExchangeError
 
 _LENGTH = struct.Struct("<H")
 _LONGEST = 1024
-"""Bytes of JSON that a greeting may have."""
+"""Bytes of JSON that a hello may have; answers come from those who are called, and grow with the ranks."""
 
 _RETRY = 0.05
 """Seconds after which whoever was told to wait asks again."""
+
+_LOOK = 0.1
+"""Seconds between looks whether a call is still needed."""
 
 JOIN, RESUME, PROBE = "join", "resume", "probe"
 """What a caller wants: a first connection, a new one in place of one that dropped, or only to know how it stands."""
@@ -42,11 +48,13 @@ class Hello(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What it is told, by which incarnation, which has so many of its frames."""
+    """What it is told, by which incarnation, which has so many of its frames and counts these peers (by rank, their
+    incarnations) as live."""
 
     verdict: str
     incarnation: int
     received: int
+    live: dict[str, int]
 
 
 def encode(greeting: Hello | Answer) -> bytes:
@@ -61,6 +69,8 @@ def decode_hello(data: bytes | bytearray) -> Hello | None:
     Raises:
         ExchangeError: whoever sent it is not of the mesh.
     """
+    if len(data) >= _LENGTH.size and _LENGTH.unpack_from(data)[0] > _LONGEST:
+        raise ExchangeError("a stranger's greeting")
     text = _text(data)
     if text is None:
         return None
@@ -78,23 +88,36 @@ def _text(data: bytes | bytearray) -> bytes | None:
     if len(data) < _LENGTH.size:
         return None
     (length,) = _LENGTH.unpack_from(data)
-    if length > _LONGEST:
-        raise ExchangeError("a stranger's greeting")
     text = bytes(data[_LENGTH.size : _LENGTH.size + length])
     return text if len(text) == length else None
 
 
-def dial(target: tuple[str, int], hello: Hello, timeout: float) -> tuple[socket.socket, Answer]:
-    """Call a process and hear its answer.
+def dial(
+    target: tuple[str, int], hello: Hello, deadline: float, settled: Callable[[], bool]
+) -> tuple[socket.socket, Answer] | None:
+    """Call a process and hear its answer; None once ``settled`` says that it is no longer needed.
 
     Raises:
-        OSError: nobody listens there, or no answer came in ``timeout`` seconds.
+        OSError: nobody listens there, or no answer came before ``deadline`` (seconds of `time.monotonic`).
     """
-    connection = socket.create_connection(target, timeout=timeout)
+    family = socket.AF_INET6 if ":" in target[0] else socket.AF_INET
+    connection = socket.socket(family, socket.SOCK_STREAM)
     try:
+        connection.setblocking(False)
+        fault = connection.connect_ex(target)
+        if fault not in (0, errno.EINPROGRESS):
+            raise OSError(fault, os.strerror(fault))
+        if not _ready(connection, select.POLLOUT, deadline, settled):
+            connection.close()
+            return None
+        if fault := connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            raise OSError(fault, os.strerror(fault))
         connection.sendall(encode(hello))
         data = b""
         while (text := _text(data)) is None:
+            if not _ready(connection, select.POLLIN, deadline, settled):
+                connection.close()
+                return None
             part = connection.recv(_LENGTH.size - len(data) if len(data) < _LENGTH.size else _rest(data))
             if not part:
                 raise ConnectionResetError("it hung up")
@@ -103,6 +126,18 @@ def dial(target: tuple[str, int], hello: Hello, timeout: float) -> tuple[socket.
     except (OSError, ExchangeError, ValueError, TypeError) as cause:
         connection.close()
         raise cause if isinstance(cause, OSError) else ConnectionError("it answered nonsense") from None
+
+
+def _ready(connection: socket.socket, event: int, deadline: float, settled: Callable[[], bool]) -> bool:
+    """Wait until a connection can be used; False once it is no longer needed."""
+    waiting = select.poll()
+    waiting.register(connection, event)
+    while not waiting.poll(_LOOK * 1000):
+        if settled():
+            return False
+        if time.monotonic() > deadline:
+            raise TimeoutError("no answer")
+    return True
 
 
 def _rest(data: bytes) -> int:
@@ -116,10 +151,13 @@ def dial_until(
     """Call again while told to wait; None once ``settled`` says that it is no longer needed.
 
     Raises:
-        OSError: as `dial`; ``deadline`` is in seconds of `time.monotonic`.
+        OSError: as `dial`.
     """
     while not settled():
-        connection, answer = dial(target, hello, max(0.05, deadline - time.monotonic()))
+        found = dial(target, hello, deadline, settled)
+        if found is None:
+            return None
+        connection, answer = found
         if answer.verdict != WAIT or hello.purpose == PROBE:
             return connection, answer
         connection.close()

@@ -24,7 +24,8 @@ class HeartbeatSettings:
             thread run.
         longest: seconds of silence that are never exceeded, however irregular the beats were.
         phi: minus the decimal logarithm of the accepted probability of a false suspicion.
-        redial: seconds that re-opening a dropped connection may take.
+        redial: seconds that re-opening a connection may take which dropped, or over which nothing comes any more; so a
+            peer that hangs is given up after at most ``longest + redial``.
     """
 
     interval: float = 0.5

@@ -46,7 +46,9 @@ class ProtocolError(ExchangeError):
 class _Frame(NamedTuple):
     buffers: tuple[memoryview, ...]
     sent: Sent | None
-    """The message that this frame completes, unless it was settled before."""
+    """The message that this frame is a part of, unless it was settled before."""
+    last: bool = True
+    """Whether it completes that message."""
 
 
 class _Inbound(NamedTuple):
@@ -190,7 +192,7 @@ class Link:
             frame = self._unconfirmed.popleft()
             self._confirmed += 1
             if frame.sent is not None:
-                frame.sent.settle()
+                frame.sent.settle() if frame.last else frame.sent.move()
 
     # Receiving
 
@@ -314,4 +316,4 @@ def _piece_frames(message: Message) -> Iterator[_Frame]:
     for piece in cut(message.payload, PIECE):
         size = payload_size(piece)
         left -= size
-        yield _Frame((memoryview(_HEAD.pack(_PIECE, 0, size)), *piece), None if left else message.sent)
+        yield _Frame((memoryview(_HEAD.pack(_PIECE, 0, size)), *piece), message.sent, last=not left)

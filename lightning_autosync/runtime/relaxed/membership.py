@@ -7,7 +7,7 @@ and rank 0, which coordinates, outlives every dispute.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from enum import Enum
 
 from lightning_autosync.runtime.relaxed.handshake import EXPELLED, JOIN, RESUME, STALE, WAIT, WELCOME, Hello
@@ -32,8 +32,9 @@ class Membership:
 
     def __init__(self, rank: int, size: int, incarnation: int) -> None:
         self.rank, self.size, self.incarnation = rank, size, incarnation
-        self.dialling: set[int] = set()
-        """Peers that are being called for the first time."""
+        self.dialling: dict[int, tuple[str, int]] = {}
+        """Peers that are being called for the first time, and where."""
+        self._known: dict[int, int] = {}
         self._status = {peer: Status.UNKNOWN for peer in range(size) if peer != rank}
         self._incarnations = dict.fromkeys(self._status, 0)
         self._reasons: dict[int, str] = {}
@@ -62,6 +63,27 @@ class Membership:
         """Peers that were never heard of."""
         return [peer for peer, status in self._status.items() if status is Status.UNKNOWN]
 
+    def incarnations(self) -> dict[str, int]:
+        """The live peers' incarnations, as JSON data."""
+        return {str(peer): self._incarnations[peer] for peer in self.others()}
+
+    def learn(self, live: Mapping[str, int]) -> None:
+        """A peer has told who is live."""
+        for peer, incarnation in live.items():
+            self._known[int(peer)] = max(incarnation, self._known.get(int(peer), 0))
+
+    def forget(self, peer: int, incarnation: int) -> bool:
+        """This incarnation of a peer is not live any more; returns whether it was thought to be."""
+        found = 0 < self._known.get(peer, 0) <= incarnation
+        if found:
+            del self._known[peer]
+        return found
+
+    @property
+    def unmet(self) -> list[int]:
+        """Peers that others count as live, and that are not connected here."""
+        return [peer for peer in self._status if peer in self._known and not self.is_live(peer)]
+
     def judge(self, hello: Hello) -> str:
         """What to answer a caller that knows the secret."""
         if hello.rank not in self._status:
@@ -72,7 +94,9 @@ class Membership:
         if hello.target not in (0, self.incarnation):
             return STALE
         if hello.purpose == JOIN:
-            both_call = hello.rank in self.dialling and self.rank < hello.rank
+            # Of two that call each other the lower rank's call counts; unless it goes to an address of the past.
+            called = self.dialling.get(hello.rank)
+            both_call = called == (hello.host, hello.port) and self.rank < hello.rank
             return WAIT if both_call or hello.incarnation == known else WELCOME
         if hello.incarnation > known or not self.is_live(hello.rank):
             return EXPELLED

@@ -27,6 +27,7 @@ LARGEST_PAYLOAD = 64 * 1024**3
 """Bytes that a message may have unless a smaller bound is given."""
 
 Handler = Callable[[Mail], None]
+Cancel = Callable[[], None]
 Placer = Callable[[int, dict[str, Any], int], memoryview | None]
 
 _NO_HEADER: Mapping[str, Any] = MappingProxyType({})
@@ -72,10 +73,11 @@ class Mesh:
             address: the own address in the cluster's network; by default the one that faces ``MASTER_ADDR``.
             timeout: seconds that meeting may take.
             largest: payload bytes that a message may have at most.
-            rejoin: come back after this rank was lost; needs one live peer, not all. Otherwise all must be there.
+            rejoin: come back after this rank was lost; needs one live peer, and all that it counts as live. Otherwise
+                all must be there.
 
         Raises:
-            ExchangeError: some peer (on rejoining: every peer) could not be met in time.
+            ExchangeError: a peer that is needed could not be met in time.
         """
         deadline = time.monotonic() + timeout
         listener = listen(address or own_address(), size)
@@ -90,9 +92,9 @@ class Mesh:
         atexit.register(mesh.close)
         for peer, target in entry.addresses.items():
             if rejoin or rank < peer:
-                mesh._hub.join(peer, target, deadline - time.monotonic())
+                mesh._hub.join(peer, target, entry.incarnations[peer], deadline - time.monotonic())
         try:
-            mesh._meet(deadline, all_needed=not rejoin)
+            mesh._meet(deadline, rejoin)
         except ExchangeError:
             mesh.close()
             raise
@@ -109,6 +111,11 @@ class Mesh:
         return frozenset(
             peer for peer in range(self.size) if peer != self.rank and self._members.status(peer) is Status.LEFT
         )
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
 
     @property
     def error(self) -> ExchangeError | None:
@@ -154,11 +161,14 @@ class Mesh:
         """
         return self._inbox.take(kinds, sender, timeout, lambda: self._hopeless(sender))
 
-    def subscribe(self, kind: str, handler: Handler, place: Placer | None = None) -> None:
+    def subscribe(self, kind: str, handler: Handler, place: Placer | None = None) -> Cancel:
         """Hand messages of a kind to ``handler`` instead of `receive`; on the mesh's thread, so it must be quick.
 
         ``place(sender, header, size)`` may name memory of ``size`` bytes into which a payload of more than 64 KiB
         is received without a copy; None lets the mesh allocate it. What came before is handed over first.
+
+        Returns:
+            What ends the subscription; later messages wait for `receive`, or for the next subscriber.
         """
 
         def begin() -> None:
@@ -168,20 +178,31 @@ class Mesh:
             for mail in self._inbox.drain(kind):
                 handler(mail)
 
+        def end() -> None:
+            if self._handlers.get(kind) is handler:
+                del self._handlers[kind]
+                self._placers.pop(kind, None)
+
         # On the thread that delivers, so that no message slips through and the order stays.
         self._hub.perform(begin)
+        return lambda: self._hub.perform(end)
 
-    def on_loss(self, handler: Callable[[int, str], None]) -> None:
-        """Call ``handler(peer, why)`` on the mesh's thread for each peer that is lost from now on."""
-        self._on_loss.append(handler)
+    def on_loss(self, handler: Callable[[int, str], None]) -> Cancel:
+        """Call ``handler(peer, why)`` on the mesh's thread for each peer that is lost from now on; until cancelled."""
+        return self._listen(self._on_loss, handler)
 
-    def on_leave(self, handler: Callable[[int], None]) -> None:
+    def on_leave(self, handler: Callable[[int], None]) -> Cancel:
         """Call ``handler(peer)`` on the mesh's thread for each peer that closes its mesh from now on."""
-        self._on_leave.append(handler)
+        return self._listen(self._on_leave, handler)
 
-    def on_join(self, handler: Callable[[int], None]) -> None:
+    def on_join(self, handler: Callable[[int], None]) -> Cancel:
         """Call ``handler(peer)`` on the mesh's thread for each peer that comes back from now on."""
-        self._on_join.append(handler)
+        return self._listen(self._on_join, handler)
+
+    @staticmethod
+    def _listen(listeners: list[Any], handler: Any) -> Cancel:
+        listeners.append(handler)
+        return lambda: listeners.remove(handler) if handler in listeners else None
 
     def close(self) -> None:
         """Send what is queued, take leave, and stop; the peers do not count this process as lost."""
@@ -213,17 +234,23 @@ class Mesh:
         self._hub.submit(lambda: self.delivered(mail))
         message.sent.settle()
 
-    def _meet(self, deadline: float, *, all_needed: bool) -> None:
+    def _meet(self, deadline: float, rejoin: bool) -> None:
+        awaited = self._awaited_again if rejoin else lambda: self._members.missing
         with self._changed:
-            while missing := self._members.missing:
-                if not self._changed.wait(deadline - time.monotonic()) and time.monotonic() >= deadline:
-                    break
+            while awaited() and time.monotonic() < deadline:
+                self._changed.wait(deadline - time.monotonic())
                 if self._hub.error is not None:
                     raise self._hub.error
-        absent = [*missing, *(peer for peer in self._others() if self._members.status(peer) is Status.LOST)]
-        if absent and (all_needed or len(absent) == self.size - 1):
-            reasons = "; ".join(f"rank {peer}: {self._members.reason(peer)}" for peer in absent)
+            absent = set(awaited())
+        if not rejoin or self._members.live == {self.rank}:
+            absent.update(peer for peer in self._others() if self._members.status(peer) is Status.LOST)
+        if absent:
+            reasons = "; ".join(f"rank {peer}: {self._members.reason(peer)}" for peer in sorted(absent))
             raise ExchangeError(f"rank {self.rank} could not meet its peers: {reasons}")
+
+    def _awaited_again(self) -> list[int]:
+        """Whom a process that comes back must still meet: anybody, and then all whom those count as live."""
+        return self._members.unmet if self._members.live != {self.rank} else self._members.missing
 
     def _others(self) -> list[int]:
         return [peer for peer in range(self.size) if peer != self.rank]
@@ -248,21 +275,24 @@ class Mesh:
 
     def joined(self, peer: int) -> None:
         self._notice()
-        for handler in self._on_join:
+        for handler in list(self._on_join):
             handler(peer)
 
     def lost(self, peer: int, why: str) -> None:
         self._notice()
-        for handler in self._on_loss:
+        for handler in list(self._on_loss):
             handler(peer, why)
 
     def departed(self, peer: int) -> None:
         self._notice()
-        for handler in self._on_leave:
+        for handler in list(self._on_leave):
             handler(peer)
+
+    def stirred(self) -> None:
+        self._notice()
 
     def failed(self, error: ExchangeError) -> None:
         self._notice()
         for peer in self._others():
-            for handler in self._on_loss:
+            for handler in list(self._on_loss):
                 handler(peer, str(error))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -34,6 +35,7 @@ class Sent:
     def __init__(self) -> None:
         self._event = threading.Event()
         self._error: ExchangeError | None = None
+        self._moved_at = time.monotonic()
         self.cancelled = False
 
     @property
@@ -52,6 +54,24 @@ class Sent:
             raise MeshTimeout(f"a message was not confirmed in {timeout:g} s")
         if self._error is not None:
             raise self._error
+
+    def wait_while_moving(self, patience: float) -> None:
+        """Block until the receiver has the message, however long that takes as long as parts of it arrive.
+
+        Raises:
+            PeerLost: the receiver is gone.
+            MeshTimeout: nothing of it was confirmed for ``patience`` seconds.
+        """
+        begin = time.monotonic()
+        while not self._event.wait(max(0.0, max(begin, self._moved_at) + patience - time.monotonic())):
+            if time.monotonic() >= max(begin, self._moved_at) + patience:
+                raise MeshTimeout(f"nothing of a message was confirmed for {patience:g} s")
+        if self._error is not None:
+            raise self._error
+
+    def move(self) -> None:
+        """The receiver has confirmed a part of it."""
+        self._moved_at = time.monotonic()
 
     def cancel(self) -> None:
         """Do not begin to send it any more; what is on its way goes on."""

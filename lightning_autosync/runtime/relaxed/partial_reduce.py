@@ -18,7 +18,7 @@ from lightning_autosync.runtime.relaxed.coordinator import Coordinator
 from lightning_autosync.runtime.relaxed.grouping import Grouping
 from lightning_autosync.runtime.relaxed.isolation import BOUND, IsolationGuard
 from lightning_autosync.runtime.relaxed.mesh import Mesh
-from lightning_autosync.runtime.relaxed.tensors import FlatView, ModelTensors, optimizer_slots
+from lightning_autosync.runtime.relaxed.tensors import FlatView, ModelTensors, optimizer_averages, optimizer_slots
 
 
 class PartialReduce(AveragingWorker):
@@ -56,10 +56,12 @@ class PartialReduce(AveragingWorker):
         optimizer.step()
         self._count(samples)
         slots: list[Tensor | int] = list(self._model.parameters)
+        facts: dict[str, Any] = {}
         if self._averages_momentum:
-            slots += optimizer_slots(optimizer, self._model.parameters)
+            facts["averages"] = optimizer_averages(optimizer, self._model.parameters)
+            slots += optimizer_slots(optimizer, self._model.parameters, facts["averages"])
         view = FlatView(slots)
-        group, average = self._meet("ready", view.pack())
+        group, average = self._meet("ready", view.pack(), **facts)
         if len(group["members"]) > 1:
             view.unpack(average)
         self._iteration = group["iteration"]

@@ -19,7 +19,13 @@ from lightning_autosync.runtime.relaxed.isolation import IsolationGuard
 from lightning_autosync.runtime.relaxed.mesh import Mesh
 from lightning_autosync.runtime.relaxed.outer import make_outer
 from lightning_autosync.runtime.relaxed.pace import Pace
-from lightning_autosync.runtime.relaxed.tensors import FlatView, ModelTensors, flat_type, optimizer_slots
+from lightning_autosync.runtime.relaxed.tensors import (
+    FlatView,
+    ModelTensors,
+    flat_type,
+    optimizer_averages,
+    optimizer_slots,
+)
 
 LONGEST = 10_000
 """Steps that an adapting period may reach."""
@@ -92,11 +98,13 @@ class Periodic(AveragingWorker):
     def _average_fragments(self, due: list[int], optimizer: Optimizer, warming: bool) -> None:
         parameters = [parameter for index in due for parameter in self._fragments[index]]
         slots: list[Tensor | int] = list(parameters)
+        facts: dict[str, Any] = {}
         if self._averages_momentum:
-            slots += optimizer_slots(optimizer, parameters)
+            facts["averages"] = optimizer_averages(optimizer, parameters)
+            slots += optimizer_slots(optimizer, parameters, facts["averages"])
         view = FlatView(slots)
         local = view.pack().to(self._dtype)
-        facts = {"rate": float(optimizer.param_groups[0]["lr"]), **self._clock.facts()}
+        facts |= {"rate": float(optimizer.param_groups[0]["lr"]), **self._clock.facts()}
         group, mean = self._meet("ready", local, **facts)
         result = mean.clone()
         begin = 0

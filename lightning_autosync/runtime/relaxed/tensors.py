@@ -72,19 +72,26 @@ def flat_type(tensors: Iterable[Tensor]) -> torch.dtype:
     return torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
 
 
-def optimizer_slots(optimizer: Optimizer, parameters: Sequence[Tensor]) -> list[Tensor | int]:
-    """An optimizer's running averages (momentum, second moments), in an order that is the same on all workers.
+def optimizer_averages(optimizer: Optimizer, parameters: Sequence[Tensor]) -> list[str]:
+    """Names of an optimizer's running averages (momentum, second moments), ascending.
 
-    They are the floating-point tensors of a parameter's state that have its shape. A parameter that has not had a
-    gradient here has none yet; its number of elements stands in.
+    They are the floating-point tensors of a parameter's state that have its shape.
     """
     names: set[str] = set()
     for parameter in parameters:
         names.update(
             name for name, value in optimizer.state.get(parameter, {}).items() if _is_average(name, value, parameter)
         )
+    return sorted(names)
+
+
+def optimizer_slots(optimizer: Optimizer, parameters: Sequence[Tensor], averages: Sequence[str]) -> list[Tensor | int]:
+    """An optimizer's running averages of these names, in an order that is the same on all workers.
+
+    A parameter that has not had a gradient here has none yet; its number of elements stands in.
+    """
     slots: list[Tensor | int] = []
-    for name in sorted(names):
+    for name in averages:
         for parameter in parameters:
             value = optimizer.state.get(parameter, {}).get(name)
             elements = _real(parameter).numel()

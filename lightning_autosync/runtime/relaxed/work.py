@@ -32,7 +32,12 @@ class SharedWork:
         self._next: dict[int, int] = {}
         self._lock = threading.Lock()
         if mesh.rank == _DEALER:
-            mesh.subscribe("work?", self._answer)
+            self._unsubscribe = mesh.subscribe("work?", self._answer)
+
+    def close(self) -> None:
+        """Deal no more; may be called again."""
+        if self._mesh.rank == _DEALER:
+            self._unsubscribe()
 
     def take(self, epoch: int, length: int, count: int) -> range:
         """The next ``count`` positions of a pass, fewer at its end and none after it.

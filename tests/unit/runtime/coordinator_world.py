@@ -146,7 +146,7 @@ class World:
                 player.error = order.header["reason"]
             case "donate":
                 if player.waits_for == "start":
-                    assert player.rank not in order.header["takers"]
+                    assert player.rank not in [rank for rank, _ in order.header["takers"]]
                     self._train(player)
             case "take":
                 assert player.waits_for == "start"

@@ -90,9 +90,9 @@ class Talk:
 def test_the_first_worker_gives_everybody_its_model() -> None:
     talk = Talk(3, Grouping(2))
     assert talk.started == [
-        Order(0, "donate", {"takers": [1, 2]}),
-        Order(1, "take", {"donor": 0}),
-        Order(2, "take", {"donor": 0}),
+        Order(0, "donate", {"takers": [[1, 1], [2, 1]]}),
+        Order(1, "take", {"donor": 0, "visit": 1}),
+        Order(2, "take", {"donor": 0, "visit": 1}),
     ]
 
 
@@ -133,7 +133,7 @@ def test_a_returning_worker_takes_the_model_of_one_that_waits() -> None:
     talk.coordinator.lose(2, 1.0)
     assert talk.say(2, "start", 2.0) == []
     orders = talk.say(1, "ready", 3.0)
-    assert orders == [Order(1, "donate", {"takers": [2]}), Order(2, "take", {"donor": 1})]
+    assert orders == [Order(1, "donate", {"takers": [[2, 2]]}), Order(2, "take", {"donor": 1, "visit": 2})]
     assert [order.header["members"] for order in talk.say(2, "ready", 4.0)] == [(1, 2)] * 2
 
 
@@ -147,6 +147,35 @@ def test_a_worker_that_does_not_come_to_the_barrier_is_named() -> None:
     assert {order.rank for order in orders} == {0, 1, 2}
     assert orders[0].header["reason"] == "drain: rank 1 did not come within 60 s"
     assert talk.say(1, "ready", 71.0)[0].kind == "stop"
+
+
+def test_who_comes_back_to_a_barrier_is_waited_for_as_long_as_anybody() -> None:
+    talk = Talk(3, Grouping(2), timeout=60.0)
+    talk.coordinator.lose(2, 1.0)
+    talk.say(0, "arrive", 10.0)
+    orders = talk.say(2, "start", 69.0)
+    assert [order.kind for order in orders] == ["donate", "take", "patience"]
+    assert talk.coordinator.tick(71.0) == []
+    assert {order.kind for order in talk.coordinator.tick(129.0)} == {"stop"}
+
+
+def test_who_finds_nobody_with_a_model_is_alone_with_that() -> None:
+    talk = Talk(3, Grouping(2), timeout=60.0)
+    talk.coordinator.lose(2, 1.0)
+    talk.say(2, "start", 2.0)
+    orders = talk.coordinator.tick(62.0)
+    assert [(order.rank, order.kind) for order in orders] == [(2, "stop")]
+    assert talk.coordinator.stopped is None
+    talk.say(0, "ready", 63.0)
+    assert [order.rank for order in talk.say(1, "ready", 63.0)] == [0, 1]
+
+
+def test_averaged_momentum_needs_the_same_state_everywhere() -> None:
+    talk = Talk(2, Grouping(2))
+    talk.say(0, "ready", averages=["momentum_buffer"], elements=20)
+    reason = talk.say(1, "ready", averages=["exp_avg", "exp_avg_sq"], elements=30)[0].header["reason"]
+    assert "momentum 'average' needs the same optimizer state" in reason
+    assert "rank 0: momentum_buffer; rank 1: exp_avg, exp_avg_sq" in reason
 
 
 def test_models_of_different_size_are_an_error() -> None:

@@ -15,12 +15,14 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_autosync.errors import ExchangeError, GroupBroken, MeshTimeout, PeerLost
+from lightning_autosync.errors import ExchangeError, Expelled, GroupBroken, MeshTimeout, PeerLost
+from lightning_autosync.runtime.relaxed import handshake
 from lightning_autosync.runtime.relaxed import hub as hub_module
 from lightning_autosync.runtime.relaxed import link as link_module
 from lightning_autosync.runtime.relaxed.averaging import GroupAverage, cut_chunks, weighted_sum
 from lightning_autosync.runtime.relaxed.heartbeat import HeartbeatSettings
 from lightning_autosync.runtime.relaxed.mesh import Mesh
+from lightning_autosync.runtime.relaxed.messages import Sent
 
 HOST = "127.0.0.1"
 PATIENT = HeartbeatSettings(interval=0.5, shortest=20.0, longest=30.0)
@@ -147,6 +149,142 @@ def test_a_slow_link_is_not_a_dead_one(monkeypatch: pytest.MonkeyPatch) -> None:
         return time.monotonic() - begun
 
     assert all(seconds > 1.5 * quick.longest for seconds in together(2, play, heartbeat=quick))
+
+
+def test_who_suspects_a_peer_that_others_hear_is_the_one_to_leave() -> None:
+    quick = HeartbeatSettings(interval=0.1, shortest=0.5, longest=1.0, redial=0.3)
+
+    def play(mesh: Mesh) -> str:
+        if mesh.rank == 2:
+            peers = mesh._hub._peers
+            mesh._hub.perform(lambda: deafen(peers, mesh))
+            with pytest.raises(Expelled, match="cannot hear rank 0, which rank 1 hears"):
+                mesh.receive("nothing", sender=0, timeout=20.0)
+            return "left"
+        with pytest.raises(PeerLost):
+            mesh.receive("nothing", sender=2, timeout=20.0)
+        # Long enough for both to know, and to know of each other.
+        mesh.send(1 - mesh.rank, "well")
+        mesh.receive("well", sender=1 - mesh.rank, timeout=20.0)
+        return "stayed"
+
+    def deafen(peers: Any, mesh: Mesh) -> None:
+        """Nothing from rank 0 arrives any more, and it cannot be reached."""
+        line = peers.lines[0]
+        line.link.read = lambda *_: (_ for _ in ()).throw(BlockingIOError())
+        dial = peers._dial
+
+        def unreachable(peer: int, address: Any, hello: Any, timeout: float, settled: Any, missed: Any) -> None:
+            missed(TimeoutError("no answer")) if peer == 0 else dial(peer, address, hello, timeout, settled, missed)
+
+        peers._dial = unreachable
+        peers._still_wanted = lambda *_: False
+        peers.interrupted(0, line, "it was silent")
+        # Nor does its own call come through.
+        judge = peers._members.judge
+        peers._members.judge = lambda hello: handshake.WAIT if hello.rank == 0 else judge(hello)
+
+    assert together(3, play, heartbeat=quick) == ["stayed", "stayed", "left"]
+
+
+def test_what_a_lost_peer_thinks_of_this_process_does_not_count() -> None:
+    """It was stopped, and gone for all; when it goes on, it answers a call of the time before: it has lost others."""
+
+    def play(mesh: Mesh) -> bool:
+        if mesh.rank == 2:
+            peers, members = mesh._hub._peers, mesh._members
+            hello = peers._hello(handshake.PROBE, members.incarnation_of(1), 0)
+            answer = handshake.Answer(handshake.EXPELLED, 1, 0, {})
+            connection, other = socket.socketpair()
+            mesh._hub.perform(lambda: peers.adopt(1, members.incarnation_of(1), "so says rank 0"))
+            mesh._hub.perform(lambda: peers._reached(1, ("", 0), hello, (connection, answer)))
+            other.close()
+            assert mesh.error is None
+            mesh.send(0, "well")
+        elif mesh.rank == 0:
+            mesh.receive("well", sender=2, timeout=20.0)
+        return True
+
+    assert together(3, play) == [True] * 3
+
+
+def test_a_connection_that_went_dead_is_replaced_before_anybody_is_lost() -> None:
+    quick = HeartbeatSettings(interval=0.1, shortest=0.5, longest=1.0, redial=5.0)
+
+    def play(mesh: Mesh) -> bool:
+        losses: list[int] = []
+        mesh.on_loss(lambda peer, why: losses.append(peer))
+        other = 1 - mesh.rank
+        line = mesh._hub._peers.lines[other]
+        before = line.socket
+        if mesh.rank == 1:
+            # What arrives on this connection is never read.
+            mesh._hub.perform(lambda: mesh._hub._selector.modify(before, 0x2, other))
+        deadline = time.monotonic() + 20.0
+        while line.socket in (before, None) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        mesh.send(other, "over the new one")
+        mesh.receive("over the new one", sender=other, timeout=20.0)
+        return not losses
+
+    assert together(2, play, heartbeat=quick) == [True, True]
+
+
+def test_a_process_that_is_away_all_the_time_still_finds_out_who_is_lost() -> None:
+    quick = HeartbeatSettings(interval=0.05, shortest=0.3, longest=0.6, redial=0.3)
+    lost = threading.Event()
+
+    def play(mesh: Mesh) -> bool:
+        if mesh.rank == 1:
+            # It falls silent without a word, and answers no call.
+            mesh.receive("go", sender=0, timeout=20.0)
+            mesh._hub._peers.tick = lambda now: None  # type: ignore[method-assign]
+            mesh._hub._peers.answer = lambda guest, hello: None  # type: ignore[method-assign]
+            mesh._hub._reception._answer = lambda guest, hello: None
+            mesh._hub._peers._dial = lambda *_: None  # type: ignore[method-assign]
+            lost.wait(20.0)
+            return True
+        flush = mesh._hub._flush
+
+        def starved() -> None:
+            time.sleep(0.15)
+            flush()
+
+        mesh._hub._flush = starved  # type: ignore[method-assign]
+        mesh.send(1, "go")
+        with pytest.raises(PeerLost):
+            mesh.receive("nothing", sender=1, timeout=10.0)
+        lost.set()
+        return True
+
+    assert together(2, play, heartbeat=quick) == [True, True]
+
+
+def test_nothing_listens_after_closing() -> None:
+    def play(mesh: Mesh) -> tuple[int, int]:
+        average = GroupAverage(mesh, 5.0)
+        average.close()
+        average.close()
+        return len(mesh._handlers) + len(mesh._placers), len(mesh._on_loss) + len(mesh._on_leave)
+
+    assert together(1, play) == [(0, 0)]
+
+
+def test_a_message_may_take_as_long_as_it_moves() -> None:
+    sent = Sent()
+
+    def receiver() -> None:
+        for _ in range(5):
+            time.sleep(0.1)
+            sent.move()
+        sent.settle()
+
+    thread = threading.Thread(target=receiver)
+    thread.start()
+    sent.wait_while_moving(0.3)
+    thread.join()
+    with pytest.raises(MeshTimeout, match="nothing of a message was confirmed"):
+        Sent().wait_while_moving(0.05)
 
 
 @given(st.integers(0, 1000), st.integers(1, 9), st.integers(1, 300))

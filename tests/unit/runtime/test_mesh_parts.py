@@ -145,6 +145,15 @@ def test_a_cancelled_message_is_not_begun() -> None:
     assert second.sent.done
 
 
+def test_a_large_message_moves_with_every_confirmed_piece() -> None:
+    pair, message = _Pair(), _message(0, bytes(1_000_000))
+    moves: list[int] = []
+    message.sent.move = lambda: moves.append(1)  # type: ignore[method-assign]
+    pair.links[0].post(message)
+    pair.settle()
+    assert len(moves) == 3
+
+
 def test_too_large_a_message_is_refused_before_memory_is_taken() -> None:
     pair = _Pair(largest=100_000)
     pair.links[0].post(_message(0, bytes(100_001)))
@@ -183,7 +192,7 @@ def test_greetings_survive_the_way_and_strangers_do_not() -> None:
     assert handshake.decode_hello(encoded) == hello
     assert handshake.decode_hello(encoded[:-1]) is None
     with pytest.raises(ExchangeError):
-        handshake.decode_hello(handshake.encode(Answer("x", 1, 2)))
+        handshake.decode_hello(handshake.encode(Answer("x", 1, 2, {})))
     with pytest.raises(ExchangeError):
         handshake.decode_hello(b"GET / HTTP/1.1\r\n" * 80)
 
@@ -215,6 +224,28 @@ def test_a_lost_peer_cannot_resume_but_can_join_anew() -> None:
     assert members.live == {0}
     assert members.judge(_hello(1, 1, handshake.RESUME, target=1)) == handshake.EXPELLED
     assert members.judge(_hello(1, 2, handshake.JOIN)) == handshake.WELCOME
+
+
+def test_a_call_to_an_address_of_the_past_does_not_keep_a_newcomer_waiting() -> None:
+    members = Membership(0, 3, incarnation=1)
+    members.dialling[1] = ("host", 99)
+    assert members.judge(_hello(1, 2, handshake.JOIN)) == handshake.WELCOME
+    members.dialling[1] = ("host", 1)
+    assert members.judge(_hello(1, 2, handshake.JOIN)) == handshake.WAIT
+
+
+def test_who_comes_back_must_meet_whom_others_count_as_live() -> None:
+    members = Membership(3, 4, incarnation=2)
+    members.connected(0, 1)
+    members.learn({"1": 1, "2": 3})
+    assert members.unmet == [1, 2]
+    members.connected(1, 1)
+    assert members.unmet == [2]
+    # Of an earlier life of rank 2 a loss means nothing.
+    assert not members.forget(2, 2)
+    assert members.unmet == [2]
+    assert members.forget(2, 3)
+    assert members.unmet == []
 
 
 def test_of_two_that_cannot_talk_the_higher_rank_leaves() -> None:

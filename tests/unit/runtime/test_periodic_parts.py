@@ -11,7 +11,14 @@ from torch import nn
 from lightning_autosync.errors import ExchangeError
 from lightning_autosync.runtime.relaxed.fragments import cut_fragments, first_ages
 from lightning_autosync.runtime.relaxed.pace import Pace
-from lightning_autosync.runtime.relaxed.tensors import FlatView, ModelTensors, model_bytes, optimizer_slots, take_bytes
+from lightning_autosync.runtime.relaxed.tensors import (
+    FlatView,
+    ModelTensors,
+    model_bytes,
+    optimizer_averages,
+    optimizer_slots,
+    take_bytes,
+)
 
 
 @given(sizes=st.lists(st.integers(0, 1000), min_size=1, max_size=30), count=st.integers(1, 12))
@@ -117,7 +124,9 @@ def test_running_averages_have_one_order_even_before_a_first_gradient() -> None:
     optimizer = torch.optim.Adam(parameters)
     module[1](torch.ones(3)).backward()
     optimizer.step()
-    slots = optimizer_slots(optimizer, parameters)
+    names = optimizer_averages(optimizer, parameters)
+    assert names == ["exp_avg", "exp_avg_sq"]
+    slots = optimizer_slots(optimizer, parameters, names)
     assert [slot if isinstance(slot, int) else tuple(slot.shape) for slot in slots] == [6, 3, (1, 3), (1,)] * 2
     flat = FlatView(slots).pack()
     assert flat.numel() == 2 * sum(parameter.numel() for parameter in parameters)

@@ -15,7 +15,7 @@ from lightning_autosync.strategy.shared_data import SharedSampler
 
 def dealer() -> SharedWork:
     """The dealing rank's own side, which needs no messages."""
-    mesh: Any = SimpleNamespace(rank=0, subscribe=lambda kind, handler: None)
+    mesh: Any = SimpleNamespace(rank=0, subscribe=lambda kind, handler: lambda: None)
     return SharedWork(cast(Mesh, mesh), timeout=1.0)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -15,17 +15,19 @@ class Barrier:
         buffers: rank 0's at the beginning, by name.
 
     Attributes:
-        buffers: the average of the last barrier.
+        buffers: as of the last barrier.
+        passed: number of barriers so far.
         arrived: for each rank at the barrier, the version of the parameters that it has.
     """
 
     def __init__(self, buffers: dict[str, Tensor]) -> None:
         self.buffers = buffers
+        self.passed = 0
         self.arrived: dict[int, int] = {}
         self._brought: dict[int, tuple[int, Mapping[str, Tensor]]] = {}
 
     def arrive(self, rank: int, samples: int, since: int, buffers: Mapping[str, Tensor]) -> None:
-        """A worker comes, after ``samples`` since the last barrier, with floating buffers (if any are kept here)."""
+        """A worker comes, after ``samples`` since the last barrier, with those of its buffers that count."""
         self.arrived[rank] = since
         self._brought[rank] = samples, buffers
 
@@ -34,17 +36,26 @@ class Barrier:
         self.arrived.pop(rank, None)
         self._brought.pop(rank, None)
 
-    def leave(self) -> dict[int, int]:
-        """All are there: average what they brought, and begin anew; returns whom and their versions."""
-        total = sum(samples for samples, _ in self._brought.values())
-        shares = {
-            rank: samples / total if total else 1 / len(self._brought) for rank, (samples, _) in self._brought.items()
-        }
-        for name, kept in self.buffers.items():
-            if kept.is_floating_point():
-                mean = torch.zeros_like(kept, dtype=torch.float64)
-                for rank in sorted(self._brought):
-                    mean += shares[rank] * self._brought[rank][1][name].double()
-                self.buffers[name] = mean.to(kept.dtype)
+    def leave(self) -> tuple[dict[int, int], dict[str, Tensor]]:
+        """All are there: average what they brought, and begin anew; returns whom, their versions, and the averages."""
+        averages = {}
+        for name in self.buffers:
+            given = [(samples, found[name]) for _, (samples, found) in sorted(self._brought.items()) if name in found]
+            if given:
+                averages[name] = _average(given)
+        self.buffers |= averages
         arrived, self.arrived, self._brought = self.arrived, {}, {}
-        return arrived
+        self.passed += 1
+        return arrived, averages
+
+
+def _average(given: Sequence[tuple[int, Tensor]]) -> Tensor:
+    """Weighted by samples; of a counter the first."""
+    first = given[0][1]
+    if len(given) == 1 or not first.is_floating_point():
+        return first.clone()
+    total = sum(samples for samples, _ in given)
+    mean = torch.zeros_like(first, dtype=torch.float64)
+    for samples, tensor in given:
+        mean += (samples / total if total else 1 / len(given)) * tensor.double()
+    return mean.to(first.dtype)

@@ -20,12 +20,14 @@ def serve(store: dist.Store, rank: int, size: int, *, address: str | None = None
         timeout: seconds that meeting the others may take.
 
     Raises:
-        ExchangeError: the others could not be met, or the server could not go on.
+        ExchangeError: the others could not be met, have given this process up, or the server could not go on.
     """
     mesh = Mesh.open(store, rank, size, address=address, timeout=timeout)
     try:
         server = ShardServer(mesh)
         server.wait()
+        if mesh.error is not None:
+            raise mesh.error
     finally:
         mesh.close()
     if server.failure:

@@ -32,6 +32,7 @@ from __future__ import annotations
 import queue
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
@@ -102,11 +103,13 @@ class Post:
     def __init__(self, mesh: Mesh, kinds: Mapping[str, Sequence[str]]) -> None:
         self._mesh = mesh
         self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
+        self._subscriptions = ExitStack()
         for prefix, names in kinds.items():
             for name in names:
-                mesh.subscribe(f"{prefix}.{name}", self._events.put)
-        mesh.on_loss(lambda rank, why: self._events.put(Absence(rank, why, True)))
-        mesh.on_leave(lambda rank: self._events.put(Absence(rank, "it has closed", False)))
+                self._subscriptions.callback(mesh.subscribe(f"{prefix}.{name}", self._events.put))
+        self._subscriptions.callback(mesh.on_loss(lambda rank, why: self._events.put(Absence(rank, why, True))))
+        closed = mesh.on_leave(lambda rank: self._events.put(Absence(rank, "it has closed", False)))
+        self._subscriptions.callback(closed)
         for rank in set(range(mesh.size)) - mesh.live:
             self._events.put(Absence(rank, "it was gone at the beginning", rank not in mesh.left))
 
@@ -120,6 +123,10 @@ class Post:
             return self._events.get(timeout=timeout)
         except queue.Empty:
             raise MeshTimeout(f"nothing came in {timeout:g} s") from None
+
+    def close(self) -> None:
+        """Take nothing more; may be called again."""
+        self._subscriptions.close()
 
     def wake(self) -> None:
         """Let whoever waits in `next` go."""

@@ -6,7 +6,6 @@ import threading
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -15,37 +14,13 @@ from lightning_autosync.errors import AutoSyncError, ExchangeError
 from lightning_autosync.plan.servers import Shard
 from lightning_autosync.runtime.relaxed.mesh import Mail, Mesh
 from lightning_autosync.runtime.relaxed.server.barrier import Barrier
+from lightning_autosync.runtime.relaxed.server.blame import BadMessageError, blaming
 from lightning_autosync.runtime.relaxed.server.clock import StalenessClock
-from lightning_autosync.runtime.relaxed.server.gradients import Gradients, add, unpack_gradients
+from lightning_autosync.runtime.relaxed.server.gradients import add
 from lightning_autosync.runtime.relaxed.server.protocol import TO_SERVER, Absence, Event, Post, Setup
-from lightning_autosync.runtime.relaxed.server.rules import Hyperparameters
+from lightning_autosync.runtime.relaxed.server.pushes import Push, Pushes, Reader
 from lightning_autosync.runtime.relaxed.server.shard import ShardStore
 from lightning_autosync.runtime.relaxed.server.wire import Part, pack, unpack
-
-
-@dataclass
-class _Push:
-    """What one worker has pushed of one step; complete when its last message and all before it are there."""
-
-    step: int
-    gradients: Gradients = field(default_factory=dict)
-    received: int = 0
-    expected: int | None = None
-    workers: int = 0
-    settings: Hyperparameters = field(default_factory=list)
-
-    @property
-    def complete(self) -> bool:
-        return self.received == self.expected
-
-
-@dataclass(frozen=True)
-class _Reader:
-    """A worker that waits for parameters: the last version that it has in full, and the rows that it wants."""
-
-    rank: int
-    since: int
-    wanted: dict[int, Tensor]
 
 
 class ShardServer:
@@ -69,9 +44,9 @@ class ShardServer:
         self._party_of: dict[int, int] = {}
         self._present: set[int] = set()
         self._newcomers: set[int] = set()
-        self._pushes: dict[int, _Push] = {}
-        self._whole: dict[int, _Push] = {}
-        self._readers: dict[int, _Reader] = {}
+        self._pushes = Pushes({})
+        self._whole: dict[int, Push] = {}
+        self._readers: dict[int, Reader] = {}
         self._gone: set[int] = set()
         self._idle: set[int] = set()
         self._post = Post(mesh, {"server": TO_SERVER})
@@ -100,13 +75,19 @@ class ShardServer:
 
     def _serve(self) -> None:
         while (event := self._post.next()) is not None:
-            try:
-                self._take(event)
-            except Exception as cause:
-                known = isinstance(cause, AutoSyncError)
-                self._fail(str(cause) if known else f"{type(cause).__name__}: {cause}\n{traceback.format_exc()}")
+            self._handle(event)
             if self._deserted:
-                return
+                break
+        self._post.close()
+
+    def _handle(self, event: Event) -> None:
+        try:
+            self._take(event)
+        except BadMessageError as bad:
+            self._refuse(bad)
+        except Exception as cause:
+            known = isinstance(cause, AutoSyncError)
+            self._fail(str(cause) if known else f"{type(cause).__name__}: {cause}\n{traceback.format_exc()}")
 
     @property
     def _deserted(self) -> bool:
@@ -122,6 +103,10 @@ class ShardServer:
             self._absent(Absence(event.sender, "it has left", False))
         elif self.failure:
             self._tell(event.sender, "worker.failed", {"error": self.failure})
+        elif event.kind not in ("server.join", "server.setup") and event.sender not in self._present:
+            self._tell(
+                event.sender, "worker.failed", {"error": f"rank {event.sender} was given up; it must join again"}
+            )
         else:
             handlers: dict[str, Callable[[Mail], None]] = {
                 "server.join": self._join,
@@ -132,6 +117,11 @@ class ShardServer:
                 "server.state": self._give_state,
             }
             handlers[event.kind](event)
+
+    def _refuse(self, bad: BadMessageError) -> None:
+        """What one worker sends must not end the others: it is as good as lost."""
+        self._tell(bad.rank, "worker.failed", {"error": str(bad)})
+        self._absent(Absence(bad.rank, str(bad), True))
 
     # Beginning
 
@@ -157,6 +147,7 @@ class ShardServer:
         self._clock.restore(setup.step, setup.progress)
         self._party_of = {rank: party for party, ranks in enumerate(setup.parties) for rank in ranks}
         self._shards = {shard.index: shard for shard in own}
+        self._pushes = Pushes(self._shards)
         self._present = set(self._party_of) - self._gone
         self._store, self._barrier, self._setup = store, Barrier(buffers), setup
         for party in self._clock.parties:
@@ -177,31 +168,23 @@ class ShardServer:
         self._present.add(rank)
         self._idle.discard(rank)
         step = self._clock.steps[party] if party in self._clock else self._clock.add(party)
-        self._answer(_Reader(rank, 0, {}), "worker.values", step, everything=True)
+        self._answer(Reader(rank, 0, {}), "worker.values", step, everything=True)
 
     # Steps
 
     def _pushed(self, mail: Mail) -> None:
-        rank, step = mail.sender, mail.header["step"]
-        push = self._pushes.setdefault(rank, _Push(step))
-        if push.step != step:
-            raise ExchangeError(f"rank {rank} pushed for step {step} in the middle of step {push.step}")
-        message = unpack(mail.payload)
-        last = mail.header.get("last")
-        push.gradients.update(unpack_gradients(message, self._shards))
-        push.received += 1
-        if last is not None:
-            wanted = {int(index): message.tensors[f"{index}.wanted"] for index in last["wanted"]}
-            push.expected, push.workers, push.settings = last["pushes"], last["workers"], last["settings"]
-            self._readers[rank] = _Reader(rank, last["since"], wanted)
-        if push.complete:
-            del self._pushes[rank]
-            self._completed(self._party_of[rank], push)
+        rank, party = mail.sender, self._party_of[mail.sender]
+        with blaming(rank):
+            if party not in self._clock:
+                raise ExchangeError("gradients after it had finished")
+            push = self._pushes.take(mail)
+        if push is not None:
+            assert push.reader is not None
+            self._readers[rank] = push.reader
+            self._completed(party, push)
             self._go_on()
 
-    def _completed(self, party: int, push: _Push) -> None:
-        if party not in self._clock:
-            raise ExchangeError(f"rank {self._mesh.rank} got gradients of a worker that has finished")
+    def _completed(self, party: int, push: Push) -> None:
         # A node's new leader may repeat what the lost one pushed.
         if push.step < self._clock.steps[party]:
             return
@@ -228,7 +211,14 @@ class ShardServer:
                 del self._readers[rank]
                 self._answer(reader, "worker.values", self._clock.steps[party])
 
-    def _answer(self, reader: _Reader, kind: str, step: int, everything: bool = False) -> None:
+    def _answer(
+        self,
+        reader: Reader,
+        kind: str,
+        step: int,
+        everything: bool = False,
+        buffers: Mapping[str, Tensor] | None = None,
+    ) -> None:
         """Hand out parameters: dense shards whole, of tables the rows that changed (and are wanted)."""
         assert self._setup is not None
         tensors: dict[str, Part] = {}
@@ -240,10 +230,10 @@ class ShardServer:
                 values = self._store.values(index)
                 # In step, the next update comes after all have read; otherwise it may come while this is sent.
                 tensors[str(index)] = values if self._setup.synchronous else values.clone()
-        if everything or kind == "worker.drained":
-            tensors |= self._barrier.buffers
+        tensors |= self._barrier.buffers if everything else buffers or {}
         header = {
             "step": step,
+            "epoch": self._barrier.passed,
             "version": self._store.version,
             "progress": self._clock.progress,
             "partial": bool(reader.wanted),
@@ -269,8 +259,10 @@ class ShardServer:
             self._clock.drop(party)
 
     def _drain(self, mail: Mail) -> None:
-        message = unpack(mail.payload)
-        self._barrier.arrive(mail.sender, mail.header["samples"], mail.header["since"], message.tensors)
+        with blaming(mail.sender):
+            message = unpack(mail.payload)
+            samples, since = int(mail.header["samples"]), int(mail.header["since"])
+        self._barrier.arrive(mail.sender, samples, since, message.tensors)
         self._done(mail.sender)
         self._release()
 
@@ -282,9 +274,10 @@ class ShardServer:
         for party in {self._party_of[rank] for rank in self._present}:
             self._clock.add(party)
         step = self._clock.align()
-        for rank, since in sorted(self._barrier.leave().items()):
+        arrived, buffers = self._barrier.leave()
+        for rank, since in sorted(arrived.items()):
             if rank in self._present:
-                self._answer(_Reader(rank, since, {}), "worker.drained", step)
+                self._answer(Reader(rank, since, {}), "worker.drained", step, buffers=buffers)
 
     def _give_state(self, mail: Mail) -> None:
         tensors: dict[str, Part] = {}
@@ -303,7 +296,7 @@ class ShardServer:
         rank = absence.rank
         self._present.discard(rank)
         self._readers.pop(rank, None)
-        self._pushes.pop(rank, None)
+        self._pushes.forget(rank)
         self._barrier.forget(rank)
         if absence.lost and self._setup.synchronous:
             self._fail(f"rank {rank} is lost ({absence.why}), and synchronous steps need every worker")

@@ -1,0 +1,44 @@
+"""Calls that other threads leave for the one that serves a mesh's connections, and that wake it."""
+
+from __future__ import annotations
+
+import socket
+from collections import deque
+from collections.abc import Callable
+
+
+class Orders:
+    """A queue of calls with a socket that becomes readable when there are any.
+
+    Attributes:
+        woken: to be watched by the thread that calls `obey`.
+    """
+
+    def __init__(self) -> None:
+        self._orders: deque[Callable[[], None]] = deque()
+        self._awake = False
+        self._wake, self.woken = socket.socketpair()
+        self.woken.setblocking(False)
+
+    def submit(self, order: Callable[[], None]) -> None:
+        """Leave a call; from any thread."""
+        self._orders.append(order)
+        if not self._awake:
+            self._awake = True
+            self._wake.send(b"\0")
+
+    def obey(self) -> None:
+        """Make all calls that were left."""
+        try:
+            while self.woken.recv(4096):
+                pass
+        except BlockingIOError:
+            pass
+        # In this order: who submits from now on wakes the thread again.
+        self._awake = False
+        while self._orders:
+            self._orders.popleft()()
+
+    def close(self) -> None:
+        self._wake.close()
+        self.woken.close()

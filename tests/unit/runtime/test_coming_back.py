@@ -1,0 +1,88 @@
+"""A process that comes back: whom it must meet, whom it need not wait for, and whose model it takes."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_autosync.errors import ExchangeError
+from lightning_autosync.plan import Consistency
+from lightning_autosync.runtime.relaxed.averaging_worker import _MODEL
+from lightning_autosync.runtime.relaxed.heartbeat import HeartbeatSettings
+from lightning_autosync.runtime.relaxed.mesh import Mesh
+from lightning_autosync.runtime.relaxed.partial_reduce import PartialReduce
+from lightning_autosync.runtime.relaxed.tensors import ModelTensors
+
+HOST = "127.0.0.1"
+PATIENT = HeartbeatSettings(interval=0.5, shortest=20.0, longest=30.0)
+
+
+def open_all(store: dist.Store, size: int) -> list[Mesh]:
+    meshes: list[Any] = [None] * size
+
+    def run(rank: int) -> None:
+        meshes[rank] = Mesh.open(store, rank, size, address=HOST, heartbeat=PATIENT, timeout=20.0)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30.0)
+    return meshes
+
+
+@pytest.fixture
+def black_hole() -> Iterator[tuple[str, int]]:
+    """Where one can connect, and nobody ever answers."""
+    with socket.create_server((HOST, 0)) as listener:
+        yield listener.getsockname()
+
+
+def test_who_comes_back_does_not_wait_for_one_that_is_gone(black_hole: tuple[str, int]) -> None:
+    store = dist.HashStore()
+    first, second, third = open_all(store, 3)
+    second.close()
+    third.close()
+    store.set("mesh/1/address/1", json.dumps(black_hole))
+    begun = time.monotonic()
+    again = Mesh.open(store, 2, 3, address=HOST, heartbeat=PATIENT, timeout=60.0, rejoin=True)
+    assert time.monotonic() - begun < 20.0
+    assert again.live == {0, 2}
+    begun = time.monotonic()
+    again.close()
+    assert time.monotonic() - begun < 20.0
+    first.close()
+
+
+def test_who_comes_back_does_not_settle_for_a_part_of_the_living(black_hole: tuple[str, int]) -> None:
+    store = dist.HashStore()
+    first, second, third = open_all(store, 3)
+    third.close()
+    store.set("mesh/1/address/1", json.dumps(black_hole))
+    with pytest.raises(ExchangeError, match="rank 2 could not meet its peers: rank 1"):
+        Mesh.open(store, 2, 3, address=HOST, heartbeat=PATIENT, timeout=1.5, rejoin=True)
+    second.close()
+    first.close()
+
+
+def test_a_model_for_a_predecessor_is_not_taken() -> None:
+    donor, taker = open_all(dist.HashStore(), 2)
+    module = torch.nn.Linear(2, 1, bias=False)
+    settings = Consistency(mode="partial_reduce", group_size=2, weighting="constant")
+    worker = PartialReduce(taker, ModelTensors.of(module), settings, timeout=20.0)
+    for visit in (1, 2):
+        donor.send(1, _MODEL, {"iteration": visit, "facts": {}, "visit": visit}, [torch.full((2,), float(visit))])
+    worker._take(0, 2)
+    assert module.weight.tolist() == [[2.0, 2.0]]
+    assert worker.progress == 2
+    donor.close()
+    worker.close()
+    taker.close()

@@ -1,0 +1,243 @@
+"""Servers and workers of threads in one process: bad messages, returns at bad moments, buffers."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_autosync.errors import ExchangeError, Expelled
+from lightning_autosync.plan import Consistency, Group, Partition, SyncPlan
+from lightning_autosync.plan.servers import server_layout
+from lightning_autosync.runtime.relaxed.heartbeat import HeartbeatSettings
+from lightning_autosync.runtime.relaxed.mesh import Mesh
+from lightning_autosync.runtime.relaxed.server import ParameterServer, process
+from lightning_autosync.runtime.relaxed.server.barrier import Barrier
+from lightning_autosync.workload import describe, variable_names
+
+PATIENT = HeartbeatSettings(interval=0.5, shortest=20.0, longest=30.0)
+TIMEOUT = 20.0
+
+
+class Worker:
+    """One worker of a linear model whose weights lie on ranks 0 and 1."""
+
+    def __init__(self, store: dist.Store, rank: int, mode: str, workers: int = 3, rejoin: bool = False) -> None:
+        module = torch.nn.Linear(4, 3)
+        module.register_buffer("mean", torch.full((2,), float(rank)))
+        module.register_buffer("count", torch.tensor(rank))
+        group = Group(
+            name="all",
+            variables=tuple(variable.name for variable in describe(module).variables),
+            architecture="parameter_server",
+            topology="star",
+            partition=Partition(shards=2),
+            placement=(0, 1),
+        )
+        consistency = Consistency(mode=mode, staleness=1 if mode == "bounded_staleness" else None)
+        plan = SyncPlan(world_size=workers, consistency=consistency, groups=(group,))
+        self.rank, self.module = rank, module
+        self.optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        self.mesh = Mesh.open(
+            store, rank, workers, address="127.0.0.1", heartbeat=PATIENT, timeout=TIMEOUT, rejoin=rejoin
+        )
+        self.running = ParameterServer(
+            self.mesh,
+            variable_names(module),
+            server_layout(plan, describe(module)),
+            self.optimizer,
+            consistency,
+            buffers=list(module.named_buffers()),
+            timeout=TIMEOUT,
+        )
+
+    def step(self) -> None:
+        for parameter in self.module.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        self.running.step(self.optimizer, 1)
+
+    def close(self) -> None:
+        self.running.close()
+        self.mesh.close()
+
+    @property
+    def weight(self) -> float:
+        return float(self.module.weight.detach()[0, 0])
+
+
+def play(*parts: Callable[[], Any]) -> list[Any]:
+    """Run them in threads of their own; what each returned."""
+    found: list[Any] = [None] * len(parts)
+
+    def run(place: int) -> None:
+        try:
+            found[place] = parts[place]()
+        except Exception as error:
+            found[place] = error
+
+    threads = [threading.Thread(target=run, args=(place,), daemon=True) for place in range(len(parts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60.0)
+        assert not thread.is_alive()
+    for value in found:
+        if isinstance(value, Exception):
+            raise value
+    return found
+
+
+@pytest.mark.parametrize("damage", ["payload", "header"])
+def test_what_one_worker_sends_does_not_end_the_others(damage: str) -> None:
+    store = dist.HashStore()
+
+    def good(rank: int) -> float:
+        worker = Worker(store, rank, "asynchronous")
+        worker.running.start()
+        worker.step()
+        store.wait(["sent"])
+        for _ in range(3):
+            worker.step()
+        worker.running.drain()
+        found = worker.weight
+        worker.close()
+        return found
+
+    def bad() -> str:
+        worker = Worker(store, 2, "asynchronous")
+        worker.running.start()
+        for server in (0, 1):
+            header = {"step": 0} if damage == "payload" else {"nonsense": True}
+            worker.mesh.send(server, "server.push", header, [memoryview(b"noise")])
+        store.set("sent", "")
+        with pytest.raises(ExchangeError, match="rank 2 sent what cannot be used"):
+            worker.step()
+        worker.close()
+        return ""
+
+    first, second, _ = play(lambda: good(0), lambda: good(1), bad)
+    assert first == second
+
+
+def test_a_worker_that_comes_back_between_two_servers_barriers_blocks_nobody() -> None:
+    """Server 0 counts it in before its barrier, server 1 after: both waited for each other until the time-out."""
+    store = dist.HashStore()
+    held = threading.Event()
+
+    def stays(rank: int) -> float:
+        worker = Worker(store, rank, "bounded_staleness")
+        worker.running.start()
+        store.wait(["gone"])
+        while 2 in worker.mesh.live:
+            time.sleep(0.01)
+        if rank == 1:
+            # Its server hears of the newcomer only after the barrier.
+            hold_joins(worker.running, held)
+        store.add("ready", 1)
+        store.wait(["joined"])
+        time.sleep(0.2)
+        worker.step()
+        worker.running.drain()
+        worker.running.resume()
+        worker.step()
+        worker.running.drain()
+        found = worker.weight
+        worker.close()
+        return found
+
+    def comes_back() -> float:
+        worker = Worker(store, 2, "bounded_staleness")
+        worker.running.start()
+        worker.close()
+        store.set("gone", "")
+        while store.add("ready", 0) < 2:
+            time.sleep(0.01)
+        worker = Worker(store, 2, "bounded_staleness", rejoin=True)
+        threading.Timer(0.1, lambda: store.set("joined", "")).start()
+        threading.Timer(2.0, held.set).start()
+        worker.running.start()
+        worker.step()
+        worker.running.drain()
+        found = worker.weight
+        worker.close()
+        return found
+
+    begun = time.monotonic()
+    assert len(set(play(lambda: stays(0), lambda: stays(1), comes_back))) == 1
+    assert time.monotonic() - begun < TIMEOUT
+
+
+def hold_joins(running: ParameterServer, held: threading.Event) -> None:
+    """Let this worker's server take a ``server.join`` only later."""
+    server = running.server
+    assert server is not None
+    put, later = server._post._events.put, []
+
+    def deliver(mail: Any) -> None:
+        if held.is_set() or getattr(mail, "kind", "") != "server.join":
+            put(mail)
+            return
+        later.append(mail)
+        threading.Thread(target=lambda: (held.wait(), put(later.pop())), daemon=True).start()
+
+    running._mesh._handlers["server.join"] = deliver
+
+
+@pytest.mark.parametrize("mode", ["synchronous", "asynchronous"])
+def test_buffers_follow_rank_0_in_step_and_are_averaged_out_of_step(mode: str) -> None:
+    store = dist.HashStore()
+
+    def train(rank: int) -> list[float]:
+        worker = Worker(store, rank, mode, workers=2)
+        worker.running.start()
+        began = [*worker.module.mean.tolist(), int(worker.module.count)]
+        assert began == [0.0, 0.0, 0]
+        worker.step()
+        worker.module.mean.fill_(4.0 + rank)
+        worker.module.count.fill_(7 + rank)
+        worker.running.drain()
+        found = [*worker.module.mean.tolist(), int(worker.module.count)]
+        worker.close()
+        return found
+
+    first, second = play(lambda: train(0), lambda: train(1))
+    if mode == "synchronous":
+        assert first == second == [4.0, 4.0, 7]
+    else:
+        # Counters stay each worker's own.
+        assert (first, second) == ([4.5, 4.5, 7], [4.5, 4.5, 8])
+
+
+def test_a_barrier_averages_only_what_was_brought() -> None:
+    barrier = Barrier({"mean": torch.zeros(1), "count": torch.tensor(0)})
+    barrier.arrive(0, 3, 0, {"mean": torch.tensor([1.0])})
+    barrier.arrive(1, 1, 0, {"mean": torch.tensor([5.0])})
+    barrier.arrive(2, 0, 0, {})
+    arrived, averages = barrier.leave()
+    assert arrived.keys() == {0, 1, 2}
+    assert averages == {"mean": torch.tensor([2.0])}
+    assert barrier.passed == 1
+
+
+def test_an_expelled_server_only_process_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Given:
+        error: ExchangeError | None = Expelled("rank 4 was given up")
+
+        def close(self) -> None: ...
+
+    class Server:
+        failure = ""
+
+        def __init__(self, mesh: Any) -> None: ...
+
+        def wait(self) -> None: ...
+
+    monkeypatch.setattr(process.Mesh, "open", lambda *_, **__: Given())
+    monkeypatch.setattr(process, "ShardServer", Server)
+    with pytest.raises(Expelled, match="rank 4 was given up"):
+        process.serve(dist.HashStore(), 4, 5)
