@@ -5,17 +5,18 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import suppress
 from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from pydantic import TypeAdapter
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_autosync.bench.hooks import install
-from lightning_autosync.bench.models import AnyModel, Model
+from lightning_autosync.bench.models import Model
+from lightning_autosync.bench.recipes import model_of
 from lightning_autosync.bench.settings import DDPOptions
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.plan import SyncPlan, compile_plan
@@ -23,7 +24,6 @@ from lightning_autosync.runtime import Engine
 from lightning_autosync.workload import Workload, variable_names
 
 SEED = 0
-_MODEL: TypeAdapter[Model] = TypeAdapter(AnyModel)
 
 
 class Contender(ABC):
@@ -62,6 +62,9 @@ class Contender(ABC):
     def backward(self, batch: int = 0) -> None:
         """Forward and backward of one batch; gradients hold the mean over ranks afterwards."""
         self.synchronized(*self._batches[batch]).backward()
+
+    def close(self) -> None:  # noqa: B027 - most have nothing to give up
+        """Give up connections."""
 
 
 class DDPContender(Contender):
@@ -103,6 +106,9 @@ class PlanContender(Contender):
     def synchronized(self) -> nn.Module:
         return self.module
 
+    def close(self) -> None:
+        self._engine.close()
+
 
 _live: dict[str, Contender] = {}
 _references: dict[str, list[Tensor]] = {}
@@ -119,7 +125,7 @@ def set_up(
     workload: dict[str, Any] | None = None,
 ) -> None:
     """Make a contender: DDP with the arguments ``ddp``, or ``plan`` for ``workload``."""
-    recipe, described = _MODEL.validate_python(model), ClusterSpec.from_dict(cluster)
+    recipe, described = model_of(model), ClusterSpec.from_dict(cluster)
     if ddp is not None:
         _live[name] = DDPContender(recipe, sparse, DDPOptions(**ddp), described)
         return
@@ -131,6 +137,21 @@ def set_up(
         described,
         timeout,
     )
+
+
+def tear_down(name: str) -> None:
+    """End a contender; nothing happens if there is none of that name."""
+    _references.pop(name, None)
+    contender = _live.pop(name, None)
+    if contender is not None:
+        contender.close()
+
+
+def forget() -> None:
+    """End every contender, whatever state it is in."""
+    for name in list(_live):
+        with suppress(Exception):
+            tear_down(name)
 
 
 def measure(name: str, steps: int) -> list[float]:

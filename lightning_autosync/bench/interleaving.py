@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any, Protocol
 
 from lightning_autosync.bench.bounds import Bound, least_step
 from lightning_autosync.bench.load import LoadMeter
@@ -20,6 +21,19 @@ _WORKER = "lightning_autosync.bench"
 _log = logging.getLogger(__name__)
 
 
+class Pool(Protocol):
+    """What a bench asks of its workers; `WorkerPool` is one."""
+
+    world_size: int
+
+    @property
+    def pids(self) -> Sequence[int]: ...
+
+    def run(self, function: str, /, *, ranks: Iterable[int] | None = None, **arguments: Any) -> list[Any]: ...
+
+    def close(self) -> None: ...
+
+
 def run_bench(settings: Settings) -> Result:
     """Measure every contender.
 
@@ -29,22 +43,31 @@ def run_bench(settings: Settings) -> Result:
         WorkerError: a worker failed.
     """
     preparation = prepare(settings)
-    load_before = os.getloadavg()
     with _pool(settings, preparation.cluster) as pool:
-        bench = _Bench(settings, preparation, pool)
-        bench.set_up()
-        for number in range(settings.rounds):
-            bench.play_round(number)
-        measurements = bench.measurements()
-        conditions = {
-            **pool.run(f"{_WORKER}.conditions:describe_worker", ranks=[0])[0],
-            "cores": os.cpu_count(),
-            "system": f"{platform.system()} {platform.release()}",
-            "python": platform.python_version(),
-            "load_average_before": load_before,
-            "load_average_after": os.getloadavg(),
-            "bytes_counted": "TCP payload that the ranks sent, as the kernel counts it by socket; framing is not in it",
-        }
+        return play(settings, preparation, pool)
+
+
+def play(settings: Settings, preparation: Preparation, pool: Pool) -> Result:
+    """Measure every contender on workers that are there already.
+
+    Raises:
+        WorkerError: a worker failed.
+    """
+    load_before = os.getloadavg()
+    bench = _Bench(settings, preparation, pool)
+    bench.set_up()
+    for number in range(settings.rounds):
+        bench.play_round(number)
+    measurements = bench.measurements()
+    conditions = {
+        **pool.run(f"{_WORKER}.conditions:describe_worker", ranks=[0])[0],
+        "cores": os.cpu_count(),
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "load_average_before": load_before,
+        "load_average_after": os.getloadavg(),
+        "bytes_counted": "TCP payload that the ranks sent, as the kernel counts it by socket; framing is not in it",
+    }
     return Result(
         settings=settings,
         preparation=preparation,
@@ -62,7 +85,7 @@ def turn_order(names: list[str], number: int) -> list[str]:
 class _Bench:
     """The contenders of one run and what was measured of them so far."""
 
-    def __init__(self, settings: Settings, preparation: Preparation, pool: WorkerPool) -> None:
+    def __init__(self, settings: Settings, preparation: Preparation, pool: Pool) -> None:
         self._settings = settings
         self._orders = preparation.orders
         self._contenders = settings.all_contenders()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import torch
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
@@ -52,7 +52,7 @@ class Model(Record):
             module = self.module(sparse=embeddings == "sparse")
         tables = {f"{name}.weight" for name, part in module.named_modules() if isinstance(part, nn.Embedding)}
         workload = describe(module, name=self.title)
-        return _with_kind(workload, tables, "row_sparse") if embeddings == "rows" else workload
+        return with_kind(workload, tables, "row_sparse") if embeddings == "rows" else workload
 
 
 class Layers(Model):
@@ -203,7 +203,7 @@ class Paced(Model):
         workload = self.described()
         tables = {variable.name for variable in workload.variables if variable.kind != "dense"}
         kinds: dict[Embeddings, Kind] = {"dense": "dense", "sparse": "sparse", "rows": "row_sparse"}
-        return _with_kind(workload, tables, kinds[embeddings])
+        return with_kind(workload, tables, kinds[embeddings])
 
     def module(self, sparse: bool = False) -> nn.Module:
         return PacedModule(self.workload("sparse" if sparse else "rows"))
@@ -212,11 +212,8 @@ class Paced(Model):
         return [(torch.tensor(rank * BATCHES + number),) for number in range(BATCHES)]
 
 
-def _with_kind(workload: Workload, tables: set[str], kind: Kind) -> Workload:
+def with_kind(workload: Workload, tables: set[str], kind: Kind) -> Workload:
     """The workload with the gradients of ``tables`` of that kind; a dense one touches all rows."""
     update: dict[str, Any] = {"kind": kind, **({"rows": None} if kind == "dense" else {})}
     variables = (v.model_copy(update=update) if v.name in tables else v for v in workload.variables)
     return workload.model_copy(update={"variables": tuple(variables)})
-
-
-AnyModel = Annotated[Layers | Recommender | Flat | Digits | Paced, Field(discriminator="kind")]

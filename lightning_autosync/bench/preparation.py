@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
-from typing import Any, get_args
+from typing import Any, Protocol, get_args
 
 from lightning_autosync.bench.models import MIB, Embeddings
 from lightning_autosync.bench.settings import Class, Contender, DDPOptions, Settings
@@ -58,7 +58,26 @@ def prepare(settings: Settings) -> Preparation:
     )
 
 
-def make_cluster(settings: Settings) -> ClusterSpec:
+class ClusterChoice(Protocol):
+    """Which of a verb's settings say where its ranks are; see `Settings`."""
+
+    @property
+    def cluster(self) -> dict[str, Any] | None: ...
+
+    @property
+    def cluster_scale(self) -> float: ...
+
+    @property
+    def cluster_fastest(self) -> float | None: ...
+
+    @property
+    def rank_order(self) -> str: ...
+
+    @property
+    def ranks(self) -> int | None: ...
+
+
+def make_cluster(settings: ClusterChoice) -> ClusterSpec:
     """The cluster of the settings, scaled and with its ranks in order."""
     if settings.cluster is None:
         return ClusterSpec.from_dict(

@@ -7,7 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, ValidationError, model_validator
 
-from lightning_autosync.bench.models import AnyModel, Embeddings
+from lightning_autosync.bench.models import Embeddings
+from lightning_autosync.bench.recipes import AnyModel
 from lightning_autosync.cluster import Rate
 from lightning_autosync.documents import Count, Record, describe_validation_error
 from lightning_autosync.errors import DocumentError

@@ -6,7 +6,7 @@ import itertools
 import os
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 
 from lightning_autosync.cluster.spec import ClusterSpec
@@ -67,8 +67,11 @@ class EmulatedLaunch:
     def address(self) -> str:
         return self.network.address(self.cluster.rank_nodes[0])
 
-    def prefix(self, rank: int) -> list[str]:
-        return ["ip", "netns", "exec", self.namespaces[self.cluster.rank_nodes[rank]]]
+    def command(
+        self, rank: int, command: Sequence[str], variables: Mapping[str, str]
+    ) -> tuple[list[str], dict[str, str]]:
+        namespace = self.namespaces[self.cluster.rank_nodes[rank]]
+        return ["ip", "netns", "exec", namespace, *command], {**os.environ, **variables}
 
     def environment(self, rank: int) -> dict[str, str]:
         node = self.cluster.rank_nodes[rank]

@@ -11,12 +11,16 @@ class WorkerError(AutoSyncError, RuntimeError):
     Attributes:
         rank: the rank where the trouble began, as far as can be told.
         traceback: the traceback text of that rank's exception; empty if it died or kept silent.
+        kind: the name of that exception's class, likewise.
+        reason: its message.
     """
 
-    def __init__(self, message: str, rank: int, traceback: str = "") -> None:
+    def __init__(self, message: str, rank: int, traceback: str = "", kind: str = "", reason: str = "") -> None:
         super().__init__(message)
         self.rank = rank
         self.traceback = traceback
+        self.kind = kind
+        self.reason = reason
 
 
 class LaunchError(AutoSyncError, RuntimeError):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 
@@ -20,8 +22,14 @@ class Launch(Protocol):
     @property
     def world_size(self) -> int | None: ...
 
-    def prefix(self, rank: int) -> list[str]:
-        """The command that starts another command in the place of ``rank``; it must ``exec`` it."""
+    def command(
+        self, rank: int, command: Sequence[str], variables: Mapping[str, str]
+    ) -> tuple[list[str], dict[str, str]]:
+        """What to run on this machine so that ``command`` runs in the place of ``rank``, and with what environment.
+
+        There ``variables`` are added to the environment, standard input and outputs are passed on, and no shell
+        or other process is left between, so that ending the one ends the other.
+        """
         ...
 
     def environment(self, rank: int) -> dict[str, str]:
@@ -35,8 +43,10 @@ class LocalLaunch:
     address = "127.0.0.1"
     world_size = None
 
-    def prefix(self, rank: int) -> list[str]:
-        return []
+    def command(
+        self, rank: int, command: Sequence[str], variables: Mapping[str, str]
+    ) -> tuple[list[str], dict[str, str]]:
+        return list(command), {**os.environ, **variables}
 
     def environment(self, rank: int) -> dict[str, str]:
         loopback = "lo0" if sys.platform == "darwin" else "lo"

@@ -22,6 +22,7 @@ from lightning_autosync.workers.process import WorkerProcess
 GRACE = 5.0  # seconds for the other ranks to answer after one has raised
 RENEWAL = 15.0  # seconds for all ranks to meet in a new process group
 POLL = 0.25  # seconds between looks at whether a silent worker still lives
+DRAIN = 1.0  # seconds, at most, to read what a worker printed before its answer
 STACK_DUMP = 0.3  # seconds for a silent worker to write its stacks
 
 
@@ -35,12 +36,16 @@ class WorkerPool:
     Args:
         world_size: the number of ranks.
         launch: where the processes run.
-        timeout: the longest that starting or one order may take, in seconds.
+        timeout: the longest that starting, one order or a collective may take, in seconds.
         threads: torch's threads for one operator in each process.
         environment: environment variables to add for the workers.
         extra_paths: folders from which workers import, beside everything this process can import.
         scheduling: ``"batch"`` puts the workers under ``SCHED_BATCH``
             (see :func:`lightning_autosync.runtime.scheduling.set_batch_scheduling`).
+        order_timeout: the longest that one order may take, if that is another time; ``math.inf`` for no limit.
+        meet: False leaves it to the functions called to make a process group, by ``env://``, as under torchrun; a
+            function that raises then ends the pool.
+        echo: pass on what rank 0 prints to this process's stderr.
 
     Raises:
         LaunchError: the launch is made for another number of ranks.
@@ -56,10 +61,14 @@ class WorkerPool:
         environment: Mapping[str, str] | None = None,
         extra_paths: Sequence[str | os.PathLike[str]] = (),
         scheduling: Literal["batch"] | None = None,
+        order_timeout: float | None = None,
+        meet: bool = True,
+        echo: bool = False,
     ) -> None:
         self.world_size = world_size
         self.launch = launch or LocalLaunch()
-        self.timeout = timeout
+        self.timeout = timeout if order_timeout is None else order_timeout
+        self._meet = meet
         if self.launch.world_size not in (None, world_size):
             raise LaunchError(f"the launch is made for {self.launch.world_size} ranks, not for {world_size}")
         if scheduling not in (None, "batch"):
@@ -72,7 +81,6 @@ class WorkerPool:
         try:
             for rank in range(world_size):
                 variables = {
-                    **os.environ,
                     **_common_environment(threads, extra_paths),
                     **self.launch.environment(rank),
                     "RANK": str(rank),
@@ -80,7 +88,8 @@ class WorkerPool:
                     "MASTER_ADDR": self.launch.address,
                     **(environment or {}),
                 }
-                self._workers.append(WorkerProcess(rank, [*self.launch.prefix(rank), *command], variables))
+                started, surroundings = self.launch.command(rank, command, variables)
+                self._workers.append(WorkerProcess(rank, started, surroundings, echo=echo and rank == 0))
             deadline = time.monotonic() + timeout
             self._port = self._exchange([0], {"action": "serve"}, deadline)[0]
             self._join(deadline)
@@ -139,7 +148,9 @@ class WorkerPool:
         return addressed
 
     def _join(self, deadline: float) -> None:
-        order = {"action": "join", "port": self._port, "group": self._generation}
+        order: dict[str, Any] = {"action": "announce", "port": self._port}
+        if self._meet:
+            order = {"action": "join", "port": self._port, "group": self._generation}
         self._exchange(list(range(self.world_size)), order, deadline)
 
     def _renew(self) -> None:
@@ -161,7 +172,7 @@ class WorkerPool:
         failed = [rank for rank, reply in replies.items() if "error" in reply]
         if not failed:
             return [replies[rank]["result"] for rank in ranks]
-        if order["action"] != "call":
+        if order["action"] != "call" or not self._meet:
             self.close()
         else:
             self._renew()
@@ -210,7 +221,8 @@ class WorkerPool:
         first = failed[0]
         error = replies[first]["error"]
         message = f"rank {first} raised {error['type']}: {error['message']}{_others(failed[1:], replies)}"
-        return WorkerError(f"{message}\n\n{error['traceback']}{self._outputs([first])}", first, error["traceback"])
+        text = f"{message}\n\n{error['traceback']}{self._outputs([first])}"
+        return WorkerError(text, first, error["traceback"], error["type"], error["message"])
 
     def _died(self, rank: int, replies: dict[int, dict[str, Any]]) -> WorkerError:
         failed = [other for other, reply in replies.items() if "error" in reply]
@@ -228,9 +240,11 @@ class WorkerPool:
             return WorkerError(message + self._outputs(ranks), ranks[0])
         cause = self._raised(failed, replies)
         message = f"{cause}\n\nno answer from {names} within {GRACE:g} s of that; the pool is closed"
-        return WorkerError(message + self._outputs(ranks), cause.rank, cause.traceback)
+        return WorkerError(message + self._outputs(ranks), cause.rank, cause.traceback, cause.kind, cause.reason)
 
     def _outputs(self, ranks: list[int]) -> str:
+        for rank in ranks:
+            self._workers[rank].output.drain(DRAIN)
         texts = [(rank, self._workers[rank].output.text()) for rank in ranks]
         return "".join(f"\n\n--- last output of rank {rank} ---\n{text}" for rank, text in texts if text)
 

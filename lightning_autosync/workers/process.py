@@ -19,10 +19,16 @@ READ_BYTES = 64 * 1024
 
 
 class OutputTail:
-    """The last few kilobytes that a process wrote to stdout and stderr."""
+    """The last few kilobytes that a process wrote to stdout and stderr.
 
-    def __init__(self, stream: IO[bytes]) -> None:
+    Args:
+        stream: where it writes.
+        echo: pass everything on to this process's stderr, too.
+    """
+
+    def __init__(self, stream: IO[bytes], echo: bool = False) -> None:
         self._stream = stream
+        self._echo = echo
         self._chunks: deque[bytes] = deque()
         self._size = 0
         self._lock = threading.Lock()
@@ -33,6 +39,8 @@ class OutputTail:
         with suppress(OSError, ValueError):  # the stream was closed
             while chunk := os.read(self._stream.fileno(), READ_BYTES):
                 self._append(chunk)
+                if self._echo:
+                    os.write(2, chunk)
 
     def _append(self, chunk: bytes) -> None:
         with self._lock:
@@ -45,6 +53,15 @@ class OutputTail:
         """Wait until the process's last words are read, for at most ``timeout`` seconds."""
         self._thread.join(timeout)
 
+    def drain(self, timeout: float) -> None:
+        """Wait until everything written so far is read, for at most ``timeout`` seconds."""
+        deadline = time.monotonic() + timeout
+        with suppress(OSError, ValueError):  # the stream was closed
+            while select.select([self._stream], [], [], 0.0)[0] and self._thread.is_alive():
+                if time.monotonic() > deadline:
+                    return
+                time.sleep(0.005)
+
     def text(self) -> str:
         """What is kept, at most ``TAIL_BYTES`` of it."""
         with self._lock:
@@ -52,41 +69,37 @@ class OutputTail:
 
 
 class WorkerProcess:
-    """A child process with a pipe for orders and one for replies, both of JSON lines.
+    """A child process that takes orders on its stdin and answers on its stdout, both in JSON lines.
 
-    The pipes are descriptors of their own, so that whatever the worker prints stays apart.
+    These two pass through any command that starts another, on this machine or elsewhere. Whatever the worker
+    prints goes to its stderr, so that it stays apart.
 
     Args:
         rank: its rank.
-        command: the command to run; ``--orders FD --replies FD`` is appended.
+        command: the command to run.
         environment: its whole environment.
+        echo: whether what it prints is passed on to this process's stderr.
     """
 
-    def __init__(self, rank: int, command: list[str], environment: Mapping[str, str]) -> None:
+    def __init__(self, rank: int, command: list[str], environment: Mapping[str, str], echo: bool = False) -> None:
         self.rank = rank
-        orders_read, self._orders = os.pipe()
-        self._replies, replies_write = os.pipe()
         self._buffer = b""
-        try:
-            self._process = subprocess.Popen(
-                [*command, "--orders", str(orders_read), "--replies", str(replies_write)],
-                env=environment,
-                pass_fds=(orders_read, replies_write),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # so that it can be ended together with its own children
-            )
-        except BaseException:
-            os.close(self._orders)
-            os.close(self._replies)
-            raise
-        finally:
-            os.close(orders_read)
-            os.close(replies_write)
-        os.set_blocking(self._orders, False)
+        self._process = subprocess.Popen(
+            command,
+            env=environment,
+            bufsize=0,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,  # so that it can be ended together with its own children
+        )
+        assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self.output = OutputTail(self._process.stdout)
+        assert self._process.stderr is not None
+        self._orders = self._process.stdin.fileno()
+        self._replies = self._process.stdout.fileno()
+        os.set_blocking(self._orders, False)
+        self.output = OutputTail(self._process.stderr, echo)
         self._ended = False
 
     @property
@@ -127,11 +140,11 @@ class WorkerProcess:
         if not chunk:
             raise EOFError
         self._buffer += chunk
-        line, newline, rest = self._buffer.partition(b"\n")
-        if not newline:
-            return None
-        self._buffer = rest
-        return json.loads(line)
+        while b"\n" in self._buffer:
+            line, _, self._buffer = self._buffer.partition(b"\n")
+            if line.startswith(b"{"):  # else it is what a remote shell prints at its start
+                return json.loads(line)
+        return None
 
     def dump_stacks(self) -> None:
         """Ask the worker to write where each of its threads is to its output."""
@@ -157,5 +170,6 @@ class WorkerProcess:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
         self._process.wait()
-        os.close(self._orders)
-        os.close(self._replies)
+        for stream in (self._process.stdin, self._process.stdout):
+            assert stream is not None
+            stream.close()

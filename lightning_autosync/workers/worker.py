@@ -1,9 +1,11 @@
 """The worker process: ``python -m lightning_autosync.workers.worker``, started by a pool.
 
-It reads orders, JSON lines on one inherited descriptor, and answers each with one line on another:
+It reads orders, JSON lines on its stdin, and answers each with one line on its stdout; what orders print goes to
+its stderr:
 
 - ``{"action": "serve"}`` (rank 0 only): open the rendezvous store; answers its port.
 - ``{"action": "join", "port": p, "group": g}``: join the process group number ``g``, leaving any earlier one.
+- ``{"action": "announce", "port": p}``: let ``env://`` lead to that store; whoever is called makes the group itself.
 - ``{"action": "call", "function": "package.module:name", "arguments": {...}}``: answers what it returns.
 
 An answer is ``{"result": ...}`` or ``{"error": {"type": ..., "message": ..., "traceback": ...}}``.
@@ -33,8 +35,6 @@ PR_SET_PDEATHSIG = 1
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--orders", type=int, required=True, help="descriptor to read orders from")
-    parser.add_argument("--replies", type=int, required=True, help="descriptor to write answers to")
     parser.add_argument("--timeout", type=float, required=True, help="longest wait in a collective, seconds")
     parser.add_argument("--threads", type=int, default=1, help="torch's threads for one operator")
     parser.add_argument("--batch", action="store_true", help="run under SCHED_BATCH")
@@ -53,6 +53,15 @@ def end_now() -> NoReturn:
     if os.getpgrp() == os.getpid():
         os.killpg(0, signal.SIGKILL)
     os._exit(0)
+
+
+def take_standard_streams() -> tuple[IO[bytes], int]:
+    """Orders and the descriptor for answers, neither for children; from now on what is printed goes to stderr."""
+    orders, replies = os.dup(0), os.dup(1)
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
+    os.dup2(2, 1)
+    return os.fdopen(orders, "rb"), replies
 
 
 def follow_orders(stream: IO[bytes], orders: queue.SimpleQueue[dict[str, Any]]) -> None:
@@ -99,6 +108,15 @@ class Member:
             "gloo", store=store, rank=self._rank, world_size=self._world_size, timeout=self._timeout
         )
 
+    def announce(self, port: int) -> None:
+        """Set what torchrun sets, so that the next ``init_process_group`` of each rank meets at the store."""
+        os.environ |= {
+            "MASTER_PORT": str(port),
+            "TORCHELASTIC_RUN_ID": "autosync",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            "TORCHELASTIC_USE_AGENT_STORE": "True",  # rank 0 has no store to open
+        }
+
     def call(self, function: str, arguments: dict[str, Any]) -> Any:
         return resolve(function)(**arguments)
 
@@ -132,19 +150,16 @@ def main() -> None:
     if arguments.batch and not set_batch_scheduling():
         print("SCHED_BATCH is not available here", file=sys.stderr)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    os.set_inheritable(arguments.orders, False)
-    os.set_inheritable(arguments.replies, False)
+    stream, replies_to = take_standard_streams()
     orders: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-    stream = os.fdopen(arguments.orders, "rb")
     threading.Thread(target=follow_orders, args=(stream, orders), name="orders", daemon=True).start()
 
     import torch
 
     torch.set_num_threads(arguments.threads)
     member = Member(arguments.timeout)
-    with os.fdopen(arguments.replies, "wb", buffering=0) as replies:
-        while True:
-            write_all(replies.fileno(), answer(member, orders.get()))
+    while True:
+        write_all(replies_to, answer(member, orders.get()))
 
 
 def write_all(descriptor: int, data: bytes) -> None:

@@ -162,8 +162,8 @@ def test_settings_reach_the_workers_and_children_end_with_them():
 
 def test_workers_that_cannot_start_say_why():
     class ClosedPlace(LocalLaunch):
-        def prefix(self, rank: int) -> list[str]:
-            return ["sh", "-c", "echo no room here >&2; exit 7", "sh"]
+        def command(self, rank, command, variables):
+            return super().command(rank, ["sh", "-c", "echo no room here >&2; exit 7"], variables)
 
     with pytest.raises(WorkerError, match=r"rank 0 died \(exit status 7\)[^$]*no room here"):
         WorkerPool(2, launch=ClosedPlace())

@@ -1,0 +1,23 @@
+"""A job that is there already: this process is one rank of it."""
+
+from __future__ import annotations
+
+import os
+
+from lightning_autosync.workers.errors import LaunchError
+
+
+def require_torchrun(verb: str) -> None:
+    """Raise ``LaunchError`` unless torchrun started this process."""
+    from torch.distributed import is_torchelastic_launched
+
+    if not is_torchelastic_launched():
+        raise LaunchError(
+            "launch=torchrun: this process is not one of a torchrun job; start it on every node as "
+            f"`torchrun --nnodes N ... --no-python autosync {verb} launch=torchrun`"
+        )
+
+
+def is_slurm_task() -> bool:
+    """Whether srun started this process as one of several."""
+    return int(os.environ.get("SLURM_NTASKS", "1")) > 1 and "SLURM_PROCID" in os.environ
