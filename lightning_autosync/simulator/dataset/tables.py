@@ -1,0 +1,92 @@
+"""Rows to the bytes of Parquet files and back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from io import BytesIO
+from typing import Any
+
+from lightning_autosync.errors import DocumentError
+from lightning_autosync.simulator.dataset.manifest import Table
+
+_LEVEL = 12
+"""Of zstd: plans of one workload repeat the names of its variables, which a long window finds."""
+_PAGE = 16 * 2**20
+"""Bytes of a page, which is compressed as a whole: large enough for all plans of a part."""
+
+
+def schema(table: Table) -> Any:
+    """The pyarrow schema of a table."""
+    import pyarrow
+
+    name = pyarrow.dictionary(pyarrow.int32(), pyarrow.string())
+    text, real = pyarrow.string(), pyarrow.float64()
+    fields = {
+        "samples": {
+            "workload": name,
+            "cluster": name,
+            "environment": name,
+            "plan": text,
+            "kind": name,
+            "seed": pyarrow.int64(),
+            "steps": pyarrow.list_(real),
+            "replayed": real,
+            "reference": real,
+            "foreign_cores": real,
+            "load": real,
+            "disturbed": pyarrow.bool_(),
+            "measured_at": pyarrow.int64(),
+        },
+        "documents": {"kind": name, "fingerprint": text, "document": text},
+    }
+    return pyarrow.schema(list(fields[table].items()))
+
+
+def to_parquet(table: Table, rows: Sequence[dict[str, Any]]) -> bytes:
+    """The file of some rows."""
+    import pyarrow
+    from pyarrow import parquet
+
+    columns = schema(table)
+    repeated = [field.name for field in columns if pyarrow.types.is_dictionary(field.type)]
+    buffer = BytesIO()
+    parquet.write_table(
+        pyarrow.Table.from_pylist(list(rows), schema=columns),
+        buffer,
+        compression="zstd",
+        compression_level=_LEVEL,
+        use_dictionary=repeated,
+        data_page_size=_PAGE,
+    )
+    return buffer.getvalue()
+
+
+def from_parquet(table: Table, content: bytes, source: str) -> Any:
+    """The `pyarrow.Table` in a file.
+
+    Args:
+        table: which.
+        content: of the file.
+        source: its name, for errors.
+
+    Raises:
+        DocumentError: it is no such file.
+    """
+    import pyarrow
+    from pyarrow import parquet
+
+    columns = schema(table)
+    try:
+        # Dictionaries of different parts differ, so that values are decoded here.
+        return parquet.read_table(BytesIO(content)).select(columns.names).cast(_decoded(columns))
+    except (pyarrow.ArrowException, KeyError) as cause:
+        reason = str(cause).partition("\n")[0]
+        raise DocumentError(f"{source}: not a table of {table} of this version: {reason}") from None
+
+
+def _decoded(columns: Any) -> Any:
+    import pyarrow
+
+    return pyarrow.schema(
+        [(field.name, pyarrow.string() if pyarrow.types.is_dictionary(field.type) else field.type) for field in columns]
+    )

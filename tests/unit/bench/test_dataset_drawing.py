@@ -1,0 +1,121 @@
+"""Collections without machines: what is drawn for them."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import pytest
+
+from lightning_autosync.bench.collection.combinations import draw_combinations
+from lightning_autosync.bench.collection.crew import slowest_rank
+from lightning_autosync.bench.collection.drafts import REFERENCE, draw_drafts, kinds
+from lightning_autosync.bench.collection.job import Budget
+from lightning_autosync.bench.collection.settings import Mixture, Settings
+from lightning_autosync.cluster import synchronization_rate
+from lightning_autosync.errors import DocumentError
+from lightning_autosync.plan import SyncPlan, compile_plan
+from lightning_autosync.simulator import Constants
+
+SMALL: dict[str, Any] = {
+    "dataset": "none",
+    "pairs": 50,
+    "clusters": [
+        "fat_node_star",
+        {"name": "racks", "racks": {"racks": 2, "nodes_per_rack": 2, "bandwidth": 2e6, "uplink": 1e6}},
+    ],
+    "families": ["vgg16"],
+    "variants": 1,
+}
+
+
+def parse(**changes: Any) -> Settings:
+    return Settings.parse({**SMALL, **changes})
+
+
+def test_every_workload_is_on_every_cluster_at_a_like_rate() -> None:
+    settings = parse(pairs=41, variants=2, families=["ncf", {"family": "gpt", "layers": 1, "name": "tiny"}])
+    combinations = draw_combinations(settings)
+    assert [combination.plans for combination in combinations] == [6] + [5] * 7
+    assert [combination.workload.name for combination in combinations[:4]] == ["ncf-0", "ncf-1", "tiny-0", "tiny-1"]
+    assert combinations[0].workload is combinations[4].workload
+    for combination in combinations:
+        assert synchronization_rate(combination.cluster) == pytest.approx(settings.rate)
+        assert all(link.latency == 0 and link.bandwidth <= settings.fastest_link for link in combination.cluster.links)
+
+
+def test_slow_clusters_keep_their_fastest_link() -> None:
+    settings = parse(clusters=["fat_node_star"], rate=50e6, fastest_link=20e6)
+    (combination,) = draw_combinations(settings)
+    assert max(link.bandwidth or 0 for link in combination.cluster.links) == pytest.approx(20e6)
+
+
+def test_light_variables_are_left_out() -> None:
+    heavy, all_of_them = (draw_combinations(parse(lightest=share))[0].workload for share in (0.01, 0.0))
+    assert len(heavy.variables) < len(all_of_them.variables) == 32
+    assert "classifier.0.weight" in {variable.name for variable in heavy.variables}
+
+
+def test_a_seed_draws_the_same_plans_and_another_one_others() -> None:
+    combination = draw_combinations(parse())[1]
+    drafts = draw_drafts(parse(), Constants(), combination)
+    assert drafts == draw_drafts(parse(), Constants(), combination)
+    assert drafts[0].kind == REFERENCE
+    assert len({draft.key for draft in drafts}) == len(drafts) == 25
+    assert {"evolved", "drawn", "free"} <= {draft.kind for draft in drafts}
+    for draft in drafts:
+        plan = SyncPlan.from_dict(draft.plan)
+        assert plan.semantics == "exact"
+        assert compile_plan(plan, combination.workload, combination.cluster).world_size == 4
+    others = draw_drafts(parse(seed=1), Constants(), combination)
+    assert {draft.key for draft in drafts} != {draft.key for draft in others}
+
+
+def test_slow_plans_and_those_of_many_messages_are_not_drawn() -> None:
+    combination = draw_combinations(parse())[0]
+    drafts = draw_drafts(parse(slowest=1.5, messages=6), Constants(), combination)
+    best = min(draft.replayed for draft in drafts)
+    for draft in drafts[1:]:
+        assert draft.replayed <= 1.5 * best
+        assert len(SyncPlan.from_dict(draft.plan).groups) <= 6
+
+
+def test_kinds_follow_the_mixture() -> None:
+    found = kinds(Random(0), Mixture(buckets=0, built=1, free=2, drawn=1, evolved=0), 40)
+    assert {kind: found.count(kind) for kind in sorted(set(found))} == {"built": 10, "drawn": 10, "free": 20}
+
+
+def test_steps_fit_the_budget() -> None:
+    budget = Budget(warm_up=1, seconds=0.2, least=2, most=5, timeout=1.0)
+    assert [budget.steps(seconds) for seconds in (0.01, 0.06, 0.15, 0.5, 1.0)] == [5, 4, 2, 2, 1]
+
+
+def test_the_slowest_rank_is_told_by_its_median() -> None:
+    assert slowest_rank([[1.0, 9.0, 1.0], [2.0, 2.0, 2.0]]) == [2.0, 2.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mixture": dict.fromkeys(Mixture.model_fields, 0)}, "mixture: at least one kind must be above zero"),
+        ({"bytes": [2.0, 1.0]}, r"bytes: least \(2.0\) is above most \(1.0\)"),
+        ({"pair": 3}, "pair: unknown field"),
+    ],
+)
+def test_wrong_settings_are_told(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(DocumentError, match=message):
+        parse(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"clusters": ["four_equal", "four_equal"]}, "clusters: 'four_equal' is there 2 times"),
+        ({"families": ["ncf", {"family": "ncf", "factors": 8}]}, "families: 'ncf-0' is there 2 times"),
+        ({"families": [{"layers": 3}]}, "family: missing; it is one of vgg16"),
+        ({"families": ["nothing"]}, "no model 'nothing' in the catalogue"),
+    ],
+)
+def test_wrong_combinations_are_told(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(DocumentError, match=message):
+        draw_combinations(parse(**changes))
