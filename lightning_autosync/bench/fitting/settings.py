@@ -1,0 +1,107 @@
+"""What ``autosync fit`` is told: samples, a simulator, and on which splits to judge it beside the others."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import Field, PositiveFloat, PositiveInt, ValidationError, field_validator
+
+from lightning_autosync.cluster import configuration_directory
+from lightning_autosync.documents import Index, Record, describe_validation_error, read_data
+from lightning_autosync.errors import DocumentError
+from lightning_autosync.simulator import Constants
+from lightning_autosync.simulator.learned import SIMULATORS, Estimator, Training
+from lightning_autosync.simulator.learned.training import TUNING
+
+SplitName = Literal["trial", "cluster", "model", "both"]
+SPLITS: tuple[SplitName, ...] = get_args(SplitName)
+
+
+class SimulatorSettings(Record):
+    """A simulator; see :class:`~lightning_autosync.simulator.learned.LearnedEstimator`.
+
+    Attributes:
+        kind: its name.
+        members: networks of its ensemble.
+        network: their sizes.
+        training, tuning: how it is trained at first, and further.
+    """
+
+    kind: str
+    members: PositiveInt = 1
+    network: dict[str, Any] = Field(default_factory=dict)
+    training: Training = Training()
+    tuning: Training = TUNING
+
+    @field_validator("kind")
+    @classmethod
+    def _check_kind(cls, kind: str) -> str:
+        return _known(kind)
+
+    @classmethod
+    def shipped(cls, kind: str) -> SimulatorSettings:
+        """The option of ``conf/simulator`` of that name."""
+        return cls.model_validate(read_data(configuration_directory() / "simulator" / f"{kind}.yaml"))
+
+    def build(self, constants: Constants, seed: int) -> Estimator:
+        """The simulator, which knows nothing yet."""
+        if self.kind == "replay":
+            return SIMULATORS["replay"](constants)
+        return SIMULATORS[self.kind](constants, self.members, dict(self.network), self.training, self.tuning, seed)
+
+
+class Settings(Record):
+    """One run of ``autosync fit``.
+
+    Attributes:
+        dataset: parts of a dataset, or folders of them.
+        simulator: what is fitted to all samples and saved.
+        start: folder of a fitted simulator to train further, in place of an untrained one; None for none.
+        constants: file of the hosts' constants, from a probe; None takes the defaults on ``cores``.
+        cores: cores that all ranks of a sample shared; None takes those of this machine. Only without ``constants``.
+        compare: simulators that are judged side by side; none skips it.
+        splits: how samples are divided: ``trial`` keeps plans for the test, ``cluster`` whole clusters, ``model`` whole
+            families of models, ``both`` what is on such a cluster and of such a family.
+        seeds: divisions of each kind, each with networks of its own.
+        seed: of the first division.
+        processes: that encode samples; None takes one a core.
+    """
+
+    dataset: Annotated[tuple[str, ...], Field(min_length=1)]
+    simulator: SimulatorSettings
+    start: str | None = None
+    constants: str | None = None
+    cores: PositiveFloat | None = None
+    compare: tuple[str, ...] = ("replay", "linear", "recurrent", "attention", "hetero")
+    splits: tuple[SplitName, ...] = SPLITS
+    seeds: PositiveInt = 5
+    seed: Index = 0
+    processes: PositiveInt | None = None
+
+    @field_validator("dataset", mode="before")
+    @classmethod
+    def _accept_one(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str) else value
+
+    @field_validator("compare")
+    @classmethod
+    def _check_compare(cls, compare: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(_known(kind) for kind in compare)
+
+    @classmethod
+    def parse(cls, data: Any) -> Settings:
+        """Settings from plain data.
+
+        Raises:
+            DocumentError: the first thing wrong, by field.
+        """
+        try:
+            return cls.model_validate(data)
+        except ValidationError as error:
+            raise DocumentError(describe_validation_error(error)) from None
+
+
+def _known(kind: str) -> str:
+    if kind not in SIMULATORS:
+        raise ValueError(f"'{kind}' is not known; allowed: {', '.join(SIMULATORS)}")
+    return kind

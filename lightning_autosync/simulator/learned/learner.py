@@ -1,0 +1,236 @@
+"""`LearnedEstimator`: an ensemble of networks of one kind, as an `Estimator`."""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from numpy.typing import NDArray
+from pydantic import PositiveInt, ValidationError
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from lightning_autosync.cluster import ClusterSpec
+from lightning_autosync.documents import Record, describe_validation_error
+from lightning_autosync.plan import SyncPlan
+from lightning_autosync.simulator.constants import Constants
+from lightning_autosync.simulator.dataset.sample import Sample
+from lightning_autosync.simulator.learned.estimator import Estimate
+from lightning_autosync.simulator.learned.examples import Examples, Keys
+from lightning_autosync.simulator.learned.files import WEIGHTS, SimulatorError, read_header, write_header
+from lightning_autosync.simulator.learned.kinds import KINDS, Kind
+from lightning_autosync.simulator.learned.networks import Network
+from lightning_autosync.simulator.learned.scene import Scene, Scenes
+from lightning_autosync.simulator.learned.training import TUNING, Training, scores, train
+from lightning_autosync.simulator.learned.traits import traits
+from lightning_autosync.workload import Workload
+
+Floats = NDArray[numpy.float64]
+
+_MOST = 4096
+"""Encoded plans that are kept, some 20 kilobytes each."""
+_OBSERVED = 2048
+"""Samples from which the scale of features is taken."""
+
+
+class Shape(Record):
+    """What a file says of an ensemble: as the arguments of `LearnedEstimator`, and the features of its inputs."""
+
+    members: PositiveInt
+    network: dict[str, Any]
+    features: dict[str, PositiveInt]
+    training: Training
+    tuning: Training
+    seed: int
+
+
+class LearnedEstimator:
+    """Networks that differ in their first weights and the order of their samples (Lakshminarayanan et al., 2017).
+
+    Before anything was fitted, one that corrects the replay says what the replay says.
+
+    Args:
+        kind: ``linear``, ``recurrent``, ``attention`` or ``hetero``.
+        constants: costs of the hosts, for the replay; None takes the defaults.
+        members: networks.
+        network: sizes of a network, by the kind's own names.
+        training: how `fit` trains what knows nothing.
+        tuning: how `fit` trains what was fitted or loaded; only the heads unless it says otherwise, which takes about a
+            second for some hundred samples.
+        seed: of the first weights and of the order of the samples.
+
+    Raises:
+        SimulatorError: there is no such kind.
+    """
+
+    def __init__(
+        self,
+        kind: str = "hetero",
+        constants: Constants | None = None,
+        members: int = 3,
+        network: dict[str, Any] | None = None,
+        training: Training | None = None,
+        tuning: Training | None = None,
+        seed: int = 0,
+    ) -> None:
+        if kind not in KINDS:
+            raise SimulatorError(f"simulator: '{kind}' is not known; allowed: replay, {', '.join(KINDS)}")
+        self.kind: Kind = KINDS[kind]
+        self.constants = constants or Constants()
+        self.members = members
+        self.sizes = dict(network or {})
+        self.training = training or Training()
+        self.tuning = tuning or TUNING
+        self.seed = seed
+        self.networks: list[Network] = []
+        self._features: dict[str, int] = {}
+        self._lines = numpy.tile([1.0, 0.0], (members, 1))
+        self._scenes = Scenes(self.constants)
+        self._encoded: OrderedDict[tuple[str, str, SyncPlan], tuple[Any, float]] = OrderedDict()
+
+    def estimate(self, workload: Workload, cluster: ClusterSpec, plans: Sequence[SyncPlan]) -> Estimate:
+        """The mean of the networks' logarithms, and their deviation."""
+        key = workload.fingerprint, cluster.fingerprint
+        scene = self._scenes.of(workload, cluster, key)
+        found = [self._encode(scene, key, plan) for plan in plans]
+        return self.estimate_encoded([item for item, _ in found], numpy.array([base for _, base in found]))
+
+    def estimate_encoded(self, items: Sequence[Any], base: Floats) -> Estimate:
+        """The same for encoded plans and the logarithms of seconds to which the networks add."""
+        if not self.networks or not len(items):
+            return Estimate(numpy.exp(base), numpy.zeros(len(base)))
+        answers = numpy.stack([scores(self.kind, network, items) for network in self.networks])
+        values = base + self._lines[:, :1] * answers + self._lines[:, 1:]
+        return Estimate(numpy.exp(values.mean(axis=0)), values.std(axis=0))
+
+    def fit(self, samples: Sequence[Sample]) -> None:
+        """Train on measured plans; what was fitted or loaded before is trained further, gently."""
+        if samples:
+            self.fit_encoded(self.encode(samples))
+
+    def fit_encoded(self, examples: Examples, validation: Examples | None = None) -> None:
+        """The same for encoded samples; ``validation`` chooses the epoch, if it is given."""
+        settings = self.tuning if self.networks else self.training
+        if not self.networks:
+            self._features = self.kind.features(examples.items[0])
+            self._build()
+            self._observe(examples)
+        for number, network in enumerate(self.networks):
+            seed = self.seed * self.members + number
+            torch.manual_seed(seed)
+            train(self.kind, network, examples, settings, seed, validation)
+            if not self.kind.regression:
+                found = scores(self.kind, network, examples.items)
+                self._lines[number] = _line(found, examples.target - examples.base)
+
+    def _observe(self, examples: Examples) -> None:
+        """Let the networks see the scale of their inputs, on samples drawn from all."""
+        random = numpy.random.default_rng(self.seed)
+        drawn = random.permutation(len(examples))[:_OBSERVED]
+        batch = self.kind.collate([examples.items[place] for place in drawn])
+        for network in self.networks:
+            network.observe(batch)
+
+    def encode(self, samples: Sequence[Sample]) -> Examples:
+        """What this kind sees of samples; those that were seen before are not encoded again."""
+        keys = Keys()
+        found = [
+            self._encode(
+                self._scenes.of(sample.workload, sample.cluster, keys.of(sample)), keys.of(sample), sample.plan
+            )
+            for sample in samples
+        ]
+        return Examples.of(samples, [item for item, _ in found], [base for _, base in found])
+
+    def save(self, directory: str | os.PathLike[str]) -> None:
+        """Write ``simulator.json`` and ``weights.safetensors`` into a directory.
+
+        Raises:
+            SimulatorError: nothing was fitted yet.
+        """
+        if not self.networks:
+            raise SimulatorError(f"simulator '{self.kind.name}': not fitted yet, so there is nothing to save")
+        directory = Path(directory)
+        directory.mkdir(parents=True, exist_ok=True)
+        tensors = {
+            f"{number}.{name}": tensor.contiguous()
+            for number, network in enumerate(self.networks)
+            for name, tensor in network.state_dict().items()
+        }
+        aside = directory / f".{WEIGHTS}.{os.getpid()}"
+        save_file({**tensors, "lines": torch.from_numpy(self._lines)}, aside)
+        os.replace(aside, directory / WEIGHTS)
+        write_header(directory, self.kind.name, self.constants, self._shape.model_dump(mode="json"))
+
+    @classmethod
+    def load(cls, directory: str | os.PathLike[str]) -> LearnedEstimator:
+        """Read what `save` wrote.
+
+        Raises:
+            SimulatorError: it is no simulator, of another format version, damaged, or its weights do not fit it.
+        """
+        header = read_header(directory)
+        try:
+            shape = Shape.model_validate(header.settings)
+        except ValidationError as error:
+            raise SimulatorError(f"{directory}: settings: {describe_validation_error(error)}") from None
+        made = cls(
+            header.kind, header.constants, shape.members, shape.network, shape.training, shape.tuning, shape.seed
+        )
+        made._features = shape.features
+        made._build()
+        made._take(Path(directory) / WEIGHTS)
+        return made
+
+    def _take(self, path: Path) -> None:
+        """Load the weights."""
+        try:
+            tensors = load_file(path)
+            self._lines = tensors.pop("lines").numpy()
+            for number, network in enumerate(self.networks):
+                start = f"{number}."
+                own = {name[len(start) :]: tensor for name, tensor in tensors.items() if name.startswith(start)}
+                network.load_state_dict(own)
+        except (KeyError, RuntimeError, OSError, SafetensorError) as error:
+            why = str(error).strip().partition("\n")[0]
+            raise SimulatorError(f"{path}: these are not the weights of this simulator: {why}") from None
+
+    @property
+    def _shape(self) -> Shape:
+        return Shape(
+            members=self.members,
+            network=self.sizes,
+            features=self._features,
+            training=self.training,
+            tuning=self.tuning,
+            seed=self.seed,
+        )
+
+    def _build(self) -> None:
+        self.networks = []
+        for number in range(self.members):
+            torch.manual_seed(self.seed * self.members + number)
+            self.networks.append(self.kind.network(self._features, self.sizes))
+
+    def _encode(self, scene: Scene, key: tuple[str, str], plan: SyncPlan) -> tuple[Any, float]:
+        """What this kind sees of a plan, and the logarithm of the seconds to which it adds."""
+        whole = (*key, plan)
+        if whole not in self._encoded:
+            found = traits(scene, plan)
+            self._encoded[whole] = self.kind.encode(found), self.kind.base(found)
+            if len(self._encoded) > _MOST:
+                self._encoded.popitem(last=False)
+        self._encoded.move_to_end(whole)
+        return self._encoded[whole]
+
+
+def _line(scores: Floats, wanted: Floats) -> Floats:
+    """[2] slope, not below 0, and offset of the straight line that brings scores nearest to what is wanted."""
+    variance = float(scores.var())
+    slope = max(0.0, float(numpy.cov(scores, wanted, ddof=0)[0, 1]) / variance) if variance > 0 else 0.0
+    return numpy.array([slope, float(wanted.mean() - slope * scores.mean())])

@@ -1,0 +1,231 @@
+"""``autosync fit``: divisions that do not leak, metrics by hand, and the command from a dataset to a simulator."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+from learned_samples import CONSTANTS, drawn, star, workload
+
+from lightning_autosync.bench.fitting.accuracy import Accuracy, summary
+from lightning_autosync.bench.fitting.command import fit
+from lightning_autosync.bench.fitting.encoding import encode_samples
+from lightning_autosync.bench.fitting.settings import SPLITS, Settings, SimulatorSettings, SplitName
+from lightning_autosync.bench.fitting.splits import cluster, divide, family
+from lightning_autosync.cluster import configuration_directory
+from lightning_autosync.documents import read_data
+from lightning_autosync.errors import DocumentError
+from lightning_autosync.plan import builders, compile_plan
+from lightning_autosync.simulator import Replay
+from lightning_autosync.simulator.dataset import Conditions, Entry, Sample, Writer
+from lightning_autosync.simulator.learned import LearnedEstimator, load_simulator
+from lightning_autosync.simulator.learned.examples import Examples
+
+CLUSTERS = ("a", "b", "c", "d", "e")
+FAMILIES = ("vgg16", "bert_base", "bert_large", "gpt", "ncf", "resnet50")
+
+
+@pytest.fixture(scope="module")
+def grid() -> list[Sample]:
+    """Ten plans of every family on every cluster, each measured twice."""
+    samples = []
+    for name in CLUSTERS:
+        machines = star(100, 100, 100, name=name)
+        for model in FAMILIES:
+            made = workload(model, layers=2, width=64)
+            for size in range(10):
+                plan = builders.all_reduce(made, machines, bucket_bytes=1000 * (size + 1))
+                named = plan.model_copy(update={"workload": f"{model}{size}"})
+                samples += [Sample(made, machines, named, (0.01,)), Sample(made, machines, named, (0.02,))]
+    return samples
+
+
+@pytest.mark.parametrize("how", SPLITS)
+@pytest.mark.parametrize("seed", range(4))
+def test_divisions_do_not_leak(grid: list[Sample], how: SplitName, seed: int) -> None:
+    split = divide(grid, how, seed)
+    parts = [set(places.tolist()) for places in (split.train, split.validation, split.test)]
+    assert sum(map(len, parts)) == len(set().union(*parts))
+    train, validation, test = ([grid[place] for place in part] for part in parts)
+    plans = [{sample.plan.fingerprint for sample in part} for part in (train, validation, test)]
+    if how == "trial":
+        assert len(set().union(*plans)) == sum(map(len, plans))
+        assert sum(map(len, parts)) == len(grid)
+    for name in {"cluster": [cluster], "model": [family], "both": [cluster, family]}.get(how, []):
+        names = [{name(sample) for sample in part} for part in (train, validation, test)]
+        assert names[2]
+        assert not names[2] & (names[0] | names[1])
+        assert set(names[2]) <= set(split.unseen)
+    if how in ("cluster", "model"):
+        assert not {sample.workload.name if how == "model" else sample.cluster.name for sample in validation} & {
+            sample.workload.name if how == "model" else sample.cluster.name for sample in train
+        }
+
+
+def test_models_of_one_family_stay_together(grid: list[Sample]) -> None:
+    assert {family(sample) for sample in grid} == {"vgg", "bert", "gpt", "ncf", "resnet"}
+
+
+def test_a_division_follows_from_its_seed(grid: list[Sample]) -> None:
+    def tests(seed: int) -> list[int]:
+        return divide(grid, "trial", seed).test.tolist()
+
+    assert tests(1) == tests(1) != tests(2)
+
+
+def test_too_few_clusters_give_a_clear_error(grid: list[Sample]) -> None:
+    few = [sample for sample in grid if sample.cluster.name in "ab"]
+    with pytest.raises(DocumentError, match=r"2 cluster names .*\(a, b\)"):
+        divide(few, "cluster", 0)
+    with pytest.raises(DocumentError, match="too few to train"):
+        divide(grid[:2], "trial", 0)
+
+
+def test_metrics_by_hand() -> None:
+    """Four plans of one pair and two of another; the two fastest of the first are within noise of each other."""
+    target = numpy.log([1.00, 1.01, 2.0, 4.0, 1.0, 3.0])
+    examples = Examples([None] * 6, target, target, numpy.full(6, 0.01), numpy.array([0, 0, 0, 0, 1, 1]))
+    found = Accuracy.of(examples, numpy.array([1.1, 1.0, 4.0, 2.0, 1.0, 1.0]))
+    # Of 7 pairs one is left out; of the other 6, (2, 3) is wrong and (4, 5) is a tie.
+    assert found.left_out == pytest.approx(1 / 7)
+    assert found.ranking == pytest.approx(4.5 / 6)
+    assert found.tau == pytest.approx(((4 - 2) / 6 + 0) / 2)
+    errors = sorted([0.1, 0.01 / 1.01, 1.0, 0.5, 0.0, 2 / 3])
+    assert found.median == pytest.approx((errors[2] + errors[3]) / 2)
+    assert found.p90 == pytest.approx((errors[4] + errors[5]) / 2)
+
+
+def test_perfect_and_reversed_predictions() -> None:
+    target = numpy.log([1.0, 2.0, 3.0])
+    examples = Examples([None] * 3, target, target, numpy.full(3, 0.01), numpy.zeros(3, dtype=int))
+    assert Accuracy.of(examples, numpy.exp(target)) == Accuracy(1.0, 0.0, 1.0, 0.0, 0.0)
+    assert Accuracy.of(examples, numpy.exp(-target)).ranking == 0.0
+
+
+def test_times_that_are_all_within_noise_give_a_clear_error() -> None:
+    target = numpy.zeros(3)
+    examples = Examples([None] * 3, target, target, numpy.full(3, 0.01), numpy.zeros(3, dtype=int))
+    with pytest.raises(DocumentError, match="told apart"):
+        Accuracy.of(examples, numpy.ones(3))
+
+
+def test_the_summary_has_every_run() -> None:
+    runs = [Accuracy(0.9, 0.1, 0.8, 0.05, 0.2), Accuracy(1.0, 0.1, 0.9, 0.05, 0.2)]
+    found = summary(runs)["ranking"]
+    assert found["runs"] == [0.9, 1.0]
+    assert found["mean"] == pytest.approx(0.95)
+    assert found["deviation"] == pytest.approx(math.sqrt(0.005))
+
+
+def test_encoding_keeps_the_order_of_samples() -> None:
+    one, other = (workload("vgg"), star(100, 50, name="a")), (workload("gpt"), star(100, 100, 20, name="b"))
+    first, second = drawn(3, one), drawn(3, other)
+    mixed = [sample for pair in zip(first, second, strict=True) for sample in pair]
+    encoded = encode_samples(mixed, CONSTANTS, ("replay", "linear"), processes=1)
+    assert encoded["replay"].pair.tolist() == [0, 1, 0, 1, 0, 1]
+    assert numpy.exp(encoded["linear"].target) == pytest.approx([sample.seconds for sample in mixed])
+    simulator = LearnedEstimator("linear", CONSTANTS)
+    alone = simulator.encode(mixed)
+    assert numpy.array_equal(numpy.stack(alone.items), numpy.stack(encoded["linear"].items))
+    for sample, base in zip(mixed, encoded["replay"].base, strict=True):
+        schedule = compile_plan(sample.plan, sample.workload, sample.cluster)
+        assert math.exp(base) == pytest.approx(
+            Replay(sample.workload, sample.cluster, CONSTANTS).predict(schedule).step_time
+        )
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    scenes = [
+        (workload(model, layers=3, width=128), star(*rates, name=name))
+        for name, rates in (("fat", (400, 100, 100)), ("even", (200, 200, 200)), ("thin", (200, 50, 50)))
+        for model in ("vgg", "bert", "gpt")
+    ]
+    path = tmp_path_factory.mktemp("dataset")
+    with Writer(path) as writer:
+        writer.append(Entry(sample, Conditions({"machine": "made up"})) for sample in drawn(7, *scenes))
+    return path
+
+
+def _configuration(path: Path, **changes: Any) -> dict[str, Any]:
+    simulator = {"kind": "hetero", "members": 1, "network": {"hidden": 16}, "training": {"epochs": 3, "least_steps": 0}}
+    options = {"compare": ["replay", "linear", "hetero"], "seeds": 2, "cores": 2, "processes": 1}
+    return {"dataset": str(path), "simulator": simulator, **options, **changes}
+
+
+def test_the_command_leaves_a_simulator_and_a_result(
+    dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fit(_configuration(dataset, splits=["trial", "both"]), tmp_path)
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["format"] == "autosync-fit/1"
+    assert result["dataset"] == {
+        "samples": 63,
+        "clusters": ["even", "fat", "thin"],
+        "families": ["bert", "gpt", "vgg"],
+    }
+    assert set(result["comparison"]) == {"trial", "both"}
+    for rows in result["comparison"].values():
+        assert list(rows) == ["replay", "linear", "hetero"]
+        assert all(len(row[metric]["runs"]) == 2 for row in rows.values() for metric in ("ranking", "tau", "p90"))
+        assert all(0.4 < row["ranking"]["mean"] <= 1 for name, row in rows.items() if name != "linear")
+    assert len(result["runs"]) == 2 * 2 * 3
+    assert all(len(run["unseen"]) == {"trial": 0, "both": 2}[run["split"]] for run in result["runs"])
+    printed = capsys.readouterr().out
+    assert "neither cluster nor family seen" in printed
+    assert "pairs are within noise" in printed
+    simulator = load_simulator(tmp_path / "simulator")
+    assert isinstance(simulator, LearnedEstimator)
+    assert simulator.kind.name == "hetero"
+    assert simulator.constants.cores == 2
+
+    again = _configuration(dataset, compare=[], start=str(tmp_path / "simulator"))
+    with pytest.raises(DocumentError, match="constants of its own"):
+        fit(again, tmp_path / "further")
+    fit({**again, "cores": None}, tmp_path / "further")
+    further = load_simulator(tmp_path / "further" / "simulator")
+    assert isinstance(further, LearnedEstimator)
+    changed = [
+        (one - other).abs().max().item() for one, other in zip(_weights(simulator), _weights(further), strict=True)
+    ]
+    assert 0 < max(changed) < 0.2  # trained further, and gently
+
+
+def _weights(simulator: LearnedEstimator) -> Sequence[Any]:
+    return list(simulator.networks[0].parameters())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dataset": ["/nowhere"]}, "/nowhere"),
+        ({"simulator": {"kind": "oracle"}}, "simulator.kind: 'oracle' is not known; allowed: replay, linear"),
+        ({"compare": ["oracle"]}, "compare: 'oracle' is not known"),
+        ({"splits": ["moon"]}, r"splits\[0\]"),
+        ({"start": "/nowhere", "cores": None}, "no simulator"),
+        ({"epochs": 3}, "epochs: unknown field"),
+    ],
+)
+def test_wrong_settings_give_one_clear_error(
+    dataset: Path, tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(DocumentError, match=message) as raised:
+        fit(_configuration(dataset, **changes), tmp_path)
+    assert "\n" not in str(raised.value)
+
+
+def test_the_shipped_configuration_is_what_the_command_takes() -> None:
+    configuration = read_data(configuration_directory() / "fit.yaml")
+    keys = {key: value for key, value in configuration.items() if key not in ("defaults", "hydra")}
+    options = sorted(path.stem for path in (configuration_directory() / "simulator").glob("*.yaml"))
+    assert options == sorted(("replay", "linear", "recurrent", "attention", "hetero"))
+    for option in options:
+        simulator = SimulatorSettings.shipped(option)
+        assert simulator.kind == option
+        parsed = Settings.parse({**keys, "dataset": "somewhere", "simulator": simulator.model_dump()})
+        assert parsed.dataset == ("somewhere",)
