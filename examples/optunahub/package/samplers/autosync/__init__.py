@@ -1,0 +1,3 @@
+from lightning_autosync.search.sampler import AutoSyncSampler
+
+__all__ = ["AutoSyncSampler"]

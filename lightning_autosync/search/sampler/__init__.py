@@ -1,0 +1,7 @@
+"""`AutoSyncSampler`: an Optuna sampler that prices a population of plans before it proposes one."""
+
+from __future__ import annotations
+
+from lightning_autosync.search.sampler.sampler import AutoSyncSampler
+
+__all__ = ["AutoSyncSampler"]

@@ -1,0 +1,140 @@
+"""Belief: how long candidates take, by the simulator and by what was measured of others."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+
+from lightning_autosync.cluster import ClusterSpec
+from lightning_autosync.plan import SyncPlan
+from lightning_autosync.search.sampler.features import Embedding, Floats
+from lightning_autosync.search.sampler.population import Candidate
+from lightning_autosync.search.sampler.residual import Residuals
+from lightning_autosync.simulator.dataset import Sample
+from lightning_autosync.simulator.learned import Estimator
+from lightning_autosync.workload import Workload
+
+MOST_OF_A_SOURCE = 48
+"""Samples of one source whose errors are looked at; each has to be estimated."""
+
+
+@dataclass(frozen=True)
+class Beliefs:
+    """What is believed of some candidates, arrays [n]: mean and deviation of the logarithm of their seconds."""
+
+    mean: Floats
+    deviation: Floats
+
+
+class Believer:
+    """Prices candidates of one workload on one cluster.
+
+    Args:
+        workload: that is searched for.
+        cluster: that is searched for.
+        estimator: the simulator; None where nothing is known of the links: then all plans are the same to begin with.
+        sources: samples of other workloads or clusters, which tell what the simulator gets wrong.
+    """
+
+    def __init__(
+        self, workload: Workload, cluster: ClusterSpec, estimator: Estimator | None, sources: Sequence[Sample] = ()
+    ) -> None:
+        self._workload = workload
+        self._cluster = cluster
+        self._estimator = estimator
+        self._sources = sources
+        self._estimates: dict[str, tuple[float, float]] = {}
+        self._transferred: tuple[Floats, Floats, Floats] | None = None
+        self._residuals = Residuals()
+        self._shift = 0.0
+
+    def forget(self) -> None:
+        """Estimate all anew: the simulator has learned."""
+        self._estimates.clear()
+        self._transferred = None
+
+    def estimated(self, candidate: Candidate) -> bool:
+        """Whether the simulator was asked about a candidate already."""
+        return candidate.signature in self._estimates
+
+    def estimate(self, candidates: Sequence[Candidate]) -> tuple[Floats, Floats]:
+        """Logarithms of the simulator's seconds and its deviations, [n] each; it is asked once about each plan."""
+        new = {one.signature: one.plan for one in candidates if one.signature not in self._estimates}
+        if new:
+            logs, deviations = self._ask(self._workload, self._cluster, list(new.values()))
+            pairs = zip(logs.tolist(), deviations.tolist(), strict=True)
+            self._estimates |= dict(zip(new, pairs, strict=True))
+        known = numpy.array([self._estimates[one.signature] for one in candidates]).reshape(-1, 2)
+        return known[:, 0], known[:, 1]
+
+    def learn(self, measured: Mapping[str, tuple[Candidate, float]]) -> None:
+        """Take in what was measured: by signature a candidate and the logarithm of its seconds."""
+        candidates = [candidate for candidate, _ in measured.values()]
+        estimates, _ = self.estimate(candidates)
+        errors = numpy.array([seconds for _, seconds in measured.values()]) - estimates
+        features = numpy.array([candidate.features for candidate in candidates])
+        parts = [(features, errors, numpy.zeros(len(errors)))] if candidates else []
+        if self._sources:
+            parts.append(self._transfer())
+        if parts:
+            joined: list[Any] = [numpy.concatenate(part) for part in zip(*parts, strict=True)]
+            self._residuals.fit(*joined)
+
+    def believe(self, candidates: Sequence[Candidate]) -> Beliefs:
+        """What the simulator says, corrected by what it got wrong so far."""
+        logs, deviations = self.estimate(candidates)
+        errors, spread = self._residuals.predict(numpy.array([one.features for one in candidates]))
+        return Beliefs(logs + errors, numpy.hypot(spread, deviations))
+
+    def rough(self, candidates: Sequence[Candidate]) -> Floats:
+        """A cheap guess of the mean, which asks the simulator nothing new."""
+        guesses = numpy.array(
+            [self._estimates.get(one.signature, (one.rough + self._shift, 0.0))[0] for one in candidates]
+        )
+        return guesses + self._residuals.mean(numpy.array([one.features for one in candidates]))
+
+    def calibrate(self, candidates: Sequence[Candidate]) -> None:
+        """Bring the rough prices to the simulator's level, by those candidates that have both."""
+        both = [one for one in candidates if one.signature in self._estimates]
+        if both:
+            self._shift = float(numpy.median([self._estimates[one.signature][0] - one.rough for one in both]))
+
+    def _ask(self, workload: Workload, cluster: ClusterSpec, plans: Sequence[SyncPlan]) -> tuple[Floats, Floats]:
+        if self._estimator is None:
+            return numpy.zeros(len(plans)), numpy.zeros(len(plans))
+        estimate = self._estimator.estimate(workload, cluster, plans)
+        return numpy.log(estimate.seconds), numpy.asarray(estimate.deviation)
+
+    def _transfer(self) -> tuple[Floats, Floats, Floats]:
+        """Features, errors and task numbers of the sources."""
+        if self._transferred is None:
+            tasks: dict[tuple[str, str], list[Sample]] = {}
+            for sample in self._sources:
+                tasks.setdefault((sample.workload.fingerprint, sample.cluster.fingerprint), []).append(sample)
+            parts = [self._errors_of(samples, number) for number, samples in enumerate(tasks.values(), 1)]
+            joined: Any = tuple(numpy.concatenate(part) for part in zip(*parts, strict=True))
+            self._transferred = joined
+        assert self._transferred is not None
+        return self._transferred
+
+    def _errors_of(self, samples: Sequence[Sample], task: int) -> tuple[Floats, Floats, Floats]:
+        chosen = _best_and_others(samples)
+        workload, cluster = chosen[0].workload, chosen[0].cluster
+        logs, _ = self._ask(workload, cluster, [sample.plan for sample in chosen])
+        embedding = Embedding(workload)
+        features = numpy.array([embedding(sample.plan) for sample in chosen])
+        errors = numpy.array([math.log(sample.seconds) for sample in chosen]) - logs
+        return features, errors, numpy.full(len(chosen), float(task))
+
+
+def _best_and_others(samples: Sequence[Sample]) -> list[Sample]:
+    """The fastest samples of a source, and as many of the others, drawn by a fixed seed."""
+    ordered = sorted(samples, key=lambda sample: sample.seconds)
+    half = MOST_OF_A_SOURCE // 2
+    others = ordered[half:]
+    return ordered[:half] + random.Random(0).sample(others, min(len(others), half))

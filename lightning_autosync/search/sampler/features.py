@@ -1,0 +1,109 @@
+"""Plans as vectors: what share of the bytes, at which place of the backward pass, travels in which way."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+
+import numpy
+from numpy.typing import NDArray
+
+from lightning_autosync.documents import digest
+from lightning_autosync.plan import Group, SyncPlan
+from lightning_autosync.workload import Workload
+
+Floats = NDArray[numpy.float64]
+
+PLACES = 8
+"""Equal parts of the bytes, in the order of backward."""
+_WAYS = ("native", "served", "shared_memory", "ring", "tree", "star", "hierarchical", "packed")
+_COMPRESSORS = ("fp16", "bf16", "int8", "topk", "powersgd")
+_SIZES = (1 / 2, 1 / 8, 1 / 32)
+"""Shares of all bytes from which on a message is of the first class, the second ...; smaller ones are of the last."""
+_SMALL_SEGMENT = 64 * 1024
+_CHANNELS = (
+    *_WAYS,
+    *_COMPRESSORS,
+    *(f"size{number}" for number in range(len(_SIZES) + 1)),
+    "one_server",
+    "weighted",
+    "aggregated",
+    "urgent",
+    "small_segment",
+    "large_segment",
+)
+_INDEX = {name: number for number, name in enumerate(_CHANNELS)}
+
+
+class Embedding:
+    """Makes vectors of plans for one workload; those of plans for different workloads can be compared.
+
+    Args:
+        workload: the variables.
+    """
+
+    def __init__(self, workload: Workload) -> None:
+        order = [workload.variable(name) for name in workload.ready_order]
+        total = float(sum(variable.bytes for variable in order)) or 1.0
+        ends = numpy.cumsum([variable.bytes for variable in order]) / total
+        starts = numpy.concatenate([[0.0], ends[:-1]])
+        edges = numpy.linspace(0.0, 1.0, PLACES + 1)
+        lower = numpy.maximum(starts[:, None], edges[None, :-1])
+        upper = numpy.minimum(ends[:, None], edges[None, 1:])
+        self._share = numpy.maximum(upper - lower, 0.0)
+        self._row = {variable.name: row for row, variable in enumerate(order)}
+
+    def __call__(self, plan: SyncPlan) -> Floats:
+        """The vector of a plan, [channels x (places + 1)]; the first part is the sum over places, then place by place.
+
+        At each place the channels hold shares of the place's bytes, scaled so that the squared distance of two plans
+        is the mean over places; the sum holds shares of all bytes, and last the logarithm of the count of messages.
+        """
+        made = numpy.zeros((PLACES, len(_CHANNELS)))
+        for group in plan.groups:
+            mass = self._share[[self._row[name] for name in group.variables]].sum(axis=0)
+            for channel in _channels(group, float(mass.sum())):
+                made[:, _INDEX[channel]] += mass
+        count = math.log2(len(plan.groups)) / 10
+        return numpy.concatenate([made.sum(axis=0), [count], made.ravel() * PLACES**0.5])
+
+
+POOLED = len(_CHANNELS) + 1
+"""Length of the part of a vector that is summed over places."""
+
+
+def similarity(vectors: Floats, other: Floats) -> Floats:
+    """How alike plans are, 0 to 1, arrays [n, features] and [m, features] to [n, m]."""
+    return numpy.exp(-2 * squared_distance(vectors, other))
+
+
+def squared_distance(vectors: Floats, other: Floats) -> Floats:
+    """Between the parts that are told place by place."""
+    one, two = vectors[:, POOLED:], other[:, POOLED:]
+    squares = (one**2).sum(axis=1)[:, None] + (two**2).sum(axis=1)[None, :] - 2 * one @ two.T
+    return numpy.maximum(squares, 0.0)
+
+
+def signature(plan: SyncPlan) -> str:
+    """A digest of what a plan does: equal plans whose messages only have other names have the same one."""
+    groups = [group.model_dump(mode="json", exclude={"name"}, exclude_defaults=True) for group in plan.groups]
+    return digest(json.loads(json.dumps([plan.consistency.model_dump(mode="json"), groups])))
+
+
+def _channels(group: Group, share: float) -> Iterator[str]:
+    served = group.architecture == "parameter_server"
+    yield "served" if served and group.topology == "native" else group.topology
+    if group.compressor.kind != "none":
+        yield group.compressor.kind
+    yield f"size{next((number for number, least in enumerate(_SIZES) if share >= least), len(_SIZES))}"
+    if served and len(set(group.placement or (0,))) == 1:
+        yield "one_server"
+    if group.partition is not None and group.partition.weights is not None:
+        yield "weighted"
+    if group.local_aggregation:
+        yield "aggregated"
+    if group.priority > 0:
+        yield "urgent"
+    if group.segment is not None:
+        yield "small_segment" if group.segment <= _SMALL_SEGMENT else "large_segment"

@@ -1,0 +1,219 @@
+"""The next point: a generation of candidates every few proposals, and one choice among them for each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from random import Random
+
+import numpy
+from optuna.study import Study
+
+from lightning_autosync.plan.space import Genome, PlanSpace, Value
+from lightning_autosync.search.sampler.belief import Beliefs, Believer
+from lightning_autosync.search.sampler.choice import ALIKENESS, STARTUP_ALIKENESS, pick
+from lightning_autosync.search.sampler.observations import Observations, Point
+from lightning_autosync.search.sampler.population import Candidate, Population
+from lightning_autosync.search.sampler.transplant import carried_over
+from lightning_autosync.search.studies import samples_of
+from lightning_autosync.simulator import Constants
+from lightning_autosync.simulator.dataset import Sample
+from lightning_autosync.simulator.learned import Estimator, ReplayEstimator
+
+_BRED = 12
+"""Points newly bred and priced roughly for each proposal of a batch."""
+_FIRST_ROUNDS = 4
+"""Generations before the first proposal; half of the first population is bred in them."""
+_SHORTLIST = 1
+"""Candidates newly given to the simulator for each proposal of a batch."""
+_DRAWS = 50
+"""Draws in search of a plan that was not tried."""
+_KEPT = 400
+"""Candidates that are kept from one generation to the next."""
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A point to measure.
+
+    Attributes:
+        point: in its normal form.
+        origin: how it came about.
+        predicted: seconds of a step, as believed.
+    """
+
+    point: Mapping[str, Value]
+    origin: str
+    predicted: float
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much is bred and how often; as arguments of `AutoSyncSampler`.
+
+    Raises:
+        ValueError: one is below 1.
+    """
+
+    population: int
+    batch: int
+    startup: int
+    refit: int
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if value < 1:
+                raise ValueError(f"{name}: must be at least 1, got {value!r}")
+
+
+@dataclass(frozen=True)
+class Sources:
+    """What other models and clusters have taught.
+
+    Attributes:
+        samples: measured steps, of studies too.
+        points: of the space, the best of the studies' carried over.
+    """
+
+    samples: Sequence[Sample]
+    points: Sequence[Genome]
+
+    @classmethod
+    def of(cls, space: PlanSpace, studies: Sequence[Study], samples: Sequence[Sample]) -> Sources:
+        """Those of studies and further samples.
+
+        Raises:
+            StudyError: one is not a study of plans.
+        """
+        of_studies = [sample for study in studies for sample in samples_of(study)]
+        return cls([*samples, *of_studies], [point for study in studies for point in carried_over(study, space)])
+
+
+class Proposer:
+    """Proposes points of one space; see `AutoSyncSampler`, whose arguments these are."""
+
+    def __init__(
+        self,
+        space: PlanSpace,
+        estimator: Estimator | None,
+        sources: Sources,
+        sizes: Sizes,
+        rng: Random,
+        constants: Constants | None = None,
+    ) -> None:
+        if estimator is None and space.cluster.measured:
+            estimator = ReplayEstimator(constants)
+        constants = constants or getattr(estimator, "constants", None) or Constants()
+        self.space = space
+        self._estimator = estimator
+        self._sources = sources
+        self._sizes = sizes
+        self._rng = rng
+        self._population = Population(space, constants, sizes.population)
+        self._believer = Believer(space.workload, space.cluster, estimator, sources.samples)
+        self._proposed = 0
+        self._trained: int | None = None
+
+    def propose(self, observations: Observations, number: int) -> Proposal:
+        """The next point to measure.
+
+        Args:
+            observations: what the study knows.
+            number: of the trial that asks: while earlier ones are still choosing, it takes a later place.
+        """
+        if not self._population.candidates:
+            self._population.found(self._rng, self._sources.points)
+        measured = self._measured(observations)
+        self._train(measured)
+        self._believer.learn(measured)
+        pending = self._candidates(observations.pending)
+        taken = {*measured, *(one.signature for one in (*pending, *self._candidates(observations.tried)))}
+        if self._proposed % self._sizes.batch == 0:
+            self._generate(taken)
+        self._proposed += 1
+        place = sum(other < number for other in observations.choosing)
+        if len(measured) < self._sizes.startup:
+            return self._begin(taken, [*pending, *(one for one, _ in measured.values())], place)
+        return self._choose(taken, pending, place)
+
+    def _measured(self, observations: Observations) -> dict[str, tuple[Candidate, float]]:
+        """By signature a candidate and the mean of the logarithms of its times."""
+        times: dict[str, tuple[Candidate, list[float]]] = {}
+        for _, point, seconds in observations.measured:
+            if (candidate := self._population.add(point, "measured")) is not None:
+                times.setdefault(candidate.signature, (candidate, []))[1].append(seconds)
+        return {name: (candidate, math.fsum(logs) / len(logs)) for name, (candidate, logs) in times.items()}
+
+    def _candidates(self, points: Sequence[Point]) -> list[Candidate]:
+        made = (self._population.add(point, "measured") for point in points)
+        return [candidate for candidate in made if candidate is not None]
+
+    def _train(self, measured: Mapping[str, tuple[Candidate, float]]) -> None:
+        """Train a simulator that learns: on the sources at first, then whenever enough trials came in."""
+        if self._estimator is None or isinstance(self._estimator, ReplayEstimator):
+            return
+        first = self._trained is None
+        if not (first and self._sources.samples) and len(measured) - (self._trained or 0) < self._sizes.refit:
+            return
+        own = [
+            Sample(self.space.workload, self.space.cluster, candidate.plan, (math.exp(seconds),), candidate.origin)
+            for candidate, seconds in measured.values()
+        ]
+        again = [one for one in self._population.candidates.values() if self._believer.estimated(one)]
+        self._estimator.fit([*self._sources.samples, *own])
+        self._believer.forget()
+        self._believer.estimate(again)
+        self._trained = len(measured)
+
+    def _generate(self, taken: set[str]) -> None:
+        """Breed by rough prices, then have the best new candidates estimated, and breed once more around them."""
+        population, believer = self._population, self._believer
+        first = self._proposed == 0
+        for _ in range(_FIRST_ROUNDS if first else 1):
+            count = self._sizes.population // (2 * _FIRST_ROUNDS) if first else _BRED * self._sizes.batch
+            population.grow(count, believer.rough, self._rng)
+            everyone = list(population.candidates.values())
+            order = numpy.argsort(believer.rough(everyone), kind="stable")
+            new = [everyone[index] for index in order if not believer.estimated(everyone[index])]
+            believer.estimate(new[: _SHORTLIST * self._sizes.batch])
+            believer.calibrate(everyone)
+        population.trim(_KEPT, believer.rough, taken)
+
+    def _begin(self, taken: set[str], chosen: Sequence[Candidate], place: int) -> Proposal:
+        """One of the first: fast as the simulator has it, and unlike all before it."""
+        ready = self._ready(taken, place + 1)
+        estimates, deviations = self._believer.estimate(ready)
+        return _proposal(ready, Beliefs(estimates, 0 * deviations), chosen, place, STARTUP_ALIKENESS)
+
+    def _choose(self, taken: set[str], pending: Sequence[Candidate], place: int) -> Proposal:
+        """One of the others: fast or uncertain by belief, and unlike what is being measured."""
+        ready = self._ready(taken, place + 1)
+        return _proposal(ready, self._believer.believe(ready), pending, place, ALIKENESS)
+
+    def _ready(self, taken: set[str], count: int) -> list[Candidate]:
+        """Candidates to choose from: those that are estimated; else any; where all plans were tried, those again."""
+        free = self._free(taken)
+        estimated = [one for one in free if self._believer.estimated(one)]
+        if len(estimated) >= count:
+            return estimated
+        for _ in range(_DRAWS):
+            if len(free) >= count:
+                break
+            self._population.add(self.space.draw(self._rng), "drawn")
+            free = self._free(taken)
+        found = free or list(self._population.candidates.values())
+        order = numpy.argsort(self._believer.rough(found), kind="stable")
+        return [found[index] for index in order[:count]]
+
+    def _free(self, taken: set[str]) -> list[Candidate]:
+        return [one for one in self._population.candidates.values() if one.signature not in taken]
+
+
+def _proposal(
+    ready: Sequence[Candidate], beliefs: Beliefs, chosen: Sequence[Candidate], place: int, alikeness: float
+) -> Proposal:
+    features = numpy.array([one.features for one in ready])
+    others = numpy.array([one.features for one in chosen])
+    best = pick(beliefs, features, others, place + 1, alikeness)[-1]
+    return Proposal(ready[best].genome, ready[best].origin, math.exp(float(beliefs.mean[best])))

@@ -1,0 +1,152 @@
+"""The Optuna side of the sampler: trials in, points out."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from random import Random
+from typing import Any
+
+import optuna
+from optuna.distributions import BaseDistribution
+from optuna.samplers import BaseSampler, RandomSampler
+from optuna.search_space import intersection_search_space
+from optuna.study import Study, StudyDirection
+from optuna.trial import FrozenTrial, TrialState
+
+from lightning_autosync.plan.space import PlanSpace
+from lightning_autosync.search.sampler import generic
+from lightning_autosync.search.sampler.observations import CHOICE, Observations, encode
+from lightning_autosync.search.sampler.proposer import Proposal, Proposer, Sizes, Sources
+from lightning_autosync.search.studies import ORIGIN, PREDICTED, distributions
+from lightning_autosync.simulator import Constants
+from lightning_autosync.simulator.dataset import Sample
+from lightning_autosync.simulator.learned import Estimator
+
+_FINISHED = (TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL)
+
+
+class AutoSyncSampler(BaseSampler):
+    """Proposes plans as AutoSync does: a population is priced by simulators, and the most promising are measured.
+
+    The replay prices a population of points roughly, evolution and moves between neighbours breed more, the simulator
+    prices the best of them, and what it gets wrong is learned from every trial. Proposed is what is fast by belief,
+    uncertain, and unlike what is being measured already. No plan is proposed twice.
+
+    All that it knows of a study it reads from the storage, so that several threads, processes and machines may work on
+    one study, and an interrupted one goes on. Without a space, or for parameters that are none of the space's, it
+    evolves the best trials, whatever the parameters are.
+
+    Args:
+        space: whose points the trials of a study are; see ``suggest``.
+        estimator: the simulator, which is trained further as trials come in; None takes the replay alone, or nothing
+            where the rates of the links are unknown.
+        source_studies: studies of other models or clusters. They train the simulator, their errors tell about this
+            one's, and their best points are carried over; the study itself is not touched.
+        source_samples: measured steps of other models or clusters, used likewise.
+        seed: of all draws; None takes one from the system.
+        population: points that are priced before the first proposal.
+        batch: proposals between two generations; each prices ``12 * batch`` new points.
+        startup: trials before which only the simulator's price and unlikeness count.
+        refit: trials after which a learned simulator is trained again.
+        constants: of the hosts, for rough prices; None takes the estimator's.
+
+    Raises:
+        StudyError: a source is not a study of plans.
+        ValueError: a size is below 1.
+    """
+
+    def __init__(
+        self,
+        space: PlanSpace | None = None,
+        *,
+        estimator: Estimator | None = None,
+        source_studies: Sequence[Study] = (),
+        source_samples: Sequence[Sample] = (),
+        seed: int | None = None,
+        population: int = 384,
+        batch: int = 8,
+        startup: int = 8,
+        refit: int = 25,
+        constants: Constants | None = None,
+    ) -> None:
+        self._space = space
+        self._rng = Random(seed)
+        self._random = RandomSampler(seed=seed)
+        self._lock = threading.Lock()
+        self._proposer: Proposer | None = None
+        if space is not None:
+            sizes = Sizes(population, batch, startup, refit)
+            sources = Sources.of(space, source_studies, source_samples)
+            self._proposer = Proposer(space, estimator, sources, sizes, self._rng, constants)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = self.__dict__.copy()
+        del state["_lock"]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._lock = threading.Lock()
+
+    def reseed_rng(self) -> None:
+        """Draw otherwise from now on: replicas of a sampler must not propose the same."""
+        self._rng.seed()
+        self._random.reseed_rng()
+
+    def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
+        """The whole space from the first trial on; without one, what all trials so far have in common."""
+        if self._space is not None:
+            return dict(distributions(self._space))
+        common = intersection_search_space(study.get_trials(deepcopy=False))
+        return {name: distribution for name, distribution in common.items() if not distribution.single()}
+
+    def sample_relative(
+        self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
+    ) -> dict[str, Any]:
+        """A point; it is published as a system attribute of the trial before it is returned.
+
+        Raises:
+            ValueError: the study has several objectives, or wants its objective, a time, to be large.
+        """
+        self._raise_error_if_multi_objective(study)
+        if self._proposer is None or not _holds(search_space, self._proposer.space):
+            return self._evolve(study, trial, search_space)
+        if study.direction != StudyDirection.MINIMIZE:
+            raise ValueError("AutoSyncSampler: a study of plans minimizes the seconds of a step")
+        with self._lock:
+            trials = study.get_trials(deepcopy=False)
+            proposal = self._proposer.propose(Observations.of(trials, self._proposer.space, trial.number), trial.number)
+            self._publish(study, trial, proposal, self._proposer.space)
+        return dict(proposal.point)
+
+    def sample_independent(
+        self, study: Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
+    ) -> Any:
+        """A value drawn at random, for parameters that are not in the space or not in all trials."""
+        self._raise_error_if_multi_objective(study)
+        return self._random.sample_independent(study, trial, param_name, param_distribution)
+
+    def before_trial(self, study: Study, trial: FrozenTrial) -> None:
+        self._random.before_trial(study, trial)
+
+    def after_trial(self, study: Study, trial: FrozenTrial, state: TrialState, values: Sequence[float] | None) -> None:
+        self._random.after_trial(study, trial, state, values)
+
+    def _evolve(self, study: Study, trial: FrozenTrial, search_space: Mapping[str, BaseDistribution]) -> dict[str, Any]:
+        def draw(name: str, distribution: BaseDistribution) -> Any:
+            return self._random.sample_independent(study, trial, name, distribution)
+
+        with self._lock:
+            trials = [one for one in study.get_trials(deepcopy=False) if one.number != trial.number]
+            return generic.evolve(trials, study.direction, search_space, self._rng, draw)
+
+    def _publish(self, study: Study, trial: FrozenTrial, proposal: Proposal, space: PlanSpace) -> None:
+        storage: optuna.storages.BaseStorage = study._storage
+        storage.set_trial_system_attr(trial._trial_id, CHOICE, encode(proposal.point, space))
+        storage.set_trial_user_attr(trial._trial_id, ORIGIN, proposal.origin)
+        storage.set_trial_user_attr(trial._trial_id, PREDICTED, proposal.predicted)
+
+
+def _holds(search_space: Mapping[str, BaseDistribution], space: PlanSpace) -> bool:
+    return search_space.keys() == space.parameters.keys()

@@ -1,0 +1,272 @@
+"""Optuna studies of plans: what they are about, their points, and their trials as samples.
+
+A study carries its workload, its cluster and the level of semantics as user attributes, so that it tells everything to
+whoever opens it: plans and samples are made anew from its trials' parameters.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+import optuna
+from optuna.distributions import CategoricalDistribution
+from optuna.trial import FrozenTrial, TrialState
+
+from lightning_autosync.cluster import ClusterSpec
+from lightning_autosync.errors import DocumentError, PlanError
+from lightning_autosync.plan import SyncPlan
+from lightning_autosync.plan.space import BUILDER, Genome, PlanSpace, Value
+from lightning_autosync.search.journal import Journal
+from lightning_autosync.simulator.dataset import Sample
+from lightning_autosync.workload import Workload
+
+SPACE, WORKLOAD, CLUSTER, SEMANTICS = "autosync:space", "autosync:workload", "autosync:cluster", "autosync:semantics"
+"""User attributes of a study: the fingerprint and the sizes of its space, and its documents as JSON text."""
+ORIGIN, PREDICTED, STEPS, PLAN = "origin", "predicted", "steps", "plan"
+"""User attributes of a trial: how its point came about, seconds of a step as estimated when it was chosen, seconds of
+each measured step (a list a rank), and the fingerprint of its plan."""
+BASELINE = "baseline"
+"""Origin of points that stand for a builder's plan."""
+_JOURNALS = (".journal", ".log", ".jsonl")
+
+
+class StudyError(DocumentError):
+    """A study cannot be opened, or is not about what it should be."""
+
+
+class Suggesting(Protocol):
+    """A live or a fixed trial of Optuna."""
+
+    def suggest_categorical(self, name: str, choices: Sequence[Any]) -> Any: ...
+
+
+def distributions(space: PlanSpace) -> dict[str, CategoricalDistribution]:
+    """The parameters of a space as Optuna knows them: categorical, fixed, in a fixed order."""
+    return {name: CategoricalDistribution(domain) for name, domain in space.parameters.items()}
+
+
+def suggest(trial: Suggesting, space: PlanSpace) -> dict[str, Value]:
+    """A point of the space from a trial; every parameter is asked for, always in the same order."""
+    return {name: trial.suggest_categorical(name, domain) for name, domain in space.parameters.items()}
+
+
+def plan_of(trial: FrozenTrial, space: PlanSpace) -> SyncPlan:
+    """The plan of a trial.
+
+    Raises:
+        StudyError: its parameters are not those of the space.
+    """
+    try:
+        return space.plan(trial.params)
+    except PlanError as error:
+        raise StudyError(f"trial {trial.number}: {error}") from None
+
+
+def open_storage(storage: str | os.PathLike[str]) -> optuna.storages.BaseStorage:
+    """A storage: a URL opens a database, anything else is the path of a journal file, made where there is none.
+
+    Raises:
+        StudyError: it cannot be opened.
+    """
+    text = os.fspath(storage)
+    try:
+        if "://" in text:
+            return optuna.storages.get_storage(text)
+        if Path(text).suffix not in _JOURNALS:
+            raise StudyError(f"{text}: a storage is a URL, or a journal file named *{', *'.join(_JOURNALS)}")
+        Path(text).parent.mkdir(parents=True, exist_ok=True)
+        return optuna.storages.JournalStorage(Journal(text))
+    except StudyError:
+        raise
+    except Exception as error:  # what drivers and the journal's reader raise is as various as they are
+        raise StudyError(f"{text}: cannot be opened as a storage of studies: {_line(error)}") from None
+
+
+def open_study(
+    storage: str | os.PathLike[str] | optuna.storages.BaseStorage,
+    name: str,
+    space: PlanSpace,
+    *,
+    sampler: optuna.samplers.BaseSampler | None = None,
+    pruner: optuna.pruners.BasePruner | None = None,
+) -> optuna.Study:
+    """Create a study of this space, or go on with the one of that name.
+
+    Args:
+        storage: as `open_storage` takes it, or an open one.
+        name: of the study.
+        space: whose points the trials are.
+        sampler, pruner: as Optuna takes them.
+
+    Raises:
+        StudyError: the storage cannot be opened, or the study is of another space or of something else.
+    """
+    opened = storage if isinstance(storage, optuna.storages.BaseStorage) else open_storage(storage)
+    try:
+        study = optuna.create_study(
+            storage=opened,
+            study_name=name,
+            direction="minimize",
+            load_if_exists=True,
+            sampler=sampler,
+            pruner=pruner,
+        )
+    except Exception as error:
+        raise StudyError(f"study '{name}': cannot be opened: {_line(error)}") from None
+    if SPACE not in study.user_attrs and study.get_trials(deepcopy=False):
+        raise StudyError(f"study '{name}': it has trials, but none of plans; choose another name or storage")
+    if SPACE not in study.user_attrs:
+        describe(study, space)
+    check(study, space)
+    return study
+
+
+def load_study(storage: str | os.PathLike[str], name: str | None = None) -> optuna.Study:
+    """Open a study that is there, to read it; ``name`` may be left out where the storage has one only.
+
+    Raises:
+        StudyError: there is no such storage or study, or it is not one of plans.
+    """
+    text = os.fspath(storage)
+    if "://" not in text and not Path(text).is_file():
+        raise StudyError(f"{text}: there is no such journal file")
+    opened = open_storage(storage)
+    names = [study.study_name for study in opened.get_all_studies()]
+    if name is None and len(names) != 1:
+        raise StudyError(f"{text}: it has {len(names)} studies; name one of {', '.join(names) or 'none'}")
+    if name is not None and name not in names:
+        raise StudyError(f"{text}: it has no study '{name}'; there are {', '.join(names) or 'none'}")
+    study = optuna.load_study(storage=opened, study_name=name or names[0])
+    _attribute(study, SPACE)
+    return study
+
+
+def describe(study: optuna.Study, space: PlanSpace) -> None:
+    """Write into a study what it is about."""
+    study.set_user_attr(WORKLOAD, json.dumps(space.workload.to_dict()))
+    study.set_user_attr(CLUSTER, json.dumps(space.cluster.to_dict()))
+    study.set_user_attr(SEMANTICS, space.semantics)
+    # Last: whoever sees it finds the others too.
+    study.set_user_attr(SPACE, {"fingerprint": space.fingerprint, "runs": space.runs, "lone": space.lone})
+
+
+def check(study: optuna.Study, space: PlanSpace) -> None:
+    """See to it that a study is of this space, and about the same workload and cluster.
+
+    Raises:
+        StudyError: it is not.
+    """
+    ours = {
+        "workload": space.workload.fingerprint,
+        "cluster": space.cluster.fingerprint,
+        "semantics": space.semantics,
+        "space": space.fingerprint,
+    }
+    theirs = {
+        "workload": workload_of(study).fingerprint,
+        "cluster": cluster_of(study).fingerprint,
+        "semantics": _attribute(study, SEMANTICS),
+        "space": _attribute(study, SPACE)["fingerprint"],
+    }
+    for what, value in ours.items():
+        if theirs[what] != value:
+            raise StudyError(
+                f"study '{study.study_name}': it is of another {what} ({theirs[what]}, not {value}); "
+                "choose another name or storage, or give it as a source of transfer"
+            )
+
+
+def workload_of(study: optuna.Study) -> Workload:
+    """The workload that a study is about."""
+    return Workload.from_dict(json.loads(_attribute(study, WORKLOAD)), f"study '{study.study_name}'")
+
+
+def cluster_of(study: optuna.Study) -> ClusterSpec:
+    """The cluster that a study is about."""
+    return ClusterSpec.from_dict(json.loads(_attribute(study, CLUSTER)), f"study '{study.study_name}'")
+
+
+def space_of(study: optuna.Study) -> PlanSpace:
+    """The space of a study, from what the study says of itself.
+
+    Raises:
+        StudyError: the study is not one of plans, or of a release whose spaces differ.
+    """
+    sizes = _attribute(study, SPACE)
+    semantics = _attribute(study, SEMANTICS)
+    space = PlanSpace(workload_of(study), cluster_of(study), semantics, sizes["runs"], sizes["lone"])
+    if space.fingerprint != sizes["fingerprint"]:
+        raise StudyError(
+            f"study '{study.study_name}': its space is {sizes['fingerprint']}, this release makes {space.fingerprint} "
+            "of the same workload and cluster; go on with the release that began it"
+        )
+    return space
+
+
+def enqueue(study: optuna.Study, points: Sequence[Genome], origin: str) -> None:
+    """Have these points tried next, but for those that the study has or waits for already."""
+    for point in points:
+        study.enqueue_trial(dict(point), user_attrs={ORIGIN: origin}, skip_if_exists=True)
+
+
+def enqueue_baselines(study: optuna.Study, space: PlanSpace) -> None:
+    """Have every builder's plan tried first."""
+    enqueue(study, space.baselines(), BASELINE)
+
+
+def record(
+    trial: optuna.Trial, space: PlanSpace, steps: Sequence[Sequence[float]], predicted: float | None = None
+) -> None:
+    """Note in a trial what was measured: ``steps`` holds the seconds of each step, a list a rank."""
+    trial.set_user_attr(STEPS, [list(map(float, of_rank)) for of_rank in steps])
+    trial.set_user_attr(PLAN, space.plan(trial.params).fingerprint)
+    if predicted is not None:
+        trial.set_user_attr(PREDICTED, predicted)
+
+
+def samples_of(study: optuna.Study) -> list[Sample]:
+    """The measured trials of a study, whether they ran to their end or were stopped for being slow.
+
+    Raises:
+        StudyError: the study is not one of plans, or its trials are not points of its space.
+    """
+    space = space_of(study)
+    samples = []
+    for trial in study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED)):
+        if steps := measured_steps(trial):
+            plan = plan_of(trial, space)
+            samples.append(Sample(space.workload, space.cluster, plan, steps, _kind(trial)))
+    return samples
+
+
+def measured_steps(trial: FrozenTrial) -> tuple[float, ...]:
+    """Seconds of each measured step of the slowest rank; of a trial without, its value alone; empty if it has none."""
+    if by_rank := [steps for steps in trial.user_attrs.get(STEPS, ()) if steps]:
+        return tuple(max(by_rank, key=statistics.median))
+    value = trial.value if trial.state == TrialState.COMPLETE else None
+    if value is None:
+        with suppress(ValueError):
+            value = trial.intermediate_values[max(trial.intermediate_values)]
+    return (float(value),) if value is not None and 0 < value < float("inf") else ()
+
+
+def _kind(trial: FrozenTrial) -> str:
+    origin = str(trial.user_attrs.get(ORIGIN, "drawn"))
+    return str(trial.params[BUILDER]) if origin == BASELINE else origin
+
+
+def _attribute(study: optuna.Study, name: str) -> Any:
+    attributes: Mapping[str, Any] = study.user_attrs
+    if name not in attributes:
+        raise StudyError(f"study '{study.study_name}': it does not say its '{name}', so it is not one of plans")
+    return attributes[name]
+
+
+def _line(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]

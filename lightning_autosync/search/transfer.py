@@ -1,0 +1,164 @@
+"""Transfer: what a search starts from, of other models, other clusters, or both."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import optuna
+from pydantic import Field, ValidationError
+
+from lightning_autosync.cluster import ClusterSpec
+from lightning_autosync.documents import Record, describe_validation_error
+from lightning_autosync.errors import DocumentError
+from lightning_autosync.search.studies import StudyError, cluster_of, load_study, space_of, workload_of
+from lightning_autosync.simulator.dataset import Dataset, Sample
+from lightning_autosync.simulator.learned import Estimator, load_simulator
+from lightning_autosync.workload import Workload
+
+Text = Annotated[str, Field(min_length=1)]
+Relation = Literal["any", "other_model", "other_cluster", "both_other"]
+
+
+class StudySource(Record):
+    """An earlier study.
+
+    Attributes:
+        storage: file of its journal, or the URL of a database.
+        name: of the study; None where the storage has one only.
+        model: name of the workload that it is about; None does not check.
+        cluster: name of the cluster that it is about; None does not check.
+    """
+
+    storage: Text
+    name: Text | None = None
+    model: Text | None = None
+    cluster: Text | None = None
+
+
+class DatasetSource(Record):
+    """A part of a dataset.
+
+    Attributes:
+        path: folder of the dataset.
+        models: names of the workloads that are taken; empty takes all.
+        clusters: names of the clusters that are taken; empty takes all.
+        relation: which of these are taken beside the search's own workload and cluster: ``any``; ``other_model``, on
+            the same cluster; ``other_cluster``, of the same model; or ``both_other``.
+    """
+
+    path: Text
+    models: tuple[Text, ...] = ()
+    clusters: tuple[Text, ...] = ()
+    relation: Relation = "any"
+
+
+class TransferSettings(Record):
+    """The sources of a search, by names of the user's choice (``conf/transfer``).
+
+    Attributes:
+        studies: whose trials train the simulator, and whose best points are carried over.
+        datasets: whose samples train the simulator.
+        simulator: directory of a fitted simulator; None keeps the search's own.
+    """
+
+    studies: dict[str, StudySource] = Field(default_factory=dict)
+    datasets: dict[str, DatasetSource] = Field(default_factory=dict)
+    simulator: Text | None = None
+
+    @classmethod
+    def parse(cls, data: Any) -> TransferSettings:
+        """Settings from plain data; None and an empty mapping name no source.
+
+        Raises:
+            DocumentError: the first thing wrong, by field.
+        """
+        try:
+            return cls.model_validate(data or {})
+        except ValidationError as error:
+            raise DocumentError(f"transfer: {describe_validation_error(error)}") from None
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """Opened sources, as `AutoSyncSampler` takes them.
+
+    Attributes:
+        studies: of other models or clusters.
+        samples: measured plans.
+        estimator: a fitted simulator; None if no source is one.
+    """
+
+    studies: Sequence[optuna.Study] = ()
+    samples: Sequence[Sample] = ()
+    estimator: Estimator | None = None
+
+
+def load_transfer(settings: TransferSettings, workload: Workload, cluster: ClusterSpec) -> Transfer:
+    """Open all sources of a search for a workload on a cluster.
+
+    Raises:
+        DocumentError: a source is not there, is damaged, or is not what the settings say of it; the message begins with
+            the source's name.
+    """
+    estimator = None
+    if settings.simulator is not None:
+        estimator = _named("simulator", load_simulator, settings.simulator)
+    studies = [_named(f"studies.{name}", _study, source) for name, source in settings.studies.items()]
+    samples = [
+        sample
+        for name, source in settings.datasets.items()
+        for sample in _named(f"datasets.{name}", lambda of: _samples(of, workload, cluster), source)
+    ]
+    return Transfer(studies, samples, estimator)
+
+
+def _named(name: str, load: Any, source: Any) -> Any:
+    try:
+        return load(source)
+    except DocumentError as error:
+        raise type(error)(f"transfer.{name}: {error}") from None
+
+
+def _study(source: StudySource) -> optuna.Study:
+    study = load_study(source.storage, source.name)
+    space_of(study)  # refuses one whose points cannot be read
+    found = {"model": workload_of(study).name, "cluster": cluster_of(study).name}
+    for what, name in found.items():
+        wanted = getattr(source, what)
+        if wanted is not None and wanted != name:
+            raise StudyError(f"{what}: study '{study.study_name}' is about '{name}', not '{wanted}'")
+    return study
+
+
+def _samples(source: DatasetSource, workload: Workload, cluster: ClusterSpec) -> list[Sample]:
+    dataset = Dataset.load(source.path)
+    found = [sample for sample in dataset if _is_wanted(sample, source, workload, cluster)]
+    if not found:
+        raise DocumentError(
+            f"{source.path}: none of its {len(dataset)} samples is of the wanted models and clusters "
+            f"({_names(dataset)}; relation: {source.relation})"
+        )
+    return found
+
+
+def _is_wanted(sample: Sample, source: DatasetSource, workload: Workload, cluster: ClusterSpec) -> bool:
+    model, machines = sample.workload.name, sample.cluster.name
+    if source.models and model not in source.models:
+        return False
+    if source.clusters and machines not in source.clusters:
+        return False
+    wanted: Mapping[Relation, bool] = {
+        "any": True,
+        "other_model": model != workload.name and machines == cluster.name,
+        "other_cluster": model == workload.name and machines != cluster.name,
+        "both_other": model != workload.name and machines != cluster.name,
+    }
+    return wanted[source.relation]
+
+
+def _names(samples: Sequence[Sample]) -> str:
+    models = sorted({sample.workload.name for sample in samples})
+    clusters = sorted({sample.cluster.name for sample in samples})
+    return f"it has models {', '.join(models) or 'none'}, clusters {', '.join(clusters) or 'none'}"

@@ -1,0 +1,83 @@
+"""Drift of the machine: a reference plan, measured again with every batch, tells how fast everything was just then."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+THRESHOLD = 0.05
+"""Spread of the smoothed reference from which on times are compared relative to it."""
+WINDOW = 5
+"""Turns of the reference whose running median is taken: a lone slow turn is no drift."""
+
+
+@dataclass(frozen=True)
+class Drift:
+    """What the reference's turns say.
+
+    Attributes:
+        turns: seconds of a step of the reference by the number of the trial that it was measured with, ascending.
+    """
+
+    turns: Mapping[int, float]
+
+    @property
+    def level(self) -> float | None:
+        """Seconds of the reference, over the whole run."""
+        return statistics.median(self.turns.values()) if self.turns else None
+
+    @property
+    def spread(self) -> float:
+        """By how much the slowest stretch was slower than the fastest."""
+        smooth = list(self._smooth().values())
+        return max(smooth) / min(smooth) - 1 if smooth else 0.0
+
+    @property
+    def seen(self) -> bool:
+        """Whether times are compared relative to the reference."""
+        return self.spread > THRESHOLD
+
+    def corrected(self, number: int, seconds: float) -> float:
+        """The seconds of a trial as they would have been at the reference's `level`; as they are without drift."""
+        if not self.seen:
+            return seconds
+        level = self.level
+        assert level is not None
+        return seconds * level / self._at(number)
+
+    def expected(self, seconds: float) -> float:
+        """The other way round: what corrected seconds are at the latest turn of the reference."""
+        if not self.seen:
+            return seconds
+        level = self.level
+        assert level is not None
+        return seconds * self._at(max(self.turns)) / level
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it, as plain data."""
+        return {
+            "seen": self.seen,
+            "spread": self.spread,
+            "threshold": THRESHOLD,
+            "ranked_by": "seconds relative to the reference" if self.seen else "seconds as measured",
+            "reference_seconds": self.level,
+            "reference_by_trial": {str(number): seconds for number, seconds in self.turns.items()},
+        }
+
+    def _at(self, number: int) -> float:
+        """The smoothed reference at a trial: the last turn up to it, or the first of all."""
+        smooth = self._smooth()
+        earlier = [turn for turn in smooth if turn <= number]
+        return smooth[max(earlier)] if earlier else smooth[min(smooth)]
+
+    def _smooth(self) -> dict[int, float]:
+        numbers = sorted(self.turns)
+        return {number: _around([self.turns[n] for n in numbers], place) for place, number in enumerate(numbers)}
+
+
+def _around(values: Sequence[float], place: int) -> float:
+    """The median of the window around a place, shorter at the ends."""
+    half = WINDOW // 2
+    return statistics.median(values[max(0, place - half) : place + half + 1])

@@ -1,0 +1,73 @@
+"""The job that is tuned: its model's workload, its cluster, and the orders by which workers set contenders up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lightning_autosync.bench import settings as bench
+from lightning_autosync.bench.interleaving import Pool
+from lightning_autosync.bench.preparation import prepare
+from lightning_autosync.bench.settings import DDPOptions
+from lightning_autosync.cluster import ClusterSpec
+from lightning_autosync.plan import SyncPlan
+from lightning_autosync.search.tuning.settings import Settings
+from lightning_autosync.workload import Workload
+
+PACED = ("paced", "flat")
+"""Kinds of models whose times are known, since they compute by the clock or not at all."""
+_PROFILE = "lightning_autosync.search.tuning.profile:profile"
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is trained where.
+
+    Attributes:
+        settings: of the run.
+        cluster: the machines, scaled and ordered.
+        workload: the model's variables; embedding tables as those of which rows travel.
+    """
+
+    settings: Settings
+    cluster: ClusterSpec
+    workload: Workload
+
+    @classmethod
+    def of(cls, settings: Settings) -> Job:
+        """The job as described; what is wrong with model, cluster or further contenders shows here.
+
+        Raises:
+            DocumentError: any of them.
+        """
+        prepared = prepare(settings)
+        return cls(settings, prepared.cluster, prepared.workload)
+
+    @property
+    def measured_model(self) -> bool:
+        """Whether the model really computes, so that its times have to be measured."""
+        return self.settings.model.kind not in PACED
+
+    def profiled(self, pool: Pool) -> Job:
+        """The job with the times of its slowest rank, all ranks computing side by side."""
+        found = pool.run(_PROFILE, model=self.settings.model.model_dump())
+        workloads = [Workload.from_dict(data, "profile") for data in found]
+        return replace(self, workload=max(workloads, key=lambda one: one.forward_time + one.backward_time))
+
+    def plan_order(self, plan: SyncPlan) -> dict[str, Any]:
+        """Arguments of `lightning_autosync.bench.contenders.set_up` for a plan, but for name and time-out."""
+        return {**self._order(), "plan": plan.to_dict(), "workload": self.workload.to_dict()}
+
+    def ddp_order(self, options: DDPOptions) -> dict[str, Any]:
+        """The same for DDP."""
+        return {**self._order(), "ddp": options.model_dump()}
+
+    def _order(self) -> dict[str, Any]:
+        model = self.settings.model.model_dump()
+        return {"model": model, "sparse": False, "cluster": self.cluster.to_dict()}
+
+
+def bench_settings(settings: Settings, **changes: Any) -> bench.Settings:
+    """What of the settings a bench takes, some fields changed."""
+    kept = {name: getattr(settings, name) for name in bench.Settings.model_fields}
+    return bench.Settings.model_validate({**kept, **changes})

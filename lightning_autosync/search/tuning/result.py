@@ -1,0 +1,160 @@
+"""``autosync-tuning/1``: what a run found, as plain data and as the lines that it prints."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from lightning_autosync.plan import SyncPlan
+from lightning_autosync.search.tuning.final import Final
+from lightning_autosync.search.tuning.job import Job
+from lightning_autosync.search.tuning.opponents import Opponent
+from lightning_autosync.search.tuning.trials import Record, drift_of
+
+FORMAT = "autosync-tuning/1"
+
+
+@dataclass(frozen=True)
+class Best:
+    """The answer.
+
+    Attributes:
+        number: of its trial; None for a builder's plan that was no trial.
+        origin: how it came about.
+        seconds: of a step, in the last comparison if there was one.
+        plan: to run.
+        builder: whose plan it is; None for a plan that was searched.
+    """
+
+    number: int | None
+    origin: str
+    seconds: float
+    plan: SyncPlan
+    builder: str | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain data."""
+        return {
+            "number": self.number,
+            "origin": self.origin,
+            "seconds": self.seconds,
+            "builder": self.builder,
+            "plan": self.plan.to_dict(),
+        }
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How fast a session went.
+
+    Attributes:
+        trials_per_minute: set-up, warm-up and the reference included; None without a trial.
+        proposals: seconds of the sampler by proposal, from asking for a plan to its result being taken in.
+        wall_seconds: of the session, the opponents, the last comparison and the start of workers included.
+        restarts: how often the workers were started again.
+    """
+
+    trials_per_minute: float | None
+    proposals: Sequence[float]
+    wall_seconds: float
+    restarts: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain data."""
+        return {
+            "trials_per_minute": self.trials_per_minute,
+            "sampler_seconds": sum(self.proposals),
+            "sampler_seconds_by_proposal": list(self.proposals),
+            "wall_seconds": self.wall_seconds,
+            "restarts": self.restarts,
+        }
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One run.
+
+    Attributes:
+        job: what was tuned.
+        storage: of the study.
+        records: its trials.
+        ddp, builder: the best ones as measured during the search; None where none ran.
+        best: the answer; None if no plan came to a time.
+        final: the last comparison; None if the run was interrupted or workers failed in it.
+        pace: how fast it went.
+        interrupted: whether somebody ended it.
+    """
+
+    job: Job
+    storage: str
+    records: Sequence[Record]
+    ddp: Opponent
+    builder: Opponent | None
+    best: Best | None
+    final: Final | None
+    pace: Pace
+    interrupted: bool
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, as plain data."""
+        settings = self.job.settings
+        return {
+            "format": FORMAT,
+            "settings": settings.model_dump(mode="json"),
+            "cluster": self.job.cluster.to_dict(),
+            "workload": {"bytes": self.job.workload.bytes, **self.job.workload.to_dict()},
+            "semantics": settings.semantics,
+            "study": {"name": settings.study.name, "storage": self.storage},
+            "best": None if self.best is None else self.best.to_dict(),
+            "opponents": {
+                "ddp": asdict(self.ddp),
+                "builder": None if self.builder is None else asdict(self.builder),
+            },
+            "trials": [record.to_dict() for record in self.records],
+            "final": None if self.final is None else self.final.to_dict(),
+            "emulated": {"links": settings.emulated, "compute": settings.model.kind == "paced"},
+            "drift": drift_of(self.records).to_dict(),
+            "timing": self.pace.to_dict(),
+            "interrupted": self.interrupted,
+            "environment": {} if self.final is None else self.final.result.conditions,
+        }
+
+    def lines(self) -> list[str]:
+        """What a reader must know, a line each."""
+        return [*self._winner(), *self._count(), *self._conditions()]
+
+    def _winner(self) -> list[str]:
+        if self.best is None:
+            return ["no plan came to a time"]
+        where = f"builder {self.best.builder}" if self.best.builder else f"trial {self.best.number}"
+        lines = [f"best plan: {where} ({self.best.origin}), {1e3 * self.best.seconds:.2f} ms a step"]
+        if self.final is None:
+            return [*lines, "it was not compared with its opponents side by side: run the same command to go on"]
+        for kind, name in (("best DDP", self.final.result.best_ddp), ("best builder", self.final.builder)):
+            if name is not None and name != self.final.winner:
+                ratio = self.final.ratio(name)
+                share = f"{ratio.median:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]"
+                lines.append(f"it takes {share} of the time of the {kind}, {name}")
+        if self.final.winner == self.final.builder:
+            lines.append("no plan that was searched beats this builder's")
+        return lines
+
+    def _count(self) -> list[str]:
+        states = [record.state for record in self.records]
+        counts = ", ".join(f"{states.count(state)} {state}" for state in ("complete", "pruned", "failed"))
+        pace, proposals = self.pace.trials_per_minute, self.pace.proposals
+        if pace is None or not proposals:
+            return [f"{len(states)} trials: {counts}"]
+        overhead = 1e3 * sum(proposals) / len(proposals)
+        return [f"{len(states)} trials: {counts}; {pace:.1f} a minute, sampler {overhead:.0f} ms a proposal"]
+
+    def _conditions(self) -> list[str]:
+        drift, lines = drift_of(self.records), []
+        if drift.seen:
+            lines.append(f"the machine drifted by {drift.spread:.0%}: trials are ranked relative to the reference plan")
+        if self.pace.restarts:
+            lines.append(f"workers were started again {self.pace.restarts} times")
+        if self.interrupted:
+            lines.append("interrupted: run the same command with the same hydra.run.dir to go on")
+        return lines

@@ -1,0 +1,168 @@
+"""A run from its settings to its outcome: open the study, measure opponents, spend the budget, compare."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from lightning_autosync.plan import SyncPlan
+from lightning_autosync.plan.builders import build
+from lightning_autosync.plan.space import PlanSpace
+from lightning_autosync.search import studies
+from lightning_autosync.search.tuning.buckets import BucketSpace
+from lightning_autosync.search.tuning.final import Final, compare
+from lightning_autosync.search.tuning.job import Job
+from lightning_autosync.search.tuning.opponents import Opponent, best_builder, best_ddp
+from lightning_autosync.search.tuning.result import Best, Outcome, Pace
+from lightning_autosync.search.tuning.samplers import Space, make_sampler
+from lightning_autosync.search.tuning.settings import Settings
+from lightning_autosync.search.tuning.sources import Sources
+from lightning_autosync.search.tuning.stage import Stage
+from lightning_autosync.search.tuning.trials import Record, Trials, ranked
+from lightning_autosync.search.tuning.tuner import Tuner, TuningError
+
+JOURNAL = "study.journal"
+_log = logging.getLogger(__name__)
+
+
+class Run:
+    """One tuning run.
+
+    Args:
+        settings: what is asked.
+        directory: of the run; with the same one, a run goes on.
+
+    Raises:
+        DocumentError: the model, the cluster, the simulator or a source of transfer is wrong.
+    """
+
+    def __init__(self, settings: Settings, directory: Path) -> None:
+        self._settings = settings
+        self._directory = directory
+        self._storage = settings.study.storage or str(directory / JOURNAL)
+        self._job = Job.of(settings)
+        self._sources = Sources.of(self._job)
+        self._begin = time.perf_counter()
+
+    def run(self) -> Outcome:
+        """Tune.
+
+        An interruption ends the search early, and the outcome says so. With a budget that is spent already, only the
+        last comparison is made.
+
+        Raises:
+            StudyError: the study is of another space, or cannot be opened.
+            TuningError: no DDP ran, or too many trials failed.
+            LaunchError: workers cannot be started.
+        """
+        with Stage(self._settings, self._job.cluster) as stage:
+            self._job = self._with_times(stage)
+            space = self._space()
+            trials = self._open(space)
+            ddp = best_ddp(self._job, stage)
+            builder = None if self._settings.search.baselines else best_builder(self._job, stage)
+            tuner = Tuner(self._job, stage, trials, ddp, self._sources.estimator, self._reference(builder))
+            final, interrupted = None, False
+            try:
+                tuner.run()
+                final = self._compare(stage, trials, ddp, builder)
+            except KeyboardInterrupt:
+                _log.warning("interrupted; keeping what was found so far")
+                interrupted = True
+            pace = Pace(tuner.trials_per_minute, trials.proposals, time.perf_counter() - self._begin, stage.restarts)
+        records = trials.records()
+        return Outcome(
+            job=self._job,
+            storage=self._storage,
+            records=records,
+            ddp=ddp,
+            builder=builder or _best_builder(records),
+            best=self._best(trials, final),
+            final=final,
+            pace=pace,
+            interrupted=interrupted,
+        )
+
+    def _with_times(self, stage: Stage) -> Job:
+        """The job with the times of its model: those that the study has, or measured now."""
+        if not self._job.measured_model:
+            return self._job
+        with suppress(studies.StudyError):
+            known = studies.workload_of(studies.load_study(self._storage, self._settings.study.name))
+            if known.variables_fingerprint == self._job.workload.variables_fingerprint:
+                return replace(self._job, workload=known)
+        return self._job.profiled(stage.pool)
+
+    def _space(self) -> Space:
+        if self._settings.search.sampler == "horovod":
+            return BucketSpace(self._job.workload, self._job.cluster)
+        return PlanSpace(self._job.workload, self._job.cluster, self._settings.semantics)
+
+    def _open(self, space: Space) -> Trials:
+        settings = self._settings
+        sampler = make_sampler(settings.search, space, self._sources)
+        described: Any = space  # a space of buckets has all that a study asks of one of plans
+        study = studies.open_study(self._storage, settings.study.name, described, sampler=sampler)
+        alone = settings.study.storage is None
+        trials = Trials(study, space, settings.search.sampler, str(self._directory.absolute()), alone)
+        if left := trials.settle():
+            _log.info("%d trials of an interrupted session count as failed", left)
+        if settings.search.baselines:
+            studies.enqueue_baselines(study, described)
+        return trials
+
+    def _reference(self, builder: Opponent | None) -> SyncPlan | None:
+        """Where builders are no trials, the best of them shows the machine's drift."""
+        return None if builder is None else build(builder.name, self._job.workload, self._job.cluster)
+
+    def _compare(self, stage: Stage, trials: Trials, ddp: Opponent, builder: Opponent | None) -> Final | None:
+        records = trials.records()
+        best = builder or _best_builder(records)
+        plans = self._finalists(trials, best)
+        if not plans:
+            raise TuningError(f"none of {len(records)} trials came to a time; the last: {_last_error(records)}")
+        _log.info("%d plans and %s in %d rounds", len(plans), ddp.name, self._settings.rounds)
+        name = None if best is None else best.name
+        return compare(self._job, stage, plans, name, ddp.name, self._directory)
+
+    def _finalists(self, trials: Trials, builder: Opponent | None) -> dict[str, SyncPlan]:
+        """The builder's plan and the fastest others, by name."""
+        plans = {}
+        if builder is not None:
+            plans[builder.name] = build(builder.name, self._job.workload, self._job.cluster)
+        known = {plan.fingerprint for plan in plans.values()}
+        fastest = [record for record, _ in ranked(trials.records()) if record.plan not in known]
+        for record in fastest[: self._settings.finalists]:
+            plans[record.builder or f"trial_{record.number}"] = trials.plan_of(record.number)
+        return plans
+
+    def _best(self, trials: Trials, final: Final | None) -> Best | None:
+        """The winner of the last comparison, or else the fastest trial."""
+        records = trials.records()
+        fastest = ranked(records)
+        if final is None:
+            return _best_of(*fastest[0], trials) if fastest else None
+        plan = final.plans[final.winner]
+        found = [record for record, _ in fastest if record.plan == plan.fingerprint]
+        if found:
+            return replace(_best_of(found[0], final.seconds, trials), plan=plan)
+        return Best(None, "baseline", final.seconds, plan, final.winner)
+
+
+def _best_of(record: Record, seconds: float, trials: Trials) -> Best:
+    return Best(record.number, record.origin, seconds, trials.plan_of(record.number), record.builder)
+
+
+def _best_builder(records: Sequence[Record]) -> Opponent | None:
+    """The fastest among the trials that stand for a builder's plan."""
+    found = [(record.builder, seconds) for record, seconds in ranked(records) if record.builder is not None]
+    return Opponent(found[0][0], found[0][1]) if found else None
+
+
+def _last_error(records: Sequence[Record]) -> str:
+    return records[-1].error or "no reason" if records else "there was none"

@@ -1,0 +1,150 @@
+"""What a tuning run is told: the job, how plans are proposed, and how long each is measured."""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, ValidationError, model_validator
+
+from lightning_autosync.bench import settings as bench
+from lightning_autosync.bench.fitting.settings import SimulatorSettings
+from lightning_autosync.documents import Count, Index, Record, describe_validation_error
+from lightning_autosync.errors import DocumentError
+from lightning_autosync.search.transfer import TransferSettings
+
+SamplerName = Literal["autosync", "random", "tpe", "gp", "horovod"]
+SIMULATED = ("autosync",)
+"""Samplers that ask a simulator."""
+
+
+class SearchSettings(Record):
+    """How plans are proposed.
+
+    Attributes:
+        sampler: ``autosync``; ``random``, ``tpe``, ``gp`` of Optuna on the same space; or ``horovod``, a Gaussian
+            process over the size of DDP's buckets and nothing else, as Horovod's autotuning.
+        budget: trials in all, those of builders and failed ones included; a resumed run counts what was there.
+        batch: trials that are proposed at once and measured in turns.
+        seed: of the sampler.
+        baselines: the builders' plans are the first trials; else they are measured outside of the study.
+        failures: trials that may fail one after the other before the run is given up.
+        options: further arguments of `AutoSyncSampler`.
+    """
+
+    sampler: SamplerName = "autosync"
+    budget: Count = 200
+    batch: Count = 4
+    seed: Index | None = 0
+    baselines: bool = True
+    failures: Count = 10
+    options: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _check(self) -> SearchSettings:
+        if self.options and self.sampler not in SIMULATED:
+            raise ValueError(f"options: are of the sampler 'autosync'; '{self.sampler}' takes none")
+        return self
+
+
+class TrialSettings(Record):
+    """How long a plan is measured.
+
+    Attributes:
+        warm_up: steps that do not count.
+        least: steps after which a plan may be done.
+        most: steps after which it is.
+        error: relative standard error of the median at which it is done in between.
+        turn: seconds that a plan's turn lasts, about, before the next plan of its batch has its own.
+        prune_after: steps after which a plan may be given up as slower than the best.
+        margin: share by which even its fastest step must be slower then.
+        hopeless: times the best that its fastest step may take before a plan is given up, however few its steps.
+    """
+
+    warm_up: Count = 2
+    least: Count = 5
+    most: Count = 20
+    error: PositiveFloat = 0.01
+    turn: PositiveFloat = 0.3
+    prune_after: Count = 3
+    margin: NonNegativeFloat = 0.1
+    hopeless: Annotated[float, Field(gt=1)] = 2.5
+
+    @model_validator(mode="after")
+    def _check(self) -> TrialSettings:
+        if self.most < self.least:
+            raise ValueError(f"most: {self.most} is below least, {self.least}")
+        return self
+
+
+class StudySettings(Record):
+    """Where the study is kept.
+
+    Attributes:
+        name: of the study.
+        storage: None is a journal file in the run directory; else the path of one, or the URL of a database.
+    """
+
+    name: Annotated[str, Field(min_length=1)] = "tune"
+    storage: str | None = None
+
+
+class Settings(bench.Settings):
+    """One tuning run; what a bench is told holds for its last comparison: warm-up, rounds, steps, further contenders.
+
+    Attributes:
+        semantics: the highest level that plans may have.
+        finalists: plans of the study that are measured again at the end, beside the best builder and the best DDP.
+        search: how plans are proposed.
+        trial: how long each is measured.
+        study: where trials are kept.
+        simulator: what prices plans and learns from the trials.
+        transfer: earlier studies, datasets, or a fitted simulator in place of ``simulator``, to start from.
+        within_job: the ranks are those of a torchrun job that this process is in (``launch=torchrun``).
+        timeline: not drawn here.
+    """
+
+    warm_up: PositiveInt = 2
+    steps: PositiveInt = 2
+    timeout: PositiveFloat = 60.0
+    timeline: Literal[False] = False
+    within_job: bool = False
+    semantics: Literal["exact", "compressed"] = "exact"
+    finalists: PositiveInt = 3
+    search: SearchSettings = SearchSettings()
+    trial: TrialSettings = TrialSettings()
+    study: StudySettings = StudySettings()
+    simulator: SimulatorSettings = SimulatorSettings(kind="replay")
+    transfer: TransferSettings = TransferSettings()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_groups(cls, value: Any) -> Any:
+        """What configs say otherwise than these fields: ``data`` beside a model that is imported, as in a training's
+        configuration, is the model's; ``launch=torchrun`` starts nothing; without sources, ``transfer`` is none."""
+        if not isinstance(value, dict):
+            return value
+        kept = {name: field for name, field in value.items() if name != "data"}
+        if isinstance(kept.get("launch"), dict) and kept["launch"].get("kind") == "torchrun":
+            kept |= {"launch": {}, "within_job": True}
+            if kept.get("cluster") is None and kept.get("ranks") is None:
+                kept["ranks"] = int(os.environ.get("WORLD_SIZE", "1"))
+        kept["transfer"] = kept.get("transfer") or {}
+        if value.get("data") is not None and isinstance(kept.get("model"), dict):
+            kept["model"] = {**kept["model"], "data": value["data"]}
+        return kept
+
+    @classmethod
+    def parse(cls, data: Any) -> Settings:
+        """Settings from plain data.
+
+        Raises:
+            DocumentError: the first thing wrong, by field.
+        """
+        try:
+            return cls.model_validate(data)
+        except ValidationError as error:
+            message = describe_validation_error(error)
+        model = data.get("model") if isinstance(data, dict) else None
+        kind = model.get("kind") if isinstance(model, dict) else None
+        raise DocumentError(message.replace(f"model.{kind}", "model", 1))  # pydantic names the alternative too

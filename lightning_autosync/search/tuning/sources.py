@@ -1,0 +1,53 @@
+"""What a run knows before its first trial: a simulator, and what was measured elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import optuna
+
+from lightning_autosync.bench.validation.hosts import shared_hosts
+from lightning_autosync.search.transfer import load_transfer
+from lightning_autosync.search.tuning.job import Job
+from lightning_autosync.search.tuning.settings import Settings
+from lightning_autosync.simulator import Constants
+from lightning_autosync.simulator.dataset import Sample
+from lightning_autosync.simulator.learned import Estimator
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Where proposals come from, beside the run's own trials.
+
+    Attributes:
+        estimator: prices plans; None where the rates of the links are unknown.
+        constants: of the hosts.
+        studies: of other models and clusters.
+        samples: measured steps of other models and clusters.
+    """
+
+    estimator: Estimator | None
+    constants: Constants
+    studies: Sequence[optuna.Study] = ()
+    samples: Sequence[Sample] = ()
+
+    @classmethod
+    def of(cls, job: Job) -> Sources:
+        """Those that the job's settings name.
+
+        Raises:
+            DocumentError: a source of transfer or a fitted simulator is not what it should be.
+        """
+        settings = job.settings
+        constants = _constants(settings)
+        transfer = load_transfer(settings.transfer, job.workload, job.cluster)
+        estimator = transfer.estimator or settings.simulator.build(constants, settings.search.seed or 0)
+        return cls(estimator if job.cluster.measured else None, constants, transfer.studies, transfer.samples)
+
+
+def _constants(settings: Settings) -> Constants:
+    """Those of a probe's file; else the defaults, on this machine's cores where all ranks share them."""
+    if settings.emulated or settings.constants is not None:
+        return shared_hosts(settings.constants)
+    return Constants()

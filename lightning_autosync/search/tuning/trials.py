@@ -1,0 +1,196 @@
+"""The study of a run: trials asked for, told, and read back as records."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import optuna
+from optuna.trial import FrozenTrial, TrialState
+
+from lightning_autosync.plan import SyncPlan
+from lightning_autosync.plan.space import BUILDER, COMPOSED
+from lightning_autosync.search.studies import BASELINE, ORIGIN, PLAN, PREDICTED, STEPS, measured_steps, suggest
+from lightning_autosync.search.tuning.buckets import BucketSpace
+from lightning_autosync.search.tuning.drift import Drift
+from lightning_autosync.search.tuning.measuring import Course
+from lightning_autosync.search.tuning.samplers import Space
+
+SECONDS, ELAPSED, ERROR, REFERENCE, BATCH, RUN = "seconds", "elapsed", "error", "reference", "batch", "run"
+"""Further user attributes of a trial: the median step; what the trial took; why it failed or was pruned; the reference
+measured beside its batch; the number of the first trial of that; and the run directory it belongs to."""
+_STATES = {TrialState.COMPLETE: "complete", TrialState.PRUNED: "pruned", TrialState.FAIL: "failed"}
+INTERRUPTED = "interrupted"
+
+
+@dataclass(frozen=True)
+class Record:
+    """A finished trial, as a result tells it; the fields are those of ``autosync-tuning/1``."""
+
+    number: int
+    origin: str
+    state: str
+    seconds: float | None
+    predicted: float | None
+    steps: list[list[float]]
+    elapsed: float | None
+    error: str | None
+    builder: str | None
+    plan: str | None
+    reference: float | None
+    batch: int | None
+
+    @classmethod
+    def of(cls, trial: FrozenTrial) -> Record:
+        """What its attributes say."""
+        attributes = trial.user_attrs
+        steps = measured_steps(trial)
+        builder = trial.params.get(BUILDER, COMPOSED)
+        return cls(
+            number=trial.number,
+            origin=str(attributes.get(ORIGIN, "unknown")),
+            state=_STATES[trial.state],
+            seconds=attributes.get(SECONDS) if steps else None,
+            predicted=attributes.get(PREDICTED),
+            steps=attributes.get(STEPS, []),
+            elapsed=attributes.get(ELAPSED),
+            error=attributes.get(ERROR) or (INTERRUPTED if trial.state == TrialState.FAIL else None),
+            builder=None if builder == COMPOSED else str(builder),
+            plan=attributes.get(PLAN),
+            reference=attributes.get(REFERENCE),
+            batch=attributes.get(BATCH),
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain data."""
+        return asdict(self)
+
+
+@dataclass
+class Trials:
+    """The trials of one run in its study.
+
+    Attributes:
+        study: where they are.
+        space: whose points they are.
+        sampler: name of the sampler, the origin of trials for which it names none.
+        run: the run directory; a run that goes on ends what an interruption left of it.
+        alone: whether nobody else works on the study, so that every trial that runs is a leftover.
+        proposals: seconds that each proposal took.
+    """
+
+    study: optuna.Study
+    space: Space
+    sampler: str
+    run: str
+    alone: bool = False
+    proposals: list[float] = field(default_factory=list)
+
+    def settle(self) -> int:
+        """End the trials of this run that an interruption left running; how many there were."""
+        left = [
+            trial
+            for trial in self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
+            if self.alone or trial.user_attrs.get(RUN) == self.run
+        ]
+        for trial in left:
+            self.study.tell(trial.number, state=TrialState.FAIL)
+        return len(left)
+
+    def ask(self) -> optuna.Trial:
+        """A new trial with a value for each of its parameters."""
+        begin = time.perf_counter()
+        trial = self.study.ask()
+        trial.set_user_attr(RUN, self.run)
+        if isinstance(self.space, BucketSpace):
+            self.space.suggest(trial)
+        else:
+            suggest(trial, self.space)
+        self.proposals.append(time.perf_counter() - begin)
+        if ORIGIN not in trial.user_attrs:
+            trial.set_user_attr(ORIGIN, self.sampler)
+        return trial
+
+    def plan(self, trial: optuna.Trial | FrozenTrial) -> SyncPlan:
+        """The plan that a trial stands for."""
+        return self.space.plan(trial.params)
+
+    def plan_of(self, number: int) -> SyncPlan:
+        """The plan of the finished trial with this number."""
+        return next(self.plan(trial) for trial in self.finished() if trial.number == number)
+
+    def tell(self, trial: optuna.Trial, course: Course, batch: int, reference: float | None) -> None:
+        """Keep what was measured, and end the trial; ``reference`` are the seconds of that plan in its ``batch``."""
+        trial.set_user_attr(BATCH, batch)
+        trial.set_user_attr(ELAPSED, course.elapsed)
+        trial.set_user_attr(STEPS, [list(steps) for steps in course.steps])
+        trial.set_user_attr(PLAN, self.plan(trial).fingerprint)
+        if reference is not None:
+            trial.set_user_attr(REFERENCE, reference)
+        if course.why is not None:
+            trial.set_user_attr(ERROR, course.why)
+        seconds = course.seconds
+        if seconds is not None:
+            trial.set_user_attr(SECONDS, seconds)
+        if course.state == "complete":
+            self._end(trial, TrialState.COMPLETE, seconds)
+        elif course.state == "pruned" and seconds is not None:
+            trial.report(seconds, course.count)
+            self._end(trial, TrialState.PRUNED)
+        else:
+            self._end(trial, TrialState.FAIL)
+
+    def fail(self, trial: optuna.Trial, why: str) -> None:
+        """End a trial that was not measured."""
+        trial.set_user_attr(ERROR, why)
+        self._end(trial, TrialState.FAIL)
+
+    def finished(self) -> list[FrozenTrial]:
+        """Those that ended, in whatever way, in order."""
+        return self.study.get_trials(deepcopy=False, states=tuple(_STATES))
+
+    def records(self) -> list[Record]:
+        """The same, as records."""
+        return [Record.of(trial) for trial in self.finished()]
+
+    def waiting(self) -> bool:
+        """Whether builders' plans are left, or being measured."""
+        open_trials = self.study.get_trials(deepcopy=False, states=(TrialState.WAITING, TrialState.RUNNING))
+        return any(
+            trial.state == TrialState.WAITING or trial.user_attrs.get(ORIGIN) == BASELINE for trial in open_trials
+        )
+
+    def _end(self, trial: optuna.Trial, state: TrialState, value: float | None = None) -> None:
+        """What a sampler does with a finished trial counts as overhead of the last proposal."""
+        begin = time.perf_counter()
+        self.study.tell(trial, value, state=state)
+        if self.proposals:
+            self.proposals[-1] += time.perf_counter() - begin
+
+
+def drift_of(records: Sequence[Record]) -> Drift:
+    """The drift that the reference shows, which had a turn beside each batch."""
+    turns = {record.batch: record.reference for record in records}
+    return Drift({batch: seconds for batch, seconds in turns.items() if batch is not None and seconds is not None})
+
+
+def is_baseline(record: Record) -> bool:
+    """Whether a trial stands for a builder's plan as it comes."""
+    return record.origin == BASELINE or record.builder is not None
+
+
+def ranked(records: Sequence[Record]) -> list[tuple[Record, float]]:
+    """Trials that ran to their end with their seconds (corrected where the machine drifted), fastest first.
+
+    Of a plan that was tried several times the median counts, and its first trial stands for it.
+    """
+    drift = drift_of(records)
+    by_plan: dict[str, list[tuple[Record, float]]] = {}
+    for record in records:
+        if record.state == "complete" and record.seconds is not None and record.plan is not None:
+            by_plan.setdefault(record.plan, []).append((record, drift.corrected(record.number, record.seconds)))
+    best = [(found[0][0], statistics.median(seconds for _, seconds in found)) for found in by_plan.values()]
+    return sorted(best, key=lambda pair: pair[1])

@@ -1,0 +1,175 @@
+"""Trials inside a job that torchrun started: rank 0 gives the orders, through the job's store."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Iterable
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_autosync.runtime.scheduling import set_batch_scheduling
+from lightning_autosync.workers import LaunchError, WorkerError
+from lightning_autosync.workers.worker import resolve
+
+_IDLE = timedelta(seconds=5)
+"""Time after which a rank without an order looks again."""
+_END, _RENEW = "end", "renew"
+_NOTHING = {"action": "call", "function": f"{__name__}:do_nothing", "arguments": {}}
+
+
+def require_job() -> None:
+    """See to it that this process is one of a job.
+
+    Raises:
+        LaunchError: it is not.
+    """
+    if not dist.is_torchelastic_launched():
+        raise LaunchError(
+            "launch=torchrun: this process is not one of a torchrun job; start it on every node as "
+            "`torchrun --nnodes N ... --no-python autosync tune launch=torchrun`"
+        )
+
+
+class JobRank:
+    """This process as a rank of the job.
+
+    Args:
+        timeout: seconds that an order or a collective may take.
+        batch: whether it runs under SCHED_BATCH.
+    """
+
+    def __init__(self, timeout: float, batch: bool) -> None:
+        require_job()
+        torch.set_num_threads(1)
+        if batch:
+            set_batch_scheduling()
+        self.timeout = timedelta(seconds=timeout)
+        store, self.rank, self.world_size = next(dist.rendezvous("env://", timeout=self.timeout))
+        self.store = dist.PrefixStore("autosync-tune", store)
+        self._generation = 0
+        self._join()
+
+    def answer(self, order: dict[str, Any]) -> dict[str, Any]:
+        """Carry out one order; what it returned, or what it raised."""
+        try:
+            if order["action"] == _RENEW:
+                return {"result": self._renew()}
+            return {"result": json.loads(json.dumps(resolve(order["function"])(**order["arguments"])))}
+        except Exception as error:
+            return {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
+
+    def follow(self) -> None:
+        """Carry out rank 0's orders until it says that there are no more."""
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for rank 0, which ends the job in order
+        number = 0
+        while True:
+            key = f"order/{number}"
+            with suppress(dist.DistStoreError):
+                self.store.wait([key], _IDLE)
+                order = json.loads(self.store.get(key))
+                if order["action"] == _END:
+                    return
+                if self.rank not in order.get("for", (self.rank,)):
+                    order = _NOTHING
+                self.store.set(f"reply/{number}/{self.rank}", json.dumps(self.answer(order)))
+                number += 1
+
+    def _join(self) -> None:
+        store = dist.PrefixStore(f"group-{self._generation}", self.store)
+        dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.world_size, timeout=self.timeout)
+
+    def _renew(self) -> list[str | int]:
+        """Make the process group anew, with nothing left of what ran in the old one."""
+        from lightning_autosync.bench.contenders import forget
+
+        forget()
+        dist.destroy_process_group()
+        self._generation += 1
+        self._join()
+        return [socket.gethostname(), os.getpid()]
+
+
+class JobPool:
+    """What a `WorkerPool` is, of ranks that are there already: no process can be started again, only its group.
+
+    Raises:
+        LaunchError: this process is not rank 0 of a job.
+    """
+
+    def __init__(self, rank: JobRank) -> None:
+        if rank.rank != 0:
+            raise LaunchError("launch=torchrun: orders are given by rank 0")
+        self._rank = rank
+        self._number = 0
+        self.world_size = rank.world_size
+        self.pids: list[int] = []
+
+    def renew(self) -> None:
+        """Begin anew, after a failure or at the start.
+
+        Raises:
+            LaunchError: a rank does not answer any more.
+        """
+        try:
+            where = self._exchange({"action": _RENEW}, list(range(self.world_size)))
+        except WorkerError as error:
+            raise LaunchError(f"launch=torchrun: {error}; start the job again to go on with its study") from None
+        self.pids = [pid for host, pid in where if host == socket.gethostname()]
+
+    def run(self, function: str, /, *, ranks: Iterable[int] | None = None, **arguments: Any) -> list[Any]:
+        """As `WorkerPool.run`; ranks that are not addressed do nothing.
+
+        Raises:
+            WorkerError: a rank raised, or did not answer in time.
+        """
+        addressed = list(range(self.world_size) if ranks is None else ranks)
+        return self._exchange({"action": "call", "function": function, "arguments": arguments}, addressed)
+
+    def close(self) -> None:
+        """Nothing: the ranks stay, and `renew` clears up."""
+
+    def end(self) -> None:
+        """Let the other ranks go."""
+        self._rank.store.set(f"order/{self._number}", json.dumps({"action": _END}))
+        with suppress(Exception):
+            dist.destroy_process_group()
+
+    def _exchange(self, order: dict[str, Any], addressed: list[int]) -> list[Any]:
+        number, store = self._number, self._rank.store
+        self._number += 1
+        others = range(1, self.world_size)
+        store.set(f"order/{number}", json.dumps({**order, "for": addressed}))
+        replies = {0: self._rank.answer(order if 0 in addressed else _NOTHING)}
+        keys = {rank: f"reply/{number}/{rank}" for rank in others}
+        try:
+            store.wait(list(keys.values()), self._rank.timeout)
+        except dist.DistStoreError:
+            raise WorkerError(f"no answer from every rank within {self._rank.timeout.total_seconds():g} s", 0) from None
+        replies |= {rank: json.loads(store.get(key)) for rank, key in keys.items()}
+        for key in (f"order/{number}", *keys.values()):
+            store.delete_key(key)
+        failed = [rank for rank, reply in replies.items() if "error" in reply]
+        if failed:
+            first = replies[failed[0]]
+            raise WorkerError(f"rank {failed[0]} raised {first['error']}", failed[0], first.get("traceback", ""))
+        return [replies[rank]["result"] for rank in addressed]
+
+
+def do_nothing() -> None:
+    """Of a rank that an order is not for."""
+
+
+def serve(timeout: float, batch: bool) -> None:
+    """Be a rank that follows, until the run is over; then this process ends."""
+    JobRank(timeout, batch).follow()
+    dist.destroy_process_group()
+    sys.exit(0)

@@ -1,0 +1,292 @@
+"""The sampler of plans: it finds what the simulator is wrong about, works in parallel, and repeats nothing."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+from pathlib import Path
+from random import Random
+
+import numpy
+import optuna
+import pytest
+from clusters import uneven_cluster
+
+from lightning_autosync.cluster import ClusterSpec
+from lightning_autosync.plan import SyncPlan, compile_plan
+from lightning_autosync.plan.space import PlanSpace
+from lightning_autosync.search import studies
+from lightning_autosync.search.sampler import AutoSyncSampler
+from lightning_autosync.search.sampler.belief import Beliefs
+from lightning_autosync.search.sampler.choice import pick
+from lightning_autosync.search.sampler.features import Embedding, signature, similarity
+from lightning_autosync.search.sampler.observations import CHOICE, Observations, decode, encode, point_of
+from lightning_autosync.search.sampler.residual import Residuals
+from lightning_autosync.simulator import Replay
+from lightning_autosync.simulator.learned import Estimate, ReplayEstimator
+from lightning_autosync.workload import Variable, Workload
+
+SMALL = {"population": 48, "batch": 4}
+
+
+def layers(count: int = 16, name: str = "layers") -> Workload:
+    variables = tuple(Variable(name=f"v{number:02}", shape=(60, 70)) for number in range(count))
+    return Workload(name=name, variables=variables, forward_time=0.004, backward_time=0.008)
+
+
+SPACE = PlanSpace(layers(), uneven_cluster(4))
+REPLAY = Replay(SPACE.workload, SPACE.cluster)
+
+
+def seconds(plan: SyncPlan) -> float:
+    return REPLAY.predict(compile_plan(plan, SPACE.workload, SPACE.cluster)).step_time
+
+
+def otherwise(plan: SyncPlan) -> float:
+    """A wire on which trees cost twice what the replay says."""
+    trees = sum(group.topology != "native" for group in plan.groups) / len(plan.groups)
+    return seconds(plan) * (1 + trees)
+
+
+def tune(sampler: AutoSyncSampler, count: int, truth=seconds, study: optuna.Study | None = None) -> optuna.Study:
+    study = study or optuna.create_study(sampler=sampler)
+    for _ in range(count):
+        trial = study.ask()
+        study.tell(trial, truth(SPACE.plan(studies.suggest(trial, SPACE))))
+    return study
+
+
+def test_the_first_proposals_are_no_slower_than_any_builder() -> None:
+    study = tune(AutoSyncSampler(SPACE, seed=0, **SMALL), 4)
+    assert study.best_value <= min(seconds(SPACE.plan(point)) for point in SPACE.baselines())
+
+
+def test_it_learns_what_the_simulator_gets_wrong() -> None:
+    study = optuna.create_study(sampler=AutoSyncSampler(SPACE, seed=0, **SMALL))
+    studies.enqueue_baselines(study, SPACE)
+    tune(study.sampler, 40, otherwise, study)
+    rng = Random(0)
+    drawn = [otherwise(SPACE.plan(SPACE.draw(rng))) for _ in range(200)]
+    assert study.best_value < min(drawn)
+    late = study.trials[-1]
+    assert late.user_attrs["predicted"] == pytest.approx(late.value, rel=0.15)
+
+
+def test_no_plan_is_proposed_twice_and_failed_ones_never_again() -> None:
+    study = optuna.create_study(sampler=AutoSyncSampler(SPACE, seed=1, **SMALL))
+    studies.enqueue_baselines(study, SPACE)
+    signatures = []
+    for number in range(40):
+        trial = study.ask()
+        plan = SPACE.plan(studies.suggest(trial, SPACE))
+        signatures.append(signature(plan))
+        if number % 5 == 0:
+            study.tell(trial, state=optuna.trial.TrialState.FAIL)
+        else:
+            study.tell(trial, seconds(plan))
+    proposed = signatures[len(SPACE.baselines()) :]
+    assert len(set(proposed)) == len(proposed)
+    assert not set(proposed) & set(signatures[: len(SPACE.baselines())])
+
+
+def test_a_space_smaller_than_the_budget_is_no_dead_end() -> None:
+    tiny = PlanSpace(Workload(name="one", variables=(Variable(name="v", shape=(3,)),)), uneven_cluster(2))
+    plans = {signature(tiny.plan(tiny.draw(Random(number)))) for number in range(200)}
+    study = optuna.create_study(sampler=AutoSyncSampler(tiny, seed=0, **SMALL))
+    for _ in range(len(plans) + len(tiny.baselines()) + 3):
+        trial = study.ask()
+        tiny.plan(studies.suggest(trial, tiny))
+        study.tell(trial, 1.0)
+
+
+def test_a_batch_is_of_different_plans_and_published_before_its_parameters() -> None:
+    study = optuna.create_study(sampler=AutoSyncSampler(SPACE, seed=0, **SMALL))
+    trials = [study.ask() for _ in range(5)]
+    for trial in trials:
+        trial.suggest_categorical("builder", SPACE.parameters["builder"])  # the others are still unknown
+    found = study.get_trials(deepcopy=False)
+    points = [point_of(trial, SPACE) for trial in found]
+    assert all(CHOICE in trial.system_attrs for trial in found)
+    assert len({signature(SPACE.plan(point)) for point in points if point is not None}) == 5
+
+
+def test_a_worker_takes_a_later_place_while_earlier_ones_choose() -> None:
+    def first_choice(earlier: int) -> dict[str, object]:
+        study = optuna.create_study(sampler=AutoSyncSampler(SPACE, seed=0, **SMALL))
+        for _ in range(earlier):
+            study.ask()  # runs, and has chosen nothing yet
+        trial = study.ask()
+        return studies.suggest(trial, SPACE)
+
+    chosen = [first_choice(earlier) for earlier in range(3)]
+    assert len({signature(SPACE.plan(point)) for point in chosen}) == 3
+
+
+def test_two_processes_go_on_with_one_storage(tmp_path: Path) -> None:
+    path = tmp_path / "one.journal"
+    one = studies.open_study(path, "one", SPACE, sampler=AutoSyncSampler(SPACE, seed=0, **SMALL))
+    tune(one.sampler, 6, otherwise, one)
+    other = studies.open_study(path, "one", SPACE, sampler=AutoSyncSampler(SPACE, seed=0, **SMALL))
+    running = one.ask()
+    taken = signature(SPACE.plan(studies.suggest(running, SPACE)))
+    tune(other.sampler, 6, otherwise, other)
+    plans = [signature(SPACE.plan(trial.params)) for trial in other.trials]
+    assert len(set(plans)) == len(plans) == 13
+    assert plans.count(taken) == 1
+
+
+def test_threads_share_a_sampler() -> None:
+    study = optuna.create_study(sampler=AutoSyncSampler(SPACE, seed=0, **SMALL))
+    study.optimize(lambda trial: seconds(SPACE.plan(studies.suggest(trial, SPACE))), n_trials=16, n_jobs=4)
+    plans = {signature(SPACE.plan(trial.params)) for trial in study.trials}
+    assert len(plans) == 16
+
+
+def test_a_copy_draws_the_same_until_it_is_reseeded() -> None:
+    sampler = AutoSyncSampler(SPACE, seed=5, **SMALL)
+    copies = [pickle.loads(pickle.dumps(sampler)), copy.deepcopy(sampler)]
+    values = [[trial.params for trial in tune(one, 3).trials] for one in (sampler, *copies)]
+    assert values[0] == values[1] == values[2]
+
+
+def test_trials_stopped_early_count() -> None:
+    study = optuna.create_study(sampler=AutoSyncSampler(SPACE, seed=0, **SMALL))
+    trial = study.ask()
+    studies.suggest(trial, SPACE)
+    trial.report(0.5, 0)
+    study.tell(trial, state=optuna.trial.TrialState.PRUNED)
+    found = Observations.of(study.get_trials(deepcopy=False), SPACE, own=7)
+    assert [value for _, _, value in found.measured] == [math.log(0.5)]
+
+
+def test_unknown_links_leave_it_to_the_trials() -> None:
+    nodes = [{"name": f"n{rank}"} for rank in range(4)]
+    links = [{"a": node["name"], "b": "switch"} for node in nodes]
+    unknown = ClusterSpec.from_dict(
+        {"format": ClusterSpec.FORMAT, "name": "unknown", "nodes": nodes, "switches": ["switch"], "links": links}
+    )
+    assert not unknown.measured
+    space = PlanSpace(SPACE.workload, unknown)
+    study = optuna.create_study(sampler=AutoSyncSampler(space, seed=0, **SMALL))
+
+    def measure(trial: optuna.Trial) -> float:
+        plan = space.plan(studies.suggest(trial, space))
+        return 0.1 + 0.1 * sum(group.topology != "ring" for group in plan.groups)
+
+    study.optimize(measure, n_trials=30)
+    assert study.best_value <= 0.2
+
+
+def test_times_are_minimized() -> None:
+    study = optuna.create_study(direction="maximize", sampler=AutoSyncSampler(SPACE, **SMALL))
+    with pytest.raises(ValueError, match="minimizes the seconds"):
+        studies.suggest(study.ask(), SPACE)
+    with pytest.raises(ValueError, match="batch: must be at least 1"):
+        AutoSyncSampler(SPACE, batch=0)
+
+
+class Learner(ReplayEstimator):
+    """A simulator that notes what it is taught."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.taught: list[int] = []
+
+    def fit(self, samples) -> None:
+        self.taught.append(len(samples))
+
+
+class Wrapped:
+    """An estimator of another class than the replay's, which is trained."""
+
+    def __init__(self) -> None:
+        self.inner = Learner()
+
+    def estimate(self, workload, cluster, plans) -> Estimate:
+        return self.inner.estimate(workload, cluster, plans)
+
+    def fit(self, samples) -> None:
+        self.inner.fit(samples)
+
+
+def test_a_simulator_that_learns_is_refitted_as_trials_come_in() -> None:
+    estimator = Wrapped()
+    tune(AutoSyncSampler(SPACE, estimator=estimator, seed=0, refit=5, **SMALL), 12)
+    assert estimator.inner.taught == [5, 10]
+
+
+def test_sources_teach_and_seed_but_do_not_enter_the_study() -> None:
+    source_space = PlanSpace(layers(20, "deep"), uneven_cluster(3))
+    source = optuna.create_study()
+    studies.describe(source, source_space)
+    rng = Random(0)
+    for _ in range(6):
+        source.enqueue_trial(source_space.draw(rng))
+        trial = source.ask()
+        studies.suggest(trial, source_space)
+        source.tell(trial, 0.1)
+    estimator = Wrapped()
+    sampler = AutoSyncSampler(SPACE, estimator=estimator, source_studies=[source], seed=0, **SMALL)
+    study = tune(sampler, 2)
+    assert estimator.inner.taught == [6]
+    assert len(study.trials) == 2
+    assert len(source.trials) == 6
+
+
+def test_what_a_source_got_wrong_is_expected_here_too() -> None:
+    embedding = Embedding(SPACE.workload)
+    rng = Random(3)
+    plans = [SPACE.plan(SPACE.draw(rng)) for _ in range(60)]
+    features = numpy.array([embedding(plan) for plan in plans])
+    ring = numpy.array([sum(g.topology == "ring" for g in plan.groups) / len(plan.groups) for plan in plans])
+    errors = 0.5 * ring
+    residuals = Residuals()
+    tasks = numpy.array([1.0] * 50 + [0.0] * 2)
+    residuals.fit(features[:52], errors[:52], tasks)
+    expected = residuals.mean(features[52:])
+    assert numpy.corrcoef(expected, errors[52:])[0, 1] > 0.7
+
+
+def test_uncertainty_grows_away_from_what_was_measured() -> None:
+    embedding = Embedding(SPACE.workload)
+    rng = Random(4)
+    features = numpy.array([embedding(SPACE.plan(SPACE.draw(rng))) for _ in range(20)])
+    residuals = Residuals()
+    residuals.fit(features[:10], numpy.linspace(0, 0.2, 10), numpy.zeros(10))
+    _, deviation = residuals.predict(features)
+    assert deviation[:10].max() < deviation[10:].max()
+    mean, _ = residuals.predict(features[:10])
+    assert numpy.abs(mean - numpy.linspace(0, 0.2, 10)).max() < 0.1
+
+
+def test_the_greedy_choice_avoids_what_is_alike() -> None:
+    embedding = Embedding(SPACE.workload)
+    rng = Random(5)
+    one, other = (embedding(SPACE.plan(SPACE.draw(rng))) for _ in range(2))
+    features = numpy.array([one, one, other])
+    beliefs = Beliefs(numpy.array([0.0, 0.001, 0.01]), numpy.zeros(3))
+    assert pick(beliefs, features, numpy.zeros((0, len(one))), 3) == [0, 2, 1]
+    assert pick(beliefs, features, features[:1], 1) == [2]
+
+
+def test_features_do_not_depend_on_names_and_compare_across_models() -> None:
+    plan = SPACE.plan(SPACE.draw(Random(6)))
+    renamed = plan.model_copy(
+        update={"groups": tuple(group.model_copy(update={"name": f"x{group.name}"}) for group in plan.groups)}
+    )
+    assert signature(renamed) == signature(plan)
+    deep = PlanSpace(layers(48, "deep"), uneven_cluster(4))
+    whole = [next(s.coherent()) for s in (SPACE, deep)]
+    one = Embedding(SPACE.workload)(SPACE.plan(whole[0]))
+    other = Embedding(deep.workload)(deep.plan(whole[1]))
+    assert similarity(one[None], other[None])[0, 0] > 0.95
+
+
+def test_points_are_published_shortly_and_read_again() -> None:
+    rng = Random(7)
+    for _ in range(20):
+        point = SPACE.draw(rng)
+        assert decode(encode(point, SPACE), SPACE) == point
+    assert decode("z" * len(SPACE.parameters), SPACE) is None
+    assert decode("0", SPACE) is None

@@ -1,0 +1,153 @@
+"""Studies of plans: what they say of themselves, resuming them, and their trials as samples."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import optuna
+import pytest
+from clusters import uneven_cluster
+
+from lightning_autosync.errors import DocumentError
+from lightning_autosync.plan import builders
+from lightning_autosync.plan.space import BUILDER, PlanSpace
+from lightning_autosync.search import studies
+from lightning_autosync.search.studies import StudyError
+from lightning_autosync.workload import Variable, Workload
+
+WORKLOAD = Workload(
+    name="small",
+    variables=(
+        Variable(name="front", shape=(64, 9)),
+        Variable(name="wide", shape=(200, 30)),
+        Variable(name="b", shape=(64,)),
+    ),
+)
+SPACE = PlanSpace(WORKLOAD, uneven_cluster(3))
+
+
+@pytest.fixture
+def storage(tmp_path: Path) -> Path:
+    return tmp_path / "study.journal"
+
+
+def measure(study: optuna.Study, steps: list[list[float]], predicted: float | None = None) -> optuna.Trial:
+    trial = study.ask()
+    studies.suggest(trial, SPACE)
+    studies.record(trial, SPACE, steps, predicted)
+    study.tell(trial, 2.0)
+    return trial
+
+
+def test_a_study_tells_its_workload_cluster_and_space(storage: Path) -> None:
+    studies.open_study(storage, "one", SPACE)
+    study = studies.load_study(storage)
+    assert studies.workload_of(study) == WORKLOAD
+    assert studies.cluster_of(study) == SPACE.cluster
+    assert studies.space_of(study).parameters == SPACE.parameters
+
+
+def test_it_goes_on_with_its_trials(storage: Path) -> None:
+    measure(studies.open_study(storage, "one", SPACE), [[2.0, 2.0]])
+    again = studies.open_study(str(storage), "one", PlanSpace(WORKLOAD, uneven_cluster(3)))
+    assert len(again.trials) == 1
+
+
+def test_a_database_is_opened_by_url(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/trials.db"
+    measure(studies.open_study(url, "one", SPACE), [[2.0]])
+    assert len(studies.samples_of(studies.load_study(url, "one"))) == 1
+
+
+@pytest.mark.parametrize(
+    ("other", "what"),
+    [
+        (PlanSpace(WORKLOAD, uneven_cluster(4)), "cluster"),
+        (PlanSpace(WORKLOAD, uneven_cluster(3), "compressed"), "semantics"),
+        (PlanSpace(WORKLOAD, uneven_cluster(3), runs=1), "space"),
+        (PlanSpace(WORKLOAD.model_copy(update={"name": "other"}), uneven_cluster(3)), "workload"),
+    ],
+)
+def test_a_study_of_something_else_is_refused(storage: Path, other: PlanSpace, what: str) -> None:
+    studies.open_study(storage, "one", SPACE)
+    with pytest.raises(StudyError, match=f"study 'one': it is of another {what}"):
+        studies.open_study(storage, "one", other)
+
+
+def test_a_study_that_is_not_of_plans_is_refused(storage: Path) -> None:
+    foreign = optuna.create_study(storage=studies.open_storage(storage), study_name="one")
+    foreign.optimize(lambda trial: trial.suggest_float("x", 0, 1), n_trials=1)
+    with pytest.raises(StudyError, match="none of plans"):
+        studies.open_study(storage, "one", SPACE)
+    with pytest.raises(StudyError, match="not one of plans"):
+        studies.load_study(storage, "one")
+
+
+def test_what_is_not_there_is_named(storage: Path, tmp_path: Path) -> None:
+    with pytest.raises(StudyError, match="there is no such journal file"):
+        studies.load_study(storage)
+    studies.open_study(storage, "one", SPACE)
+    with pytest.raises(StudyError, match="no study 'two'; there are one"):
+        studies.load_study(storage, "two")
+    studies.open_study(storage, "two", SPACE)
+    with pytest.raises(StudyError, match="it has 2 studies; name one of"):
+        studies.load_study(storage)
+    with pytest.raises(StudyError, match="a storage is a URL, or a journal file"):
+        studies.open_study(tmp_path / "study.txt", "one", SPACE)
+    with pytest.raises(StudyError, match="cannot be opened"):
+        studies.open_study("nosuch://host/db", "one", SPACE)
+
+
+def test_a_damaged_journal_gives_one_error(storage: Path) -> None:
+    studies.open_study(storage, "one", SPACE)
+    storage.write_text("{broken\n" + storage.read_text())
+    with pytest.raises(StudyError, match="cannot be opened"):
+        studies.open_study(storage, "one", SPACE)
+
+
+def test_a_space_of_another_release_is_refused(storage: Path) -> None:
+    study = studies.open_study(storage, "one", SPACE)
+    study.set_user_attr(studies.SPACE, {**study.user_attrs[studies.SPACE], "fingerprint": "0" * 12})
+    with pytest.raises(StudyError, match="its space is 000000000000"):
+        studies.space_of(study)
+
+
+def test_baselines_come_first_once_and_say_so(storage: Path) -> None:
+    study = studies.open_study(storage, "one", SPACE)
+    studies.enqueue_baselines(study, SPACE)
+    studies.enqueue_baselines(study, SPACE)
+    assert len(study.trials) == len(SPACE.baselines())
+    measure(study, [[2.0]])
+    trial = study.trials[0]
+    assert trial.user_attrs[studies.ORIGIN] == studies.BASELINE
+    name = str(SPACE.baselines()[0][BUILDER])
+    assert studies.plan_of(trial, SPACE) == builders.build(name, WORKLOAD, SPACE.cluster)
+    assert studies.samples_of(study)[0].kind == name
+
+
+def test_samples_hold_the_slowest_rank(storage: Path) -> None:
+    study = studies.open_study(storage, "one", SPACE)
+    measure(study, [[1.0, 1.2], [3.0, 2.0]])
+    sample = studies.samples_of(study)[0]
+    assert sample.steps == (3.0, 2.0)
+    assert (sample.workload, sample.cluster) == (WORKLOAD, SPACE.cluster)
+
+
+def test_trials_stopped_early_are_samples_and_failed_ones_are_not(storage: Path) -> None:
+    study = studies.open_study(storage, "one", SPACE)
+    pruned, failed, bare = (study.ask() for _ in range(3))
+    for trial in (pruned, failed, bare):
+        studies.suggest(trial, SPACE)
+    pruned.report(4.0, 0)
+    study.tell(pruned, state=optuna.trial.TrialState.PRUNED)
+    study.tell(failed, state=optuna.trial.TrialState.FAIL)
+    study.tell(bare, 5.0)
+    assert [sample.steps for sample in studies.samples_of(study)] == [(4.0,), (5.0,)]
+
+
+def test_a_trial_of_other_parameters_is_named() -> None:
+    study = optuna.create_study()
+    study.optimize(lambda trial: trial.suggest_float("x", 0, 1), n_trials=1)
+    with pytest.raises(StudyError, match="trial 0: plan space: parameter"):
+        studies.plan_of(study.trials[0], SPACE)
+    assert issubclass(StudyError, DocumentError)
