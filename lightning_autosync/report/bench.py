@@ -24,7 +24,7 @@ def bench(configuration: dict[str, Any], directory: Path) -> None:
     """Run one bench; ``result.json`` and ``result.png`` appear in ``directory``.
 
     With ``timeline`` a step of the fastest exact plan is drawn beside the predicted one: ``timeline.svg``,
-    ``timeline.png`` and ``trace.json`` appear too.
+    ``timeline.png``, ``trace.json`` and ``timelines.json`` appear too.
 
     Raises:
         AutoSyncError: a setting is wrong, or a worker failed.
@@ -39,7 +39,7 @@ def bench(configuration: dict[str, Any], directory: Path) -> None:
     if result.best_exact is None:
         raise DocumentError("timeline: it shows an exact plan, and there is none among the contenders")
     _draw(result, result.best_exact, constants, directory)
-    print(f"{directory}: timeline.svg, timeline.png, trace.json of contender '{result.best_exact}'")
+    print(f"{directory}: timeline.svg, timeline.png, trace.json, timelines.json of contender '{result.best_exact}'")
 
 
 def _check(settings: Settings) -> None:

@@ -10,6 +10,7 @@ from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.plan import SyncPlan, compile_plan
 from lightning_autosync.report.measured import busy_shares, measured_timeline
 from lightning_autosync.report.timeline import draw_timelines, write_trace
+from lightning_autosync.report.timelines_file import TIMELINES, save_timelines
 from lightning_autosync.runtime.tracing import StepTrace
 from lightning_autosync.simulator import Constants, Replay, Timeline
 from lightning_autosync.workers import WorkerPool
@@ -30,7 +31,7 @@ def compare_timelines(
 ) -> dict[str, Timeline]:
     """Run a plan with paced compute in ``pool``, and draw its median step beside the predicted one.
 
-    ``timeline.svg``, ``timeline.png`` and ``trace.json`` appear in ``directory``.
+    ``timeline.svg``, ``timeline.png``, ``trace.json`` and ``timelines.json`` appear in ``directory``.
 
     Args:
         plan: for the workload on the cluster.
@@ -69,4 +70,5 @@ def compare_timelines(
     for name in ("timeline.svg", "timeline.png"):
         draw_timelines(timelines, Path(directory) / name)
     write_trace(timelines, Path(directory) / "trace.json")
+    save_timelines(timelines, Path(directory) / TIMELINES)
     return timelines

@@ -50,9 +50,11 @@ def _write(prediction: Prediction, bounds: dict[str, float], directory: Path) ->
     for name in ("timeline.svg", "timeline.png"):
         draw_timelines(timelines, directory / name)
     write_trace(timelines, directory / "trace.json")
+    fields = asdict(prediction)
+    del fields["demand"]  # an array of every message on every channel; links and hosts have its sums
     data = {
         "format": FORMAT,
-        **asdict(prediction),
+        **fields,
         **bounds,
         "bound_share": bounds["step_bound"] / prediction.step_time,
     }

@@ -14,9 +14,13 @@ from lightning_autosync.simulator.prediction import Span, Timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 _COLORS = {"forward": "#4c78a8", "backward": "#54a24b", "optimizer": "#b279a2"}
-_WAITING, _MOVING, _BUSY = "#d9d9d9", "#f58518", "#e45756"
+_HATCHES = {"forward": "", "backward": "///", "optimizer": "xxx"}
+_WAITING, _MOVING, _BUSY = "#c9ced6", "#f58518", "#e45756"
+_EDGE = "#fefefe"
+"""Of hatches: the paper's colour."""
 _MOST_ROWS = 40
 _FORMATS = (".svg", ".png")
 
@@ -39,12 +43,19 @@ def draw_timelines(timelines: Mapping[str, Timeline], path: str | os.PathLike[st
         raise DocumentError(f"{path}: a timeline is drawn as {' or '.join(_FORMATS)}, not '{path.suffix}'")
     if not timelines:
         raise DocumentError(f"{path}: no timeline to draw")
+    figure = timelines_figure(timelines, width=7 * len(timelines) + 1)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+
+
+def timelines_figure(timelines: Mapping[str, Timeline], width: float, most_links: int = _MOST_ROWS) -> Figure:
+    """The picture of `draw_timelines`, ``width`` inches wide, with so many of the busiest links at most."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     rows = [max(_row_counts(timeline)[k] for timeline in timelines.values()) for k in range(3)]
-    ratios = [max(2, count) for count in rows]
-    figure = Figure(figsize=(7 * len(timelines) + 1, 1.5 + 0.24 * sum(ratios)), layout="constrained")
+    ratios = [max(2, rows[0]), max(2, rows[1]), max(2, min(rows[2], most_links))]
+    figure = Figure(figsize=(width, 1.5 + 0.24 * sum(ratios)), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(3, len(timelines), squeeze=False, height_ratios=ratios)
     longest = max(timeline.step_time for timeline in timelines.values())
@@ -52,11 +63,10 @@ def draw_timelines(timelines: Mapping[str, Timeline], path: str | os.PathLike[st
         axes[0][column].set_title(f"{title}: {timeline.step_time * 1e3:.1f} ms")
         _draw_compute(axes[0][column], timeline)
         _draw_messages(axes[1][column], timeline)
-        _draw_links(axes[2][column], timeline)
+        _draw_links(axes[2][column], timeline, most_links)
         for axis in axes[:2, column]:
             axis.set_xlim(0, longest * 1e3 or 1)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    return figure
 
 
 def write_trace(timelines: Mapping[str, Timeline], path: str | os.PathLike[str]) -> None:
@@ -100,31 +110,37 @@ def _row_counts(timeline: Timeline) -> tuple[int, int, int]:
 def _draw_compute(axis: Axes, timeline: Timeline) -> None:
     for row, spans in enumerate(timeline.compute[:_MOST_ROWS]):
         for span in spans:
-            _bar(axis, row, span, _COLORS.get(span.name, _WAITING))
+            _bar(axis, row, span, _COLORS.get(span.name, _WAITING), _HATCHES.get(span.name, ""))
     _label_rows(axis, [f"rank {rank}" for rank in range(_row_counts(timeline)[0])])
-    handles = [axis.barh(0, 0, color=color, label=name) for name, color in _COLORS.items()]
-    axis.legend(handles=handles, loc="upper right", fontsize=7, ncols=len(handles))
+    handles = [
+        axis.barh(0, 0, facecolor=color, edgecolor=_EDGE, hatch=_HATCHES[name], linewidth=0, label=name)
+        for name, color in _COLORS.items()
+    ]
+    axis.legend(handles=handles, loc="lower right", bbox_to_anchor=(1.0, 1.0), fontsize=7, ncols=len(handles))
 
 
 def _draw_messages(axis: Axes, timeline: Timeline) -> None:
     for row, message in enumerate(timeline.messages[:_MOST_ROWS]):
         _bar(axis, row, Span("wait", message.ready, message.start), _WAITING)
         _bar(axis, row, message, _MOVING)
+    handles = [axis.barh(0, 0, color=color, label=name) for color, name in ((_WAITING, "waits"), (_MOVING, "moves"))]
+    axis.legend(handles=handles, loc="lower right", bbox_to_anchor=(1.0, 1.0), fontsize=7, ncols=2)
     _label_rows(axis, [message.name for message in timeline.messages[:_MOST_ROWS]])
     axis.set_xlabel("ms")
 
 
-def _draw_links(axis: Axes, timeline: Timeline) -> None:
-    busiest = sorted(timeline.links.items(), key=lambda item: -item[1])[:_MOST_ROWS]
+def _draw_links(axis: Axes, timeline: Timeline, most: int) -> None:
+    busiest = sorted(timeline.links.items(), key=lambda item: -item[1])[:most]
     axis.barh(range(len(busiest)), [100 * share for _, share in busiest], color=_BUSY)
     _label_rows(axis, [name for name, _ in busiest])
     axis.set_xlim(0, 100)
     axis.set_xlabel("busy, % of the step")
 
 
-def _bar(axis: Axes, row: int, span: Span, color: str) -> None:
+def _bar(axis: Axes, row: int, span: Span, color: str, hatch: str = "") -> None:
     if span.seconds > 0:
-        axis.barh(row, span.seconds * 1e3, left=span.start * 1e3, color=color)
+        place: dict[str, Any] = {"left": span.start * 1e3, "facecolor": color, "edgecolor": _EDGE, "linewidth": 0}
+        axis.barh(row, span.seconds * 1e3, hatch=hatch, **place)
 
 
 def _label_rows(axis: Axes, names: list[str]) -> None:

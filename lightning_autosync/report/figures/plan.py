@@ -1,0 +1,150 @@
+"""A plan as a picture: which gradients travel together and how, and who reduces them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+from lightning_autosync.plan import (
+    AllToAll,
+    Group,
+    Message,
+    Schedule,
+    SharedMemoryReduce,
+    SyncPlan,
+    Transfer,
+    TreeTransfer,
+)
+from lightning_autosync.report.figures.style import BLUE, INK, PAPER, SERIES, new_figure, styled
+from lightning_autosync.report.figures.svg import Picture
+from lightning_autosync.workload import Workload
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+MOST_ROWS = 48
+"""Messages that are drawn; of more, the largest."""
+_HATCHES = ("", "///", "\\\\\\", "xxx", "...", "+++", "---", "ooo")
+_NATIVE = {"all_reduce": "backend's all-reduce", "parameter_server": "all-to-all with servers"}
+_MOST_RANKS_WITH_NUMBERS = 16
+_FEW = 16
+"""Messages up to which rows are high enough to read at a glance."""
+
+
+def method_of(group: Group) -> str:
+    """How a group travels, in a few words."""
+    if group.topology == "native":
+        words = _NATIVE[group.architecture]
+    elif group.topology == "shared_memory":
+        words = "shared memory"
+    elif group.architecture == "parameter_server":
+        words = f"servers, {group.topology}"
+    else:
+        words = {"packed": "packed trees", "hierarchical": "hierarchical trees"}.get(group.topology, group.topology)
+    if group.local_aggregation:
+        words += ", summed in the node first"
+    return words if group.compressor.kind == "none" else f"{words}, {group.compressor.kind}"
+
+
+def reducers(message: Message, ranks: int) -> list[float]:
+    """[ranks] the share of a message that each rank sums up; a native collective spreads it evenly."""
+    shares = [0.0] * ranks
+    for transfer in message.rounds[0].transfers:
+        for rank, elements in _summed(transfer, ranks):
+            shares[rank] += elements
+    total = sum(shares)
+    return [share / total if total else 0.0 for share in shares]
+
+
+def _summed(transfer: Transfer, ranks: int) -> list[tuple[int, float]]:
+    if isinstance(transfer, TreeTransfer):
+        return [(transfer.root, transfer.stop - transfer.start)]
+    if isinstance(transfer, AllToAll | SharedMemoryReduce):
+        owners = transfer.owners if isinstance(transfer, AllToAll) else tuple(range(ranks))
+        spans = zip(transfer.bounds, transfer.bounds[1:], strict=False)
+        return [(owner, stop - start) for owner, (start, stop) in zip(owners, spans, strict=True)]
+    return [(rank, (transfer.stop - transfer.start) / ranks) for rank in range(ranks)]
+
+
+def shown_groups(plan: SyncPlan, workload: Workload) -> list[int]:
+    """Indices of the groups that a picture has room for, in the order in which backward begins to fill them."""
+    place = {name: number for number, name in enumerate(workload.ready_order)}
+    sizes = [sum(workload.variable(name).bytes for name in group.variables) for group in plan.groups]
+    largest = sorted(range(len(sizes)), key=lambda index: -sizes[index])[:MOST_ROWS]
+    return sorted(largest, key=lambda index: min(place[name] for name in plan.groups[index].variables))
+
+
+@styled
+def plan_picture(plan: SyncPlan, schedule: Schedule, workload: Workload) -> Picture:
+    """Left the messages over backward's order of gradients, coloured and hatched by method; right who reduces them."""
+    shown = shown_groups(plan, workload)
+    figure = new_figure(1.5 + (0.27 if len(shown) <= _FEW else 0.18) * len(shown))
+    ranks = schedule.world_size
+    left, right = figure.subplots(1, 2, sharey=True, width_ratios=[2.4, max(0.8, min(2.0, 0.14 * ranks + 0.3))])
+    tooltips = _draw_messages(left, plan, workload, shown)
+    _draw_reducers(right, schedule, shown)
+    figure.legend(loc="outside upper left", ncols=3, handlelength=2.2)
+    methods = sorted({method_of(group) for group in plan.groups})
+    words = f"{len(plan.groups)} messages over backward's order of gradients, sent by {', '.join(methods)}"
+    return Picture("messages", figure, f"{words}; beside each, the share that every rank reduces.", tooltips)
+
+
+def _draw_messages(axes: Axes, plan: SyncPlan, workload: Workload, shown: Sequence[int]) -> dict[str, list[str]]:
+    order = workload.ready_order
+    ends = list(accumulate(workload.variable(name).bytes / 1e6 for name in order))
+    begins = dict(zip(order, [0.0, *ends], strict=False))
+    methods = list(dict.fromkeys(method_of(group) for group in plan.groups))
+    tooltips = {}
+    for row, index in enumerate(shown):
+        group = plan.groups[index]
+        number = methods.index(method_of(group)) % len(SERIES)
+        spans = [(begins[name], workload.variable(name).bytes / 1e6) for name in group.variables]
+        bars = axes.broken_barh(
+            spans,
+            (row - 0.38, 0.76),
+            facecolor=SERIES[number],
+            edgecolor=PAPER,
+            hatch=_HATCHES[number],
+            linewidth=0.4,
+            gid=f"message-{index}",
+        )
+        bars.set_label(_first(method_of(group), plan, shown, index))
+        tooltips[f"message-{index}"] = [
+            f"{name}, {workload.variable(name).bytes / 1e6:.3f} MB, in {group.name}: {method_of(group)}"
+            for name in group.variables
+        ]
+    axes.set_yticks(range(len(shown)), [_short(plan.groups[index].name) for index in shown])
+    axes.set_ylim(len(shown) - 0.4, -0.6)
+    axes.set_xlim(0, ends[-1] if ends and ends[-1] else 1)
+    axes.set_xlabel("MB of gradients, in the order in which backward makes them")
+    axes.grid(False, axis="y")
+    return tooltips
+
+
+def _first(method: str, plan: SyncPlan, shown: Sequence[int], index: int) -> str:
+    """The method for the first message that has it, so that the legend names it once."""
+    first = next(one for one in shown if method_of(plan.groups[one]) == method)
+    return method if first == index else "_"
+
+
+def _draw_reducers(axes: Axes, schedule: Schedule, shown: Sequence[int]) -> None:
+    ranks = schedule.world_size
+    for row, index in enumerate(shown):
+        for rank, share in enumerate(reducers(schedule.messages[index], ranks)):
+            if share <= 0:
+                continue
+            axes.barh(row, 0.92, left=rank - 0.46, height=0.76, color=BLUE, alpha=0.12 + 0.5 * share)
+            if ranks <= _MOST_RANKS_WITH_NUMBERS:
+                axes.text(rank, row, f"{100 * share:.0f}", ha="center", va="center", fontsize=8, color=INK)
+    axes.set_xlim(-0.6, ranks - 0.4)
+    step = max(1, ranks // _MOST_RANKS_WITH_NUMBERS)
+    axes.set_xticks(range(0, ranks, step))
+    axes.set_xlabel("% reduced by rank")
+    axes.tick_params(left=False)
+    axes.grid(False)
+    axes.spines["left"].set_visible(False)
+
+
+def _short(name: str, most: int = 28) -> str:
+    return name if len(name) <= most else f"{name[: most // 2 - 1]}…{name[-most // 2 :]}"

@@ -1,0 +1,94 @@
+"""The comparison at the end of a tuning run: the winner and its opponents, measured side by side."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from lightning_autosync.bench.statistics import Interval, paired_ratio
+from lightning_autosync.errors import DocumentError
+
+Kind = Literal["plan", "builder", "finalist", "ddp", "contender"]
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One contender of the comparison.
+
+    Attributes:
+        name: as in the table.
+        kind: ``plan`` (the winner), the best ``builder``, another ``finalist``, ``ddp``, or another ``contender``.
+        exactness: ``exact``, ``low precision`` or ``relaxed or lossy``.
+        rounds: seconds a step, by round.
+    """
+
+    name: str
+    kind: Kind
+    exactness: str
+    rounds: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.rounds)
+
+
+@dataclass(frozen=True)
+class Final:
+    """All contenders by name, and which of them play a part in the summary.
+
+    Attributes:
+        winner: the plan to run; it may be the builder's.
+        ddp: the best DDP.
+        builder: the best builder; None if none ran.
+    """
+
+    contenders: Mapping[str, Contender]
+    winner: str
+    ddp: str
+    builder: str | None
+
+    @classmethod
+    def read(cls, data: Mapping[str, Any], where: str) -> Final:
+        """From plain data, as a tuning run writes it.
+
+        Raises:
+            DocumentError: a field is missing or wrong.
+        """
+        try:
+            contenders = {str(name): _contender(name, one) for name, one in data["contenders"].items()}
+            opponents = data["opponents"]
+            made = cls(contenders, data["winner"], opponents["ddp"], opponents.get("builder"))
+            missing = {made.winner, made.ddp, made.builder or made.ddp} - contenders.keys()
+        except KeyError as error:
+            raise DocumentError(f"{where}: final: {error} is missing") from None
+        except (AttributeError, TypeError, ValueError) as error:
+            raise DocumentError(f"{where}: final: {error}") from None
+        if missing or len({len(one.rounds) for one in contenders.values()}) != 1:
+            lacking = f"no contender is named '{min(missing)}'" if missing else "contenders have unequal rounds"
+            raise DocumentError(f"{where}: final.contenders: {lacking}")
+        return made
+
+    @property
+    def best(self) -> Contender:
+        return self.contenders[self.winner]
+
+    def speedup(self, opponent: str) -> Interval:
+        """How many times as fast as the opponent the winner is, paired by round."""
+        return paired_ratio(self.contenders[opponent].rounds, self.best.rounds)
+
+    def compared(self) -> list[tuple[Contender, Interval]]:
+        """Every contender with its time over that of the best DDP, paired by round; fastest first."""
+        reference = self.contenders[self.ddp].rounds
+        ordered = sorted(self.contenders.values(), key=lambda one: one.median)
+        return [(one, paired_ratio(one.rounds, reference)) for one in ordered]
+
+
+def _contender(name: str, data: Mapping[str, Any]) -> Contender:
+    rounds = tuple(float(seconds) for seconds in data["round_seconds"])
+    if not rounds or min(rounds) <= 0:
+        raise ValueError(f"contenders.{name}.round_seconds: expected seconds above zero, got {list(rounds)}")
+    if data["kind"] not in get_args(Kind):
+        raise ValueError(f"contenders.{name}.kind: {data['kind']!r} is not one of {', '.join(get_args(Kind))}")
+    return Contender(name, data["kind"], str(data["class"]), rounds)

@@ -1,0 +1,75 @@
+"""Which parameters of the space told good plans from others: Optuna's PED-ANOVA over the study of a run."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+from lightning_autosync.errors import AutoSyncError
+from lightning_autosync.report.tuning.document import StudyAddress
+
+LEAST_TRIALS = 25
+"""Complete trials below which the evaluation would rest on fewer than `_LEAST_GOOD` good ones."""
+_LEAST_GOOD = 5
+_QUANTILE, _MOST_QUANTILE = 0.1, 0.25
+_MOST_SHOWN = 14
+
+
+@dataclass(frozen=True)
+class Importance:
+    """Shares of importance.
+
+    Attributes:
+        shares: by parameter, the largest first; they add up to 1.
+        trials: complete trials that they rest on.
+        quantile: share of these that counts as good.
+    """
+
+    shares: dict[str, float]
+    trials: int
+    quantile: float
+
+    @property
+    def shown(self) -> list[tuple[str, float]]:
+        """The parameters that a picture has room for; those without any importance are left out."""
+        return [(name, share) for name, share in self.shares.items() if share > 0.001][:_MOST_SHOWN]
+
+
+def importance_of(address: StudyAddress, directory: Path) -> Importance | str:
+    """The importance of a study's parameters (Watanabe et al., PED-ANOVA, IJCAI 2023), or why there is none.
+
+    A tenth of the complete trials counts as good, or as many as it takes for five of them, up to a quarter.
+
+    Args:
+        address: of the study; a relative path of a journal is also looked for in ``directory``.
+        directory: of the tuning run.
+    """
+    from lightning_autosync.search.studies import load_study
+
+    try:
+        study = load_study(_journal(address.storage, directory), address.name)
+    except AutoSyncError as error:
+        return str(error)
+    from optuna.importance import PedAnovaImportanceEvaluator, get_param_importances
+    from optuna.trial import TrialState
+
+    complete = len(study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,)))
+    if complete < LEAST_TRIALS:
+        return f"{complete} complete trials are too few to tell; it takes {LEAST_TRIALS}."
+    quantile = min(_MOST_QUANTILE, max(_QUANTILE, _LEAST_GOOD / complete))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # an experimental evaluator says so
+        evaluator = PedAnovaImportanceEvaluator(target_quantile=quantile)
+        shares = get_param_importances(study, evaluator=evaluator)
+    if not sum(shares.values()) > 0:
+        return f"The {complete} complete trials do not tell the parameters apart."
+    return Importance(dict(sorted(shares.items(), key=lambda item: -item[1])), complete, quantile)
+
+
+def _journal(storage: str, directory: Path) -> str:
+    """The storage as it can be opened from here: of a journal that moved with its run, the path that there is."""
+    if "://" in storage:
+        return storage
+    places = (directory / storage, directory / Path(storage).name)
+    return str(next((place for place in places if place.is_file()), storage))

@@ -1,0 +1,189 @@
+"""The report of one tuning run: one HTML file that needs nothing else."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lightning_autosync.documents import write_text
+from lightning_autosync.report.figures.cluster import cluster_picture
+from lightning_autosync.report.figures.comparison import KINDS, contenders_picture, importance_picture
+from lightning_autosync.report.figures.curve import tuning_curve
+from lightning_autosync.report.figures.plan import plan_picture
+from lightning_autosync.report.figures.proposals import foresight, hit_rate, kendall
+from lightning_autosync.report.figures.steps import steps_picture
+from lightning_autosync.report.figures.svg import Picture
+from lightning_autosync.report.template import render
+from lightning_autosync.report.timelines_file import TIMELINES, load_timelines
+from lightning_autosync.report.tuning.final import Final
+from lightning_autosync.report.tuning.importance import Importance, importance_of
+from lightning_autosync.report.tuning.plan_view import PlanView, message_rows
+from lightning_autosync.report.tuning.run import TuningRun
+from lightning_autosync.report.tuning.words import bound_share, summary
+from lightning_autosync.report.units import milliseconds, rate_text
+from lightning_autosync.simulator import Timeline
+
+REPORT = "report.html"
+
+
+@dataclass(frozen=True)
+class Headline:
+    """One of the large numbers at the top."""
+
+    value: str
+    what: str
+    detail: str = ""
+
+
+def write_report(run: TuningRun, path: Path) -> None:
+    """Write the report of a run to an HTML file, whole or not at all.
+
+    Raises:
+        DocumentError: (or a subclass) a file of the run is wrong.
+    """
+    write_text(path, render("tuning.html", **_page(run)))
+
+
+def _page(run: TuningRun) -> dict[str, Any]:
+    view = PlanView.of(run)
+    timelines = _timelines(run, view)
+    importance = _importance(run)
+    return {
+        "run": run,
+        "title": f"Tuning report: {run.title}",
+        "headlines": list(_headlines(run)),
+        "summary": summary(run),
+        "kendall": kendall(run),
+        "has_bound": run.bound is not None,
+        "messages": [] if view is None else list(message_rows(run, view)),
+        "plan_text": None if run.plan is None else _as_yaml(run.plan.to_dict()),
+        "timelines": timelines,
+        "importance": importance,
+        "pictures": _pictures(run, view, timelines, importance),
+        "final_rows": _final_rows(run),
+        "facts": _facts(run),
+        "settings_text": _as_yaml(run.result.settings),
+        "environment": _flat(run.result.environment),
+    }
+
+
+def _pictures(
+    run: TuningRun, view: PlanView | None, timelines: dict[str, Timeline], importance: Importance | str | None
+) -> dict[str, Picture]:
+    """By name; those that cannot be made are left out."""
+    made = [tuning_curve(run), hit_rate(run), foresight(run)]
+    if view is not None:
+        made.append(plan_picture(view.plan, view.schedule, run.workload))
+        made.append(None if view.traffic is None else cluster_picture(run.cluster, view.traffic))
+    if run.final is not None:
+        made.append(contenders_picture(run.final, None if run.bound is None else run.bound.seconds))
+    if timelines:
+        made.append(steps_picture(timelines))
+    if isinstance(importance, Importance):
+        made.append(importance_picture(importance))
+    return {picture.name: picture for picture in made if picture is not None}
+
+
+def _headlines(run: TuningRun) -> Iterator[Headline]:
+    if run.result.best is None:
+        return
+    yield Headline(milliseconds(run.best_seconds), "a step with the best plan")
+    if run.final is not None:
+        yield _ratio(run.final, run.final.ddp, "best-tuned DDP")
+        if run.final.builder is not None:
+            yield _ratio(run.final, run.final.builder, "best builder")
+    if (share := bound_share(run)) is not None:
+        yield Headline(f"{share:.0%}", "of the speed bound of exact plans")
+    if run.hit_rate is not None:
+        yield Headline(f"{run.hit_rate:.0%}", "of proposals beat the best builder")
+
+
+def _ratio(final: Final, opponent: str, what: str) -> Headline:
+    ratio = final.speedup(opponent)
+    if opponent == final.winner:
+        return Headline("1.00 x", f"the {what} is the best plan")
+    return Headline(f"{ratio.median:.2f} x", f"as fast as the {what}", f"{ratio.low:.2f} to {ratio.high:.2f}")
+
+
+def _timelines(run: TuningRun, view: PlanView | None) -> dict[str, Timeline]:
+    """Predicted, and measured where the run left that."""
+    path = run.directory / TIMELINES
+    if path.is_file():
+        return load_timelines(path)
+    return {} if view is None or view.prediction is None else {"predicted": view.prediction.timeline}
+
+
+def _importance(run: TuningRun) -> Importance | str:
+    if run.result.study is None:
+        return "The run does not say where its study is."
+    return importance_of(run.result.study, run.directory)
+
+
+def _final_rows(run: TuningRun) -> list[dict[str, str]]:
+    if run.final is None:
+        return []
+    return [
+        {
+            "name": one.name,
+            "kind": KINDS[one.kind][2],
+            "exactness": one.exactness,
+            "median": f"{1e3 * one.median:.2f}",
+            "spread": f"{1e3 * min(one.rounds):.2f} to {1e3 * max(one.rounds):.2f}",
+            "ratio": f"{ratio.median:.3f}",
+            "interval": f"{ratio.low:.3f} to {ratio.high:.3f}",
+            "bound": "" if run.bound is None or one.exactness != "exact" else f"{run.bound.seconds / one.median:.0%}",
+        }
+        for one, ratio in run.final.compared()
+    ]
+
+
+def _facts(run: TuningRun) -> dict[str, str]:
+    """What was tuned, and how fast."""
+    workload, cluster, timing = run.workload, run.cluster, run.result.timing
+    facts = {
+        "model": f"{workload.name}: {len(workload.variables)} variables, {workload.bytes / 1e6:.1f} MB of gradients",
+        "compute": f"forward {milliseconds(workload.forward_time)}, backward {milliseconds(workload.backward_time)}",
+        "cluster": f"{cluster.name}: {cluster.world_size} ranks on {len(cluster.nodes)} nodes{_rates(run)}",
+        "semantics": run.result.semantics,
+        "sampler": run.sampler + ("" if run.seed is None else f", seed {run.seed}"),
+    }
+    if timing.wall_seconds is not None:
+        facts["wall time"] = f"{timing.wall_seconds / 60:.1f} minutes, opponents and last comparison included"
+    if timing.trials_per_minute is not None:
+        facts["pace"] = f"{timing.trials_per_minute:.1f} trials a minute"
+    if timing.sampler_seconds_by_proposal:
+        each = timing.sampler_seconds_by_proposal
+        facts["sampler overhead"] = (
+            f"median {1e3 * statistics.median(each):.0f} ms a proposal, {sum(each):.1f} s in all"
+        )
+    elif timing.sampler_seconds is not None:
+        facts["sampler overhead"] = f"{timing.sampler_seconds:.1f} s in all"
+    if run.result.study is not None:
+        facts["study"] = f"{run.result.study.name} in {run.result.study.storage}"
+    return facts
+
+
+def _rates(run: TuningRun) -> str:
+    rates = [rate for link in run.cluster.links for rate in (link.bandwidth, link.reverse_bandwidth) if rate]
+    if not rates:
+        return ""
+    least, most = rate_text(min(rates)), rate_text(max(rates))
+    return f", links of {least}" + ("" if least == most else f" to {most}")
+
+
+def _as_yaml(data: Any) -> str:
+    text: str = yaml.safe_dump(data, sort_keys=False, width=100, default_flow_style=None)
+    return text
+
+
+def _flat(data: dict[str, Any], prefix: str = "") -> dict[str, str]:
+    """Nested mappings with dotted keys."""
+    made: dict[str, str] = {}
+    for key, value in data.items():
+        made |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": str(value)}
+    return made

@@ -1,0 +1,89 @@
+"""What a tuning run found, in sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from lightning_autosync.bench.statistics import CONFIDENCE, Interval
+from lightning_autosync.report.tuning.final import Final
+from lightning_autosync.report.tuning.run import TuningRun
+from lightning_autosync.report.units import milliseconds
+
+
+def summary(run: TuningRun) -> list[str]:
+    """The paragraphs at the top of a report."""
+    return [text for text in (" ".join(_result(run)), " ".join(_search(run)), _honesty(run)) if text]
+
+
+def faster(ratio: Interval) -> str:
+    """``1.51 times as fast (95% interval 1.49 to 1.52) as``; where the interval holds 1, it says so."""
+    interval = f"{CONFIDENCE:.0%} interval {ratio.low:.2f} to {ratio.high:.2f}"
+    if ratio.low <= 1 <= ratio.high:
+        return f"as fast within noise ({ratio.median:.2f} times, {interval}) as"
+    return f"{ratio.median:.2f} times as fast ({interval}) as"
+
+
+def bound_share(run: TuningRun) -> float | None:
+    """The bound over the best plan's step time, of an exact plan; None where there is no bound."""
+    if run.bound is None or run.plan is None or run.plan.semantics != "exact":
+        return None
+    return run.bound.seconds / run.best_seconds
+
+
+def _result(run: TuningRun) -> Iterator[str]:
+    best, final = run.result.best, run.final
+    if best is None:
+        yield "No trial came to a step time, so there is no plan."
+        return
+    source = f"builder {best.builder}" if best.builder else f"trial {best.number} ({best.origin})"
+    yield f"The best plan, of {source}, takes {milliseconds(run.best_seconds)} a step."
+    if final is None:
+        yield "It was not measured side by side with its opponents, so how much faster it is cannot be claimed."
+        yield from _loose_times(run)
+        return
+    yield from _claims(final)
+    if (share := bound_share(run)) is not None:
+        yield f"That is {share:.0%} of the speed that any exact method can reach on these links."
+
+
+def _claims(final: Final) -> Iterator[str]:
+    claims = [f"{faster(final.speedup(final.ddp))} the best-tuned DDP ({final.ddp})"]
+    if final.builder is not None and final.builder != final.winner:
+        claims.append(f"{faster(final.speedup(final.builder))} the best hand-made builder ({final.builder})")
+    yield f"In interleaved rounds it was {' and '.join(claims)}."
+    if final.builder == final.winner:
+        yield "In these rounds no plan that was searched beat this builder's."
+
+
+def _loose_times(run: TuningRun) -> Iterator[str]:
+    if run.ddp_seconds is not None:
+        yield f"During the search the best-tuned DDP took {milliseconds(run.ddp_seconds)}."
+    if run.builder_seconds is not None:
+        yield f"The best builder took {milliseconds(run.builder_seconds)}."
+
+
+def _search(run: TuningRun) -> Iterator[str]:
+    states = [trial.state for trial in run.trials]
+    pruned, failed = states.count("pruned"), states.count("failed")
+    yield f"The search tried {len(states)} plans; {pruned} were stopped early as clear losers and {failed} failed."
+    if run.hit_rate is not None:
+        hits = sum(run.hit(trial) for trial in run.proposals)
+        yield f"Of {len(run.proposals)} proposals of the sampler {hits} ({run.hit_rate:.0%}) beat the best builder."
+    if run.trials_to_98 is not None:
+        yield f"98% of the final speed was reached after {run.trials_to_98} trials."
+    if run.drift.seen:
+        yield f"The machine's speed drifted by {run.drift.spread:.0%} meanwhile; times of trials are relative to a"
+        yield "reference plan that was measured again and again."
+    if run.result.interrupted:
+        yield "The search was interrupted before its budget was spent."
+
+
+def _honesty(run: TuningRun) -> str:
+    """What was not real."""
+    parts = []
+    if run.emulated_links:
+        parts.append("links were emulated on one machine")
+    if run.paced:
+        parts.append("computation was paced (it lasts as profiled, without using a core)")
+    text = " and ".join(parts)
+    return f"{text[0].upper()}{text[1:]}. Gradients and their synchronization were real." if text else ""
