@@ -15,13 +15,22 @@ from lightning_autosync.errors import AutoSyncError
 
 VERBS = {
     "bench": ("lightning_autosync.report.bench", "measure contenders side by side on this machine"),
+    "collect": ("lightning_autosync.bench.collection.command", "measure drawn plans, for simulators to learn from"),
     "converge": ("lightning_autosync.bench.convergence.command", "compare methods by what they learn, and how soon"),
+    "fit": ("lightning_autosync.bench.fitting.command", "train a simulator on measured plans, judge it beside others"),
     "probe": ("lightning_autosync.workers.probe.command", "measure the links and hosts of a job, write its cluster"),
     "predict": ("lightning_autosync.report.command", "what a step under a plan takes and why, without a cluster"),
+    "rehearse": ("lightning_autosync.search.simulated.command", "compare samplers on a replay in place of the wire"),
     "serve": ("lightning_autosync.runtime.relaxed.server.command", "keep parameters for workers on other nodes"),
+    "report": ("lightning_autosync.report.tuning.command", "what tuning runs found, as one HTML file"),
+    "tune": ("lightning_autosync.report.tuning.command", "search for the fastest plan by live trials"),
+    "train": ("lightning_autosync.strategy.training.command", "train a LightningModule by any way to synchronize"),
     "validate": ("lightning_autosync.bench.validation.command", "measure random plans and compare with predictions"),
 }
 """For each verb the module with a function of its name, and its purpose; ``conf/VERB.yaml`` is its config."""
+
+TORCHRUN = "hydra/launcher=autosync_torchrun"
+"""The launcher that starts this command again, for which it has to know how."""
 
 
 def main() -> None:
@@ -54,23 +63,38 @@ def run_verb(verb: str) -> None:
     with tempfile.TemporaryDirectory(prefix="autosync-") as folder:
         sys.argv[1:] = with_own_clusters(sys.argv[1:], Path(folder))
         check_overrides(verb, sys.argv[1:])
+        if TORCHRUN in sys.argv:
+            sys.argv.append(f"hydra.launcher.program=[-m,lightning_autosync.cli,{verb}]")
         _run(verb)
 
 
 def _run(verb: str) -> None:
     import hydra
     from hydra.core.hydra_config import HydraConfig
+    from hydra.types import RunMode
     from omegaconf import OmegaConf
 
-    function: Callable[[dict[str, Any], Path], None] = getattr(import_module(VERBS[verb][0]), verb)
+    function: Callable[[dict[str, Any], Path], Any] = getattr(import_module(VERBS[verb][0]), verb)
 
-    def application(configuration: Any) -> None:
-        directory = Path(HydraConfig.get().runtime.output_dir)
+    def application(configuration: Any) -> Any:
+        hydra_configuration = HydraConfig.get()
+        directory = Path(hydra_configuration.runtime.output_dir)
         try:
             plain: Any = OmegaConf.to_container(configuration, resolve=True)
-            function(plain, directory)
+            return function(plain, directory)
         except AutoSyncError as error:
+            if hydra_configuration.mode is RunMode.MULTIRUN or _is_reported(hydra_configuration):
+                raise  # a failed trial is the sweeper's to tell
             # Hydra would wrap it in its own report and a traceback.
             sys.exit(f"autosync {verb}: {error}")
 
     hydra.main(version_base="1.3", config_path=str(configuration_directory()), config_name=verb)(application)()
+
+
+def _is_reported(configuration: Any) -> bool:
+    """Whether this is a torchrun job of a sweep, whose launcher learns from a callback how each rank ended."""
+    return "autosync_report" in (configuration.callbacks or {})
+
+
+if __name__ == "__main__":
+    main()

@@ -15,6 +15,8 @@ from lightning_autosync.errors import DocumentError
 
 WIDTH = 120
 _FILES = (".yaml", ".yml", ".json")
+_OF_VERBS = re.compile(r"\((\w+(?:, \w+)*)\) ")
+"""How an option's first comment begins if it is for some verbs only: ``# (converge, train) What it is.``"""
 _WRONG_KEY = re.compile(r"Could not (?:override|append to config|delete from config)[^']*'([^']+)'")
 
 
@@ -24,13 +26,14 @@ def help_text(verb: str, purpose: str) -> str:
     text = (directory / f"{verb}.yaml").read_text()
     data = yaml.safe_load(text)
     entries = [entry for entry in data.get("defaults", []) if isinstance(entry, dict)]
-    defaults: dict[str, Any] = {group: choice for entry in entries for group, choice in entry.items()}
+    choices = ((group, choice) for entry in entries for group, choice in entry.items())
+    defaults: dict[str, Any] = {group: choice for group, choice in choices if not group.startswith("override ")}
     lines = [f"autosync {verb}: {purpose}", ""]
     lines += [f"usage: autosync {verb} key=value ...", f"       autosync {verb} -m key=value,value ...  (a sweep)"]
     lines += textwrap.dedent(data.get("hydra", {}).get("help", {}).get("header", "")).strip().splitlines()[1:]
     for group, choice in defaults.items():
         lines += ["", f"{group}=OPTION (default: {'none' if choice is None else choice})"]
-        lines += [_option_line(path) for path in sorted((directory / group).glob("*.yaml"))]
+        lines += [_option_line(directory / group / f"{option}.yaml") for option in _options(verb, group)]
     lines += ["", "keys:", *(f"  {line}" for line in _keys(text))]
     lines += ["", f"Keys of an option are set by GROUP.KEY=VALUE, and read in {directory}."]
     lines += ["--config-dir DIR adds options of your own: DIR/GROUP/OPTION.yaml."]
@@ -53,6 +56,7 @@ def check_overrides(verb: str, arguments: Sequence[str]) -> None:
     with initialize_config_dir(str(configuration_directory()), version_base="1.3"):
         try:
             for combination in _combinations(overrides):
+                _check_verb(verb, combination)
                 missing = OmegaConf.missing_keys(_compose(verb, combination))
                 if missing:
                     raise DocumentError(f"{', '.join(sorted(missing))}: missing; give each as key=value")
@@ -90,9 +94,47 @@ def _as_option(choice: str, folder: Path) -> str:
     return path.stem
 
 
+def _check_verb(verb: str, overrides: Sequence[str]) -> None:
+    """Refuse an option that is for other verbs.
+
+    Raises:
+        DocumentError: there is one; the message names those for this verb.
+    """
+    for group, _, option in (override.lstrip("+").partition("=") for override in overrides):
+        if option == "null" and group and _has_group(verb, group):
+            raise DocumentError(f"{group}: null is no option; leave it out, or drop the default by ~{group}")
+        path = configuration_directory() / group / f"{option}.yaml"
+        if path.is_file() and not _is_for(verb, path):
+            others = _verbs_of(path)
+            allowed = ", ".join(_options(verb, group))
+            raise DocumentError(f"{group}: '{option}' is for {', '.join(others)}; allowed: {allowed}")
+
+
+def _options(verb: str, group: str) -> list[str]:
+    """The options of a group that are for the verb."""
+    paths = sorted((configuration_directory() / group).glob("*.yaml"))
+    return [path.stem for path in paths if _is_for(verb, path)]
+
+
+def _is_for(verb: str, path: Path) -> bool:
+    verbs = _verbs_of(path)
+    return not verbs or verb in verbs
+
+
+def _verbs_of(path: Path) -> list[str]:
+    """The verbs that an option is for; none if it is for all."""
+    found = _OF_VERBS.match(_remark(path))
+    return found[1].split(", ") if found else []
+
+
+def _remark(path: Path) -> str:
+    """The first comment of a file that is not for Hydra."""
+    comments = (line[1:].strip() for line in path.read_text().splitlines() if line.startswith("#"))
+    return next((comment for comment in comments if not comment.startswith("@")), "")
+
+
 def _option_line(path: Path) -> str:
-    comments = [line[1:].strip() for line in path.read_text().splitlines() if line.startswith("#")]
-    remark = next((comment for comment in comments if not comment.startswith("@")), "")
+    remark = _OF_VERBS.sub("", _remark(path), count=1)
     return f"  {path.stem:24} {textwrap.shorten(remark, WIDTH - 27, placeholder=' ...')}".rstrip()
 
 
@@ -107,16 +149,20 @@ def _keys(text: str) -> list[str]:
 
 def _combinations(overrides: Sequence[str]) -> Iterator[list[str]]:
     """Overrides without sweeps: the first value of each, then each other value with the first of the others."""
+    from hydra.core.global_hydra import GlobalHydra
     from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.core.override_parser.types import Override
+    from hydra.core.override_parser.types import IntervalSweep, Override
 
     def values(override: Override) -> list[str]:
         if not override.is_sweep_override():
             return [str(override.input_line)]
-        key = override.get_key_element()
+        key, sweep = override.get_key_element(), override.value()
+        if isinstance(sweep, IntervalSweep):
+            return [f"{key}={sweep.start}", f"{key}={sweep.end}"]
         return [f"{key}={value}" for value in override.sweep_string_iterator()]
 
-    choices = [values(override) for override in OverridesParser.create().parse_overrides(list(overrides))]
+    parser = OverridesParser.create(GlobalHydra.instance().config_loader())
+    choices = [values(override) for override in parser.parse_overrides(list(overrides))]
     first = [values[0] for values in choices]
     yield first
     for place, values_here in enumerate(choices):
@@ -124,10 +170,10 @@ def _combinations(overrides: Sequence[str]) -> Iterator[list[str]]:
             yield [*first[:place], value, *first[place + 1 :]]
 
 
-def _compose(verb: str, overrides: list[str]) -> Any:
+def _compose(verb: str, overrides: list[str], with_hydra: bool = False) -> Any:
     from hydra import compose
 
-    return compose(verb, overrides)
+    return compose(verb, overrides, return_hydra_config=with_hydra)
 
 
 def _message(verb: str, overrides: Sequence[str], error: Exception) -> str:
@@ -135,7 +181,10 @@ def _message(verb: str, overrides: Sequence[str], error: Exception) -> str:
 
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         group, _, option = error.missing_cfg_file.rpartition("/")
-        return f"{group}: '{option}' is not known; allowed: {', '.join(error.options or ())}"
+        beside = set(error.options or ())
+        own = [name for name in _options(verb, group) if name in beside]
+        foreign = sorted(beside - {path.stem for path in (configuration_directory() / group).glob("*.yaml")})
+        return f"{group}: '{option}' is not known; allowed: {', '.join([*own, *foreign])}"
     if isinstance(error, OverrideParseException):
         return f"'{error.override}': not of the form key=value: {_first_line(error)}"
     if found := _WRONG_KEY.match(str(error)):
@@ -152,9 +201,10 @@ def _allowed_beside(verb: str, key: str, overrides: Sequence[str]) -> str:
     chosen = [
         override
         for override in overrides
-        if override.partition("=")[0] in groups and _has_group(verb, override.partition("=")[0])
+        if override.startswith("hydra/")
+        or (override.partition("=")[0] in groups and _has_group(verb, override.partition("=")[0]))
     ]
-    node, place = _compose(verb, next(iter(_combinations(chosen)))), ""
+    node, place = _compose(verb, next(iter(_combinations(chosen))), key.startswith("hydra.")), ""
     for part in key.split(".")[:-1]:
         if not hasattr(node, "keys") or part not in node or not hasattr(node[part], "keys"):
             break

@@ -38,6 +38,7 @@ def accuracies(pool) -> dict[tuple[str, str], tuple[float, float]]:
     return {case: (answers[0][place][0], worst[place]) for place, case in enumerate(cases)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("topology", ["native", "star"])
 @pytest.mark.parametrize("kind", [kind for kind in COMPRESSORS if kind != "none"])
 def test_accuracy_within_a_point_of_uncompressed(accuracies, kind: str, topology: str) -> None:
@@ -48,7 +49,7 @@ def test_accuracy_within_a_point_of_uncompressed(accuracies, kind: str, topology
     assert difference < 1e-5
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=5, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_random_lossy_plans_learn_and_keep_replicas_equal(pool, data: st.DataObject) -> None:
     size = data.draw(st.integers(2, 5))

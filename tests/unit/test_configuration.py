@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -45,6 +46,8 @@ def test_one_line_names_the_key_and_what_is_allowed(line: str, message: str) -> 
         "+contenders.star.builder=ps",
         "experiment=matrix",
         "--config-dir somewhere model=of_my_own",
+        "cluster_scale=interval(0.5,1) rounds=range(3,9) cluster=one_node",
+        "model=glob(*_like) cluster=one_node",
     ],
 )
 def test_what_hydra_takes_is_let_through(line: str) -> None:
@@ -103,3 +106,24 @@ def test_clusters_that_ship_can_be_named(verb: str) -> None:
 def test_a_cluster_where_there_is_none_is_an_unknown_key() -> None:
     with pytest.raises(DocumentError, match=r"cluster: unknown key; allowed: .*clusters"):
         check_overrides("validate", ["cluster=one_node"])
+
+
+EXPERIMENTS = sorted(path.stem for path in (configuration_directory() / "experiment").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_every_experiment_is_for_one_verb_and_listed_by_it_alone(experiment: str) -> None:
+    remark = (configuration_directory() / "experiment" / f"{experiment}.yaml").read_text().splitlines()[1]
+    (verb,) = re.findall(r"^# \((\w+)\) ", remark)
+    check_overrides(verb, [f"experiment={experiment}"])
+    for other in ("bench", "converge", "train"):
+        assert (f"\n  {experiment} " in help_text(other, "")) == (other == verb)
+
+
+def test_an_option_of_another_verb_is_refused() -> None:
+    with pytest.raises(DocumentError, match=r"^experiment: 'fat_star_4' is for bench; allowed: convergence, strag"):
+        check_overrides("converge", ["experiment=fat_star_4"])
+    with pytest.raises(DocumentError, match=r"^launch: 'slurm' is for train; allowed: emulated, local, ssh$"):
+        check_overrides("bench", ["launch=slurm"])
+    with pytest.raises(DocumentError, match=r"^experiment: 'stragglers' is for converge"):
+        check_overrides("bench", ["-m", "experiment=fat_star_4,stragglers"])

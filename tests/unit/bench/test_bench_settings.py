@@ -37,7 +37,7 @@ def composed(*overrides: str) -> Settings:
         ({"model": {"kind": "paced", "catalogue": "vgg16", "scale": 0}}, "^model.scale: .*greater than 0"),
         ({"model": {"kind": "paced", "catalogue": "vgg16", "compute": "0 s"}}, "model: compute: must be above zero"),
         ({"model": {"kind": "paced", "workload_file": "missing.yaml"}}, "model: missing.yaml: cannot be read"),
-        ({"launch": {"kind": "slurm"}}, "launch.kind: .*'local' or 'emulated'"),
+        ({"launch": {"kind": "slurm"}}, "launch=slurm: .*launch=local, emulated or ssh"),
         ({"launch": {"kind": "emulated"}}, "cluster: missing; launch=emulated needs one"),
         ({"rank_order": "interleaved"}, "cluster: missing; cluster_scale, cluster_fastest and rank_order"),
         (

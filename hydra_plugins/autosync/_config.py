@@ -1,0 +1,76 @@
+"""The plug-ins' own settings, as Hydra composes them; without annotations as text, which its scanner cannot read."""
+
+from dataclasses import dataclass, field
+from typing import Any, Dict, List, Optional  # noqa: UP035 - what OmegaConf reads
+
+from hydra.core.config_store import ConfigStore
+
+GRID = "grid"
+"""In place of a sampler: every combination once."""
+
+SAMPLERS: Dict[str, Dict[str, Any]] = {  # noqa: UP006
+    "grid": {"_target_": GRID},
+    "random": {"_target_": "optuna.samplers.RandomSampler", "seed": None},
+    "qmc": {"_target_": "optuna.samplers.QMCSampler", "seed": None},
+    "tpe": {"_target_": "optuna.samplers.TPESampler", "seed": None, "n_startup_trials": 10},
+    "gp": {"_target_": "optuna.samplers.GPSampler", "seed": None, "n_startup_trials": 10},
+    "autosync": {"_target_": "lightning_autosync.search.sampler.AutoSyncSampler", "seed": None},
+    "nsgaii": {"_target_": "optuna.samplers.NSGAIISampler", "seed": None, "population_size": 50},
+}
+"""Options of ``hydra/sweeper/sampler``; any other sampler goes by ``hydra.sweeper.sampler._target_``."""
+
+
+@dataclass
+class OptunaSweeperConf:
+    """Settings of the sweeper.
+
+    Attributes:
+        params: what is swept, in the syntax of Hydra's sweeps: ``a,b``, ``choice(a,b)``, ``range(1,9,2)``,
+            ``interval(0.1,1)``, ``tag(log,interval(1e-4,1))``; the command line adds to it and takes from it.
+        sampler: ``{_target_: ...}`` of an Optuna sampler and its arguments, or of ``grid``.
+        direction: ``minimize`` or ``maximize`` what the job returns, or a list of these; none: nothing is compared.
+        n_trials: of the study, those of earlier runs included; none: as many as the grid has.
+        n_jobs: trials that are handed to the launcher at a time.
+        storage: URL of a database; none: ``study.journal`` in the sweep's directory.
+        study_name: within the storage.
+        max_failure_rate: the sweep ends with an error if more than this share of its trials failed.
+    """
+
+    defaults: List[Any] = field(default_factory=lambda: ["_self_", {"sampler": GRID}])  # noqa: UP006
+    _target_: str = "hydra_plugins.autosync.sweeper.OptunaSweeper"
+    _recursive_: bool = False
+    params: Dict[str, Any] = field(default_factory=dict)  # noqa: UP006
+    sampler: Any = None
+    direction: Any = None
+    n_trials: Optional[int] = None  # noqa: UP045
+    n_jobs: int = 1
+    storage: Optional[str] = None  # noqa: UP045
+    study_name: str = "sweep"
+    max_failure_rate: float = 0.0
+
+
+@dataclass
+class TorchrunLauncherConf:
+    """Settings of the launcher.
+
+    Attributes:
+        nproc_per_node: processes of each job on this machine.
+        program: words that start the application; none: as this process was started.
+        arguments: further ones of torchrun, as in ``[--max-restarts=1]``.
+    """
+
+    _target_: str = "hydra_plugins.autosync.launcher.TorchrunLauncher"
+    nproc_per_node: int = 2
+    program: Optional[List[str]] = None  # noqa: UP006, UP045
+    arguments: List[str] = field(default_factory=list)  # noqa: UP006
+
+
+def register() -> None:
+    """Make the settings known to Hydra, as ``hydra/sweeper=autosync`` and ``hydra/launcher=autosync_torchrun``."""
+    store = ConfigStore.instance()
+    store.store(group="hydra/sweeper", name="autosync", node=OptunaSweeperConf, provider="lightning-autosync")
+    for name, node in SAMPLERS.items():
+        store.store(group="hydra/sweeper/sampler", name=name, node=node, provider="lightning-autosync")
+    store.store(
+        group="hydra/launcher", name="autosync_torchrun", node=TorchrunLauncherConf, provider="lightning-autosync"
+    )

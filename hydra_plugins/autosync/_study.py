@@ -1,0 +1,154 @@
+"""The study behind a sweep: made or found again, and what was under way when the sweep was interrupted."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import optuna
+from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+from optuna.storages import BaseStorage, JournalStorage
+from optuna.storages.journal import JournalFileBackend
+from optuna.trial import Trial, TrialState
+
+from hydra_plugins.autosync._errors import SweepError
+from hydra_plugins.autosync._space import Parameter, Space
+
+Direction = Literal["minimize", "maximize"]
+
+JOURNAL = "study.journal"
+SPACE_KEY = "autosync:sweep"
+"""Attribute of the study: what it is over."""
+PLACE_KEY = "autosync:sweep_directory"
+"""Attribute of a trial: the directory of the sweep that runs it."""
+
+
+@contextmanager
+def held(directory: Path) -> Iterator[None]:
+    """Keep other sweeps out of the directory; however this process ends, it is free again.
+
+    Raises:
+        SweepError: another one is at work there.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / ".sweep.lock").open("w") as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise SweepError(f"{directory}: another sweep is under way there") from None
+        yield
+
+
+def open_storage(url: str | None, directory: Path) -> str | BaseStorage:
+    """The database of the URL, or a journal in the directory, which must be held."""
+    if url is not None:
+        return url
+    path = directory / JOURNAL
+    _mend(path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        return JournalStorage(JournalFileBackend(str(path)))
+
+
+def _mend(path: Path) -> None:
+    """Undo what a process left that was killed while it wrote: half a line, and the lock of the file."""
+    Path(f"{path}.lock").unlink(missing_ok=True)
+    if not path.exists():
+        return
+    with path.open("r+b") as file:
+        text = file.read()
+        file.truncate(text.rfind(b"\n") + 1)
+
+
+def open_study(
+    name: str, storage: str | BaseStorage, space: Space, directions: Sequence[Direction], sampler: Any
+) -> optuna.Study:
+    """The study of that name, made if there is none.
+
+    Raises:
+        SweepError: there is one, over something else.
+    """
+    study = optuna.create_study(
+        study_name=name, storage=storage, sampler=sampler, directions=list(directions), load_if_exists=True
+    )
+    here = {**space.to_dict(), "directions": list(directions)}
+    there = study.user_attrs.get(SPACE_KEY)
+    if there is None and not study.trials:
+        study.set_user_attr(SPACE_KEY, here)
+    elif there is None or json.loads(json.dumps(here)) != there:
+        raise SweepError(
+            f"study '{name}': it is over something else ({_difference(there or {}, here)}); "
+            "take another hydra.sweep.dir, or start with the same keys to go on with it"
+        )
+    return study
+
+
+def _difference(there: dict[str, Any], here: dict[str, Any]) -> str:
+    part = next(part for part in ("directions", "fixed", "parameters") if there.get(part) != here[part])
+    return f"{part}: {json.dumps(there.get(part))} there, {json.dumps(here[part])} here"
+
+
+def name_metric(study: optuna.Study, name: str) -> None:
+    """Say what the values of a study are, where whoever opens it can see."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        study.set_metric_names([name])
+
+
+def enqueue_grid(study: optuna.Study, space: Space) -> int:
+    """Let the study ask for every combination once, also if it was interrupted at that; returns their number."""
+    combinations = list(space.grid())
+    for combination in combinations[len(study.get_trials(deepcopy=False)) :]:
+        study.enqueue_trial(combination)
+    return len(combinations)
+
+
+def interrupted(study: optuna.Study, directory: Path, own: bool) -> list[Trial]:
+    """The trials that this sweep was running when it ended, to be run again.
+
+    Args:
+        study: the study.
+        directory: the sweep's.
+        own: whether nobody else writes to the study, so that every trial that seems to run was ours.
+    """
+    running = study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
+    ours = [trial for trial in running if own or trial.user_attrs.get(PLACE_KEY) == _place(directory)]
+    return [Trial(study, trial._trial_id) for trial in ours]
+
+
+def ask(study: optuna.Study, directory: Path) -> Trial:
+    """The next trial, marked as ours."""
+    trial = study.ask()
+    trial.set_user_attr(PLACE_KEY, _place(directory))
+    return trial
+
+
+def started(study: optuna.Study) -> int:
+    """Trials that were begun, however they ended."""
+    trials = study.get_trials(deepcopy=False)
+    return sum(trial.state is not TrialState.WAITING for trial in trials)
+
+
+def suggest(trial: Trial, parameter: Parameter) -> Any:
+    """The trial's value; the one that it has already, if it was interrupted."""
+    distribution = parameter.distribution
+    if isinstance(distribution, CategoricalDistribution):
+        return trial.suggest_categorical(parameter.name, distribution.choices)
+    if isinstance(distribution, IntDistribution):
+        return trial.suggest_int(
+            parameter.name, distribution.low, distribution.high, step=distribution.step, log=distribution.log
+        )
+    assert isinstance(distribution, FloatDistribution)
+    return trial.suggest_float(
+        parameter.name, distribution.low, distribution.high, step=distribution.step, log=distribution.log
+    )
+
+
+def _place(directory: Path) -> str:
+    return os.path.abspath(directory)

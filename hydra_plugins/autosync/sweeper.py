@@ -1,0 +1,228 @@
+"""``hydra/sweeper=autosync``: a sweep is an Optuna study, which goes on where it was interrupted."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hydra.core.plugins import Plugins
+from hydra.core.utils import JobReturn, JobStatus
+from hydra.errors import HydraException
+from hydra.plugins.launcher import Launcher
+from hydra.plugins.sweeper import Sweeper
+from hydra.types import HydraContext, TaskFunction
+from omegaconf import DictConfig, OmegaConf
+
+from hydra_plugins.autosync import _config
+from hydra_plugins.autosync._errors import SweepError, refuse_within_rank
+
+if TYPE_CHECKING:
+    import optuna
+
+    from hydra_plugins.autosync._space import Space
+    from hydra_plugins.autosync._study import Direction
+
+_log = logging.getLogger(__name__)
+_config.register()
+
+
+class OptunaSweeper(Sweeper):
+    """Asks a study what to run, has it launched, and tells the study what came of it.
+
+    Args: as `_config.OptunaSweeperConf` documents them.
+    """
+
+    def __init__(
+        self,
+        params: DictConfig,
+        sampler: Any,
+        direction: Any,
+        n_trials: int | None,
+        n_jobs: int,
+        storage: str | None,
+        study_name: str,
+        max_failure_rate: float,
+    ) -> None:
+        self._params: Any = OmegaConf.to_container(OmegaConf.create(params), resolve=True)
+        self._sampler = sampler
+        self._compares = direction is not None
+        self._directions = _directions(direction)
+        self._n_trials = n_trials
+        self._n_jobs = n_jobs
+        self._storage = storage
+        self._study_name = study_name
+        self._max_failure_rate = max_failure_rate
+        if n_jobs < 1 or (n_trials is not None and n_trials < 1):
+            raise SweepError("hydra.sweeper: n_trials and n_jobs must be 1 or more")
+
+    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        refuse_within_rank()
+        self.config = config
+        self.hydra_context = hydra_context
+        self.launcher: Launcher = Plugins.instance().instantiate_launcher(
+            hydra_context=hydra_context, task_function=task_function, config=config
+        )
+
+    def sweep(self, arguments: list[str]) -> None:
+        from hydra_plugins.autosync._record import write_record
+        from hydra_plugins.autosync._space import read_space
+        from hydra_plugins.autosync._study import held, open_storage
+
+        assert self.config is not None
+        assert self.hydra_context is not None
+        space = read_space(self._params, arguments, self.hydra_context.config_loader)
+        directory = Path(self.config.hydra.sweep.dir)
+        with held(directory):
+            OmegaConf.save(self.config, directory / "multirun.yaml")
+            study, n_trials = self._open(space, open_storage(self._storage, directory), directory)
+            try:
+                for batch in self._batches(study, n_trials, directory):
+                    for run in _consecutive(batch):
+                        self._run(study, space, run)
+                        write_record(study, space, directory, self._compares)
+            except KeyboardInterrupt:
+                raise SweepError(f"interrupted; the sweep goes on with hydra.sweep.dir={directory}") from None
+            write_record(study, space, directory, self._compares)
+            self._report(study, directory)
+
+    def _open(self, space: Space, storage: Any, directory: Path) -> tuple[optuna.Study, int]:
+        """The study, and the number of trials that it is to have."""
+        import optuna
+
+        from hydra_plugins.autosync._study import enqueue_grid, name_metric, open_study
+
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        grid = self._sampler is None or self._sampler.get("_target_") == _config.GRID
+        if not grid and not self._compares:
+            raise SweepError("hydra.sweeper.direction: missing; a sampler needs minimize or maximize")
+        if not grid and self._n_trials is None:
+            raise SweepError("hydra.sweeper.n_trials: missing; only a grid has a size of its own")
+        sampler = optuna.samplers.RandomSampler() if grid else _instantiate(self._sampler)
+        study = open_study(self._study_name, storage, space, self._directions, sampler)
+        if not self._compares:
+            name_metric(study, "seconds of the launch")
+        if study.trials:
+            # The same seed would make an interrupted sweep repeat its first trials.
+            sampler.reseed_rng()
+        size = enqueue_grid(study, space) if grid else None
+        n_trials = size if self._n_trials is None else min(self._n_trials, size or self._n_trials)
+        assert n_trials is not None
+        _log.info("Sweep of %d trials; if interrupted it goes on with hydra.sweep.dir=%s", n_trials, directory)
+        return study, n_trials
+
+    def _batches(self, study: optuna.Study, n_trials: int, directory: Path) -> Iterator[list[optuna.Trial]]:
+        """Trials to run, ``n_jobs`` at a time; first those that were interrupted."""
+        from hydra_plugins.autosync._study import ask, interrupted, started
+
+        again = interrupted(study, directory, own=self._storage is None)
+        while True:
+            batch, again = again[: self._n_jobs], again[self._n_jobs :]
+            room = min(self._n_jobs - len(batch), n_trials - started(study))
+            batch += [ask(study, directory) for _ in range(room)]
+            if not batch:
+                return
+            yield batch
+
+    def _run(self, study: optuna.Study, space: Space, trials: list[optuna.Trial]) -> None:
+        from hydra_plugins.autosync._study import suggest
+
+        jobs = []
+        for trial in trials:
+            values = {parameter.name: suggest(trial, parameter) for parameter in space.parameters}
+            jobs.append(space.overrides(values))
+        begin = time.perf_counter()
+        try:
+            returns: Sequence[Any] = self.launcher.launch(jobs, initial_job_idx=trials[0].number)
+        except HydraException as error:  # a configuration that cannot be composed
+            returns = [error] * len(trials)
+        seconds = time.perf_counter() - begin
+        for trial, job, found in zip(trials, jobs, returns, strict=True):
+            trial.set_user_attr("overrides", job)
+            trial.set_user_attr("seconds", seconds)
+            self._tell(study, trial, found, seconds)
+
+    def _tell(self, study: optuna.Study, trial: optuna.Trial, found: JobReturn | Exception, seconds: float) -> None:
+        import optuna
+
+        try:
+            result = _result(found)
+            values = self._values(result) if self._compares else [seconds]
+        except optuna.TrialPruned:
+            study.tell(trial, state=optuna.trial.TrialState.PRUNED)
+        except Exception as error:
+            message = str(error).strip() or type(error).__name__
+            trial.set_user_attr("error", f"{type(error).__name__}: {message}")
+            study.tell(trial, state=optuna.trial.TrialState.FAIL)
+            _log.error("Trial %d failed: %s", trial.number, message)
+        else:
+            study.tell(trial, values)
+
+    def _values(self, result: Any) -> list[float]:
+        """What the job returned, one number a direction."""
+        values = list(result) if isinstance(result, list | tuple) else [result]
+        numbers = all(isinstance(value, int | float) and value == value for value in values)
+        if len(values) != len(self._directions) or not numbers:
+            count = len(self._directions)
+            raise SweepError(f"the job returned {result!r}; hydra.sweeper.direction asks for {count} number(s)")
+        return [float(value) for value in values]
+
+    def _report(self, study: optuna.Study, directory: Path) -> None:
+        """Say what was best, and fail if too much failed."""
+        from optuna.trial import TrialState
+
+        complete = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
+        if self._compares and complete:
+            for best in study.best_trials:
+                _log.info("Best: trial %d, %s: %s", best.number, best.values, " ".join(best.user_attrs["overrides"]))
+        failed = study.get_trials(deepcopy=False, states=(TrialState.FAIL,))
+        _log.info("%s", directory / "result.json")
+        if failed and len(failed) > self._max_failure_rate * len(study.trials):
+            lines = [f"  trial {trial.number}: {trial.user_attrs.get('error', 'unknown')}" for trial in failed]
+            raise SweepError("\n".join([f"{len(failed)} of {len(study.trials)} trials failed:", *lines]))
+
+
+def _directions(direction: Any) -> list[Direction]:
+    given: list[Any] = [direction] if isinstance(direction, str) else list(direction or ["minimize"])
+    unknown = [name for name in given if name not in ("minimize", "maximize")]
+    if unknown or not given:
+        raise SweepError(f"hydra.sweeper.direction: {unknown}: allowed: minimize, maximize, or a list of these")
+    return given
+
+
+def _instantiate(sampler: Any) -> Any:
+    from hydra.utils import instantiate
+    from optuna.samplers import BaseSampler
+
+    made = instantiate(sampler)
+    if not isinstance(made, BaseSampler):
+        raise SweepError(f"hydra.sweeper.sampler: {sampler.get('_target_')} is no Optuna sampler")
+    return made
+
+
+def _consecutive(trials: list[optuna.Trial]) -> Iterator[list[optuna.Trial]]:
+    """The trials in runs of consecutive numbers, as launchers count on from the first one's."""
+    run: list[optuna.Trial] = []
+    for trial in trials:
+        if run and trial.number != run[-1].number + 1:
+            yield run
+            run = []
+        run.append(trial)
+    if run:
+        yield run
+
+
+def _result(found: JobReturn | Exception) -> Any:
+    """What a job returned.
+
+    Raises:
+        Exception: what it raised.
+    """
+    if isinstance(found, Exception):
+        raise found
+    if found.status is not JobStatus.COMPLETED:
+        raised = found._return_value
+        raise raised if isinstance(raised, Exception) else RuntimeError("the job did not end")
+    return found.return_value

@@ -1,0 +1,88 @@
+"""Objects that a configuration names by ``_target_``."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from lightning_autosync.errors import DocumentError
+
+
+def see_working_directory() -> None:
+    """Let modules of the working directory be imported, after everything that is installed."""
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.append(os.getcwd())
+
+
+def check_target(field: str, configuration: dict[str, Any] | None) -> None:
+    """Refuse a ``_target_`` that there is not.
+
+    Raises:
+        DocumentError: it cannot be imported; the message says why.
+    """
+    if configuration is None or "_target_" not in configuration:
+        return
+    from hydra.utils import get_object
+
+    target = configuration["_target_"]
+    try:
+        with _hydra_silent():
+            get_object(target)
+    except Exception as error:
+        cause = error.__cause__ or error
+        raise DocumentError(f"{field}._target_: '{target}' cannot be imported: {_line(cause)}") from None
+
+
+def make(field: str, configuration: dict[str, Any], kind: type) -> Any:
+    """The object that ``configuration`` describes, a ``kind``.
+
+    Raises:
+        DocumentError: it cannot be made, or is something else.
+    """
+    from hydra.errors import InstantiationException
+    from hydra.utils import instantiate
+
+    try:
+        made = instantiate(configuration, _convert_="all")
+    except InstantiationException as error:
+        raise DocumentError(f"{field}: {configuration['_target_']}: {_line(error.__cause__ or error)}") from error
+    if not isinstance(made, kind):
+        raise DocumentError(
+            f"{field}._target_: '{configuration['_target_']}' is {type(made).__name__}, no {kind.__name__}"
+        )
+    return made
+
+
+def make_arguments(field: str, configuration: dict[str, Any]) -> dict[str, Any]:
+    """Plain arguments, of which those with a ``_target_`` inside are made.
+
+    Raises:
+        DocumentError: one cannot be made.
+    """
+    from hydra.errors import InstantiationException
+    from hydra.utils import instantiate
+
+    try:
+        made: dict[str, Any] = instantiate(configuration, _convert_="all")
+    except InstantiationException as error:
+        raise DocumentError(f"{field}: {_line(error.__cause__ or error)}") from error
+    return made
+
+
+@contextmanager
+def _hydra_silent() -> Iterator[None]:
+    """Without what Hydra logs beside the error that it raises."""
+    logger = logging.getLogger("hydra.utils")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
