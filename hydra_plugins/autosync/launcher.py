@@ -26,8 +26,8 @@ _log = logging.getLogger(__name__)
 _config.register()
 
 LOG = "torchrun.log"
-GRACE = 10.0
-"""Seconds for torchrun to end its processes before they are killed."""
+GRACE = 45.0
+"""Seconds for torchrun to end its processes before it is killed itself; it gives them 30, in sessions of their own."""
 _OWN = ("hydra.mode", "hydra.run", "hydra.sweep", "hydra.launcher", "hydra/launcher", "hydra/sweeper")
 """Beginnings of overrides that concern the sweep, not a job."""
 

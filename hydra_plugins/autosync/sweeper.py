@@ -178,10 +178,11 @@ class OptunaSweeper(Sweeper):
             for best in study.best_trials:
                 _log.info("Best: trial %d, %s: %s", best.number, best.values, " ".join(best.user_attrs["overrides"]))
         failed = study.get_trials(deepcopy=False, states=(TrialState.FAIL,))
+        finished = sum(trial.state.is_finished() for trial in study.get_trials(deepcopy=False))
         _log.info("%s", directory / "result.json")
-        if failed and len(failed) > self._max_failure_rate * len(study.trials):
+        if failed and len(failed) > self._max_failure_rate * finished:
             lines = [f"  trial {trial.number}: {trial.user_attrs.get('error', 'unknown')}" for trial in failed]
-            raise SweepError("\n".join([f"{len(failed)} of {len(study.trials)} trials failed:", *lines]))
+            raise SweepError("\n".join([f"{len(failed)} of {finished} trials failed:", *lines]))
 
 
 def _directions(direction: Any) -> list[Direction]:

@@ -11,6 +11,8 @@ from lightning_autosync.cluster.units import Bytes, Rate, Seconds
 from lightning_autosync.documents import Count, Record
 
 Name = Annotated[str, Field(pattern=r"^\S+$")]
+Address = Annotated[str, Field(pattern=r"^[^\s-]\S*$")]
+"""A host name or an IP address. Commands take it as a word, which must not be read as an option of theirs."""
 
 
 class Node(Record):
@@ -24,7 +26,7 @@ class Node(Record):
     """
 
     name: Name
-    address: str | None = None
+    address: Address | None = None
     devices: Count = 1
     speed: float = Field(default=1.0, gt=0)
     memory: Bytes | None = None

@@ -16,6 +16,8 @@ from typing import IO, Any
 
 TAIL_BYTES = 16 * 1024
 READ_BYTES = 64 * 1024
+_PARTING = 10.0
+"""Seconds to wait for a process that was killed."""
 
 
 class OutputTail:
@@ -169,7 +171,10 @@ class WorkerProcess:
         self._ended = True
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
-        self._process.wait()
         for stream in (self._process.stdin, self._process.stdout):
             assert stream is not None
-            stream.close()
+            with suppress(BrokenPipeError):
+                stream.close()
+        # Under another user (sudo) it cannot be killed, but it ends when its orders do.
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(_PARTING)

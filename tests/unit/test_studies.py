@@ -98,6 +98,16 @@ def test_what_is_not_there_is_named(storage: Path, tmp_path: Path) -> None:
         studies.open_study("nosuch://host/db", "one", SPACE)
 
 
+def test_a_line_that_a_killed_process_left_unfinished_is_dropped(storage: Path) -> None:
+    study = studies.open_study(storage, "one", SPACE)
+    study.set_user_attr("first", 1)
+    with storage.open("ab") as file:
+        file.write(b'{"op_code":2,"worker_id":"gone","study_')
+    studies.open_study(storage, "one", SPACE).set_user_attr("second", 2)
+    found = studies.open_study(storage, "one", SPACE).user_attrs
+    assert (found["first"], found["second"]) == (1, 2)
+
+
 def test_a_damaged_journal_gives_one_error(storage: Path) -> None:
     studies.open_study(storage, "one", SPACE)
     storage.write_text("{broken\n" + storage.read_text())

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
+from itertools import chain, islice
 from random import Random
 from typing import Any
 
@@ -106,8 +106,8 @@ class _Drawer:
 
     def _add(self, kind: str, source: Iterator[tuple[str, SyncPlan]]) -> None:
         """One plan of that kind that is new and not too slow; a point of the space where there is none any more."""
-        for _ in range(_TRIES):
-            if self._take(*next(source)):
+        for drawn in islice(source, _TRIES):
+            if self._take(*drawn):
                 return
         for _ in range(_TRIES):
             if self._take("drawn", self._point()):
@@ -157,7 +157,7 @@ class _Drawer:
 
     def _built(self) -> Iterator[tuple[str, SyncPlan]]:
         """Of all builders in turn, but for those whose plans are too slow here again and again."""
-        while True:
+        while any(self._refused[builder] < _REFUSALS for builder in BUILDERS):
             for builder in self._random.sample(BUILDERS, len(BUILDERS)):
                 if self._refused[builder] < _REFUSALS:
                     plan = draw_built(self._random, self._combination.workload, self._combination.cluster, builder)

@@ -136,13 +136,14 @@ class Tuner:
         estimate = self._estimator.estimate(self._job.workload, self._job.cluster, [plan])
         trial.set_user_attr(PREDICTED, float(estimate.seconds[0]))
 
-    def _best_so_far(self) -> float:
-        """Seconds that a plan is compared with: those of the fastest trial as it would be now, or of DDP."""
+    def _best_so_far(self) -> float | None:
+        """Seconds that a plan is compared with: those of the fastest trial as it would be now; None without one.
+
+        DDP is no measure: where it is faster than all plans, the best of them still has to be known.
+        """
         records = self._trials.records()
         best = ranked(records)
-        if not best:
-            return self._ddp.seconds
-        return min(self._ddp.seconds, drift_of(records).expected(best[0][1]))
+        return drift_of(records).expected(best[0][1]) if best else None
 
     def _measure_reference(self) -> float | None:
         """Seconds of the reference just now; None before the builders' plans are through, and if it failed."""

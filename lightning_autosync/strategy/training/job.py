@@ -18,7 +18,7 @@ from lightning_autosync.strategy.training.settings import Settings
 from lightning_autosync.workers import WorkerError, WorkerPool
 from lightning_autosync.workers.launch_settings import LaunchSettings, SlurmSettings
 from lightning_autosync.workers.launches.slurm import results, submit, tasks_of
-from lightning_autosync.workers.launches.within import is_slurm_task, require_torchrun
+from lightning_autosync.workers.launches.within import is_slurm_task, refuse_within_torchrun, require_torchrun
 
 _RANK = "lightning_autosync.strategy.training.rank"
 START_TIMEOUT = 120.0
@@ -41,6 +41,7 @@ def run_job(settings: Settings, directory: Path) -> dict[str, Any] | None:
         "plan": _plan_document(settings),
     }
     if isinstance(settings.launch, LaunchSettings):
+        refuse_within_torchrun(settings.launch.kind)
         result = _train_by_workers(settings, settings.launch, cluster, order)
         write_text(directory / "result.json", json.dumps(result) + "\n")
         return result

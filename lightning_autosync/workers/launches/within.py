@@ -18,6 +18,14 @@ def require_torchrun(verb: str) -> None:
         )
 
 
+def refuse_within_torchrun(launch: str) -> None:
+    """Raise ``LaunchError`` if torchrun started this process: each of its ranks would start a job of its own."""
+    from torch.distributed import is_torchelastic_launched
+
+    if is_torchelastic_launched():
+        raise LaunchError(f"launch={launch}: this process is one of a torchrun job already; take launch=torchrun")
+
+
 def is_slurm_task() -> bool:
     """Whether srun started this process as one of several."""
     return int(os.environ.get("SLURM_NTASKS", "1")) > 1 and "SLURM_PROCID" in os.environ

@@ -242,3 +242,11 @@ def test_scaling_multiplies_rates_and_leaves_the_rest() -> None:
 def test_a_link_is_the_same_both_ways_unless_told() -> None:
     assert ClusterSpec.from_dict(PAIR).links[0].reverse_bandwidth == 1.25e8
     assert "reverse_bandwidth" not in ClusterSpec.from_dict(PAIR).to_dict()["links"][0]
+
+
+@pytest.mark.parametrize("address", ["-oProxyCommand=touch x", "10.0.0.1 -v", ""])
+def test_an_address_is_one_word_and_no_option(address: str) -> None:
+    with pytest.raises(ClusterError, match=r"nodes\[0\].address: "):
+        ClusterSpec.from_dict(
+            {"format": "autosync-cluster/1", "name": "one", "nodes": [{"name": "a", "address": address}]}
+        )

@@ -107,11 +107,22 @@ def test_waiting_has_an_end() -> None:
     assert together(2, play) == ["no message of kind nothing in 0.05 s"] * 2
 
 
+def _greeting(text: bytes) -> bytes:
+    return handshake._LENGTH.pack(len(text)) + text
+
+
 def test_strangers_are_turned_away() -> None:
     def play(mesh: Mesh) -> bytes:
         if mesh.rank == 0:
             address = mesh._hub._address
-            for words in (b"GET / HTTP/1.1\r\n\r\n" * 100, b"\xff\xff", b"\x02\x00[]"):
+            lone = b'["\\ud800", "join", 1, 1, 1, 1, "h", 1]'
+            for words in (
+                b"GET / HTTP/1.1\r\n\r\n" * 100,
+                b"\xff\xff",
+                b"\x02\x00[]",
+                _greeting(lone),
+                _greeting(b"[" * 1500),
+            ):
                 with socket.create_connection(address, timeout=10.0) as stranger:
                     stranger.sendall(words)
                     assert stranger.recv(100) == b""
