@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError
 from lightning_autosync.errors import DocumentError
 
 DocumentType = TypeVar("DocumentType", bound="Document")
+ConfigurationType = TypeVar("ConfigurationType", bound="Configuration")
 
 Integer = Annotated[int, Strict()]
 """A whole number; neither ``true`` nor ``\"2\"`` is one."""
@@ -33,6 +34,22 @@ class Record(BaseModel):
     """A frozen part of a document; fields that it does not know are refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class Configuration(Record):
+    """What a command is told: plain data from a config, checked field by field."""
+
+    @classmethod
+    def parse(cls: type[ConfigurationType], data: Any) -> ConfigurationType:
+        """Settings from plain data.
+
+        Raises:
+            DocumentError: the first thing wrong, by field.
+        """
+        try:
+            return cls.model_validate(data)
+        except ValidationError as error:
+            raise DocumentError(describe_validation_error(error, data)) from None
 
 
 class Document(Record):
@@ -101,8 +118,8 @@ def check_format(found: Any, expected: str, where: str, error: type[DocumentErro
     raise error(f"{where}: format: '{found}' is not readable here; expected '{expected}'")
 
 
-def describe_validation_error(error: ValidationError) -> str:
-    """One line for the first thing wrong, and the count of the rest."""
+def describe_validation_error(error: ValidationError, data: Any = None) -> str:
+    """One line for the first thing wrong, and the count of the rest; ``data`` is what was validated."""
     problems = error.errors(include_url=False)
     # A list whose only item is wrong is also reported as too short; the item's own error says more.
     problems = [problem for problem in problems if problem["type"] != "too_short"] or problems
@@ -114,14 +131,20 @@ def describe_validation_error(error: ValidationError) -> str:
         message = "missing"
     elif "input" in first and not isinstance(first["input"], dict | list):
         message += f" (got {first['input']!r})"
-    location = _render_location(first["loc"])
+    location = _render_location(first["loc"], data)
     rest = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
     return f"{location}: {message}{rest}" if location else f"{message}{rest}"
 
 
-def _render_location(location: tuple[int | str, ...]) -> str:
+def _render_location(location: tuple[int | str, ...], data: Any) -> str:
     text = ""
     for part in location:
+        if isinstance(data, dict):
+            if part == data.get("kind"):
+                continue  # pydantic names the alternative that a kind chose, too, which is no field
+            data = data.get(part)
+        elif isinstance(data, list) and isinstance(part, int) and part < len(data):
+            data = data[part]
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
     return text
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
-import sys
 from collections.abc import Iterable, Mapping
 from itertools import cycle, islice
 from typing import Any, Literal
@@ -14,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_autosync.bench.models import BATCHES, Batch, Embeddings, Model, with_kind
 from lightning_autosync.errors import DocumentError
+from lightning_autosync.targets import find, make
 from lightning_autosync.workload import Workload, describe
 
 
@@ -54,12 +53,10 @@ class Imported(Model):
         return self.target.rpartition(".")[2].lower()
 
     def module(self, sparse: bool = False) -> nn.Module:
-        made = _made({"_target_": self.target, **self.arguments}, "model")
-        if not isinstance(made, nn.Module):
-            raise DocumentError(f"model: '{self.target}': expected a torch module from it, got {type(made).__name__}")
+        made = make("model", {"_target_": self.target, **self.arguments}, nn.Module)
         if not getattr(made, "automatic_optimization", True):
             raise DocumentError(f"model: '{self.target}': it optimizes manually; its steps cannot be measured alone")
-        _Loss(made, None if self.loss is None else _named(self.loss)).install()
+        _Loss(made, None if self.loss is None else find("model.loss", self.loss)).install()
         return made
 
     def batches(self, rank: int) -> list[Batch]:
@@ -76,7 +73,7 @@ class Imported(Model):
 
     def _source(self) -> Iterable[Any]:
         if self.data is not None:
-            given = _made(self.data, "model.data")
+            given = make("model.data", self.data)
             if hasattr(given, "train_dataloader"):
                 given.prepare_data()
                 given.setup("fit")
@@ -136,40 +133,3 @@ class _Loss:
 
 def _nothing(*_: Any, **__: Any) -> None:
     return None
-
-
-def _made(recipe: dict[str, Any], where: str) -> Any:
-    """What a ``_target_`` and its arguments make.
-
-    Raises:
-        DocumentError: it cannot be imported, or not be called so.
-    """
-    from hydra.errors import HydraException
-    from hydra.utils import instantiate
-
-    _see_working_directory()
-    try:
-        return instantiate(recipe)
-    except HydraException as error:
-        cause = error.__cause__ or error
-        raise DocumentError(f"{where}: '{recipe.get('_target_')}': {_line(cause)}") from None
-
-
-def _named(name: str) -> Any:
-    from hydra.utils import get_object
-
-    _see_working_directory()
-    try:
-        return get_object(name)
-    except Exception as error:  # what an import raises is as various as modules are
-        raise DocumentError(f"model.loss: '{name}': {_line(error)}") from None
-
-
-def _see_working_directory() -> None:
-    """Let a user's modules be found where the command is started, as ``python script.py`` would; workers inherit it."""
-    if os.getcwd() not in (os.path.abspath(path) for path in sys.path):
-        sys.path.append(os.getcwd())
-
-
-def _line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300] or type(error).__name__

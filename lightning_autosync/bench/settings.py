@@ -5,13 +5,12 @@ from __future__ import annotations
 from itertools import product
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, ValidationError, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from lightning_autosync.bench.models import Embeddings
 from lightning_autosync.bench.recipes import AnyModel
 from lightning_autosync.cluster import Rate
-from lightning_autosync.documents import Count, Record, describe_validation_error
-from lightning_autosync.errors import DocumentError
+from lightning_autosync.documents import Configuration, Count, Record
 from lightning_autosync.workers.launch_settings import LaunchSettings
 
 BucketCap = Literal["default"] | PositiveFloat
@@ -117,7 +116,7 @@ class Contender(Record):
         return self.ddp.period if self.ddp is not None and self.ddp.hook == "post_local_sgd" else None
 
 
-class Settings(Record):
+class Settings(Configuration):
     """One bench run.
 
     Attributes:
@@ -156,20 +155,6 @@ class Settings(Record):
     constants: str | None = None
     ddp: DDPSweep = DDPSweep()
     contenders: dict[str, Contender] = Field(default_factory=dict)
-
-    @classmethod
-    def parse(cls, data: Any) -> Settings:
-        """Settings from plain data.
-
-        Raises:
-            DocumentError: the first thing wrong, by field.
-        """
-        try:
-            return cls.model_validate(data)
-        except ValidationError as error:
-            message = describe_validation_error(error)
-        kind = data["model"].get("kind") if isinstance(data, dict) and isinstance(data.get("model"), dict) else None
-        raise DocumentError(message.replace(f"model.{kind}", "model", 1))  # pydantic names the alternative too
 
     @model_validator(mode="after")
     def _check(self) -> Settings:

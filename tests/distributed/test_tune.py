@@ -158,7 +158,7 @@ def _wait_for_trials(journal: Path, count: int, running: subprocess.Popen[str]) 
         (("model=imported", "model._target_=torch.nn.Linear"), r"model: 'torch.nn.Linear': .*in_features"),
         (
             ("model=imported", "model._target_=os.getcwd"),
-            r"model: 'os.getcwd': expected a torch module",
+            r"model._target_: 'os.getcwd' is str, no Module",
         ),
         (("search=tpe", "search.budget=none"), r"search.budget: "),
         (("launch=torchrun",), r"launch=torchrun: this process is not one of a torchrun job"),

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, ValidationError, model_validator
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 from typing_extensions import Self
 
-from lightning_autosync.documents import Index, Record, describe_validation_error
-from lightning_autosync.errors import DocumentError
+from lightning_autosync.documents import Configuration, Index, Record
 
 Range = tuple[PositiveFloat, PositiveFloat]
 
@@ -37,7 +36,7 @@ class Mixture(Record):
         return self
 
 
-class Settings(Record):
+class Settings(Configuration):
     """One collection.
 
     Attributes:
@@ -97,18 +96,6 @@ class Settings(Record):
     constants: str | None = None
     cores: PositiveFloat | None = None
     timeout: PositiveFloat = 30.0
-
-    @classmethod
-    def parse(cls, data: Any) -> Settings:
-        """Settings from plain data.
-
-        Raises:
-            DocumentError: the first thing wrong, by field.
-        """
-        try:
-            return cls.model_validate(data)
-        except ValidationError as error:
-            raise DocumentError(describe_validation_error(error)) from None
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveFloat, ValidationError, model_validator
+from pydantic import Field, PositiveFloat, model_validator
 from typing_extensions import Self
 
 from lightning_autosync.bench.convergence.tasks import AnyTask
-from lightning_autosync.documents import Count, Index, Integer, Record, describe_validation_error
-from lightning_autosync.errors import DocumentError
+from lightning_autosync.documents import Configuration, Count, Index, Integer, Record
 from lightning_autosync.plan import Consistency
 from lightning_autosync.workers.straggler import Slowdown
 
@@ -43,7 +42,7 @@ class Only(Record):
     speeds: Annotated[tuple[str, ...], Field(min_length=1)] | None = None
 
 
-class Settings(Record):
+class Settings(Configuration):
     """One comparison.
 
     Attributes:
@@ -87,18 +86,6 @@ class Settings(Record):
     tuning_seeds: Index = 1
     scheduling: Literal["none", "batch"] = "none"
     timeout: PositiveFloat = 120.0
-
-    @classmethod
-    def parse(cls, data: Any) -> Settings:
-        """Settings from plain data.
-
-        Raises:
-            DocumentError: the first thing wrong, by field.
-        """
-        try:
-            return cls.model_validate(data)
-        except ValidationError as error:
-            raise DocumentError(describe_validation_error(error)) from None
 
     @model_validator(mode="after")
     def _check(self) -> Self:

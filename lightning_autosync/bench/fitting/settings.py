@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field, PositiveFloat, PositiveInt, ValidationError, field_validator
+from pydantic import Field, PositiveFloat, PositiveInt, field_validator
 
 from lightning_autosync.cluster import configuration_directory
-from lightning_autosync.documents import Index, Record, describe_validation_error, read_data
-from lightning_autosync.errors import DocumentError
+from lightning_autosync.documents import Configuration, Index, Record, read_data
 from lightning_autosync.simulator import Constants
 from lightning_autosync.simulator.learned import SIMULATORS, Estimator, Training
 from lightning_autosync.simulator.learned.training import TUNING
@@ -50,7 +49,7 @@ class SimulatorSettings(Record):
         return SIMULATORS[self.kind](constants, self.members, dict(self.network), self.training, self.tuning, seed)
 
 
-class Settings(Record):
+class Settings(Configuration):
     """One run of ``autosync fit``.
 
     Attributes:
@@ -87,18 +86,6 @@ class Settings(Record):
     @classmethod
     def _check_compare(cls, compare: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(_known(kind) for kind in compare)
-
-    @classmethod
-    def parse(cls, data: Any) -> Settings:
-        """Settings from plain data.
-
-        Raises:
-            DocumentError: the first thing wrong, by field.
-        """
-        try:
-            return cls.model_validate(data)
-        except ValidationError as error:
-            raise DocumentError(describe_validation_error(error)) from None
 
 
 def _known(kind: str) -> str:

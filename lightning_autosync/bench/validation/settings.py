@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, ValidationError
+from pydantic import Field, PositiveFloat, PositiveInt
 
-from lightning_autosync.documents import Index, Record, describe_validation_error
-from lightning_autosync.errors import DocumentError
+from lightning_autosync.documents import Configuration, Index
 
 CLUSTERS = (
     "fat_node_star",
@@ -24,7 +23,7 @@ FAMILIES = ("vgg16", "resnet50", "densenet121", "bert_base", "ncf", "gpt")
 """Models of the catalogue, one of each family."""
 
 
-class Settings(Record):
+class Settings(Configuration):
     """One validation run.
 
     Attributes:
@@ -57,15 +56,3 @@ class Settings(Record):
     probe_every: PositiveInt = 14
     measurements: str | None = None
     timeout: PositiveFloat = 120.0
-
-    @classmethod
-    def parse(cls, data: Any) -> Settings:
-        """Settings from plain data.
-
-        Raises:
-            DocumentError: the first thing wrong, by field.
-        """
-        try:
-            return cls.model_validate(data)
-        except ValidationError as error:
-            raise DocumentError(describe_validation_error(error)) from None

@@ -7,11 +7,11 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field, ValidationError
+from pydantic import Field, model_validator
 
 from lightning_autosync.bench.validation.hosts import shared_hosts
-from lightning_autosync.documents import Record, describe_validation_error, write_text
-from lightning_autosync.errors import AutoSyncError, DocumentError
+from lightning_autosync.documents import Configuration, write_text
+from lightning_autosync.errors import AutoSyncError
 from lightning_autosync.report.compare import compare_timelines
 from lightning_autosync.report.tuning.comparison import find_runs, write_comparison
 from lightning_autosync.report.tuning.page import REPORT, write_report
@@ -26,7 +26,7 @@ _WITHOUT_COMPUTE = ("flat", "paced")
 _log = logging.getLogger(__name__)
 
 
-class ReportSettings(Record):
+class ReportSettings(Configuration):
     """What is reported.
 
     Attributes:
@@ -39,20 +39,11 @@ class ReportSettings(Record):
     runs: str | tuple[str, ...] | None = Field(default=None)
     file: str | None = None
 
-    @classmethod
-    def parse(cls, data: Any) -> ReportSettings:
-        """Settings from plain data.
-
-        Raises:
-            DocumentError: the first thing wrong, by field.
-        """
-        try:
-            settings = cls.model_validate(data)
-        except ValidationError as error:
-            raise DocumentError(describe_validation_error(error)) from None
-        if (settings.run is None) == (not settings.runs):
-            raise DocumentError("run: give either run=DIR, or runs=DIR or runs=[DIR,DIR,...] to compare several")
-        return settings
+    @model_validator(mode="after")
+    def _check(self) -> ReportSettings:
+        if (self.run is None) == (not self.runs):
+            raise ValueError("run: give either run=DIR, or runs=DIR or runs=[DIR,DIR,...] to compare several")
+        return self
 
 
 def tune(configuration: dict[str, Any], directory: Path) -> Outcome:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, ValidationError, model_validator
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 from typing_extensions import Self
 
-from lightning_autosync.documents import Index, Record, describe_validation_error
-from lightning_autosync.errors import DocumentError
+from lightning_autosync.documents import Configuration, Index
 from lightning_autosync.simulator.replay import Detail
 
 Name = Literal["autosync", "transfer", "random", "tpe", "gp", "horovod", "oracle"]
@@ -23,7 +22,7 @@ PAIRS = (
 )
 
 
-class Settings(Record):
+class Settings(Configuration):
     """One rehearsal.
 
     Attributes:
@@ -80,18 +79,6 @@ class Settings(Record):
         if "transfer" in self.samplers and self.source is None and len(self.pairs) == 1:
             raise ValueError("source: missing; with one pair 'transfer' needs to be told where from")
         return self
-
-    @classmethod
-    def parse(cls, data: Any) -> Settings:
-        """Settings from plain data.
-
-        Raises:
-            DocumentError: the first thing wrong, by field.
-        """
-        try:
-            return cls.model_validate(data)
-        except ValidationError as error:
-            raise DocumentError(describe_validation_error(error)) from None
 
     def source_of(self, pair: str) -> str:
         """The pair from whose study ``transfer`` starts."""

@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, ValidationError, model_validator
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
 from lightning_autosync.bench import settings as bench
 from lightning_autosync.bench.fitting.settings import SimulatorSettings
-from lightning_autosync.documents import Count, Index, Record, describe_validation_error
-from lightning_autosync.errors import DocumentError
+from lightning_autosync.documents import Count, Index, Record
 from lightning_autosync.search.transfer import TransferSettings
 
 SamplerName = Literal["autosync", "random", "tpe", "gp", "horovod"]
@@ -133,18 +132,3 @@ class Settings(bench.Settings):
         if value.get("data") is not None and isinstance(kept.get("model"), dict):
             kept["model"] = {**kept["model"], "data": value["data"]}
         return kept
-
-    @classmethod
-    def parse(cls, data: Any) -> Settings:
-        """Settings from plain data.
-
-        Raises:
-            DocumentError: the first thing wrong, by field.
-        """
-        try:
-            return cls.model_validate(data)
-        except ValidationError as error:
-            message = describe_validation_error(error)
-        model = data.get("model") if isinstance(data, dict) else None
-        kind = model.get("kind") if isinstance(model, dict) else None
-        raise DocumentError(message.replace(f"model.{kind}", "model", 1))  # pydantic names the alternative too

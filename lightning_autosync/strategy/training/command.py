@@ -8,7 +8,7 @@ from typing import Any
 from lightning_autosync.errors import DocumentError
 from lightning_autosync.strategy.training.job import run_job
 from lightning_autosync.strategy.training.settings import Settings
-from lightning_autosync.strategy.training.targets import check_target, see_working_directory
+from lightning_autosync.targets import check_target
 
 
 def train(configuration: dict[str, Any], directory: Path) -> float | None:
@@ -18,7 +18,6 @@ def train(configuration: dict[str, Any], directory: Path) -> float | None:
         AutoSyncError: a setting is wrong, ranks cannot be started, or some failed.
     """
     settings = Settings.parse(configuration)
-    see_working_directory()
     check_target("model", settings.module)
     check_target("data", settings.data_module)
     result = run_job(settings, directory)

@@ -28,7 +28,7 @@ from lightning_autosync.strategy.lightning import AutoSyncStrategy
 from lightning_autosync.strategy.training.bench_module import BenchModule
 from lightning_autosync.strategy.training.settings import Settings
 from lightning_autosync.strategy.training.steps import StepTimes
-from lightning_autosync.strategy.training.targets import make, make_arguments, see_working_directory
+from lightning_autosync.targets import make, make_arguments
 
 FORMAT = "autosync-training/1"
 
@@ -79,7 +79,6 @@ def train_task(
     plan: dict[str, Any] | None,
 ) -> dict[str, Any] | None:
     """Train as one rank of a job that is there already; rank 0 writes ``result.json``."""
-    see_working_directory()
     parsed = Settings.parse(settings)
     torch.set_num_threads(parsed.threads)
     where = None if cluster is None else ClusterSpec.from_dict(cluster)

@@ -8,8 +8,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, ValidationError, field_v
 
 from lightning_autosync.bench.recipes import model_of
 from lightning_autosync.cluster import Rate
-from lightning_autosync.documents import Index, Record, describe_validation_error
-from lightning_autosync.errors import DocumentError
+from lightning_autosync.documents import Configuration, Index, Record, describe_validation_error
 from lightning_autosync.plan import Semantics
 from lightning_autosync.workers.launch_settings import AnyLaunch, LaunchSettings
 
@@ -39,7 +38,7 @@ class Synchronization(Record):
         return self
 
 
-class Settings(Record):
+class Settings(Configuration):
     """One training.
 
     Attributes:
@@ -77,18 +76,6 @@ class Settings(Record):
     objective: str = "step_seconds"
     timeout: PositiveFloat = 1800.0
 
-    @classmethod
-    def parse(cls, data: Any) -> Settings:
-        """Settings from plain data.
-
-        Raises:
-            DocumentError: the first thing wrong, by field.
-        """
-        try:
-            return cls.model_validate(data)
-        except ValidationError as error:
-            raise DocumentError(describe_validation_error(error)) from None
-
     @property
     def module(self) -> dict[str, Any] | None:
         """``_target_`` of the LightningModule and its arguments; None for a model of the bench."""
@@ -119,7 +106,7 @@ class Settings(Record):
         try:
             model_of(model)
         except ValidationError as error:
-            raise ValueError(describe_validation_error(error).removeprefix(f"{model['kind']}.")) from None
+            raise ValueError(describe_validation_error(error, model)) from None
         return model
 
     @field_validator("data")

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import PositiveFloat, PositiveInt, ValidationError, model_validator
+from pydantic import PositiveFloat, PositiveInt, model_validator
 
 from lightning_autosync.cluster import ClusterSpec
-from lightning_autosync.documents import Record, describe_validation_error
-from lightning_autosync.errors import DocumentError
+from lightning_autosync.documents import Configuration
 from lightning_autosync.workers.launch_settings import LaunchSettings, TorchrunSettings
 
 
-class Settings(Record):
+class Settings(Configuration):
     """One probe.
 
     Attributes:
@@ -42,18 +41,6 @@ class Settings(Record):
     constants: bool = True
     accelerated: bool = False
     timeout: PositiveFloat = 600.0
-
-    @classmethod
-    def parse(cls, data: Any) -> Settings:
-        """Settings from plain data.
-
-        Raises:
-            DocumentError: the first thing wrong, by field.
-        """
-        try:
-            return cls.model_validate(data)
-        except ValidationError as error:
-            raise DocumentError(describe_validation_error(error)) from None
 
     @model_validator(mode="after")
     def _check(self) -> Settings:

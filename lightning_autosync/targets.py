@@ -12,32 +12,33 @@ from typing import Any
 from lightning_autosync.errors import DocumentError
 
 
-def see_working_directory() -> None:
-    """Let modules of the working directory be imported, after everything that is installed."""
-    if os.getcwd() not in sys.path and "" not in sys.path:
-        sys.path.append(os.getcwd())
-
-
 def check_target(field: str, configuration: dict[str, Any] | None) -> None:
     """Refuse a ``_target_`` that there is not.
 
     Raises:
         DocumentError: it cannot be imported; the message says why.
     """
-    if configuration is None or "_target_" not in configuration:
-        return
+    if configuration is not None and "_target_" in configuration:
+        find(f"{field}._target_", configuration["_target_"])
+
+
+def find(field: str, name: str) -> Any:
+    """The object of a dotted name.
+
+    Raises:
+        DocumentError: it cannot be imported; the message says why.
+    """
     from hydra.utils import get_object
 
-    target = configuration["_target_"]
+    _see_working_directory()
     try:
         with _hydra_silent():
-            get_object(target)
-    except Exception as error:
-        cause = error.__cause__ or error
-        raise DocumentError(f"{field}._target_: '{target}' cannot be imported: {_line(cause)}") from None
+            return get_object(name)
+    except Exception as error:  # what an import raises is as various as modules are
+        raise DocumentError(f"{field}: '{name}' cannot be imported: {_line(error.__cause__ or error)}") from None
 
 
-def make(field: str, configuration: dict[str, Any], kind: type) -> Any:
+def make(field: str, configuration: dict[str, Any], kind: type = object) -> Any:
     """The object that ``configuration`` describes, a ``kind``.
 
     Raises:
@@ -46,14 +47,14 @@ def make(field: str, configuration: dict[str, Any], kind: type) -> Any:
     from hydra.errors import InstantiationException
     from hydra.utils import instantiate
 
+    _see_working_directory()
+    target = configuration.get("_target_")
     try:
         made = instantiate(configuration, _convert_="all")
     except InstantiationException as error:
-        raise DocumentError(f"{field}: {configuration['_target_']}: {_line(error.__cause__ or error)}") from error
+        raise DocumentError(f"{field}: '{target}': {_line(error.__cause__ or error)}") from error
     if not isinstance(made, kind):
-        raise DocumentError(
-            f"{field}._target_: '{configuration['_target_']}' is {type(made).__name__}, no {kind.__name__}"
-        )
+        raise DocumentError(f"{field}._target_: '{target}' is {type(made).__name__}, no {kind.__name__}")
     return made
 
 
@@ -66,6 +67,7 @@ def make_arguments(field: str, configuration: dict[str, Any]) -> dict[str, Any]:
     from hydra.errors import InstantiationException
     from hydra.utils import instantiate
 
+    _see_working_directory()
     try:
         made: dict[str, Any] = instantiate(configuration, _convert_="all")
     except InstantiationException as error:
@@ -85,4 +87,10 @@ def _hydra_silent() -> Iterator[None]:
 
 
 def _line(error: BaseException) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
+    return " ".join(str(error).split())[:300] or type(error).__name__
+
+
+def _see_working_directory() -> None:
+    """Let modules of the working directory be imported, after everything that is installed; workers inherit it."""
+    if os.getcwd() not in (os.path.abspath(path) for path in sys.path):
+        sys.path.append(os.getcwd())
