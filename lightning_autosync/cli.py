@@ -9,6 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from lightning_autosync.cli_arguments import prepared, with_override
 from lightning_autosync.cluster import configuration_directory
 from lightning_autosync.configuration import check_overrides, help_text, with_own_clusters
 from lightning_autosync.errors import AutoSyncError
@@ -61,10 +62,10 @@ def run_verb(verb: str) -> None:
         print(help_text(verb, VERBS[verb][1]))
         return
     with tempfile.TemporaryDirectory(prefix="autosync-") as folder:
-        sys.argv[1:] = with_own_clusters(sys.argv[1:], Path(folder))
+        sys.argv[1:] = with_own_clusters(prepared(sys.argv[1:], Path(folder)), Path(folder))
         check_overrides(verb, sys.argv[1:])
         if TORCHRUN in sys.argv:
-            sys.argv.append(f"hydra.launcher.program=[-m,lightning_autosync.cli,{verb}]")
+            sys.argv[1:] = with_override(sys.argv[1:], f"hydra.launcher.program=[-m,lightning_autosync.cli,{verb}]")
         _run(verb)
 
 

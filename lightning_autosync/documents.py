@@ -12,7 +12,7 @@ import os
 import secrets
 from collections import Counter
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import IO, Annotated, Any, ClassVar, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError
@@ -28,6 +28,8 @@ Index = Annotated[Integer, Field(ge=0)]
 """A whole number from 0 on."""
 Count = Annotated[Integer, Field(gt=0)]
 """A whole number from 1 on."""
+_BLOCK = 1 << 16
+"""Bytes that are looked through at once for the end of a line."""
 
 
 class Record(BaseModel):
@@ -218,6 +220,32 @@ def write_bytes(path: str | os.PathLike[str], content: bytes) -> None:
     except BaseException:
         aside.unlink(missing_ok=True)
         raise
+
+
+def append_lines(path: str | os.PathLike[str], lines: str) -> None:
+    """Add whole lines to a file, which is made where there is none.
+
+    They come after the last whole line: what a process that was killed in the midst of one left is dropped. Processes
+    that share a file take turns by a lock of their own.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a+b") as file:
+        file.truncate(_end_of_lines(file))
+        file.write(lines.encode())
+
+
+def _end_of_lines(file: IO[bytes]) -> int:
+    """Where the last whole line ends."""
+    end = file.seek(0, os.SEEK_END)
+    while end > 0:
+        start = max(0, end - _BLOCK)
+        file.seek(start)
+        found = file.read(end - start).rfind(b"\n")
+        if found >= 0:
+            return start + found + 1
+        end = start
+    return 0
 
 
 def canonical(data: Any) -> str:

@@ -48,7 +48,7 @@ class Expelled(ExchangeError):  # noqa: N818 - an event, named as one
 
 
 class GroupBroken(ExchangeError):  # noqa: N818 - an event, named as one
-    """A group's average came to nothing; its members keep what they had. ``lost`` are the members that are gone."""
+    """A group's average failed here, and this member keeps what it had. ``lost`` are the members that are gone."""
 
     def __init__(self, generation: int, members: tuple[int, ...], lost: tuple[int, ...], why: str) -> None:
         super().__init__(f"group {generation} of ranks {', '.join(map(str, members))} broke: {why}")

@@ -17,6 +17,10 @@ def main(config: DictConfig) -> float:
     if config.get("die_at") == config.x and not Path(config.died).exists():
         Path(config.died).touch()
         os.kill(os.getpid(), signal.SIGKILL)
+    if config.get("wait_at") == config.x and not Path(config.waited).exists():
+        Path(f"{config.waited}.aside").write_text(f"{os.getpid()} {os.getppid()}")
+        os.replace(f"{config.waited}.aside", config.waited)
+        signal.pause()
     if config.get("fail_at") == config.x and os.environ.get("RANK", "1") == "1":
         raise ValueError(f"no luck with {config.x}")
     return (float(config.x) - 3) ** 2

@@ -6,7 +6,7 @@ import fcntl
 import json
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -27,6 +27,10 @@ SPACE_KEY = "autosync:sweep"
 """Attribute of the study: what it is over."""
 PLACE_KEY = "autosync:sweep_directory"
 """Attribute of a trial: the directory of the sweep that runs it."""
+FIXED = "fixed_params"
+"""Where Optuna keeps the values of a trial that was enqueued."""
+SECONDS = "seconds of the launch"
+"""What values are where nothing is compared, told to whoever opens the study."""
 
 
 @contextmanager
@@ -94,19 +98,40 @@ def _difference(there: dict[str, Any], here: dict[str, Any]) -> str:
     return f"{part}: {json.dumps(there.get(part))} there, {json.dumps(here[part])} here"
 
 
-def name_metric(study: optuna.Study, name: str) -> None:
-    """Say what the values of a study are, where whoever opens it can see."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-        study.set_metric_names([name])
+def hold_to_metric(study: optuna.Study, compares: bool) -> None:
+    """Let one study have values of one kind: what jobs return, or, where nothing is compared, how long they took.
+
+    Raises:
+        SweepError: the study's trials have the other kind.
+    """
+    if study.trials and compares == (study.metric_names == [SECONDS]):
+        there, here = ("without", "with") if compares else ("with", "without")
+        raise SweepError(
+            f"study '{study.study_name}': its trials were run {there} hydra.sweeper.direction, this is a sweep {here} "
+            "it; take another hydra.sweep.dir"
+        )
+    if not compares:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            study.set_metric_names([SECONDS])
 
 
 def enqueue_grid(study: optuna.Study, space: Space) -> int:
-    """Let the study ask for every combination once, also if it was interrupted at that; returns their number."""
-    combinations = list(space.grid())
-    for combination in combinations[len(study.get_trials(deepcopy=False)) :]:
+    """Let the study ask for every combination that it has not had; returns the number of trials that it has then.
+
+    It may have been interrupted at that, and a sampler may have chosen some of them before.
+    """
+    trials = study.get_trials(deepcopy=False)
+    # Not by Optuna's own `skip_if_exists`, to which numbers are the same that differ by a hundred thousandth.
+    had = {_values(trial.system_attrs.get(FIXED) or trial.params, space) for trial in trials}
+    missing = [combination for combination in space.grid() if _values(combination, space) not in had]
+    for combination in missing:
         study.enqueue_trial(combination)
-    return len(combinations)
+    return len(trials) + len(missing)
+
+
+def _values(values: Mapping[str, Any], space: Space) -> tuple[Any, ...]:
+    return tuple(values.get(parameter.name) for parameter in space.parameters)
 
 
 def interrupted(study: optuna.Study, directory: Path, own: bool) -> list[Trial]:

@@ -5,11 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import os
-import signal
-import subprocess
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +14,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import JobReturn, JobStatus, configure_log, filter_overrides, setup_globals
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
-from omegaconf import DictConfig, open_dict
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 from hydra_plugins.autosync import _config
 from hydra_plugins.autosync._errors import refuse_within_rank
@@ -26,8 +23,6 @@ _log = logging.getLogger(__name__)
 _config.register()
 
 LOG = "torchrun.log"
-GRACE = 45.0
-"""Seconds for torchrun to end its processes before it is killed itself; it gives them 30, in sessions of their own."""
 _OWN = ("hydra.mode", "hydra.run", "hydra.sweep", "hydra.launcher", "hydra/launcher", "hydra/sweeper")
 """Beginnings of overrides that concern the sweep, not a job."""
 
@@ -86,7 +81,9 @@ class TorchrunLauncher(Launcher):
 
     def _command(self, overrides: list[str], number: int, directory: Path) -> list[str]:
         assert self.config is not None
-        kept = [line for line in self.config.hydra.overrides.hydra if not line.startswith(_OWN)]
+        # As they were given: what they refer to is for the job to resolve.
+        given: Any = OmegaConf.to_container(self.config.hydra.overrides.hydra)
+        kept = [str(line) for line in given if not str(line).startswith(_OWN)]
         report = "++hydra.callbacks.autosync_report"
         told = [
             *overrides,
@@ -103,30 +100,13 @@ class TorchrunLauncher(Launcher):
         return [sys.executable, *launch, *self._arguments, *program, *_flags(self.config), *told]
 
     def _execute(self, command: list[str], directory: Path) -> None:
-        """Run torchrun to its end; an interruption here ends it and its processes."""
-        environment = {"OMP_NUM_THREADS": "1", **os.environ}
+        """Run torchrun to its end; an interruption here, by a signal too, ends it and its processes."""
+        from hydra_plugins.autosync._process import run
+
         with (directory / LOG).open("wb") as log:
-            process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=environment,
-                start_new_session=True,
-            )  # fmt: skip
-            try:
-                status = process.wait()
-            except BaseException:
-                _end(process)
-                raise
+            status = run(command, {"OMP_NUM_THREADS": "1", **os.environ}, log)
         if status:
             raise TorchrunError(describe_failure(directory, self._processes, status))
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    with suppress(ProcessLookupError):
-        process.send_signal(signal.SIGTERM)
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(GRACE)
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
 
 
 def _job_directory(config: DictConfig) -> Path:

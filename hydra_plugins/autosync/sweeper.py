@@ -15,6 +15,7 @@ from hydra.plugins.launcher import Launcher
 from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from hydra_plugins.autosync import _config
 from hydra_plugins.autosync._errors import SweepError, refuse_within_rank
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
     from hydra_plugins.autosync._space import Space
     from hydra_plugins.autosync._study import Direction
+
+    Job = tuple[optuna.Trial, list[str]]
 
 _log = logging.getLogger(__name__)
 _config.register()
@@ -80,8 +83,8 @@ class OptunaSweeper(Sweeper):
             study, n_trials = self._open(space, open_storage(self._storage, directory), directory)
             try:
                 for batch in self._batches(study, n_trials, directory):
-                    for run in _consecutive(batch):
-                        self._run(study, space, run)
+                    for run in _consecutive(self._composed(study, space, batch)):
+                        self._run(study, run)
                         write_record(study, space, directory, self._compares)
             except KeyboardInterrupt:
                 raise SweepError(f"interrupted; the sweep goes on with hydra.sweep.dir={directory}") from None
@@ -92,7 +95,7 @@ class OptunaSweeper(Sweeper):
         """The study, and the number of trials that it is to have."""
         import optuna
 
-        from hydra_plugins.autosync._study import enqueue_grid, name_metric, open_study
+        from hydra_plugins.autosync._study import enqueue_grid, hold_to_metric, open_study
 
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         grid = self._sampler is None or self._sampler.get("_target_") == _config.GRID
@@ -102,8 +105,7 @@ class OptunaSweeper(Sweeper):
             raise SweepError("hydra.sweeper.n_trials: missing; only a grid has a size of its own")
         sampler = optuna.samplers.RandomSampler() if grid else _instantiate(self._sampler)
         study = open_study(self._study_name, storage, space, self._directions, sampler)
-        if not self._compares:
-            name_metric(study, "seconds of the launch")
+        hold_to_metric(study, self._compares)
         if study.trials:
             # The same seed would make an interrupted sweep repeat its first trials.
             sampler.reseed_rng()
@@ -126,21 +128,34 @@ class OptunaSweeper(Sweeper):
                 return
             yield batch
 
-    def _run(self, study: optuna.Study, space: Space, trials: list[optuna.Trial]) -> None:
+    def _composed(self, study: optuna.Study, space: Space, trials: list[optuna.Trial]) -> list[Job]:
+        """The trials with their overrides; of one whose configuration cannot be composed, the study is told here.
+
+        A launcher would raise for one of them, and lose those that it has run before.
+        """
         from hydra_plugins.autosync._study import suggest
 
+        assert self.config is not None
+        assert self.hydra_context is not None
         jobs = []
         for trial in trials:
             values = {parameter.name: suggest(trial, parameter) for parameter in space.parameters}
-            jobs.append(space.overrides(values))
+            overrides = space.overrides(values)
+            trial.set_user_attr("overrides", overrides)
+            try:
+                self.hydra_context.config_loader.load_sweep_config(self.config, overrides)
+            except (HydraException, OmegaConfBaseException) as error:
+                self._tell(study, trial, error, 0.0)
+            else:
+                jobs.append((trial, overrides))
+        return jobs
+
+    def _run(self, study: optuna.Study, jobs: list[Job]) -> None:
         begin = time.perf_counter()
-        try:
-            returns: Sequence[Any] = self.launcher.launch(jobs, initial_job_idx=trials[0].number)
-        except HydraException as error:  # a configuration that cannot be composed
-            returns = [error] * len(trials)
+        overrides = [overrides for _, overrides in jobs]
+        returns: Sequence[Any] = self.launcher.launch(overrides, initial_job_idx=jobs[0][0].number)
         seconds = time.perf_counter() - begin
-        for trial, job, found in zip(trials, jobs, returns, strict=True):
-            trial.set_user_attr("overrides", job)
+        for (trial, _), found in zip(jobs, returns, strict=True):
             trial.set_user_attr("seconds", seconds)
             self._tell(study, trial, found, seconds)
 
@@ -203,14 +218,14 @@ def _instantiate(sampler: Any) -> Any:
     return made
 
 
-def _consecutive(trials: list[optuna.Trial]) -> Iterator[list[optuna.Trial]]:
-    """The trials in runs of consecutive numbers, as launchers count on from the first one's."""
-    run: list[optuna.Trial] = []
-    for trial in trials:
-        if run and trial.number != run[-1].number + 1:
+def _consecutive(jobs: list[Job]) -> Iterator[list[Job]]:
+    """The jobs in runs of trials with consecutive numbers, as launchers count on from the first one's."""
+    run: list[Job] = []
+    for trial, overrides in jobs:
+        if run and trial.number != run[-1][0].number + 1:
             yield run
             run = []
-        run.append(trial)
+        run.append((trial, overrides))
     if run:
         yield run
 

@@ -1,8 +1,9 @@
-"""The conditions inside a worker: its kernel's settings, and what its connections sent."""
+"""The conditions inside a worker: its machine, its kernel's settings, and what its connections sent."""
 
 from __future__ import annotations
 
 import os
+import platform
 import socket
 import struct
 import sys
@@ -46,9 +47,28 @@ def _shared_socket(descriptor: int) -> socket.socket:
         raise
 
 
-def describe_worker() -> dict[str, str | int]:
-    """What may change speed: versions, threads, TCP algorithm, scheduling policy."""
-    facts: dict[str, str | int] = {"torch": torch.__version__, "threads": torch.get_num_threads()}
+def machine() -> tuple[str, str]:
+    """What tells this machine from others, until it is booted anew, and its name."""
+    identity = Path("/proc/sys/kernel/random/boot_id")
+    name = socket.gethostname()
+    return identity.read_text().strip() if identity.exists() else name, name
+
+
+def load_average() -> tuple[float, float, float]:
+    """Processes that ran or waited on this machine: means over 1, 5 and 15 minutes."""
+    return os.getloadavg()
+
+
+def describe_worker() -> dict[str, str | int | None]:
+    """What may change speed: the machine, versions, threads, TCP algorithm, scheduling policy."""
+    facts: dict[str, str | int | None] = {
+        "machine": socket.gethostname(),
+        "cores": os.cpu_count(),
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+    }
     algorithm = Path("/proc/sys/net/ipv4/tcp_congestion_control")
     if algorithm.exists():
         facts["tcp_congestion_control"] = algorithm.read_text().strip()

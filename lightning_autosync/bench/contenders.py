@@ -32,17 +32,17 @@ class Contender(ABC):
     Args:
         model: the recipe; modules of all contenders and ranks start with the same weights.
         sparse: whether its embeddings make sparse gradients.
+        cluster: the machines, of which nodes may compute at different speeds.
     """
 
-    def __init__(self, model: Model, sparse: bool) -> None:
+    def __init__(self, model: Model, sparse: bool, cluster: ClusterSpec) -> None:
+        rank = dist.get_rank()
         torch.manual_seed(SEED)
-        self.module = model.module(sparse=sparse)
-        self._batches = model.batches(dist.get_rank())
+        self.module = model.module(sparse, cluster.nodes[cluster.rank_nodes[rank]].speed)
+        self._batches = model.batches(rank)
         self._steps = 0
         self._after_step: Callable[[], None] | None = None
-        self._optimizer = (
-            None if model.learning_rate is None else torch.optim.SGD(self.module.parameters(), model.learning_rate)
-        )
+        self._step_optimizer = model.optimizer(self.module)
 
     @property
     @abstractmethod
@@ -53,8 +53,8 @@ class Contender(ABC):
         """One training step, on the next batch."""
         self.backward(self._steps % len(self._batches))
         self._steps += 1
-        if self._optimizer is not None:
-            self._optimizer.step()
+        if self._step_optimizer is not None:
+            self._step_optimizer()
         if self._after_step is not None:
             self._after_step()
         self.module.zero_grad()
@@ -71,7 +71,7 @@ class DDPContender(Contender):
     """``DistributedDataParallel``; a bucket cap of ``default`` leaves DDP its own rule."""
 
     def __init__(self, model: Model, sparse: bool, options: DDPOptions, cluster: ClusterSpec) -> None:
-        super().__init__(model, sparse)
+        super().__init__(model, sparse, cluster)
         self._wrapped = DistributedDataParallel(
             self.module,
             bucket_cap_mb=None if options.bucket_cap_mb == "default" else options.bucket_cap_mb,
@@ -98,7 +98,7 @@ class PlanContender(Contender):
         cluster: ClusterSpec,
         timeout: float,
     ) -> None:
-        super().__init__(model, sparse)
+        super().__init__(model, sparse, cluster)
         schedule = compile_plan(plan, workload, cluster)
         self._engine = Engine(variable_names(self.module), schedule, cluster=cluster, timeout=timeout)
 

@@ -52,7 +52,7 @@ class Imported(Model):
     def title(self) -> str:
         return self.target.rpartition(".")[2].lower()
 
-    def module(self, sparse: bool = False) -> nn.Module:
+    def module(self, sparse: bool = False, speed: float = 1.0) -> nn.Module:
         made = make("model", {"_target_": self.target, **self.arguments}, nn.Module)
         if not getattr(made, "automatic_optimization", True):
             raise DocumentError(f"model: '{self.target}': it optimizes manually; its steps cannot be measured alone")

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-import os
-import platform
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
+from lightning_autosync.bench import conditions
 from lightning_autosync.bench.bounds import Bound, least_step
 from lightning_autosync.bench.load import LoadMeter
 from lightning_autosync.bench.preparation import Preparation, prepare
@@ -53,26 +52,27 @@ def play(settings: Settings, preparation: Preparation, pool: Pool) -> Result:
     Raises:
         WorkerError: a worker failed.
     """
-    load_before = os.getloadavg()
-    bench = _Bench(settings, preparation, pool)
+    machines = sorted({tuple(one) for one in pool.run(f"{_WORKER}.conditions:machine")})
+    here = settings.launch.kind != "ssh" and machines == [conditions.machine()]
+    load_before = pool.run(f"{_WORKER}.conditions:load_average", ranks=[0])[0]
+    bench = _Bench(settings, preparation, pool, LoadMeter(pool.pids) if here else None)
     bench.set_up()
     for number in range(settings.rounds):
         bench.play_round(number)
     measurements = bench.measurements()
-    conditions = {
+    found = {
         **pool.run(f"{_WORKER}.conditions:describe_worker", ranks=[0])[0],
-        "cores": os.cpu_count(),
-        "system": f"{platform.system()} {platform.release()}",
-        "python": platform.python_version(),
+        "conditions_are": "those of rank 0 and its machine",
+        "machines": [name for _, name in machines],
         "load_average_before": load_before,
-        "load_average_after": os.getloadavg(),
+        "load_average_after": pool.run(f"{_WORKER}.conditions:load_average", ranks=[0])[0],
         "bytes_counted": "TCP payload that the ranks sent, as the kernel counts it by socket; framing is not in it",
     }
     return Result(
         settings=settings,
         preparation=preparation,
         bound=_bound(settings, preparation),
-        conditions=conditions,
+        conditions=found,
         measurements=measurements,
     )
 
@@ -83,16 +83,19 @@ def turn_order(names: list[str], number: int) -> list[str]:
 
 
 class _Bench:
-    """The contenders of one run and what was measured of them so far."""
+    """The contenders of one run and what was measured of them so far.
 
-    def __init__(self, settings: Settings, preparation: Preparation, pool: Pool) -> None:
+    ``load`` watches the workers' machine, where that is this one and their processes are its own.
+    """
+
+    def __init__(self, settings: Settings, preparation: Preparation, pool: Pool, load: LoadMeter | None) -> None:
         self._settings = settings
         self._orders = preparation.orders
         self._contenders = settings.all_contenders()
         self._names = list(preparation.orders)
         self._pool = pool
         self._deviations = dict.fromkeys(self._names, 0.0)
-        self._load = LoadMeter(pool.pids)
+        self._load = load
         self._rounds: dict[str, list[Round]] = {name: [] for name in self._names}
         self._sent: dict[str, list[float | None]] = {name: [] for name in self._names}
         self._foreign: dict[str, list[float | None]] = {name: [] for name in self._names}
@@ -116,9 +119,10 @@ class _Bench:
         """One turn for each contender."""
         for name in turn_order(self._names, number):
             before = self._bytes_sent()
-            self._load.restart()
+            if self._load is not None:
+                self._load.restart()
             self._rounds[name].append(self._measure(name, self._settings.steps))
-            self._foreign[name].append(self._load.foreign_cores())
+            self._foreign[name].append(None if self._load is None else self._load.foreign_cores())
             self._sent[name].append(self._per_step(before, self._bytes_sent()))
         _log.info("round %d of %d", number + 1, self._settings.rounds)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 class LoadMeter:
-    """Counts the processor time that neither this process nor the workers spent.
+    """Counts the processor time on this machine that neither this process nor the workers, all of them here, spent.
 
     Args:
         pids: the workers.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -34,8 +35,19 @@ class Model(Record):
     learning_rate: PositiveFloat | None = 0.01
 
     @abstractmethod
-    def module(self, sparse: bool = False) -> nn.Module:
-        """A new module; called with a batch, it returns the loss. ``sparse`` is that of its embeddings."""
+    def module(self, sparse: bool = False, speed: float = 1.0) -> nn.Module:
+        """A new module; called with a batch, it returns the loss.
+
+        Args:
+            sparse: that of its embeddings.
+            speed: of the rank's node, for paced computation; what really computes takes its time.
+        """
+
+    def optimizer(self, module: nn.Module) -> Callable[[], object] | None:
+        """What makes the optimizer's step for a module made here; None where there is no optimizer."""
+        if self.learning_rate is None:
+            return None
+        return torch.optim.SGD(module.parameters(), self.learning_rate).step
 
     @abstractmethod
     def batches(self, rank: int) -> list[Batch]:
@@ -76,7 +88,7 @@ class Layers(Model):
             raise ValueError("every layer has two tensors, so the number must be even")
         return tensors
 
-    def module(self, sparse: bool = False) -> nn.Module:
+    def module(self, sparse: bool = False, speed: float = 1.0) -> nn.Module:
         return ResidualLayers(self.tensors // 2, self.width)
 
     def batches(self, rank: int) -> list[Batch]:
@@ -99,7 +111,7 @@ class Recommender(Model):
     width: PositiveInt
     batch: PositiveInt
 
-    def module(self, sparse: bool = False) -> nn.Module:
+    def module(self, sparse: bool = False, speed: float = 1.0) -> nn.Module:
         return EmbeddingRecommender(self.rows, self.width, sparse)
 
     def batches(self, rank: int) -> list[Batch]:
@@ -120,7 +132,7 @@ class Flat(Model):
     mib: PositiveFloat
     learning_rate: None = None
 
-    def module(self, sparse: bool = False) -> nn.Module:
+    def module(self, sparse: bool = False, speed: float = 1.0) -> nn.Module:
         return FlatVector(max(1, round(self.mib * MIB / 4)))
 
     def batches(self, rank: int) -> list[Batch]:
@@ -139,7 +151,7 @@ class Digits(Model):
     channels: PositiveInt
     batch: PositiveInt
 
-    def module(self, sparse: bool = False) -> nn.Module:
+    def module(self, sparse: bool = False, speed: float = 1.0) -> nn.Module:
         return DigitsNetwork(self.channels)
 
     def batches(self, rank: int) -> list[Batch]:
@@ -205,8 +217,12 @@ class Paced(Model):
         kinds: dict[Embeddings, Kind] = {"dense": "dense", "sparse": "sparse", "rows": "row_sparse"}
         return with_kind(workload, tables, kinds[embeddings])
 
-    def module(self, sparse: bool = False) -> nn.Module:
-        return PacedModule(self.workload("sparse" if sparse else "rows"))
+    def module(self, sparse: bool = False, speed: float = 1.0) -> nn.Module:
+        return PacedModule(self.workload("sparse" if sparse else "rows"), speed)
+
+    def optimizer(self, module: nn.Module) -> Callable[[], object] | None:
+        assert isinstance(module, PacedModule)
+        return module.step_optimizer
 
     def batches(self, rank: int) -> list[Batch]:
         return [(torch.tensor(rank * BATCHES + number),) for number in range(BATCHES)]

@@ -6,6 +6,7 @@ import os
 
 from matplotlib.figure import Figure
 
+from lightning_autosync.bench.figures import save_figure
 from lightning_autosync.bench.result import Result
 from lightning_autosync.bench.table import by_class, title
 
@@ -37,7 +38,7 @@ def draw(result: Result, path: str | os.PathLike[str]) -> None:
     axes.set_title(title(result), fontsize=10)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
-    figure.savefig(path, dpi=150)
+    save_figure(figure, path, dpi=150)
 
 
 def _colour(result: Result, name: str) -> str:

@@ -23,7 +23,7 @@ class Preparation:
     """What workers are told.
 
     Attributes:
-        cluster: the machines, scaled and ordered.
+        cluster: the machines, scaled and ordered; emulated links have no latency.
         workload: the model's variables, tables as those of which rows can travel.
         orders: for each contender, the arguments of :func:`lightning_autosync.bench.contenders.set_up`.
         classes: what each contender computes.
@@ -44,6 +44,8 @@ def prepare(settings: Settings) -> Preparation:
         DocumentError: (or a subclass) a contender, the cluster or a plan is wrong; the message names it.
     """
     cluster = make_cluster(settings)
+    if settings.emulated:
+        cluster = cluster.without_latency()
     workloads = {kind: settings.model.workload(kind) for kind in get_args(Embeddings)}
     made = {
         name: _prepared(name, contender, settings, cluster, workloads[contender.embeddings])

@@ -27,7 +27,8 @@ class Measurement:
         rounds: seconds, by round, rank and step.
         sent: bytes on the wire per step and rank, by round; None where they cannot be counted.
         foreign_cores: cores that other processes kept busy meanwhile, by round; None where unknown.
-        deviation: relative difference of its first gradients to those of the first DDP contender.
+        deviation: relative difference of its first gradients to those of the first DDP contender. Some hooks begin with
+            exact steps; the result tells it of others only.
         periodic: whether its steps differ by plan, so that a round's time is their mean and not their median.
     """
 
@@ -60,7 +61,7 @@ class Result:
         settings: what was asked.
         preparation: cluster, workload and plans as they were used.
         bound: the least time of a step on emulated links; None where links are not emulated, or computation is real.
-        conditions: versions, load, policies, how bytes were counted.
+        conditions: versions, load, policies, all of rank 0's machine; names of all machines; how bytes were counted.
         measurements: by contender, DDP first.
     """
 
@@ -127,6 +128,10 @@ class Result:
             return None
         return self.bound.seconds / self.measurements[name].median
 
+    def _begins_otherwise(self, name: str) -> bool:
+        options = self.settings.all_contenders()[name].ddp
+        return options is not None and options.begins_otherwise
+
     def to_dict(self) -> dict[str, Any]:
         """Everything, as plain data."""
         return {
@@ -157,7 +162,7 @@ class Result:
             "ratio_to_first_ddp": asdict(self.ratio(name, next(iter(self.measurements)))),
             "bound_share": self.bound_share(name),
             "bytes_per_step_and_rank": measurement.bytes_per_step,
-            "gradient_deviation": measurement.deviation,
+            "gradient_deviation": None if self._begins_otherwise(name) else measurement.deviation,
             "round_seconds": measurement.times,
             "round_bytes_per_step_and_rank": measurement.sent,
             "round_foreign_cores": measurement.foreign_cores,

@@ -54,6 +54,11 @@ class DDPOptions(Record):
         return f"ddp{cap}{view}{'_static' if self.static_graph else ''}"
 
     @property
+    def begins_otherwise(self) -> bool:
+        """Whether its first steps are exact all-reduces, which tell nothing of those that follow."""
+        return self.hook in ("powersgd", "post_local_sgd")
+
+    @property
     def exactness(self) -> Class:
         return "exact" if self.hook is None else HOOK_CLASSES[self.hook]
 

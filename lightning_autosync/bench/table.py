@@ -6,8 +6,10 @@ from typing import get_args
 
 from rich.table import Table
 
+from lightning_autosync.bench.preparation import make_cluster
 from lightning_autosync.bench.result import Result
 from lightning_autosync.bench.settings import Class
+from lightning_autosync.workers.emulation import NOTICEABLE_LATENCY
 
 BUSY = 0.1
 """Cores used by others from which on a run is not worth much."""
@@ -42,9 +44,11 @@ def by_class(result: Result) -> list[str]:
 def title(result: Result) -> str:
     """Model, size, ranks and links in one line."""
     settings, cluster = result.settings, result.cluster
-    links = "loopback"
+    links = f"links of {cluster.name}, {settings.rank_order} rank order"
     if settings.emulated:
-        links = f"emulated links of {cluster.name}, {settings.rank_order} rank order"
+        links = f"emulated {links}"
+    elif settings.launch.kind == "local" and len(result.conditions["machines"]) == 1:
+        links = "loopback"
     compute = ", paced compute" if result.paced else ""
     return (
         f"{settings.model.title} ({result.workload.bytes / 1e6:.1f} MB){compute}, {cluster.world_size} ranks, {links}"
@@ -60,21 +64,32 @@ def remarks(result: Result) -> list[str]:
         f"best DDP: {result.best_ddp}",
         f"{conditions.get('scheduling_policy', 'default policy')}, "
         f"TCP {conditions.get('tcp_congestion_control', 'unknown')}, "
-        f"load average {load:.1f} before",
+        f"load average {load:.1f} before, {conditions['cores']} cores: rank 0's machine, {conditions['machine']}",
         f"MB sent, per step and rank: {conditions['bytes_counted']}",
     ]
     if (result.foreign_cores or 0.0) > BUSY:
         lines.append(f"other processes kept {result.foreign_cores:.1f} cores busy meanwhile: repeat when it is quiet")
     if result.bound is not None:
         lines.append(f"bound: {result.bound.meaning}: {result.bound.seconds * 1e3:.1f} ms")
+    lines += _latencies(result)
     lines += [f"{name}: {reason}" for name, reason in result.preparation.reasons.items()]
     lines += _best_of_sparse_ddp(result)
     if not settings.meets_protocol:
         lines.append("too few warm-up steps, rounds or steps to back a claim")
     for name, measurement in result.measurements.items():
-        if measurement.deviation > EXACT and result.classes[name] == "exact":
+        if result.classes[name] == "exact" and measurement.deviation > EXACT:
             lines.append(f"{name}: gradients differ from DDP's by {measurement.deviation:.1e} of their length")
     return lines
+
+
+def _latencies(result: Result) -> list[str]:
+    """What emulation leaves out of the cluster as described."""
+    if not result.settings.emulated:
+        return []
+    slowest = max((link.latency for link in make_cluster(result.settings).links), default=0.0)
+    if slowest <= NOTICEABLE_LATENCY:
+        return []
+    return [f"latencies of {result.cluster.name}, up to {slowest * 1e3:g} ms, are not emulated"]
 
 
 def _best_of_sparse_ddp(result: Result) -> list[str]:

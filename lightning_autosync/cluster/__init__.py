@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from lightning_autosync.cluster.autodist import read_resource_spec
 from lightning_autosync.cluster.bounds import (
+    Limit,
     one_switch_time,
     ring_time,
     server_shares,
+    synchronization_limit,
     synchronization_rate,
     synchronization_time,
 )
 from lightning_autosync.cluster.elements import Link, Node
+from lightning_autosync.cluster.framing import FRAMING, PAYLOAD_SHARE
 from lightning_autosync.cluster.overlap import least_step_time
 from lightning_autosync.cluster.packing import PackedTree, TreePacking, pack_trees
 from lightning_autosync.cluster.shipped import configuration_directory, resolve_cluster, shipped_clusters
@@ -19,9 +22,12 @@ from lightning_autosync.cluster.topology import Channel, Topology
 from lightning_autosync.cluster.units import Bytes, Rate, Seconds, parse_bytes, parse_rate, parse_seconds
 
 __all__ = [
+    "FRAMING",
+    "PAYLOAD_SHARE",
     "Bytes",
     "Channel",
     "ClusterSpec",
+    "Limit",
     "Link",
     "Node",
     "PackedTree",
@@ -41,6 +47,7 @@ __all__ = [
     "ring_time",
     "server_shares",
     "shipped_clusters",
+    "synchronization_limit",
     "synchronization_rate",
     "synchronization_time",
 ]

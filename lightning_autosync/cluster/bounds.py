@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy
 from numpy.typing import NDArray
+from scipy.sparse import csc_array
 
-from lightning_autosync.cluster.column_generation import generate_columns
+from lightning_autosync.cluster.column_generation import Packing, generate_columns
+from lightning_autosync.cluster.cuts import Cut, find_cuts, one_switch_cuts
 from lightning_autosync.cluster.packing import mirrored_packing
 from lightning_autosync.cluster.spec import ClusterSpec
 from lightning_autosync.cluster.topology import Topology
@@ -22,6 +26,38 @@ from lightning_autosync.cluster.trees import Parents, chains, least_arborescence
 from lightning_autosync.errors import ClusterError
 
 TreePair = tuple[Parents, Parents]
+
+
+EXACT_RANKS = 64
+"""Ranks up to which the linear program is solved: its pairs of ranks grow with the square of their number."""
+
+
+@dataclass(frozen=True)
+class Limit:
+    """How fast a cluster can synchronize.
+
+    Attributes:
+        cuts: each bounds it, the slowest first; none for one rank.
+        exact: whether some method reaches the bound; else it is a *cut bound*, and the best method may take longer.
+    """
+
+    cuts: tuple[Cut, ...]
+    exact: bool
+
+    @property
+    def rate(self) -> float:
+        """Bytes/s that can be synchronized at most; infinite for one rank."""
+        return min((cut.rate for cut in self.cuts), default=math.inf)
+
+    def seconds(self, size: float, burst: float = 0.0) -> float:
+        """The least time to synchronize ``size`` bytes.
+
+        Args:
+            size: bytes.
+            burst: bytes that each direction of a link lets pass at once where it was at rest, as emulated links do:
+                so a channel carries up to ``bandwidth x seconds + burst``.
+        """
+        return max((cut.seconds(size, burst) for cut in self.cuts), default=0.0)
 
 
 def one_switch_time(bandwidths: Sequence[float], size: float) -> float:
@@ -37,33 +73,44 @@ def one_switch_time(bandwidths: Sequence[float], size: float) -> float:
         raise ClusterError("bandwidths: expected one rate of more than zero for each rank")
     if len(bandwidths) == 1:
         return 0.0
-    return size * max(1 / min(bandwidths), 2 * (len(bandwidths) - 1) / sum(bandwidths))
+    return Limit(tuple(one_switch_cuts(bandwidths)), exact=True).seconds(size)
 
 
 @lru_cache(maxsize=64)
-def synchronization_rate(spec: ClusterSpec) -> float:
-    """The most bytes/s that the cluster can synchronize; infinite for one rank.
+def synchronization_limit(spec: ClusterSpec) -> Limit:
+    """What bounds the synchronization of a cluster.
 
-    Each byte is reduced along some tree to some root and broadcast along some tree from it; the linear
-    program over all such pairs of trees and the routes of :class:`Topology` is solved by column generation.
-    Where all links are symmetric a pair and its mirror image can be averaged, so trees used both ways are
-    enough.
+    Each byte is reduced along some tree to some root and broadcast along some tree from it. For one switch there is a
+    closed form (`one_switch_time`). Elsewhere, up to `EXACT_RANKS` ranks, the linear program over all such pairs of
+    trees and the routes of :class:`Topology` is solved by column generation; its dual prices make one cut of all
+    channels. Where all links are symmetric a pair and its mirror image can be averaged, so trees used both ways are
+    enough. For more ranks the cuts of :mod:`lightning_autosync.cluster.cuts` are taken, which may be short of what is
+    possible.
 
     Raises:
         ClusterError: the rates of the cluster are unknown.
     """
-    topology = Topology(spec)
     spec.require_measured()
     if spec.world_size == 1:
-        return math.inf
-    if topology.symmetric:
-        return mirrored_packing(topology).rate
-    return _paired_rate(topology)
+        return Limit((), exact=True)
+    bandwidths = _one_switch(spec)
+    if bandwidths:
+        return Limit(tuple(one_switch_cuts(bandwidths)), exact=True)
+    topology = Topology(spec)
+    if spec.world_size > EXACT_RANKS:
+        return Limit(tuple(find_cuts(topology)), exact=False)
+    packing: Packing[Any] = mirrored_packing(topology) if topology.symmetric else _paired_packing(topology)
+    return Limit((Cut(packing.rate, float(packing.prices[: 2 * len(spec.links)].sum())),), exact=True)
+
+
+def synchronization_rate(spec: ClusterSpec) -> float:
+    """The most bytes/s that the cluster can synchronize; see `synchronization_limit`."""
+    return synchronization_limit(spec).rate
 
 
 def synchronization_time(spec: ClusterSpec, size: float) -> float:
-    """The least time to synchronize ``size`` bytes; see :func:`synchronization_rate`."""
-    return size / synchronization_rate(spec)
+    """The least time to synchronize ``size`` bytes; see `synchronization_limit`."""
+    return synchronization_limit(spec).seconds(size)
 
 
 def ring_time(spec: ClusterSpec, size: float) -> float:
@@ -122,17 +169,25 @@ def _link_rates(spec: ClusterSpec, name: str) -> Iterator[tuple[float | None, fl
             yield link.reverse_bandwidth, link.bandwidth
 
 
-def _paired_rate(topology: Topology) -> float:
-    """The best rate with one tree to reduce along and another, of the same root, to broadcast along."""
+def _one_switch(spec: ClusterSpec) -> list[float]:
+    """The rate of each node's link where every node has one rank and one symmetric link to one switch; else empty."""
+    ends = [{link.a, link.b} - set(spec.switches) for link in spec.links]
+    if len(spec.switches) != 1 or len(spec.links) != len(spec.nodes) or any(node.devices > 1 for node in spec.nodes):
+        return []
+    if any(len(end) != 1 for end in ends) or len(set().union(*ends)) != len(spec.nodes):
+        return []
+    rates = [link.bandwidth for link in spec.links if link.bandwidth == link.reverse_bandwidth]
+    return [rate for rate in rates if rate is not None] if len(rates) == len(spec.links) else []
+
+
+def _paired_packing(topology: Topology) -> Packing[TreePair]:
+    """The best packing with one tree to reduce along and another, of the same root, to broadcast along."""
     count = topology.world_size
     arcs = [(i, j) for i in range(count) for j in range(count) if i != j]
-    arc_loads = numpy.array([topology.loads([arc]) for arc in arcs])
+    arc_loads = topology.load_rows([arc] for arc in arcs)
 
-    def load(pair: TreePair) -> NDArray[numpy.float64]:
-        upward, downward = pair
-        transfers = [(rank, parent) for rank, parent in enumerate(upward) if parent >= 0]
-        transfers += [(parent, rank) for rank, parent in enumerate(downward) if parent >= 0]
-        return topology.loads(transfers)
+    def load(pairs: Sequence[TreePair]) -> csc_array:
+        return topology.load_rows(map(_transfers, pairs)).T.tocsc()
 
     def price(duals: NDArray[numpy.float64]) -> Iterator[TreePair]:
         cost = numpy.zeros((count, count))
@@ -141,7 +196,14 @@ def _paired_rate(topology: Topology) -> float:
         for root in range(count):
             yield least_arborescence(cost.T, root), least_arborescence(cost, root)
 
-    return generate_columns(topology.capacities, _pair_seeds(count), load, price).rate
+    return generate_columns(topology.capacities, _pair_seeds(count), load, price)
+
+
+def _transfers(pair: TreePair) -> list[tuple[int, int]]:
+    """From rank to rank, along one tree to its root and along the other from it."""
+    upward, downward = pair
+    up = [(rank, parent) for rank, parent in enumerate(upward) if parent >= 0]
+    return up + [(parent, rank) for rank, parent in enumerate(downward) if parent >= 0]
 
 
 def _pair_seeds(count: int) -> Iterator[TreePair]:

@@ -7,13 +7,14 @@ a column that costs less than 1 improves the program (Dantzig and Wolfe 1960).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import numpy
 from numpy.typing import NDArray
 from scipy.optimize import linprog
+from scipy.sparse import csc_array, diags_array, hstack, vstack
 
 from lightning_autosync.errors import ClusterError
 
@@ -30,18 +31,21 @@ class Packing(Generic[Column]):
     Attributes:
         rate: the summed weight, in the unit of the capacities.
         columns: every column met on the way, used or not.
-        loads: one column of channel loads for each, shape (channels, columns).
+        loads: one column of channel loads for each, shape (channels, columns), sparse.
+        prices: of a load on each channel, shape (channels,): all capacities together cost ``rate``, and no column costs
+            less than 1 by more than a millionth.
     """
 
     rate: float
     columns: tuple[Column, ...]
-    loads: Vector
+    loads: csc_array
+    prices: Vector
 
 
 def generate_columns(
     capacities: Vector,
     seeds: Iterable[Column],
-    load: Callable[[Column], Vector],
+    load: Callable[[Sequence[Column]], csc_array],
     price: Callable[[Vector], Iterable[Column]],
 ) -> Packing[Column]:
     """Pack until no column improves the rate by more than a millionth.
@@ -49,24 +53,22 @@ def generate_columns(
     Args:
         capacities: what each channel carries, shape (channels,).
         seeds: columns to start with, at least one.
-        load: how often a column uses each channel, shape (channels,).
+        load: how often columns use each channel, shape (channels, columns).
         price: columns that are cheapest under dual prices of shape (channels,), among them a cheapest one.
     """
     columns = list(dict.fromkeys(seeds))
-    loads = [load(column) for column in columns]
+    loads = load(columns)
     known = set(columns)
     while True:
-        rate, duals = _solve(numpy.column_stack(loads), capacities)
-        fresh = [
-            column
-            for column in dict.fromkeys(price(duals))
-            if column not in known and load(column) @ duals < 1 - _TOLERANCE
-        ]
-        if not fresh:
-            return Packing(rate, tuple(columns), numpy.column_stack(loads))
-        known.update(fresh)
-        columns += fresh
-        loads += [load(column) for column in fresh]
+        rate, duals = _solve(loads, capacities)
+        found = [column for column in dict.fromkeys(price(duals)) if column not in known]
+        loads_found = load(found)
+        cheap = numpy.flatnonzero(loads_found.T @ duals < 1 - _TOLERANCE)
+        if not len(cheap):
+            return Packing(rate, tuple(columns), loads, duals)
+        columns += [found[index] for index in cheap]
+        known.update(columns)
+        loads = hstack([loads, loads_found[:, cheap]], format="csc")
 
 
 def cheapest_weights(packing: Packing[Column], capacities: Vector, rate: float, costs: Vector, work: Vector) -> Vector:
@@ -77,14 +79,15 @@ def cheapest_weights(packing: Packing[Column], capacities: Vector, rate: float, 
     """
     unit = float(capacities.min())
     goal = -numpy.ones((1, len(packing.columns)))
-    rows = numpy.vstack([_filled(packing.loads, capacities), goal, work])
+    rows = vstack([_filled(packing.loads, capacities), csc_array(goal), csc_array(work)])
     most_work = numpy.append(numpy.zeros(len(capacities) + 1), -numpy.ones(len(work)))
     limits = numpy.concatenate([numpy.ones(len(capacities)), [-rate / unit], numpy.zeros(len(work))])
-    result = _optimize(numpy.append(costs, 1.0), numpy.column_stack([rows, most_work]), limits)
+    program = hstack([rows, csc_array(most_work[:, None])], format="csc")
+    result = _optimize(numpy.append(costs, 1.0), program, limits)
     return numpy.asarray(result.x[:-1]) * unit
 
 
-def _solve(loads: Vector, capacities: Vector) -> tuple[float, Vector]:
+def _solve(loads: csc_array, capacities: Vector) -> tuple[float, Vector]:
     """The best rate over these columns, and the dual price of a load on each channel."""
     unit = float(capacities.min())
     result = _optimize(-numpy.ones(loads.shape[1]), _filled(loads, capacities), numpy.ones(len(capacities)))
@@ -92,12 +95,12 @@ def _solve(loads: Vector, capacities: Vector) -> tuple[float, Vector]:
     return -float(result.fun) * unit, duals
 
 
-def _filled(loads: Vector, capacities: Vector) -> Vector:
+def _filled(loads: csc_array, capacities: Vector) -> csc_array:
     """How full a weight of the least capacity makes each channel; keeps the program well scaled."""
-    return loads * (capacities.min() / capacities)[:, None]
+    return diags_array(capacities.min() / capacities) @ loads
 
 
-def _optimize(costs: Vector, rows: Vector, limits: Vector) -> Any:
+def _optimize(costs: Vector, rows: csc_array, limits: Vector) -> Any:
     result = linprog(costs, A_ub=rows, b_ub=limits, method="highs")
     if not result.success:
         raise ClusterError(f"tree packing: the linear program failed: {result.message}")

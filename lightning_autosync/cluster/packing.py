@@ -13,12 +13,13 @@ pair of different trees can be faster, and the rate here may be below
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy
 from numpy.typing import NDArray
+from scipy.sparse import csc_array, csr_array
 
 from lightning_autosync.cluster.column_generation import Packing, cheapest_weights, generate_columns
 from lightning_autosync.cluster.spec import ClusterSpec
@@ -84,11 +85,14 @@ def mirrored_packing(topology: Topology) -> Packing[Tree]:
     """The best packing of trees used both ways, over two ranks or more, with all trees met on the way."""
     world_size = topology.world_size
     pairs = [(i, j) for i in range(world_size) for j in range(i + 1, world_size)]
-    pair_loads = numpy.array([topology.loads([(i, j), (j, i)]) for i, j in pairs])
+    pair_loads = topology.load_rows([(i, j), (j, i)] for i, j in pairs)
     row = {pair: index for index, pair in enumerate(pairs)}
 
-    def load(tree: Tree) -> NDArray[numpy.float64]:
-        return pair_loads[[row[edge] for edge in sorted(tree)]].sum(axis=0)
+    def load(trees: Sequence[Tree]) -> csc_array:
+        edges = numpy.array([row[edge] for tree in trees for edge in sorted(tree)], dtype=numpy.int64)
+        ends = numpy.arange(len(trees) + 1) * (world_size - 1)
+        chosen = csr_array((numpy.ones(len(edges)), edges, ends), shape=(len(trees), len(pairs)))
+        return (chosen @ pair_loads).T.tocsc()
 
     return generate_columns(topology.capacities, _seeds(topology.spec), load, _pricing(pair_loads, world_size))
 
@@ -99,7 +103,7 @@ def _seeds(spec: ClusterSpec) -> Iterator[Tree]:
     yield from chains(spec.world_size)
 
 
-def _pricing(pair_loads: NDArray[numpy.float64], world_size: int) -> Callable[[NDArray[numpy.float64]], Iterator[Tree]]:
+def _pricing(pair_loads: csr_array, world_size: int) -> Callable[[NDArray[numpy.float64]], Iterator[Tree]]:
     upper = numpy.triu_indices(world_size, k=1)
 
     def price(duals: NDArray[numpy.float64]) -> Iterator[Tree]:

@@ -155,6 +155,11 @@ class ClusterSpec(Document):
         ]
         return self._replace(links=links, local_bandwidth=self.local_bandwidth * factor)
 
+    def without_latency(self) -> ClusterSpec:
+        """The same cluster as emulated links show it: none of its links takes time beyond its rate."""
+        links = [{**link.model_dump(), "latency": 0.0} for link in self.links]
+        return self._replace(links=links, local_latency=0.0)
+
     def _replace(self, **fields: Any) -> ClusterSpec:
         return self.from_dict({**self.to_dict(), **fields}, source=f"cluster '{self.name}'")
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import networkx
 import numpy
 from numpy.typing import NDArray
+from scipy.sparse import csr_array
 
 from lightning_autosync.cluster.spec import ClusterSpec
 from lightning_autosync.errors import ClusterError
@@ -36,6 +37,7 @@ class Channel:
 class Topology:
     """Channels of a cluster and the routes over them.
 
+    ``ends`` has the place of each rank: its node, or "rank N" for a device that shares its node with others.
     Channels ``2 k`` and ``2 k + 1`` are the two directions of one link, the cluster's links first, then one
     local link for each rank whose node has several devices. A rank that has its node to itself sits on the
     node, without a local link.
@@ -47,7 +49,7 @@ class Topology:
     def __init__(self, spec: ClusterSpec) -> None:
         self.spec = spec
         self.channels: tuple[Channel, ...] = tuple(_channels(spec))
-        self._ends = [_endpoint(spec, rank) for rank in range(spec.world_size)]
+        self.ends = tuple(_endpoint(spec, rank) for rank in range(spec.world_size))
         self._outgoing: dict[str, list[int]] = {}
         for index, channel in enumerate(self.channels):
             self._outgoing.setdefault(channel.source, []).append(index)
@@ -100,8 +102,17 @@ class Topology:
             loads[list(self.route(i, j))] += 1
         return loads
 
+    def load_rows(self, transfers: Iterable[Sequence[tuple[int, int]]]) -> csr_array:
+        """The `loads` of several transfers together, a sparse row for each."""
+        routes = [[channel for pair in pairs for channel in self.route(*pair)] for pairs in transfers]
+        ends = numpy.cumsum([0, *map(len, routes)])
+        columns = numpy.fromiter((channel for route in routes for channel in route), dtype=numpy.int64)
+        rows = csr_array((numpy.ones(len(columns)), columns, ends), shape=(len(routes), len(self.channels)))
+        rows.sum_duplicates()
+        return rows
+
     def _find_route(self, i: int, j: int) -> tuple[int, ...]:
-        path = self._path(self._ends[i], self._ends[j])
+        path = self._path(self.ends[i], self.ends[j])
         if i <= j:
             return path
         back = tuple(channel ^ 1 for channel in reversed(self.route(j, i)))
@@ -130,7 +141,7 @@ class Topology:
     def _graph(self) -> networkx.DiGraph:
         graph = networkx.DiGraph()
         graph.add_nodes_from(end for channel in self.channels for end in (channel.source, channel.target))
-        graph.add_nodes_from(self._ends)
+        graph.add_nodes_from(self.ends)
         for index, channel in enumerate(self.channels):
             graph.add_edge(channel.source, channel.target, weight=self._length(index))
         return graph

@@ -7,8 +7,9 @@ native collective of the backend, or a sum in memory that ranks of one machine s
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from functools import cached_property
+from typing import Any
 
 from lightning_autosync.documents import digest
 from lightning_autosync.plan.spec import Compressor
@@ -181,7 +182,7 @@ class Schedule:
     @cached_property
     def fingerprint(self) -> str:
         """Equal on two ranks exactly if they will exchange the same things."""
-        return digest([asdict(message) | {"compressor": message.compressor.model_dump()} for message in self.messages])
+        return digest([_plain(message) for message in self.messages])
 
     def tree_edges(self) -> set[tuple[int, int]]:
         """Pairs of ranks (lower first) that exchange messages point to point."""
@@ -196,3 +197,12 @@ class Schedule:
                             if parent >= 0
                         )
         return edges
+
+
+def _plain(value: Any) -> Any:
+    """Plain data, as `dataclasses.asdict` has it, which copies every rank of every tree one by one."""
+    if is_dataclass(value):
+        return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, tuple) and value and is_dataclass(value[0]):
+        return [_plain(part) for part in value]
+    return value.model_dump() if isinstance(value, Compressor) else value

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from lightning_autosync.bench import command
+from lightning_autosync.bench.hosts import job_hosts
 from lightning_autosync.bench.preparation import make_cluster
 from lightning_autosync.bench.result import Result
 from lightning_autosync.bench.settings import Settings
-from lightning_autosync.bench.validation.hosts import shared_hosts
 from lightning_autosync.errors import DocumentError
 from lightning_autosync.plan import SyncPlan
 from lightning_autosync.report.compare import compare_timelines
@@ -33,8 +33,8 @@ def bench(configuration: dict[str, Any], directory: Path) -> None:
     if not settings.timeline:
         command.bench(configuration, directory)
         return
-    constants = shared_hosts(settings.constants)
     _check(settings)
+    constants = job_hosts(settings.launch.kind, settings.model.kind in _WITHOUT_COMPUTE, settings.constants)
     result = command.bench(configuration, directory)
     if result.best_exact is None:
         raise DocumentError("timeline: it shows an exact plan, and there is none among the contenders")

@@ -5,18 +5,20 @@ from __future__ import annotations
 import os
 import statistics
 from pathlib import Path
+from typing import Any
 
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.plan import SyncPlan, compile_plan
-from lightning_autosync.report.measured import busy_shares, measured_timeline
+from lightning_autosync.report.link_use import busy_shares, bytes_on_links
+from lightning_autosync.report.measured import measured_timeline
 from lightning_autosync.report.timeline import draw_timelines, write_trace
 from lightning_autosync.report.timelines_file import TIMELINES, save_timelines
 from lightning_autosync.runtime.tracing import StepTrace
 from lightning_autosync.simulator import Constants, Replay, Timeline
-from lightning_autosync.workers import WorkerPool
+from lightning_autosync.workers import EmulatedLaunch, WorkerPool
 from lightning_autosync.workload import Workload
 
-_TRACE = "lightning_autosync.bench.validation.replica:trace"
+_REPLICA = "lightning_autosync.bench.validation.replica"
 
 
 def compare_timelines(
@@ -31,7 +33,8 @@ def compare_timelines(
 ) -> dict[str, Timeline]:
     """Run a plan with paced compute in ``pool``, and draw its median step beside the predicted one.
 
-    ``timeline.svg``, ``timeline.png``, ``trace.json`` and ``timelines.json`` appear in ``directory``.
+    ``timeline.svg``, ``timeline.png``, ``trace.json`` and ``timelines.json`` appear in ``directory``. How busy links
+    are is measured where they are emulated; elsewhere the measured step is without.
 
     Args:
         plan: for the workload on the cluster.
@@ -51,20 +54,12 @@ def compare_timelines(
     """
     schedule = compile_plan(plan, workload, cluster)
     prediction = Replay(workload, cluster, constants).predict(schedule)
-    found = pool.run(
-        _TRACE,
-        workload=workload.to_dict(),
-        plan=plan.to_dict(),
-        cluster=cluster.to_dict(),
-        warm_up=warm_up,
-        steps=steps,
-        timeout=pool.timeout,
-    )
-    by_step = [[StepTrace(**trace) for trace in traces] for traces in zip(*found, strict=True)]
-    lasting = [max(trace.end for trace in traces) for traces in by_step]
+    traces, sent = _trace(plan, workload, cluster, pool, warm_up, steps)
+    lasting = [max(trace.end for trace in one) for one in traces]
     median = lasting.index(statistics.median_low(lasting))
+    links = busy_shares(pool.launch, sent, lasting[median]) if isinstance(pool.launch, EmulatedLaunch) else {}
     timelines = {
-        "measured": measured_timeline(schedule, by_step[median], busy_shares(prediction, lasting[median])),
+        "measured": measured_timeline(schedule, traces[median], links),
         "predicted": prediction.timeline,
     }
     for name in ("timeline.svg", "timeline.png"):
@@ -72,3 +67,28 @@ def compare_timelines(
     write_trace(timelines, Path(directory) / "trace.json")
     save_timelines(timelines, Path(directory) / TIMELINES)
     return timelines
+
+
+def _trace(
+    plan: SyncPlan, workload: Workload, cluster: ClusterSpec, pool: WorkerPool, warm_up: int, steps: int
+) -> tuple[list[list[StepTrace]], dict[str, float]]:
+    """What every rank recorded, step by step; and the bytes of a step on each emulated link."""
+    documents: dict[str, Any] = {
+        "workload": workload.to_dict(),
+        "plan": plan.to_dict(),
+        "cluster": cluster.to_dict(),
+        "warm_up": warm_up,
+        "timeout": pool.timeout,
+    }
+    counts = [_count(pool)]
+    # The same without the steps that are traced: what connections and warming up send is not theirs.
+    pool.run(f"{_REPLICA}:measure", steps=0, **documents)
+    counts.append(_count(pool))
+    found = pool.run(f"{_REPLICA}:trace", steps=steps, **documents)
+    counts.append(_count(pool))
+    sent = {name: (last - 2 * counts[1][name] + counts[0][name]) / steps for name, last in counts[2].items()}
+    return [[StepTrace(**trace) for trace in traces] for traces in zip(*found, strict=True)], sent
+
+
+def _count(pool: WorkerPool) -> dict[str, int]:
+    return bytes_on_links(pool.launch) if isinstance(pool.launch, EmulatedLaunch) else {}

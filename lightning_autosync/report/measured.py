@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from lightning_autosync.plan import Schedule
 from lightning_autosync.runtime.tracing import StepTrace, Times
-from lightning_autosync.simulator import MessageSpan, Prediction, Span, Timeline
+from lightning_autosync.simulator import MessageSpan, Span, Timeline
 
 
 def measured_timeline(schedule: Schedule, traces: Sequence[StepTrace], links: Mapping[str, float]) -> Timeline:
@@ -18,7 +18,7 @@ def measured_timeline(schedule: Schedule, traces: Sequence[StepTrace], links: Ma
     Args:
         schedule: what ran.
         traces: of each rank.
-        links: share of the step in which each direction of a link was busy (see `busy_shares`).
+        links: share of the step in which each direction of a link was busy; empty where that was not measured.
     """
     spans = []
     for message in schedule.messages:
@@ -34,11 +34,6 @@ def measured_timeline(schedule: Schedule, traces: Sequence[StepTrace], links: Ma
         compute=tuple(_compute(trace) for trace in traces),
         links=links,
     )
-
-
-def busy_shares(prediction: Prediction, step_time: float) -> dict[str, float]:
-    """The predicted times for which links are busy, which follow from their rates, as shares of another step time."""
-    return {name: share * prediction.step_time / step_time for name, share in prediction.timeline.links.items()}
 
 
 def _known(times: Sequence[Times], index: int) -> list[float]:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from lightning_autosync.cluster import ClusterSpec, synchronization_time
+from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.documents import write_text
 from lightning_autosync.plan import SyncPlan, compile_plan
 from lightning_autosync.report.timeline import draw_timelines, write_trace
-from lightning_autosync.simulator import Constants, Prediction, Replay, step_bound
+from lightning_autosync.simulator import Bound, Constants, Prediction, Replay, least_step, synchronization_bound
 from lightning_autosync.workload import Workload
 
 FORMAT = "autosync-prediction/1"
+CUT_BOUND = "cut bound"
+"""Of a cluster too large for the linear program: no plan is faster, and maybe none is as fast."""
 _BUSIEST = 8
 """Links that the text names."""
 
@@ -36,16 +38,30 @@ def predict(
     """
     constants = constants or Constants()
     prediction = Replay(workload, cluster, constants).predict(compile_plan(plan, workload, cluster))
-    bounds = {
-        "step_bound": step_bound(workload, cluster, constants.framing),
-        "synchronization_bound": constants.framing * synchronization_time(cluster, workload.bytes),
-    }
+    bounds = _Bounds(
+        least_step(workload, cluster, constants.framing, constants.burst),
+        synchronization_bound(workload, cluster, constants.framing, constants.burst),
+        plan.semantics,
+    )
     if directory is not None:
         _write(prediction, bounds, Path(directory))
     return _text(prediction, bounds)
 
 
-def _write(prediction: Prediction, bounds: dict[str, float], directory: Path) -> None:
+@dataclass(frozen=True)
+class _Bounds:
+    """Least times of exact plans, and what the plan at hand is."""
+
+    step: Bound
+    synchronization: float
+    semantics: str
+
+    def share(self, step_time: float) -> float | None:
+        """The part of the possible that an exact plan reaches; others may take less than the bound."""
+        return self.step.seconds / step_time if self.semantics == "exact" else None
+
+
+def _write(prediction: Prediction, bounds: _Bounds, directory: Path) -> None:
     timelines = {"predicted": prediction.timeline}
     for name in ("timeline.svg", "timeline.png"):
         draw_timelines(timelines, directory / name)
@@ -55,19 +71,23 @@ def _write(prediction: Prediction, bounds: dict[str, float], directory: Path) ->
     data = {
         "format": FORMAT,
         **fields,
-        **bounds,
-        "bound_share": bounds["step_bound"] / prediction.step_time,
+        "step_bound": bounds.step.seconds,
+        "synchronization_bound": bounds.synchronization,
+        "bounds_are": "exact" if bounds.step.exact else CUT_BOUND,
+        "bound_share": bounds.share(prediction.step_time),
     }
     write_text(directory / "result.json", json.dumps(data) + "\n")
 
 
-def _text(prediction: Prediction, bounds: dict[str, float]) -> str:
-    step, least = prediction.step_time, bounds["step_bound"]
+def _text(prediction: Prediction, bounds: _Bounds) -> str:
+    step, least, share = prediction.step_time, bounds.step.seconds, bounds.share(prediction.step_time)
+    reached = f"of exact plans; this one is {bounds.semantics}" if share is None else f"{share:.0%} reached"
+    cut = "" if bounds.step.exact else f", {CUT_BOUND}"
     lines = [
         f"step                 {step * 1e3:10.1f} ms",
-        f"least with overlap   {least * 1e3:10.1f} ms ({least / step:.0%} reached)",
+        f"least with overlap   {least * 1e3:10.1f} ms ({reached}{cut})",
         f"synchronization      {prediction.synchronization_time * 1e3:10.1f} ms",
-        f"least, all at once   {bounds['synchronization_bound'] * 1e3:10.1f} ms",
+        f"least, all at once   {bounds.synchronization * 1e3:10.1f} ms{f' ({CUT_BOUND})' if cut else ''}",
         "busiest links",
     ]
     busiest = sorted(prediction.timeline.links.items(), key=lambda item: -item[1])[:_BUSIEST]

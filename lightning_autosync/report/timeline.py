@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lightning_autosync.bench.figures import save_figure
 from lightning_autosync.documents import write_text
 from lightning_autosync.errors import DocumentError
 from lightning_autosync.simulator.prediction import Span, Timeline
@@ -29,7 +30,8 @@ def draw_timelines(timelines: Mapping[str, Timeline], path: str | os.PathLike[st
     """Draw timelines side by side, over one scale of time.
 
     From the top: what each rank computes; each message, grey while it waits and coloured while it moves; how busy
-    each direction of each link is. Of many ranks, messages or links the first ones, busiest links first, are shown.
+    each direction of each link is, where that is known. Of many ranks, messages or links the first ones, busiest links
+    first, are shown.
 
     Args:
         timelines: by title, ``predicted`` and ``measured`` for example.
@@ -44,8 +46,7 @@ def draw_timelines(timelines: Mapping[str, Timeline], path: str | os.PathLike[st
     if not timelines:
         raise DocumentError(f"{path}: no timeline to draw")
     figure = timelines_figure(timelines, width=7 * len(timelines) + 1)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    save_figure(figure, path, dpi=120)
 
 
 def timelines_figure(timelines: Mapping[str, Timeline], width: float, most_links: int = _MOST_ROWS) -> Figure:
@@ -130,6 +131,8 @@ def _draw_messages(axis: Axes, timeline: Timeline) -> None:
 
 
 def _draw_links(axis: Axes, timeline: Timeline, most: int) -> None:
+    if not timeline.links:
+        axis.text(0.5, 0.5, "links: not measured", ha="center", va="center", transform=axis.transAxes, fontsize=8)
     busiest = sorted(timeline.links.items(), key=lambda item: -item[1])[:most]
     axis.barh(range(len(busiest)), [100 * share for _, share in busiest], color=_BUSY)
     _label_rows(axis, [name for name, _ in busiest])

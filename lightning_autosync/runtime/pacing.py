@@ -12,11 +12,9 @@ from collections.abc import Mapping
 
 import numpy
 
-from lightning_autosync.cluster import Topology
+from lightning_autosync.cluster import PAYLOAD_SHARE, Topology
 from lightning_autosync.plan.schedule import Message, Round, Schedule, TreeTransfer
 
-PAYLOAD_SHARE = 1448 / 1514
-"""Of a full Ethernet frame with TCP/IPv4 and its timestamps: links count frames, pacing counts payload."""
 HEADROOM = 1.01
 """Over the exact part, to catch up with. More lets the many small connections of a full link crowd out the large one:
 with 1.10 a fat node and seven leaves came to 90% of their bound, with 1.01 to 96%."""
@@ -46,6 +44,7 @@ def pacing_rates(schedule: Schedule, topology: Topology, rank: int) -> dict[int,
                     needed[target] = max(needed[target], rate)
     nodes = topology.spec.rank_nodes
     return {
+        # Links count whole frames, pacing counts payload.
         peer: PAYLOAD_SHARE * HEADROOM * rate
         for peer, rate in needed.items()
         if nodes[peer] != nodes[rank] and LEAST_PART * topology.bandwidth(rank, peer) <= rate

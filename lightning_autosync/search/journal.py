@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-from typing import IO, Any
+from typing import Any
 
 from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
 
-_BLOCK = 1 << 16
-"""Bytes that are looked through at once for the end of a line."""
+from lightning_autosync.documents import append_lines
 
 
 class Journal(JournalFileBackend):
@@ -33,22 +31,6 @@ class Journal(JournalFileBackend):
         lines = "".join(json.dumps(log, separators=(",", ":")) + "\n" for log in logs)
         self._turn.acquire()
         try:
-            with open(self._path, "r+b") as file:
-                file.seek(_end_of_lines(file))
-                file.truncate()
-                file.write(lines.encode())
+            append_lines(self._path, lines)
         finally:
             self._turn.release()
-
-
-def _end_of_lines(file: IO[bytes]) -> int:
-    """Where the last whole line ends."""
-    end = file.seek(0, os.SEEK_END)
-    while end > 0:
-        start = max(0, end - _BLOCK)
-        file.seek(start)
-        found = file.read(end - start).rfind(b"\n")
-        if found >= 0:
-            return start + found + 1
-        end = start
-    return 0

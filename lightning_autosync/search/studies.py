@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import statistics
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -31,8 +32,14 @@ SPACE, WORKLOAD, CLUSTER, SEMANTICS = "autosync:space", "autosync:workload", "au
 ORIGIN, PREDICTED, STEPS, PLAN = "origin", "predicted", "steps", "plan"
 """User attributes of a trial: how its point came about, seconds of a step as estimated when it was chosen, seconds of
 each measured step (a list a rank), and the fingerprint of its plan."""
+ERROR, INTERRUPTED = "error", "interrupted"
+"""More of them: why a trial failed or was stopped early, and whether that was none of its plan's doing, as a Ctrl-C."""
 BASELINE = "baseline"
 """Origin of points that stand for a builder's plan."""
+_DESCRIBING = 5.0
+"""Seconds that a study's maker has for saying what it is about; after that it is taken to be dead."""
+_LOOK = 0.05
+"""Seconds between two looks whether it has."""
 _JOURNALS = (".journal", ".log", ".jsonl")
 
 
@@ -98,6 +105,9 @@ def open_study(
 ) -> optuna.Study:
     """Create a study of this space, or go on with the one of that name.
 
+    Of several processes that begin a study at once, the one that makes it says what it is about; the others are refused
+    if they are about something else.
+
     Args:
         storage: as `open_storage` takes it, or an open one.
         name: of the study.
@@ -108,20 +118,12 @@ def open_study(
         StudyError: the storage cannot be opened, or the study is of another space or of something else.
     """
     opened = storage if isinstance(storage, optuna.storages.BaseStorage) else open_storage(storage)
-    try:
-        study = optuna.create_study(
-            storage=opened,
-            study_name=name,
-            direction="minimize",
-            load_if_exists=True,
-            sampler=sampler,
-            pruner=pruner,
-        )
-    except Exception as error:
-        raise StudyError(f"study '{name}': cannot be opened: {_line(error)}") from None
-    if SPACE not in study.user_attrs and study.get_trials(deepcopy=False):
-        raise StudyError(f"study '{name}': it has trials, but none of plans; choose another name or storage")
+    study, is_ours = _made_or_found(opened, name, sampler, pruner)
+    if not is_ours:
+        _await_description(study)
     if SPACE not in study.user_attrs:
+        if study.get_trials(deepcopy=False):
+            raise StudyError(f"study '{name}': it has trials, but none of plans; choose another name or storage")
         describe(study, space)
     check(study, space)
     return study
@@ -177,9 +179,44 @@ def check(study: optuna.Study, space: PlanSpace) -> None:
     for what, value in ours.items():
         if theirs[what] != value:
             raise StudyError(
-                f"study '{study.study_name}': it is of another {what} ({theirs[what]}, not {value}); "
-                "choose another name or storage, or give it as a source of transfer"
+                f"study '{study.study_name}': it is of another {what} ({theirs[what]}, not {value})"
+                f"{_more(study, space)}; choose another name or storage, or give it as a source of transfer"
             )
+
+
+def _more(study: optuna.Study, space: PlanSpace) -> str:
+    """What else there is to say of a study about something else."""
+    known, own = workload_of(study), space.workload
+    if known.fingerprint == own.fingerprint or known.variables_fingerprint != own.variables_fingerprint:
+        return ""
+    return (
+        ": the same variables, but other times or kinds of gradients; where another process measured the times of this "
+        "model meanwhile, start again to take those"
+    )
+
+
+def _made_or_found(
+    storage: optuna.storages.BaseStorage,
+    name: str,
+    sampler: optuna.samplers.BaseSampler | None,
+    pruner: optuna.pruners.BasePruner | None,
+) -> tuple[optuna.Study, bool]:
+    """The study of that name, and whether it was made just now; of several processes, one makes it."""
+    kept: dict[str, Any] = {"storage": storage, "study_name": name, "sampler": sampler, "pruner": pruner}
+    try:
+        try:
+            return optuna.create_study(direction="minimize", **kept), True
+        except optuna.exceptions.DuplicatedStudyError:
+            return optuna.load_study(**kept), False
+    except Exception as error:
+        raise StudyError(f"study '{name}': cannot be opened: {_line(error)}") from None
+
+
+def _await_description(study: optuna.Study) -> None:
+    """Leave it to the process that made a study to say what it is about, unless that has died over it."""
+    deadline = time.monotonic() + _DESCRIBING
+    while SPACE not in study.user_attrs and not study.get_trials(deepcopy=False) and time.monotonic() < deadline:
+        time.sleep(_LOOK)
 
 
 def workload_of(study: optuna.Study) -> Workload:
@@ -200,6 +237,11 @@ def space_of(study: optuna.Study) -> PlanSpace:
     """
     sizes = _attribute(study, SPACE)
     semantics = _attribute(study, SEMANTICS)
+    if sizes["runs"] < 1:
+        raise StudyError(
+            f"study '{study.study_name}': its trials are sizes of buckets (search=horovod) and no points of a space of "
+            "plans; studies of the other samplers can be read here"
+        )
     space = PlanSpace(workload_of(study), cluster_of(study), semantics, sizes["runs"], sizes["lone"])
     if space.fingerprint != sizes["fingerprint"]:
         raise StudyError(
@@ -210,9 +252,20 @@ def space_of(study: optuna.Study) -> PlanSpace:
 
 
 def enqueue(study: optuna.Study, points: Sequence[Genome], origin: str) -> None:
-    """Have these points tried next, but for those that the study has or waits for already."""
+    """Have these points tried next, but for those that the study has or waits for already.
+
+    Trials that were interrupted do not count: nothing is known of their plans.
+    """
+    known = [_given(trial) for trial in study.get_trials(deepcopy=False) if not was_interrupted(trial)]
     for point in points:
-        study.enqueue_trial(dict(point), user_attrs={ORIGIN: origin}, skip_if_exists=True)
+        if point not in known:
+            study.enqueue_trial(dict(point), user_attrs={ORIGIN: origin})
+            known.append(point)
+
+
+def was_interrupted(trial: FrozenTrial) -> bool:
+    """Whether a trial ended before anything was learned of its plan, so that the plan may be tried again."""
+    return trial.state == TrialState.FAIL and bool(trial.user_attrs.get(INTERRUPTED))
 
 
 def enqueue_baselines(study: optuna.Study, space: PlanSpace) -> None:
@@ -254,6 +307,12 @@ def measured_steps(trial: FrozenTrial) -> tuple[float, ...]:
         with suppress(ValueError):
             value = trial.intermediate_values[max(trial.intermediate_values)]
     return (float(value),) if value is not None and 0 < value < float("inf") else ()
+
+
+def _given(trial: FrozenTrial) -> Genome:
+    """The point that a trial was given, or else the one that it has come to."""
+    found: Genome = trial.system_attrs.get("fixed_params", trial.params)
+    return found
 
 
 def _kind(trial: FrozenTrial) -> str:

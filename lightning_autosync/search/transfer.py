@@ -10,7 +10,7 @@ import optuna
 from pydantic import Field, ValidationError
 
 from lightning_autosync.cluster import ClusterSpec
-from lightning_autosync.documents import Record, describe_validation_error
+from lightning_autosync.documents import Record, describe_validation_error, digest
 from lightning_autosync.errors import DocumentError
 from lightning_autosync.search.studies import StudyError, cluster_of, load_study, space_of, workload_of
 from lightning_autosync.simulator.dataset import Dataset, Sample
@@ -45,7 +45,9 @@ class DatasetSource(Record):
         models: names of the workloads that are taken; empty takes all.
         clusters: names of the clusters that are taken; empty takes all.
         relation: which of these are taken beside the search's own workload and cluster: ``any``; ``other_model``, on
-            the same cluster; ``other_cluster``, of the same model; or ``both_other``.
+            the same cluster; ``other_cluster``, of the same model; or ``both_other``. A model is the same whose
+            variables have the same names and shapes, a cluster whose machines and links are the same, whatever either
+            is called.
     """
 
     path: Text
@@ -134,7 +136,8 @@ def _study(source: StudySource) -> optuna.Study:
 
 def _samples(source: DatasetSource, workload: Workload, cluster: ClusterSpec) -> list[Sample]:
     dataset = Dataset.load(source.path)
-    found = [sample for sample in dataset if _is_wanted(sample, source, workload, cluster)]
+    own = _Own(workload, cluster)
+    found = [sample for sample in dataset if _is_wanted(sample, source, own)]
     if not found:
         raise DocumentError(
             f"{source.path}: none of its {len(dataset)} samples is of the wanted models and clusters "
@@ -143,19 +146,44 @@ def _samples(source: DatasetSource, workload: Workload, cluster: ClusterSpec) ->
     return found
 
 
-def _is_wanted(sample: Sample, source: DatasetSource, workload: Workload, cluster: ClusterSpec) -> bool:
-    model, machines = sample.workload.name, sample.cluster.name
-    if source.models and model not in source.models:
+def _is_wanted(sample: Sample, source: DatasetSource, own: _Own) -> bool:
+    if source.models and sample.workload.name not in source.models:
         return False
-    if source.clusters and machines not in source.clusters:
+    if source.clusters and sample.cluster.name not in source.clusters:
         return False
+    same_model, same_cluster = own.has_model(sample), own.has_cluster(sample)
     wanted: Mapping[Relation, bool] = {
         "any": True,
-        "other_model": model != workload.name and machines == cluster.name,
-        "other_cluster": model == workload.name and machines != cluster.name,
-        "both_other": model != workload.name and machines != cluster.name,
+        "other_model": not same_model and same_cluster,
+        "other_cluster": same_model and not same_cluster,
+        "both_other": not same_model and not same_cluster,
     }
     return wanted[source.relation]
+
+
+class _Own:
+    """The search's own workload and cluster, with which those of samples are compared by what they are."""
+
+    def __init__(self, workload: Workload, cluster: ClusterSpec) -> None:
+        self._variables = workload.variables_fingerprint
+        self._machines = _machines(cluster)
+        self._known: dict[int, tuple[ClusterSpec, bool]] = {}
+
+    def has_model(self, sample: Sample) -> bool:
+        return sample.workload.variables_fingerprint == self._variables
+
+    def has_cluster(self, sample: Sample) -> bool:
+        """Worked out once for each of a dataset's clusters, however many samples share it."""
+        identity = id(sample.cluster)
+        if identity not in self._known:
+            # The cluster is kept, so that no other can come to have the same identity.
+            self._known[identity] = sample.cluster, _machines(sample.cluster) == self._machines
+        return self._known[identity][1]
+
+
+def _machines(cluster: ClusterSpec) -> str:
+    """The fingerprint of a cluster but for what people call it."""
+    return digest({name: value for name, value in cluster.to_dict().items() if name != "name"})
 
 
 def _names(samples: Sequence[Sample]) -> str:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from lightning_autosync.simulator.bound import step_bound
+from lightning_autosync.simulator.bound import Bound, least_step, step_bound, synchronization_bound
 from lightning_autosync.simulator.constants import CodecRates, Constants
 from lightning_autosync.simulator.prediction import MessageSpan, Prediction, Span, Timeline
 from lightning_autosync.simulator.replay import Replay, replay
 
 __all__ = [
+    "Bound",
     "CodecRates",
     "Constants",
     "MessageSpan",
@@ -15,6 +16,8 @@ __all__ = [
     "Replay",
     "Span",
     "Timeline",
+    "least_step",
     "replay",
     "step_bound",
+    "synchronization_bound",
 ]

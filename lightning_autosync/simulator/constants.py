@@ -6,6 +6,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 
+from lightning_autosync.cluster.framing import FRAMING
 from lightning_autosync.documents import Document, Record
 
 
@@ -40,7 +41,7 @@ class Constants(Document):
     Attributes:
         framing: bytes on the wire for each byte of payload: Ethernet, IP and TCP headers [full frames].
         message_cost: seconds of one core to send or to receive one piece of a collective [core-seconds of an
-            all-reduce of one number].
+            all-reduce of 128 numbers a rank].
         message_delay: seconds from the arrival of such a piece until a thread of the backend takes it [the time of
             that all-reduce].
         pair_cost: seconds of one core to send or to receive one pair's message of an all-to-all, be it empty
@@ -73,8 +74,8 @@ class Constants(Document):
 
     FORMAT: ClassVar[str] = "autosync-constants/1"
 
-    framing: Annotated[float, Field(ge=1)] = 1514 / 1448
-    message_cost: NonNegativeFloat = 6.1e-6
+    framing: Annotated[float, Field(ge=1)] = FRAMING
+    message_cost: NonNegativeFloat = 23e-6
     message_delay: NonNegativeFloat = 0.43e-6
     pair_cost: NonNegativeFloat = 33e-6
     collective_cost: NonNegativeFloat = 38e-6

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy
+from numpy.typing import NDArray
 
 from lightning_autosync.simulator.compute import Chores, Compute
 from lightning_autosync.simulator.constants import Constants
 from lightning_autosync.simulator.forest import Forest
+from lightning_autosync.simulator.loads import Loads
 from lightning_autosync.simulator.network import Floats, Network
 from lightning_autosync.simulator.order import StartOrder
 from lightning_autosync.simulator.outcome import Outcome
@@ -28,7 +30,7 @@ def count_frames(stages: Sequence[Stage], ranks: int) -> int:
 def run_frames(
     stages: Sequence[Stage],
     order: StartOrder,
-    stretch: Floats,
+    loads: Loads,
     computes: Sequence[Compute],
     chores: Chores | None,
     network: Network,
@@ -36,20 +38,55 @@ def run_frames(
     constants: Constants,
     tokens: Floats,
 ) -> Outcome:
-    """Follow all frames; ``stretch`` [stages] is that of `Loads`, ``computes`` each rank's own timeline, ``chores`` the
-    main threads' work on shared cores, and ``tokens`` those of `fluid.drain`."""
+    """Follow all frames.
+
+    Args:
+        stages: of the schedule.
+        order: of their starts.
+        loads: of the stages: by how much links stretch them, and which channel each fills the longest.
+        computes: each rank's own timeline.
+        chores: the main threads' work on shared cores.
+        network, forest, constants: of the replay.
+        tokens: those of `fluid.drain`.
+    """
     graph = _Graph(network, forest, constants)
     if chores is not None:
         graph.add_chores(chores)
     for number, stage in enumerate(stages):
-        graph.add_stage(number, _stretched(stage, float(stretch[number])), order, computes)
-    return graph.run(order, tokens)
+        graph.add_stage(number, _stretched(stage, float(loads.stretch[number])), order, computes)
+    return graph.run(order, tokens, _fullest(loads.work / network.capacities))
+
+
+def _fullest(seconds: Floats) -> NDArray[numpy.int64]:
+    """[stages] the channel that each keeps busy the longest, -1 for none; ``seconds`` [stages, channels]."""
+    return numpy.where(seconds.max(axis=1, initial=0.0) > 0, seconds.argmax(axis=1), -1)
 
 
 def _stretched(stage: Stage, factor: float) -> Stage:
     """The stage with ``factor`` times its bytes on the wire."""
     flows = tuple(flow._replace(wire=flow.wire * factor) for flow in stage.flows)
     return replace(stage, flows=flows, ring=stage.ring * factor)
+
+
+@dataclass(frozen=True)
+class _Hops:
+    """What the frames of one flow have in common.
+
+    Attributes:
+        number: of the stage.
+        stage: that they belong to.
+        wire, values: bytes of a piece, on the wire and in memory.
+        frame_cost, delay: seconds of a frame: of a core at either end, and beyond its way.
+        offset: of the pairs: what the backend carries has connections of its own.
+    """
+
+    number: int
+    stage: Stage
+    wire: float
+    values: float
+    frame_cost: float
+    delay: float
+    offset: int
 
 
 class _Graph:
@@ -138,55 +175,67 @@ class _Graph:
     def _add_flow(self, number: int, stage: Stage, flow: Flow, starts: Sequence[int], urgency: float) -> list[int]:
         """Frames of all pieces; returns the nodes after which all ranks are served."""
         ranks, constants = self._network.ranks, self._constants
-        frame_cost = stage.handling + (constants.message_cost if stage.collective else constants.frame_cost)
-        handling = constants.hop_delay(stage.collective, ranks) + constants.crowd(ranks) * stage.handling
-        offset = ranks * ranks if stage.collective else 0
+        hops = _Hops(
+            number,
+            stage,
+            flow.wire / flow.pieces,
+            flow.values / flow.pieces,
+            stage.frame_cost(constants),
+            stage.hop_delay(constants, ranks),
+            ranks * ranks if stage.collective else 0,
+        )
         last: list[int] = []
-        wire, values = flow.wire / flow.pieces, flow.values / flow.pieces
         for piece in range(flow.pieces):
             key = 0.0 if stage.collective else urgency + piece / flow.pieces
             reached: dict[int, int] = {}
             if flow.up >= 0:
-                parents, order, sizes = self._tree(flow.up)
-                inbound: dict[int, list[int]] = {rank: [starts[rank]] for rank in order}
-                for rank in reversed(order):
-                    if parents[rank] < 0:
-                        continue
-                    share = stage.growth[sizes[rank]] if stage.growth is not None else 1.0
-                    frame = self._node(
-                        number,
-                        offset + rank * ranks + parents[rank],
-                        share * wire,
-                        key,
-                        share * wire * constants.host_cost + frame_cost,
-                        handling + share * values * (stage.gather + stage.seal),
-                    )
-                    self._edges += [(before, frame) for before in inbound[rank]]
-                    inbound[parents[rank]].append(frame)
-                    last.append(frame)
-                for root in (rank for rank in order if parents[rank] < 0):
-                    reached[root] = self._point(number)
-                    self._edges += [(before, reached[root]) for before in inbound[root]]
-                    last.append(reached[root])
+                last += self._rise(hops, flow.up, key, starts, reached)
             if flow.down >= 0:
-                parents, order, _ = self._tree(flow.down)
-                share = stage.growth[ranks] if stage.growth is not None else 1.0
-                for rank in order:
-                    if parents[rank] < 0:
-                        reached.setdefault(rank, starts[rank])
-                        continue
-                    frame = self._node(
-                        number,
-                        offset + parents[rank] * ranks + rank,
-                        share * wire,
-                        key,
-                        share * wire * constants.host_cost + frame_cost,
-                        handling + share * values * stage.open,
-                    )
-                    self._edges.append((reached[parents[rank]], frame))
-                    reached[rank] = frame
-                    last.append(frame)
+                last += self._come_down(hops, flow.down, key, starts, reached)
         return last
+
+    def _rise(self, hops: _Hops, tree: int, key: float, starts: Sequence[int], reached: dict[int, int]) -> list[int]:
+        """A piece from all ranks to the roots, which are ``reached``; returns its nodes."""
+        stage, added = hops.stage, []
+        parents, order, sizes = self._tree(tree)
+        inbound: dict[int, list[int]] = {rank: [starts[rank]] for rank in order}
+        for rank in reversed(order):
+            if parents[rank] < 0:
+                continue
+            share = float(stage.growth[sizes[rank]]) if stage.growth is not None else 1.0
+            frame = self._frame(hops, rank, parents[rank], key, share, stage.gather + stage.seal)
+            self._edges += [(before, frame) for before in inbound[rank]]
+            inbound[parents[rank]].append(frame)
+            added.append(frame)
+        for root in (rank for rank in order if parents[rank] < 0):
+            reached[root] = self._point(hops.number)
+            self._edges += [(before, reached[root]) for before in inbound[root]]
+            added.append(reached[root])
+        return added
+
+    def _come_down(
+        self, hops: _Hops, tree: int, key: float, starts: Sequence[int], reached: dict[int, int]
+    ) -> list[int]:
+        """A piece from the roots, which may be ``reached`` by the way up, to all ranks; returns its nodes."""
+        stage, added = hops.stage, []
+        parents, order, _ = self._tree(tree)
+        share = float(stage.growth[self._network.ranks]) if stage.growth is not None else 1.0
+        for rank in order:
+            if parents[rank] < 0:
+                reached.setdefault(rank, starts[rank])
+                continue
+            frame = self._frame(hops, parents[rank], rank, key, share, stage.open)
+            self._edges.append((reached[parents[rank]], frame))
+            reached[rank] = frame
+            added.append(frame)
+        return added
+
+    def _frame(self, hops: _Hops, source: int, target: int, key: float, share: float, coding: float) -> int:
+        """A share of a piece from rank to rank; ``coding`` are the seconds a byte of values that follow."""
+        size = share * hops.wire
+        pair = hops.offset + source * self._network.ranks + target
+        cost = size * self._constants.host_cost + hops.frame_cost
+        return self._node(hops.number, pair, size, key, cost, hops.delay + share * hops.values * coding)
 
     def _tree(self, row: int) -> tuple[list[int], list[int], list[int]]:
         forest = self._forest
@@ -196,8 +245,8 @@ class _Graph:
         """Each rank passes on to the next what it received a step before, in pieces."""
         ranks, constants = self._network.ranks, self._constants
         size = stage.ring / stage.ring_steps / stage.ring_pieces
-        handling = constants.hop_delay(True, ranks)
-        cost = size * constants.host_cost + constants.message_cost
+        handling = stage.hop_delay(constants, ranks)
+        cost = size * constants.host_cost + stage.frame_cost(constants)
         before = [[start] * stage.ring_pieces for start in starts]
         last: list[int] = []
         for step in range(stage.ring_steps):
@@ -215,60 +264,67 @@ class _Graph:
             last = [frame for row in frames for frame in row]
         return last
 
-    def run(self, order: StartOrder, tokens: Floats) -> Outcome:
-        """Simulate; times by stage."""
-        network, count = self._network, len(self._pair)
-        pairs = numpy.array(self._pair, dtype=numpy.int64)
+    def run(self, order: StartOrder, tokens: Floats, bound: NDArray[numpy.int64]) -> Outcome:
+        """Simulate; times by stage, ``bound`` as in `Outcome`."""
+        network, pairs = self._network, numpy.array(self._pair, dtype=numpy.int64)
         connections, connection = numpy.unique(pairs, return_inverse=True)
-        routes = network.route_of.reshape(-1)[connections % network.ranks**2].astype(numpy.int64)
-        routes[connections >= 2 * network.ranks**2] = len(network.latencies)  # from a rank to itself: no hop
+        nodes = Nodes(
+            numpy.where(pairs < 0, -1, connection),
+            numpy.array(self._size),
+            numpy.array(self._key),
+            numpy.array(self._cost),
+            numpy.array(self._after),
+            numpy.array(self._release),
+        )
+        lines = self._lines(connections)
+        begun, sent, done = move(nodes, self._graph(order), lines, network.capacities, tokens, network.burst)
+        served, drained = self._moving(begun, sent, done)
+        return Outcome(
+            start=done[self._gates],
+            served=served,
+            drained=drained,
+            end=done[self._ends],
+            bound=bound,
+            packed=float(done[self._chores[-1]].max()) if self._chores else 0.0,
+        )
+
+    def _graph(self, order: StartOrder) -> Graph:
+        """Which node waits for which, and for a place in the backend."""
+        count = len(self._pair)
         edges = numpy.array(self._edges, dtype=numpy.int64).reshape(-1, 2)
         edges = edges[numpy.argsort(edges[:, 0], kind="stable")]
         queue = numpy.argsort(order.queue, kind="stable")[(order.queue < 0).sum() :]
-        begun, sent, done = move(
-            Nodes(
-                numpy.where(pairs < 0, -1, connection),
-                numpy.array(self._size),
-                numpy.array(self._key),
-                numpy.array(self._cost),
-                numpy.array(self._after),
-                numpy.array(self._release),
-            ),
-            Graph(
-                numpy.bincount(edges[:, 1], minlength=count),
-                numpy.searchsorted(edges[:, 0], numpy.arange(count + 1)),
-                edges[:, 1].copy(),
-                numpy.array(self._gates)[queue],
-                numpy.array(self._ends)[queue],
-                self._constants.collectives,
-            ),
-            Lines(
-                connections % network.ranks**2 // network.ranks,
-                connections % network.ranks,
-                routes,
-                numpy.append(network.starts, network.starts[-1]),
-                network.hops,
-                numpy.append(network.latencies, 0.0),
-                network.links,
-                network.shared_core,
-            ),
-            network.capacities,
-            tokens,
-            network.burst,
+        return Graph(
+            numpy.bincount(edges[:, 1], minlength=count),
+            numpy.searchsorted(edges[:, 0], numpy.arange(count + 1)),
+            edges[:, 1].copy(),
+            numpy.array(self._gates)[queue],
+            numpy.array(self._ends)[queue],
+            self._constants.collectives,
         )
-        edges_of = [*self._first_frames, count]
-        served, drained = [], []
+
+    def _lines(self, connections: NDArray[numpy.int64]) -> Lines:
+        """The connections: the transport's, the backend's, and of each rank to itself, which has no hop."""
+        network = self._network
+        routes = network.route_of.reshape(-1)[connections % network.ranks**2].astype(numpy.int64)
+        routes[connections >= 2 * network.ranks**2] = len(network.latencies)
+        return Lines(
+            connections % network.ranks**2 // network.ranks,
+            connections % network.ranks,
+            routes,
+            numpy.append(network.starts, network.starts[-1]),
+            network.hops,
+            numpy.append(network.latencies, 0.0),
+            network.links,
+            network.shared_core,
+        )
+
+    def _moving(self, begun: Floats, sent: Floats, done: Floats) -> tuple[Floats, Floats]:
+        """[stages] when the first byte of each moved, and when the last one left; of one without bytes, its end."""
+        served, drained = done[self._ends], done[self._ends]
         for number, (first, end) in enumerate(zip(self._first_frames, self._ends, strict=True)):
-            served.append(float(begun[first:end].min(initial=numpy.inf)))
-            moving = sent[first:end][numpy.isfinite(sent[first:end])]
-            drained.append(float(moving.max(initial=-numpy.inf)))
-            if edges_of[number] == end or not numpy.isfinite(served[-1]):
-                served[-1] = drained[-1] = float(done[end])
-        return Outcome(
-            start=done[self._gates],
-            served=numpy.array(served),
-            drained=numpy.array(drained),
-            end=done[self._ends],
-            bound=numpy.full(len(self._ends), -1, dtype=numpy.int64),
-            packed=float(done[self._chores[-1]].max()) if self._chores else 0.0,
-        )
+            started = begun[first:end].min(initial=numpy.inf)
+            if numpy.isfinite(started):
+                served[number] = started
+                drained[number] = sent[first:end][numpy.isfinite(sent[first:end])].max()
+        return served, drained

@@ -46,39 +46,18 @@ class Loads:
         return _overlap(self.pairs, self.work)
 
 
-@dataclass(frozen=True)
-class FlowArrays:
-    """The flows of several stages as arrays [flows], and the costs of their stages.
-
-    Attributes:
-        stage, up, down, wire, values, pieces: as in `Flow`, and the stage of each.
-        costs: [stages, 5] seconds: a byte to gather, to seal and to open; a frame at either end; a hop.
-        growth: [stages, ranks + 1] as in `Stage`; ones for dense stages.
-    """
-
-    stage: NDArray[numpy.int64]
-    up: NDArray[numpy.int64]
-    down: NDArray[numpy.int64]
-    wire: Floats
-    values: Floats
-    pieces: NDArray[numpy.int64]
-    costs: Floats
-    growth: Floats
-
-
-def flow_arrays(stages: Sequence[Stage], ranks: int, constants: Constants) -> FlowArrays:
+def flow_arrays(stages: Sequence[Stage], ranks: int, constants: Constants) -> Flows:
     """The flows of all stages."""
     flows = [flow for stage in stages for flow in stage.flows]
     up, down, wire, values, pieces = zip(*flows, strict=True) if flows else ((),) * 5
     costs = numpy.zeros((len(stages), 5))
     growth = numpy.ones((len(stages), ranks + 1))
     for number, stage in enumerate(stages):
-        frame = stage.handling + (constants.message_cost if stage.collective else constants.frame_cost)
-        hop = constants.hop_delay(stage.collective, ranks) + constants.crowd(ranks) * stage.handling
+        frame, hop = stage.frame_cost(constants), stage.hop_delay(constants, ranks)
         costs[number] = stage.gather, stage.seal, stage.open, frame, hop
         if stage.growth is not None:
             growth[number] = stage.growth
-    return FlowArrays(
+    return Flows(
         numpy.repeat(numpy.arange(len(stages)), [len(stage.flows) for stage in stages]),
         numpy.array(up, dtype=numpy.int64),
         numpy.array(down, dtype=numpy.int64),
@@ -87,6 +66,7 @@ def flow_arrays(stages: Sequence[Stage], ranks: int, constants: Constants) -> Fl
         numpy.array(pieces, dtype=numpy.int64),
         costs,
         growth,
+        constants.host_cost,
     )
 
 
@@ -118,7 +98,7 @@ class LoadModel:
         work, fill = numpy.zeros((len(stages), channels)), numpy.zeros(len(stages))
         pairs = numpy.zeros((len(stages), words), dtype=numpy.uint64)
         if len(flows.stage):
-            load(self._compiled(flows), self._chart(), work, fill, pairs)
+            load(flows, self._chart(), work, fill, pairs)
         crowding = numpy.zeros(len(stages))
         if len(flows.stage):
             routes = network.route_of, network.starts, network.hops
@@ -134,19 +114,6 @@ class LoadModel:
         stretch = 1 + constants.sharing_loss * numpy.maximum(crowding - 1, 0)
         work[:, : network.links] *= stretch[:, None]
         return Loads(work, stretch, fill, pairs)
-
-    def _compiled(self, flows: FlowArrays) -> Flows:
-        return Flows(
-            flows.stage,
-            flows.up,
-            flows.down,
-            flows.wire,
-            flows.values,
-            flows.pieces,
-            flows.costs,
-            flows.growth,
-            self._constants.host_cost,
-        )
 
     def _chart(self) -> Chart:
         network, forest = self._network, self._forest
@@ -179,7 +146,7 @@ class LoadModel:
     def _add_ring(self, stage: Stage, work: Floats) -> None:
         network, constants = self._network, self._constants
         work += stage.ring * self._ring
-        handled = 2 * stage.ring_steps * stage.ring_pieces * constants.message_cost
+        handled = 2 * stage.ring_steps * stage.ring_pieces * stage.frame_cost(constants)
         seconds = 2 * stage.ring * constants.host_cost + stage.ring / 2 * stage.gather + handled
         work[network.links : network.links + network.ranks] += seconds
         if network.shared_core >= 0:

@@ -28,7 +28,7 @@ class Outcome:
         served: when bytes first moved.
         drained: when its last bytes left.
         end: when the last rank had them.
-        bound: the channel that bound it, -1 for none.
+        bound: the channel that bound it, -1 for none; in frames, the one that it fills the longest.
         packed: when the main threads had done their work for synchronization; 0 where they share no cores.
     """
 

@@ -12,7 +12,14 @@ from lightning_autosync.simulator.network import Floats, Integers
 
 
 class Flows(NamedTuple):
-    """The arrays of `FlowArrays` for compiled code; ``host_cost`` is that of `Constants`."""
+    """The flows of several stages as arrays [flows], and the costs of their stages.
+
+    Attributes:
+        stage, up, down, wire, values, pieces: as in `Flow`, and the stage of each.
+        costs: [stages, 5] seconds: a byte to gather, to seal and to open; a frame at either end; a hop.
+        growth: [stages, ranks + 1] as in `Stage`; ones for dense stages.
+        host_cost: that of `Constants`.
+    """
 
     stage: NDArray[numpy.int64]
     up: NDArray[numpy.int64]
@@ -78,13 +85,6 @@ def load(flows: Flows, chart: Chart, work: Floats, fill: Floats, pairs: NDArray[
 
 
 @numba.njit(cache=True)
-def _share_of(flows: Flows, chart: Chart, flow: int, way: int, tree: int, rank: int) -> float:
-    """Share of its range that the hop between a rank and its parent carries."""
-    ranks = chart.parents.shape[1]
-    return flows.growth[flows.stage[flow], chart.sizes[tree, rank] if way == _UP else ranks]
-
-
-@numba.njit(cache=True)
 def _add_work(
     flows: Flows,
     chart: Chart,
@@ -98,24 +98,26 @@ def _add_work(
     """What one way of a flow asks of links and hosts, how often it crosses each link, and whom it connects."""
     ranks, stage = chart.parents.shape[1], flows.stage[flow]
     gather, seal, opening, frame, _ = flows.costs[stage]
-    own = work[stage]
+    wire, values = flows.wire[flow], flows.values[flow]
+    parents, sizes, growth, own = chart.parents[tree], chart.sizes[tree], flows.growth[stage], work[stage]
+    route_of, starts, hops = chart.route_of, chart.starts, chart.hops
     for rank in range(ranks):
-        parent = chart.parents[tree, rank]
+        parent = parents[rank]
         if parent < 0:
-            own[chart.links + rank] += flows.values[flow] * seal
+            own[chart.links + rank] += values * seal
             if chart.shared >= 0:
-                own[chart.shared] += flows.values[flow] * seal
+                own[chart.shared] += values * seal
             continue
         source, target = (rank, parent) if way == _UP else (parent, rank)
-        share = _share_of(flows, chart, flow, way, tree, rank)
-        route = chart.route_of[source, target]
-        for hop in range(chart.starts[route], chart.starts[route + 1]):
-            own[chart.hops[hop]] += share * flows.wire[flow]
-            count[chart.hops[hop]] += share
-        handling = share * flows.wire[flow] * flows.host_cost + flows.pieces[flow] * frame
-        values = share * flows.values[flow]
-        sending = values * seal if way == _UP else 0.0
-        receiving = values * (gather if way == _UP else opening)
+        # Of its range, the hop carries what the sum over the ranks below it fills; on the way down, over all.
+        share = growth[sizes[rank] if way == _UP else ranks]
+        route = route_of[source, target]
+        for hop in range(starts[route], starts[route + 1]):
+            own[hops[hop]] += share * wire
+            count[hops[hop]] += share
+        handling = share * wire * flows.host_cost + flows.pieces[flow] * frame
+        sending = share * values * seal if way == _UP else 0.0
+        receiving = share * values * (gather if way == _UP else opening)
         own[chart.links + source] += handling + sending
         own[chart.links + target] += handling + receiving
         if chart.shared >= 0:
@@ -129,17 +131,20 @@ def _time_hops(flows: Flows, chart: Chart, flow: int, way: int, tree: int, count
     """Seconds of one piece from each rank to its parent, or back."""
     gather, seal, opening, _, hop_cost = flows.costs[flows.stage[flow]]
     coding = gather + seal if way == _UP else opening
+    wire, values, pieces = flows.wire[flow], flows.values[flow], flows.pieces[flow]
+    parents, sizes, growth = chart.parents[tree], chart.sizes[tree], flows.growth[flows.stage[flow]]
+    route_of, starts, hops, capacities = chart.route_of, chart.starts, chart.hops, chart.capacities
     for rank in range(len(hop_time)):
-        parent = chart.parents[tree, rank]
+        parent = parents[rank]
         if parent < 0:
             continue
-        route = chart.route_of[rank, parent] if way == _UP else chart.route_of[parent, rank]
+        route = route_of[rank, parent] if way == _UP else route_of[parent, rank]
         slowest = 0.0
-        for hop in range(chart.starts[route], chart.starts[route + 1]):
-            slowest = max(slowest, count[chart.hops[hop]] / chart.capacities[chart.hops[hop]])
-        share = _share_of(flows, chart, flow, way, tree, rank)
-        piece = slowest * flows.wire[flow] + share * flows.values[flow] * coding
-        hop_time[rank] = piece / flows.pieces[flow] + chart.latencies[route] + hop_cost
+        for hop in range(starts[route], starts[route + 1]):
+            slowest = max(slowest, count[hops[hop]] / capacities[hops[hop]])
+        share = growth[sizes[rank] if way == _UP else len(hop_time)]
+        piece = slowest * wire + share * values * coding
+        hop_time[rank] = piece / pieces + chart.latencies[route] + hop_cost
 
 
 @numba.njit(cache=True)

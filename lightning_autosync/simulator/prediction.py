@@ -39,7 +39,8 @@ class Timeline:
         step_time: seconds of the whole step.
         messages: in schedule order.
         compute: for each rank, its forward pass, backward pass and optimizer step.
-        links: share of the step, 0 to 1, in which each direction of a link is busy, by its name ``a > b``.
+        links: share of the step, 0 to 1, in which each direction of a link is busy, by its name ``a > b``: the part of
+            what its rate carries in the step that it does carry. Empty where that is not known.
     """
 
     step_time: float
@@ -61,6 +62,9 @@ class Prediction:
         synchronization_time: seconds from the first message's start until all ranks have all sums.
         timeline: messages, compute and links.
         hosts: share of the step in which the core that communicates on each rank is busy.
+        cores: share of the step in which the cores that all ranks share are busy, with what communicates and what the
+            main threads do for it; above 1 where they cannot do it in that time. None where ranks have cores of their
+            own.
         critical_path: what the step waits for, one after the other.
         demand: [messages, channels] seconds for which each message keeps each channel busy: the directions of the links
             as in :attr:`~lightning_autosync.cluster.Topology.channels`, the host of each rank, and, if cores are
@@ -71,5 +75,6 @@ class Prediction:
     synchronization_time: float
     timeline: Timeline
     hosts: tuple[float, ...]
+    cores: float | None
     critical_path: tuple[Span, ...]
     demand: NDArray[numpy.float64] = field(repr=False, compare=False)

@@ -88,10 +88,9 @@ class Replay:
         for _ in range(_STEPS):
             before = tokens.copy()
             outcome = self._run(stages, loads, order, starts, chores, tokens)
-            prediction = self._prediction(schedule, stages, loads, order, computes, outcome)
-            # What a step leaves in the links' buckets, and what comes in until it ends, is there for the next one.
-            idle = max(0.0, prediction.step_time - float(outcome.end.max(initial=0.0)))
-            tokens = numpy.minimum(tokens + idle * self._network.capacities, self._network.burst)
+            prediction, tokens = self._prediction(
+                schedule, stages, loads, order, computes, chores, outcome, before, tokens
+            )
             if abs(tokens - before).sum() <= _STEADY * self._network.burst.sum():
                 break
         return prediction
@@ -113,7 +112,7 @@ class Replay:
         """One step, in frames where there are ``starts``; ``tokens`` are changed."""
         network, constants = self._network, self._constants
         if starts is not None:
-            return run_frames(stages, order, loads.stretch, starts, chores, network, self._forest, constants, tokens)
+            return run_frames(stages, order, loads, starts, chores, network, self._forest, constants, tokens)
         conditions = Conditions(
             loads.work, loads.fill, order.release, order.delay, order.after, order.urgency, order.queue, loads.rivals()
         )
@@ -138,48 +137,55 @@ class Replay:
         loads: Loads,
         order: StartOrder,
         computes: dict[float, Compute],
+        chores: Chores | None,
         outcome: Outcome,
-    ) -> Prediction:
+        before: Floats,
+        tokens: Floats,
+    ) -> tuple[Prediction, Floats]:
+        """What a step takes; and the tokens at its end, given those ``before`` it and those when its last byte left."""
         slowest = computes[min(computes)]
-        count = len(schedule.messages)
-        first, last = [len(stages)] * count, [0] * count
-        now = max(slowest.backward, outcome.packed)
-        finish = numpy.zeros(count)
-        for number, stage in enumerate(stages):
-            first[stage.message] = min(first[stage.message], number)
-            last[stage.message] = max(last[stage.message], number)
-            finish[stage.message] += stage.finish
-            if stage.deferred:
-                now = max(now, float(outcome.start[number]))
-        spans = []
-        for message in schedule.messages:
-            now = max(now, float(outcome.end[last[message.index]])) + float(finish[message.index])
-            start, end = float(outcome.served[first[message.index]]), float(outcome.end[last[message.index]])
-            spans.append(MessageSpan(message.name, start, end, slowest.ready[message.index]))
+        spans, synchronized = _message_spans(schedule, stages, slowest, outcome)
         optimizer = [self._workload.optimizer_time / speed for speed in self._speeds]
-        step_time = now + max(optimizer)
-        busy = loads.work.sum(axis=0) / self._network.capacities / step_time if step_time else 0 * loads.work[0]
+        step_time = synchronized + max(optimizer)
+        # What a step leaves in the links' buckets, and what comes in until it ends, is there for the next one.
+        idle = max(0.0, step_time - float(outcome.end.max(initial=0.0)))
+        rested = numpy.minimum(tokens + idle * self._network.capacities, self._network.burst)
+        busy = self._busy(loads.work.sum(axis=0) - (before - rested), step_time)
         links = self._network.links
-        demand = numpy.zeros((count, len(busy)))
+        demand = numpy.zeros((len(schedule.messages), len(busy)))
         numpy.add.at(demand, [stage.message for stage in stages], loads.work / self._network.capacities)
         timeline = Timeline(
             step_time,
             tuple(spans),
             tuple(
-                _compute_spans(computes[speed], now, seconds)
+                _compute_spans(computes[speed], synchronized, seconds)
                 for speed, seconds in zip(self._speeds, optimizer, strict=True)
             ),
-            dict(zip(self._names, busy[:links].tolist(), strict=True)),
+            dict(zip(self._names, numpy.clip(busy[:links], 0.0, 1.0).tolist(), strict=True)),
         )
-        begun = min((span.start for span in spans), default=now)
-        return Prediction(
+        prediction = Prediction(
             step_time=step_time,
-            synchronization_time=now - begun,
+            synchronization_time=synchronized - min((span.start for span in spans), default=synchronized),
             timeline=timeline,
             hosts=tuple(busy[links : links + self._network.ranks].tolist()),
-            critical_path=critical_path(schedule, stages, order, outcome, slowest, now, step_time, self._bottlenecks),
+            cores=None if chores is None or not step_time else self._shared_cores(busy, chores, step_time),
+            critical_path=critical_path(
+                schedule, stages, order, outcome, slowest, synchronized, step_time, self._bottlenecks
+            ),
             demand=demand,
         )
+        return prediction, rested
+
+    def _busy(self, passed: Floats, step_time: float) -> Floats:
+        """[channels] the part of what each gives in a step that was taken; ``passed`` without what an earlier step left
+        in the links' buckets."""
+        return passed / self._network.capacities / step_time if step_time else numpy.zeros_like(passed)
+
+    def _shared_cores(self, busy: Floats, chores: Chores, step_time: float) -> float:
+        """Share of the step in which the cores that all ranks share are busy."""
+        shared = self._network.shared_core
+        main_threads = self._network.ranks * sum(chores.core) / float(self._network.capacities[shared])
+        return float(busy[shared]) + main_threads / step_time
 
     @property
     def _bottlenecks(self) -> tuple[str, ...]:
@@ -195,6 +201,28 @@ def replay(
 ) -> Prediction:
     """Price one schedule; for several on the same cluster, keep a `Replay`."""
     return Replay(workload, cluster, constants).predict(schedule, detail)
+
+
+def _message_spans(
+    schedule: Schedule, stages: Sequence[Stage], slowest: Compute, outcome: Outcome
+) -> tuple[list[MessageSpan], float]:
+    """Each message; and when the slowest rank has taken the last sum."""
+    count = len(schedule.messages)
+    first, last = [len(stages)] * count, [0] * count
+    now = max(slowest.backward, outcome.packed)
+    finish = numpy.zeros(count)
+    for number, stage in enumerate(stages):
+        first[stage.message] = min(first[stage.message], number)
+        last[stage.message] = max(last[stage.message], number)
+        finish[stage.message] += stage.finish
+        if stage.deferred:
+            now = max(now, float(outcome.start[number]))
+    spans = []
+    for message in schedule.messages:
+        now = max(now, float(outcome.end[last[message.index]])) + float(finish[message.index])
+        start, end = float(outcome.served[first[message.index]]), float(outcome.end[last[message.index]])
+        spans.append(MessageSpan(message.name, start, end, slowest.ready[message.index]))
+    return spans, now
 
 
 def _compute_spans(compute: Compute, synchronized: float, optimizer: float) -> tuple[Span, ...]:

@@ -52,7 +52,7 @@ class Stage:
         flows: what travels along trees.
         ring: framed bytes that each rank sends to the next one in all.
         ring_steps: hops of the ring, one after the other.
-        ring_pieces: pieces that a rank's part is cut into.
+        ring_pieces: pieces that each rank sends in a step.
         growth: [ranks + 1] share of a range that the sum over k ranks fills; rows only.
         gather, seal, open: seconds of a core a byte of values: to take in a contribution, to pass on, to take the sum.
         handling: seconds of a core a frame at either end, besides what every frame costs.
@@ -72,6 +72,14 @@ class Stage:
     seal: float = 0.0
     open: float = 0.0
     handling: float = 0.0
+
+    def frame_cost(self, constants: Constants) -> float:
+        """Seconds of a core a frame at either end, without those of its bytes."""
+        return self.handling + (constants.message_cost if self.collective else constants.frame_cost)
+
+    def hop_delay(self, constants: Constants, ranks: int) -> float:
+        """Seconds by which a hop is longer than its way on the wire, without those of its bytes."""
+        return constants.hop_delay(self.collective, ranks) + constants.crowd(ranks) * self.handling
 
 
 class Stager:
@@ -147,22 +155,28 @@ class Stager:
         return Stage(message.index, False, flows=tuple(flows), gather=gather, seal=encode, open=decode)
 
     def _all_reduce(self, message: Message, round: Round) -> Stage:
-        """gloo's ring in rank order: 2 (n - 1) steps of a rank's part each."""
+        """gloo's ring in rank order: 2 (n - 1) steps of a rank's part each.
+
+        The rings of several transfers are one here, of as many steps as follow each other where some run side by side;
+        a step has the pieces of those that do.
+        """
         constants, ranks = self._constants, self._ranks
         transfers = [transfer for transfer in round.transfers if isinstance(transfer, AllReduce)]
         wire = sum(self._wire(message, transfer.start, transfer.stop, round.length) for transfer in transfers)
         values = round.length * ITEMSIZE[message.dtype]
         encode, decode = self._coding(message)
         steps = 2 * (ranks - 1)
+        following = -(-len(transfers) // constants.collectives)
         part = wire / max(1, len(transfers)) / ranks
+        pieces = len(transfers) * max(2, round_up(part / _GLOO_SEGMENT))
         return Stage(
             message.index,
             True,
             launch=len(transfers) * constants.collective_cost + values * encode,
             finish=self._crowd * values * decode,
             ring=steps * wire / ranks,
-            ring_steps=steps * -(-len(transfers) // constants.collectives),
-            ring_pieces=max(2, round_up(part / _GLOO_SEGMENT)),
+            ring_steps=steps * following,
+            ring_pieces=-(-pieces // max(1, following)),
             gather=values / max(wire, 1.0) / constants.reduce_rate,
         )
 

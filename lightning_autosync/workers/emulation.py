@@ -37,7 +37,8 @@ class EmulatedLaunch:
 
     The network is there when the constructor returns, for any number of pools, and is taken down by
     :meth:`close`, at the end of a ``with`` block, when no longer referenced, and when this process ends
-    in whatever way. Networks do not see each other nor the machine's own.
+    in whatever way. Networks do not see each other nor the machine's own. What is left of processes that are no
+    more, on a machine that ended even what cleans up after them, is deleted first.
 
     Raises:
         LaunchError: this is not Linux, not root, or ``ip`` or ``tc`` is missing or fails.
@@ -46,6 +47,7 @@ class EmulatedLaunch:
 
     def __init__(self, cluster: ClusterSpec) -> None:
         netns.require_namespaces()
+        netns.remove_stale()
         self.cluster = cluster
         self.network = Network(cluster)
         self._warn_of_latency()
@@ -150,5 +152,13 @@ def _shaping_line(port: Port) -> str:
 def _take_down(namespaces: Sequence[str], janitor: netns.Janitor, owner: int) -> None:
     if os.getpid() != owner:  # a forked copy of the caller must not take down the original's network
         return
-    netns.delete(namespaces)
-    janitor.dismiss()
+    left = netns.delete(namespaces)
+    if not left:
+        janitor.dismiss()
+        return
+    janitor.release()
+    warnings.warn(
+        f"emulated links: the network namespaces {', '.join(left)} cannot be deleted; a process in the background "
+        "tries on for a minute, and `ip netns delete NAME` tells why",
+        stacklevel=2,
+    )

@@ -9,11 +9,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
+from lightning_autosync.cluster import PAYLOAD_SHARE
 from lightning_autosync.workers import netns
 from lightning_autosync.workers.emulation import EmulatedLaunch
 from lightning_autosync.workers.errors import LaunchError
 from lightning_autosync.workers.network import Port
-from lightning_autosync.workers.throughput import PAYLOAD_SHARE, bytes_received
+from lightning_autosync.workers.throughput import bytes_received
 
 BURST = 256 * 1024  # passes before the clock starts, so that the token bucket is empty by then
 SECONDS = 0.25

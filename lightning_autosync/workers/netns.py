@@ -22,11 +22,16 @@ TOOLS = ("ip", "tc")
 NAME = re.compile(r"as(\d+)-\d+-\d+")
 
 # Waits for the end of its input, which comes when the process that holds the other end closes it or ends
-# in whatever way. The second look is for what a half-finished set-up added after the first.
+# in whatever way. A half-finished set-up may add more after a look, as the `ip` that it started outlives it. So the
+# janitor looks until three looks in a row, a second apart, found nothing; sixty times at most.
 JANITOR = """
 cat > /dev/null
-for look in 1 2; do
-    for name in "$@"; do [ ! -e /run/netns/$name ] || ip netns delete $name; done
+calm=0 looks=0
+while [ $calm -lt 3 ] && [ $looks -lt 60 ]; do
+    calm=$((calm + 1)) looks=$((looks + 1))
+    for name in "$@"; do
+        if [ -e /run/netns/$name ]; then calm=0; ip netns delete $name; fi
+    done
     sleep 1
 done
 """
@@ -47,7 +52,7 @@ def require_namespaces() -> None:
         reason = f"they need the command '{missing[0]}' of iproute2, which is not installed"
     else:
         return
-    raise LaunchError(f"emulated links: {reason}; LocalLaunch runs the ranks without them")
+    raise LaunchError(f"emulated links: {reason}; other launches run the ranks without: local, torchrun, ssh, slurm")
 
 
 def configure(tool: str, lines: Iterable[str], namespace: str | None = None) -> None:
@@ -74,17 +79,17 @@ def list_namespaces() -> list[str]:
     return sorted(path.name for path in DIRECTORY.glob("as*") if NAME.fullmatch(path.name))
 
 
-def delete(names: Iterable[str]) -> None:
-    """Delete namespaces; those already gone are passed over."""
+def delete(names: Iterable[str]) -> list[str]:
+    """Delete namespaces; those already gone are passed over. Returns the names of those that are still there."""
+    names = list(names)
     for name in names:
         subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
+    return [name for name in names if (DIRECTORY / name).exists()]
 
 
-def remove_stale() -> list[str]:
-    """Delete the namespaces of processes that are no more, and return their names."""
-    stale = [name for name in list_namespaces() if not _exists(_owner(name))]
-    delete(stale)
-    return stale
+def remove_stale() -> None:
+    """Delete the namespaces of processes that are no more, whose janitors were ended too."""
+    delete(name for name in list_namespaces() if not _exists(_owner(name)))
 
 
 class Janitor:
@@ -103,6 +108,11 @@ class Janitor:
         """End it: there is nothing left to delete."""
         self._process.kill()
         self._process.communicate()
+
+    def release(self) -> None:
+        """Let it begin although this process goes on."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
 
 
 def socket_in(namespace: str) -> socket.socket:

@@ -1,8 +1,8 @@
 """Paced compute: a module with a workload's true parameters whose passes last as profiled and use no core.
 
-Forward and backward sleep. Each gradient appears at its ready time, counted from the start of its backward pass, so
-errors of single sleeps do not add up; what a hook does at a gradient goes on while the next is waited for, as beside
-an accelerator that computes.
+Forward, backward and the optimizer's step sleep. Each gradient appears at its ready time, counted from the start of its
+backward pass, so errors of single sleeps do not add up; what a hook does at a gradient goes on while the next is waited
+for, as beside an accelerator that computes.
 """
 
 from __future__ import annotations
@@ -30,22 +30,24 @@ class PacedModule(nn.Module):
     Args:
         workload: variables and times; a time that is unknown (0) takes none. A variable without ready time comes
             with the end of backward.
+        speed: how fast this rank's node computes; the workload's times are for 1.
 
     Raises:
         WorkloadError: no module can have a parameter of that name, or how many rows of a table are touched is unknown.
     """
 
-    def __init__(self, workload: Workload) -> None:
+    def __init__(self, workload: Workload, speed: float = 1.0) -> None:
         super().__init__()
         for variable in workload.variables:
             _place(self, variable)
         parameters = dict(self.named_parameters())
-        self._forward_time = workload.forward_time
-        self._backward_time = workload.backward_time
+        self._forward_time = workload.forward_time / speed
+        self._backward_time = workload.backward_time / speed
+        self._optimizer_time = workload.optimizer_time / speed
         self._pace = _Pace()
         in_order = [workload.variable(name) for name in workload.ready_order]
         self._stages = [
-            _Stage(ready, [(parameters[variable.name], _gradient(variable)) for variable in members])
+            _Stage(ready / speed, [(parameters[variable.name], _gradient(variable)) for variable in members])
             for ready, members in groupby(in_order, lambda v: workload.backward_time if v.ready is None else v.ready)
         ]
         self._chain: Tensor | None = None
@@ -60,6 +62,11 @@ class PacedModule(nn.Module):
             self._chain = self._make_chain()
         self._pace.until(self._forward_time)
         return _Restart.apply(self._chain, self._pace)
+
+    def step_optimizer(self) -> None:
+        """The optimizer's step: its time passes, and parameters stay zero."""
+        self._pace.restart()
+        self._pace.until(self._optimizer_time)
 
     def _make_chain(self) -> Tensor:
         """Backward walks it from its end: its start, the first stage, ..., the last stage, its end."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import select
 import signal
@@ -116,18 +117,20 @@ class WorkerProcess:
         return self._process.poll() is None
 
     def send(self, line: bytes, deadline: float) -> None:
-        """Write one order, given as an encoded JSON line.
+        """Write one order, given as an encoded JSON line; ``deadline`` (``time.monotonic()``) may be ``math.inf``.
 
         Raises:
             EOFError: the worker is gone.
-            TimeoutError: it did not take the order before ``deadline`` (``time.monotonic()``).
+            TimeoutError: it did not take the order before ``deadline``.
         """
         rest = memoryview(line)
         while rest:
             try:
                 rest = rest[os.write(self._orders, rest) :]
             except BlockingIOError:
-                if not select.select([], [self._orders], [], max(0.0, deadline - time.monotonic()))[1]:
+                # `select` takes no infinite time; None is without limit.
+                patience = None if math.isinf(deadline) else max(0.0, deadline - time.monotonic())
+                if not select.select([], [self._orders], [], patience)[1]:
                     raise TimeoutError from None
             except BrokenPipeError:
                 raise EOFError from None

@@ -5,8 +5,6 @@ from __future__ import annotations
 import socket
 import struct
 
-PAYLOAD_SHARE = 1448 / 1514
-"""Of a full Ethernet frame with TCP/IPv4 and its timestamps. Rates of links count whole frames."""
 _BYTES_RECEIVED = 128
 """Offset of tcpi_bytes_received, 8 bytes, in the kernel's ``struct tcp_info``."""
 _ROUND_TRIP = 68

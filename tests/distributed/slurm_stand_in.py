@@ -1,9 +1,10 @@
-"""Stands for sbatch, srun and sacct, by the name under which it is called: a cluster that is this machine."""
+"""Stands for sbatch, srun, sacct and scancel, by the name under which it is called: a cluster that is this machine."""
 
 from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -42,11 +43,13 @@ def srun() -> None:
     assert "--kill-on-bad-exit=1" in words[:start]
     output = words[words.index("--output") + 1].replace("%j", JOB)
     per_node = int(os.environ["SLURM_NTASKS_PER_NODE"])
+    count = os.environ["SLURM_NTASKS"]
+    step = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": count}
     tasks = []
-    for rank in range(int(os.environ["SLURM_NTASKS"])):
+    for rank in range(int(count)):
         place = {"SLURM_NODEID": str(rank // per_node), "SLURM_LOCALID": str(rank % per_node)}
         with open(output.replace("%t", str(rank)), "wb") as log:
-            variables = {**os.environ, **place, "SLURM_PROCID": str(rank)}
+            variables = {**os.environ, **step, **place, "SLURM_PROCID": str(rank)}
             tasks.append(subprocess.Popen(words[start:], env=variables, stdout=log, stderr=log))
     while tasks:
         number, status = os.wait()
@@ -57,7 +60,17 @@ def srun() -> None:
 
 
 def sacct() -> None:
+    """Tell that the job runs; who asks in order to wait for it may get a signal."""
+    if "STAND_IN_SIGNAL" in os.environ:
+        os.kill(os.getppid(), signal.Signals[os.environ["STAND_IN_SIGNAL"]])
     print(f"JobID|State|NodeList\n{JOB}|RUNNING|here")
+
+
+def scancel() -> None:
+    """Keep which job it was, or refuse."""
+    if "STAND_IN_REFUSAL" in os.environ:
+        sys.exit(1)
+    Path(os.environ["STAND_IN_SCRIPT"] + ".cancelled").write_text(" ".join(sys.argv[1:]))
 
 
 def main() -> None:

@@ -36,7 +36,7 @@ def found(tmp_path_factory) -> tuple[dict[str, Any], str]:
 
 def test_every_contender_every_round_every_rank_every_step(found):
     document, printed = found
-    assert list(document["contenders"]) == ["ddp", "ddp_view", "native", "star"]
+    assert list(document["contenders"]) == ["ddp", "ddp_static", "ddp_view", "ddp_view_static", "native", "star"]
     for name, contender in document["contenders"].items():
         rounds = contender["step_seconds_by_round_and_rank"]
         assert [[len(steps) for steps in ranks] for ranks in rounds] == [[3, 3], [3, 3]]
@@ -93,7 +93,7 @@ def paced() -> Result:
     }
     plans = {"rows": {"builder": "all_reduce", "embeddings": "rows"}, "star": {"builder": "byteps"}}
     sparse = {"ddp_sparse": {"ddp": {}, "embeddings": "sparse"}, "sparse": {"builder": "ps", "embeddings": "sparse"}}
-    sizes = {"rounds": 1, "steps": 4, "warm_up": 3}
+    sizes = {"rounds": 1, "steps": 4, "warm_up": 3, "ddp": {"static_graph": [False, True]}}
     return run_bench(Settings.parse({"model": model, **sizes, "contenders": {**hooks, **plans, **sparse}}))
 
 

@@ -9,8 +9,11 @@ import pytest
 
 from lightning_autosync.bench.convergence.command import converge
 from lightning_autosync.bench.convergence.comparison import compare
+from lightning_autosync.bench.convergence.groups import compare as compare_groups
 from lightning_autosync.bench.convergence.result import Result
 from lightning_autosync.bench.convergence.settings import Settings
+from lightning_autosync.cluster import ClusterSpec
+from lightning_autosync.workers import LaunchError, netns
 
 WORKERS = 3
 METHODS: dict[str, Any] = {
@@ -18,6 +21,7 @@ METHODS: dict[str, Any] = {
     "ddp": {"kind": "ddp"},
     "zero": {"kind": "zero"},
     "synchronous_ps": {"builder": "byteps", "consistency": {"mode": "synchronous", "served": True}},
+    "central": {"builder": "ps", "consistency": {"mode": "synchronous", "served": True}},
     "ssp": {"builder": "ps", "consistency": {"mode": "bounded_staleness", "staleness": 2}},
     "whole_groups": {"consistency": {"mode": "partial_reduce", "group_size": 3, "weighting": "constant"}},
     "pairs": {"builder": "partial_reduce"},
@@ -50,18 +54,66 @@ def test_all_take_their_steps_and_are_judged(fixed):
 def test_methods_that_are_the_same_find_the_same(fixed):
     """With plain SGD, averaging the models of all after each step is averaging gradients."""
     finals = {name: fixed.of(name, "equal")[0].final for name in METHODS}
-    for name in ("ddp", "zero", "synchronous_ps", "whole_groups"):
+    for name in ("ddp", "zero", "synchronous_ps", "central", "whole_groups"):
         assert finals[name] == pytest.approx(finals["all_reduce"], abs=0.6), name
     assert fixed.of("all_reduce", "equal")[0].scores[0] == fixed.of("pairs", "equal")[0].scores[0]
 
 
 def test_traffic(fixed):
-    sent = {name: fixed.of(name, "equal")[0].sent for name in METHODS}
+    found = {name: fixed.summary(name, "equal") for name in METHODS}
+    sent = {name: summary.sent for name, summary in found.items()}
     if None in sent.values():
         pytest.skip("the kernel does not count bytes here")
     for name in ("all_reduce", "ddp", "whole_groups"):
-        assert sent[name] == pytest.approx(fixed.ring_bytes, rel=0.35), name
+        for size in fixed.of(name, "equal")[0].sent:
+            assert size == pytest.approx(fixed.ring_bytes, rel=0.35), name
     assert sent["local_sgd"] < 0.4 * sent["all_reduce"]
+    # The one server sends the model to both others, and they a gradient each.
+    assert found["central"].sent_most == pytest.approx(2 * sent["central"], rel=0.35)
+
+
+def test_groups_are_kept(fixed):
+    (run,) = fixed.of("whole_groups", "equal")
+    assert run.groups.members == [[0, 1, 2]] * STEPS
+    (run,) = fixed.of("pairs", "equal")
+    assert {len(members) for members in run.groups.members} == {2}
+    assert fixed.of("all_reduce", "equal")[0].groups is None
+    assert fixed.summary("pairs", "equal").bridging == run.groups.bridging / len(run.groups.members)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_mesh_and_cached_groups_average_alike(pool, size: int):
+    """What the measurement of both checks as it goes."""
+    assert all(mesh > 0 and gloo > 0 for mesh, gloo in compare_groups(pool, size, 0.1, 4, f"groups-of-{size}"))
+
+
+@pytest.mark.root
+def test_behind_emulated_links():
+    try:
+        netns.require_namespaces()
+    except LaunchError as error:
+        pytest.skip(str(error))
+    cluster = ClusterSpec.star(["200 Mbit/s", "100 Mbit/s", "100 Mbit/s"])
+    methods = {name: METHODS[name] for name in ("all_reduce", "ddp", "central", "pairs")}
+    settings = {
+        "task": {"kind": "digits"},
+        "launch": {"kind": "emulated"},
+        "cluster": cluster.to_dict(),
+        "workers": 3,
+        "methods": methods,
+        "speeds": {"slow": [{"ranks": [2], "factor": 2.0}]},
+        "pace": 0.01,
+        "rates": [0.05],
+        "steps": 4,
+        "momentum": 0.0,
+        "seeds": 1,
+    }
+    found = compare(Settings.parse(settings))
+    assert found.to_dict()["emulated"] == {"compute": True, "links": True}
+    for name in methods:
+        (run,) = found.of(name, "slow")
+        assert run.steps == [4, 4, 4]
+    assert found.of("ddp", "slow")[0].final == pytest.approx(found.of("all_reduce", "slow")[0].final, abs=0.6)
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +158,7 @@ def test_rates_are_chosen_from_the_grid_by_other_seeds(stragglers):
 
 
 def test_optimizer_state_is_whole_or_dealt_out(stragglers):
-    state = {name: summary["state_bytes"] for name, summary in stragglers["summaries"]["slow"].items()}
+    state = {name: summary["state_most"] for name, summary in stragglers["summaries"]["slow"].items()}
     model = stragglers["model_bytes"]
     assert state["all_reduce"] == state["pairs"] == model
     assert state["zero"] < model

@@ -9,7 +9,11 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,11 +38,60 @@ def own_namespaces(pid: int | None = None) -> list[str]:
     return [name for name in netns.list_namespaces() if name.startswith(f"as{pid or os.getpid()}-")]
 
 
-def wait_until_none_of(pid: int) -> list[str]:
-    deadline = time.monotonic() + 5.0
-    while (left := own_namespaces(pid)) and time.monotonic() < deadline:
+def wait_while(look: Callable[[], Any], seconds: float = 60.0) -> Any:
+    """What a look finds once it finds nothing; or what it still finds after so many seconds."""
+    deadline = time.monotonic() + seconds
+    while (found := look()) and time.monotonic() < deadline:
         time.sleep(0.05)
-    return left
+    return found
+
+
+def own_links() -> str:
+    """The network devices of the machine itself."""
+    return subprocess.run(["ip", "-br", "link"], capture_output=True, text=True, check=True).stdout
+
+
+def processes_with(file: str, entry: str) -> list[str]:
+    """The ids of the processes of which ``/proc/PID/FILE`` has an entry that begins so."""
+    found = []
+    for place in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended meanwhile
+            entries = (place / file).read_bytes().split(b"\0")
+            if any(other.startswith(entry.encode()) for other in entries):
+                found.append(place.name)
+    return found
+
+
+def processes_marked(mark: str) -> list[str]:
+    """Those that live with a mark in their environment, whatever their parents are: workers, janitors, `ip`."""
+    return processes_with("environ", f"MARK={mark}")
+
+
+@contextmanager
+def marked_programs(mark: str, program: str, count: int = 1) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Python programs of which every descendant has the mark."""
+    environment = {
+        **os.environ,
+        "MARK": mark,
+        "HERE": str(HERE),
+        "PYTHONPATH": os.pathsep.join(path or "." for path in sys.path),
+    }
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(program)],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        )
+        for _ in range(count)
+    ]
+    try:
+        yield processes
+    finally:
+        for process in processes:
+            with process:
+                process.kill()
 
 
 def least_seconds(pool: WorkerPool, pairs: list[list[int]], amount: int, tries: int = 3) -> float:
@@ -124,14 +177,14 @@ def test_the_kernel_routes_by_sender_where_the_topology_does(diamond):
 
 
 def test_two_at_once_do_not_meet():
-    before = subprocess.run(["ip", "-o", "link"], capture_output=True, text=True).stdout
+    before = own_links()
     slow = EmulatedLaunch(ClusterSpec.uniform(2, bandwidth=50 * MEGABIT))
     with slow, EmulatedLaunch(ClusterSpec.uniform(2, bandwidth=200 * MEGABIT)) as fast:
         assert not set(slow.namespaces) & set(fast.namespaces)
         assert [check.deviation for check in check_links(slow)] == [pytest.approx(0, abs=0.1)] * 4
         slow.close()
         assert [check.deviation for check in check_links(fast)] == [pytest.approx(0, abs=0.1)] * 4
-        assert subprocess.run(["ip", "-o", "link"], capture_output=True, text=True).stdout == before
+        assert own_links() == before
     assert not own_namespaces()
 
 
@@ -163,29 +216,30 @@ def test_nothing_is_left_when_set_up_fails():
     assert not own_namespaces()
 
 
-@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL, None])
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL, None])
 def test_nothing_is_left_when_the_process_ends(end):
-    program = textwrap.dedent(
-        """
-        import sys
+    program = """
+        import signal, sys
         from lightning_autosync.cluster.spec import ClusterSpec
         from lightning_autosync.workers import EmulatedLaunch
 
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background jobs do not have
         launch = EmulatedLaunch(ClusterSpec.uniform(2, bandwidth=1e6))
         print("up", flush=True)
         sys.stdin.read()
-        """
-    )
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or "." for path in sys.path)}
-    with subprocess.Popen(
-        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
-    ) as process:
-        assert process.stdout is not None
+    """
+    before, mark = own_links(), f"{os.getpid()} {end}."
+    with marked_programs(mark, program) as (process,):
         assert process.stdout.readline() == b"up\n"
         assert len(own_namespaces(process.pid)) == 3
-        if end is not None:
+        if end is None:
+            process.stdin.close()
+        else:
             process.send_signal(end)
-    assert not wait_until_none_of(process.pid)
+        process.wait(60)
+        assert not wait_while(lambda: own_namespaces(process.pid))
+    assert not wait_while(lambda: processes_marked(mark))
+    assert own_links() == before
 
 
 @pytest.mark.slow
@@ -193,65 +247,98 @@ def test_nothing_is_left_when_the_process_ends(end):
 def test_nothing_is_left_after_fifty_emulations_with_random_kills():
     """Five at a time, each ended at a random moment of set-up, start of the workers or work, in a random way."""
     draw = random.Random(0)
-    program = textwrap.dedent(
-        """
-        import os
+    program = """
+        import os, signal
         from lightning_autosync.cluster.spec import ClusterSpec
         from lightning_autosync.workers import EmulatedLaunch, WorkerPool
 
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         with EmulatedLaunch(ClusterSpec.star([4e6, 2e6, 1e6])) as launch:
             with WorkerPool(3, launch, extra_paths=[os.environ["HERE"]]) as pool:
                 while True:
                     pool.run("worker_calls:sum_of_ranks", elements=100_000)
-        """
-    )
-    environment = {**os.environ, "HERE": str(HERE), "PYTHONPATH": os.pathsep.join(path or "." for path in sys.path)}
-    for _ in range(10):
-        processes = [
-            subprocess.Popen([sys.executable, "-c", program], env=environment, stderr=subprocess.DEVNULL)
-            for _ in range(5)
-        ]
-        victims = [process.pid for process in processes]
-        for process in draw.sample(processes, 5):
-            time.sleep(draw.uniform(0.2, 3.0))
-            workers = children(process.pid)
-            if workers and draw.random() < 0.4:
-                os.kill(draw.choice(workers), signal.SIGKILL)
-            else:
-                process.send_signal(draw.choice([signal.SIGINT, signal.SIGTERM, signal.SIGKILL]))
-        for process in processes:
-            assert process.wait(60) != 0
-        for pid in victims:
-            assert not wait_until_none_of(pid)
-    assert not orphans("lightning_autosync.workers")
+    """
+    before = own_links()
+    for turn in range(10):
+        mark = f"{os.getpid()} turn {turn}."
+        with marked_programs(mark, program, count=5) as processes:
+            for process in draw.sample(processes, 5):
+                assert not wait_while(lambda pid=process.pid: not own_namespaces(pid), 300.0), "no emulation was begun"
+                time.sleep(draw.uniform(0.0, 3.0))
+                end_somehow(process, draw)
+            for process in processes:
+                assert process.wait(60) != 0
+            for process in processes:
+                assert not wait_while(lambda pid=process.pid: own_namespaces(pid))
+        assert not wait_while(lambda mark=mark: processes_marked(mark))
+    assert own_links() == before
 
 
-def children(pid: int) -> list[int]:
-    """Worker processes of a process."""
-    found = subprocess.run(["pgrep", "-P", str(pid), "-f", "workers.worker"], capture_output=True, text=True)
-    return [int(line) for line in found.stdout.split()]
+def end_somehow(process: subprocess.Popen[bytes], draw: random.Random) -> None:
+    """Kill one of its workers, or end the process itself."""
+    found = subprocess.run(["pgrep", "-P", str(process.pid), "-f", "workers.worker"], capture_output=True, text=True)
+    workers = [int(line) for line in found.stdout.split()]
+    if workers and draw.random() < 0.4:
+        os.kill(draw.choice(workers), signal.SIGKILL)
+    else:
+        process.send_signal(draw.choice([signal.SIGINT, signal.SIGTERM, signal.SIGKILL]))
 
 
-def orphans(name: str) -> list[str]:
-    """Processes of that name whose parent has ended."""
-    deadline = time.monotonic() + 5.0
-    while True:
-        table = subprocess.run(["ps", "-eo", "ppid,pid,args"], capture_output=True, text=True, check=True).stdout
-        found = [line for line in table.splitlines() if name in line and line.split()[0] == "1"]
-        if not found or time.monotonic() > deadline:
-            return found
-        time.sleep(0.1)
+@pytest.fixture
+def undeletable() -> Iterator[str]:
+    """The name of a namespace of this process which is a folder, so that `ip` fails to delete it."""
+    name = netns.namespace_name(999, 0)
+    folder = netns.DIRECTORY / name
+    folder.mkdir(parents=True)
+    yield name
+    for path in netns.DIRECTORY.glob(f"as{os.getpid()}-*"):
+        if path.is_dir():
+            path.rmdir()
+
+
+def janitors() -> list[str]:
+    """Of this process's emulations: they have the names of its namespaces as arguments."""
+    return processes_with("cmdline", f"as{os.getpid()}-")
+
+
+def test_a_namespace_that_cannot_be_deleted_is_told_and_tried_again(undeletable):
+    subprocess.run(["ip", "netns", "add", netns.namespace_name(999, 1)], check=True)
+    assert netns.delete([undeletable, netns.namespace_name(999, 1), "as0-0-0"]) == [undeletable]
+    launch = EmulatedLaunch(ClusterSpec.uniform(2, bandwidth=1e6))
+    stubborn = launch.namespaces[1]
+    netns.delete([stubborn])
+    (netns.DIRECTORY / stubborn).mkdir()
+    with pytest.warns(UserWarning, match=rf"{stubborn} cannot be deleted; a process in the background tries on"):
+        launch.close()
+    assert own_namespaces() == sorted([stubborn, undeletable])
+    assert len(janitors()) == 1
+    (netns.DIRECTORY / stubborn).rmdir()
+    subprocess.run(["ip", "netns", "add", stubborn], check=True)
+    assert not wait_while(lambda: stubborn in own_namespaces())
+    assert not wait_while(janitors)
+
+
+def test_the_janitor_goes_on_as_long_as_it_finds_something(undeletable):
+    janitor = netns.Janitor([undeletable])
+    janitor.release()
+    time.sleep(4.5)  # it looks once a second, and would end after three looks that find nothing
+    assert janitors()
+    (netns.DIRECTORY / undeletable).rmdir()
+    subprocess.run(["ip", "netns", "add", undeletable], check=True)
+    assert not wait_while(own_namespaces)
+    assert not wait_while(janitors)
 
 
 def test_leftovers_of_dead_processes_are_removed_and_others_kept():
     with subprocess.Popen(["true"]) as process:
         pass
-    stale = f"as{process.pid}-0-0"
-    subprocess.run(["ip", "netns", "add", stale], check=True)
+    stale, alive = f"as{process.pid}-0-0", f"as{os.getppid()}-999-0"
+    for name in (stale, alive):
+        subprocess.run(["ip", "netns", "add", name], check=True)
     with EmulatedLaunch(ClusterSpec.uniform(2, bandwidth=1e6)) as launch:
-        assert stale in netns.remove_stale()
-        assert own_namespaces() == sorted(launch.namespaces)
-    assert stale not in netns.list_namespaces()
+        assert stale not in netns.list_namespaces()
+        assert set(netns.list_namespaces()) >= {alive, *launch.namespaces}
+    assert netns.delete([alive]) == []
 
 
 def test_the_check_prints_a_table(capsys, tmp_path):
@@ -267,3 +354,23 @@ def test_the_check_prints_a_table(capsys, tmp_path):
 def test_the_check_tells_what_is_wrong(capsys):
     assert check.main(["cluster=no_such_cluster"]) == 2
     assert "no_such_cluster" in capsys.readouterr().err
+
+
+def test_the_check_takes_a_scaled_cluster(capsys, tmp_path):
+    path = tmp_path / "pair.yaml"
+    ClusterSpec.star([1000 * MEGABIT, 500 * MEGABIT], name="pair").save(path)
+    assert check.main([f"cluster={path}", "cluster_scale=0.1"]) == 0
+    assert capsys.readouterr().out.count("50.0") >= 2
+    assert check.main([f"cluster={path}", "cluster_scale=fast"]) == 2
+    assert "cluster_scale: 'fast': expected a factor above 0" in capsys.readouterr().err
+
+
+def test_links_that_are_off_give_a_warning(monkeypatch, recwarn):
+    with EmulatedLaunch(ClusterSpec.uniform(2, bandwidth=50 * MEGABIT, name="pair")) as launch:
+        check.warn_of_links(launch)
+        assert not recwarn
+        right = check.check_links(launch)
+        off = [replace(right[0], measured=0.5 * right[0].setting), *right[1:]]
+        monkeypatch.setattr(check, "check_links", lambda launch: off)
+        with pytest.warns(UserWarning, match=r"cluster 'pair': 1 emulated links are off .*by -50%"):
+            check.warn_of_links(launch)

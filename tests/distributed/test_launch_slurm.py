@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
+import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,6 +19,7 @@ from lightning_autosync.strategy.training.job import run_job
 from lightning_autosync.strategy.training.settings import Settings
 from lightning_autosync.workers import LaunchError
 from lightning_autosync.workers.launches.slurm import tasks_of
+from lightning_autosync.workers.launches.within import is_slurm_task
 
 STAND_IN = Path(__file__).with_name("slurm_stand_in.py")
 QUICK = {
@@ -27,12 +32,20 @@ QUICK = {
     },
 }  # fmt: skip
 
+WAITING = """
+import os, sys
+from pathlib import Path
+from lightning_autosync.workers.launches.slurm import results, submit
+
+results(submit(os.getpid, {}, Path(sys.argv[1]), nodes=1, tasks_per_node=2, parameters={}))
+"""
+
 
 @pytest.fixture
 def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where the stand-in keeps the batch script that it was given."""
     pytest.importorskip("submitit")
-    for name in ("sbatch", "srun", "sacct"):
+    for name in ("sbatch", "srun", "sacct", "scancel"):
         path = tmp_path / "bin" / name
         path.parent.mkdir(exist_ok=True)
         path.write_text(f"#!{sys.executable}\n{STAND_IN.read_text()}")
@@ -73,6 +86,48 @@ def test_every_rank_that_failed_is_told(slurm: Path, tmp_path: Path) -> None:
     wrong = {**QUICK, "trainer": {**QUICK["trainer"], "precision": "seven"}, "launch": {"kind": "slurm"}}
     with pytest.raises(LaunchError, match=r"SLURM job 4242: rank \d: .*seven.*output in .*slurm"):
         run_job(Settings.parse(wrong), tmp_path / "run")
+
+
+def wait_and_be_told(slurm: Path, name: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Wait for a job in a process of its own, which gets a signal as soon as it asks for the job's state."""
+    return subprocess.run(
+        [sys.executable, "-c", WAITING, str(slurm.parent / "slurm")],
+        env={**os.environ, "STAND_IN_IDLE": "1", "STAND_IN_SIGNAL": name, **variables},
+        capture_output=True, text=True, timeout=120,
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "status"), [("SIGINT", -2), ("SIGTERM", 143)])
+def test_a_wait_that_is_interrupted_cancels_the_job(slurm: Path, name: str, status: int) -> None:
+    ended = wait_and_be_told(slurm, name)
+    assert ended.returncode == status, ended.stderr
+    assert Path(f"{slurm}.cancelled").read_text() == "4242"
+    assert "interrupted; SLURM job 4242 is cancelled\n" in ended.stderr
+
+
+def test_a_job_that_cannot_be_cancelled_is_told(slurm: Path) -> None:
+    ended = wait_and_be_told(slurm, "SIGTERM", STAND_IN_REFUSAL="1")
+    assert ended.returncode == 143, ended.stderr
+    assert "interrupted; SLURM job 4242 goes on, for it could not be cancelled: Command" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("step", "expected"),
+    [
+        ({}, False),  # a batch script
+        ({"SLURM_STEP_ID": "batch", "SLURM_STEP_NUM_TASKS": "4"}, False),
+        ({"SLURM_STEP_ID": "4294967291", "SLURM_STEP_NUM_TASKS": "4"}, False),
+        ({"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1"}, False),  # srun --pty bash
+        ({"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4"}, True),
+    ],
+)
+def test_only_srun_makes_tasks(monkeypatch: pytest.MonkeyPatch, step: dict[str, str], expected: bool) -> None:
+    for variable in ("SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS"):
+        monkeypatch.delenv(variable, raising=False)
+    for variable, value in {"SLURM_NTASKS": "4", "SLURM_PROCID": "0", **step}.items():
+        monkeypatch.setenv(variable, value)
+    assert is_slurm_task() == expected
 
 
 def test_without_slurm_it_says_where_to_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -123,6 +123,21 @@ def test_a_missing_command_is_told() -> None:
 
 
 def test_another_interpreter_and_directory(near: str, tmp_path: Path) -> None:
-    launch = SshLaunch(cluster("127.0.0.1"), [near], python="/opt/python", directory="/data/my job")
-    started, _ = launch.command(0, ["/usr/bin/python", "-m", "worker"], {"RANK": "0", "PYTHONPATH": "/here"})
-    assert started == [near, "127.0.0.1", "cd '/data/my job' && exec env RANK=0 /opt/python -m worker"]
+    directory = tmp_path / "my job"
+    directory.mkdir()
+    shown = tmp_path / "shown"
+    shown.write_text('#!/bin/sh\necho "$PWD" "$RANK" "${PYTHONPATH-none}" "$@"')
+    shown.chmod(0o755)
+    launch = SshLaunch(cluster("127.0.0.1"), [near], python=str(shown), directory=str(directory))
+    started, environment = launch.command(
+        0, ["/usr/bin/python", "-m", "worker"], {"RANK": "it's 0", "PYTHONPATH": "/here"}
+    )
+    said = subprocess.run(started, env=environment, capture_output=True, text=True, check=True).stdout
+    assert said.splitlines()[-1] == f"{directory} it's 0 none -m worker"
+
+
+def test_a_directory_that_is_not_there_is_told(near: str) -> None:
+    launch = SshLaunch(cluster("127.0.0.1"), [near], directory="/no such")
+    message = r"launch=ssh: 127\.0\.0\.1: there is no /no such; state a directory there: launch\.directory=DIR"
+    with pytest.raises(WorkerError, match=message):
+        WorkerPool(1, launch, timeout=60.0)

@@ -30,21 +30,23 @@ def two_nodes_of_two() -> ClusterSpec:
     return ClusterSpec.uniform(2, devices=2, bandwidth="100 Mbit/s", name="two_nodes_of_two")
 
 
+@pytest.mark.timeout(900)  # disturbed transfers are repeated
 @pytest.mark.filterwarnings("ignore:cluster .* latencies:UserWarning")
 @pytest.mark.parametrize(
-    ("truth", "scale"),
+    ("truth", "scale", "links"),
     [
-        pytest.param(resolve_cluster("fat_node_star"), 0.25, marks=slow),
-        pytest.param(two_nodes_of_two(), 1.0, marks=slow),
-        pytest.param(resolve_cluster("four_equal"), 0.1, marks=slow),
-        pytest.param(resolve_cluster("two_racks_2to1"), 0.25, marks=slow),
-        pytest.param(resolve_cluster("four_racks_of_four"), 0.05, marks=slow),
-        pytest.param(resolve_cluster("ring_of_four"), 0.25, marks=slow),
-        pytest.param(resolve_cluster("two_sites_wan"), 0.1, marks=slow),
+        pytest.param(resolve_cluster("fat_node_star"), 0.25, 4, marks=slow),
+        pytest.param(two_nodes_of_two(), 1.0, 2, marks=slow),
+        pytest.param(resolve_cluster("four_equal"), 0.1, 4, marks=slow),
+        # The two up-links are in a row with nothing but a switch between them, which is one link to those who measure.
+        pytest.param(resolve_cluster("two_racks_2to1"), 0.25, 9, marks=slow),
+        pytest.param(resolve_cluster("four_racks_of_four"), 0.05, 20, marks=slow),
+        pytest.param(resolve_cluster("ring_of_four"), 0.25, 4, marks=slow),
+        pytest.param(resolve_cluster("two_sites_wan"), 0.1, 9, marks=slow),
     ],
     ids=lambda value: value.name if isinstance(value, ClusterSpec) else "",
 )
-def test_links_are_recovered(truth, scale):
+def test_links_are_recovered(truth, scale, links):
     settings = Settings(
         launch={"kind": "emulated"},
         cluster=truth.to_dict(),
@@ -61,8 +63,38 @@ def test_links_are_recovered(truth, scale):
         f"{row['from']} > {row['to']}": pytest.approx(0, abs=0.1) for row in rows
     }
     assert found.rank_nodes == truth.rank_nodes
-    # A direct link stands for links in a row with nothing but switches between them.
-    assert len(rows) in (2 * len(truth.links), 2 * len(truth.links) - 2)
+    assert len(rows) == 2 * links
+    for pair in answer["pairs"]:
+        alone, trips = pair["alone"], pair["round_trip_loaded"]
+        assert [trip is None for trip in trips] == [rate is None for rate in alone]
+
+
+def on_narrow_links(**changes):
+    """Two nodes at the ends of links of 10 Mbit/s."""
+    truth = ClusterSpec.uniform(2, bandwidth="10 Mbit/s", name="narrow")
+    return {
+        "launch": {"kind": "emulated"},
+        "cluster": truth.to_dict(),
+        "constants": False,
+        "head": 0.2,
+        "window": 0.3,
+        **changes,
+    }
+
+
+@pytest.mark.root
+@pytest.mark.slow
+@pytest.mark.skipif(bool(UNABLE), reason=UNABLE)
+def test_round_trips_are_measured_under_load_each_way(tmp_path, capsys):
+    probe(on_narrow_links(), tmp_path)
+    (pair,) = json.loads((tmp_path / "result.json").read_text())["pairs"]
+    for trip in pair["round_trip_loaded"]:
+        # What stands in the queue: two packets of a full stream, 64 KiB each, take ten times as long.
+        assert trip["median"] > max(0.01, pair["round_trip"]["least"])
+        assert trip["least"] <= trip["median"]
+    printed = capsys.readouterr().out
+    assert "pairs of nodes" in printed
+    assert "halves of idle round trips" in printed
 
 
 def test_the_local_machine_is_one_node_and_the_files_can_be_read(tmp_path, capsys):

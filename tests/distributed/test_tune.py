@@ -107,6 +107,11 @@ def test_a_model_of_a_users_own_is_tuned_and_the_run_goes_on(started_here, capsy
     assert found["emulated"] == {"links": False, "compute": False}
     final = found["final"]["contenders"]
     assert sum(one["kind"] == "plan" for one in final.values()) == 1
+    assert {len(one["round_seconds"]) for one in final.values()} == {found["final"]["choosing"]["rounds"]} == {2}
+    measured = found["opponents"]["measured"]
+    assert {one["kind"] for one in measured} == {"ddp"}
+    assert {name for name, one in final.items() if one["kind"] == "ddp"} <= {one["name"] for one in measured}
+    assert all(trial["reference"] for trial in found["trials"])
     assert all(one["gradient_deviation"] < 1e-5 for one in final.values())
     plan = SyncPlan.load(started_here / "run" / "plan.yaml")
     assert plan.to_dict() == found["best"]["plan"]
@@ -118,6 +123,7 @@ def test_a_model_of_a_users_own_is_tuned_and_the_run_goes_on(started_here, capsy
     assert len(again["trials"]) == 16
     assert again["trials"][:14] == found["trials"]
     assert again["workload"] == found["workload"]
+    assert again["opponents"]["measured"] == measured
 
 
 @pytest.mark.slow
@@ -132,12 +138,14 @@ def test_an_interrupted_run_keeps_what_it_found(tmp_path):
     finally:
         running.kill()
     assert "Traceback" not in errors
+    assert running.returncode == 130
     found = json.loads((tmp_path / "run" / "result.json").read_text())
     assert found["interrupted"]
+    assert (tmp_path / "run" / "report.html").exists()
     assert found["final"] is None
     assert len(found["trials"]) >= 16
     assert SyncPlan.load(tmp_path / "run" / "plan.yaml").to_dict() == found["best"]["plan"]
-    assert "interrupted" in printed
+    assert f"hydra.run.dir={tmp_path / 'run'}" in printed
     study = studies.load_study(tmp_path / "run" / "study.journal")
     assert not study.get_trials(states=(optuna.trial.TrialState.RUNNING,))
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_autosync.documents import read_data, write_data, write_text
+from lightning_autosync.documents import append_lines, read_data, write_data, write_text
 from lightning_autosync.errors import DocumentError, PlanError
 from lightning_autosync.plan import SyncPlan
 
@@ -85,3 +85,20 @@ def test_a_failed_write_leaves_the_file_as_it_was(tmp_path: Path) -> None:
         write_text(path, "after \ud800")
     assert path.read_text() == "before"
     assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("torn", ["", '{"half', "x" * 200_000])
+def test_lines_are_added_after_the_last_whole_one(tmp_path: Path, torn: str) -> None:
+    path = tmp_path / "made" / "lines.jsonl"
+    append_lines(path, '{"first": 1}\n')
+    with path.open("a") as file:
+        file.write(torn)
+    append_lines(path, '{"second": 2}\n{"third": 3}\n')
+    assert path.read_text().splitlines() == ['{"first": 1}', '{"second": 2}', '{"third": 3}']
+
+
+def test_a_file_without_a_whole_line_begins_anew(tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    path.write_text("x" * 70_000)
+    append_lines(path, "1\n")
+    assert path.read_text() == "1\n"

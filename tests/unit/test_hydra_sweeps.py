@@ -4,25 +4,40 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import optuna
 import pytest
 from optuna.storages.journal import JournalFileBackend
+from test_workers import wait_until_gone
+
+from hydra_plugins.autosync import _process
 
 APPLICATION = Path(__file__).parents[1] / "sweep_app.py"
 SWEEPER = ("hydra/sweeper=autosync", "hydra.sweep.subdir=${hydra.job.num}", "hydra.output_subdir=null")
 
 
 def sweep(directory: Path, *line: str, variables: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    outside = {name: value for name, value in os.environ.items() if not name.endswith("RANK")}
-    command = [sys.executable, str(APPLICATION), "-m", *line, *SWEEPER, f"hydra.sweep.dir={directory / 'sweep'}"]
     return subprocess.run(
-        command, cwd=directory, env={**outside, **(variables or {})}, capture_output=True, text=True, timeout=120
-    )
+        command(directory, *line),
+        cwd=directory, env={**outside(), **(variables or {})}, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+
+
+def command(directory: Path, *line: str) -> list[str]:
+    return [sys.executable, str(APPLICATION), "-m", *line, *SWEEPER, f"hydra.sweep.dir={directory / 'sweep'}"]
+
+
+def outside() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.endswith("RANK")}
 
 
 def record(directory: Path) -> dict[str, Any]:
@@ -76,6 +91,109 @@ def test_a_sampler_finds_the_best_and_a_failed_trial_is_told_at_the_end(tmp_path
     assert all(trial["values"] == [(trial["params"]["x"] - 3) ** 2] for trial in trials if trial not in failed)
     assert record(tmp_path)["best"][0]["values"] == [min(one["values"][0] for one in trials if one not in failed)]
     assert (first.returncode == 1) == any(trial["number"] < 6 for trial in failed)
+
+
+def test_a_trial_that_cannot_be_composed_fails_alone(tmp_path: Path) -> None:
+    for name in ("first", "last"):
+        (tmp_path / "configs" / "db").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "configs" / "db" / f"{name}.yaml").write_text("rows: 3")
+    line = ("--config-dir", str(tmp_path / "configs"), "+x=1", "+db=first,none,last", "hydra.sweeper.n_jobs=3")
+    finished = sweep(tmp_path, *line)
+    assert len(jobs(finished)) == 2, finished.stderr
+    trials = record(tmp_path)["trials"]
+    assert [trial["state"] for trial in trials] == ["complete", "fail", "complete"]
+    assert "Could not find 'db/none'" in trials[1]["error"]
+    assert finished.returncode == 1
+    assert "1 of 3 trials failed:" in finished.stderr
+
+
+AIM = ("hydra.sweeper.direction=minimize",)
+RANDOM = (*AIM, "hydra/sweeper/sampler=random", "hydra.sweeper.sampler.seed=1", "hydra.sweeper.n_trials=2")
+
+
+def test_a_grid_after_random_trials_has_every_combination(tmp_path: Path) -> None:
+    space = ("+x=range(1,4)", "+seed=100000,100001")  # by Optuna's reckoning the two seeds are one
+    assert sweep(tmp_path, *space, *RANDOM).returncode == 0
+    drawn = {(trial["params"]["x"], trial["params"]["seed"]) for trial in record(tmp_path)["trials"]}
+    assert drawn != {(1, 100000), (1, 100001)}  # those of a grid's first two trials
+    grid = sweep(tmp_path, *space, *AIM)
+    assert grid.returncode == 0, grid.stderr
+    assert len(jobs(grid)) == 6 - len(drawn)
+    found = [(trial["params"]["x"], trial["params"]["seed"]) for trial in record(tmp_path)["trials"]]
+    assert set(found) == {(x, seed) for x in (1, 2, 3) for seed in (100000, 100001)}
+    assert len(jobs(sweep(tmp_path, *space, *AIM))) == 0
+
+
+def test_values_of_two_kinds_are_not_put_into_one_study(tmp_path: Path) -> None:
+    assert sweep(tmp_path, "+x=1,2", *AIM).returncode == 0
+    without = sweep(tmp_path, "+x=1,2")
+    assert without.returncode == 1
+    assert without.stderr.startswith("study 'sweep': its trials were run with hydra.sweeper.direction, this is")
+    other = tmp_path / "other"
+    other.mkdir()
+    assert sweep(other, "+x=1,2").returncode == 0
+    assert "its trials were run without hydra.sweeper.direction" in sweep(other, "+x=1,2", *AIM).stderr
+
+
+@contextmanager
+def waiting_sweep(directory: Path) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
+    """A sweep whose first trial waits under torchrun, and the processes of that."""
+    line = ("+x=1,2", "+wait_at=1", f"+waited={directory / 'waited'}", *TORCHRUN)
+    process = subprocess.Popen(
+        command(directory, *line), cwd=directory, env=outside(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True, start_new_session=True, preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
+    assert process.stdout is not None
+    pids: list[int] = []
+    try:
+        while not (directory / "waited").exists():
+            assert process.poll() is None, process.stdout.read()
+            time.sleep(0.05)
+        pids += [int(word) for word in (directory / "waited").read_text().split()]
+        yield process, pids
+    finally:
+        for pid in (process.pid, *pids):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+
+
+TORCHRUN = ("hydra/launcher=autosync_torchrun", "hydra.launcher.nproc_per_node=1")
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 1)])
+def test_a_sweep_that_is_ended_ends_its_torchrun_and_goes_on_later(tmp_path: Path, number: int, status: int) -> None:
+    with waiting_sweep(tmp_path) as (process, pids):
+        process.send_signal(number)
+        said = process.communicate(timeout=120)[0]
+        assert process.returncode == status, said
+        assert wait_until_gone(pids) == []
+    assert "Ending the job's processes" in said
+    again = sweep(tmp_path, "+x=1,2", "+wait_at=1", f"+waited={tmp_path / 'waited'}", *TORCHRUN)
+    assert again.returncode == 0, again.stderr
+    assert [trial["state"] for trial in record(tmp_path)["trials"]] == ["complete", "complete"]
+
+
+STUBBORN = """
+import os, signal, subprocess, sys
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"], start_new_session=True)
+print(child.pid, flush=True)
+signal.pause()
+"""
+
+
+def test_what_does_not_end_is_killed_with_all_that_it_started() -> None:
+    process = subprocess.Popen([sys.executable, "-c", STUBBORN], stdout=subprocess.PIPE, start_new_session=True)
+    assert process.stdout is not None
+    child = int(process.stdout.readline())
+    _process.ask_to_end(process, grace=0.2)
+    assert process.poll() is None
+    _process.kill(process)
+    assert process.returncode == -signal.SIGKILL
+    assert wait_until_gone([child]) == []
+    process.stdout.close()
 
 
 def test_a_sweep_over_something_else_is_refused(tmp_path: Path) -> None:

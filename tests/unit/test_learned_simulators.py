@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy
 import pytest
+import torch
 from learned_samples import CONSTANTS, drawn, plan_of, star, workload
 
 from lightning_autosync.bench.fitting.accuracy import Accuracy
@@ -112,6 +113,18 @@ def test_fitting_twice_the_same_gives_the_same(samples: list[Sample]) -> None:
         sample = samples[0]
         made.append(simulator.estimate(sample.workload, sample.cluster, [sample.plan]).seconds)
     assert made[0] == pytest.approx(made[1], rel=1e-6)
+
+
+@pytest.mark.parametrize("name", LEARNED)
+def test_a_callers_own_draws_go_on_undisturbed(name: str, samples: list[Sample], tmp_path: Path) -> None:
+    torch.manual_seed(7)
+    before = torch.random.get_rng_state()
+    simulator = LearnedEstimator(name, CONSTANTS, members=2, training=Training(epochs=1, least_steps=0))
+    simulator.fit(samples[:10])
+    simulator.fit(samples[10:20])
+    simulator.save(tmp_path)
+    load_simulator(tmp_path)
+    assert torch.equal(torch.random.get_rng_state(), before)
 
 
 @pytest.mark.parametrize("name", SIMULATORS)

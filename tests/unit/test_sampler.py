@@ -21,9 +21,11 @@ from lightning_autosync.search.sampler import AutoSyncSampler
 from lightning_autosync.search.sampler.belief import Beliefs
 from lightning_autosync.search.sampler.choice import pick
 from lightning_autosync.search.sampler.features import Embedding, signature, similarity
+from lightning_autosync.search.sampler.holdout import HoldOut
 from lightning_autosync.search.sampler.observations import CHOICE, Observations, decode, encode, point_of
 from lightning_autosync.search.sampler.residual import Residuals
 from lightning_autosync.simulator import Replay
+from lightning_autosync.simulator.dataset import Sample
 from lightning_autosync.simulator.learned import Estimate, ReplayEstimator
 from lightning_autosync.workload import Variable, Workload
 
@@ -88,6 +90,18 @@ def test_no_plan_is_proposed_twice_and_failed_ones_never_again() -> None:
     proposed = signatures[len(SPACE.baselines()) :]
     assert len(set(proposed)) == len(proposed)
     assert not set(proposed) & set(signatures[: len(SPACE.baselines())])
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_only_a_plan_that_failed_by_itself_stays_tried(interrupted: bool) -> None:
+    study = optuna.create_study(sampler=AutoSyncSampler(SPACE, seed=0, **SMALL))
+    plans = []
+    for _ in range(2):
+        trial = study.ask()
+        plans.append(signature(SPACE.plan(studies.suggest(trial, SPACE))))
+        trial.set_user_attr(studies.INTERRUPTED, interrupted)
+        study.tell(trial, state=optuna.trial.TrialState.FAIL)
+    assert (plans[0] == plans[1]) == interrupted
 
 
 def test_a_space_smaller_than_the_budget_is_no_dead_end() -> None:
@@ -214,6 +228,45 @@ def test_a_simulator_that_learns_is_refitted_as_trials_come_in() -> None:
     estimator = Wrapped()
     tune(AutoSyncSampler(SPACE, estimator=estimator, seed=0, refit=5, **SMALL), 12)
     assert estimator.inner.taught == [5, 10]
+
+
+class Memorizer:
+    """A simulator that knows by heart what it was taught; of anything else it says what the replay says."""
+
+    def __init__(self) -> None:
+        self.known: dict[str, float] = {}
+
+    def estimate(self, workload, cluster, plans) -> Estimate:
+        known = ReplayEstimator().estimate(workload, cluster, plans).seconds
+        told = [self.known.get(signature(plan), guess) for plan, guess in zip(plans, known, strict=True)]
+        return Estimate(numpy.array(told), numpy.zeros(len(plans)))
+
+    def fit(self, samples) -> None:
+        self.known |= {signature(sample.plan): sample.seconds for sample in samples}
+
+    def save(self, directory) -> None:
+        raise NotImplementedError
+
+
+def test_errors_of_a_simulator_are_those_on_plans_that_it_was_not_taught() -> None:
+    sampler = AutoSyncSampler(SPACE, estimator=Memorizer(), seed=0, refit=20, **SMALL)
+    study = tune(sampler, 21, lambda plan: 2 * seconds(plan))
+    late = study.trials[-1]  # the first after all others were learned by heart
+    assert late.user_attrs["predicted"] == pytest.approx(late.value, rel=0.1)
+
+
+def test_errors_on_sources_are_those_of_plans_that_were_held_out_too() -> None:
+    other = PlanSpace(layers(20, "deep"), uneven_cluster(3))
+    replay, rng = Replay(other.workload, other.cluster), Random(0)
+    plans = [other.plan(other.draw(rng)) for _ in range(20)]
+    steps = [2 * replay.predict(compile_plan(plan, other.workload, other.cluster)).step_time for plan in plans]
+    samples = [Sample(other.workload, other.cluster, plan, (step,)) for plan, step in zip(plans, steps, strict=True)]
+    estimator = Memorizer()
+    holdout = HoldOut(estimator, samples)
+    holdout.fit([])
+    assert estimator.estimate(other.workload, other.cluster, plans).seconds == pytest.approx(steps)
+    unseen = numpy.exp(holdout.unseen(other.workload, other.cluster, plans))
+    assert unseen == pytest.approx([step / 2 for step in steps], rel=0.02)
 
 
 def test_sources_teach_and_seed_but_do_not_enter_the_study() -> None:

@@ -10,8 +10,9 @@ import pytest
 from lightning_autosync.errors import DocumentError
 from lightning_autosync.plan import compile_plan
 from lightning_autosync.search.simulated.command import rehearse
-from lightning_autosync.search.simulated.contest import Contest, Run, load_runs
+from lightning_autosync.search.simulated.contest import Contest
 from lightning_autosync.search.simulated.outcome import standings
+from lightning_autosync.search.simulated.runs import Run, RunFile
 from lightning_autosync.search.simulated.settings import Settings
 from lightning_autosync.search.simulated.world import World
 from lightning_autosync.simulator import Replay
@@ -83,6 +84,65 @@ def test_wrong_settings_and_files_are_named(tmp_path: Path) -> None:
         Settings.parse({"pairs": ["vgg16"]})
     with pytest.raises(DocumentError, match="source: missing"):
         Settings.parse({"pairs": ["vgg16@four_equal"], "samplers": ["transfer"]})
-    (tmp_path / "runs.jsonl").write_text("{}\n")
-    with pytest.raises(DocumentError, match=r"runs\.jsonl:1: not a run"):
-        load_runs(tmp_path / "runs.jsonl")
+    path = tmp_path / "runs.jsonl"
+    RunFile(path, Settings.parse(SMALL)).append(run("random", [1.0], [1.0], ["drawn"]))
+    for line, message in (("{}", r"runs\.jsonl:3: not a run"), ("[", r"runs\.jsonl:3: not a line of")):
+        path.write_text("".join([*path.read_text().splitlines(keepends=True)[:2], f"{line}\n"]))
+        with pytest.raises(DocumentError, match=message):
+            RunFile(path, Settings.parse(SMALL))
+    path.write_text("{}\n")
+    with pytest.raises(DocumentError, match=r"runs\.jsonl:1: format: missing; expected 'autosync-rehearsal-runs/1'"):
+        RunFile(path, Settings.parse(SMALL))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("budget", 12), ("noise", 0.5), ("truth", 1), ("options", {"population": 17})]
+)
+def test_runs_that_were_made_with_other_settings_are_refused(tmp_path: Path, field: str, value: object) -> None:
+    path = tmp_path / "runs.jsonl"
+    RunFile(path, Settings.parse(SMALL)).append(run("random", [1.0], [1.0], ["drawn"]))
+    with pytest.raises(DocumentError, match=rf"runs\.jsonl: {field}: its runs were made with .*give another file"):
+        rehearse({**SMALL, field: value, "runs": str(path)}, tmp_path)
+    more = {
+        **SMALL,
+        "seeds": 3,
+        "samplers": ["random", "transfer", "tpe"],
+        "pairs": [*SMALL["pairs"], "gpt@four_equal"],
+    }
+    assert set(RunFile(path, Settings.parse(more)).runs) == {("m@c", "random", 0)}
+
+
+def test_a_run_of_transfer_from_another_source_is_refused(tmp_path: Path) -> None:
+    path, settings = tmp_path / "runs.jsonl", Settings.parse(SMALL)
+    first, second = SMALL["pairs"]
+    RunFile(path, settings).append(Run(first, "transfer", 0, [1.0], [1.0], ["drawn"], 1.0, 2.0, [0.1], second))
+    assert RunFile(path, settings).runs[first, "transfer", 0].source == second
+    elsewhere = Settings.parse({**SMALL, "source": "gpt@four_equal"})
+    with pytest.raises(DocumentError, match=rf"source: .* on {first} started from '{second}', not 'gpt@four_equal'"):
+        RunFile(path, elsewhere)
+
+
+def test_a_last_line_that_was_cut_off_is_dropped_and_its_run_made_again(tmp_path: Path) -> None:
+    given = {**SMALL, "samplers": ["random"], "budget": 4, "runs": str(tmp_path / "runs.jsonl")}
+    rehearse(given, tmp_path)
+    whole = (tmp_path / "runs.jsonl").read_text()
+    (tmp_path / "runs.jsonl").write_text(whole[:-40])
+    rehearse(given, tmp_path)
+    header, *lines = [json.loads(line) for line in (tmp_path / "runs.jsonl").read_text().splitlines()]
+    assert header["settings"]["budget"] == 4
+    assert [(line["pair"], line["seconds"]) for line in lines] == [
+        (json.loads(line)["pair"], json.loads(line)["seconds"]) for line in whole.splitlines()[1:]
+    ]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"pairs": ["vgg16@four_equal"], "source": "vgg16@four_equal"},
+        {"source": "ncf@fat_node_star", "samplers": ["autosync"]},
+        {"pairs": ["vgg16@four_equal", "vgg16@four_equal"]},
+    ],
+)
+def test_transfer_from_a_pair_to_itself_is_refused(given: dict[str, object]) -> None:
+    with pytest.raises(DocumentError, match=r"source: '\w+@\w+' would start from its own study"):
+        Settings.parse({**SMALL, **given})

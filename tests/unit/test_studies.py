@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import optuna
 import pytest
@@ -13,6 +14,7 @@ from lightning_autosync.plan import builders
 from lightning_autosync.plan.space import BUILDER, PlanSpace
 from lightning_autosync.search import studies
 from lightning_autosync.search.studies import StudyError
+from lightning_autosync.search.tuning.buckets import BucketSpace
 from lightning_autosync.workload import Variable, Workload
 
 WORKLOAD = Workload(
@@ -74,6 +76,41 @@ def test_a_study_of_something_else_is_refused(storage: Path, other: PlanSpace, w
         studies.open_study(storage, "one", other)
 
 
+def made_by_another(storage: Path, described_when_asked: pytest.MonkeyPatch | None) -> optuna.Study:
+    """A study as it is between its making and its description, by a process that goes on when somebody waits for it."""
+    study = optuna.create_study(storage=studies.open_storage(storage), study_name="one")
+    if described_when_asked is not None:
+        described_when_asked.setattr(studies.time, "sleep", lambda seconds: studies.describe(study, SPACE))
+    return study
+
+
+def test_of_two_processes_that_begin_at_once_the_maker_says_what_the_study_is_about(
+    storage: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = PlanSpace(WORKLOAD, uneven_cluster(4))
+    made = made_by_another(storage, monkeypatch)
+    with pytest.raises(StudyError, match="study 'one': it is of another cluster"):
+        studies.open_study(storage, "one", other)
+    assert studies.cluster_of(made) == studies.cluster_of(studies.load_study(storage)) == SPACE.cluster
+    assert studies.open_study(storage, "one", SPACE).user_attrs == made.user_attrs
+
+
+def test_a_study_whose_maker_died_before_it_described_it_is_described(
+    storage: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made_by_another(storage, None)
+    monkeypatch.setattr(studies, "_DESCRIBING", 0.0)
+    assert studies.space_of(studies.open_study(storage, "one", SPACE)).fingerprint == SPACE.fingerprint
+
+
+def test_other_times_of_the_same_variables_are_told_apart_from_another_model(storage: Path) -> None:
+    studies.open_study(storage, "one", SPACE)
+    slower = PlanSpace(WORKLOAD.model_copy(update={"backward_time": 1.0}), SPACE.cluster)
+    with pytest.raises(StudyError, match=r"of another workload .* the same variables, but other times") as caught:
+        studies.open_study(storage, "one", slower)
+    assert "\n" not in str(caught.value)
+
+
 def test_a_study_that_is_not_of_plans_is_refused(storage: Path) -> None:
     foreign = optuna.create_study(storage=studies.open_storage(storage), study_name="one")
     foreign.optimize(lambda trial: trial.suggest_float("x", 0, 1), n_trials=1)
@@ -133,6 +170,27 @@ def test_baselines_come_first_once_and_say_so(storage: Path) -> None:
     name = str(SPACE.baselines()[0][BUILDER])
     assert studies.plan_of(trial, SPACE) == builders.build(name, WORKLOAD, SPACE.cluster)
     assert studies.samples_of(study)[0].kind == name
+
+
+def test_points_whose_trials_were_interrupted_are_enqueued_again(storage: Path) -> None:
+    study = studies.open_study(storage, "one", SPACE)
+    studies.enqueue_baselines(study, SPACE)
+    interrupted, failed, measured = (study.ask() for _ in range(3))
+    interrupted.set_user_attr(studies.INTERRUPTED, True)
+    for trial in (interrupted, failed):
+        study.tell(trial, state=optuna.trial.TrialState.FAIL)
+    study.tell(measured, 1.0)
+    for _ in range(2):
+        studies.enqueue_baselines(study, SPACE)
+    assert len(study.trials) == len(SPACE.baselines()) + 1
+    assert study.trials[-1].system_attrs["fixed_params"] == SPACE.baselines()[0]
+
+
+def test_a_study_of_bucket_sizes_is_no_study_of_plans_to_read(storage: Path) -> None:
+    buckets: Any = BucketSpace(WORKLOAD, SPACE.cluster)
+    study = studies.open_study(storage, "one", buckets)
+    with pytest.raises(StudyError, match=r"study 'one': its trials are sizes of buckets \(search=horovod\)"):
+        studies.space_of(study)
 
 
 def test_samples_hold_the_slowest_rank(storage: Path) -> None:

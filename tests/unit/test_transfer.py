@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import optuna
 import pytest
 import yaml
 from clusters import shared_nodes, uneven_cluster
 
-from lightning_autosync.cluster import configuration_directory
+from lightning_autosync.cluster import ClusterSpec, configuration_directory
 from lightning_autosync.errors import DocumentError
 from lightning_autosync.plan.space import BUILDER, PlanSpace
 from lightning_autosync.search import studies
 from lightning_autosync.search.sampler.transplant import carried_over, transplant
 from lightning_autosync.search.studies import StudyError
 from lightning_autosync.search.transfer import TransferSettings, load_transfer
+from lightning_autosync.search.tuning.buckets import BucketSpace
 from lightning_autosync.simulator.dataset import Sample
 from lightning_autosync.simulator.learned import ReplayEstimator
 from lightning_autosync.workload import Variable, Workload
@@ -133,6 +135,31 @@ def test_a_dataset_gives_the_samples_of_a_relation(
         DocumentError, match=r"transfer\.datasets\.all: .*it has models deep, layers, clusters of3, of4"
     ):
         load_transfer(parse(datasets={"all": {"path": "d", "models": ["vgg16"]}}), layers(16), target)
+
+
+def test_relations_look_at_what_models_and_clusters_are_and_not_at_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    def sample(workload: Workload, cluster: ClusterSpec) -> Sample:
+        space = PlanSpace(workload, cluster)
+        return Sample(workload, cluster, space.plan(space.baselines()[0]), (1.0,))
+
+    own, cluster = layers(16), uneven_cluster(3)
+    timed = own.model_copy(update={"name": "measured again", "backward_time": 0.5})
+    other_links = ClusterSpec.star(bandwidths=[5e7, 1e7, 1e7], name=cluster.name)
+    other_model = layers(30)  # by the same name
+    renamed = cluster.model_copy(update={"name": "renamed"})
+    samples = [sample(*pair) for pair in ((timed, other_links), (other_model, renamed), (other_model, other_links))]
+    monkeypatch.setattr("lightning_autosync.search.transfer.Dataset.load", lambda path: samples)
+    for relation, expected in (("other_cluster", 0), ("other_model", 1), ("both_other", 2)):
+        found = load_transfer(parse(datasets={"all": {"path": "d", "relation": relation}}), own, cluster)
+        assert found.samples == [samples[expected]]
+
+
+def test_a_study_of_bucket_sizes_is_refused_as_a_source(tmp_path: Path) -> None:
+    buckets: Any = BucketSpace(SOURCE.workload, SOURCE.cluster)
+    studies.open_study(tmp_path / "horovod.journal", "tune", buckets)
+    sources = parse(studies={"old": {"storage": str(tmp_path / "horovod.journal")}})
+    with pytest.raises(StudyError, match=r"transfer\.studies\.old: study 'tune': its trials are sizes of buckets"):
+        load_transfer(sources, TARGET.workload, TARGET.cluster)
 
 
 @pytest.mark.parametrize("path", sorted((configuration_directory() / "transfer").glob("*.yaml")), ids=lambda p: p.stem)

@@ -1,17 +1,15 @@
-"""A tuning run without workers: its study, its failures, its interruptions, its samplers."""
+"""A tuning run without workers: its study, its failures, its settings, its samplers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import optuna
 import pytest
 from tuning_stage import PricedStage
+from tuning_world import CLUSTER, MODEL, World, settings
 
-from lightning_autosync.bench.validation.clusters import emulable
-from lightning_autosync.cluster import resolve_cluster
 from lightning_autosync.documents import write_data
 from lightning_autosync.errors import DocumentError
 from lightning_autosync.plan import SyncPlan, compile_plan
@@ -19,18 +17,13 @@ from lightning_autosync.plan.space import BUILDER, COMPOSED, PlanSpace
 from lightning_autosync.search import studies
 from lightning_autosync.search.tuning.buckets import PARAMETER, BucketSpace
 from lightning_autosync.search.tuning.job import Job
-from lightning_autosync.search.tuning.opponents import Opponent, best_builder, best_ddp
+from lightning_autosync.search.tuning.opponents import Opponent
 from lightning_autosync.search.tuning.result import Best, Outcome, Pace
 from lightning_autosync.search.tuning.samplers import make_sampler
 from lightning_autosync.search.tuning.settings import Settings
 from lightning_autosync.search.tuning.sources import Sources
-from lightning_autosync.search.tuning.trials import Record, Trials, drift_of, ranked
-from lightning_autosync.search.tuning.tuner import Tuner, TuningError
-from lightning_autosync.simulator import Replay
-from lightning_autosync.simulator.learned import Estimator
-
-MODEL = {"kind": "paced", "catalogue": "vgg16", "scale": 0.002, "compute": "20 ms"}
-CLUSTER = emulable(resolve_cluster("fat_node_star"), 50e6)
+from lightning_autosync.search.tuning.trials import Record, Trials, ranked
+from lightning_autosync.search.tuning.tuner import TuningError
 
 
 @pytest.fixture(autouse=True)
@@ -39,42 +32,6 @@ def _quiet() -> Iterator[None]:
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     yield
     optuna.logging.set_verbosity(before)
-
-
-def settings(**search: Any) -> Settings:
-    given = {"sampler": "random", "budget": 16, "batch": 3, **search}
-    return Settings.parse({"model": MODEL, "cluster": CLUSTER.to_dict(), "search": given})
-
-
-class World:
-    """A job whose steps take what the replay says, times a factor that a test may change."""
-
-    def __init__(self, folder: Path | None = None, **search: Any) -> None:
-        self.settings = settings(**search)
-        self.job = Job.of(self.settings)
-        self.space = PlanSpace(self.job.workload, self.job.cluster)
-        self.replay = Replay(self.job.workload, self.job.cluster)
-        self.factor = 1.0
-        self.stage = PricedStage(self.price)
-        self.storage = optuna.storages.InMemoryStorage() if folder is None else str(folder / "study.journal")
-        self.prices: dict[str, float] = {}
-
-    def price(self, name: str, order: Mapping[str, Any]) -> float:
-        if "ddp" in order:
-            return 0.4
-        if name not in self.prices:
-            schedule = compile_plan(SyncPlan.from_dict(order["plan"]), self.job.workload, self.job.cluster)
-            self.prices[name] = self.replay.predict(schedule, "fluid").step_time
-        return self.factor * self.prices[name]
-
-    def trials(self) -> Trials:
-        sampler = make_sampler(self.settings.search, self.space, Sources.of(self.job))
-        study = studies.open_study(self.storage, "tune", self.space, sampler=sampler)
-        studies.enqueue_baselines(study, self.space)
-        return Trials(study, self.space, self.settings.search.sampler, "here", alone=True)
-
-    def tuner(self, trials: Trials, estimator: Estimator | None = None) -> Tuner:
-        return Tuner(self.job, self.stage, trials, Opponent("ddp", 0.4), estimator)  # type: ignore[arg-type]
 
 
 def test_a_run_spends_its_budget_on_builders_first():
@@ -110,55 +67,6 @@ def test_what_was_measured_is_in_the_study_for_whoever_learns_from_it():
     assert all(len(value) == 1 for value in values)
 
 
-def test_a_run_goes_on_with_its_study_and_ends_what_was_left_running(tmp_path):
-    world = World(tmp_path, budget=14)
-    trials = world.trials()
-    world.tuner(trials).run()
-    trials.study.ask()
-    longer = World(tmp_path, budget=18)
-    again = longer.trials()
-    assert again.settle() == 1
-    assert again.records()[-1].error == "interrupted"
-    longer.tuner(again).run()
-    assert len(again.records()) == 18
-    assert sum(record.origin == "baseline" for record in again.records()) == len(world.space.baselines())
-
-
-def test_the_reference_shows_drift_and_ranking_follows_it():
-    world = World(budget=15, batch=1)
-    trials = world.trials()
-    world.tuner(trials).run()
-    assert not drift_of(trials.records()).seen
-    slow = World(budget=20, batch=1)
-    slow.storage, slow.factor = world.storage, 2.0
-    again = slow.trials()
-    slow.tuner(again).run()
-    records = again.records()
-    drift = drift_of(records)
-    assert drift.seen
-    assert drift.spread == pytest.approx(1.0, abs=0.01)
-    assert drift.corrected(0, 1.0) == pytest.approx(2 * drift.corrected(19, 1.0))
-
-
-def test_an_interruption_leaves_no_trial_running_and_keeps_the_rest():
-    world = World()
-
-    def interrupted(name: str, order: Mapping[str, Any]) -> float:
-        if name == "trial 7":
-            raise KeyboardInterrupt
-        return world.price(name, order)
-
-    world.stage = PricedStage(interrupted)
-    trials = world.trials()
-    with pytest.raises(KeyboardInterrupt):
-        world.tuner(trials).run()
-    assert not trials.study.get_trials(states=(optuna.trial.TrialState.RUNNING,))
-    states = [record.state for record in trials.records()]
-    assert states[6:9] == ["failed"] * 3
-    assert "failed" not in states[:6]
-    assert trials.records()[7].error == "interrupted"
-
-
 def test_failed_plans_are_failed_trials_and_too_many_end_the_run():
     world = World(failures=6)
 
@@ -174,22 +82,6 @@ def test_failed_plans_are_failed_trials_and_too_many_end_the_run():
     assert [record.number for record in records if record.state == "failed"] == [3, *range(9, 15)]
     assert records[3].error == "rank 1 died while trial 3 ran"
     assert records[3].seconds is None
-
-
-def test_ddp_and_builders_are_measured_beside_the_study():
-    world = World()
-    assert best_ddp(world.job, world.stage).seconds == pytest.approx(0.4 * 1.01)  # type: ignore[arg-type]
-    found = best_builder(world.job, world.stage)  # type: ignore[arg-type]
-    plans = {str(point[BUILDER]): world.space.plan(point) for point in world.space.baselines()}
-    prices = {name: world.price(name, {"plan": plan.to_dict()}) for name, plan in plans.items()}
-    assert found.name == min(prices, key=prices.__getitem__)
-
-
-def test_opponents_that_all_fail_say_why():
-    world = World()
-    world.stage = PricedStage(lambda *_: float("inf"))
-    with pytest.raises(DocumentError, match="ddp: none of them ran; ddp: rank 1 died while ddp ran"):
-        best_ddp(world.job, world.stage)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["random", "tpe", "gp", "autosync"])
@@ -252,7 +144,7 @@ def test_an_interrupted_outcome_tells_what_there_is():
     assert SyncPlan.from_dict(data["best"]["plan"]).fingerprint == fastest.plan
     assert len(data["trials"]) == 13
     assert data["final"] is None
-    assert any("hydra.run.dir" in line for line in outcome.lines())
+    assert any("it was not compared" in line for line in outcome.lines())
 
 
 WRONG = [

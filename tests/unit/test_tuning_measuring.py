@@ -84,6 +84,16 @@ def test_plans_take_turns_in_alternating_order_until_each_is_decided():
     assert all(one.elapsed >= 0 for one in courses)
 
 
+def test_a_course_apart_is_no_measure_for_others_and_others_are_none_for_it():
+    stage = PricedStage(_price)
+    fast, slow = Course(Entrant("a", {}), apart=True), Course(Entrant("slow", {}))
+    measure_in_turns(stage, [fast, slow], Rule(SETTINGS), warm_up=2)  # type: ignore[arg-type]
+    assert [one.state for one in (fast, slow)] == ["complete", "complete"]
+    fast, awful = Course(Entrant("a", {})), Course(Entrant("awful", {}), apart=True)
+    measure_in_turns(stage, [fast, awful], Rule(SETTINGS), warm_up=2)  # type: ignore[arg-type]
+    assert [one.state for one in (fast, awful)] == ["complete", "complete"]
+
+
 def _price(name: str, order: object) -> float:
     return {"a": 0.05, "b": 0.05, "slow": 0.2, "awful": 9.0, "broken": math.inf}[name]
 
@@ -120,6 +130,16 @@ def test_times_on_a_slow_stretch_count_less():
     assert drift.corrected(2, 5.0) == pytest.approx(10.0)
     assert drift.corrected(18, 10.0) == pytest.approx(10.0)
     assert drift.expected(10.0) == pytest.approx(10.0)
+
+
+def test_another_stretch_is_brought_to_this_level_where_the_difference_counts():
+    drift = Drift(dict.fromkeys(range(6), 1.0))
+    assert drift.bring(Drift({0: 2.0}), 0, 5.0) == pytest.approx(2.5)
+    assert drift.bring(Drift({0: 1.04}), 0, 5.0) == 5.0
+    slowing = Drift({number: 2.0 if number < 10 else 4.0 for number in range(21)})
+    assert drift.bring(slowing, 2, 5.0) == pytest.approx(2.5)
+    assert drift.bring(slowing, 18, 10.0) == pytest.approx(2.5)
+    assert drift.bring(Drift({}), 0, 5.0) == Drift({}).bring(drift, 0, 5.0) == 5.0
 
 
 def test_without_a_reference_nothing_is_corrected():

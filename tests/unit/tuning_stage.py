@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from typing_extensions import Self
+
 from lightning_autosync.search.tuning.stage import Entrant, TrialError
 
 Price = Callable[[str, Mapping[str, Any]], float]
@@ -25,6 +27,12 @@ class PricedStage:
         self.restarts = 0
         self.turns: list[tuple[str, int]] = []
         self.taken_down: list[str] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._alive.clear()
 
     def entrant(self, name: str, order: Mapping[str, Any]) -> Entrant:
         return Entrant(name, order)

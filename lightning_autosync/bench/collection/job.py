@@ -10,10 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_autosync.bench.validation.replica import PacedReplica
+from lightning_autosync.bench.validation.replica import PacedReplica, paced_module
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.plan import SyncPlan
-from lightning_autosync.workers.paced import PacedModule
 from lightning_autosync.workload import Workload
 
 _FAR = 3.0
@@ -51,7 +50,7 @@ class Job:
     def __init__(self, workload: Workload, cluster: ClusterSpec) -> None:
         self._workload = workload
         self._cluster = cluster
-        self._module = PacedModule(workload)
+        self._module = paced_module(workload, cluster)
 
     def measure(self, plan: SyncPlan, budget: Budget) -> list[float]:
         """Seconds of each counted step on this rank; equally many on all."""

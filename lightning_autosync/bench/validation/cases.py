@@ -7,17 +7,26 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from random import Random
+from typing import Any
 
 from lightning_autosync.bench.validation.clusters import emulable
+from lightning_autosync.bench.validation.hosts import shared_hosts
 from lightning_autosync.bench.validation.plans import BUILDERS, draw_buckets, draw_built, draw_free
 from lightning_autosync.bench.validation.settings import Settings
 from lightning_autosync.cluster import ClusterSpec, resolve_cluster, synchronization_rate
 from lightning_autosync.documents import digest
-from lightning_autosync.plan import SyncPlan
+from lightning_autosync.errors import DocumentError
+from lightning_autosync.plan import SyncPlan, compile_plan
+from lightning_autosync.simulator import Replay
+from lightning_autosync.simulator.bound import changed_bytes
 from lightning_autosync.workload import Workload, catalogue
 from lightning_autosync.workload.scaling import scaled, with_compute
 
-_BATCH = {"batch_size": 8}
+_ARGUMENTS: dict[str, dict[str, Any]] = {"ncf": {"batch_size": 1024, "users": 8000, "items": 2000}}
+"""Of the catalogue's models: a recommender's step touches a good part of tables that a worker can hold."""
+_OTHERS = {"batch_size": 8}
+_DRAWS = 200
+"""How often a plan is drawn anew until the cores can carry it."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +64,7 @@ def draw_cases(settings: Settings) -> list[Case]:
     Raises:
         ClusterError: there is no such cluster.
         WorkloadError: there is no such model.
+        DocumentError: the cores of this machine can carry no plan of a workload.
     """
     pairs = [(cluster, family) for cluster in settings.clusters for family in settings.families]
     cases: list[Case] = []
@@ -71,10 +81,28 @@ def _draw_pair(random: Random, settings: Settings, cluster: ClusterSpec, family:
     least, most = settings.bound
     bound = math.exp(random.uniform(math.log(least), math.log(most)))
     compute = bound * math.exp(random.uniform(math.log(0.3), math.log(3.0)))
-    full = catalogue.build(family, **_BATCH)
-    workload = with_compute(scaled(full, bound * synchronization_rate(cluster) / full.bytes), compute)
+    full = catalogue.build(family, **_ARGUMENTS.get(family, _OTHERS))
+    travels = sum(map(changed_bytes, full.variables))
+    workload = with_compute(scaled(full, bound * synchronization_rate(cluster) / travels), compute)
+    replay = Replay(workload, cluster, shared_hosts())
     for kind in _kinds(random, count):
-        yield Case(cluster, family, workload, kind, _draw_plan(random, kind, workload, cluster))
+        yield Case(cluster, family, workload, *_draw_carried(random, kind, workload, cluster, replay, settings))
+
+
+def _draw_carried(
+    random: Random, kind: str, workload: Workload, cluster: ClusterSpec, replay: Replay, settings: Settings
+) -> tuple[str, SyncPlan]:
+    """A plan that this machine's cores can carry, and how it was drawn: if need be by another builder."""
+    for _ in range(_DRAWS):
+        plan = _draw_plan(random, kind, workload, cluster)
+        busy = replay.predict(compile_plan(plan, workload, cluster), detail="fluid").cores
+        if busy is None or busy <= settings.most_cores:
+            return kind, plan
+        kind = random.choice(BUILDERS) if kind in BUILDERS else kind
+    raise DocumentError(
+        f"most_cores: none of {_DRAWS} plans of '{workload.name}' on '{cluster.name}' leaves the cores that free; "
+        "allowed: a larger share, or workloads with a longer `bound`"
+    )
 
 
 def _kinds(random: Random, count: int) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from lightning_autosync.bench.validation.accuracy import Accuracy, Priced, by
+from lightning_autosync.bench.validation.accuracy import RANKED, Accuracy, Priced, by
 from lightning_autosync.bench.validation.cases import Case, draw_cases
 from lightning_autosync.bench.validation.hosts import shared_hosts
 from lightning_autosync.bench.validation.measuring import Measurement, measure_cases
@@ -20,6 +20,10 @@ from lightning_autosync.plan import compile_plan
 from lightning_autosync.simulator import Constants, Replay
 
 FORMAT = "autosync-validation/1"
+FILE_WIDTH = 110
+"""Columns of the tables where they do not go to a terminal."""
+PAIR = "pair"
+"""The table of each workload on each cluster, too long to print whole."""
 _WORST = 8
 """Cases that are named."""
 
@@ -39,13 +43,15 @@ def validate(configuration: dict[str, Any], directory: Path) -> None:
     found = measure_cases(cases, price(cases, lambda _: constants), settings, path)
     predicted = price(cases, lambda case: constants if settings.constants else _hosts_of(found[case.key], constants))
     priced = [
-        Priced(case, found[case.key].seconds, predicted[case.key], found[case.key].foreign_cores) for case in cases
+        Priced(case, one.seconds, predicted[case.key], one.foreign_cores, one.noise)
+        for case, one in ((case, found[case.key]) for case in cases)
     ]
     tables = {
         "all": {"all": Accuracy.of(priced)},
         "cluster": by(priced, lambda one: one.case.cluster.name),
         "workload": by(priced, lambda one: one.case.family),
         "plan": by(priced, lambda one: one.case.kind),
+        PAIR: by(priced, lambda one: one.case.pair),
     }
     write_text(directory / "result.json", json.dumps(_result(settings, constants, priced, tables)) + "\n")
     _print(priced, tables)
@@ -87,14 +93,43 @@ def _result(
 
 def _print(priced: list[Priced], tables: Mapping[str, Mapping[str, Accuracy]]) -> None:
     console = Console()
+    if not console.is_terminal:
+        console = Console(width=FILE_WIDTH)
     for name, rows in tables.items():
-        table = Table(name, "cases", "median error", "p90", "bias", "Kendall tau")
-        for row, accuracy in rows.items():
-            tau = "" if accuracy.tau is None else f"{accuracy.tau:.2f}"
-            numbers = f"{accuracy.median:.1%}", f"{accuracy.p90:.1%}", f"{accuracy.bias:+.1%}", tau
-            table.add_row(row, str(accuracy.cases), *numbers)
-        console.print(table)
+        if name != PAIR:
+            console.print(_accuracy_table(name, rows))
+    for line in order_lines(tables[PAIR]):
+        console.print(line, soft_wrap=True, highlight=False)
     console.print("farthest off: case, measured and predicted ms")
     for one in sorted(priced, key=lambda one: -abs(one.error))[:_WORST]:
         times = f"{1e3 * one.measured:8.1f} {1e3 * one.predicted:8.1f}"
         console.print(f"  {one.case.pair}, {one.case.kind}: {times}", soft_wrap=True, highlight=False)
+
+
+def _accuracy_table(name: str, rows: Mapping[str, Accuracy]) -> Table:
+    table = Table(name, "cases", "median error", "p90", "bias", "Kendall tau", "beyond noise", "within noise")
+    for row, accuracy in rows.items():
+        errors = f"{accuracy.median:.1%}", f"{accuracy.p90:.1%}", f"{accuracy.bias:+.1%}"
+        taus = ["" if tau is None else f"{tau:.2f}" for tau in (accuracy.tau, accuracy.tau_apart)]
+        share = "" if accuracy.within_noise is None else f"{accuracy.within_noise:.0%}"
+        table.add_row(row, str(accuracy.cases), *errors, *taus, share)
+    return table
+
+
+def order_lines(pairs: Mapping[str, Accuracy]) -> list[str]:
+    """How well the plans for each workload on each cluster are put in order: the least tau, and how many are low."""
+    lines = []
+    for title, field in (
+        ("Kendall tau", "tau"),
+        ("of plans that differ by more than their noise", "tau_apart"),
+    ):
+        taus = {pair: tau for pair, accuracy in pairs.items() if (tau := getattr(accuracy, field)) is not None}
+        if not taus:
+            lines.append(f"{title}: no workload on a cluster has plans enough")
+            continue
+        least = min(taus, key=lambda pair: taus[pair])
+        low = sum(tau < RANKED for tau in taus.values())
+        lines.append(
+            f"{title}, by cluster and workload: least {taus[least]:.2f} ({least}), {low} of {len(taus)} below {RANKED}"
+        )
+    return lines

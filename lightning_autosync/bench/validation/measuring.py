@@ -18,8 +18,11 @@ from lightning_autosync.bench.validation.cases import Case
 from lightning_autosync.bench.validation.hosts import probed_hosts
 from lightning_autosync.bench.validation.settings import Settings
 from lightning_autosync.cluster import ClusterSpec
+from lightning_autosync.documents import append_lines
 from lightning_autosync.errors import DocumentError
+from lightning_autosync.simulator.dataset.sample import step_noise
 from lightning_autosync.workers import EmulatedLaunch, WorkerPool
+from lightning_autosync.workers.check import warn_of_links
 
 _LEAST_STEPS, _MOST_STEPS = 3, 12
 _MEASURE = "lightning_autosync.bench.validation.replica:measure"
@@ -45,7 +48,16 @@ class Measurement:
     @property
     def seconds(self) -> float:
         """Seconds of a step: the median over steps, of the slowest rank."""
-        return max(statistics.median(steps) for steps in self.steps)
+        return statistics.median(self._slowest)
+
+    @property
+    def noise(self) -> float:
+        """Standard error of `seconds` over `seconds`, from how much the steps of that rank differ."""
+        return step_noise(self._slowest)
+
+    @property
+    def _slowest(self) -> Sequence[float]:
+        return max(self.steps, key=statistics.median)
 
 
 def load_measurements(path: Path) -> dict[str, Measurement]:
@@ -97,7 +109,7 @@ def measure_cases(
                     hosts = probed_hosts(pool, case.cluster, settings.scheduling).to_dict()
                 measured = _measure(case, pool, load, settings, predicted[case.key])
                 found[case.key] = replace(measured, hosts=hosts)
-                _append(path, found[case.key])
+                append_lines(path, json.dumps(asdict(found[case.key])) + "\n")
                 done += 1
                 _log.info(
                     "%d of %d: %s, %s: %.1f ms", done, len(missing), case.pair, case.kind, 1e3 * found[case.key].seconds
@@ -107,6 +119,7 @@ def measure_cases(
 
 def _enter_pool(stack: ExitStack, cluster: ClusterSpec, settings: Settings) -> WorkerPool:
     launch = stack.enter_context(EmulatedLaunch(cluster))
+    warn_of_links(launch)
     policy: Any = None if settings.scheduling == "none" else settings.scheduling
     return stack.enter_context(WorkerPool(cluster.world_size, launch, timeout=settings.timeout, scheduling=policy))
 
@@ -124,9 +137,3 @@ def _measure(case: Case, pool: WorkerPool, load: LoadMeter, settings: Settings, 
         timeout=settings.timeout,
     )
     return Measurement(case.key, times, load.foreign_cores())
-
-
-def _append(path: Path, measurement: Measurement) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(asdict(measurement)) + "\n")

@@ -18,6 +18,11 @@ from lightning_autosync.workers.paced import PacedModule
 from lightning_autosync.workload import Workload, variable_names
 
 
+def paced_module(workload: Workload, cluster: ClusterSpec) -> PacedModule:
+    """The module of this rank, as fast as its node."""
+    return PacedModule(workload, cluster.nodes[cluster.rank_nodes[dist.get_rank()]].speed)
+
+
 class PacedReplica:
     """One rank of a paced job.
 
@@ -26,7 +31,7 @@ class PacedReplica:
         plan: how gradients travel.
         cluster: the machines.
         timeout: seconds to wait for other ranks.
-        module: made before for the same workload; None makes one.
+        module: `paced_module` made before for the same workload and cluster; None makes one.
 
     Raises:
         AutoSyncError: the three do not fit each other.
@@ -41,8 +46,7 @@ class PacedReplica:
         module: PacedModule | None = None,
     ) -> None:
         self.schedule = compile_plan(plan, workload, cluster)
-        self._optimizer_time = workload.optimizer_time
-        self._module = PacedModule(workload) if module is None else module
+        self._module = paced_module(workload, cluster) if module is None else module
         self._parameters = list(self._module.parameters())
         self._seed = torch.tensor(dist.get_rank())
         self.engine = Engine(variable_names(self._module), self.schedule, cluster=cluster, timeout=timeout)
@@ -53,7 +57,7 @@ class PacedReplica:
         if recorder is not None:
             recorder.end_forward()
         loss.backward()
-        time.sleep(self._optimizer_time)
+        self._module.step_optimizer()
         # As Module.zero_grad, without its walk through the modules, which costs a core 3 us a parameter.
         for parameter in self._parameters:
             parameter.grad = None

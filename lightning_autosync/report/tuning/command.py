@@ -54,16 +54,25 @@ def tune(configuration: dict[str, Any], directory: Path) -> Outcome:
 
     Raises:
         AutoSyncError: a setting is wrong, workers cannot be started, or too many trials failed.
+        Interrupted: by a Ctrl-C; the report tells of what was found until then.
     """
-    outcome = command.tune(configuration, directory)
-    if not outcome.interrupted:
-        try:
-            _trace(outcome, directory)
-        except AutoSyncError as error:
-            _log.warning("no timeline was measured: %s", error)
+    try:
+        outcome = command.tune(configuration, directory)
+    except command.Interrupted as ended:
+        if ended.outcome is not None:
+            _report(directory)
+        raise
+    try:
+        _trace(outcome, directory)
+    except AutoSyncError as error:
+        _log.warning("no timeline was measured: %s", error)
+    _report(directory)
+    return outcome
+
+
+def _report(directory: Path) -> None:
     write_report(TuningRun.load(directory), directory / REPORT)
     print(directory / REPORT)
-    return outcome
 
 
 def report(configuration: dict[str, Any], directory: Path) -> None:

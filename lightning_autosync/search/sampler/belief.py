@@ -13,6 +13,7 @@ import numpy
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.plan import SyncPlan
 from lightning_autosync.search.sampler.features import Embedding, Floats
+from lightning_autosync.search.sampler.holdout import HoldOut
 from lightning_autosync.search.sampler.population import Candidate
 from lightning_autosync.search.sampler.residual import Residuals
 from lightning_autosync.simulator.dataset import Sample
@@ -49,14 +50,22 @@ class Believer:
         self._estimator = estimator
         self._sources = sources
         self._estimates: dict[str, tuple[float, float]] = {}
+        self._unseen: dict[str, float] = {}
+        self._holdout: HoldOut | None = None
         self._transferred: tuple[Floats, Floats, Floats] | None = None
         self._residuals = Residuals()
         self._shift = 0.0
 
-    def forget(self) -> None:
-        """Estimate all anew: the simulator has learned."""
+    def taught(self, holdout: HoldOut, candidates: Sequence[Candidate]) -> None:
+        """Estimate all anew: the simulator was trained on the sources and on the measured ``candidates``.
+
+        What it gets wrong of those is told by twins of it that were kept from them.
+        """
         self._estimates.clear()
         self._transferred = None
+        self._holdout = holdout
+        logs = holdout.unseen(self._workload, self._cluster, [one.plan for one in candidates])
+        self._unseen = dict(zip((one.signature for one in candidates), logs.tolist(), strict=True))
 
     def estimated(self, candidate: Candidate) -> bool:
         """Whether the simulator was asked about a candidate already."""
@@ -76,7 +85,10 @@ class Believer:
         """Take in what was measured: by signature a candidate and the logarithm of its seconds."""
         candidates = [candidate for candidate, _ in measured.values()]
         estimates, _ = self.estimate(candidates)
-        errors = numpy.array([seconds for _, seconds in measured.values()]) - estimates
+        expected = [
+            self._unseen.get(one.signature, estimate) for one, estimate in zip(candidates, estimates, strict=True)
+        ]
+        errors = numpy.array([seconds for _, seconds in measured.values()]) - numpy.array(expected)
         features = numpy.array([candidate.features for candidate in candidates])
         parts = [(features, errors, numpy.zeros(len(errors)))] if candidates else []
         if self._sources:
@@ -125,7 +137,11 @@ class Believer:
     def _errors_of(self, samples: Sequence[Sample], task: int) -> tuple[Floats, Floats, Floats]:
         chosen = _best_and_others(samples)
         workload, cluster = chosen[0].workload, chosen[0].cluster
-        logs, _ = self._ask(workload, cluster, [sample.plan for sample in chosen])
+        plans = [sample.plan for sample in chosen]
+        if self._holdout is None:
+            logs, _ = self._ask(workload, cluster, plans)
+        else:
+            logs = self._holdout.unseen(workload, cluster, plans)
         embedding = Embedding(workload)
         features = numpy.array([embedding(sample.plan) for sample in chosen])
         errors = numpy.array([math.log(sample.seconds) for sample in chosen]) - logs

@@ -11,7 +11,7 @@ from datetime import datetime, timedelta
 from optuna.trial import FrozenTrial, TrialState
 
 from lightning_autosync.plan.space import PlanSpace, Value
-from lightning_autosync.search.studies import measured_steps
+from lightning_autosync.search.studies import measured_steps, was_interrupted
 
 CHOICE = "autosync:choice"
 """System attribute of a trial: the point that was chosen for it, there before its parameters are."""
@@ -29,7 +29,7 @@ class Observations:
     Attributes:
         measured: trials with a time, complete or stopped early: number, point, and the logarithm of the seconds.
         pending: points that are being measured now.
-        tried: points of all other trials, which failed.
+        tried: points of all other trials, which failed by themselves; those that were interrupted may be tried again.
         choosing: numbers of the running trials whose point is not known yet.
     """
 
@@ -52,7 +52,7 @@ class Observations:
                     made.pending.append(point)
                 elif trial.datetime_start is not None and now - trial.datetime_start < _CHOOSING:
                     made.choosing.append(trial.number)
-            elif point is not None:
+            elif point is not None and not was_interrupted(trial):
                 made._add_finished(trial, point)
         return made
 

@@ -13,6 +13,7 @@ from optuna.study import Study
 from lightning_autosync.plan.space import Genome, PlanSpace, Value
 from lightning_autosync.search.sampler.belief import Beliefs, Believer
 from lightning_autosync.search.sampler.choice import ALIKENESS, STARTUP_ALIKENESS, pick
+from lightning_autosync.search.sampler.holdout import HoldOut
 from lightning_autosync.search.sampler.observations import Observations, Point
 from lightning_autosync.search.sampler.population import Candidate, Population
 from lightning_autosync.search.sampler.transplant import carried_over
@@ -106,7 +107,11 @@ class Proposer:
             estimator = ReplayEstimator(constants)
         constants = constants or getattr(estimator, "constants", None) or Constants()
         self.space = space
-        self._estimator = estimator
+        self._holdout = (
+            None
+            if estimator is None or isinstance(estimator, ReplayEstimator)  # the replay learns nothing from samples
+            else HoldOut(estimator, sources.samples)
+        )
         self._sources = sources
         self._sizes = sizes
         self._rng = rng
@@ -151,7 +156,7 @@ class Proposer:
 
     def _train(self, measured: Mapping[str, tuple[Candidate, float]]) -> None:
         """Train a simulator that learns: on the sources at first, then whenever enough trials came in."""
-        if self._estimator is None or isinstance(self._estimator, ReplayEstimator):
+        if self._holdout is None:
             return
         first = self._trained is None
         if not (first and self._sources.samples) and len(measured) - (self._trained or 0) < self._sizes.refit:
@@ -161,8 +166,8 @@ class Proposer:
             for candidate, seconds in measured.values()
         ]
         again = [one for one in self._population.candidates.values() if self._believer.estimated(one)]
-        self._estimator.fit([*self._sources.samples, *own])
-        self._believer.forget()
+        self._holdout.fit(own)
+        self._believer.taught(self._holdout, [candidate for candidate, _ in measured.values()])
         self._believer.estimate(again)
         self._trained = len(measured)
 

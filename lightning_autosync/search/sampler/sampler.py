@@ -39,8 +39,8 @@ class AutoSyncSampler(BaseSampler):
 
     Args:
         space: whose points the trials of a study are; see ``suggest``.
-        estimator: the simulator, which is trained further as trials come in; None takes the replay alone, or nothing
-            where the rates of the links are unknown.
+        estimator: the simulator, which is trained further as trials come in, and copies of it (by ``copy.deepcopy``)
+            beside it; None takes the replay alone, or nothing where the rates of the links are unknown.
         source_studies: studies of other models or clusters. They train the simulator, their errors tell about this
             one's, and their best points are carried over; the study itself is not touched.
         source_samples: measured steps of other models or clusters, used likewise.

@@ -11,9 +11,10 @@ import optuna
 from rich.console import Console
 
 from lightning_autosync.documents import write_text
-from lightning_autosync.search.simulated.contest import Contest, Run
+from lightning_autosync.search.simulated.contest import Contest
 from lightning_autosync.search.simulated.outcome import standings, table
 from lightning_autosync.search.simulated.picture import draw
+from lightning_autosync.search.simulated.runs import Run
 from lightning_autosync.search.simulated.settings import Settings
 
 FORMAT = "autosync-rehearsal/1"
@@ -27,7 +28,7 @@ def rehearse(configuration: dict[str, Any], directory: Path) -> None:
     ``directory``.
 
     Raises:
-        AutoSyncError: a setting is wrong.
+        AutoSyncError: a setting is wrong, or the file's runs were made with others.
     """
     settings = Settings.parse(configuration)
     optuna.logging.set_verbosity(optuna.logging.WARNING)

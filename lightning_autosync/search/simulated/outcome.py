@@ -10,7 +10,7 @@ from typing import Any
 import numpy
 from rich.table import Table
 
-from lightning_autosync.search.simulated.contest import Run
+from lightning_autosync.search.simulated.runs import Run
 from lightning_autosync.search.studies import BASELINE
 
 NEARLY = 0.98

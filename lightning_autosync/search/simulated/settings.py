@@ -45,10 +45,11 @@ class Settings(Configuration):
         compute: forward and backward in units of ``bound``.
         fastest_link: bytes/s to which faster clusters are slowed down.
         cores: that all ranks share.
-        source: pair whose study ``transfer`` starts from; None takes the pair before in ``pairs``.
+        source: pair whose study ``transfer`` starts from, none of ``pairs``; None takes the pair before in ``pairs``.
         source_budget: trials of that study.
         options: further arguments of `AutoSyncSampler`.
-        runs: file of finished runs, one a line, to read and to go on with; None starts one in the run directory.
+        runs: file of finished runs, one a line, to read and to go on with; it must be of the same settings but for
+            ``pairs``, ``samplers`` and ``seeds``. None starts one in the run directory.
     """
 
     pairs: Annotated[tuple[str, ...], Field(min_length=1)] = PAIRS
@@ -78,7 +79,15 @@ class Settings(Configuration):
                 raise ValueError(f"pairs: expected MODEL@CLUSTER, got {pair!r}")
         if "transfer" in self.samplers and self.source is None and len(self.pairs) == 1:
             raise ValueError("source: missing; with one pair 'transfer' needs to be told where from")
+        itself = next((pair for pair in self.pairs if self._transfers and self.source_of(pair) == pair), None)
+        if itself is not None:
+            raise ValueError(f"source: '{itself}' would start from its own study; name a pair that is none of pairs")
         return self
+
+    @property
+    def _transfers(self) -> bool:
+        """Whether any run would start from a source, if it were of ``transfer``."""
+        return self.source is not None or "transfer" in self.samplers
 
     def source_of(self, pair: str) -> str:
         """The pair from whose study ``transfer`` starts."""

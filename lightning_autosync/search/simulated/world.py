@@ -100,6 +100,10 @@ class Oracle:
     def fit(self, samples: Sequence[Any]) -> None:
         """Nothing is left to learn."""
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Oracle:
+        """Itself: it does not change, and its world is large."""
+        return self
+
     def save(self, directory: Any) -> None:
         """Not kept.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +14,35 @@ from lightning_autosync.documents import write_text
 from lightning_autosync.search.tuning.result import Outcome
 from lightning_autosync.search.tuning.run import Run
 from lightning_autosync.search.tuning.settings import Settings
-from lightning_autosync.search.tuning.tuner import TuningError
 from lightning_autosync.search.tuning.within_job import require_job, serve
 
 PLAN = "plan.yaml"
 RESULT = "result.json"
+STATUS = 130
+"""Exit status after a Ctrl-C: 128 and the number of SIGINT, as shells have it."""
+
+
+class Interrupted(SystemExit):
+    """Somebody ended the run with a Ctrl-C; what was found until then is written.
+
+    Attributes:
+        outcome: what that is; None if there was nothing to write.
+    """
+
+    def __init__(self, outcome: Outcome | None) -> None:
+        super().__init__(STATUS)
+        self.outcome = outcome
 
 
 def tune(configuration: dict[str, Any], directory: Path) -> Outcome:
     """Run the search; ``plan.yaml``, ``result.json``, the finalists' plans and the study appear in ``directory``.
 
-    The same command with the same directory goes on where an earlier one ended. After an interruption all files are
-    there, for what was found until then. Within a job all ranks call this; only rank 0 returns, and the others end.
+    The same command with the same directory goes on where an earlier one ended. Within a job all ranks call this; only
+    rank 0 returns, and the others end.
 
     Raises:
         AutoSyncError: a setting is wrong, workers cannot be started, or too many trials failed.
+        Interrupted: by a Ctrl-C, after all files were written for what was found until then.
     """
     _quiet_optuna()
     settings = Settings.parse(configuration)
@@ -35,20 +50,36 @@ def tune(configuration: dict[str, Any], directory: Path) -> Outcome:
         require_job()
         if os.environ["RANK"] != "0":
             serve(settings.timeout, settings.scheduling == "batch")
+    console = Console()
     try:
         outcome = Run(settings, directory).run()
     except KeyboardInterrupt:
-        raise TuningError("interrupted before the first trial; nothing was measured") from None
+        raise _interrupted(None, directory, console) from None
+    if outcome.interrupted and not outcome.records:
+        raise _interrupted(None, directory, console)
+    _write(outcome, directory, console)
+    if outcome.interrupted:
+        raise _interrupted(outcome, directory, console)
+    return outcome
+
+
+def _write(outcome: Outcome, directory: Path, console: Console) -> None:
+    """The files, and what they say in short."""
     files = [RESULT]
     write_text(directory / RESULT, json.dumps(outcome.to_dict()) + "\n")
     if outcome.best is not None:
         outcome.best.plan.save(directory / PLAN)
         files.insert(0, PLAN)
-    console = Console()
     for line in outcome.lines():
         console.print(line, soft_wrap=True, highlight=False)
     console.print(", ".join(str(directory / name) for name in files), soft_wrap=True, highlight=False)
-    return outcome
+
+
+def _interrupted(outcome: Outcome | None, directory: Path, console: Console) -> Interrupted:
+    found = "interrupted before there was anything to write" if outcome is None else "interrupted"
+    line = f"{found}; to go on, give the same command with hydra.run.dir={shlex.quote(str(directory))}"
+    console.print(line, soft_wrap=True, highlight=False, markup=False)
+    return Interrupted(outcome)
 
 
 def _quiet_optuna() -> None:

@@ -55,6 +55,18 @@ class Drift:
         assert level is not None
         return seconds * self._at(max(self.turns)) / level
 
+    def bring(self, stretch: Drift, number: int, seconds: float) -> float:
+        """Seconds of another stretch of time, during which the same reference was measured, on this one's footing.
+
+        They are corrected within that stretch as `corrected` does it, and brought from its level to this one's where
+        the two differ by more than a spread that counts.
+        """
+        found = stretch.corrected(number, seconds)
+        if self.level is None or stretch.level is None:
+            return found
+        ratio = self.level / stretch.level
+        return found * ratio if max(ratio, 1 / ratio) - 1 > THRESHOLD else found
+
     def to_dict(self) -> dict[str, Any]:
         """All of it, as plain data."""
         return {

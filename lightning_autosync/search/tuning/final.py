@@ -1,16 +1,21 @@
-"""The end of a run: the best plans, the best builder and the best DDP once more, in interleaved rounds of a bench."""
+"""The end of a run: the best plans, the best builder and the best of DDP once more, in interleaved rounds of a bench.
+
+The fastest of several is partly the luckiest of the rounds in which it was chosen. So the first half of the rounds
+chooses the winner and the setting of DDP that it is compared with; the second half judges, and only its ratios count.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from lightning_autosync.bench.interleaving import play
 from lightning_autosync.bench.preparation import Preparation, plan_class, prepare
-from lightning_autosync.bench.result import Result
+from lightning_autosync.bench.result import Measurement, Result
 from lightning_autosync.bench.settings import Contender, DDPOptions, DDPSweep
 from lightning_autosync.bench.statistics import Interval, relative_medians
 from lightning_autosync.bench.table import EXACT
@@ -27,46 +32,82 @@ class Final:
     """What the last comparison found.
 
     Attributes:
-        result: as of a bench.
+        choice: as of a bench, of the rounds that choose.
+        result: the same of those that judge.
         plans: those that could win, by name.
         builder: the name among them of the best builder; None if none ran.
+        rivals: names of DDP's settings, one or more.
     """
 
+    choice: Result
     result: Result
     plans: Mapping[str, SyncPlan]
     builder: str | None
+    rivals: Sequence[str]
 
-    @property
+    @classmethod
+    def of(cls, played: Result, plans: Mapping[str, SyncPlan], builder: str | None, rivals: Sequence[str]) -> Final:
+        """From one bench, half of whose rounds choose."""
+        half = played.settings.rounds // 2
+        return cls(_rounds(played, 0, half), _rounds(played, half, 2 * half), plans, builder, rivals)
+
+    @cached_property
     def winner(self) -> str:
-        """The fastest plan, times taken relative to their round; the builder's unless it beats that round by round.
+        """The fastest plan of the choosing rounds, each time relative to its round; the builder's unless it beats that.
 
         An exact plan whose gradients are not DDP's is not taken, unless that holds for all.
         """
-        found, classes = self.result.measurements, self.result.classes
+        found, classes = self.choice.measurements, self.choice.classes
         sound = [name for name in self.plans if classes[name] != "exact" or found[name].deviation <= EXACT]
         times = relative_medians({name: found[name].times for name in sound or self.plans})
         fastest = min(times, key=times.__getitem__)
-        if self.builder in times and self.result.ratio(fastest, self.builder).median >= 1:
+        if self.builder in times and self.choice.ratio(fastest, self.builder).median >= 1:
             return self.builder
         return fastest
 
+    @cached_property
+    def ddp(self) -> str:
+        """The fastest setting of DDP of the choosing rounds, likewise."""
+        times = relative_medians({name: self.choice.measurements[name].times for name in self.rivals})
+        return min(times, key=times.__getitem__)
+
+    @property
+    def opponents(self) -> dict[str, str]:
+        """What the winner is compared with, by kind; the builder, too, if that is the winner."""
+        return {"ddp": self.ddp} | ({} if self.builder is None else {"builder": self.builder})
+
     @property
     def seconds(self) -> float:
-        """Of a step of the winner: the median over rounds."""
+        """Of a step of the winner: the median over the judging rounds."""
         return self.result.measurements[self.winner].median
 
     def ratio(self, name: str) -> Interval:
-        """The winner's time over that of another contender, paired by round."""
+        """The winner's time over that of another contender, paired by judging round."""
         return self.result.ratio(self.winner, name)
 
+    def gains(self, name: str) -> bool:
+        """Whether it may be claimed that the winner is faster than another: the whole interval of the ratio is below 1.
+
+        One round has no interval.
+        """
+        return self.result.settings.rounds > 1 and self.ratio(name).high < 1
+
     def to_dict(self) -> dict[str, Any]:
-        """As a bench writes it; each contender says what it is, and the winner how it stands to the others."""
+        """As a bench writes the judging rounds; contenders say what they are, the winner how it stands to opponents."""
         made = self.result.to_dict()
         for name, contender in made["contenders"].items():
             contender["kind"] = self._kind(name)
-        opponents = {"ddp": self.result.best_ddp, "builder": self.builder}
-        ratios = {kind: asdict(self.ratio(name)) for kind, name in opponents.items() if name is not None}
-        return {**made, "winner": self.winner, "opponents": opponents, "winner_over": ratios}
+            contender["ratio_to_best_ddp"] = asdict(self.result.ratio(name, self.ddp))
+        chosen = {name: measurement.times for name, measurement in self.choice.measurements.items()}
+        return {
+            **made,
+            "best_ddp": self.ddp,
+            "winner": self.winner,
+            "opponents": {"ddp": self.ddp, "builder": self.builder},
+            "winner_over": {kind: asdict(self.ratio(name)) for kind, name in self.opponents.items()},
+            "gains": {kind: self.gains(name) for kind, name in self.opponents.items()},
+            "choosing": {"rounds": self.choice.settings.rounds, "round_seconds": chosen},
+        }
 
     def _kind(self, name: str) -> str:
         if name == self.winner:
@@ -79,36 +120,60 @@ class Final:
 
 
 def compare(
-    job: Job, stage: Stage, plans: Mapping[str, SyncPlan], builder: str | None, ddp: str, directory: Path
+    job: Job, stage: Stage, plans: Mapping[str, SyncPlan], builder: str | None, rivals: Sequence[str], directory: Path
 ) -> Final | None:
-    """Measure plans and the best DDP in turns; None if workers fail twice.
+    """Measure plans and settings of DDP in turns; None if workers fail twice.
 
     Args:
-        job: what is tuned; its settings say how many rounds.
+        job: what is tuned; its settings say how many rounds judge, and as many before them choose.
         stage: its live workers.
         plans: the finalists, the builder's among them, by name.
         builder: its name.
-        ddp: name of the DDP setting.
+        rivals: names of DDP's settings, one or more.
         directory: of the run; ``finalists/NAME.yaml`` appear in it.
 
     Raises:
         LaunchError: workers cannot be started again.
     """
-    options = next(options for options in job.settings.ddp.options() if options.name == ddp)
     paths = {name: directory / "finalists" / f"{name}.yaml" for name in plans}
     for name, path in paths.items():
         plans[name].save(path)
-    own = bench_settings(job.settings, ddp=_only(options))
+    by_name = {options.name: options for options in job.settings.ddp.options()}
+    first, *others = (by_name[name] for name in rivals)
+    beside = {options.name: Contender(ddp=options) for options in others}
+    own = bench_settings(
+        job.settings,
+        ddp=_only(first),
+        contenders={**beside, **job.settings.contenders},
+        rounds=2 * job.settings.rounds,
+    )
     contenders = {name: Contender(plan=str(path), embeddings="rows") for name, path in paths.items()}
     settings = own.model_copy(update={"contenders": {**own.contenders, **contenders}})
     preparation = _prepared(job, plans, prepare(own))
     for _ in range(2):
         try:
-            return Final(play(settings, preparation, stage.pool), plans, builder)
+            return Final.of(play(settings, preparation, stage.pool), plans, builder, rivals)
         except WorkerError as error:
             _log.warning("the last comparison failed: %s", reason(error))
             stage.restart()
     return None
+
+
+def _rounds(played: Result, start: int, end: int) -> Result:
+    """Some rounds of a bench, as if there had been no others."""
+    settings = played.settings.model_copy(update={"rounds": end - start})
+    measurements = {name: _of_rounds(one, start, end) for name, one in played.measurements.items()}
+    return replace(played, settings=settings, measurements=measurements)
+
+
+def _of_rounds(measurement: Measurement, start: int, end: int) -> Measurement:
+    sent, foreign = measurement.sent, measurement.foreign_cores
+    return replace(
+        measurement,
+        rounds=measurement.rounds[start:end],
+        sent=None if sent is None else sent[start:end],
+        foreign_cores=None if foreign is None else foreign[start:end],
+    )
 
 
 def _only(options: DDPOptions) -> DDPSweep:

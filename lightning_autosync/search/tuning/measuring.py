@@ -32,6 +32,8 @@ class Course:
         state: ``running`` until it is decided.
         why: it failed or was pruned.
         elapsed: seconds of the run that it took.
+        apart: it is measured beside the others but not compared with them: it is never given up as slow, and nobody is
+            given up for being slower than it.
     """
 
     entrant: Entrant
@@ -40,6 +42,7 @@ class Course:
     state: State = "running"
     why: str | None = None
     elapsed: float = 0.0
+    apart: bool = False
 
     @property
     def slowest(self) -> Sequence[float]:
@@ -114,7 +117,8 @@ class Rule:
             course.end("pruned", why)
         elif self._sure(course):
             course.end("complete")
-            self.best = seconds if self.best is None else min(self.best, seconds)
+            if not course.apart:
+                self.best = seconds if self.best is None else min(self.best, seconds)
 
     def hopeless(self, seconds: float) -> bool:
         """Whether a step of so many seconds shows that a plan is no match."""
@@ -122,7 +126,7 @@ class Rule:
 
     def _lost(self, course: Course) -> str | None:
         """Why a course is a clear loser; None if it is not."""
-        if self.best is None:
+        if self.best is None or course.apart:
             return None
         fastest, chosen = min(course.slowest), self._settings
         late = course.count >= chosen.prune_after and fastest > (1 + chosen.margin) * self.best
@@ -174,7 +178,7 @@ def _take_turn(stage: Stage, course: Course, rule: Rule, warm_up: int) -> None:
     begin = time.perf_counter()
     try:
         if not stage.live(course.entrant):
-            _warm_up(stage, course.entrant, rule, warm_up)
+            _warm_up(stage, course, rule, warm_up)
         course.add(stage.measure(course.entrant, rule.turn(course)))
         rule.decide(course)
     except TrialError as error:
@@ -184,9 +188,9 @@ def _take_turn(stage: Stage, course: Course, rule: Rule, warm_up: int) -> None:
         stage.take_down(course.entrant)
 
 
-def _warm_up(stage: Stage, entrant: Entrant, rule: Rule, steps: int) -> None:
+def _warm_up(stage: Stage, course: Course, rule: Rule, steps: int) -> None:
     """Steps that do not count, one by one: of a plan that seems to be no match, the first one is enough."""
     for _ in range(steps):
-        found = max(of_rank[0] for of_rank in stage.measure(entrant, 1))
-        if rule.hopeless(found) and found > rule.turn_seconds:
+        found = max(of_rank[0] for of_rank in stage.measure(course.entrant, 1))
+        if not course.apart and rule.hopeless(found) and found > rule.turn_seconds:
             return

@@ -1,63 +1,155 @@
-"""What a plan has to beat: DDP with the best of its settings, and builders where they are no trials."""
+"""What a plan has to beat: DDP with each of its settings, and builders where they are no trials."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import asdict, dataclass
+from itertools import islice
+from typing import Any, Literal
 
+import optuna
+
+from lightning_autosync.documents import digest
 from lightning_autosync.errors import DocumentError
-from lightning_autosync.plan import compile_plan
+from lightning_autosync.plan import SyncPlan, compile_plan
 from lightning_autosync.plan.builders import build
 from lightning_autosync.plan.space import BUILDER, PlanSpace
+from lightning_autosync.search.tuning.drift import Drift
+from lightning_autosync.search.tuning.interruptions import uninterrupted
 from lightning_autosync.search.tuning.job import Job
 from lightning_autosync.search.tuning.measuring import Course, Rule, measure_in_turns
+from lightning_autosync.search.tuning.reference import Reference
 from lightning_autosync.search.tuning.stage import Stage
+
+OPPONENTS = "autosync:opponents"
+"""User attribute of a study, with a digest of the run whose opponents it holds behind it: JSON text."""
+Kind = Literal["ddp", "builder"]
+_PLURAL: Mapping[Kind, str] = {"ddp": "ddp", "builder": "builders"}
 
 
 @dataclass(frozen=True)
 class Opponent:
-    """One of them as measured before the search; ``seconds`` are those of a step."""
+    """One of them; ``seconds`` are those of a step, on the footing of the trials."""
 
     name: str
     seconds: float
 
 
-def best_ddp(job: Job, stage: Stage) -> Opponent:
-    """DDP with every combination of the settings' arguments, measured as trials are; the fastest.
+@dataclass(frozen=True)
+class Standing:
+    """One of them as measured.
 
-    Raises:
-        DocumentError: none of them ran; the message says why.
+    Attributes:
+        kind, name: which one.
+        batch: number of the batch that it was measured in, from 0 on.
+        state: as of a trial: ``complete``, ``pruned`` or ``failed``.
+        seconds: of a step, as they were; None without one.
+        why: it failed or was pruned.
     """
-    orders = {options.name: job.ddp_order(options) for options in job.settings.ddp.options()}
-    return _fastest("ddp", orders, job, stage)
+
+    kind: Kind
+    name: str
+    batch: int
+    state: str
+    seconds: float | None
+    why: str | None
 
 
-def best_builder(job: Job, stage: Stage) -> Opponent:
-    """The builders that fit the cluster, likewise."""
+class Opponents:
+    """They are measured before the trials, and as trials are: in batches beside the reference, losers only briefly.
+
+    The study keeps what was found, so that a run that goes on has it.
+
+    Args:
+        job: what is tuned.
+        stage: its live workers.
+        reference: that shows the drift of the machine.
+        study: that keeps them.
+        run: whose opponents these are; None where the study is of one run only.
+    """
+
+    def __init__(self, job: Job, stage: Stage, reference: Reference, study: optuna.Study, run: str | None) -> None:
+        self._job = job
+        self._stage = stage
+        self._reference = reference
+        self._study = study
+        self._name = f"{OPPONENTS}:{digest(run)}"
+        kept = json.loads(study.user_attrs.get(self._name, "{}"))
+        self._standings = [Standing(**one) for one in kept.get("measured", ())]
+        self._turns = {int(batch): float(seconds) for batch, seconds in kept.get("reference_by_batch", {}).items()}
+
+    def measure(self, builders: Mapping[str, SyncPlan]) -> None:
+        """Measure every setting of DDP and the plans of ``builders``, but for those that are known already.
+
+        Raises:
+            DocumentError: none of them ran; the message says why.
+            LaunchError: workers cannot be started.
+        """
+        job = self._job
+        self._measure("ddp", {options.name: job.ddp_order(options) for options in job.settings.ddp.options()})
+        if builders:
+            self._measure("builder", {name: job.plan_order(plan) for name, plan in builders.items()})
+
+    def fastest(self, kind: Kind, drift: Drift) -> list[Opponent]:
+        """Those that ran to their end, the fastest first, on the footing of the trials whose ``drift`` this is."""
+        names = {options.name for options in self._job.settings.ddp.options()}  # others may be of an earlier session
+        stretch = Drift(self._turns)
+        found = [
+            Opponent(one.name, drift.bring(stretch, one.batch, one.seconds))
+            for one in self._standings
+            if one.kind == kind and one.state == "complete" and one.seconds is not None
+            if kind != "ddp" or one.name in names
+        ]
+        return sorted(found, key=lambda one: one.seconds)
+
+    def to_dict(self) -> dict[str, Any]:
+        """What was measured, as it was, and the reference beside each batch."""
+        return {
+            "measured": [asdict(one) for one in self._standings],
+            "reference_by_batch": {str(batch): seconds for batch, seconds in self._turns.items()},
+        }
+
+    def _measure(self, kind: Kind, orders: Mapping[str, Mapping[str, Any]]) -> None:
+        known = {one.name for one in self._standings if one.kind == kind and one.state != "failed"}
+        left = iter([name for name in orders if name not in known])
+        while batch := list(islice(left, self._job.settings.search.batch)):
+            self._play(kind, {name: orders[name] for name in batch})
+        found = [one for one in self._standings if one.kind == kind and one.name in orders]
+        if not any(one.state == "complete" for one in found):
+            reasons = "; ".join(f"{one.name}: {one.why}" for one in found if one.why)
+            raise DocumentError(f"{_PLURAL[kind]}: none of them ran; {reasons}")
+
+    def _play(self, kind: Kind, orders: Mapping[str, Mapping[str, Any]]) -> None:
+        """One batch. What is known of other batches gives up nobody here: the machine may have drifted since."""
+        courses = [Course(self._stage.entrant(name, order)) for name, order in orders.items()]
+        reference = self._reference.course()
+        beside = [] if reference is None else [reference]
+        trial = self._job.settings.trial
+        measure_in_turns(self._stage, [*beside, *courses], Rule(trial), trial.warm_up)
+        self._keep(kind, courses, reference)
+
+    @uninterrupted()
+    def _keep(self, kind: Kind, courses: Sequence[Course], reference: Course | None) -> None:
+        """Take in what a batch gave."""
+        batch = 1 + max((*self._turns, *(one.batch for one in self._standings)), default=-1)
+        if reference is not None and reference.state == "complete" and reference.seconds is not None:
+            self._turns[batch] = reference.seconds
+        names = {course.entrant.name for course in courses}
+        before = [one for one in self._standings if one.kind != kind or one.name not in names]
+        self._standings = [*before, *(_standing(kind, batch, course) for course in courses)]
+        self._study.set_user_attr(self._name, json.dumps(self.to_dict()))
+
+
+def builder_plans(job: Job) -> dict[str, SyncPlan]:
+    """The plans of the builders that fit the cluster, by name."""
     space = PlanSpace(job.workload, job.cluster)
     names = [str(point[BUILDER]) for point in space.baselines()]
     plans = {name: build(name, job.workload, job.cluster) for name in names}
     for plan in plans.values():
         compile_plan(plan, job.workload, job.cluster)
-    return _fastest("builders", {name: job.plan_order(plan) for name, plan in plans.items()}, job, stage)
+    return plans
 
 
-def _fastest(what: str, orders: Mapping[str, Mapping[str, Any]], job: Job, stage: Stage) -> Opponent:
-    courses = [Course(stage.entrant(name, order)) for name, order in orders.items()]
-    rule, size = Rule(job.settings.trial), job.settings.search.batch
-    for first in range(0, len(courses), size):
-        measure_in_turns(stage, courses[first : first + size], rule, job.settings.trial.warm_up)
-    times = {course.entrant.name: seconds for course in courses if (seconds := _complete(course)) is not None}
-    if not times:
-        raise DocumentError(f"{what}: none of them ran; {_reasons(courses)}")
-    name = min(times, key=times.__getitem__)
-    return Opponent(name, times[name])
-
-
-def _complete(course: Course) -> float | None:
-    return course.seconds if course.state == "complete" else None
-
-
-def _reasons(courses: Sequence[Course]) -> str:
-    return "; ".join(f"{course.entrant.name}: {course.why}" for course in courses if course.why)
+def _standing(kind: Kind, batch: int, course: Course) -> Standing:
+    return Standing(kind, course.entrant.name, batch, course.state, course.seconds, course.why)

@@ -17,11 +17,10 @@ class TuningProgress:
     Args:
         budget: trials in all.
         done: trials that were there before.
-        ddp: seconds of a step of the best DDP, beside which the best so far is shown.
         console: where; without a terminal, every batch is a line in the log.
     """
 
-    def __init__(self, budget: int, done: int, ddp: float, console: Console | None = None) -> None:
+    def __init__(self, budget: int, done: int, console: Console | None = None) -> None:
         console = console or Console(stderr=True)
         columns = (
             TextColumn("tuning"),
@@ -32,7 +31,6 @@ class TuningProgress:
             TextColumn("left"),
             TimeRemainingColumn(),
         )
-        self._ddp = ddp
         self._bar = Progress(*columns, console=console, disable=not console.is_terminal)
         self._task = self._bar.add_task("tuning", total=budget, completed=done, best="")
 
@@ -45,14 +43,15 @@ class TuningProgress:
     ) -> None:
         self._bar.stop()
 
-    def show(self, done: int, best: tuple[int, float] | None, failed: int) -> None:
-        """So many trials are done; ``best`` is the number and the seconds of the fastest."""
-        text = "no plan has a time yet" if best is None else self._best(*best)
+    def show(self, done: int, best: tuple[int, float] | None, failed: int, ddp: float) -> None:
+        """So many trials are done; ``best`` is the number and the seconds of the fastest, ``ddp`` seconds of DDP."""
+        text = "no plan has a time yet" if best is None else _best(*best, ddp)
         text += f", {failed} failed" if failed else ""
         self._bar.update(self._task, completed=done, best=text)
         if self._bar.disable:
             task = self._bar.tasks[0]
             _log.info("trial %d of %d: %s", done, task.total, text)
 
-    def _best(self, number: int, seconds: float) -> str:
-        return f"best {1e3 * seconds:.1f} ms (trial {number}, {self._ddp / seconds:.2f}x of DDP's speed)"
+
+def _best(number: int, seconds: float, ddp: float) -> str:
+    return f"best {1e3 * seconds:.1f} ms (trial {number}, {ddp / seconds:.2f}x of DDP's speed)"

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from lightning_autosync.plan import SyncPlan
+from lightning_autosync.search.tuning.drift import Drift
 from lightning_autosync.search.tuning.final import Final
 from lightning_autosync.search.tuning.job import Job
 from lightning_autosync.search.tuning.opponents import Opponent
 from lightning_autosync.search.tuning.trials import Record, drift_of
 
 FORMAT = "autosync-tuning/1"
+_OPPONENTS = {"ddp": "best DDP", "builder": "best builder"}
 
 
 @dataclass(frozen=True)
@@ -79,22 +81,32 @@ class Outcome:
         job: what was tuned.
         storage: of the study.
         records: its trials.
-        ddp, builder: the best ones as measured during the search; None where none ran.
+        ddp, builder: the best ones as measured before or during the search, on the footing of the trials; None where
+            none ran.
         best: the answer; None if no plan came to a time.
         final: the last comparison; None if the run was interrupted or workers failed in it.
         pace: how fast it went.
         interrupted: whether somebody ended it.
+        run: the run among several of the study, whose drift counts; None where all trials are of this one.
+        measured: what was measured before the trials, as plain data.
     """
 
     job: Job
     storage: str
     records: Sequence[Record]
-    ddp: Opponent
+    ddp: Opponent | None
     builder: Opponent | None
     best: Best | None
     final: Final | None
     pace: Pace
     interrupted: bool
+    run: str | None = None
+    measured: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def drift(self) -> Drift:
+        """Of the machine, during the trials of this run."""
+        return drift_of(self.records, self.run)
 
     def to_dict(self) -> dict[str, Any]:
         """Everything, as plain data."""
@@ -108,13 +120,14 @@ class Outcome:
             "study": {"name": settings.study.name, "storage": self.storage},
             "best": None if self.best is None else self.best.to_dict(),
             "opponents": {
-                "ddp": asdict(self.ddp),
+                "ddp": None if self.ddp is None else asdict(self.ddp),
                 "builder": None if self.builder is None else asdict(self.builder),
+                **self.measured,
             },
             "trials": [record.to_dict() for record in self.records],
             "final": None if self.final is None else self.final.to_dict(),
             "emulated": {"links": settings.emulated, "compute": settings.model.kind == "paced"},
-            "drift": drift_of(self.records).to_dict(),
+            "drift": self.drift.to_dict(),
             "timing": self.pace.to_dict(),
             "interrupted": self.interrupted,
             "environment": {} if self.final is None else self.final.result.conditions,
@@ -131,11 +144,7 @@ class Outcome:
         lines = [f"best plan: {where} ({self.best.origin}), {1e3 * self.best.seconds:.2f} ms a step"]
         if self.final is None:
             return [*lines, "it was not compared with its opponents side by side: run the same command to go on"]
-        for kind, name in (("best DDP", self.final.result.best_ddp), ("best builder", self.final.builder)):
-            if name is not None and name != self.final.winner:
-                ratio = self.final.ratio(name)
-                share = f"{ratio.median:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]"
-                lines.append(f"it takes {share} of the time of the {kind}, {name}")
+        lines += [_standing(self.final, *one) for one in self.final.opponents.items() if one[1] != self.final.winner]
         if self.final.winner == self.final.builder:
             lines.append("no plan that was searched beats this builder's")
         return lines
@@ -150,11 +159,17 @@ class Outcome:
         return [f"{len(states)} trials: {counts}; {pace:.1f} a minute, sampler {overhead:.0f} ms a proposal"]
 
     def _conditions(self) -> list[str]:
-        drift, lines = drift_of(self.records), []
+        drift, lines = self.drift, []
         if drift.seen:
             lines.append(f"the machine drifted by {drift.spread:.0%}: trials are ranked relative to the reference plan")
         if self.pace.restarts:
             lines.append(f"workers were started again {self.pace.restarts} times")
-        if self.interrupted:
-            lines.append("interrupted: run the same command with the same hydra.run.dir to go on")
         return lines
+
+
+def _standing(final: Final, kind: str, name: str) -> str:
+    """How the winner stands to an opponent; a gain is claimed only where the interval says so."""
+    ratio, what = final.ratio(name), _OPPONENTS[kind]
+    share = f"{ratio.median:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]"
+    claim = "" if final.gains(name) else ", which is no gain"
+    return f"it takes {share} of the time of the {what}, {name}{claim}"

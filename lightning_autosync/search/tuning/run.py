@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -17,16 +17,19 @@ from lightning_autosync.search import studies
 from lightning_autosync.search.tuning.buckets import BucketSpace
 from lightning_autosync.search.tuning.final import Final, compare
 from lightning_autosync.search.tuning.job import Job
-from lightning_autosync.search.tuning.opponents import Opponent, best_builder, best_ddp
+from lightning_autosync.search.tuning.opponents import Opponent, Opponents, builder_plans
+from lightning_autosync.search.tuning.reference import Reference
 from lightning_autosync.search.tuning.result import Best, Outcome, Pace
 from lightning_autosync.search.tuning.samplers import Space, make_sampler
 from lightning_autosync.search.tuning.settings import Settings
 from lightning_autosync.search.tuning.sources import Sources
 from lightning_autosync.search.tuning.stage import Stage
-from lightning_autosync.search.tuning.trials import Record, Trials, ranked
+from lightning_autosync.search.tuning.trials import Record, Trials, drift_of, ranked
 from lightning_autosync.search.tuning.tuner import Tuner, TuningError
 
 JOURNAL = "study.journal"
+RIVALS = 3
+"""Settings of DDP that come to the last comparison, whose choosing rounds decide which of them is the opponent."""
 _log = logging.getLogger(__name__)
 
 
@@ -62,15 +65,17 @@ class Run:
         """
         with Stage(self._settings, self._job.cluster) as stage:
             self._job = self._with_times(stage)
-            space = self._space()
-            trials = self._open(space)
-            ddp = best_ddp(self._job, stage)
-            builder = None if self._settings.search.baselines else best_builder(self._job, stage)
-            tuner = Tuner(self._job, stage, trials, ddp, self._sources.estimator, self._reference(builder))
+            trials = self._open(self._space())
+            reference = Reference(self._job, stage)
+            opponents = Opponents(self._job, stage, reference, trials.study, trials.own)
+            tuner = Tuner(self._job, stage, trials, opponents, reference, self._sources.estimator)
             final, interrupted = None, False
             try:
+                builders = builder_plans(self._job)
+                reference.settle(trials.study, self._by_price(builders))
+                opponents.measure({} if self._tries_builders else builders)
                 tuner.run()
-                final = self._compare(stage, trials, ddp, builder)
+                final = self._compare(stage, trials, opponents)
             except KeyboardInterrupt:
                 _log.warning("interrupted; keeping what was found so far")
                 interrupted = True
@@ -80,13 +85,20 @@ class Run:
             job=self._job,
             storage=self._storage,
             records=records,
-            ddp=ddp,
-            builder=builder or _best_builder(records),
+            ddp=next(iter(opponents.fastest("ddp", drift_of(records, trials.own))), None),
+            builder=self._best_builder(trials, opponents),
             best=self._best(trials, final),
             final=final,
             pace=pace,
             interrupted=interrupted,
+            run=trials.own,
+            measured=opponents.to_dict(),
         )
+
+    @property
+    def _tries_builders(self) -> bool:
+        """Whether builders' plans are trials; where they are not, they are measured beside the study."""
+        return self._settings.search.baselines and self._settings.search.sampler != "horovod"
 
     def _with_times(self, stage: Stage) -> Job:
         """The job with the times of its model: those that the study has, or measured now."""
@@ -111,24 +123,38 @@ class Run:
         alone = settings.study.storage is None
         trials = Trials(study, space, settings.search.sampler, str(self._directory.absolute()), alone)
         if left := trials.settle():
-            _log.info("%d trials of an interrupted session count as failed", left)
+            _log.info("%d trials of an interrupted session have failed; their plans may be tried again", left)
         if settings.search.baselines:
             studies.enqueue_baselines(study, described)
         return trials
 
-    def _reference(self, builder: Opponent | None) -> SyncPlan | None:
-        """Where builders are no trials, the best of them shows the machine's drift."""
-        return None if builder is None else build(builder.name, self._job.workload, self._job.cluster)
+    def _by_price(self, builders: Mapping[str, SyncPlan]) -> list[SyncPlan]:
+        """Builders' plans, those first that should be fastest, where anything is known of that."""
+        plans = list(builders.values())
+        if self._sources.estimator is None:
+            return plans
+        seconds = self._sources.estimator.estimate(self._job.workload, self._job.cluster, plans).seconds
+        return [plans[place] for place in seconds.argsort(kind="stable")]
 
-    def _compare(self, stage: Stage, trials: Trials, ddp: Opponent, builder: Opponent | None) -> Final | None:
+    def _best_builder(self, trials: Trials, opponents: Opponents) -> Opponent | None:
+        """Of the trials that stand for a builder's plan, or of those measured beside the study."""
         records = trials.records()
-        best = builder or _best_builder(records)
-        plans = self._finalists(trials, best)
+        if not self._tries_builders:
+            return next(iter(opponents.fastest("builder", drift_of(records, trials.own))), None)
+        fastest = ranked(records, trials.own)
+        found = [(record.builder, seconds) for record, seconds in fastest if record.builder is not None]
+        return Opponent(*found[0]) if found else None
+
+    def _compare(self, stage: Stage, trials: Trials, opponents: Opponents) -> Final | None:
+        records = trials.records()
+        builder = self._best_builder(trials, opponents)
+        plans = self._finalists(trials, builder)
         if not plans:
             raise TuningError(f"none of {len(records)} trials came to a time; the last: {_last_error(records)}")
-        _log.info("%d plans and %s in %d rounds", len(plans), ddp.name, self._settings.rounds)
-        name = None if best is None else best.name
-        return compare(self._job, stage, plans, name, ddp.name, self._directory)
+        rivals = [one.name for one in opponents.fastest("ddp", drift_of(records, trials.own))[:RIVALS]]
+        _log.info("%d plans and %s in twice %d rounds", len(plans), ", ".join(rivals), self._settings.rounds)
+        name = None if builder is None else builder.name
+        return compare(self._job, stage, plans, name, rivals, self._directory)
 
     def _finalists(self, trials: Trials, builder: Opponent | None) -> dict[str, SyncPlan]:
         """The builder's plan and the fastest others, by name."""
@@ -136,15 +162,14 @@ class Run:
         if builder is not None:
             plans[builder.name] = build(builder.name, self._job.workload, self._job.cluster)
         known = {plan.fingerprint for plan in plans.values()}
-        fastest = [record for record, _ in ranked(trials.records()) if record.plan not in known]
+        fastest = [record for record, _ in ranked(trials.records(), trials.own) if record.plan not in known]
         for record in fastest[: self._settings.finalists]:
             plans[record.builder or f"trial_{record.number}"] = trials.plan_of(record.number)
         return plans
 
     def _best(self, trials: Trials, final: Final | None) -> Best | None:
         """The winner of the last comparison, or else the fastest trial."""
-        records = trials.records()
-        fastest = ranked(records)
+        fastest = ranked(trials.records(), trials.own)
         if final is None:
             return _best_of(*fastest[0], trials) if fastest else None
         plan = final.plans[final.winner]
@@ -156,12 +181,6 @@ class Run:
 
 def _best_of(record: Record, seconds: float, trials: Trials) -> Best:
     return Best(record.number, record.origin, seconds, trials.plan_of(record.number), record.builder)
-
-
-def _best_builder(records: Sequence[Record]) -> Opponent | None:
-    """The fastest among the trials that stand for a builder's plan."""
-    found = [(record.builder, seconds) for record, seconds in ranked(records) if record.builder is not None]
-    return Opponent(found[0][0], found[0][1]) if found else None
 
 
 def _last_error(records: Sequence[Record]) -> str:

@@ -23,11 +23,12 @@ class SearchSettings(Record):
     Attributes:
         sampler: ``autosync``; ``random``, ``tpe``, ``gp`` of Optuna on the same space; or ``horovod``, a Gaussian
             process over the size of DDP's buckets and nothing else, as Horovod's autotuning.
-        budget: trials in all, those of builders and failed ones included; a resumed run counts what was there.
+        budget: trials of the study, those of builders and failed ones included; a resumed run counts what was there.
         batch: trials that are proposed at once and measured in turns.
         seed: of the sampler.
-        baselines: the builders' plans are the first trials; else they are measured outside of the study.
-        failures: trials that may fail one after the other before the run is given up.
+        baselines: the builders' plans are the first trials; else, and where they are no points of the sampler's space
+            (``horovod``), they are measured before them, as DDP is.
+        failures: trials of this run that may fail one after the other before it is given up.
         options: further arguments of `AutoSyncSampler`.
     """
 
@@ -92,8 +93,9 @@ class Settings(bench.Settings):
     """One tuning run; what a bench is told holds for its last comparison: warm-up, rounds, steps, further contenders.
 
     Attributes:
+        rounds: of the last comparison that judge the winner; as many before them choose it.
         semantics: the highest level that plans may have.
-        finalists: plans of the study that are measured again at the end, beside the best builder and the best DDP.
+        finalists: plans of the study that are measured again at the end, beside the best builder and the best of DDP.
         search: how plans are proposed.
         trial: how long each is measured.
         study: where trials are kept.

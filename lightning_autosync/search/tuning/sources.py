@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import optuna
 
-from lightning_autosync.bench.validation.hosts import shared_hosts
+from lightning_autosync.bench.hosts import job_hosts
 from lightning_autosync.search.transfer import load_transfer
-from lightning_autosync.search.tuning.job import Job
+from lightning_autosync.search.tuning.job import PACED, Job
 from lightning_autosync.search.tuning.settings import Settings
 from lightning_autosync.simulator import Constants
 from lightning_autosync.simulator.dataset import Sample
@@ -47,7 +47,5 @@ class Sources:
 
 
 def _constants(settings: Settings) -> Constants:
-    """Those of a probe's file; else the defaults, on this machine's cores where all ranks share them."""
-    if settings.emulated or settings.constants is not None:
-        return shared_hosts(settings.constants)
-    return Constants()
+    launch = "torchrun" if settings.within_job else settings.launch.kind
+    return job_hosts(launch, settings.model.kind in PACED, settings.constants)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -13,17 +14,28 @@ from optuna.trial import FrozenTrial, TrialState
 
 from lightning_autosync.plan import SyncPlan
 from lightning_autosync.plan.space import BUILDER, COMPOSED
-from lightning_autosync.search.studies import BASELINE, ORIGIN, PLAN, PREDICTED, STEPS, measured_steps, suggest
+from lightning_autosync.search.studies import (
+    ERROR,
+    INTERRUPTED,
+    ORIGIN,
+    PLAN,
+    PREDICTED,
+    STEPS,
+    measured_steps,
+    suggest,
+    was_interrupted,
+)
 from lightning_autosync.search.tuning.buckets import BucketSpace
 from lightning_autosync.search.tuning.drift import Drift
+from lightning_autosync.search.tuning.interruptions import uninterrupted
 from lightning_autosync.search.tuning.measuring import Course
+from lightning_autosync.search.tuning.owner import is_gone, this_process
 from lightning_autosync.search.tuning.samplers import Space
 
-SECONDS, ELAPSED, ERROR, REFERENCE, BATCH, RUN = "seconds", "elapsed", "error", "reference", "batch", "run"
-"""Further user attributes of a trial: the median step; what the trial took; why it failed or was pruned; the reference
-measured beside its batch; the number of the first trial of that; and the run directory it belongs to."""
+SECONDS, ELAPSED, REFERENCE, BATCH, RUN, OWNER = "seconds", "elapsed", "reference", "batch", "run", "owner"
+"""Further user attributes of a trial: the median step; what the trial took; the reference measured beside its batch;
+the number of the first trial of that; and the run directory and the process it belongs to."""
 _STATES = {TrialState.COMPLETE: "complete", TrialState.PRUNED: "pruned", TrialState.FAIL: "failed"}
-INTERRUPTED = "interrupted"
 
 
 @dataclass(frozen=True)
@@ -42,6 +54,8 @@ class Record:
     plan: str | None
     reference: float | None
     batch: int | None
+    run: str | None = None
+    interrupted: bool = False
 
     @classmethod
     def of(cls, trial: FrozenTrial) -> Record:
@@ -57,11 +71,13 @@ class Record:
             predicted=attributes.get(PREDICTED),
             steps=attributes.get(STEPS, []),
             elapsed=attributes.get(ELAPSED),
-            error=attributes.get(ERROR) or (INTERRUPTED if trial.state == TrialState.FAIL else None),
+            error=attributes.get(ERROR),
             builder=None if builder == COMPOSED else str(builder),
             plan=attributes.get(PLAN),
             reference=attributes.get(REFERENCE),
             batch=attributes.get(BATCH),
+            run=attributes.get(RUN),
+            interrupted=was_interrupted(trial),
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -89,15 +105,18 @@ class Trials:
     alone: bool = False
     proposals: list[float] = field(default_factory=list)
 
+    @property
+    def own(self) -> str | None:
+        """The run whose trials are this one's; None where all are."""
+        return None if self.alone else self.run
+
     def settle(self) -> int:
-        """End the trials of this run that an interruption left running; how many there were."""
-        left = [
-            trial
-            for trial in self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
-            if self.alone or trial.user_attrs.get(RUN) == self.run
-        ]
+        """End the trials that an interruption left running, of this run or of a process that died; their number."""
+        running = self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
+        left = [trial for trial in running if self._is_left(trial)]
         for trial in left:
-            self.study.tell(trial.number, state=TrialState.FAIL)
+            with suppress(optuna.exceptions.UpdateFinishedTrialError):  # another process has done so
+                self.interrupt(trial)
         return len(left)
 
     def ask(self) -> optuna.Trial:
@@ -105,6 +124,7 @@ class Trials:
         begin = time.perf_counter()
         trial = self.study.ask()
         trial.set_user_attr(RUN, self.run)
+        trial.set_user_attr(OWNER, this_process())
         if isinstance(self.space, BucketSpace):
             self.space.suggest(trial)
         else:
@@ -148,6 +168,13 @@ class Trials:
         trial.set_user_attr(ERROR, why)
         self._end(trial, TrialState.FAIL)
 
+    def interrupt(self, trial: optuna.Trial | FrozenTrial, why: str = INTERRUPTED) -> None:
+        """End a trial that was broken off by nothing of its plan's doing; the plan may be tried again."""
+        for name, value in ((ERROR, why), (INTERRUPTED, True)):
+            self.study._storage.set_trial_user_attr(trial._trial_id, name, value)
+        self.study.tell(trial.number, state=TrialState.FAIL, skip_if_finished=True)
+
+    @uninterrupted()
     def finished(self) -> list[FrozenTrial]:
         """Those that ended, in whatever way, in order."""
         return self.study.get_trials(deepcopy=False, states=tuple(_STATES))
@@ -156,12 +183,9 @@ class Trials:
         """The same, as records."""
         return [Record.of(trial) for trial in self.finished()]
 
-    def waiting(self) -> bool:
-        """Whether builders' plans are left, or being measured."""
-        open_trials = self.study.get_trials(deepcopy=False, states=(TrialState.WAITING, TrialState.RUNNING))
-        return any(
-            trial.state == TrialState.WAITING or trial.user_attrs.get(ORIGIN) == BASELINE for trial in open_trials
-        )
+    def _is_left(self, trial: FrozenTrial) -> bool:
+        mine = self.alone or trial.user_attrs.get(RUN) == self.run
+        return mine or is_gone(str(trial.user_attrs.get(OWNER, "")))
 
     def _end(self, trial: optuna.Trial, state: TrialState, value: float | None = None) -> None:
         """What a sampler does with a finished trial counts as overhead of the last proposal."""
@@ -171,26 +195,43 @@ class Trials:
             self.proposals[-1] += time.perf_counter() - begin
 
 
-def drift_of(records: Sequence[Record]) -> Drift:
-    """The drift that the reference shows, which had a turn beside each batch."""
+def of_run(records: Sequence[Record], run: str | None) -> list[Record]:
+    """Those of one run; all where ``run`` is None."""
+    return [record for record in records if run is None or record.run == run]
+
+
+def drift_of(records: Sequence[Record], run: str | None = None) -> Drift:
+    """The drift of the machine of one run, which the reference shows that had a turn beside each of its batches.
+
+    Args:
+        records: of the study.
+        run: None takes all trials to be of one run.
+    """
+    return _drift(of_run(records, run))
+
+
+def _drift(records: Sequence[Record]) -> Drift:
     turns = {record.batch: record.reference for record in records}
     return Drift({batch: seconds for batch, seconds in turns.items() if batch is not None and seconds is not None})
 
 
-def is_baseline(record: Record) -> bool:
-    """Whether a trial stands for a builder's plan as it comes."""
-    return record.origin == BASELINE or record.builder is not None
-
-
-def ranked(records: Sequence[Record]) -> list[tuple[Record, float]]:
+def ranked(records: Sequence[Record], run: str | None = None) -> list[tuple[Record, float]]:
     """Trials that ran to their end with their seconds (corrected where the machine drifted), fastest first.
 
     Of a plan that was tried several times the median counts, and its first trial stands for it.
+
+    Args:
+        records: of the study.
+        run: on whose footing the seconds are; those of other runs are brought to it by the reference that all measure.
+            None takes all trials to be of one run.
     """
-    drift = drift_of(records)
+    base = drift_of(records, run)
+    others = {record.run for record in records} - {run} if run is not None else set()
+    stretches = {name: _drift([record for record in records if record.run == name]) for name in others}
     by_plan: dict[str, list[tuple[Record, float]]] = {}
     for record in records:
         if record.state == "complete" and record.seconds is not None and record.plan is not None:
-            by_plan.setdefault(record.plan, []).append((record, drift.corrected(record.number, record.seconds)))
+            seconds = base.bring(stretches.get(record.run, base), record.number, record.seconds)
+            by_plan.setdefault(record.plan, []).append((record, seconds))
     best = [(found[0][0], statistics.median(seconds for _, seconds in found)) for found in by_plan.values()]
     return sorted(best, key=lambda pair: pair[1])

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -122,8 +123,8 @@ class LearnedEstimator:
             self._observe(examples)
         for number, network in enumerate(self.networks):
             seed = self.seed * self.members + number
-            torch.manual_seed(seed)
-            train(self.kind, network, examples, settings, seed, validation)
+            with _seeded(seed):
+                train(self.kind, network, examples, settings, seed, validation)
             if not self.kind.regression:
                 found = scores(self.kind, network, examples.items)
                 self._lines[number] = _line(found, examples.target - examples.base)
@@ -214,8 +215,8 @@ class LearnedEstimator:
     def _build(self) -> None:
         self.networks = []
         for number in range(self.members):
-            torch.manual_seed(self.seed * self.members + number)
-            self.networks.append(self.kind.network(self._features, self.sizes))
+            with _seeded(self.seed * self.members + number):
+                self.networks.append(self.kind.network(self._features, self.sizes))
 
     def _encode(self, scene: Scene, key: tuple[str, str], plan: SyncPlan) -> tuple[Any, float]:
         """What this kind sees of a plan, and the logarithm of the seconds to which it adds."""
@@ -227,6 +228,17 @@ class LearnedEstimator:
                 self._encoded.popitem(last=False)
         self._encoded.move_to_end(whole)
         return self._encoded[whole]
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Within the block torch draws from ``seed`` on; afterwards the caller's draws go on as if nothing had been.
+
+    Networks are made and trained on the CPU, so other devices' generators are not touched at all.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        yield
 
 
 def _line(scores: Floats, wanted: Floats) -> Floats:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from lightning_autosync.cluster.spec import ClusterSpec
 from lightning_autosync.errors import ClusterError
+from lightning_autosync.workers.endings import raised_endings
 from lightning_autosync.workers.errors import LaunchError
 
 KILL_ALL = ["--kill-on-bad-exit=1"]
 """srun would let the other tasks of a job wait for one that has failed."""
+_REMARK = "You can check full logs"
+"""What submitit says below a task's traceback."""
 
 
 def tasks_of(cluster: ClusterSpec) -> tuple[int, int]:
@@ -71,21 +76,42 @@ def submit(
 
 
 def results(job: Any) -> list[Any]:
-    """Wait for every task of a job; what each returned.
+    """Wait for every task of a job; what each returned. A signal that ends the wait cancels the job.
 
     Raises:
         LaunchError: a task failed; each that did is named, with the end of its traceback.
+        KeyboardInterrupt, SystemExit: SIGINT, or SIGTERM or SIGHUP, came meanwhile.
     """
+    with raised_endings() as endings:
+        try:
+            job.wait()
+            return _collected(job)
+        except (KeyboardInterrupt, SystemExit):
+            with endings.held():
+                print(_cancelled(job), file=sys.stderr, flush=True)
+            raise
+
+
+def _collected(job: Any) -> list[Any]:
     import submitit
 
-    job.wait()
     found, failures = [], []
     for rank in range(job.num_tasks):
         try:
             found.append(job.task(rank).result())
         except (submitit.core.utils.FailedJobError, submitit.core.utils.UncompletedJobError) as error:
-            lines = [line.strip() for line in str(error).splitlines() if line.strip("- \t")]
+            told = str(error).partition(_REMARK)[0]
+            lines = [line.strip() for line in told.splitlines() if line.strip("- \t")]
             failures.append(f"rank {rank}: {lines[-1] if lines else 'no result'}")
     if failures:
         raise LaunchError(f"SLURM job {job.job_id}: {'; '.join(failures)}; output in {job.paths.folder}")
     return found
+
+
+def _cancelled(job: Any) -> str:
+    """Cancel a job; what came of that, in words."""
+    try:
+        job.cancel()
+    except (OSError, subprocess.CalledProcessError) as error:
+        return f"interrupted; SLURM job {job.job_id} goes on, for it could not be cancelled: {error}"
+    return f"interrupted; SLURM job {job.job_id} is cancelled"

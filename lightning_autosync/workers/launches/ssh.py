@@ -68,8 +68,14 @@ class SshLaunch:
             command = [self._python, *command[1:]]
             variables = {name: value for name, value in variables.items() if name != "PYTHONPATH"}
         assignments = [f"{name}={value}" for name, value in sorted(variables.items())]
-        line = f"cd {shlex.quote(self._directory)} && exec {shlex.join(['env', *assignments, *command])}"
-        return [*self._command, self._addresses[self.cluster.rank_nodes[rank]], line], dict(os.environ)
+        address = self._addresses[self.cluster.rank_nodes[rank]]
+        why = f"launch=ssh: {address}: there is no {self._directory}; state a directory there: launch.directory=DIR"
+        script = (
+            f"cd {shlex.quote(self._directory)} || {{ echo {shlex.quote(why)} >&2; exit 1; }}; "
+            f"exec {shlex.join(['env', *assignments, *command])}"
+        )
+        # The user's shell there may be any, of which each has its own `||` and `>&2`.
+        return [*self._command, address, f"exec sh -c {shlex.quote(script)}"], dict(os.environ)
 
     def environment(self, rank: int) -> dict[str, str]:
         node = self.cluster.rank_nodes[rank]

@@ -6,6 +6,9 @@ import os
 
 from lightning_autosync.workers.errors import LaunchError
 
+_SPECIAL_STEPS = 0xFFFFFFF0
+"""From here on SLURM numbers what srun has not started: batch scripts, allocations, daemons' own."""
+
 
 def require_torchrun(verb: str) -> None:
     """Raise ``LaunchError`` unless torchrun started this process."""
@@ -27,5 +30,11 @@ def refuse_within_torchrun(launch: str) -> None:
 
 
 def is_slurm_task() -> bool:
-    """Whether srun started this process as one of several."""
-    return int(os.environ.get("SLURM_NTASKS", "1")) > 1 and "SLURM_PROCID" in os.environ
+    """Whether srun started this process as one of several.
+
+    A batch script has the number of the job's tasks and a place among them, too, though it is none of them: of a step
+    it has nothing, or what stands for no step of srun's, by name or as a number out of range.
+    """
+    step = os.environ.get("SLURM_STEP_ID", "batch")
+    by_srun = step.isdecimal() and int(step) < _SPECIAL_STEPS
+    return by_srun and int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1

@@ -19,7 +19,7 @@ from lightning_autosync.workers.launches.within import require_torchrun
 from lightning_autosync.workers.pool import WorkerPool
 from lightning_autosync.workers.probe.job import probe_ranks
 from lightning_autosync.workers.probe.settings import Settings
-from lightning_autosync.workers.probe.table import link_rows, links_table, nodes_table
+from lightning_autosync.workers.probe.table import link_rows, links_table, nodes_table, pairs_table
 
 _WORKER = "lightning_autosync.workers.probe.job:probe_ranks"
 FILE_WIDTH = 110
@@ -56,6 +56,7 @@ def probe(configuration: dict[str, Any], directory: Path) -> None:
         console = Console(width=FILE_WIDTH)
     console.print(nodes_table(answer, cluster))
     if cluster.links:
+        console.print(pairs_table(answer))
         console.print(links_table(cluster, truth))
     console.print(f"{answer['transfers']} transfers, {answer['seconds']:.0f} s", highlight=False)
     console.print(", ".join(str(directory / name) for name in files), soft_wrap=True, highlight=False)

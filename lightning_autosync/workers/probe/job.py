@@ -6,25 +6,17 @@ import os
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from typing import Any
 
-import numpy
-
-from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.runtime.scheduling import set_batch_scheduling
 from lightning_autosync.workers.probe.constants import fit_constants
 from lightning_autosync.workers.probe.costs import measure_collectives, measure_costs
+from lightning_autosync.workers.probe.links import measure_links
 from lightning_autosync.workers.probe.meter import Meter
-from lightning_autosync.workers.probe.shape import Hosts, make_cluster
-from lightning_autosync.workers.probe.sharing import FairCluster, Flow
-from lightning_autosync.workers.probe.survey import Survey, take_survey
 
 FORMAT = "autosync-probe/1"
 _PRIORITY = -10
 """Of a probe's ranks, as of ``nice``: other load can only make links look slower and hosts dearer."""
-SMALL = 4
-"""Nodes up to which every pair is measured alone unless the settings say otherwise."""
 
 
 def probe_ranks(
@@ -48,46 +40,22 @@ def probe_ranks(
         timeout: seconds in which two ranks must reach each other.
 
     Returns:
-        Plain data: ``cluster`` and ``constants`` (documents; the latter None unless asked for), ``nodes`` (bytes/s up
-        and down, alone and while everybody sends), ``pairs`` (round trips and rates), ``costs``, and the effort.
+        Plain data: what `measure_links` returns, ``constants`` (the document; None unless asked for) with the ``costs``
+        that they come from, and the effort.
     """
     begin = time.perf_counter()
     _go_first()
     small = {"none": measure_collectives()} if constants else {}
     meter = Meter(head, window, timeout)
-    leaders = [members[0] for members in meter.nodes]
-    count = len(leaders)
-    trips = meter.round_trips((leaders[i], leaders[j]) for i in range(count) for j in range(i + 1, count))
-    waking = meter.own_trip()
-    one_way = {
-        (i, j): max(0.0, trips[leaders[i], leaders[j]].least - waking) / 2
-        for i in range(count)
-        for j in range(i + 1, count)
-    }
-    survey = take_survey(meter, count, count <= SMALL if every_pair is None else every_pair) if count > 1 else None
-    hosts = _hosts(meter, addresses)
-    cluster = make_cluster(name, hosts, survey, one_way)
-    sharing = _sharing(meter, survey, cluster)
-    answer: dict[str, Any] = {
-        "format": FORMAT,
-        "cluster": cluster.to_dict(),
-        "nodes": _nodes(survey, cluster),
-        "own_trip": waking,
-        "pairs": _pairs(survey, {(i, j): asdict(trips[leaders[i], leaders[j]]) for i, j in one_way}),
-        "sharing": sharing,
-        "burst": float(numpy.median(meter.bursts)) if meter.bursts else None,
-        "constants": None,
-    }
+    answer: dict[str, Any] = {"format": FORMAT, **measure_links(meter, name, every_pair, addresses), "constants": None}
     if constants:
         if scheduling == "batch":
             set_batch_scheduling()
             small["batch"] = measure_collectives()
-        costs = measure_costs(leaders)
+        costs = measure_costs([members[0] for members in meter.nodes])
         answer["costs"] = {**costs, "small_collectives": small}
-        fitted = fit_constants(
-            answer, scheduling, meter.machines, [len(members) for members in meter.nodes], accelerated
-        )
-        answer["constants"] = fitted.to_dict()
+        devices = [len(members) for members in meter.nodes]
+        answer["constants"] = fit_constants(answer, scheduling, meter.machines, devices, accelerated).to_dict()
     return {**answer, "transfers": meter.transfers, "seconds": time.perf_counter() - begin}
 
 
@@ -110,75 +78,3 @@ def _go_first() -> None:
     """Put other work on this machine behind the probe, where the kernel lets it."""
     with suppress(PermissionError):
         os.setpriority(os.PRIO_PROCESS, 0, _PRIORITY)
-
-
-def _hosts(meter: Meter, addresses: bool) -> Hosts:
-    """Names, and what two ranks of one node make of its memory."""
-    several = next((members for members in meter.nodes if len(members) > 1), None)
-    bandwidth, latency = None, 0.0
-    if several is not None:
-        pair = several[0], several[1]
-        bandwidth = meter.rank_rates([pair])[0]
-        latency = meter.round_trips([pair])[pair].least / 2
-    distinct = len(set(meter.hosts)) == len(meter.hosts)
-    names = meter.hosts if distinct else [f"node{node}" for node in range(len(meter.hosts))]
-    return Hosts(meter.nodes, names, meter.addresses if addresses else None, bandwidth, latency)
-
-
-def _sharing(meter: Meter, survey: Survey | None, cluster: ClusterSpec) -> dict[str, float] | None:
-    """What flows make of links that they share.
-
-    ``everybody``: used share of the links that are full while all nodes send to all others; ``crowding``: such links
-    on the way of a flow; both means. Rates in sum over those of flows alone: ``opposite``, two flows that face each
-    other; ``fan``, one node to all others, over its fastest flow.
-    """
-    if survey is None:
-        return None
-    (i, j), alone = max(survey.alone.items(), key=lambda item: item[1])
-    back = survey.alone.get((j, i), alone)
-    opposite = sum(meter.rates([(i, j), (j, i)])) / (alone + back)
-    found = {"opposite": opposite, "fan": max(survey.up[i] / alone, 0.0)}
-    if survey.nodes > 2:
-        flows = _everybody(survey.nodes)
-        used, crowding = FairCluster(cluster).full(flows, [float(survey.full[flow]) for flow in flows])
-        found |= {"everybody": used, "crowding": crowding}
-    return found
-
-
-def _everybody(nodes: int) -> list[Flow]:
-    return [(i, j) for i in range(nodes) for j in range(nodes) if i != j]
-
-
-def _nodes(survey: Survey | None, cluster: ClusterSpec) -> list[dict[str, Any]]:
-    if survey is None:
-        return [{"name": cluster.nodes[0].name}]
-    sent, received = numpy.nansum(survey.full, axis=1), numpy.nansum(survey.full, axis=0)
-    return [
-        {
-            "name": node.name,
-            "up": survey.up[index],
-            "down": survey.down[index],
-            "up_loaded": float(sent[index]),
-            "down_loaded": float(received[index]),
-        }
-        for index, node in enumerate(cluster.nodes)
-    ]
-
-
-def _pairs(survey: Survey | None, trips: dict[Flow, dict[str, float]]) -> list[dict[str, Any]]:
-    """By pair of nodes: the round trip, and the rate each way, alone (None: not measured) and under full load."""
-    if survey is None:
-        return []
-    return [
-        {
-            "nodes": [i, j],
-            "round_trip": trip,
-            "alone": [survey.alone.get((i, j)), survey.alone.get((j, i))],
-            "loaded": _rounded([survey.full[i, j], survey.full[j, i]]),
-        }
-        for (i, j), trip in trips.items()
-    ]
-
-
-def _rounded(rates: Sequence[float]) -> list[float]:
-    return [round(float(rate)) for rate in rates]

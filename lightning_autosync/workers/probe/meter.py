@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import socket
-import statistics
 import sys
-import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 import torch.distributed as dist
@@ -19,12 +18,12 @@ from lightning_autosync.runtime.rendezvous import connect_pairs, gather_json, ow
 from lightning_autosync.workers.errors import LaunchError
 from lightning_autosync.workers.probe.sharing import Flow
 from lightning_autosync.workers.probe.stream import Arrival, stream
+from lightning_autosync.workers.probe.trips import RoundTrip, echo, loop, ping, ping_for, send_at_once
 from lightning_autosync.workers.throughput import smoothed_round_trip
 
 _DATAGRAM = 1472
 """Payload bytes that fill an Ethernet frame of 1514 bytes."""
 _FRAME = 1514
-_PING = b"\0" * 8
 _UNDER_WAY = 512 * 1024
 """Bytes of a flow on their way, beyond what distance holds: enough to keep links busy while processes wait for a
 core."""
@@ -44,14 +43,6 @@ _SCOUT = 0.5
 """Part of head and window that a first look at a flow's rate takes."""
 _FASTEST = 1.25e9
 """Bytes/s of the fastest link that a single flow is expected to fill at a distance."""
-
-
-@dataclass(frozen=True)
-class RoundTrip:
-    """Seconds there and back of a few bytes: the least and the median."""
-
-    least: float
-    median: float
 
 
 class Meter:
@@ -145,20 +136,56 @@ class Meter:
             if self.rank in pair:
                 first, second = pair
                 connection = sockets[second if self.rank == first else first]
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                send_at_once(connection)
                 connection.settimeout(self._timeout)
-                times = _ping(connection, count, begins=self.rank == first)
+                times = ping(connection, count, begins=self.rank == first)
                 if self.rank == first:
-                    own[f"{first} {second}"] = [min(times), statistics.median(times)]
+                    own[f"{first} {second}"] = times
         dist.barrier()
         for connection in sockets.values():
             connection.close()
-        found = {key: times for rank in gather_json(own) for key, times in rank.items()}
-        return {(i, j): RoundTrip(*found[f"{i} {j}"]) for i, j in pairs}
+        return _gather_trips(own, pairs)
+
+    def loaded_trips(self, flows: Iterable[Flow]) -> dict[Flow, RoundTrip]:
+        """The same from node to node and back while the first sends the second all it can, as any program would: not
+        bound in what it has under way, so that what stands in front of the narrowest link counts; one after the other.
+        """
+        flows = sorted(flows)
+        own: dict[str, list[float]] = {}
+        for i, j in flows:
+            times = self._ping_beside((self.nodes[i][0], self.nodes[j][0]))
+            if times:
+                own[f"{i} {j}"] = times
+        return _gather_trips(own, flows)
+
+    def _ping_beside(self, flow: Flow) -> list[float]:
+        """Seconds of trips beside a flow between ranks, on the rank that it comes from; none on others."""
+        pings, streams = self._connect([flow]), self._connect([flow])
+        dist.barrier()
+        time.sleep(_SETTLE)
+        self.transfers += 1
+        if not pings:
+            return []
+        ((peer, connection),) = pings.items()
+        begins = self.rank == flow[0]
+        targets, sources = ([peer], []) if begins else ([], [peer])
+        times: list[float] = []
+        with connection, ThreadPoolExecutor(1) as background:
+            flowing = background.submit(stream, streams, targets, sources, self._head, self._window)
+            send_at_once(connection)
+            connection.settimeout(self._timeout)
+            if begins:
+                time.sleep(self._head)
+                times = ping_for(connection, self._window, self._timeout)
+                connection.shutdown(socket.SHUT_WR)
+            else:
+                echo(connection)
+            flowing.result()
+        return times
 
     def own_trip(self, count: int = 200) -> float:
         """Seconds there and back of a few bytes within rank 0: what threads need to wake, without a wire; the least."""
-        least = _loop(count) if self.rank == 0 else 0.0
+        least = min(loop(count)) if self.rank == 0 else 0.0
         return float(gather_json(least)[0])
 
     @property
@@ -183,6 +210,12 @@ class Meter:
         return sent * _FRAME / (time.perf_counter() - start)
 
 
+def _gather_trips(own: Mapping[str, Sequence[float]], flows: Iterable[Flow]) -> dict[Flow, RoundTrip]:
+    """Round trips by flow, of which every rank brings the times that it measured."""
+    found = {key: times for rank in gather_json(own) for key, times in rank.items()}
+    return {(i, j): RoundTrip.of(found[f"{i} {j}"]) for i, j in flows}
+
+
 def _total(found: Sequence[Arrival]) -> float:
     return sum(arrival.rate for arrival in found)
 
@@ -197,43 +230,6 @@ def _limit(connection: socket.socket, amount: int) -> None:
     """Bound what a flow has under way, beyond what the distance to the peer holds."""
     distance = round(_FASTEST * smoothed_round_trip(connection))
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, max(_LEAST_UNDER_WAY, amount) + distance)
-
-
-def _loop(count: int) -> float:
-    """Two threads and a connection over the loopback interface."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        near = socket.create_connection(server.getsockname())
-        far, _ = server.accept()
-    with near, far:
-        for connection in (near, far):
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        answering = threading.Thread(target=_ping, args=(far, count, False))
-        answering.start()
-        times = _ping(near, count, begins=True)
-        answering.join()
-    return min(times)
-
-
-def _ping(connection: socket.socket, count: int, begins: bool) -> list[float]:
-    times: list[float] = []
-    for _ in range(count):
-        start = time.perf_counter()
-        if begins:
-            connection.sendall(_PING)
-        _receive(connection)
-        if not begins:
-            connection.sendall(_PING)
-        times.append(time.perf_counter() - start)
-    return times
-
-
-def _receive(connection: socket.socket) -> None:
-    left = len(_PING)
-    while left:
-        part = connection.recv(left)
-        if not part:
-            raise LaunchError("probe: a rank closed its connection")
-        left -= len(part)
 
 
 def _family(address: str) -> socket.AddressFamily:

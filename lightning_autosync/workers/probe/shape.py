@@ -37,7 +37,7 @@ class Hosts:
 
 
 def make_cluster(name: str, hosts: Hosts, survey: Survey | None, latencies: Mapping[Flow, float]) -> ClusterSpec:
-    """The cluster; ``latencies`` are one way, in seconds, between nodes. One node alone needs no survey."""
+    """The cluster; ``latencies`` are half of round trips, in seconds, between nodes. One node needs no survey."""
     data: dict[str, Any] = {
         "format": ClusterSpec.FORMAT,
         "name": name,

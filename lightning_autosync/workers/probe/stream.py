@@ -10,7 +10,8 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
-from lightning_autosync.workers.throughput import PAYLOAD_SHARE, bytes_received
+from lightning_autosync.cluster import PAYLOAD_SHARE
+from lightning_autosync.workers.throughput import bytes_received
 
 CHUNK = 128 * 1024
 TAIL = 0.08

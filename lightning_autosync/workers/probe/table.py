@@ -24,9 +24,27 @@ def nodes_table(answer: dict[str, Any], cluster: ClusterSpec) -> Table:
     return table
 
 
+def pairs_table(answer: dict[str, Any]) -> Table:
+    """One row for each way between two nodes that was measured alone: rates and round trips, idle and loaded."""
+    caption = "Mbit/s alone, and while everybody sends; median ms there and back, idle, and while the way there is full"
+    table = Table(title="pairs of nodes", caption=caption)
+    for heading in ("from", "to"):
+        table.add_column(heading)
+    for heading in ("Mbit/s", "loaded", "round trip ms", "loaded"):
+        table.add_column(heading, justify="right")
+    names = [node["name"] for node in answer["nodes"]]
+    for pair in answer["pairs"]:
+        for way, nodes in enumerate((pair["nodes"], pair["nodes"][::-1])):
+            alone, trip = pair["alone"][way], pair["round_trip_loaded"][way]
+            if alone is not None:
+                times = [f"{1e3 * each['median']:.2f}" for each in (pair["round_trip"], trip)]
+                table.add_row(*(names[node] for node in nodes), _rate(alone), _rate(pair["loaded"][way]), *times)
+    return table
+
+
 def links_table(cluster: ClusterSpec, truth: ClusterSpec | None) -> Table:
     """One row for each direction of a link; those far from what they are set to stand out."""
-    table = Table(title=f"{cluster.name}: links")
+    table = Table(title=f"{cluster.name}: links", caption="latencies are halves of idle round trips")
     for heading in ("from", "to"):
         table.add_column(heading)
     for heading in ("Mbit/s", "latency us", *(("setting", "deviation") if truth else ())):

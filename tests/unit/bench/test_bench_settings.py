@@ -191,7 +191,11 @@ def test_the_experiments_behind_links_can_be_prepared(experiment):
     assert settings.meets_protocol
     found = prepare(settings)
     assert found.cluster.world_size in (4, 8)
-    assert list(found.orders)[:5] == ["ddp_view", "ddp_1_view", "ddp_5_view", "ddp_100_view", "autosync"]
+    names = list(found.orders)
+    assert names[:9] == [
+        *(f"ddp{cap}_view{static}" for cap in ("", "_1", "_5", "_100") for static in ("", "_static")),
+        "autosync",
+    ]
 
 
 @pytest.mark.parametrize("experiment", ["overhead", "row_sparse"])
@@ -206,7 +210,8 @@ def test_the_shipped_experiments_can_be_prepared(experiment):
 def test_the_shaped_links_can_be_prepared(cluster, rank_order):
     settings = composed("experiment=shaped_links", f"cluster={cluster}", f"rank_order={rank_order}")
     assert settings.meets_protocol
-    assert list(prepare(settings).orders) == ["ddp", "ddp_view", "byteps", "packed_trees", "hierarchical"]
+    ddp = ["ddp", "ddp_static", "ddp_view", "ddp_view_static"]
+    assert list(prepare(settings).orders) == [*ddp, "byteps", "packed_trees", "hierarchical"]
 
 
 def test_scaled_and_interleaved():

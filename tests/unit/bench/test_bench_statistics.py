@@ -9,14 +9,14 @@ import math
 import pytest
 from rich.console import Console
 
-from lightning_autosync.bench.bounds import FRAMING, Bound, arrival_time, least_step
+from lightning_autosync.bench.bounds import Bound, least_step
 from lightning_autosync.bench.picture import draw
 from lightning_autosync.bench.preparation import prepare
 from lightning_autosync.bench.result import Measurement, Result
 from lightning_autosync.bench.settings import Settings
 from lightning_autosync.bench.statistics import paired_ratio, relative_medians, round_time
-from lightning_autosync.bench.table import remarks, result_table
-from lightning_autosync.cluster import ClusterSpec
+from lightning_autosync.bench.table import remarks, result_table, title
+from lightning_autosync.cluster import FRAMING, ClusterSpec
 from lightning_autosync.workload import Variable, Workload
 
 
@@ -57,7 +57,7 @@ CONTENDERS = {
 
 def result(times: dict[str, list[float]], launch: str = "local", deviation: float = 0.0, hooks: bool = False) -> Result:
     """A result of two ranks whose contenders took ``times``, by round; names in ``ddp*`` are DDP's."""
-    cluster = ClusterSpec.uniform(nodes=2, bandwidth=100e6)
+    cluster = ClusterSpec.uniform(nodes=2, bandwidth=100e6, latency=0.02)
     settings = Settings.parse(
         {
             "model": {"kind": "flat", "mib": 1.0},
@@ -78,7 +78,13 @@ def result(times: dict[str, list[float]], launch: str = "local", deviation: floa
         )
         for name, rounds in times.items()
     }
-    conditions = {"load_average_before": (0.3, 0.2, 0.1), "bytes_counted": "as told"}
+    conditions = {
+        "load_average_before": (0.3, 0.2, 0.1),
+        "bytes_counted": "as told",
+        "machine": "here",
+        "machines": ["here"] if launch != "ssh" else ["here", "there"],
+        "cores": 2,
+    }
     bound = Bound(0.010 * FRAMING, 0.0, "synchronization alone") if launch == "emulated" else None
     return Result(settings, prepare(settings), bound, conditions, measurements)
 
@@ -126,24 +132,18 @@ def test_periodic_contenders_are_judged_by_their_mean():
     assert Measurement(rounds, None, None, 0.0).times == [1.0]
 
 
-TABLE = Variable(name="table", shape=(100, 1), kind="row_sparse", rows=50.0)
+BURST = 128 * 1024
 
 
-def test_the_bound_has_forward_first_and_backward_beside_the_wire():
-    cluster = ClusterSpec.star(bandwidths=[1000.0] * 4)
-    vector = Variable(name="a", shape=(250,), ready=0.1)
-    dense = Workload(name="dense", variables=(vector,), forward_time=0.5, backward_time=0.4)
-    assert least_step(dense, cluster).seconds == pytest.approx(0.5 + 0.1 + FRAMING * 1.5)
-    assert least_step(dense.model_copy(update={"backward_time": 4.0}), cluster).seconds == 4.5
-    alone = Workload(name="alone", variables=(vector.model_copy(update={"ready": None}),))
-    assert least_step(alone, cluster).meaning.startswith("synchronization alone")
-
-
-def test_rows_that_others_touch_must_come_in():
-    cluster = ClusterSpec.star(bandwidths=[1000.0, 100.0, 1000.0])
-    workload = Workload(name="rows", variables=(TABLE,))
-    assert arrival_time(workload, cluster) == pytest.approx(400 * 0.75 / 100)
-    assert least_step(workload, cluster).seconds == pytest.approx(FRAMING * 400 * 0.75 / 100)
+def test_the_bound_of_emulated_links_counts_framing_and_a_burst():
+    """1 MB on four equal links: 1.5 times as much leaves each, of which a rested link passes 128 KiB at once."""
+    cluster = ClusterSpec.star(bandwidths=[1e6] * 4)
+    vector = Variable(name="a", shape=(250_000,), ready=0.1)
+    work = Workload(name="dense", variables=(vector,), forward_time=0.5, backward_time=0.4)
+    assert least_step(work, cluster).seconds == pytest.approx(0.5 + 0.1 + FRAMING * 1.5 - BURST / 1e6)
+    small = Workload(name="small", variables=(Variable(name="a", shape=(1000,)),))
+    assert least_step(small, cluster).seconds == 0.0
+    assert "burst" in least_step(small, cluster).meaning
 
 
 def test_the_table_has_every_contender_and_the_remarks_what_spoils_it():
@@ -157,6 +157,35 @@ def test_the_table_has_every_contender_and_the_remarks_what_spoils_it():
     assert "other processes kept 0.4 cores busy" in notes
     assert "byteps: gradients differ from DDP's by 5.0e-01" in notes
     assert "best DDP: ddp_view" in notes
+
+
+@pytest.mark.parametrize(
+    ("launch", "links"),
+    [
+        ("local", "2 ranks, loopback"),
+        ("emulated", "2 ranks, emulated links of uniform, natural rank order"),
+        ("ssh", "2 ranks, links of uniform, natural rank order"),
+    ],
+)
+def test_the_title_tells_where_the_ranks_were(launch, links):
+    found = result(TIMES, launch)
+    assert title(found).endswith(links)
+    notes = "\n".join(remarks(found))
+    assert "load average 0.3 before, 2 cores: rank 0's machine, here" in notes
+    assert ("latencies of uniform, up to 20 ms, are not emulated" in notes) == (launch == "emulated")
+
+
+def test_emulated_links_have_no_latency_for_whoever_plans_or_predicts():
+    assert [link.latency for link in result(TIMES, "emulated").cluster.links] == [0.0, 0.0]
+    assert [link.latency for link in result(TIMES, "ssh").cluster.links] == [0.02, 0.02]
+
+
+def test_hooks_that_begin_with_exact_steps_have_no_deviation():
+    """Their first step, which is what is compared, is DDP's own all-reduce."""
+    contenders = result(HOOKED, "emulated", deviation=1e-3, hooks=True).to_dict()["contenders"]
+    assert contenders["ddp_post_local"]["gradient_deviation"] is None
+    assert contenders["ddp_fp16"]["gradient_deviation"] == 1e-3
+    assert contenders["byteps"]["gradient_deviation"] == 1e-3
 
 
 def test_the_document_keeps_every_step_and_is_json():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,15 +14,19 @@ import torch.distributed as dist
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
+from lightning_autosync.bench.convergence import trial
 from lightning_autosync.bench.convergence.comparison import compare
-from lightning_autosync.bench.convergence.course import judge, time_to
+from lightning_autosync.bench.convergence.course import Course, judge, time_to
 from lightning_autosync.bench.convergence.ending import Ending
-from lightning_autosync.bench.convergence.result import Result, Run, best_rate, load_rates, median_time
+from lightning_autosync.bench.convergence.isolation import simulate_groups, survey_table
+from lightning_autosync.bench.convergence.result import Groups, Result, Run, best_rate, load_rates, median_time
 from lightning_autosync.bench.convergence.settings import Settings
 from lightning_autosync.bench.convergence.table import remarks, result_table
 from lightning_autosync.bench.convergence.tasks import Characters, Digits, loss
-from lightning_autosync.cluster import configuration_directory
+from lightning_autosync.bench.convergence.trial import Budget, _Training
+from lightning_autosync.cluster import ClusterSpec, configuration_directory
 from lightning_autosync.errors import DocumentError
+from lightning_autosync.workers.straggler import Straggler, StragglerSettings
 
 BASE: dict[str, Any] = {
     "task": {"kind": "digits"},
@@ -50,11 +55,12 @@ def run(method: str, reached: float | None, rate: float = 0.1, final: float = 90
         seconds=4.0,
         steps=[10, 30],
         waiting=[0.5, 0.1],
-        sent=100.0,
+        sent=[100.0, 300.0],
         state_bytes=[8, 24],
         moments=[0.0, 4.0],
         scores=[10.0, final],
         foreign_cores=None,
+        groups=Groups([[0, 1], [0, 1]], 1, 2, 0) if method == "gossip" else None,
     )
 
 
@@ -70,6 +76,10 @@ def run(method: str, reached: float | None, rate: float = 0.1, final: float = 90
         ({"only": {"speeds": ["light"]}}, "only.speeds: 'light' is not known; allowed: equal, slow"),
         ({"only": {}}, "pace: missing; slow workers need a paced step"),
         ({"speeds": {"slow": [{"ranks": [2]}]}, "only": {}}, "speeds.slow: rank 2 is out of range; workers is 2"),
+        ({"launch": {"kind": "ssh"}}, "launch: ssh is not for comparisons of convergence; allowed: local, emulated"),
+        ({"launch": {"kind": "emulated"}}, "cluster: missing; launch=emulated needs one"),
+        ({"cluster_scale": 2.0}, "cluster: missing; cluster_scale, cluster_fastest and rank_order change a cluster"),
+        ({"isolation": {"groups": 10}}, "pace: missing; isolation simulates paced steps"),
         ({"rates": [0.1, 0.2], "tuning_seeds": 0}, "tuning_seeds: at least 1 is needed"),
         ({"rates": []}, "rates: .*at least 1 item"),
         ({"task": {"kind": "chess"}}, "task: .*'digits', 'characters'"),
@@ -101,6 +111,59 @@ def test_a_method_that_cannot_be_is_found_before_any_worker_starts(method, messa
     settings = Settings.parse({**BASE, "methods": {"all_reduce": {}, "odd": method}})
     with pytest.raises(DocumentError, match=message):
         compare(settings)
+
+
+def test_a_cluster_of_another_size_is_found_before_any_worker_starts():
+    settings = Settings.parse({**BASE, "cluster": ClusterSpec.uniform(nodes=3, devices=1).to_dict()})
+    with pytest.raises(DocumentError, match=r"workers: 2 asked for, but cluster '.*' has 3 devices"):
+        compare(settings)
+
+
+def test_groups_are_simulated_with_and_without_the_rule():
+    """In all four settings every window connects all, which first come, first served does not."""
+    settings = composed("experiment=isolation", "seeds=2", "isolation.groups=400")
+    survey = simulate_groups(settings)
+    assert [(row.speed, row.method) for row in survey.rows] == [
+        (speed, method) for speed in settings.chosen_speeds for method in settings.chosen_methods
+    ]
+    assert len(settings.chosen_speeds) == 4
+    assert all(row.ruled.apart == 0 and row.ruled.windows > 400 for row in survey.rows)
+    assert all(0 <= row.ruled.bridging < 0.1 and 0 <= row.ruled.idle < 1 for row in survey.rows)
+    assert any(row.free.apart > 0.5 * row.free.windows for row in survey.rows)
+    assert all(row.free.bridging == 0 for row in survey.rows)
+    assert survey_table(survey).row_count == len(survey.rows)
+    assert len(json.loads(json.dumps(survey.to_dict(), allow_nan=False))["rows"]) == len(survey.rows)
+
+
+def test_groups_of_what_has_none_are_not_simulated():
+    settings = composed("experiment=isolation", "methods=memory", "reference=all_reduce")
+    with pytest.raises(DocumentError, match=r"methods\.\w+: isolation is a matter of partial_reduce, and this is sync"):
+        simulate_groups(settings)
+
+
+@pytest.mark.parametrize("lock_step", [True, False])
+def test_backward_counts_as_waiting_only_where_it_exchanges(monkeypatch, lock_step: bool):
+    now = [0.0]
+    monkeypatch.setattr(trial, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(trial.dist, "get_rank", lambda: 0)
+    task = Digits(kind="digits")
+    module = task.module()
+
+    def pass_time(seconds: float) -> None:
+        now[0] += seconds
+
+    next(module.parameters()).register_hook(lambda gradient: pass_time(5.0))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    way = SimpleNamespace(
+        lock_step=lock_step, forward=module, optimizer=optimizer, step=lambda samples: pass_time(2.0), groups=()
+    )
+    budget = Budget(pace=None, steps=3, limit=None, target=None, patience=1, interval=1.0)
+    course = Course(module, 1.0)
+    course.begin()
+    training = _Training(way, task, course, Straggler(StragglerSettings(), 0), budget, dist.HashStore(), 0)
+    for number in range(3):
+        training._step(number)
+    assert training._exchange == (21.0 if lock_step else 6.0)
 
 
 def test_the_shipped_experiments():
@@ -183,7 +246,11 @@ def test_a_summary(result):
     assert (reference.final, reference.deviation, reference.difference) == (91.0, 1.0, 0.0)
     assert (reference.reached, reference.times, reference.faster) == (3.0, [2.0, 3.0, 4.0], 1.0)
     assert (gossip.runs, gossip.difference, gossip.faster, gossip.deviation) == (1, -1.0, 2.0, 0.0)
-    assert (gossip.steps, gossip.waiting, gossip.sent, gossip.state_bytes) == (10.0, 0.3, 100.0, 24)
+    assert (gossip.steps, gossip.waiting) == (10.0, 0.3)
+    assert (gossip.sent, gossip.sent_most) == (200.0, 300.0)
+    assert (gossip.state_bytes, gossip.state_most) == (16, 24)
+    assert (gossip.bridging, gossip.windows, gossip.apart) == (0.5, 2, 0)
+    assert (reference.bridging, reference.windows) == (None, 0)
     assert result.ring_bytes == 1000
 
 
@@ -219,3 +286,4 @@ def test_the_table_has_a_row_a_method(result):
     table = result_table(result, "equal")
     assert table.row_count == 2
     assert any("time until the average" in line for line in remarks(result))
+    assert any(line.startswith("groups of gossip, equal: 50.0% had to connect") for line in remarks(result))

@@ -8,6 +8,7 @@ import pytest
 
 from lightning_autosync.bench.validation.accuracy import Accuracy, Priced, by
 from lightning_autosync.bench.validation.cases import Case, draw_cases
+from lightning_autosync.bench.validation.command import order_lines
 from lightning_autosync.bench.validation.measuring import load_measurements
 from lightning_autosync.bench.validation.settings import Settings
 from lightning_autosync.cluster import ClusterSpec
@@ -21,8 +22,8 @@ WORKLOAD = Workload(name="one", variables=(Variable(name="fc", shape=(1000,)),))
 CASE = Case(CLUSTER, "one", WORKLOAD, "buckets", builders.all_reduce(WORKLOAD, CLUSTER))
 
 
-def priced(measured: float, predicted: float, family: str = "one") -> Priced:
-    return Priced(Case(CLUSTER, family, WORKLOAD, "buckets", CASE.plan), measured, predicted, None)
+def priced(measured: float, predicted: float, family: str = "one", noise: float = 0.0) -> Priced:
+    return Priced(Case(CLUSTER, family, WORKLOAD, "buckets", CASE.plan), measured, predicted, None, noise)
 
 
 def test_a_seed_draws_the_same_exact_plans_that_compile() -> None:
@@ -55,6 +56,40 @@ def test_order_is_judged_within_one_workload_on_one_cluster() -> None:
     assert by(found, lambda one: one.case.family)["two"].tau is None
 
 
+def test_plans_that_noise_hides_have_no_order_to_predict() -> None:
+    # Of six twos one differs by 1%, where the error of the difference is 1.4%; it is the only one in the wrong order.
+    found = [priced(m, p, noise=0.01) for m, p in ((1.0, 1.0), (1.01, 0.99), (2.0, 2.0), (4.0, 4.0))]
+    accuracy = Accuracy.of(found)
+    assert accuracy.tau == pytest.approx(4 / 6)
+    assert accuracy.tau_apart == pytest.approx(1.0)
+    assert accuracy.within_noise == pytest.approx(1 / 6)
+    # Where noise does not hide it, a wrong order counts; equal predictions are half right.
+    sharp = Accuracy.of([priced(1.0, 1.0), priced(1.01, 0.99), priced(2.0, 2.0), priced(4.0, 2.0)])
+    assert (sharp.tau_apart, sharp.within_noise) == (pytest.approx((4 - 1 + 0) / 6), 0.0)
+
+
+def test_nothing_is_said_of_the_order_of_plans_all_alike() -> None:
+    accuracy = Accuracy.of([priced(1.0, 1.0, noise=0.5), priced(1.1, 1.2, noise=0.5), priced(1.2, 1.3, noise=0.5)])
+    assert (accuracy.tau, accuracy.tau_apart, accuracy.within_noise) == (pytest.approx(1.0), None, 1.0)
+    alone = Accuracy.of([priced(1.0, 1.0)])
+    assert (alone.tau, alone.tau_apart, alone.within_noise) == (None, None, None)
+
+
+def test_the_least_tau_of_a_workload_on_a_cluster_is_told() -> None:
+    right = [priced(1.0, 1.0), priced(2.0, 2.0), priced(3.0, 3.0)]
+    wrong = [priced(1.0, 2.0, "two"), priced(2.0, 1.0, "two"), priced(3.0, 3.0, "two")]
+    pairs = by([*right, *wrong, priced(1.0, 1.0, "three")], lambda one: one.case.pair)
+    assert {name: accuracy.tau for name, accuracy in pairs.items()} == {
+        f"{CLUSTER.name}, one": pytest.approx(1.0),
+        f"{CLUSTER.name}, two": pytest.approx(1 / 3),
+        f"{CLUSTER.name}, three": None,
+    }
+    both, apart = order_lines(pairs)
+    assert both == f"Kendall tau, by cluster and workload: least 0.33 ({CLUSTER.name}, two), 1 of 2 below 0.8"
+    assert apart.endswith(f"least 0.33 ({CLUSTER.name}, two), 1 of 2 below 0.8")
+    assert order_lines(by([priced(1.0, 1.0)], lambda one: one.case.pair))[0].endswith("plans enough")
+
+
 def test_measurements_are_read_up_to_an_interruption(tmp_path: Path) -> None:
     path = tmp_path / "measurements.jsonl"
     assert load_measurements(path) == {}
@@ -62,6 +97,8 @@ def test_measurements_are_read_up_to_an_interruption(tmp_path: Path) -> None:
     found = load_measurements(path)
     assert list(found) == ["a"]
     assert found["a"].seconds == 2.0
+    # The steps of the slowest rank: 1, 2 and 3 s, a deviation of 1 s from their median.
+    assert found["a"].noise == pytest.approx(1.4826 * 1.2533 / 3**0.5 / 2)
     path.write_text("not a measurement\n")
     with pytest.raises(DocumentError, match=r"measurements.jsonl:1: not a measurement"):
         load_measurements(path)

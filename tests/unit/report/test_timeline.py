@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import json
+import subprocess
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from matplotlib.figure import Figure
 
-from lightning_autosync.cluster import ClusterSpec
+from lightning_autosync.cluster import FRAMING, ClusterSpec
 from lightning_autosync.errors import DocumentError
 from lightning_autosync.plan import builders, compile_plan
+from lightning_autosync.report.link_use import busy_shares, bytes_on_links
 from lightning_autosync.report.measured import measured_timeline
 from lightning_autosync.report.predict import predict
 from lightning_autosync.report.timeline import draw_timelines, write_trace
 from lightning_autosync.runtime.tracing import StepTrace
-from lightning_autosync.simulator import MessageSpan, Span, Timeline
+from lightning_autosync.simulator import Constants, MessageSpan, Span, Timeline
+from lightning_autosync.workers.network import Network
 from lightning_autosync.workload import Variable, Workload
 
 TIMELINE = Timeline(
@@ -65,8 +72,97 @@ def test_predict_names_time_bound_links_and_path(tmp_path: Path) -> None:
     assert written == {"timeline.svg", "timeline.png", "trace.json", "result.json"}
     result = json.loads((tmp_path / "result.json").read_text())
     assert result["step_time"] == pytest.approx(1.55, rel=0.02)
-    assert result["step_bound"] == pytest.approx(0.5 + 1514 / 1448)
+    assert result["step_bound"] == pytest.approx(0.5 + FRAMING)
+    assert result["bounds_are"] == "exact"
     assert result["critical_path"][0]["name"] == "backward"
+
+
+LARGE = ClusterSpec.racks(racks=2, nodes_per_rack=40, bandwidth=1e6, uplink=1e6)
+
+
+def test_of_a_large_cluster_predict_states_a_cut_bound() -> None:
+    workload = Workload(name="one", variables=(Variable(name="fc", shape=(250_000,)),))
+    text = predict(builders.all_reduce(workload, LARGE), workload, LARGE)
+    assert "reached, cut bound)" in text
+    assert "least, all at once       2065.0 ms (cut bound)" in text  # 80 nodes send 2 x 79 times the size
+
+
+def test_the_share_of_the_bound_is_that_of_exact_plans(tmp_path: Path) -> None:
+    cluster = ClusterSpec.uniform(nodes=2, bandwidth=1e6)
+    workload = Workload(name="one", variables=(Variable(name="fc", shape=(250_000,)),))
+    text = predict(builders.all_reduce(workload, cluster, compressor="bf16"), workload, cluster, tmp_path)
+    assert "1045.6 ms (of exact plans; this one is compressed)" in text
+    assert "reached" not in text
+    assert json.loads((tmp_path / "result.json").read_text())["bound_share"] is None
+
+
+def test_the_bound_of_a_table_counts_the_rows_that_travel(tmp_path: Path) -> None:
+    cluster = ClusterSpec.uniform(nodes=2, bandwidth=1e6)
+    table = Variable(name="table", shape=(250_000, 1), kind="row_sparse", rows=2_500)
+    workload = Workload(name="rows", variables=(table,))
+    predict(builders.all_reduce(workload, cluster), workload, cluster, tmp_path)
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["synchronization_bound"] == pytest.approx(0.01 * FRAMING)
+    assert 0 < result["bound_share"] <= 1
+
+
+def test_the_bound_of_links_with_bursts_has_them(tmp_path: Path) -> None:
+    cluster = ClusterSpec.uniform(nodes=2, bandwidth=1e6)
+    workload = Workload(name="one", variables=(Variable(name="fc", shape=(250_000,)),), forward_time=1.0)
+    plan = builders.packed_trees(workload, cluster)
+    predict(plan, workload, cluster, tmp_path, Constants(burst=128 * 1024))
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["step_bound"] == pytest.approx(1 + FRAMING - 0.131072)
+    assert 0.9 < result["bound_share"] <= 1
+
+
+def test_links_that_were_not_measured_are_left_out(tmp_path: Path) -> None:
+    draw_timelines({"measured": replace(TIMELINE, links={})}, tmp_path / "step.svg")
+    assert "<!-- links: not measured -->" in (tmp_path / "step.svg").read_text()
+
+
+def test_a_picture_appears_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: Figure, target: Any, **arguments: Any) -> None:
+        Path(target).write_bytes(b"half") if isinstance(target, str | Path) else target.write(b"half")
+        raise OSError("disk full")
+
+    (tmp_path / "step.png").write_bytes(b"before")
+    monkeypatch.setattr(Figure, "savefig", fail)
+    with pytest.raises(OSError, match="disk full"):
+        draw_timelines({"predicted": TIMELINE}, tmp_path / "step.png")
+    assert (tmp_path / "step.png").read_bytes() == b"before"
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+class Emulated:
+    """In place of an emulation of two nodes on a switch."""
+
+    def __init__(self) -> None:
+        self.network = Network(ClusterSpec.star([100.0, 50.0]))
+        self.namespaces = ["zero", "one", "switch"]
+
+
+COUNTED = {
+    "zero": [("link0", 10)],
+    "one": [("link1", 20)],
+    "switch": [("link0", 30), ("link1", 40)],
+}
+
+
+def test_bytes_on_links_are_those_that_left_each_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(command: list[str], **_: Any) -> SimpleNamespace:
+        ports = [{"kind": "tbf", "dev": dev, "bytes": sent} for dev, sent in COUNTED[command[2]]]
+        return SimpleNamespace(returncode=0, stdout=json.dumps([{"kind": "noqueue", "dev": "lo"}, *ports]))
+
+    monkeypatch.setattr(subprocess, "run", run)
+    sent = bytes_on_links(Emulated())  # type: ignore[arg-type]
+    assert sent == {"node0 > switch": 10, "switch > node0": 30, "node1 > switch": 20, "switch > node1": 40}
+    assert busy_shares(Emulated(), sent, 0.5) == {  # type: ignore[arg-type]
+        "node0 > switch": 0.2,
+        "switch > node0": 0.6,
+        "node1 > switch": 0.8,
+        "switch > node1": 1.0,
+    }
 
 
 def test_what_the_ranks_recorded_becomes_one_timeline() -> None:

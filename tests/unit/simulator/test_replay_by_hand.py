@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
 from replay_cases import ELEMENTS, IDEAL, RATE, all_reduce, one_switch, owned_by, price, schedule, tree, workload
 
 from lightning_autosync.cluster import ClusterSpec
-from lightning_autosync.plan import Compressor, Message, Round, Schedule, Tree, TreeTransfer, TwoLevelAllReduce
+from lightning_autosync.plan import (
+    AllReduce,
+    Compressor,
+    Message,
+    Round,
+    Schedule,
+    Tree,
+    TreeTransfer,
+    TwoLevelAllReduce,
+)
 from lightning_autosync.simulator import Replay
 from lightning_autosync.workload import Variable, Workload
 
@@ -75,10 +85,21 @@ def test_priority_goes_before_place(detail: str) -> None:
 
 
 def test_two_messages_between_different_pairs_share_a_link() -> None:
-    # Both come to rank 0 over its one link: from rank 1 along a chain, from rank 2 along another.
+    """Both come to rank 0 over its one link, along chains whose ends they begin at, and go back likewise.
+
+    A second to the middle of either chain, two to the root, where they share its link, two back, and one to the ends.
+    """
     chains = [tree([-1, 0, 1], 1), tree([-1, 2, 0], 1)]
     spans = price(one_switch(3), chains).timeline.messages
-    assert spans[0].end == pytest.approx(spans[1].end)
+    assert [span.end for span in spans] == pytest.approx([6.0, 6.0])
+
+
+@pytest.mark.parametrize("detail", ["frames", "fluid"])
+def test_two_pipelines_between_different_pairs_share_links(detail: str) -> None:
+    """Two chains of four without a common pair: an end of one is inside the other, so every link carries three."""
+    chains = [tree([-1, 0, 1, 2], 250), tree([2, 3, -1, 0], 250)]
+    spans = price(one_switch(4), chains, detail).timeline.messages
+    assert [span.end for span in spans] == pytest.approx([3.0, 3.0], abs=0.1)
 
 
 @pytest.mark.parametrize("detail", ["frames", "fluid"])
@@ -139,6 +160,22 @@ def test_unknown_ready_times_are_spread_over_backward() -> None:
 def test_costs_of_hosts(constants: dict[str, float], seconds: float, detail: str) -> None:
     prediction = price(one_switch(2), [tree([-1, 0], 1)], detail, constants=IDEAL.model_copy(update=constants))
     assert prediction.step_time == pytest.approx(seconds, rel=2e-2)
+
+
+@pytest.mark.parametrize("detail", ["frames", "fluid"])
+@pytest.mark.parametrize("transfers", [1, 2, 3, 4])
+def test_every_native_transfer_of_a_message_costs_its_pieces(transfers: int, detail: str) -> None:
+    """A ring of two has two steps of two pieces each, which both hosts send and receive; two rings run at once."""
+    constants = IDEAL.model_copy(update={"message_cost": 0.5, "collectives": 2})
+    edges = [ELEMENTS * place // transfers for place in range(transfers + 1)]
+    rings = tuple(AllReduce(start, stop) for start, stop in itertools.pairwise(edges))
+    message = Message(
+        0, "parts", ("variable0",), ELEMENTS - 1, "float32", 0, 0, Compressor(), 0, (Round(ELEMENTS, rings),)
+    )
+    prediction = Replay(workload(1), one_switch(2), constants).predict(Schedule(2, (message,)), detail)
+    handling = 2 * 2 * 2 * 0.5 * transfers
+    assert prediction.demand[0, 4:6] == pytest.approx(handling)  # after the two links' four directions
+    assert prediction.step_time == pytest.approx(handling)  # ... which one megabyte each way does not bind
 
 
 @pytest.mark.parametrize("detail", ["frames", "fluid"])

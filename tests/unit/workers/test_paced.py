@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from lightning_autosync.errors import WorkloadError
+from lightning_autosync.workers import paced
 from lightning_autosync.workers.paced import PacedModule
 from lightning_autosync.workload import Variable, Workload, capture, catalogue, describe
 from lightning_autosync.workload.scaling import scaled, with_compute
@@ -15,8 +16,10 @@ from lightning_autosync.workload.scaling import scaled, with_compute
 SEED = torch.tensor(7)
 
 
-def workload(*variables: Variable, forward: float = 0.0, backward: float = 0.0) -> Workload:
-    return Workload(name="made", variables=variables, forward_time=forward, backward_time=backward)
+def workload(*variables: Variable, forward: float = 0.0, backward: float = 0.0, optimizer: float = 0.0) -> Workload:
+    return Workload(
+        name="made", variables=variables, forward_time=forward, backward_time=backward, optimizer_time=optimizer
+    )
 
 
 def step(module: PacedModule, seed: torch.Tensor = SEED) -> None:
@@ -65,6 +68,33 @@ def test_time_passes_and_no_core_is_used() -> None:
     step(module)
     assert 0.4 <= time.monotonic() - start < 0.6
     assert time.process_time() - used < 0.05
+
+
+class Clock:
+    """In place of the module ``time``: it passes by sleeping only."""
+
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.mark.parametrize("speed", [1.0, 0.5, 4.0])
+def test_a_slow_node_takes_longer_for_all_that_it_computes(monkeypatch: pytest.MonkeyPatch, speed: float) -> None:
+    clock, ready = Clock(), []
+    monkeypatch.setattr(paced, "time", clock)
+    variables = Variable(name="a", shape=(8,), ready=0.2), Variable(name="b", shape=(8,))
+    module = PacedModule(workload(*variables, forward=0.1, backward=0.3, optimizer=0.05), speed)
+    for parameter in module.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _: ready.append(clock.now))
+    module(SEED).backward()
+    assert ready == pytest.approx([0.3 / speed, 0.4 / speed])
+    assert clock.now == pytest.approx(0.4 / speed)
+    module.step_optimizer()
+    assert clock.now == pytest.approx(0.45 / speed)
 
 
 def test_gradients_come_in_ready_order() -> None:

@@ -12,16 +12,16 @@ from lightning_autosync.cluster.spec import ClusterSpec
 from lightning_autosync.workers import EmulatedLaunch, LaunchError, netns
 
 
-def test_other_systems_are_pointed_to_the_local_launch(monkeypatch):
+def test_other_systems_are_pointed_to_the_other_launches(monkeypatch):
     monkeypatch.setattr(sys, "platform", "darwin")
-    with pytest.raises(LaunchError, match="need Linux, this is darwin; LocalLaunch"):
+    with pytest.raises(LaunchError, match=r"need Linux, this is darwin; other launches .*: local, torchrun, ssh"):
         EmulatedLaunch(ClusterSpec.uniform(nodes=2, bandwidth=1e6))
 
 
-def test_other_users_are_pointed_to_the_local_launch(monkeypatch):
+def test_other_users_are_pointed_to_the_other_launches(monkeypatch):
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    with pytest.raises(LaunchError, match=r"need root.*LocalLaunch"):
+    with pytest.raises(LaunchError, match=r"need root.*: local, torchrun, ssh, slurm$"):
         EmulatedLaunch(ClusterSpec.uniform(nodes=2, bandwidth=1e6))
 
 

@@ -1,0 +1,20 @@
+"""Figures as files."""
+
+from __future__ import annotations
+
+import io
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lightning_autosync.documents import write_bytes
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def save_figure(figure: Figure, path: str | os.PathLike[str], dpi: int) -> None:
+    """Write a figure whole or not at all; the ending of ``path`` says in which format."""
+    content = io.BytesIO()
+    figure.savefig(content, format=Path(path).suffix.removeprefix("."), dpi=dpi)
+    write_bytes(path, content.getvalue())

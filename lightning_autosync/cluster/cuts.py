@@ -1,0 +1,122 @@
+"""Cuts: channels that all data must cross, which bound how fast a cluster can synchronize.
+
+Synchronizing a size leaves at every rank the sum of all ranks' data of that many bytes. Let ranks be in ``k`` parts. To
+reduce and to broadcast a byte each takes at least ``k - 1`` transfers from one part to another. So the channels out of
+all parts together carry at least ``2 (k - 1)`` times the size, and so do those into them; and out of each part, and
+into it, goes the size at least once. That holds whatever the routes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy
+from numpy.typing import NDArray
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
+
+from lightning_autosync.cluster.topology import Topology
+
+_NOWHERE = -1
+"""The part of places that are in none."""
+
+
+@dataclass(frozen=True, order=True)
+class Cut:
+    """One bound: ``size <= rate x seconds + links x burst``.
+
+    Attributes:
+        rate: bytes/s that can be synchronized over it at most.
+        links: bytes that are synchronized at once if every direction of a link lets one byte pass at once.
+    """
+
+    rate: float
+    links: float
+
+    def seconds(self, size: float, burst: float = 0.0) -> float:
+        """The least time of ``size`` bytes, where rested links let ``burst`` bytes each pass at once."""
+        return max(0.0, size - self.links * burst) / self.rate
+
+
+def one_switch_cuts(bandwidths: Iterable[float]) -> list[Cut]:
+    """Those of two ranks or more, each on a link of its own to one switch: together they are exact."""
+    rates = list(bandwidths)
+    crossings = 2 * (len(rates) - 1)
+    return undominated([Cut(min(rates), 1.0), Cut(sum(rates) / crossings, len(rates) / crossings)])
+
+
+def find_cuts(topology: Topology) -> list[Cut]:
+    """The cuts around every rank, around every node, and around what each place keeps apart.
+
+    On a tree of links these are the cuts of every link and every switch.
+    """
+    graph = _Graph(topology)
+    cuts = set(graph.cuts(graph.by_rank)) | set(graph.cuts(graph.by_node))
+    for place in graph.inner:
+        cuts.update(graph.cuts(graph.without(place)))
+    return undominated(cuts)
+
+
+def undominated(cuts: Iterable[Cut]) -> list[Cut]:
+    """The cuts that decide for some size and some burst, slowest first."""
+    kept: list[Cut] = []
+    for cut in sorted(cuts):
+        if not kept or cut.links < kept[-1].links:
+            kept.append(cut)
+    return kept
+
+
+class _Graph:
+    """Channels between numbered places; ``by_rank`` and ``by_node`` [places] are the parts of places."""
+
+    def __init__(self, topology: Topology) -> None:
+        channels = topology.channels
+        names = dict.fromkeys(end for channel in channels for end in (channel.source, channel.target))
+        index = {name: number for number, name in enumerate(names)}
+        self._count = len(index)
+        self._sources = numpy.array([index[channel.source] for channel in channels])
+        self._targets = numpy.array([index[channel.target] for channel in channels])
+        self._rates = topology.capacities
+        self._shaped = (numpy.arange(len(channels)) < 2 * len(topology.spec.links)).astype(float)
+        self._ends = numpy.array([index[end] for end in topology.ends])
+        self.by_rank = self._nowhere()
+        self.by_rank[self._ends] = numpy.arange(len(self._ends))
+        self.by_node = self._nowhere()
+        for number, name in enumerate(node.name for node in topology.spec.nodes):
+            self.by_node[index[name]] = number
+        self.by_node[self._ends] = topology.spec.rank_nodes
+
+    @property
+    def inner(self) -> list[int]:
+        """Places with several neighbours: without any other, the rest holds together."""
+        neighbours = numpy.bincount(self._sources, minlength=self._count)
+        return numpy.flatnonzero(neighbours > 1).tolist()
+
+    def without(self, place: int) -> NDArray[numpy.int64]:
+        """Parts: what still holds together without a place, and the place itself; those with ranks only."""
+        kept = (self._sources != place) & (self._targets != place)
+        ends = self._sources[kept], self._targets[kept]
+        links = coo_array((numpy.ones(len(ends[0])), ends), shape=(self._count, self._count))
+        _, labels = connected_components(links, directed=False)
+        parts = self._nowhere()
+        for number, label in enumerate(numpy.unique(labels[self._ends])):
+            parts[labels == label] = number
+        return parts
+
+    def cuts(self, parts: NDArray[numpy.int64]) -> Iterator[Cut]:
+        """Around each part, and around all."""
+        count = int(parts.max()) + 1
+        if count < 2:
+            return
+        crossing = parts[self._sources] != parts[self._targets]
+        for ends in (self._sources, self._targets):
+            chosen = crossing & (parts[ends] != _NOWHERE)
+            rates = numpy.bincount(parts[ends[chosen]], self._rates[chosen], count)
+            links = numpy.bincount(parts[ends[chosen]], self._shaped[chosen], count)
+            yield from map(Cut, rates.tolist(), links.tolist())
+            crossings = 2 * (count - 1)
+            yield Cut(float(rates.sum()) / crossings, float(links.sum()) / crossings)
+
+    def _nowhere(self) -> NDArray[numpy.int64]:
+        return numpy.full(self._count, _NOWHERE, dtype=numpy.int64)

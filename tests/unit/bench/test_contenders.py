@@ -1,0 +1,78 @@
+"""Contenders inside a worker, here alone in its process group."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from lightning_autosync.bench.contenders import Contender, DDPContender, PlanContender
+from lightning_autosync.bench.models import Model
+from lightning_autosync.bench.recipes import model_of
+from lightning_autosync.bench.settings import DDPOptions
+from lightning_autosync.cluster import ClusterSpec
+from lightning_autosync.plan import builders
+from lightning_autosync.workers import paced
+from lightning_autosync.workload import Variable, Workload
+
+SLOW = ClusterSpec.from_dict(
+    {"format": ClusterSpec.FORMAT, "name": "slow", "nodes": [{"name": "machine", "speed": 0.5}]}
+)
+WORKLOAD = Workload(
+    name="timed",
+    variables=(Variable(name="a", shape=(8,), ready=0.2),),
+    forward_time=0.1,
+    backward_time=0.3,
+    optimizer_time=0.05,
+)
+
+
+class Clock:
+    """In place of the module ``time`` of paced computation: it passes by sleeping only."""
+
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def contender(kind: str, model: Model) -> Contender:
+    if kind == "ddp":
+        return DDPContender(model, False, DDPOptions(), SLOW)
+    workload = model.workload("rows")
+    return PlanContender(model, False, builders.all_reduce(workload, SLOW), workload, SLOW, timeout=10.0)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("kind", ["ddp", "plan"])
+def test_paced_steps_take_what_the_bound_and_the_replay_count(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forward, backward and optimizer, all of them at the speed of the rank's node."""
+    WORKLOAD.save(tmp_path / "workload.yaml")
+    one = contender(kind, model_of({"kind": "paced", "workload_file": str(tmp_path / "workload.yaml")}))
+    clock = Clock()
+    monkeypatch.setattr(paced, "time", clock)
+    one.step()
+    assert clock.now == pytest.approx((0.1 + 0.3 + 0.05) / 0.5)
+    one.close()
+
+
+@pytest.mark.usefixtures("alone")
+def test_real_models_step_a_real_optimizer() -> None:
+    one = contender("ddp", model_of({"kind": "layers", "tensors": 2, "width": 4, "batch": 2}))
+    before = [parameter.detach().clone() for parameter in one.module.parameters()]
+    one.step()
+    assert any((was != now).any() for was, now in zip(before, one.module.parameters(), strict=True))

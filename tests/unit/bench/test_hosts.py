@@ -1,0 +1,41 @@
+"""With which constants a job is replayed."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from lightning_autosync.bench.hosts import job_hosts
+from lightning_autosync.search.tuning.settings import Settings
+from lightning_autosync.search.tuning.sources import _constants
+from lightning_autosync.simulator import Constants
+
+BURST = 128 * 1024
+
+
+@pytest.mark.parametrize("paced", [False, True])
+@pytest.mark.parametrize(
+    ("launch", "cores", "burst"),
+    [("emulated", os.cpu_count(), BURST), ("local", os.cpu_count(), 0.0), ("ssh", None, 0.0), ("torchrun", None, 0.0)],
+)
+def test_only_ranks_on_this_machine_share_its_cores_and_only_emulated_links_have_a_burst(
+    launch: str, cores: int | None, burst: float, paced: bool
+) -> None:
+    found = job_hosts(launch, paced)
+    assert (found.cores, found.burst, found.accelerated) == (cores, burst, paced)
+
+
+def test_a_probe_tells_more_than_the_launch(tmp_path: Path) -> None:
+    probed = Constants(cores=3, burst=5.0, host_cost=1e-9)
+    probed.save(tmp_path / "constants.yaml")
+    found = job_hosts("ssh", True, str(tmp_path / "constants.yaml"))
+    assert found == probed.model_copy(update={"accelerated": True})
+
+
+@pytest.mark.parametrize(("kind", "cores"), [("torchrun", None), ("local", os.cpu_count())])
+def test_a_tuning_run_replays_with_the_hosts_of_its_launch(kind: str, cores: int | None) -> None:
+    model = {"kind": "layers", "tensors": 4, "width": 8, "batch": 2}
+    found = _constants(Settings.parse({"model": model, "launch": {"kind": kind}}))
+    assert (found.cores, found.burst, found.accelerated) == (cores, 0.0, False)

@@ -1,0 +1,81 @@
+"""A bench over workers that are elsewhere, which are stood in for."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+import pytest
+
+from lightning_autosync.bench import conditions
+from lightning_autosync.bench.interleaving import play
+from lightning_autosync.bench.preparation import prepare
+from lightning_autosync.bench.result import Result
+from lightning_autosync.bench.settings import Settings
+from lightning_autosync.bench.table import remarks, title
+from lightning_autosync.cluster import ClusterSpec
+
+
+class FarPool:
+    """Two ranks whose machines are as told."""
+
+    world_size = 2
+    pids = (os.getpid(),)
+
+    def __init__(self, machines: list[tuple[str, str]]) -> None:
+        self._machines = machines
+
+    def run(self, function: str, /, *, ranks: Any = None, **arguments: Any) -> list[Any]:
+        addressed = list(range(self.world_size) if ranks is None else ranks)
+        answers = {
+            "machine": lambda rank: list(self._machines[rank]),
+            "load_average": lambda rank: [7.0, 6.0, 5.0],
+            "describe_worker": lambda rank: {"machine": self._machines[rank][1], "cores": 64},
+            "bytes_sent": lambda rank: 1000,
+            "deviation": lambda rank: 0.0,
+            "measure": lambda rank: [0.1] * arguments["steps"],
+            "set_up": lambda rank: None,
+        }
+        return [answers[function.rpartition(":")[2]](rank) for rank in addressed]
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+def played(launch: str, machines: list[tuple[str, str]]) -> Result:
+    settings = Settings.parse(
+        {
+            "model": {"kind": "flat", "mib": 1.0},
+            "launch": {"kind": launch},
+            "cluster": ClusterSpec.uniform(nodes=2, bandwidth=1e6).to_dict(),
+            "contenders": {"byteps": {"builder": "byteps"}},
+            "rounds": 2,
+        }
+    )
+    return play(settings, prepare(settings), FarPool(machines))
+
+
+@pytest.mark.parametrize(
+    ("launch", "machines"),
+    [
+        ("ssh", [("a", "far"), ("b", "farther")]),
+        ("ssh", [conditions.machine()] * 2),  # whose processes are not this one's
+        ("local", [conditions.machine(), ("b", "farther")]),  # a job that torchrun started
+    ],
+)
+def test_nobody_watches_the_load_of_other_machines(launch: str, machines: list[tuple[str, str]]) -> None:
+    found = played(launch, machines)
+    assert found.foreign_cores is None
+    assert found.conditions["machines"] == [name for _, name in sorted(set(machines))]
+    assert found.conditions["cores"] == 64
+    assert found.conditions["load_average_before"] == [7.0, 6.0, 5.0]
+    assert "loopback" not in title(found)
+    assert f"rank 0's machine, {machines[0][1]}" in "\n".join(remarks(found))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_the_load_of_this_machine_is_watched() -> None:
+    found = played("local", [conditions.machine()] * 2)
+    assert found.foreign_cores is not None
+    assert title(found).endswith("loopback")

@@ -1,0 +1,70 @@
+"""The least step: by hand, and beside what the replay says of plans."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from replay_cases import IDEAL, RATE, all_reduce, one_switch, price, tree, workload
+
+from lightning_autosync.cluster import ClusterSpec
+from lightning_autosync.simulator import least_step, synchronization_bound
+from lightning_autosync.simulator.bound import arrival_times
+from lightning_autosync.workload import Variable, Workload
+
+TABLE = Variable(name="table", shape=(100, 1), kind="row_sparse", rows=50.0)
+ROWS = Workload(name="rows", variables=(TABLE,), optimizer_time=0.5)
+UNEVEN = ClusterSpec.star(bandwidths=[1000.0, 100.0, 1000.0])
+
+
+def test_forward_comes_first_and_backward_is_beside_the_wire() -> None:
+    cluster = ClusterSpec.star(bandwidths=[1000.0] * 4)
+    vector = Variable(name="a", shape=(250,), ready=0.1)
+    dense = Workload(name="dense", variables=(vector,), forward_time=0.5, backward_time=0.4, optimizer_time=0.25)
+    bound = least_step(dense, cluster, framing=1.1)
+    assert bound.seconds == pytest.approx(0.5 + 0.1 + 1.1 * 1.5 + 0.25)
+    assert bound.compute == pytest.approx(1.15)
+    assert bound.exact
+    assert least_step(dense.model_copy(update={"backward_time": 4.0}), cluster).seconds == pytest.approx(4.75)
+    alone = Workload(name="alone", variables=(vector.model_copy(update={"ready": None}),))
+    assert least_step(alone, cluster, 1.1).meaning == "synchronization (framing included) alone"
+
+
+def test_rows_that_others_touch_must_come_in() -> None:
+    times = {node.name: seconds for node, seconds in arrival_times(ROWS, UNEVEN)}
+    assert times == pytest.approx({"node0": 0.3, "node1": 400 * 0.75 / 100, "node2": 0.3})
+    assert least_step(ROWS, UNEVEN, framing=1.1).seconds == pytest.approx(1.1 * 3 + 0.5)
+    burst = {node.name: seconds for node, seconds in arrival_times(ROWS, UNEVEN, 1.1, burst=30.0)}
+    assert burst["node1"] == pytest.approx((330 - 30) / 100)
+
+
+def test_rows_that_a_fast_node_sends_and_a_slow_one_waits_for() -> None:
+    data = UNEVEN.to_dict()
+    data["nodes"][0]["speed"], data["nodes"][1]["speed"] = 2.0, 0.5
+    work = ROWS.model_copy(update={"forward_time": 1.0})
+    assert least_step(work, ClusterSpec.from_dict(data)).seconds == pytest.approx(1 / 2 + 3 + 0.5 / 0.5)
+
+
+def test_of_a_table_only_what_changed_is_synchronized() -> None:
+    dense = Variable(name="dense", shape=(25,))
+    both = Workload(name="both", variables=(TABLE, dense))
+    assert synchronization_bound(both, ClusterSpec.uniform(2, bandwidth=100.0)) == pytest.approx(2.0 + 1.0)
+
+
+def test_of_a_large_cluster_it_is_a_cut_bound() -> None:
+    cluster = ClusterSpec.racks(racks=2, nodes_per_rack=40, bandwidth=RATE, uplink=RATE)
+    bound = least_step(workload(1), cluster, 1.1)
+    assert not bound.exact
+    assert bound.meaning.startswith("synchronization (framing included, a cut bound)")
+
+
+@pytest.mark.parametrize("detail", ["frames", "fluid"])
+@pytest.mark.parametrize("forward", [0.05, 0.25, 1.0])
+@pytest.mark.parametrize("transfers", [[tree([-1, 0])], [tree([-1, 0], 20)] * 2, [all_reduce()] * 2])
+def test_no_step_over_rested_links_is_priced_below_the_bound(transfers: list[Any], forward: float, detail: str) -> None:
+    constants = IDEAL.model_copy(update={"burst": 0.25e6})
+    work = workload(len(transfers), forward_time=forward)
+    seconds = price(one_switch(2), transfers, detail, work, constants).step_time
+    assert seconds >= least_step(work, one_switch(2), burst=constants.burst).seconds * (1 - 1e-6)
+    if forward == 1.0:  # a rest in which buckets fill: bytes over rate, by itself, bounds nothing
+        assert seconds < least_step(work, one_switch(2)).seconds

@@ -1,0 +1,115 @@
+"""The command line before Hydra reads it: cluster files that share a name, several directories of options."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from hydra._internal.utils import get_args_parser
+
+from lightning_autosync import cli
+from lightning_autosync.cli_arguments import prepared
+from lightning_autosync.configuration import with_own_clusters
+from lightning_autosync.errors import DocumentError
+
+
+def cluster_file(path: Path, name: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    nodes = [{"name": "one"}, {"name": "two"}]
+    document = {"format": "autosync-cluster/1", "name": name, "nodes": nodes, "links": [{"a": "one", "b": "two"}]}
+    path.write_text(yaml.safe_dump(document))
+    return path
+
+
+def composed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], verb: str, *line: str
+) -> dict[str, object]:
+    """What the command would run with."""
+    monkeypatch.setattr(sys, "argv", ["autosync", verb, *line, "--cfg", "job"])
+    cli.main()
+    found: dict[str, object] = yaml.safe_load(capsys.readouterr().out)
+    return found
+
+
+def options(folder: Path) -> dict[str, str]:
+    return {path.stem: yaml.safe_load(path.read_text())["name"] for path in (folder / "cluster").iterdir()}
+
+
+def test_two_files_of_one_name_are_two_options(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    one, other = (cluster_file(tmp_path / place / "net.yaml", place) for place in ("a", "b"))
+    arguments = with_own_clusters(prepared(["-m", f"cluster={one},{other},one_node"], folder), folder)
+    assert arguments == ["-m", "cluster=a_net,b_net,one_node", "--config-dir", str(folder)]
+    assert options(folder) == {"a_net": "a", "b_net": "b"}
+
+
+def test_as_many_folders_as_tell_files_apart_are_in_their_names(tmp_path: Path) -> None:
+    places = ("x y/net", "z/net", "z/other", "w/z/net")
+    paths = [cluster_file(tmp_path / f"{place}.yaml", place) for place in places]
+    (line,) = prepared([f"cluster={','.join(map(str, paths))}"], tmp_path)
+    names = [Path(choice).stem for choice in line.removeprefix("cluster=").split(",")]
+    assert names == ["x_y_net", f"{tmp_path.name}_z_net", "other", "w_z_net"]
+
+
+def test_one_file_given_in_two_ways_is_one_option(tmp_path: Path) -> None:
+    path = cluster_file(tmp_path / "net.yaml", "mine")
+    assert prepared([f"cluster={path},{tmp_path}/./net.yaml"], tmp_path) == [f"cluster={path},{tmp_path}/./net.yaml"]
+
+
+def test_files_that_no_folder_tells_apart_are_refused(tmp_path: Path) -> None:
+    one = cluster_file(tmp_path / "net.yaml", "one")
+    other = cluster_file(tmp_path / "net.json", "other")
+    with pytest.raises(DocumentError, match=r"cluster: .*net\.\w+: another one goes by the name of '.*net', too"):
+        prepared([f"cluster={one},{other}"], tmp_path)
+
+
+def test_a_file_with_the_name_of_a_shipped_cluster_is_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = cluster_file(tmp_path / "fat_node_star.yaml", "mine")
+    found = composed(monkeypatch, capsys, "predict", f"cluster={path}")
+    assert isinstance(found["cluster"], dict)
+    assert found["cluster"]["name"] == "mine"
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_options_are_found_in_every_directory(
+    own: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for place, group in (("it's one", "model"), ("two", "ddp")):
+        (tmp_path / place / group).mkdir(parents=True)
+        (tmp_path / place / group / "of_mine.yaml").write_text(f"place: {place}")
+    cluster_file(tmp_path / "net.yaml", "mine")
+    line = ["--config-dir", "it's one", f"--config-dir={tmp_path / 'two'}", "model=of_mine", "ddp=of_mine"]
+    found = composed(monkeypatch, capsys, "bench", *line, *(["cluster=net.yaml"] if own else []))
+    assert (found["model"], found["ddp"]) == ({"place": "it's one"}, {"place": "two"})
+    assert (found["cluster"] is not None) == own
+
+
+def test_a_sweep_by_torchrun_takes_a_file_of_a_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = cluster_file(tmp_path / "net.yaml", "mine")
+    lines: list[list[str]] = []
+    monkeypatch.setattr(cli, "_run", lambda verb: lines.append(sys.argv[1:]))
+    monkeypatch.setattr(sys, "argv", ["autosync", "bench", "-m", "rounds=1,2", f"cluster={path}", cli.TORCHRUN])
+    cli.main()
+    (line,) = lines
+    found = get_args_parser().parse_args(line)
+    program = "hydra.launcher.program=[-m,lightning_autosync.cli,bench]"
+    assert set(found.overrides) == {"rounds=1,2", "cluster=net", cli.TORCHRUN, program}
+    assert found.multirun
+
+
+def test_one_directory_is_left_to_hydra() -> None:
+    assert prepared(["--config-dir", "somewhere", "rounds=3"], Path()) == ["--config-dir", "somewhere", "rounds=3"]
+
+
+def test_directories_that_cannot_be_searched_are_refused(tmp_path: Path) -> None:
+    several = ["--config-dir", str(tmp_path), "-cd", str(tmp_path)]
+    with pytest.raises(DocumentError, match=r"^--config-dir: there is no directory nowhere$"):
+        prepared([*several, "--config-dir=nowhere"], tmp_path)
+    with pytest.raises(DocumentError, match=r"^--config-dir: given several times and with hydra\.searchpath; put"):
+        prepared([*several, "hydra.searchpath=[file:///nowhere]"], tmp_path)

@@ -1,0 +1,129 @@
+"""The last comparison: one half of the rounds chooses, the other judges, and only a clear gain is claimed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+from tuning_world import World, configuration
+
+from lightning_autosync.bench.preparation import Preparation
+from lightning_autosync.bench.result import Measurement, Result
+from lightning_autosync.bench.settings import Settings as BenchSettings
+from lightning_autosync.plan.builders import build
+from lightning_autosync.search.tuning import final as tuning_final
+from lightning_autosync.search.tuning.final import Final, compare
+from lightning_autosync.search.tuning.job import Job
+from lightning_autosync.search.tuning.opponents import Opponent
+from lightning_autosync.search.tuning.result import Best, Outcome, Pace
+from lightning_autosync.search.tuning.settings import Settings
+
+TIMES = {
+    "ddp": ([3.0, 3.0, 3.0], [2.5, 2.5, 2.5]),
+    "ddp_view": ([2.9, 2.9, 2.9], [3.5, 3.5, 3.6]),
+    "builder": ([1.2, 1.2, 1.2], [1.2, 1.2, 1.2]),
+    "lucky": ([1.0, 1.0, 1.0], [1.3, 1.1, 1.3]),
+    "steady": ([1.1, 1.1, 1.1], [1.1, 1.1, 1.1]),
+}
+
+
+def played(job: Job, settings: BenchSettings, times: Mapping[str, Sequence[float]]) -> Result:
+    measurements = {name: Measurement([[[one]] for one in of_name], None, None, 0.0) for name, of_name in times.items()}
+    preparation = Preparation(job.cluster, job.workload, {}, dict.fromkeys(times, "exact"), {})
+    return Result(settings, preparation, None, {}, measurements)
+
+
+def final_of(times: Mapping[str, tuple[list[float], list[float]]]) -> tuple[Job, Final]:
+    world = World()
+    contenders = {name: {"plan": "x.yaml"} for name in ("builder", "lucky", "steady")}
+    rounds = len(times["ddp"][0])
+    settings = BenchSettings.parse(
+        {
+            **{name: value for name, value in configuration().items() if name != "search"},
+            "ddp": {"gradient_as_bucket_view": [False]},
+            "contenders": {"ddp_view": {"ddp": {"gradient_as_bucket_view": True}}, **contenders},
+            "rounds": 2 * rounds,
+        }
+    )
+    result = played(world.job, settings, {name: [*chosen, *judged] for name, (chosen, judged) in times.items()})
+    plan = build("all_reduce", world.job.workload, world.job.cluster)
+    return world.job, Final.of(result, dict.fromkeys(contenders, plan), "builder", ("ddp", "ddp_view"))
+
+
+def test_what_was_only_lucky_while_it_was_chosen_is_not_praised_for_that():
+    _, final = final_of(TIMES)
+    assert (final.winner, final.ddp) == ("lucky", "ddp_view")
+    assert final.seconds == 1.3
+    assert final.ratio("builder").median == pytest.approx(1.3 / 1.2)
+    assert final.gains("ddp_view")
+    assert not final.gains("builder")
+
+
+def test_a_gain_is_claimed_only_where_the_whole_interval_is_below_one():
+    close = {**TIMES, "lucky": ([1.0, 1.0, 1.0], [1.1, 1.25, 1.1])}
+    _, final = final_of(close)
+    assert final.ratio("builder").median < 1 < final.ratio("builder").high
+    assert not final.gains("builder")
+    single = {name: (chosen[:1], judged[:1]) for name, (chosen, judged) in TIMES.items()}
+    assert not final_of(single)[1].gains("ddp_view")  # one round has no interval
+
+
+def test_the_builder_stays_unless_a_plan_beats_it_where_it_is_chosen():
+    slower = {**TIMES, "lucky": ([1.21, 1.21, 1.21], [0.5, 0.5, 0.5]), "steady": ([1.3] * 3, [0.5] * 3)}
+    _, final = final_of(slower)
+    assert final.winner == "builder"
+
+
+def test_the_result_is_of_the_judging_rounds_and_keeps_those_that_chose():
+    _, final = final_of(TIMES)
+    data = final.to_dict()
+    assert data["settings"]["rounds"] == data["choosing"]["rounds"] == 3
+    assert {name: one["round_seconds"] for name, one in data["contenders"].items()} == {
+        name: judged for name, (_, judged) in TIMES.items()
+    }
+    assert data["choosing"]["round_seconds"] == {name: chosen for name, (chosen, _) in TIMES.items()}
+    kinds = {name: one["kind"] for name, one in data["contenders"].items()}
+    assert kinds == {"ddp": "ddp", "ddp_view": "ddp", "builder": "builder", "lucky": "plan", "steady": "finalist"}
+    assert (data["winner"], data["best_ddp"]) == ("lucky", "ddp_view")
+    assert data["opponents"] == {"ddp": "ddp_view", "builder": "builder"}
+    assert data["winner_over"]["ddp"]["median"] == pytest.approx(1.3 / 3.6)
+    assert data["contenders"]["lucky"]["ratio_to_best_ddp"] == data["winner_over"]["ddp"]
+    assert data["gains"] == {"ddp": True, "builder": False}
+
+
+def test_the_lines_claim_no_gain_that_was_not_shown():
+    job, final = final_of(TIMES)
+    best = Best(7, "evolved", final.seconds, final.plans[final.winner], None)
+    pace = Pace(None, (), 1.0, 0)
+    lines = Outcome(job, "x.journal", [], Opponent("ddp", 1.0), None, best, final, pace, False).lines()
+    assert lines[0] == "best plan: trial 7 (evolved), 1300.00 ms a step"
+    assert lines[1].startswith("it takes 0.361 [")
+    assert lines[1].endswith("of the time of the best DDP, ddp_view")
+    assert lines[2].endswith("of the time of the best builder, builder, which is no gain")
+
+
+def test_several_settings_of_ddp_come_to_it_and_as_many_rounds_choose_as_judge(tmp_path, monkeypatch):
+    settings = Settings.parse(
+        {**configuration(), "rounds": 2, "ddp": {"bucket_cap_mb": [1, 5], "gradient_as_bucket_view": [False, True]}}
+    )
+    job = Job.of(settings)
+    seen: dict[str, Any] = {}
+
+    def play(asked: BenchSettings, preparation: Preparation, pool: Any) -> Result:
+        seen.update(rounds=asked.rounds, orders=list(preparation.orders), contenders=list(asked.all_contenders()))
+        return played(job, asked, {name: [1.0] * asked.rounds for name in preparation.orders})
+
+    class Workers:
+        pool = None
+
+    monkeypatch.setattr(tuning_final, "play", play)
+    plans = {"ps": build("ps", job.workload, job.cluster)}
+    rivals = ["ddp_5_view", "ddp_1", "ddp_5"]
+    found = compare(job, Workers(), plans, "ps", rivals, tmp_path)  # type: ignore[arg-type]
+    assert seen == {"rounds": 4, "orders": [*rivals, "ps"], "contenders": [*rivals, "ps"]}
+    assert os.listdir(tmp_path / "finalists") == ["ps.yaml"]
+    assert found is not None
+    assert (found.choice.settings.rounds, found.result.settings.rounds) == (2, 2)
+    assert found.ddp in rivals

@@ -1,0 +1,154 @@
+"""Times on one footing: DDP, builders, trials of several sessions and processes, each beside the same reference."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import optuna
+import pytest
+from tuning_stage import PricedStage
+from tuning_world import DDP_SECONDS, World
+
+from lightning_autosync.errors import DocumentError
+from lightning_autosync.plan import SyncPlan
+from lightning_autosync.plan.space import BUILDER
+from lightning_autosync.search.tuning.drift import Drift
+from lightning_autosync.search.tuning.opponents import builder_plans
+from lightning_autosync.search.tuning.reference import REFERENCE, Reference
+from lightning_autosync.search.tuning.trials import drift_of, ranked
+from lightning_autosync.search.tuning.tuner import TuningError
+
+SLOWEST_RANK = 1.01
+
+
+def test_the_reference_is_measured_beside_every_trial_and_ranking_follows_it():
+    world = World(budget=15, batch=1)
+    trials = world.trials()
+    world.tuner(trials).run()
+    assert all(record.reference is not None for record in trials.records())
+    assert not drift_of(trials.records()).seen
+    slow = World(storage=world.storage, budget=20, batch=1)
+    slow.factor = 2.0
+    again = slow.trials()
+    slow.tuner(again).run()
+    drift = drift_of(again.records())
+    assert drift.seen
+    assert drift.spread == pytest.approx(1.0, abs=0.01)
+    assert drift.corrected(0, 1.0) == pytest.approx(2 * drift.corrected(19, 1.0))
+
+
+def test_ddp_and_builders_beside_the_study_are_brought_to_the_footing_of_the_trials():
+    world = World(budget=14)
+    trials = world.trials()
+    reference = world.reference(trials)
+    opponents = world.opponents(trials, reference)
+    opponents.measure(builder_plans(world.job))
+    alone = opponents.fastest("builder", Drift({}))
+    world.factor = 2.0
+    world.tuner(trials).run()
+    drift = drift_of(trials.records())
+    assert opponents.fastest("ddp", drift)[0].seconds == pytest.approx(2 * DDP_SECONDS * SLOWEST_RANK)
+    builders = {one.name: one.seconds for one in opponents.fastest("builder", drift)}
+    as_trials = {record.builder: seconds for record, seconds in ranked(trials.records()) if record.builder}
+    assert alone[0].name in as_trials
+    for name, seconds in as_trials.items():
+        assert builders.get(name, seconds) == pytest.approx(seconds)
+    plans = {str(point[BUILDER]): world.space.plan(point) for point in world.space.baselines()}
+    assert alone[0].name == min(plans, key=lambda name: world.plan_price(plans[name]))
+
+
+def test_without_drift_opponents_are_as_they_were_measured():
+    world = World(budget=13)
+    trials = world.trials()
+    world.tuner(trials).run()
+    opponents = world.opponents(trials, world.reference(trials))
+    found = opponents.fastest("ddp", drift_of(trials.records()))
+    assert [(one.name, one.seconds) for one in found] == [("ddp", pytest.approx(DDP_SECONDS * SLOWEST_RANK))]
+
+
+def test_a_run_that_goes_on_measures_no_opponent_again(tmp_path):
+    first = World(tmp_path, budget=13)
+    first.tuner(first.trials()).run()
+    again = World(tmp_path, budget=14)
+    again.factor = 9.0
+    trials = again.trials()
+    opponents = again.opponents(trials, again.reference(trials))
+    opponents.measure({})
+    assert "ddp" not in {name for name, _ in again.stage.turns}
+    assert opponents.fastest("ddp", Drift({}))[0].seconds == pytest.approx(DDP_SECONDS * SLOWEST_RANK)
+
+
+def test_opponents_that_all_fail_say_why():
+    world = World()
+    world.stage = PricedStage(lambda name, order: float("inf") if "ddp" in order else world.price(name, order))
+    trials = world.trials()
+    with pytest.raises(DocumentError, match="ddp: none of them ran; ddp: rank 1 died while ddp ran"):
+        world.opponents(trials, world.reference(trials)).measure({})
+
+
+def test_the_study_keeps_the_reference_for_all_sessions_whatever_they_would_choose():
+    world = World()
+    study = world.trials().study
+    one, other = list(builder_plans(world.job).values())[:2]
+    Reference(world.job, world.stage).settle(study, [one, other])  # type: ignore[arg-type]
+    kept = study.user_attrs[REFERENCE]
+    measured: list[str] = []
+
+    def note(name: str, order: Mapping[str, Any]) -> float:
+        measured.append(SyncPlan.from_dict(order["plan"]).fingerprint)
+        return 1.0
+
+    again = Reference(world.job, PricedStage(note))  # type: ignore[arg-type]
+    again.settle(study, [other, one])
+    assert again.measure() == pytest.approx(SLOWEST_RANK)
+    assert set(measured) == {one.fingerprint}
+    assert study.user_attrs[REFERENCE] == kept
+
+
+def test_a_plan_that_does_not_run_is_no_reference():
+    world = World()
+    study = world.trials().study
+    one, other = list(builder_plans(world.job).values())[:2]
+
+    def breaks(name: str, order: Mapping[str, Any]) -> float:
+        return float("inf") if SyncPlan.from_dict(order["plan"]).fingerprint == one.fingerprint else 1.0
+
+    reference = Reference(world.job, PricedStage(breaks))  # type: ignore[arg-type]
+    reference.settle(study, [one])
+    assert (reference.measure(), reference.course()) == (None, None)
+    assert REFERENCE not in study.user_attrs
+    reference.settle(study, [one, other])
+    assert reference.measure() == pytest.approx(SLOWEST_RANK)
+
+
+def test_each_process_sees_the_drift_of_its_own_trials_and_ranks_all_on_its_footing():
+    storage = optuna.storages.InMemoryStorage()
+    for number, (name, factor) in enumerate([("one", 1.0), ("two", 2.0)] * 3):
+        world = World(storage=storage, batch=3, budget=3 * (number + 1))
+        world.factor = factor
+        trials = world.trials(run=name, alone=False)
+        world.tuner(trials).run()
+    records = trials.records()
+    assert [record.run for record in records] == [*["one"] * 3, *["two"] * 3] * 3
+    assert drift_of(records).seen
+    for factor, name in ((1.0, "one"), (2.0, "two")):
+        assert not drift_of(records, name).seen
+        for record, seconds in ranked(records, name):
+            assert seconds == pytest.approx(factor * SLOWEST_RANK * world.plan_price(trials.plan_of(record.number)))
+
+
+def test_the_failures_of_another_process_do_not_end_this_one():
+    storage = optuna.storages.InMemoryStorage()
+    broken = World(storage=storage, batch=1, failures=3)
+    broken.stage = PricedStage(
+        lambda name, order: float("inf") if name.startswith("trial") else broken.price(name, order)
+    )
+    with pytest.raises(TuningError, match="the last 3 trials failed"):
+        broken.tuner(broken.trials(run="broken", alone=False)).run()
+    sound = World(storage=storage, batch=1, failures=3, budget=6)
+    sound.stage = PricedStage(lambda name, order: float("inf") if name == "trial 3" else sound.price(name, order))
+    trials = sound.trials(run="sound", alone=False)
+    sound.tuner(trials).run()
+    assert [record.state for record in trials.records()][:4] == ["failed"] * 4
+    assert "failed" not in [record.state for record in trials.records()][4:]

@@ -1,0 +1,175 @@
+"""A tuning run that was broken off: what is kept, what is tried again, and how the command ends."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import optuna
+import pytest
+from optuna.trial import TrialState
+from tuning_stage import PricedStage
+from tuning_world import World, configuration
+
+from lightning_autosync.plan import SyncPlan
+from lightning_autosync.plan.space import BUILDER
+from lightning_autosync.search.tuning import run as tuning_run
+from lightning_autosync.search.tuning.command import STATUS, Interrupted, tune
+from lightning_autosync.search.tuning.owner import this_process
+from lightning_autosync.search.tuning.settings import Settings
+from lightning_autosync.search.tuning.trials import OWNER, RUN
+
+
+def interrupted_at(world: World, broken: str, interrupted: str) -> PricedStage:
+    """A stage on which one trial kills a worker and another meets a Ctrl-C."""
+
+    def price(name: str, order: Mapping[str, Any]) -> float:
+        if name == interrupted:
+            raise KeyboardInterrupt
+        return float("inf") if name == broken else world.price(name, order)
+
+    return PricedStage(price)
+
+
+def test_an_interruption_leaves_no_trial_running_and_keeps_the_rest():
+    world = World()
+    world.stage = interrupted_at(world, "none", "trial 6")
+    trials = world.trials()
+    with pytest.raises(KeyboardInterrupt):
+        world.tuner(trials).run()
+    assert not trials.study.get_trials(states=(TrialState.RUNNING,))
+    records = trials.records()
+    assert [record.state for record in records][6:9] == ["failed"] * 3
+    assert "failed" not in [record.state for record in records][:6]
+    assert [record.error for record in records][6:9] == ["interrupted"] * 3
+    assert [record.interrupted for record in records] == [False] * 6 + [True] * 3
+
+
+@pytest.mark.parametrize(("method", "ended"), [("ask", 1), ("tell", 3)])
+def test_a_ctrl_c_waits_until_the_study_is_in_order(method, ended, tmp_path, monkeypatch):
+    world = World(tmp_path)
+    trials = world.trials()
+    original = getattr(trials.study, method)
+
+    def signalled(*given: Any, **named: Any) -> Any:
+        found = original(*given, **named)
+        signal.raise_signal(signal.SIGINT)
+        return found
+
+    monkeypatch.setattr(trials.study, method, signalled)
+    with pytest.raises(KeyboardInterrupt):
+        world.tuner(trials).run()
+    assert not trials.study.get_trials(states=(TrialState.RUNNING,))
+    assert [record.interrupted for record in trials.records()] == [method == "ask"] * ended
+
+
+def test_builders_that_were_interrupted_are_tried_again_and_those_that_failed_are_not(tmp_path):
+    world = World(tmp_path)
+    world.stage = interrupted_at(world, "trial 3", "trial 4")
+    trials = world.trials()
+    with pytest.raises(KeyboardInterrupt):
+        world.tuner(trials).run()
+    failed, *broken_off = trials.records()[3:6]
+    assert (failed.error, failed.interrupted) == ("rank 1 died while trial 3 ran", False)
+    assert [record.interrupted for record in broken_off] == [True, True]
+    again = World(tmp_path)
+    resumed = again.trials()
+    again.tuner(resumed).run()
+    names = [str(point[BUILDER]) for point in again.space.baselines()]
+    tried = Counter(trial.params[BUILDER] for trial in resumed.finished() if trial.params[BUILDER] in names)
+    assert tried == {name: 2 if number in (4, 5) else 1 for number, name in enumerate(names)}
+    measured = {record.builder for record in resumed.records() if record.state != "failed"}
+    assert measured >= set(names) - {names[3]}
+
+
+def test_what_a_killed_run_left_running_is_tried_again(tmp_path):
+    world = World(tmp_path, budget=14)
+    trials = world.trials()
+    left = trials.ask()
+    builder = left.params[BUILDER]
+    longer = World(tmp_path, budget=18)
+    again = longer.trials()
+    (record,) = again.records()
+    assert (record.error, record.interrupted) == ("interrupted", True)
+    longer.tuner(again).run()
+    assert len(again.records()) == 18
+    assert [record.state != "failed" for record in again.records() if record.builder == builder] == [False, True]
+    assert sum(record.origin == "baseline" for record in again.records()) == len(world.space.baselines()) + 1
+
+
+def test_of_other_processes_only_the_trials_of_dead_ones_are_ended():
+    storage = optuna.storages.InMemoryStorage()
+    other = World(storage=storage).trials(run="other", alone=False)
+    alive, dead, elsewhere, own = (other.ask() for _ in range(4))
+    ended = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True)
+    place = this_process().partition("@")[2]
+    dead.set_user_attr(OWNER, f"{int(ended.stdout)}@{place}")
+    elsewhere.set_user_attr(OWNER, f"{int(ended.stdout)}@another machine")
+    own.set_user_attr(RUN, "here")
+    here = World(storage=storage).trials(run="here", alone=False)
+    states = {trial.number: trial.state for trial in here.study.get_trials()}
+    assert {number for number, state in states.items() if state == TrialState.FAIL} == {dead.number, own.number}
+    assert states[alive.number] == states[elsewhere.number] == TrialState.RUNNING
+
+
+def staged(monkeypatch: pytest.MonkeyPatch, world: World, stage: PricedStage) -> list[dict[str, Any]]:
+    """Runs are on that stage; the last comparison only notes what it was asked for."""
+    asked: list[dict[str, Any]] = []
+
+    def compare(job: Any, stage: Any, plans: Any, builder: Any, rivals: Any, directory: Any) -> None:
+        asked.append({"plans": list(plans), "builder": builder, "rivals": rivals})
+
+    monkeypatch.setattr(tuning_run, "Stage", lambda settings, cluster: stage)
+    monkeypatch.setattr(tuning_run, "compare", compare)
+    return asked
+
+
+def test_after_a_ctrl_c_the_command_ends_with_130_and_says_how_to_go_on(tmp_path, monkeypatch, capsys):
+    world = World()
+    staged(monkeypatch, world, interrupted_at(world, "none", "trial 6"))
+    with pytest.raises(Interrupted) as caught:
+        tune(configuration(), tmp_path)
+    assert caught.value.code == STATUS == 130
+    found = json.loads((tmp_path / "result.json").read_text())
+    assert found["interrupted"]
+    assert len(found["trials"]) == 9
+    assert SyncPlan.load(tmp_path / "plan.yaml").to_dict() == found["best"]["plan"]
+    assert f"hydra.run.dir={tmp_path}" in capsys.readouterr().out
+    staged(monkeypatch, world, PricedStage(world.price))
+    outcome = tune(configuration(), tmp_path)
+    assert len(outcome.records) == 16
+    assert not outcome.interrupted
+
+
+def test_a_ctrl_c_before_the_first_trial_ends_likewise_and_writes_nothing(tmp_path, monkeypatch, capsys):
+    world = World()
+    staged(monkeypatch, world, interrupted_at(world, "none", "ddp"))
+    with pytest.raises(Interrupted) as caught:
+        tune(configuration(), tmp_path)
+    assert caught.value.code == 130
+    assert not (tmp_path / "result.json").exists()
+    printed = capsys.readouterr().out
+    assert (
+        f"before there was anything to write; to go on, give the same command with hydra.run.dir={tmp_path}" in printed
+    )
+
+
+@pytest.mark.parametrize("search", [{"sampler": "horovod"}, {"sampler": "random"}, {"baselines": False}])
+def test_every_sampler_has_the_same_opponents(search, tmp_path, monkeypatch):
+    world = World()
+    asked = staged(monkeypatch, world, PricedStage(world.price))
+    tuned = {**configuration(**search), "ddp": {"bucket_cap_mb": ["default", 1, 5, 100]}}
+    outcome = tuning_run.Run(Settings.parse(tuned), tmp_path).run()
+    plans = {str(point[BUILDER]): world.space.plan(point) for point in world.space.baselines()}
+    best = min(plans, key=lambda name: world.plan_price(plans[name]))
+    assert outcome.builder is not None
+    assert outcome.builder.name == asked[0]["builder"] == asked[0]["plans"][0] == best
+    assert outcome.builder.seconds == pytest.approx(1.01 * world.plan_price(plans[best]))
+    assert outcome.ddp is not None
+    assert outcome.ddp.seconds == pytest.approx(1.01 * 0.4)
+    assert len(asked[0]["rivals"]) == 3

@@ -1,0 +1,85 @@
+"""A tuning run without workers: a real job, a real study, and steps that take what the replay says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import optuna
+from tuning_stage import PricedStage
+
+from lightning_autosync.bench.validation.clusters import emulable
+from lightning_autosync.cluster import resolve_cluster
+from lightning_autosync.plan import SyncPlan, compile_plan
+from lightning_autosync.plan.space import PlanSpace
+from lightning_autosync.search import studies
+from lightning_autosync.search.tuning.job import Job
+from lightning_autosync.search.tuning.opponents import Opponents, builder_plans
+from lightning_autosync.search.tuning.reference import Reference
+from lightning_autosync.search.tuning.samplers import make_sampler
+from lightning_autosync.search.tuning.settings import Settings
+from lightning_autosync.search.tuning.sources import Sources
+from lightning_autosync.search.tuning.trials import Trials
+from lightning_autosync.search.tuning.tuner import Tuner
+from lightning_autosync.simulator import Replay
+from lightning_autosync.simulator.learned import Estimator
+
+MODEL = {"kind": "paced", "catalogue": "vgg16", "scale": 0.002, "compute": "20 ms"}
+CLUSTER = emulable(resolve_cluster("fat_node_star"), 50e6)
+DDP_SECONDS = 0.4
+
+
+def configuration(**search: Any) -> dict[str, Any]:
+    given = {"sampler": "random", "budget": 16, "batch": 3, **search}
+    return {"model": MODEL, "cluster": CLUSTER.to_dict(), "search": given}
+
+
+def settings(**search: Any) -> Settings:
+    return Settings.parse(configuration(**search))
+
+
+class World:
+    """A job whose steps take what the replay says, times a factor that a test may change."""
+
+    def __init__(self, folder: Path | None = None, storage: Any = None, **search: Any) -> None:
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        self.settings = settings(**search)
+        self.job = Job.of(self.settings)
+        self.space = PlanSpace(self.job.workload, self.job.cluster)
+        self.replay = Replay(self.job.workload, self.job.cluster)
+        self.factor = 1.0
+        self.stage = PricedStage(self.price)
+        self.storage = storage or (optuna.storages.InMemoryStorage() if folder is None else folder / "study.journal")
+        self.prices: dict[str, float] = {}
+
+    def price(self, name: str, order: Mapping[str, Any]) -> float:
+        return self.factor * (DDP_SECONDS if "ddp" in order else self.plan_price(SyncPlan.from_dict(order["plan"])))
+
+    def plan_price(self, plan: SyncPlan) -> float:
+        if plan.fingerprint not in self.prices:
+            schedule = compile_plan(plan, self.job.workload, self.job.cluster)
+            self.prices[plan.fingerprint] = self.replay.predict(schedule, "fluid").step_time
+        return self.prices[plan.fingerprint]
+
+    def trials(self, run: str = "here", alone: bool = True) -> Trials:
+        sampler = make_sampler(self.settings.search, self.space, Sources.of(self.job))
+        study = studies.open_study(self.storage, "tune", self.space, sampler=sampler)
+        trials = Trials(study, self.space, self.settings.search.sampler, run, alone)
+        trials.settle()
+        studies.enqueue_baselines(study, self.space)
+        return trials
+
+    def reference(self, trials: Trials) -> Reference:
+        made = Reference(self.job, self.stage)  # type: ignore[arg-type]
+        made.settle(trials.study, list(builder_plans(self.job).values()))
+        return made
+
+    def opponents(self, trials: Trials, reference: Reference) -> Opponents:
+        return Opponents(self.job, self.stage, reference, trials.study, trials.own)  # type: ignore[arg-type]
+
+    def tuner(self, trials: Trials, estimator: Estimator | None = None) -> Tuner:
+        reference = self.reference(trials)
+        opponents = self.opponents(trials, reference)
+        opponents.measure({})
+        return Tuner(self.job, self.stage, trials, opponents, reference, estimator)  # type: ignore[arg-type]

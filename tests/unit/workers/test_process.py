@@ -1,0 +1,54 @@
+"""A worker process as its caller sees it: orders that do not fit into a pipe."""
+
+from __future__ import annotations
+
+import math
+import os
+import select
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_autosync.workers import process
+from lightning_autosync.workers.process import WorkerProcess
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> Path:
+    path = tmp_path / "gate"
+    os.mkfifo(path)
+    return path
+
+
+def reader(gate: Path) -> WorkerProcess:
+    """Takes nothing from its pipe until somebody writes to the gate."""
+    return WorkerProcess(0, ["sh", "-c", f"cat {gate} > /dev/null; cat > /dev/null"], dict(os.environ))
+
+
+def test_a_large_order_without_a_limit_of_time_waits_for_the_worker(gate: Path, monkeypatch: Any) -> None:
+    waits = []
+
+    def wait(*arguments: Any) -> Any:
+        if not waits:
+            gate.write_text("go")
+        waits.append(arguments[3])
+        return select.select(*arguments)
+
+    monkeypatch.setattr(process, "select", type("select", (), {"select": staticmethod(wait)}))
+    worker = reader(gate)
+    try:
+        worker.send(b"x" * 300_000 + b"\n", math.inf)
+    finally:
+        worker.end()
+    assert waits
+    assert set(waits) == {None}
+
+
+def test_a_worker_that_takes_no_order_is_told_in_time(gate: Path) -> None:
+    worker = reader(gate)
+    try:
+        with pytest.raises(TimeoutError):
+            worker.send(b"x" * 300_000 + b"\n", 0.0)
+    finally:
+        worker.end()
