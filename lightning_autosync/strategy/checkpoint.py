@@ -15,6 +15,8 @@ from lightning_autosync.runtime.rendezvous import group_device
 KEY = "autosync"
 """The checkpoint's entry."""
 FORMAT = "autosync-state/2"
+RELAXED_FORMAT = "autosync-relaxed/2"
+"""Of the entry that replicas make which do not march in step; compressors remember nothing there."""
 
 
 def gather_state(state: Memories, group: dist.ProcessGroup | None = None) -> dict[str, Any] | None:
@@ -41,7 +43,11 @@ def gather_state(state: Memories, group: dist.ProcessGroup | None = None) -> dic
 
 
 def own_state(entry: dict[str, Any], group: dist.ProcessGroup | None = None) -> Memories:
-    """This rank's part of a checkpoint's entry; empty, with a warning, if it is for other ranks or versions."""
+    """This rank's part of a checkpoint's entry; empty if replicas did not march in step, and, with a warning, if it is
+    for other ranks or versions.
+    """
+    if entry.get("format") == RELAXED_FORMAT:
+        return {}
     world_size = dist.get_world_size(group)
     found = (entry.get("format"), entry.get("world_size"))
     if found != (FORMAT, world_size):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch import nn
 
 from lightning_autosync.errors import PlanError
 from lightning_autosync.plan import Consistency
@@ -37,6 +37,11 @@ def check_trainer(trainer: Any, consistency: Consistency, scaler: Any) -> None:
                 "not their mean"
             )
         return
+    if any(each.reduce_on_plateau and each.interval == "step" for each in trainer.lr_scheduler_configs):
+        raise PlanError(
+            f"lr_scheduler: ReduceLROnPlateau in every step: under '{mode}' ranks are at different ones; allowed: "
+            "interval 'epoch'"
+        )
     for callback in trainer.callbacks:
         if type(callback).__name__ == "Timer" and str(getattr(callback, "_interval", "")).endswith("step"):
             raise PlanError(f"max_time: it asks all ranks in every step, and under '{mode}' they are at different ones")
@@ -47,22 +52,47 @@ def check_trainer(trainer: Any, consistency: Consistency, scaler: Any) -> None:
             )
 
 
-def check_shared_epoch(trainer: Any) -> None:
-    """Refuse what counts the batches of an epoch, of which each rank now has another number.
+def check_module(module: nn.Module) -> None:
+    """Refuse what asks all ranks in every forward pass.
 
     Raises:
-        PlanError: validation or checkpoints inside an epoch.
+        PlanError: the model has a SyncBatchNorm.
     """
+    for name, part in module.named_modules():
+        if isinstance(part, nn.SyncBatchNorm):
+            raise PlanError(
+                f"model: '{name}' is a SyncBatchNorm, which needs all ranks in every step; replicas that do not march "
+                "in step need plain BatchNorm (sync_batchnorm=False)"
+            )
+
+
+def check_shared_epoch(trainer: Any) -> None:
+    """Refuse what counts a rank's batches or steps, of which each rank now has another number.
+
+    Raises:
+        PlanError: validation or checkpoints inside an epoch, or an end of it or of training by a rank's own count.
+    """
+    why = "ranks take as many batches of an epoch as they are fast enough for"
     interval = trainer.val_check_interval
     if not (isinstance(interval, float) and interval == 1.0):
-        raise PlanError(
-            f"val_check_interval: {interval}: ranks take as many batches of an epoch as they are fast enough for, so "
-            "validation comes at its end; allowed: 1.0"
-        )
+        raise PlanError(f"val_check_interval: {interval}: {why}, so validation comes at its end; allowed: 1.0")
     if any(getattr(callback, "_every_n_train_steps", 0) for callback in trainer.checkpoint_callbacks):
         raise PlanError(
-            "ModelCheckpoint(every_n_train_steps): ranks take as many steps as they are fast enough for, so "
-            "checkpoints come at the end of an epoch; allowed: every_n_epochs"
+            f"ModelCheckpoint(every_n_train_steps): {why}, so checkpoints come at its end; allowed: every_n_epochs"
+        )
+    limit = trainer.limit_train_batches
+    if not (isinstance(limit, float) and limit == 1.0):
+        raise PlanError(
+            f"limit_train_batches: {limit} (overfit_batches and fast_dev_run set it too): {why}; allowed: 1.0, and a "
+            "smaller data set (torch.utils.data.Subset)"
+        )
+    if trainer.max_steps != -1:
+        raise PlanError(
+            f"max_steps: {trainer.max_steps}: {why}, so none knows when all have made them; allowed: max_epochs"
+        )
+    if trainer.min_steps:
+        raise PlanError(
+            f"min_steps: {trainer.min_steps}: {why}, so none knows when all have made them; allowed: min_epochs"
         )
 
 
@@ -75,17 +105,6 @@ def check_one_loader(trainer: Any) -> None:
     loaders = trainer.train_dataloader
     if isinstance(loaders, dict | list | tuple) and len(loaders) > 1:
         raise PlanError(f"train_dataloader: {len(loaders)} loaders at once cannot be dealt out; give one")
-
-
-def schedulers_by_steps(configurations: Any) -> list[tuple[Any, int]]:
-    """Learning-rate schedulers that advance every so many steps, and that number; not those that need a metric."""
-    return [
-        (each.scheduler, each.frequency)
-        for each in configurations
-        if each.interval == "step"
-        and hasattr(each.scheduler, "last_epoch")
-        and not isinstance(each.scheduler, ReduceLROnPlateau)
-    ]
 
 
 def _nothing() -> None:

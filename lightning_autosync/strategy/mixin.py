@@ -18,11 +18,11 @@ from lightning_autosync.strategy.lockstep import (
     check_shared_epoch,
     check_trainer,
     leave_lockstep,
-    schedulers_by_steps,
 )
 from lightning_autosync.strategy.meetings import EpochMeetings
 from lightning_autosync.strategy.relaxed import RelaxedReplica
 from lightning_autosync.strategy.replica import Replica
+from lightning_autosync.strategy.schedules import ProgressSchedules
 from lightning_autosync.strategy.settings import (
     ClusterArgument,
     PlanArgument,
@@ -51,7 +51,9 @@ class AutoSyncMixin(_Base):
             through faster where ranks share cores; None leaves the system's scheduling as it is.
         arguments: those of ``DDPStrategy``. ``bucket_cap_mb`` and ``broadcast_buffers`` mean what they mean
             there; ``find_unused_parameters``, ``static_graph`` and ``gradient_as_bucket_view`` are accepted
-            and not needed.
+            and not needed. Where ranks need not march in step, ``heartbeat`` (`HeartbeatSettings`, or some of them by
+            name) says when a silent rank is given up, ``stall`` the seconds without progress after which the average
+            of a group is, and ``timeout`` how long ranks wait for each other when they meet.
 
     Raises:
         TypeError: an argument is unknown.
@@ -71,7 +73,6 @@ class AutoSyncMixin(_Base):
         super().__init__(**launch)
         self._settings: Settings = settings
         self._replica: Replica | RelaxedReplica | None = None
-        self._shares = False
 
     @property
     def plan(self) -> SyncPlan | None:
@@ -105,23 +106,27 @@ class AutoSyncMixin(_Base):
     def process_dataloader(self, dataloader: object) -> object:
         dataloader = super().process_dataloader(dataloader)
         relaxed = self._relaxed
-        if relaxed is not None and relaxed.shares_data and self._trainer.training:
-            self._shares = share_data(dataloader, relaxed.work, self._trainer.current_epoch)
-            if self._shares:
-                check_shared_epoch(self._trainer)
+        if relaxed is None or not relaxed.shares_data or not self._trainer.training:
+            return dataloader
+        if share_data(dataloader, relaxed.work, relaxed.plan.world_size, self._trainer.current_epoch):
+            check_shared_epoch(self._trainer)
+            relaxed.dealt_out = True
         return dataloader
 
     def on_train_start(self) -> None:
         super().on_train_start()
-        if self._relaxed is not None:
-            check_trainer(self._trainer, self._relaxed.plan.consistency, self._scaler)
-            if self._shares:
+        relaxed = self._relaxed
+        if relaxed is not None:
+            check_trainer(self._trainer, relaxed.plan.consistency, self._scaler)
+            if relaxed.dealt_out:
                 check_one_loader(self._trainer)
-            self._relaxed.start(self.optimizers)
+            relaxed.start(self.optimizers)
+            if not relaxed.in_step:
+                relaxed.schedules = ProgressSchedules(self._trainer, lambda: relaxed.progress)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if isinstance(self._replica, RelaxedReplica):
-            self._replica.before_training(schedulers_by_steps(self.lr_scheduler_configs), args)
+            self._replica.before_training(args)
             with self._replica.forward():
                 return super().training_step(*args, **kwargs)
         assert self._replica is not None
@@ -144,7 +149,7 @@ class AutoSyncMixin(_Base):
             self._replica.before_evaluation()
 
     def on_train_end(self) -> None:
-        self._before_collective("the end of training")
+        self.end_pass()
         super().on_train_end()
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
@@ -181,8 +186,13 @@ class AutoSyncMixin(_Base):
         return super().broadcast(*args, **kwargs)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        self._before_collective("a checkpoint")
+        if self._relaxed is not None:
+            self._relaxed.meet("a checkpoint", self._at_meeting)
         return super().lightning_module_state_dict()
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        saved: dict[str, Any] = super().optimizer_state(optimizer)
+        return saved if self._relaxed is None else self._relaxed.optimizer_state(saved)
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -201,7 +211,9 @@ class AutoSyncMixin(_Base):
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
         # Lightning calls this when it resumes training, after setup: the engine is there.
         super().load_optimizer_state_dict(checkpoint)
-        if self._replica is not None and KEY in checkpoint:
+        if isinstance(self._replica, RelaxedReplica):
+            self._replica.restore_state(checkpoint.get(KEY), checkpoint["global_step"])
+        elif self._replica is not None and KEY in checkpoint:
             self._replica.restore_state(checkpoint[KEY])
 
     @property
@@ -226,7 +238,12 @@ class AutoSyncMixin(_Base):
 
     def _before_collective(self, what: str) -> None:
         if self._relaxed is not None:
-            self._relaxed.before_collective(what)
+            self._relaxed.before_collective(what, self._at_meeting)
+
+    @property
+    def _at_meeting(self) -> bool:
+        """Whether Lightning is where all ranks come in any case, as before training and around validation."""
+        return not self._trainer.training
 
     def teardown(self) -> None:
         self._close()

@@ -3,36 +3,36 @@
 from __future__ import annotations
 
 import io
-import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_autosync.errors import AutoSyncError, ExchangeError, PeerLost, PlanError
+from lightning_autosync.errors import ExchangeError, PeerLost, PlanError
 from lightning_autosync.plan import SyncPlan
+from lightning_autosync.runtime.relaxed.averaging_worker import AveragingWorker
 from lightning_autosync.runtime.relaxed.base import Synchronizer
-from lightning_autosync.runtime.relaxed.mesh import Mesh
 from lightning_autosync.runtime.relaxed.opening import open_synchronizer
 from lightning_autosync.runtime.relaxed.work import SharedWork
-from lightning_autosync.runtime.rendezvous import gather_json, own_address
-from lightning_autosync.strategy.agreement import agree
-from lightning_autosync.strategy.broadcast import BufferBroadcast, broadcast_tensors, structure_digest
-from lightning_autosync.strategy.resolution import Resolution, resolve
+from lightning_autosync.strategy.broadcast import BufferBroadcast, broadcast_tensors
+from lightning_autosync.strategy.checkpoint import RELAXED_FORMAT
+from lightning_autosync.strategy.job_mesh import open_mesh
+from lightning_autosync.strategy.lockstep import check_module
+from lightning_autosync.strategy.resolution import resolve_together
+from lightning_autosync.strategy.schedules import ProgressSchedules
+from lightning_autosync.strategy.served_state import state_by_name, with_state
 from lightning_autosync.strategy.settings import Settings
+from lightning_autosync.strategy.shared_data import batch_size
+from lightning_autosync.workload import variable_names
 
-FORMAT = "autosync-relaxed/1"
-"""Of the checkpoint's entry."""
-STORE_PORT = "AUTOSYNC_PORT"
-"""Environment variable: the port under which ``autosync serve`` finds the job."""
 UNEVEN = ("partial_reduce", "asynchronous")
 """Modes in which a fast rank is not held up by a slow one, so that they should not have equal shares of the data."""
+AVERAGING = ("partial_reduce", "periodic")
+"""Modes in which each rank steps its own optimizer; in the others servers step, and keep the optimizer's state."""
 
 
 class RelaxedReplica:
@@ -46,6 +46,10 @@ class RelaxedReplica:
         nodes: number of the job's nodes.
         devices: ranks on each.
 
+    Attributes:
+        dealt_out: whether an epoch's data is dealt out, so that each rank takes another number of batches.
+        schedules: learning-rate schedules that follow the job's progress; None if they follow this rank's steps.
+
     Raises:
         DocumentError: (or a subclass, on every rank) plan, model, cluster and job do not fit each other.
         ExchangeError: ranks cannot connect to each other.
@@ -57,23 +61,29 @@ class RelaxedReplica:
     def __init__(self, module: nn.Module, settings: Settings, nodes: int, devices: int) -> None:
         self._module = module
         self._settings = settings
-        self._resolution = self._resolve(nodes, devices)
+        self._resolution = found = resolve_together(settings, module, nodes, devices)
         if not self.in_step:
-            _check_module(module)
+            check_module(module)
         broadcast_tensors([tensor.data for tensor in (*module.parameters(), *module.buffers())])
-        self._store: dist.TCPStore | None = None
-        self._mesh = self._meet()
-        self.work = SharedWork(self._mesh, settings.timeout)
+        self._mesh, self._store = open_mesh(found, settings)
+        self._lost: dict[int, str] = {}
+        self._mesh.on_loss(self._lost.__setitem__)
+        self.work = SharedWork(self._mesh, found.plan.world_size, settings.timeout)
+        self.dealt_out = False
+        self.schedules: ProgressSchedules | None = None
         self._synchronizer: Synchronizer | None = None
         self._buffers = BufferBroadcast(module) if self.in_step and settings.broadcast_buffers else None
         self._accumulating = False
         self._frozen: list[nn.Parameter] = []
+        self._names: dict[Tensor, str] = {}
         self._loaded: dict[str, Any] | None = None
+        self._position: dict[str, Any] | None = None
         self._optimizer: Optimizer | None = None
         self._settled = True
+        self._apart = False
+        """Whether this rank has begun a step since all met."""
         self._samples = 0
         self._busy = self._stepping = False
-        found = self._resolution
         rank_zero_info(
             f"AutoSync: plan {found.plan.fingerprint} ({found.plan.consistency.mode}, {found.plan.world_size} ranks, "
             f"{found.workload.bytes / 1e6:.3g} MB): {found.reason}"
@@ -90,13 +100,23 @@ class RelaxedReplica:
 
     @property
     def shares_data(self) -> bool:
-        """Whether an epoch is dealt out among the ranks as they are ready for more."""
+        """Whether an epoch should be dealt out among the ranks as they are ready for more."""
         return self.plan.consistency.mode in UNEVEN
 
     @property
     def in_step(self) -> bool:
         """Whether ranks march in step after all, for their servers wait for all of them."""
         return self.plan.consistency.mode == "synchronous"
+
+    @property
+    def served(self) -> bool:
+        """Whether servers make the steps and keep the optimizer's state."""
+        return self.plan.consistency.mode not in AVERAGING
+
+    @property
+    def progress(self) -> int:
+        """Steps that the model held here stands for."""
+        return 0 if self._synchronizer is None else self._synchronizer.progress
 
     def start(self, optimizers: Sequence[Optimizer]) -> None:
         """Begin to train, from rank 0's model or from what `restore_state` was given; all ranks do.
@@ -112,6 +132,7 @@ class RelaxedReplica:
                 f"{len(optimizers)}"
             )
         self._optimizer = optimizers[0]
+        self._names = {parameter: name for name, parameter in variable_names(self._module)}
         self._frozen = [parameter for parameter in self._module.parameters() if not parameter.requires_grad]
         found = self._resolution
         self._synchronizer = open_synchronizer(
@@ -122,11 +143,9 @@ class RelaxedReplica:
             optimizer=self._optimizer,
             cluster=found.cluster,
             timeout=self._settings.timeout,
+            stall=self._settings.stall,
         )
-        if self._loaded is not None:
-            self._synchronizer.load_state_dict(self._loaded["synchronizer"])
-            self._optimizer.load_state_dict(self._loaded["optimizer"])
-            self._loaded = None
+        self._load(self._synchronizer, self._optimizer)
         self._synchronizer.start()
 
     def begin_pass(self) -> None:
@@ -135,26 +154,22 @@ class RelaxedReplica:
             self._synchronizer.resume()
             self._settled = False
 
-    def before_training(self, schedulers: Iterable[tuple[Any, int]], batch: Any) -> None:
-        """Call before each forward pass of training, with the schedulers that advance every so many steps.
+    def before_training(self, batch: Any) -> None:
+        """Call before each forward pass of training.
 
         Raises:
             PlanError: a parameter was unfrozen since `start`.
         """
-        assert self._synchronizer is not None
         if any(parameter.requires_grad for parameter in self._frozen):
             raise PlanError(
                 f"model: a parameter was unfrozen; under '{self.plan.consistency.mode}' those that train are the same "
                 "from the beginning: unfreeze before fit(), or fit() again"
             )
         self.begin_pass()
+        self._apart = True
         if self._buffers is not None:
             self._buffers.before_training(not self._accumulating)
         self._samples += batch_size(batch)
-        for scheduler, frequency in schedulers:
-            # What is at hand may stand for more steps than this rank has taken.
-            while scheduler.last_epoch < self._synchronizer.progress // frequency:
-                scheduler.step()
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -165,20 +180,40 @@ class RelaxedReplica:
         finally:
             self._busy = before
 
-    def before_collective(self, what: str) -> None:
-        """Meet all ranks, for they are about to make a collective call together.
+    def meet(self, what: str, at_meeting: bool) -> None:
+        """Settle, for something is about to be done on all ranks together.
+
+        Args:
+            what: that which errors name.
+            at_meeting: whether all ranks come here in any case, however many batches each has taken.
 
         Raises:
-            ExchangeError: it comes from inside a training step, at which other ranks need not be.
+            ExchangeError: it comes from inside a training step, or between two of them where ranks take unequal
+                numbers of steps: there the others need not be.
         """
-        if self._stepping and self.in_step:
+        if self._synchronizer is None or (self._stepping and self.in_step):
             return
-        if self._busy:
+        if self._busy or (self.dealt_out and self._apart and not at_meeting):
+            where = "inside a training step" if self._busy else "between training steps"
             raise ExchangeError(
-                f"{what} inside a training step: under '{self.plan.consistency.mode}' the other ranks are at other "
-                "steps, and would not answer; log with on_step=False, or without sync_dist"
+                f"{what} {where}: under '{self.plan.consistency.mode}' the other ranks are at other steps, and would "
+                "not answer; log with on_step=False and on_epoch=True, or without sync_dist, and do the rest at the "
+                "end of an epoch"
             )
         self.settle()
+
+    def before_collective(self, what: str, at_meeting: bool) -> None:
+        """As `meet`, for they are about to make a collective call together, which needs them all.
+
+        Raises:
+            ExchangeError: as `meet`; or a rank is lost.
+        """
+        self.meet(what, at_meeting)
+        if self._synchronizer is not None and self._lost:
+            if self._mesh.error is not None:
+                raise self._mesh.error
+            lost = "; ".join(f"rank {rank} is lost ({why})" for rank, why in sorted(self._lost.items()))
+            raise ExchangeError(f"{what} needs all ranks: {lost}; go on from the last checkpoint")
 
     def before_evaluation(self) -> None:
         """Call before validation."""
@@ -217,11 +252,13 @@ class RelaxedReplica:
             return loss
 
         optimizer.step = step  # type: ignore[method-assign]
+        before = self._stepping, self._busy
         self._stepping, self._busy = True, not self.in_step
         try:
             yield
         finally:
-            self._stepping = self._busy = False
+            # With manual optimization, the training step goes on.
+            self._stepping, self._busy = before
             if wrapped:
                 optimizer.step = own  # type: ignore[method-assign]
             else:
@@ -232,21 +269,42 @@ class RelaxedReplica:
         if self._settled or self._synchronizer is None:
             return
         self._synchronizer.drain()
-        self._settled = True
+        self._settled, self._apart = True, False
+        if isinstance(self._synchronizer, AveragingWorker) and self._synchronizer.group is not None:
+            # The controller may know of a loss before this rank does.
+            for rank in set(range(self.plan.world_size)) - set(self._synchronizer.group.members):
+                self._lost.setdefault(rank, "it did not come to the meeting of all")
+        if self._lost:
+            rank_zero_warn(f"ranks {', '.join(map(str, sorted(self._lost)))} are lost; the others have gone on so far")
+        if self.schedules is not None:
+            self.schedules.follow()
+
+    # Checkpoints
+
+    def optimizer_state(self, saved: dict[str, Any]) -> dict[str, Any]:
+        """The optimizer's own state (``saved``) with what servers keep of it, on rank 0; all ranks must have met."""
+        if self._synchronizer is None or self._optimizer is None or not self.served or self._mesh.rank != 0:
+            return saved
+        state = self._synchronizer.state_dict()
+        self._position = {"step": state["step"], "progress": state["progress"]}
+        return with_state(saved, self._optimizer, self._names, state["optimizer"])
 
     def gather_state(self) -> dict[str, Any] | None:
         """The checkpoint's entry on rank 0, None elsewhere: what every rank needs to go on; collective.
 
-        Plain values and tensors, readable with ``torch.load(weights_only=True)``.
+        Plain values and tensors, readable with ``torch.load(weights_only=True)``. Comes after `optimizer_state`.
         """
         if self._synchronizer is None or self._optimizer is None:
-            rank_zero_warn("this checkpoint is made outside of fit(): it has no state of the synchronization")
+            left = ", nor any of the optimizer, which servers kept" if self.served else ""
+            rank_zero_warn(f"this checkpoint is made outside of fit(): it has no state of the synchronization{left}")
             return None
         self.settle()
-        # Servers hand their whole state to whoever asks; one copy is enough.
-        asks = self._mesh.rank == 0 or self.plan.consistency.mode in ("partial_reduce", "periodic")
-        state = self._synchronizer.state_dict() if asks else None
-        own = {"synchronizer": state, "optimizer": self._optimizer.state_dict()}
+        if self.served:
+            if self._mesh.rank != 0:
+                return None
+            state, self._position = self._position or self._synchronizer.state_dict(), None
+            return self._entry({0: {"synchronizer": {name: state[name] for name in ("step", "progress")}}})
+        own = {"synchronizer": self._synchronizer.state_dict(), "optimizer": self._optimizer.state_dict()}
         if self._mesh.rank != 0:
             content = _encode(own)
             self._mesh.send(0, "checkpoint", {}, [memoryview(content)]).wait(self._settings.timeout)
@@ -256,21 +314,35 @@ class RelaxedReplica:
             with suppress(PeerLost):  # it will go on as rank 0 did
                 mail = self._mesh.receive("checkpoint", sender=rank, timeout=self._settings.timeout)
                 ranks[rank] = torch.load(io.BytesIO(mail.payload), weights_only=True)
-        return {"format": FORMAT, "plan": self.plan.consistency.mode, "ranks": ranks}
+        return self._entry(ranks)
 
-    def restore_state(self, entry: dict[str, Any]) -> None:
+    def restore_state(self, entry: dict[str, Any] | None, steps: int) -> None:
         """Go on from what `gather_state` returned, a rank that was lost then as rank 0; before the first step.
 
+        The optimizer has its state already. From a checkpoint of another kind of plan, what only this kind keeps begins
+        anew, as after ``steps`` steps.
+
         Raises:
-            PlanError: the entry is of another kind of plan.
+            PlanError: the entry is of another version.
         """
         mode = self.plan.consistency.mode
-        found = (entry.get("format"), entry.get("plan"))
-        if found != (FORMAT, mode):
-            raise PlanError(f"checkpoint: it holds the state of '{found[1]}' ({found[0]}); this plan is '{mode}'")
-        ranks = entry["ranks"]
-        own = ranks.get(self._mesh.rank, ranks[0])
-        self._loaded = {**own, "synchronizer": own["synchronizer"] or ranks[0]["synchronizer"]}
+        kind = str((entry or {}).get("format", ""))
+        if entry is not None and kind != RELAXED_FORMAT and kind.startswith(RELAXED_FORMAT.split("/")[0] + "/"):
+            raise PlanError(
+                f"checkpoint: its state is '{kind}', and this version reads '{RELAXED_FORMAT}'; go on with the version "
+                "that made it, or load its weights alone"
+            )
+        found = entry["plan"] if entry is not None and kind == RELAXED_FORMAT else "a plan with a schedule"
+        if entry is not None and found == mode:
+            ranks = entry["ranks"]
+            self._loaded = ranks.get(self._mesh.rank, ranks[0])
+        elif self.served:
+            self._loaded = {"synchronizer": {"step": steps, "progress": float(steps)}}
+        else:
+            rank_zero_warn(
+                f"the checkpoint was made under '{found}': every rank goes on from its model and its optimizer's "
+                f"state, and the rest of what '{mode}' keeps begins anew"
+            )
 
     def close(self) -> None:
         """Leave the others."""
@@ -281,74 +353,24 @@ class RelaxedReplica:
         self._mesh.close()
         self._store = None
 
-    def _resolve(self, nodes: int, devices: int) -> Resolution:
-        def identify(resolution: Resolution) -> dict[str, str]:
-            return {
-                "model (names, shapes and dtypes of parameters and buffers)": structure_digest(self._module),
-                "plan": resolution.plan.fingerprint,
-                "cluster": resolution.cluster.fingerprint,
-            }
+    def _load(self, synchronizer: Synchronizer, optimizer: Optimizer) -> None:
+        """Give a new synchronizer what `restore_state` got, and servers what the optimizer remembers."""
+        loaded, self._loaded = self._loaded, None
+        if self.served:
+            position = {"step": 0, "progress": 0.0} if loaded is None else loaded["synchronizer"]
+            # Rank 0 tells the servers what to begin with; nobody else needs to hold it.
+            state = state_by_name(optimizer, self._names) if self._mesh.rank == 0 else {}
+            synchronizer.load_state_dict({**position, "optimizer": state})
+            optimizer.state.clear()
+        elif loaded is not None:
+            synchronizer.load_state_dict(loaded["synchronizer"])
+            optimizer.load_state_dict(loaded["optimizer"])
 
-        return agree(lambda: resolve(self._settings, self._module, nodes, devices), identify)
-
-    def _meet(self) -> Mesh:
-        """Open the mesh of all ranks and servers, over a store that rank 0 holds as long: servers may come late."""
-        rank, found = dist.get_rank(), self._resolution
-        waiting = timedelta(seconds=self._settings.timeout)
-        host, fault = "", ""
-        if rank == 0:
-            try:
-                host = own_address()
-                port = _store_port(found.plan)
-                self._store = dist.TCPStore(host, port, is_master=True, timeout=waiting, wait_for_workers=False)
-            except (AutoSyncError, RuntimeError, ValueError) as cause:
-                fault = str(cause).splitlines()[0]
-        place = gather_json([host, self._store.port if self._store is not None else 0, fault])[0]
-        if place[2]:
-            raise ExchangeError(f"rank 0 cannot open the store that ranks and servers meet at: {place[2]}")
-        store = self._store or dist.TCPStore(place[0], place[1], is_master=False, timeout=waiting)
-        node = found.cluster.nodes[found.cluster.rank_nodes[rank]]
-        size = found.plan.world_size + found.plan.servers
-        return Mesh.open(store, rank, size, address=node.address, timeout=self._settings.timeout)
+    def _entry(self, ranks: dict[int, Any]) -> dict[str, Any]:
+        return {"format": RELAXED_FORMAT, "plan": self.plan.consistency.mode, "ranks": ranks}
 
     def _trainers(self) -> set[int]:
         return {rank for rank in self._mesh.live if rank < self.plan.world_size}
-
-
-def _store_port(plan: SyncPlan) -> int:
-    """The port under which servers find the job; any will do where there are none."""
-    given = os.environ.get(STORE_PORT, "")
-    if plan.servers and not given:
-        raise PlanError(
-            f"plan: servers: {plan.servers} server-only ranks must find the job: set {STORE_PORT} to a port and start "
-            "`autosync serve` for each"
-        )
-    return int(given or 0)
-
-
-def batch_size(batch: Any) -> int:
-    """Samples in a batch: the extent of the first axis of the first tensor in it; 1 if there is none."""
-    return next((len(tensor) for tensor in _tensors(batch) if tensor.dim()), 1)
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for part in value.values():
-            yield from _tensors(part)
-    elif isinstance(value, list | tuple):
-        for part in value:
-            yield from _tensors(part)
-
-
-def _check_module(module: nn.Module) -> None:
-    for name, part in module.named_modules():
-        if isinstance(part, nn.SyncBatchNorm):
-            raise PlanError(
-                f"model: '{name}' is a SyncBatchNorm, which needs all ranks in every step; replicas that do not march "
-                "in step need plain BatchNorm (sync_batchnorm=False)"
-            )
 
 
 def _encode(state: dict[str, Any]) -> bytearray:

@@ -16,10 +16,9 @@ from lightning_autosync.errors import PlanError
 from lightning_autosync.plan import Schedule, SyncPlan
 from lightning_autosync.runtime import Engine
 from lightning_autosync.runtime.memories import Memories
-from lightning_autosync.strategy.agreement import agree
-from lightning_autosync.strategy.broadcast import BufferBroadcast, broadcast_tensors, structure_digest
+from lightning_autosync.strategy.broadcast import BufferBroadcast, broadcast_tensors
 from lightning_autosync.strategy.checkpoint import gather_state, own_state, warn_left_out
-from lightning_autosync.strategy.resolution import Resolution, memory_fault, resolve
+from lightning_autosync.strategy.resolution import Resolution, memory_fault, resolve_together
 from lightning_autosync.strategy.settings import Settings
 from lightning_autosync.workload import variable_names
 
@@ -175,19 +174,10 @@ class Replica:
         self._engine = None
 
     def _resolve(self) -> Resolution:
-        def identify(resolution: Resolution) -> dict[str, str]:
-            return {
-                "model (names, shapes and dtypes of parameters and buffers)": structure_digest(self._module),
-                "plan": resolution.plan.fingerprint,
-                "cluster": resolution.cluster.fingerprint,
-            }
-
         # Groups for two levels are made of the default group; a further module has a group of its own.
         two_level = self._group is None and dist.get_backend() == "nccl"
         unshared = memory_fault(self._module, *self._shape, self._group)
-        return agree(
-            lambda: resolve(self._settings, self._module, *self._shape, two_level, unshared), identify, self._group
-        )
+        return resolve_together(self._settings, self._module, *self._shape, two_level, unshared, self._group)
 
     def _start(self) -> Engine:
         self._frozen = [parameter for parameter in self._module.parameters() if not parameter.requires_grad]

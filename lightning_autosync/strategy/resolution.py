@@ -13,6 +13,8 @@ from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.errors import ClusterError
 from lightning_autosync.plan import Schedule, SyncPlan, builders, compile_plan
 from lightning_autosync.runtime.shared_memory import sharing_fault
+from lightning_autosync.strategy.agreement import agree
+from lightning_autosync.strategy.broadcast import structure_digest
 from lightning_autosync.strategy.choice import choose_plan
 from lightning_autosync.strategy.settings import Settings, check_semantics
 from lightning_autosync.workload import Workload, describe, variable_names
@@ -31,6 +33,32 @@ class Resolution:
     plan: SyncPlan
     schedule: Schedule | None
     reason: str
+
+
+def resolve_together(
+    settings: Settings,
+    module: nn.Module,
+    nodes: int,
+    devices: int,
+    two_level_collectives: bool = False,
+    unshared: str = "",
+    group: dist.ProcessGroup | None = None,
+) -> Resolution:
+    """As `resolve`, on all ranks of ``group`` (None is the default one) with one result; collective.
+
+    Raises:
+        DocumentError: (or a subclass, on every rank) plan, model, cluster and job do not fit each other, or ranks have
+            different ones.
+    """
+
+    def identify(resolution: Resolution) -> dict[str, str]:
+        return {
+            "model (names, shapes and dtypes of parameters and buffers)": structure_digest(module),
+            "plan": resolution.plan.fingerprint,
+            "cluster": resolution.cluster.fingerprint,
+        }
+
+    return agree(lambda: resolve(settings, module, nodes, devices, two_level_collectives, unshared), identify, group)
 
 
 def resolve(

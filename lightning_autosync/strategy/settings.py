@@ -5,13 +5,15 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, Literal
 
 from lightning_autosync.cluster import ClusterSpec, resolve_cluster
 from lightning_autosync.errors import DocumentError, PlanError
 from lightning_autosync.plan import SEMANTICS, Semantics, SyncPlan, builders
+from lightning_autosync.runtime.relaxed.heartbeat import HeartbeatSettings
+from lightning_autosync.runtime.relaxed.patience import STALL, read_heartbeat, read_seconds
 
 PlanArgument = SyncPlan | str | os.PathLike[str] | None
 ClusterArgument = ClusterSpec | str | os.PathLike[str] | None
@@ -33,6 +35,8 @@ _LAUNCH = (
 )
 """Arguments that Lightning's DDPStrategy handles itself."""
 _HONOURED = ("bucket_cap_mb", "broadcast_buffers")
+_PATIENCE = ("heartbeat", "stall")
+"""Arguments of plans without a schedule: when a silent rank is given up, and when a group is."""
 _NEEDLESS = ("find_unused_parameters", "static_graph", "gradient_as_bucket_view")
 """Arguments of DDP that state what the engine does anyway, or does not need to know."""
 _REFUSED = ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period")
@@ -60,6 +64,8 @@ class Settings:
         broadcast_buffers: whether buffers follow rank 0.
         scheduling: ``batch`` runs ranks that compute on CPUs under ``SCHED_BATCH``, where the system has it.
         timeout: seconds to wait for other ranks.
+        heartbeat: when a silent rank is given up, under a plan without a schedule.
+        stall: seconds without progress after which the average of a group is given up.
         fault: what is wrong with a file, to be told once all ranks are there to hear it.
     """
 
@@ -71,6 +77,8 @@ class Settings:
     broadcast_buffers: bool = True
     scheduling: Scheduling = None
     timeout: float = DEFAULT_TIMEOUT.total_seconds()
+    heartbeat: HeartbeatSettings = field(default_factory=HeartbeatSettings)
+    stall: float = STALL
     fault: DocumentError | None = None
 
     @property
@@ -114,6 +122,8 @@ def read_settings(
         scheduling=scheduling,
         broadcast_buffers=options.get("broadcast_buffers", True) is not False,
         timeout=(launch.get("timeout") or DEFAULT_TIMEOUT).total_seconds(),
+        heartbeat=read_heartbeat(options.get("heartbeat")),
+        stall=STALL if options.get("stall") is None else read_seconds("stall", options["stall"]),
     )
     try:
         found, source = _read_plan(plan)
@@ -127,7 +137,13 @@ def read_settings(
             raise
         return replace(settings, fault=error), launch
     size = _bucket_bytes(options.get("bucket_cap_mb"), found)
-    return replace(settings, plan=found, source=source, cluster=where, bucket_bytes=size), launch
+    settings = replace(settings, plan=found, source=source, cluster=where, bucket_bytes=size)
+    if settings.scheduled and (needless := [name for name in _PATIENCE if options.get(name) is not None]):
+        raise ValueError(
+            f"{needless[0]}: no meaning here, for ranks march in step; allowed with plans whose ranks need not, or "
+            "whose servers step (`served`)"
+        )
+    return settings, launch
 
 
 def check_semantics(found: Semantics, allowed: Semantics, source: str) -> None:
@@ -146,11 +162,11 @@ def _split(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]
             f"{', '.join(refused)}: no DistributedDataParallel is there to take it; "
             "compress gradients by the `compressor` of the plan's groups"
         )
-    unknown = sorted(set(arguments) - {*_LAUNCH, *_HONOURED, *_NEEDLESS, *_REFUSED})
+    unknown = sorted(set(arguments) - {*_LAUNCH, *_HONOURED, *_PATIENCE, *_NEEDLESS, *_REFUSED})
     if unknown:
         raise TypeError(f"AutoSyncStrategy has no argument {', '.join(map(repr, unknown))}")
     launch = {name: value for name, value in arguments.items() if name in _LAUNCH}
-    return launch, {name: value for name, value in arguments.items() if name in _HONOURED}
+    return launch, {name: value for name, value in arguments.items() if name in _HONOURED + _PATIENCE}
 
 
 def _read_plan(value: PlanArgument) -> tuple[SyncPlan | str | None, str]:

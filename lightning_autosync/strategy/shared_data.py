@@ -1,4 +1,4 @@
-"""A sampler whose epoch is one pass over the data by all workers together."""
+"""A sampler whose epoch is one pass over the data by all workers together, and what a batch of it holds."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Sampler
 
+from lightning_autosync.errors import PlanError
 from lightning_autosync.runtime.relaxed.work import SharedWork
+from lightning_autosync.strategy.agreement import agree
 
 
 class SharedSampler(Sampler[int]):
@@ -45,18 +48,64 @@ class SharedSampler(Sampler[int]):
         if self._shuffle:
             generator = torch.Generator().manual_seed(self._seed + epoch)
             order = torch.randperm(self._length, generator=generator).tolist()
-        while portion := self._work.take(epoch, self._length, self._portion):
+        portion = self._work.first(self._length, self._portion)
+        while portion:
             yield from (order[position] for position in portion)
+            portion = self._work.take(epoch, self._length, self._portion)
 
 
-def share_data(dataloader: object, work: SharedWork, epoch: int) -> bool:
-    """Deal out what ``dataloader`` draws by a plain DistributedSampler, from pass ``epoch`` on; whether it does."""
-    if not isinstance(dataloader, DataLoader) or type(dataloader.sampler) is not DistributedSampler:
+def share_data(dataloader: object, work: SharedWork, workers: int, epoch: int) -> bool:
+    """Deal out what ``dataloader`` draws by a plain DistributedSampler, from pass ``epoch`` on; whether it does.
+
+    Collective.
+
+    Raises:
+        PlanError: (on every rank) there are fewer batches than ``workers``, or not the same on all of them.
+    """
+    found = agree(lambda: _batches(dataloader, workers), lambda found: {"train_dataloader": _describe(found)})
+    if found is None:
         return False
+    sampler: Any = found.sampler
+    found.sampler = SharedSampler(work, len(sampler.dataset), found.batch_size, sampler.shuffle, sampler.seed, epoch)
+    return True
+
+
+def _batches(dataloader: object, workers: int) -> BatchSampler | None:
+    """What makes the batches, if they can be dealt out."""
+    if not isinstance(dataloader, DataLoader) or type(dataloader.sampler) is not DistributedSampler:
+        return None
     batches = dataloader.batch_sampler
     if type(batches) is not BatchSampler:
-        return False
-    sampler = dataloader.sampler
-    length = len(sampler.dataset)  # type: ignore[arg-type]
-    batches.sampler = SharedSampler(work, length, batches.batch_size, sampler.shuffle, sampler.seed, epoch)
-    return True
+        return None
+    length = len(dataloader.sampler.dataset)  # type: ignore[arg-type]
+    count = length // batches.batch_size if batches.drop_last else -(-length // batches.batch_size)
+    if count < workers:
+        raise PlanError(
+            f"train_dataloader: {length} samples are {count} batches of {batches.batch_size}, and each of {workers} "
+            "ranks needs one; take smaller batches, or fewer ranks"
+        )
+    return batches
+
+
+def _describe(batches: BatchSampler | None) -> str:
+    if batches is None:
+        return "not dealt out"
+    sampler: Any = batches.sampler
+    order = f"shuffled by seed {sampler.seed}" if sampler.shuffle else "in order"
+    return f"{len(sampler.dataset)} samples {order} in batches of {batches.batch_size}"
+
+
+def batch_size(batch: Any) -> int:
+    """Samples in a batch: the extent of the first axis of the first tensor in it; 1 if there is none."""
+    return next((len(tensor) for tensor in _tensors(batch) if tensor.dim()), 1)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for part in value.values():
+            yield from _tensors(part)
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from _tensors(part)

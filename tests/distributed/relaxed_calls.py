@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import time
-from contextlib import ExitStack
+from contextlib import closing
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -61,6 +62,88 @@ def local_step(module: nn.Module, optimizer: Optimizer, batch: tuple[Tensor, Ten
     nn.functional.cross_entropy(module(images), labels).backward()
 
 
+@dataclass
+class Notes:
+    """What a rank found: its groups (number, ranks, model afterwards), models after drains, progress after steps."""
+
+    groups: list[tuple[int, list[int], str]] = field(default_factory=list)
+    drained: list[str] = field(default_factory=list)
+    progress: list[int] = field(default_factory=list)
+
+
+class Trainee:
+    """A worker's model and data, in one mesh after another.
+
+    Args:
+        key: unique in the life of the store.
+        size: ranks of the mesh.
+        settings: of the consistency.
+        epochs: for each epoch, the steps of each rank.
+        momentum: of the local SGD.
+        norm: whether the model has buffers.
+        pause: seconds of sleep before each step.
+    """
+
+    def __init__(
+        self,
+        key: str,
+        size: int,
+        settings: dict[str, Any],
+        epochs: list[list[int]],
+        momentum: float,
+        norm: bool,
+        pause: float,
+    ) -> None:
+        self._key, self._size, self._settings, self._epochs = key, size, settings, epochs
+        self._momentum, self._norm, self._pause = momentum, norm, pause
+        self._rank = dist.get_rank()
+        self._store = dist.distributed_c10d._get_default_store()
+        self._data = list(batches(self._rank, sum(steps[self._rank] for steps in epochs), torch.float64))
+        self._checkpoint: dict[str, Any] | None = None
+        self.notes = Notes()
+        self.module: nn.Module
+
+    def run(self, part: int, span: range) -> None:
+        """Some of the epochs, from the last part's checkpoint on."""
+        torch.manual_seed(self._rank)  # different models; the start makes them one
+        self.module = (NormedNet() if self._norm else Net()).double()
+        optimizer = torch.optim.SGD(self.module.parameters(), lr=LR, momentum=self._momentum)
+        store = dist.PrefixStore(f"{self._key}-{part}", self._store)
+        with (
+            closing(Mesh.open(store, self._rank, self._size, address="127.0.0.1")) as mesh,
+            closing(make_worker(mesh, self.module, self._settings)) as worker,
+        ):
+            self._load(worker, optimizer)
+            worker.start()
+            for epoch in span:
+                self._pass(worker, optimizer, self._epochs[epoch][self._rank])
+            self._checkpoint = {
+                "worker": worker.state_dict(),
+                "model": self.module.state_dict(),
+                "optimizer": optimizer.state_dict(),
+            }
+
+    def _load(self, worker: AveragingWorker, optimizer: Optimizer) -> None:
+        if self._checkpoint is not None:
+            worker.load_state_dict(self._checkpoint["worker"])
+            self.module.load_state_dict(self._checkpoint["model"])
+            optimizer.load_state_dict(self._checkpoint["optimizer"])
+
+    def _pass(self, worker: AveragingWorker, optimizer: Optimizer, steps: int) -> None:
+        worker.resume()
+        for _ in range(steps):
+            time.sleep(self._pause)
+            local_step(self.module, optimizer, self._data.pop(0))
+            worker.step(optimizer, 4)
+            if worker.group is not None:
+                group = worker.group
+                self.notes.groups.append((group.generation, list(group.members), digest(self.module)))
+            self.notes.progress.append(worker.progress)
+        worker.finish()
+        worker.drain()
+        self.notes.drained.append(digest(self.module))
+
+
 def train_relaxed(
     key: str,
     settings: dict[str, Any],
@@ -83,49 +166,13 @@ def train_relaxed(
     rank = dist.get_rank()
     if rank >= size:
         return None
-    store = dist.distributed_c10d._get_default_store()
-    data = list(batches(rank, sum(steps[rank] for steps in epochs), torch.float64))
-    checkpoint: dict[str, Any] | None = None
-    groups: list[tuple[int, list[int], str]] = []
-    drained: list[str] = []
-    progress: list[int] = []
+    trainee = Trainee(key, size, settings, epochs, momentum, norm, pauses[rank] if pauses else 0.0)
     spans = [range(len(epochs))]
     if resume_after is not None:
         spans = [range(resume_after), range(resume_after, len(epochs))]
-    with ExitStack() as open_now:
-        for part, span in enumerate(spans):
-            torch.manual_seed(rank)  # different models; the start makes them one
-            module = (NormedNet() if norm else Net()).double()
-            optimizer = torch.optim.SGD(module.parameters(), lr=LR, momentum=momentum)
-            mesh = Mesh.open(dist.PrefixStore(f"{key}-{part}", store), rank, size, address="127.0.0.1")
-            open_now.callback(mesh.close)
-            worker = make_worker(mesh, module, settings)
-            open_now.callback(worker.close)
-            if checkpoint is not None:
-                worker.load_state_dict(checkpoint["worker"])
-                module.load_state_dict(checkpoint["model"])
-                optimizer.load_state_dict(checkpoint["optimizer"])
-            worker.start()
-            for epoch in span:
-                worker.resume()
-                for _ in range(epochs[epoch][rank]):
-                    if pauses is not None:
-                        time.sleep(pauses[rank])
-                    local_step(module, optimizer, data.pop(0))
-                    worker.step(optimizer, 4)
-                    if worker.group is not None:
-                        groups.append((worker.group.generation, list(worker.group.members), digest(module)))
-                    progress.append(worker.progress)
-                worker.finish()
-                worker.drain()
-                drained.append(digest(module))
-            checkpoint = {
-                "worker": worker.state_dict(),
-                "model": module.state_dict(),
-                "optimizer": optimizer.state_dict(),
-            }
-            open_now.close()
-    return {"weights": weights(module), "drained": drained, "groups": groups, "progress": progress}
+    for part, span in enumerate(spans):
+        trainee.run(part, span)
+    return {"weights": weights(trainee.module), **asdict(trainee.notes)}
 
 
 def train_ddp(size: int, steps: int, momentum: float = 0.0) -> list[float] | None:

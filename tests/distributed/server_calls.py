@@ -6,9 +6,11 @@ import copy
 import hashlib
 import itertools
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -21,8 +23,8 @@ from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.errors import ExchangeError
 from lightning_autosync.plan import SyncPlan
 from lightning_autosync.plan.servers import server_layout
-from lightning_autosync.runtime.relaxed.mesh import Mesh
-from lightning_autosync.runtime.relaxed.server import ParameterServer, serve
+from lightning_autosync.runtime.relaxed.mesh import Mail, Mesh
+from lightning_autosync.runtime.relaxed.server import ParameterServer, ShardServer, serve
 from lightning_autosync.runtime.relaxed.server.rules import ELEMENTWISE
 from lightning_autosync.workload import Workload, describe, variable_names
 
@@ -158,6 +160,30 @@ def synchronous_runs(
             )
             running.drain()
     return found
+
+
+def pushes_by_sender(plan: dict[str, Any], cluster: dict[str, Any], steps: int) -> dict[str, int] | None:
+    """On the one server: how many pushes came from each worker."""
+    made, store = SyncPlan.from_dict(plan), own_store()
+    rank = dist.get_rank()
+    arrived: Counter[str] = Counter()
+    take = ShardServer._pushed
+
+    def counting(server: ShardServer, mail: Mail) -> None:
+        arrived[str(mail.sender)] += 1
+        take(server, mail)
+
+    with patch.object(ShardServer, "_pushed", counting):
+        if serves(made, store):
+            return dict(arrived)
+    torch.manual_seed(0)
+    module = Net().double()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
+    with worker(module, optimizer, made, store, cluster=ClusterSpec.from_dict(cluster)) as running:
+        running.start()
+        train(module, optimizer, rank, steps, running)
+        running.drain()
+    return None
 
 
 def row_runs(

@@ -118,6 +118,12 @@ def test_a_node_pushes_once(pool) -> None:
     )
     assert max(found[0]["distance"] for found in answers[:4]) < 1e-12
     assert len({found[0]["digest"] for found in answers[:4]}) == 1
+    arguments = {"cluster": cluster.to_dict(), "steps": steps}
+    pushes = pool.run("server_calls:pushes_by_sender", plan=plan.to_dict(), **arguments)[4]
+    assert pushes == {"0": steps, "2": steps}
+    alone = spread([4], 4, only=1)
+    pushes = pool.run("server_calls:pushes_by_sender", plan=alone.to_dict(), **arguments)[4]
+    assert pushes == {str(rank): steps for rank in range(4)}
 
 
 @pytest.mark.parametrize(

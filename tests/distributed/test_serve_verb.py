@@ -5,19 +5,21 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import yaml
 from torch import nn
 
 from lightning_autosync.errors import AutoSyncError
 from lightning_autosync.plan import SyncPlan
 from lightning_autosync.plan.servers import server_layout
-from lightning_autosync.runtime.relaxed.mesh import Mesh
-from lightning_autosync.runtime.relaxed.server import ParameterServer
+from lightning_autosync.runtime.relaxed.mesh import HeartbeatSettings, Mesh
+from lightning_autosync.runtime.relaxed.server import ParameterServer, command
 from lightning_autosync.runtime.relaxed.server.command import serve
 from lightning_autosync.workload import describe, variable_names
 
@@ -75,9 +77,24 @@ def test_a_worker_trains_on_a_server_process(tmp_path: Path) -> None:
         ({"port": 1, "rank": 2, "size": 2}, "conf/serve.yaml: rank: 2 is out of range; size is 2"),
         ({"port": 70000, "rank": 0, "size": 2}, "conf/serve.yaml: port: "),
         ({"port": 1, "rank": 0, "size": 2}, "no store at 127.0.0.1:1: "),
+        ({"port": 1, "rank": 0, "size": 2, "heartbeat": {"interval": -1}}, "conf/serve.yaml: heartbeat.interval: "),
     ],
 )
 def test_wrong_settings_are_named(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
-    whole = {"host": "127.0.0.1", "address": None, "timeout": 1, **settings}
+    whole = {"host": "127.0.0.1", "address": None, "timeout": 1, "heartbeat": {}, **settings}
     with pytest.raises(AutoSyncError, match=message):
         serve(whole, tmp_path)
+
+
+def test_the_shipped_time_outs_are_those_of_the_workers() -> None:
+    shipped = yaml.safe_load((Path(__file__).parents[2] / "conf" / "serve.yaml").read_text())["heartbeat"]
+    assert shipped == asdict(HeartbeatSettings())
+
+
+def test_time_outs_reach_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(command, "serve_until_the_end", lambda *_, **settings: given.update(settings))
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    whole = {"host": "127.0.0.1", "port": store.port, "rank": 0, "size": 1, "address": None, "timeout": 9}
+    serve({**whole, "heartbeat": {"longest": 44.0}}, tmp_path)
+    assert given == {"address": None, "timeout": 9.0, "heartbeat": HeartbeatSettings(longest=44.0)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import time
 from contextlib import suppress
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from crew import drop_on_signal, slow_on_signal
-from relaxed_calls import NormedNet, local_step
+from relaxed_calls import NormedNet, digest, local_step
 from torch import Tensor, nn
 from training import batches
 
@@ -85,15 +84,10 @@ class Trainee:
         return all(bool(value.isfinite().all()) for value in self.module.state_dict().values())
 
 
-def digest(module: nn.Module) -> str:
-    """Equal for models whose parameters are equal to the last bit."""
-    return hashlib.sha256(b"".join(value.detach().numpy().tobytes() for value in module.parameters())).hexdigest()
-
-
 def open_mesh(store: dist.Store, rank: int, size: int, rejoin: bool) -> Mesh:
     mesh = Mesh.open(store, rank, size, address="127.0.0.1", heartbeat=HEARTBEAT, timeout=TIMEOUT, rejoin=rejoin)
-    drop_on_signal(mesh, seed=rank)
-    slow_on_signal(mesh)
+    drop_on_signal(mesh, rank, store)
+    slow_on_signal(mesh, store)
     return mesh
 
 

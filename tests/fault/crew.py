@@ -17,7 +17,7 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -135,6 +135,10 @@ class Crew:
     def go_on(self, rank: int) -> None:
         self._signal(rank, signal.SIGCONT)
 
+    def alive(self, rank: int) -> bool:
+        """Whether the rank's process is there, be it stopped."""
+        return self._processes[rank].is_alive()
+
     def drop(self, rank: int) -> None:
         """Shut one connection of the rank's mesh down; its function must have called `drop_on_signal`."""
         self._signal(rank, signal.SIGUSR1)
@@ -202,35 +206,62 @@ class Crew:
             self._answers.pop(rank).close()
 
 
-def drop_on_signal(mesh: Any, seed: int) -> None:
-    """At SIGUSR1, shut down one connection of ``mesh`` without a word to anybody."""
+def drop_on_signal(mesh: Any, seed: int, store: dist.Store) -> None:
+    """At SIGUSR1, shut down one connection of ``mesh`` without a word to anybody, and count that (`struck`)."""
     drawn = random.Random(seed)
 
     def cut(signum: int, frame: object) -> None:
-        connections = [line.socket for line in list(mesh._hub._peers.lines.values()) if line.socket is not None]
-        if connections:
-            try:
-                drawn.choice(connections).shutdown(socket.SHUT_RDWR)
-            except OSError:
-                return
+        connections = _connections(mesh)
+        drawn.shuffle(connections)
+        _count(store, DROP, mesh.rank, any(_done(one.shutdown, socket.SHUT_RDWR) for one in connections))
 
     signal.signal(signal.SIGUSR1, cut)
 
 
-def slow_on_signal(mesh: Any) -> None:
-    """At SIGUSR2, let ``mesh`` send no faster than `SLOW_RATE` on any connection for `SLOW_SECONDS`."""
+def slow_on_signal(mesh: Any, store: dist.Store) -> None:
+    """At SIGUSR2, let ``mesh`` send no faster than `SLOW_RATE` on any connection for `SLOW_SECONDS`; count that."""
 
-    def pace(rate: int) -> None:
-        for line in list(mesh._hub._peers.lines.values()):
-            with suppress(OSError, AttributeError):  # the line may have no connection just now
-                line.socket.setsockopt(socket.SOL_SOCKET, _MAX_PACING_RATE, struct.pack("@L", rate))
+    def pace(rate: int) -> bool:
+        limit = socket.SOL_SOCKET, _MAX_PACING_RATE, struct.pack("@L", rate)
+        return sum(_done(one.setsockopt, *limit) for one in _connections(mesh)) > 0
 
     def slow(signum: int, frame: object) -> None:
-        pace(SLOW_RATE)
+        _count(store, SLOW, mesh.rank, pace(SLOW_RATE))
         signal.setitimer(signal.ITIMER_REAL, SLOW_SECONDS)
 
     signal.signal(signal.SIGALRM, lambda signum, frame: pace(2**63))
     signal.signal(signal.SIGUSR2, slow)
+
+
+def struck(kind: str, rank: int) -> str:
+    """The store's counter of faults of a kind that met ``rank``, as drops and slow links do only where it has
+    connections at that moment.
+    """
+    return f"{kind} struck {rank}"
+
+
+def missed(kind: str, rank: int) -> str:
+    """The counter of those that found nothing to meet."""
+    return f"{kind} missed {rank}"
+
+
+def _count(store: dist.Store, kind: str, rank: int, met: bool) -> None:
+    store.add((struck if met else missed)(kind, rank), 1)
+
+
+def _connections(mesh: Any) -> list[socket.socket]:
+    """Those that are there just now."""
+    sockets = [line.socket for line in list(mesh._hub._peers.lines.values())]
+    return [one for one in sockets if one is not None]
+
+
+def _done(call: Callable[..., object], *arguments: Any) -> bool:
+    """Whether a call on a connection, which may go at any moment, went well."""
+    try:
+        call(*arguments)
+    except OSError:
+        return False
+    return True
 
 
 def _main(

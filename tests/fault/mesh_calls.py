@@ -22,7 +22,7 @@ QUICK = HeartbeatSettings(interval=0.1, shortest=2.0, longest=4.0, redial=2.0)
 
 def join(store: dist.Store, rank: int, size: int, rejoin: bool) -> Mesh:
     mesh = Mesh.open(store, rank, size, address="127.0.0.1", heartbeat=QUICK, timeout=30.0, rejoin=rejoin)
-    drop_on_signal(mesh, seed=rank)
+    drop_on_signal(mesh, rank, store)
     store.add("joined", 1)
     return mesh
 

@@ -81,3 +81,15 @@ def train(
         "digest": hashlib.sha256(weights).hexdigest(),
         "finite": all(bool(torch.isfinite(parameter).all()) for parameter in module.parameters()),
     }
+
+
+def await_setup(store: dist.Store, rank: int, size: int, rejoin: bool) -> dict[str, Any]:
+    """Rank 1 serves, and rank 0 never tells it what."""
+    mesh = Mesh.open(store, rank, size, address="127.0.0.1", heartbeat=HEARTBEAT, timeout=30.0, rejoin=rejoin)
+    if rank == 0:
+        store.add("joined", 1)
+        time.sleep(600.0)
+    server = ShardServer(mesh)
+    ended = server.wait(60.0)
+    mesh.close()
+    return {"ended": ended, "failure": server.failure}

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from campaign_calls import HEARTBEAT, RESUMED_STEPS, Heavy
-from crew import DROP, KILL, SLOW, STOP, Crew
+from campaign_calls import HEARTBEAT, RESUMED_STEPS, TIMEOUT, Heavy
+from crew import DROP, KILL, SLOW, STOP, Crew, missed, struck
 from test_mesh_faults import SLACK
 
 from lightning_autosync.plan import Group, Partition, SyncPlan
@@ -30,6 +30,8 @@ FATAL = "fatal kill"
 KINDS = (KILL, STOP, HANG, SLOW, DROP, FATAL)
 BOUND = HEARTBEAT.longest + 2 * HEARTBEAT.redial + SLACK
 """Seconds within which the others go on after a fault, or end."""
+RETURN = TIMEOUT + SLACK
+"""Seconds within which a rank is back that was killed or given up."""
 
 PERIODIC = {"mode": "periodic", "period": 4}
 MODES: dict[str, dict[str, Any]] = {
@@ -107,7 +109,15 @@ class Campaign:
         while not able - self.away:
             self._pass(0.1)
         rank = self.drawn.choice(sorted(able - self.away))
+        assert self.crew.alive(rank), f"rank {rank} has ended before a {kind}"
+        self._inflict(kind, rank)
         before, begin = self.crew.count("steps0"), time.monotonic()
+        while self.crew.count("steps0") < before + 2:
+            self._pass(0.01)
+            assert time.monotonic() - begin < BOUND, f"rank 0 did not go on after {kind} of rank {rank}"
+        self.pauses[kind].append(time.monotonic() - begin)
+
+    def _inflict(self, kind: str, rank: int) -> None:
         if kind == KILL:
             self.crew.kill(rank)
             self._plan(self.drawn.uniform(0.0, 2.0), "restart", rank)
@@ -117,11 +127,21 @@ class Campaign:
             seconds = self.drawn.uniform(0.1, 0.4) * longest if kind == STOP else longest + 2 * HEARTBEAT.redial
             self._plan(seconds, "go_on", rank)
         else:
+            self._hit(kind, rank)
+
+    def _hit(self, kind: str, rank: int) -> None:
+        """Once more where the rank had no connection at that moment, or was still coming back and did not listen."""
+        end = time.monotonic() + RETURN
+        hits, misses = struck(kind, rank), missed(kind, rank)
+        before, empty = self.crew.count(hits), self.crew.count(misses)
+        while self.crew.count(hits) == before:
+            found = self.crew.count(misses)
+            times = f"{found - empty} times no connection"
+            assert time.monotonic() < end, f"a {kind} found nothing at rank {rank} ({times})"
+            again = time.monotonic() + 1.0
             getattr(self.crew, kind)(rank)
-        while self.crew.count("steps0") < before + 2:
-            self._pass(0.01)
-            assert time.monotonic() - begin < BOUND, f"rank 0 did not go on after {kind} of rank {rank}"
-        self.pauses[kind].append(time.monotonic() - begin)
+            while time.monotonic() < again and (self.crew.count(hits), self.crew.count(misses)) == (before, found):
+                self._pass(0.01)
 
     def heal(self) -> None:
         """Wait until all are back and training."""

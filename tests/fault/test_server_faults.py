@@ -71,6 +71,25 @@ def test_a_lost_worker_comes_back() -> None:
     assert found[3]["steps"] >= 10
 
 
+def test_a_server_that_lost_all_its_workers_has_failed() -> None:
+    with crew_for(plan_on([0, 4], 1, {"mode": "asynchronous"}), seconds=60.0) as crew:
+        crew.wait_for("steps3", 5)
+        for rank in range(WORKERS):
+            crew.kill(rank)
+        found = crew.result(4, BOUND)
+    assert found["ended"]
+    assert "and no worker is left" in found["failure"]
+
+
+def test_a_server_whose_first_worker_dies_before_it_is_told_what_to_keep_has_failed() -> None:
+    with Crew("server_faults:await_setup", 2) as crew:
+        crew.wait_for("joined", 1)
+        crew.kill(0)
+        found = crew.result(1, BOUND)
+    assert found["ended"]
+    assert found["failure"].startswith("rank 0 is lost")
+
+
 @pytest.mark.slow
 def test_synchronous_workers_end_when_one_is_lost() -> None:
     with crew_for(plan_on([0, 4], 1, {"mode": "synchronous"}), seconds=60.0) as crew:

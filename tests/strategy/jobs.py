@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from lightning_autosync import AutoSyncFabricStrategy, AutoSyncStrategy, builders
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.plan import Compressor, compile_plan
-from lightning_autosync.strategy import replica as replica_module
+from lightning_autosync.strategy import resolution
 from lightning_autosync.strategy.replica import Replica
 from lightning_autosync.strategy.resolution import Resolution
 from lightning_autosync.strategy.settings import Settings
@@ -247,7 +247,7 @@ def thawed() -> dict[str, Any]:
         state = replica.engine.state_dict()
         return {name: memory.tensors["residual"].flatten().tolist() for name, memory in state.items()}
 
-    with mock.patch.object(replica_module, "resolve", resolve_lossy), warnings.catch_warnings(record=True) as caught:
+    with mock.patch.object(resolution, "resolve", resolve_lossy), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         replica = Replica(module, Settings(plan="ps", semantics="compressed"), 1, 2)
         inputs, labels = next(iter(models.loader()))

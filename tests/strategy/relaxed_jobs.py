@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -17,8 +19,10 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_autosync import AutoSyncStrategy, SyncPlan
-from lightning_autosync.plan import Consistency, builders
+from lightning_autosync.plan import Consistency, Group, builders
+from lightning_autosync.runtime.relaxed.mesh import Mesh
 from lightning_autosync.runtime.rendezvous import gather_json
+from lightning_autosync.strategy.job_mesh import STORE_PORT
 
 SAMPLES = 48
 
@@ -50,6 +54,9 @@ class Learner(LightningModule):
         norm: bool = False,
         thaw: bool = False,
         running: bool = False,
+        late: float = 0.0,
+        adam: bool = False,
+        plateau: bool = False,
     ) -> None:
         super().__init__()
         layers: list[nn.Module] = [nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)]
@@ -59,12 +66,19 @@ class Learner(LightningModule):
             layers.insert(1, nn.BatchNorm1d(8, momentum=None))
         self.layers = nn.Sequential(*layers)
         self.slow, self.how, self.momentum, self.thaw = slow, log, momentum, thaw
+        self.late, self.adam, self.plateau = late, adam, plateau
+        self.automatic_optimization = log != "manual"
         self.layers[0].bias.requires_grad_(not thaw)
+        self.counts: dict[str, int] = {}
         self.seen: list[list[int]] = []
         self.validated: list[list[float]] = []
 
     def on_train_epoch_start(self) -> None:
         self.seen.append([])
+        if self.global_rank == 1:
+            time.sleep(self.late)
+        if self.how == "everywhere":
+            self.trainer.strategy.barrier("the start of an epoch")
         if self.thaw and self.current_epoch == 1:
             self.layers[0].bias.requires_grad_(True)
 
@@ -76,9 +90,39 @@ class Learner(LightningModule):
         loss = F.mse_loss(self.layers(inputs), targets)
         if self.how == "step":
             self.log("loss", loss, sync_dist=True, on_step=True)
-        elif self.how == "epoch":
+        elif self.how in ("epoch", "everywhere"):
             self.log("loss", loss, sync_dist=True, on_step=False, on_epoch=True)
+        elif self.how == "manual":
+            self.step_by_hand(loss)
+            self.log("loss", loss.detach(), sync_dist=True, on_step=True)
         return loss
+
+    def step_by_hand(self, loss: Tensor) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.how == "end of batch":
+            self.log("late", 1.0, sync_dist=True)
+        elif self.how == "checkpoint":
+            self.trainer.save_checkpoint("never.ckpt")
+
+    def on_train_epoch_end(self) -> None:
+        if self.how == "everywhere":
+            self.trainer.strategy.barrier("the end of an epoch")
+
+    def on_train_end(self) -> None:
+        schedulers: Any = self.lr_schedulers()
+        strategy: Any = self.trainer.strategy
+        if isinstance(strategy, AutoSyncStrategy):
+            progress = strategy._replica.synchronizer.progress
+            self.counts = {"scheduler": schedulers.last_epoch, "progress": progress, "own": self.global_step}
+
+    def on_validation_start(self) -> None:
+        if self.how == "everywhere":
+            self.trainer.strategy.barrier("the start of validation")
 
     def on_validation_epoch_start(self) -> None:
         self.validated.append([])
@@ -86,10 +130,17 @@ class Learner(LightningModule):
     def validation_step(self, batch: Any, _: int) -> None:
         inputs, targets, _ = batch
         self.validated[-1].append(float(F.mse_loss(self.layers(inputs), targets)))
+        if self.how == "everywhere":
+            self.log("score", self.validated[-1][-1], sync_dist=True)
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD(self.parameters(), 0.02, momentum=self.momentum)
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.99**step)
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(self.parameters(), 0.02, momentum=self.momentum)
+        if self.adam:
+            optimizer = torch.optim.Adam(self.parameters(), 0.02)
+        scheduler: Any = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.99**step)
+        if self.plateau:
+            scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+            return [optimizer], [{"scheduler": scheduler, "interval": "step", "monitor": "loss", "strict": False}]
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
 
@@ -135,6 +186,8 @@ def report(module: Learner) -> dict[str, Any]:
     return {
         "apart": float((high - low).max()),
         "seen": gather_json(module.seen),
+        "validations": gather_json(len(module.validated)),
+        "counts": gather_json(module.counts),
         "first": sum(module.validated[0]),
         "last": sum(module.validated[-1]),
         "finite": bool(flat.isfinite().all()),
@@ -156,6 +209,67 @@ def resume(folder: str, consistency: dict[str, Any] | str, momentum: float) -> f
     return distance(whole, fit(relaxed(consistency), learner, max_epochs=4, resume=half))
 
 
+def resume_as(folder: str, first: dict[str, Any] | None, second: dict[str, Any] | None) -> float:
+    """How far two epochs under one plan and two more under another end from four by DDP; None stands for DDP."""
+    learner = {"adam": True}
+    half = checkpoint(folder, first, learner)
+    ours = fit(strategy_of(second), learner, max_epochs=4, resume=half)
+    return distance(ours, fit(DDPStrategy(), learner, max_epochs=4))
+
+
+def resume_old(folder: str) -> str:
+    """The error where a checkpoint's entry is of another version."""
+    path = checkpoint(folder, "partial_reduce", {})
+    content = torch.load(path, weights_only=True)
+    content["autosync"]["format"] = "autosync-relaxed/1"
+    dist.barrier()
+    if dist.get_rank() == 0:
+        torch.save(content, path)
+    dist.barrier()
+    return attempt("partial_reduce", max_epochs=3, resume=path)
+
+
+def everywhere(folder: str, consistency: dict[str, Any]) -> dict[str, Any]:
+    """Train with reductions and barriers wherever all ranks come, and a checkpoint of the best epochs."""
+    best = ModelCheckpoint(folder, monitor="score", save_top_k=2, every_n_epochs=1)
+    arguments = {"max_epochs": 4, "check_val_every_n_epoch": 2, "enable_checkpointing": True, "callbacks": [best]}
+    found = report(fit(relaxed(consistency), {"log": "everywhere", "slow": 0.01}, **arguments))
+    return found | {"kept": len(best.best_k_models)}
+
+
+def patience() -> dict[str, float]:
+    """What of a strategy's time-outs reaches the mesh and the averages of groups."""
+    seen: dict[str, float] = {}
+    opened = Mesh.open
+
+    def open_and_note(*arguments: Any, **options: Any) -> Mesh:
+        seen["longest"], seen["interval"] = options["heartbeat"].longest, options["heartbeat"].interval
+        return opened(*arguments, **options)
+
+    class Watched(Learner):
+        def on_train_epoch_start(self) -> None:
+            super().on_train_epoch_start()
+            seen["stall"] = self.trainer.strategy._replica.synchronizer._average._timeout
+
+    strategy = AutoSyncStrategy(
+        plan="partial_reduce", semantics="relaxed", heartbeat={"longest": 33.0, "interval": 0.25}, stall=17
+    )
+    with mock.patch.object(Mesh, "open", open_and_note):
+        seed_everything(5)
+        make_trainer(strategy, max_epochs=1).fit(Watched(), loader())
+    return seen
+
+
+def against_ddp_by_a_server(port: int) -> float:
+    """How far a training whose parameters lie on one process of ``autosync serve`` ends from DDP."""
+    names = tuple(name for name, _ in Learner().named_parameters())
+    group = Group(name="all", variables=names, architecture="parameter_server", topology="star", placement=(2,))
+    plan = SyncPlan(world_size=2, servers=1, consistency=Consistency(served=True), groups=(group,))
+    with mock.patch.dict(os.environ, {STORE_PORT: str(port)}):
+        ours = fit(AutoSyncStrategy(plan=plan), {"momentum": 0.9}, max_epochs=2)
+    return distance(ours, fit(DDPStrategy(), {"momentum": 0.9}, max_epochs=2))
+
+
 def resume_drifting(folder: str, consistency: dict[str, Any] | str) -> dict[str, Any]:
     """As `train`, the last of it resumed; the first validation loss is that of the beginning."""
     half = checkpoint(folder, consistency, {})
@@ -163,10 +277,14 @@ def resume_drifting(folder: str, consistency: dict[str, Any] | str) -> dict[str,
     return report(fit(relaxed(consistency), max_epochs=8, resume=half)) | {"first": begun["first"]}
 
 
-def checkpoint(folder: str, consistency: dict[str, Any] | str, learner: dict[str, Any]) -> str:
+def strategy_of(consistency: dict[str, Any] | str | None) -> DDPStrategy:
+    return DDPStrategy() if consistency is None else relaxed(consistency)
+
+
+def checkpoint(folder: str, consistency: dict[str, Any] | str | None, learner: dict[str, Any]) -> str:
     """The checkpoint of a training of two epochs; it loads without pickled code."""
     keep = ModelCheckpoint(folder, filename="half", every_n_epochs=1)
-    fit(relaxed(consistency), learner, max_epochs=2, enable_checkpointing=True, callbacks=[keep])
+    fit(strategy_of(consistency), learner, max_epochs=2, enable_checkpointing=True, callbacks=[keep])
     torch.load(Path(folder) / "half.ckpt", weights_only=True)
     return str(Path(folder) / "half.ckpt")
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lightning_autosync import AutoSyncStrategy
-from lightning_autosync.errors import PlanError
+from lightning_autosync.errors import DocumentError, PlanError
 
 MODES: dict[str, dict[str, Any]] = {
     "partial reduce": {"mode": "partial_reduce", "group_size": 2, "weighting": "dynamic"},
@@ -54,11 +54,23 @@ def test_an_epoch_is_one_pass_of_which_the_faster_rank_takes_more(duo) -> None:
 
 
 @pytest.mark.parametrize("mode", ["partial reduce", "asynchronous"])
-def test_a_rank_that_gets_no_batch_of_a_pass_holds_nobody_up(duo, mode: str) -> None:
-    found = duo.run("relaxed_jobs:train", consistency=MODES[mode], samples=4, max_epochs=3)
+def test_a_rank_that_comes_late_to_a_pass_still_gets_a_batch_and_validates(duo, mode: str) -> None:
+    # By the time rank 1 asks, rank 0 has asked for both batches.
+    arguments = {"learner": {"late": 0.3}, "samples": 8, "max_epochs": 3}
+    found = duo.run("relaxed_jobs:train", consistency=MODES[mode], **arguments)
     assert all(seen["apart"] == 0.0 for seen in found)
+    assert found[0]["validations"] == [3, 3]
     for one, other in zip(*found[0]["seen"], strict=True):
-        assert sorted(one + other) == [0, 1, 2, 3]
+        assert len(one) == len(other) == 4
+        assert sorted(one + other) == list(range(8))
+
+
+def test_schedules_follow_the_progress_of_the_job_and_not_a_ranks_own_steps(duo) -> None:
+    found = duo.run("relaxed_jobs:train", consistency="asynchronous", learner={"slow": 0.05}, max_epochs=2)[0]
+    fast, slow = found["counts"]
+    assert fast["own"] > fast["progress"] > slow["own"]
+    for counts in (fast, slow):
+        assert counts["scheduler"] == counts["progress"]
 
 
 def test_servers_that_wait_for_all_answer_reductions_in_a_step(duo) -> None:
@@ -79,6 +91,31 @@ def test_ranks_that_drift_resume_equal_and_go_on_learning(duo, tmp_path, mode: s
         assert found["last"] < 0.5 * found["first"]
 
 
+SERVED = MODES["served"]
+
+
+@pytest.mark.parametrize(("first", "second"), [(None, SERVED), (SERVED, None)], ids=["to servers", "from servers"])
+def test_the_state_of_the_optimizer_moves_to_servers_and_back(duo, tmp_path, first: Any, second: Any) -> None:
+    assert max(duo.run("relaxed_jobs:resume_as", folder=str(tmp_path), first=first, second=second)) < 1e-5
+
+
+def test_a_checkpoint_of_another_version_is_refused(duo, tmp_path) -> None:
+    for error in duo.run("relaxed_jobs:resume_old", folder=str(tmp_path)):
+        assert "PlanError: checkpoint: its state is 'autosync-relaxed/1', and this version reads" in error
+
+
+@pytest.mark.parametrize("mode", ["partial reduce", "asynchronous"])
+def test_collectives_are_answered_wherever_all_ranks_come(duo, tmp_path, mode: str) -> None:
+    for found in duo.run("relaxed_jobs:everywhere", folder=str(tmp_path), consistency=MODES[mode]):
+        assert found["apart"] == 0.0
+        assert found["kept"] == 2
+
+
+def test_time_outs_reach_the_mesh_and_the_groups(duo) -> None:
+    for seen in duo.run("relaxed_jobs:patience"):
+        assert seen == {"longest": 33.0, "interval": 0.25, "stall": 17.0}
+
+
 def test_reductions_at_the_end_of_an_epoch_are_answered(duo) -> None:
     for found in duo.run("relaxed_jobs:train", consistency=MODES["partial reduce"], learner={"log": "epoch"}):
         assert found["apart"] == 0.0
@@ -86,6 +123,24 @@ def test_reductions_at_the_end_of_an_epoch_are_answered(duo) -> None:
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "reduction in a step": ({"learner": {"log": "step"}}, "ExchangeError: .*inside a training step"),
+    "reduction after a step by hand": (
+        {"learner": {"log": "manual"}, "consistency": MODES["local SGD"]},
+        "ExchangeError: .*inside a training step",
+    ),
+    "reduction after a batch": (
+        {"learner": {"log": "end of batch"}},
+        "ExchangeError: sync_dist.*between training steps",
+    ),
+    "checkpoint after a batch": (
+        {"learner": {"log": "checkpoint"}},
+        "ExchangeError: a checkpoint between training steps",
+    ),
+    "an end by a rank's own steps": ({"max_steps": 5}, "PlanError: max_steps: 5"),
+    "a least number of a rank's own steps": ({"min_steps": 5}, "PlanError: min_steps: 5"),
+    "a rank's own number of batches": ({"limit_train_batches": 3}, "PlanError: limit_train_batches: 3"),
+    "a share of a rank's own batches": ({"limit_train_batches": 0.5}, "PlanError: limit_train_batches: 0.5"),
+    "fewer batches than ranks": ({"samples": 4}, "PlanError: train_dataloader: 4 samples are 1 batches of 4"),
+    "a plateau of steps": ({"learner": {"plateau": True}}, "PlanError: lr_scheduler: ReduceLROnPlateau"),
     "SyncBatchNorm": ({"learner": {"norm": True}}, "PlanError: model: 'layers.1' is a SyncBatchNorm"),
     "validation inside an epoch": ({"val_check_interval": 0.5}, "PlanError: val_check_interval: 0.5"),
     "validation after each batch": ({"val_check_interval": 1}, "PlanError: val_check_interval: 1"),
@@ -110,6 +165,22 @@ def test_what_would_deadlock_is_refused(duo, case: str) -> None:
     assert any(re.search(expected, error) for error in errors), errors
     # Whoever comes there later may find that the other has left.
     assert all(re.search(f"{expected}|PeerLost: rank . is lost: it has left", error) for error in errors), errors
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"heartbeat": {"pulse": 1.0}}, DocumentError, "heartbeat.pulse: not known; allowed: interval, shortest"),
+        ({"heartbeat": {"longest": "soon"}}, DocumentError, "heartbeat.longest: 'soon' is no finite number"),
+        ({"heartbeat": {"longest": 1.0}}, DocumentError, "heartbeat: interval 0.5 s, shortest 5 s and longest 1 s"),
+        ({"heartbeat": 3.0}, DocumentError, "heartbeat: 3.0 is no mapping"),
+        ({"stall": 0}, DocumentError, "stall: 0 is no finite number above 0"),
+        ({"plan": "all_reduce", "stall": 9.0}, ValueError, "stall: no meaning here"),
+    ],
+)
+def test_time_outs_that_make_no_sense_are_refused(arguments: Any, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=re.escape(words)):
+        AutoSyncStrategy(**{"plan": "partial_reduce", "semantics": "relaxed", **arguments})
 
 
 def test_relaxed_semantics_must_be_allowed() -> None:

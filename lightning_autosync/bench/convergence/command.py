@@ -1,4 +1,7 @@
-"""``autosync converge``: train by several methods, print the tables, leave result and picture."""
+"""``autosync converge``: train by several methods, print the tables, leave result and picture.
+
+With ``isolation`` nothing trains: how groups form is simulated, and there is no picture.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from typing import Any
 from rich.console import Console
 
 from lightning_autosync.bench.convergence.comparison import compare
+from lightning_autosync.bench.convergence.isolation import simulate_groups, survey_remarks, survey_table
 from lightning_autosync.bench.convergence.picture import draw
 from lightning_autosync.bench.convergence.settings import Settings
 from lightning_autosync.bench.convergence.table import remarks, result_table
@@ -24,12 +28,20 @@ def converge(configuration: dict[str, Any], directory: Path) -> None:
     Raises:
         AutoSyncError: a setting is wrong, or a worker failed.
     """
-    result = compare(Settings.parse(configuration))
-    write_text(directory / "result.json", json.dumps(result.to_dict()) + "\n")
-    draw(result, directory / "result.png")
+    settings = Settings.parse(configuration)
     console = Console()
     if not console.is_terminal:
         console = Console(width=FILE_WIDTH)
+    if settings.isolation is not None:
+        survey = simulate_groups(settings)
+        write_text(directory / "result.json", json.dumps(survey.to_dict()) + "\n")
+        console.print(survey_table(survey))
+        for line in [*survey_remarks(survey), f"{directory / 'result.json'}"]:
+            console.print(line, soft_wrap=True, highlight=False)
+        return
+    result = compare(settings)
+    write_text(directory / "result.json", json.dumps(result.to_dict()) + "\n")
+    draw(result, directory / "result.png")
     for speed in result.settings.chosen_speeds:
         console.print(result_table(result, speed))
     for line in remarks(result):

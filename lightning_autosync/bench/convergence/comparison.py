@@ -5,17 +5,19 @@ from __future__ import annotations
 import logging
 import os
 import platform
-from dataclasses import asdict
-from typing import Any
+from dataclasses import asdict, replace
+from typing import Any, NamedTuple
 
 from lightning_autosync.bench.convergence.course import time_to
-from lightning_autosync.bench.convergence.result import Result, Run, best_rate, load_rates
+from lightning_autosync.bench.convergence.result import Groups, Result, Run, best_rate, load_rates
 from lightning_autosync.bench.convergence.settings import Method, Settings
 from lightning_autosync.bench.convergence.trial import Budget
 from lightning_autosync.bench.load import LoadMeter
+from lightning_autosync.bench.preparation import make_cluster
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.errors import AutoSyncError, DocumentError
 from lightning_autosync.plan import SyncPlan, builders
+from lightning_autosync.runtime.relaxed.isolation import BOUND, windows_apart
 from lightning_autosync.workers import WorkerPool
 from lightning_autosync.workload import Workload, describe
 
@@ -32,16 +34,17 @@ def compare(settings: Settings) -> Result:
         DocumentError: a method is wrong.
         WorkerError: a worker failed.
     """
-    workload = describe(settings.task.module(), name=settings.task.kind)
-    cluster = _one_machine(settings.workers)
-    plans = {name: _plan(name, settings.methods[name], workload, cluster) for name in settings.chosen_methods}
+    workload, cluster, plans = prepare(settings)
     known = load_rates(settings.rates_of) if settings.rates_of else {}
     for name in plans:
         if name not in known and len(settings.grid(name)) > 1 and settings.tuning_seeds == 0:
             raise DocumentError(f"rates_of: no rate of '{name}' in {settings.rates_of}, and tuning_seeds is 0")
     load_before = os.getloadavg()
     policy: Any = None if settings.scheduling == "none" else settings.scheduling
-    with WorkerPool(settings.workers, timeout=settings.timeout, scheduling=policy) as pool:
+    with (
+        settings.launch.open(cluster) as launch,
+        WorkerPool(settings.workers, launch, timeout=settings.timeout, scheduling=policy) as pool,
+    ):
         comparison = _Comparison(settings, workload, cluster, plans, pool)
         tuned = {name: comparison.tune(name) for name in plans if name not in known and len(settings.grid(name)) > 1}
         rates = {
@@ -64,6 +67,30 @@ def compare(settings: Settings) -> Result:
         }
     tuning = [run for found in tuned.values() for run in found]
     return Result(settings, workload.bytes, rates, runs, tuning, conditions)
+
+
+class Prepared(NamedTuple):
+    """What is trained, where, and by what plan; plans by method."""
+
+    workload: Workload
+    cluster: ClusterSpec
+    plans: dict[str, SyncPlan]
+
+
+def prepare(settings: Settings) -> Prepared:
+    """Everything that can be wrong before a worker starts.
+
+    Raises:
+        DocumentError: cluster and workers do not fit each other, or a method is wrong.
+    """
+    workload = describe(settings.task.module(), name=settings.task.kind)
+    cluster = make_cluster(settings)
+    if cluster.world_size != settings.workers:
+        raise DocumentError(
+            f"workers: {settings.workers} asked for, but cluster '{cluster.name}' has {cluster.world_size} devices"
+        )
+    plans = {name: _plan(name, settings.methods[name], workload, cluster) for name in settings.chosen_methods}
+    return Prepared(workload, cluster, plans)
 
 
 class _Comparison:
@@ -121,6 +148,7 @@ class _Comparison:
             timeout=settings.timeout,
         )
         run = _joined(found, name, speed, seed, rate, settings.target, self._load.foreign_cores())
+        run = replace(run, groups=_joined_groups(found, self._plans[name].consistency.isolation or BOUND))
         reached = "" if run.reached is None else f", {settings.target:g} % after {run.reached:.2f} s"
         _log.info(
             "%s, %s, seed %d, rate %g: %.1f %%%s; %d to %d steps in %.1f s, waiting %.0f %%",
@@ -154,7 +182,7 @@ def _joined(
         seconds=max(rank["seconds"] for rank in found),
         steps=steps,
         waiting=[rank["waiting"] for rank in found],
-        sent=None if None in sent else sum(sent) / sum(steps),
+        sent=None if None in sent else [size / max(1, count) for size, count in zip(sent, steps, strict=True)],
         state_bytes=[rank["state_bytes"] for rank in found],
         moments=moments,
         scores=scores,
@@ -172,6 +200,12 @@ def _plan(name: str, method: Method, workload: Workload, cluster: ClusterSpec) -
         raise DocumentError(f"methods.{name}: {error}") from None
 
 
-def _one_machine(workers: int) -> ClusterSpec:
-    nodes = [{"name": "machine", "devices": workers}]
-    return ClusterSpec.from_dict({"format": ClusterSpec.FORMAT, "name": "one_machine", "nodes": nodes})
+def _joined_groups(found: list[dict[str, Any]], bound: int) -> Groups | None:
+    """The groups of a run while all workers took part, in the order in which they formed."""
+    told = {group["generation"]: group for rank in found for group in rank["groups"]}
+    formed = [told[generation] for generation in sorted(told) if told[generation]["active"] == len(found)]
+    if not formed:
+        return None
+    members = [group["members"] for group in formed]
+    apart, windows = windows_apart(members, len(found), bound)
+    return Groups(members, sum(group["bridging"] for group in formed), windows, apart)

@@ -16,6 +16,23 @@ FORMAT = "autosync-convergence/1"
 
 
 @dataclass(frozen=True)
+class Groups:
+    """The groups of a partial reduce that formed while all workers took part.
+
+    Attributes:
+        members: of each group, in the order in which they formed.
+        bridging: how many had to connect workers that were apart, and waited for that.
+        windows: spans of twice as many models as are to connect all workers, one from each group on.
+        apart: how many of those left workers apart.
+    """
+
+    members: Sequence[Sequence[int]]
+    bridging: int
+    windows: int
+    apart: int
+
+
+@dataclass(frozen=True)
 class Run:
     """One training.
 
@@ -28,12 +45,15 @@ class Run:
         reached: seconds until the average of all replicas reached the target; None if it did not, or there is none.
         seconds: that the training took.
         steps: by rank.
-        waiting: share of the time that was neither computation nor slowness, by rank.
-        sent: bytes that a rank sent for a step, the mean over ranks and steps; None where they cannot be counted.
-        state_bytes: bytes of optimizer state, by rank.
+        waiting: share of the time that went by between computation and the next step, by rank: exchange, waiting, and
+            the optimizer's step. Of methods in step it begins with backward, in which they exchange already.
+        sent: bytes that a rank sent for one of its steps, the mean over them, by rank; None where they cannot be
+            counted.
+        state_bytes: bytes of optimizer state at the end, by rank; it grows in the first step and stays.
         moments: seconds at which the average of all replicas was judged.
         scores: its validation metric then, in percent.
         foreign_cores: cores that other processes kept busy meanwhile; None where unknown.
+        groups: of a partial reduce.
     """
 
     method: str
@@ -45,11 +65,12 @@ class Run:
     seconds: float
     steps: Sequence[int]
     waiting: Sequence[float]
-    sent: float | None
+    sent: Sequence[float] | None
     state_bytes: Sequence[int]
     moments: Sequence[float]
     scores: Sequence[float]
     foreign_cores: float | None
+    groups: Groups | None = None
 
 
 @dataclass(frozen=True)
@@ -66,9 +87,14 @@ class Summary:
         times: all of them, ascending, those that reached it.
         faster: the reference's median over this one; None where one of them is not finite.
         steps: mean over runs of all workers' steps a second.
-        waiting: mean share of time that a worker waited or exchanged.
-        sent: bytes that a rank sent for a step; None where they cannot be counted.
-        state_bytes: of optimizer state, on the rank that has most.
+        waiting: mean share of time that a worker waited or exchanged; see `Run`.
+        sent: bytes that the median rank sent for a step, mean over runs; None where they cannot be counted.
+        sent_most: the same of the rank that sent most.
+        state_bytes: of optimizer state on the median rank, the largest of all runs.
+        state_most: the same on the rank that has most.
+        bridging: share of the groups that had to connect workers; None where there are no groups.
+        windows: spans of groups that should have connected all workers.
+        apart: how many of them did not.
     """
 
     runs: int
@@ -81,7 +107,12 @@ class Summary:
     steps: float
     waiting: float
     sent: float | None
-    state_bytes: int
+    sent_most: float | None
+    state_bytes: float
+    state_most: int
+    bridging: float | None
+    windows: int
+    apart: int
 
 
 @dataclass(frozen=True)
@@ -114,6 +145,9 @@ class Result:
         finals = [run.final for run in runs]
         reached, compared = median_time(runs), median_time(reference)
         sent = [run.sent for run in runs if run.sent is not None]
+        counted = len(sent) == len(runs)
+        groups = [run.groups for run in runs if run.groups is not None]
+        formed = sum(len(one.members) for one in groups)
         return Summary(
             runs=len(runs),
             final=statistics.mean(finals),
@@ -124,8 +158,13 @@ class Result:
             faster=compared / reached if math.isfinite(compared) and math.isfinite(reached) else None,
             steps=statistics.mean(sum(run.steps) / run.seconds for run in runs),
             waiting=statistics.mean(share for run in runs for share in run.waiting),
-            sent=statistics.mean(sent) if len(sent) == len(runs) else None,
-            state_bytes=max(size for run in runs for size in run.state_bytes),
+            sent=statistics.mean(map(statistics.median, sent)) if counted else None,
+            sent_most=statistics.mean(map(max, sent)) if counted else None,
+            state_bytes=max(statistics.median(run.state_bytes) for run in runs),
+            state_most=max(size for run in runs for size in run.state_bytes),
+            bridging=sum(one.bridging for one in groups) / formed if formed else None,
+            windows=sum(one.windows for one in groups),
+            apart=sum(one.apart for one in groups),
         )
 
     @property
@@ -140,7 +179,7 @@ class Result:
         return {
             "format": FORMAT,
             "settings": settings.model_dump(mode="json"),
-            "emulated": {"compute": settings.pace is not None},
+            "emulated": {"compute": settings.pace is not None, "links": settings.emulates_links},
             "model_bytes": self.model_bytes,
             "all_reduce_bytes": self.ring_bytes,
             "rates": self.rates,

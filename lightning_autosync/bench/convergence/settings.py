@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveFloat, model_validator
+from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
 from typing_extensions import Self
 
 from lightning_autosync.bench.convergence.tasks import AnyTask
+from lightning_autosync.cluster import Rate
 from lightning_autosync.documents import Configuration, Count, Index, Integer, Record
 from lightning_autosync.plan import Consistency
+from lightning_autosync.workers.launch_settings import LaunchSettings
 from lightning_autosync.workers.straggler import Slowdown
 
 Rates = Annotated[tuple[PositiveFloat, ...], Field(min_length=1)]
@@ -42,12 +44,31 @@ class Only(Record):
     speeds: Annotated[tuple[str, ...], Field(min_length=1)] | None = None
 
 
+class Simulation(Record):
+    """How groups of partial reduces form is simulated; nothing trains.
+
+    Attributes:
+        groups: how many form.
+        exchange: seconds that a group's average takes.
+        jitter: share by which a step's computation varies at random, up and down.
+    """
+
+    groups: Count = 1000
+    exchange: NonNegativeFloat = 0.0
+    jitter: Annotated[float, Field(ge=0, lt=1)] = 0.02
+
+
 class Settings(Configuration):
     """One comparison.
 
     Attributes:
         task: what is learned.
-        workers: number of workers.
+        launch: where the workers run: ``local``, or ``emulated`` behind the links of the cluster.
+        cluster: a cluster document; None is one machine.
+        cluster_scale: factor on every rate of it.
+        cluster_fastest: bytes/s that its fastest link shall have, in place of the factor.
+        rank_order: of the ranks on its nodes, as for a bench.
+        workers: number of workers; those of the cluster, if there is one.
         methods: by name.
         reference: the method that the others are compared with.
         speeds: who is slow and when, by name; a learning rate is chosen under the first, and used under all.
@@ -65,9 +86,16 @@ class Settings(Configuration):
         tuning_seeds: trainings by which a learning rate is chosen, with other seeds.
         scheduling: the kernel's policy for the workers.
         timeout: seconds that one training may take, with all that belongs to it.
+        isolation: in place of trainings, how groups form is simulated under all speeds: whether they connect all
+            workers, and what that costs. None trains.
     """
 
     task: AnyTask
+    launch: LaunchSettings = LaunchSettings()
+    cluster: dict[str, Any] | None = None
+    cluster_scale: PositiveFloat = 1.0
+    cluster_fastest: Rate | None = None
+    rank_order: Literal["natural", "interleaved"] = "natural"
     workers: Annotated[Integer, Field(ge=2)]
     methods: Annotated[dict[str, Method], Field(min_length=1)]
     reference: str = "all_reduce"
@@ -86,6 +114,18 @@ class Settings(Configuration):
     tuning_seeds: Index = 1
     scheduling: Literal["none", "batch"] = "none"
     timeout: PositiveFloat = 120.0
+    isolation: Simulation | None = None
+
+    @model_validator(mode="after")
+    def _check_place(self) -> Self:
+        if self.launch.kind == "ssh":
+            raise ValueError("launch: ssh is not for comparisons of convergence; allowed: local, emulated")
+        if self.launch.kind == "emulated" and self.cluster is None:
+            raise ValueError("cluster: missing; launch=emulated needs one, as in cluster=four_equal")
+        changed = self.cluster_scale != 1.0 or self.cluster_fastest is not None or self.rank_order != "natural"
+        if self.cluster is None and changed:
+            raise ValueError("cluster: missing; cluster_scale, cluster_fastest and rank_order change a cluster")
+        return self
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -107,9 +147,21 @@ class Settings(Configuration):
                     raise ValueError(f"speeds.{name}: rank {rank} is out of range; workers is {self.workers}")
         if self.pace is None and any(self.speeds[name] for name in self.chosen_speeds):
             raise ValueError("pace: missing; slow workers need a paced step that they are slower than")
+        if self.pace is None and self.isolation is not None:
+            raise ValueError("pace: missing; isolation simulates paced steps")
         if self.tuning_seeds == 0 and self.rates_of is None and any(len(self.grid(name)) > 1 for name in self.methods):
             raise ValueError("tuning_seeds: at least 1 is needed to choose among several rates")
         return self
+
+    @property
+    def ranks(self) -> int | None:
+        """The number of workers, where no cluster says it."""
+        return None if self.cluster is not None else self.workers
+
+    @property
+    def emulates_links(self) -> bool:
+        """Whether the links between workers are emulated."""
+        return self.launch.kind == "emulated"
 
     @property
     def chosen_methods(self) -> list[str]:

@@ -20,7 +20,7 @@ def result_table(result: Result, speed: str) -> Table:
     headings = ["rate", "runs", "final %", "points"]
     if timed:
         headings += [f"s to {result.settings.target:g} %", "min .. max", "times as fast"]
-    for heading in [*headings, "steps/s", "waiting", "kB/step", "state kB"]:
+    for heading in [*headings, "steps/s", "waiting", "kB/step", "most", "state kB", "most"]:
         table.add_column(heading, justify="right", no_wrap=True)
     for name in result.settings.chosen_methods:
         summary = result.summary(name, speed)
@@ -33,8 +33,8 @@ def result_table(result: Result, speed: str) -> Table:
             *(_time_cells(summary) if timed else ()),
             f"{summary.steps:.0f}",
             f"{summary.waiting:.0%}",
-            "?" if summary.sent is None else f"{summary.sent / 1e3:.1f}",
-            f"{summary.state_bytes / 1e3:.1f}",
+            *("?" if size is None else f"{size / 1e3:.1f}" for size in (summary.sent, summary.sent_most)),
+            *(f"{size / 1e3:.1f}" for size in (summary.state_bytes, summary.state_most)),
         ]
         table.add_row(*cells, style="bold" if name == result.settings.reference else None)
     return table
@@ -44,7 +44,8 @@ def title(result: Result, speed: str) -> str:
     """Task, workers and speeds in one line."""
     settings = result.settings
     compute = "" if settings.pace is None else f", steps paced at {settings.pace * 1e3:g} ms"
-    return f"{settings.task.kind}, {settings.workers} workers, {speed}{compute}"
+    links = ", emulated links" if settings.emulates_links else ""
+    return f"{settings.task.kind}, {settings.workers} workers, {speed}{compute}{links}"
 
 
 def remarks(result: Result) -> list[str]:
@@ -52,10 +53,13 @@ def remarks(result: Result) -> list[str]:
     settings = result.settings
     lines = [
         f"final %: validation metric, mean and deviation over seeds; points: less that of {settings.reference}",
-        "kB/step: sent by a rank for one of its steps, as the kernel counts; a ring all-reduce must send "
-        f"{result.ring_bytes / 1e3:.1f} of a model of {result.model_bytes / 1e3:.1f}",
-        "state kB: optimizer state on the rank that has most; steps/s: of all workers together; waiting: share of the "
-        "time that a worker neither computes nor is slow",
+        "kB/step: sent by the median rank, and by the one that sends most, for one of its steps, as the kernel counts; "
+        f"a ring all-reduce must send {result.ring_bytes / 1e3:.1f} of a model of {result.model_bytes / 1e3:.1f}",
+        "state kB: optimizer state after the last step, on the median rank and on the one that has most; "
+        "steps/s: of all workers together",
+        "waiting: share of the time between a worker's computation and its next step: exchange, waiting and the "
+        "optimizer's step; of methods in step it begins with backward, which exchanges meanwhile",
+        *_group_remarks(result),
     ]
     if settings.target is not None:
         lines.append("s: median over seeds of the time until the average of all replicas reached the target")
@@ -67,6 +71,20 @@ def remarks(result: Result) -> list[str]:
     if busy and sum(busy) / len(busy) > BUSY:
         mean = sum(busy) / len(busy)
         lines.append(f"other processes kept {mean:.1f} cores busy meanwhile: repeat when it is quiet")
+    return lines
+
+
+def _group_remarks(result: Result) -> list[str]:
+    """For each partial reduce whether its groups connected all workers."""
+    lines = []
+    for speed in result.settings.chosen_speeds:
+        for name in result.settings.chosen_methods:
+            found = result.summary(name, speed)
+            if found.bridging is not None:
+                lines.append(
+                    f"groups of {name}, {speed}: {found.bridging:.1%} had to connect workers; {found.apart} of "
+                    f"{found.windows} windows of twice the bound left some apart; waiting {found.waiting:.0%}"
+                )
     return lines
 
 

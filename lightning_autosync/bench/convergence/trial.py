@@ -59,7 +59,7 @@ def train(
     key: str,
     timeout: float,
 ) -> dict[str, Any]:
-    """Train once; what this rank found, as the fields of :class:`~lightning_autosync.bench.convergence.result.Found`.
+    """Train once; what this rank found.
 
     Args:
         straggler: who is slow; ``seed`` is that of its pauses too.
@@ -146,6 +146,7 @@ class _Training:
             "final": self._task.accuracy(self._module) if self._rank == 0 else None,
             "bytes_sent": None if sent is None or after is None else after - sent,
             "state_bytes": state_bytes,
+            "groups": [group._asdict() for group in self._way.groups],
         }
 
     def common_moments(self) -> list[float]:
@@ -171,6 +172,8 @@ class _Training:
             self._sleep_until(begin + self._budget.pace + self._straggler.delay(self._budget.pace))
         computed = time.perf_counter()
         value.backward()
+        if not self._way.lock_step:
+            computed = time.perf_counter()  # backward has exchanged nothing
         self._way.step(self._task.batch)
         self._exchange += time.perf_counter() - computed
         self.course.look()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,8 +17,10 @@ from lightning_autosync.bench.convergence.settings import Method
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.plan import SyncPlan, compile_plan
 from lightning_autosync.runtime import Engine
+from lightning_autosync.runtime.relaxed.averaging_worker import Group
 from lightning_autosync.runtime.relaxed.mesh import Mesh
 from lightning_autosync.runtime.relaxed.opening import open_synchronizer
+from lightning_autosync.runtime.relaxed.partial_reduce import PartialReduce
 from lightning_autosync.runtime.relaxed.server import ParameterServer
 from lightning_autosync.workload import Workload, variable_names
 
@@ -30,11 +32,13 @@ class Way(ABC):
         lock_step: whether all workers must take equally many steps.
         forward: what is called for the logits.
         optimizer: of the replica.
+        groups: of a partial reduce, in which this replica took part.
     """
 
     lock_step: bool
     forward: nn.Module
     optimizer: Optimizer
+    groups: Sequence[Group] = ()
 
     @abstractmethod
     def start(self) -> None:
@@ -50,7 +54,10 @@ class Way(ABC):
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of optimizer state on this rank, with those of an outer update and of a server in this process."""
+        """Bytes of optimizer state on this rank, with those of an outer update and of a server in this process.
+
+        To be asked for after :meth:`meet`, when no server is at work.
+        """
         return tensor_bytes(self.optimizer.state.values())
 
     @abstractmethod
@@ -142,6 +149,7 @@ class RelaxedWay(Way):
         timeout: float,
     ) -> None:
         self.forward, self.optimizer = module, optimizer
+        self.groups: list[Group] = []
         self._mesh = Mesh.open(store, dist.get_rank(), dist.get_world_size(), timeout=timeout)
         try:
             self._synchronizer = open_synchronizer(
@@ -156,6 +164,8 @@ class RelaxedWay(Way):
 
     def step(self, samples: int) -> None:
         self._synchronizer.step(self.optimizer, samples)
+        if isinstance(self._synchronizer, PartialReduce) and self._synchronizer.group is not None:
+            self.groups.append(self._synchronizer.group)
 
     def meet(self) -> None:
         self._synchronizer.finish()
@@ -198,7 +208,7 @@ def open_way(
         momentum: of the SGD.
         plan: the method's plan; not used by those of kind ``ddp`` and ``zero``.
         workload: variables of the module.
-        cluster: one node of all ranks.
+        cluster: where the ranks are.
         store: for this training only.
         timeout: seconds to wait for others.
     """

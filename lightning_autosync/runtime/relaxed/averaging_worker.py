@@ -4,19 +4,31 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_autosync.errors import ExchangeError, GroupBroken, PeerLost
 from lightning_autosync.runtime.relaxed.averaging import GroupAverage
 from lightning_autosync.runtime.relaxed.base import Synchronizer
 from lightning_autosync.runtime.relaxed.controller import RANK, Controller, ControllerLink
 from lightning_autosync.runtime.relaxed.coordinator import Coordinator
+from lightning_autosync.runtime.relaxed.handover import Inheritance, pack_optimizer
 from lightning_autosync.runtime.relaxed.mesh import Mesh
-from lightning_autosync.runtime.relaxed.tensors import FlatView, ModelTensors, model_bytes, take_bytes
+from lightning_autosync.runtime.relaxed.messages import as_bytes, payload_size
+from lightning_autosync.runtime.relaxed.server.wire import Packed, pack
+from lightning_autosync.runtime.relaxed.tensors import (
+    FlatView,
+    ModelTensors,
+    model_bytes,
+    optimizer_averages,
+    optimizer_slots,
+    take_bytes,
+)
 
 ATTEMPTS = 20
 """Groups that may break one after another before a worker gives up."""
@@ -28,17 +40,31 @@ _MODEL = "worker.model"
 
 
 class Group(NamedTuple):
-    """Workers that averaged together; ``generation`` is the group's number."""
+    """Workers that averaged together.
+
+    Attributes:
+        generation: the group's number.
+        members: ranks, ascending.
+        bridging: whether it had to connect workers that were apart.
+        active: workers that took part in training when it was formed; 0 at a barrier.
+    """
 
     generation: int
     members: tuple[int, ...]
+    bridging: bool = False
+    active: int = 0
 
 
 class AveragingWorker(Synchronizer):
     """A worker that averages its model with groups which rank 0's controller forms.
 
-    A group that breaks because a member is lost leaves its members' models as they were, and they ask for another.
-    After all have met at a barrier (:meth:`drain`), all have committed its average or none.
+    A group breaks if a member is lost. Whoever could not finish its average keeps its own model and asks for another
+    group; a member that had everything by then keeps the average, for to agree on it would cost every group a round of
+    messages. Only at a barrier (:meth:`drain`), and wherever all must stay in step (periodic averaging), have all
+    members committed an average or none.
+
+    A worker that comes back takes the model of one that waits, and goes on from that one's optimizer: its running
+    averages and step counts, with the own hyperparameters.
 
     Args:
         mesh: connects the workers, which are its first ranks; stays the caller's.
@@ -46,13 +72,21 @@ class AveragingWorker(Synchronizer):
         coordinator: made by rank 0 only.
         timeout: seconds to wait for other workers, at a barrier or for a group.
         stall: seconds without progress after which a group's average is given up.
+        momentum: whether the optimizer's running averages are averaged wherever the parameters are; at a barrier by
+            those who have made a step.
 
     Attributes:
         group: the last one of this worker; None before the first.
     """
 
     def __init__(
-        self, mesh: Mesh, model: ModelTensors, coordinator: Coordinator | None, timeout: float, stall: float
+        self,
+        mesh: Mesh,
+        model: ModelTensors,
+        coordinator: Coordinator | None,
+        timeout: float,
+        stall: float,
+        momentum: bool,
     ) -> None:
         if (coordinator is None) is (mesh.rank == RANK):
             raise ExchangeError(f"rank {RANK}, and no other, has the coordinator")
@@ -62,6 +96,10 @@ class AveragingWorker(Synchronizer):
         self._link = ControllerLink(mesh, timeout + stall)
         self._controller = Controller(mesh, coordinator) if coordinator is not None else None
         self.group: Group | None = None
+        self._averages_momentum = momentum
+        self._optimizer: Optimizer | None = None
+        """Of the last step."""
+        self._inherited: Inheritance | None = None
         self._iteration = 0
         self._samples = 0
         self._away = ""
@@ -87,9 +125,16 @@ class AveragingWorker(Synchronizer):
                 self._link.tell("start")
 
     def drain(self) -> None:
-        view = FlatView([*self._model.parameters, *self._model.buffers, *self._drained_state()])
-        group, average = self._meet("arrive", view.pack())
-        view.unpack(average)
+        parameters = self._model.parameters
+        common = [*parameters, *self._model.buffers, *self._drained_state()]
+
+        def view(group: dict[str, Any]) -> FlatView:
+            return FlatView([*common, *self._momenta(parameters, group["averages"])])
+
+        elements = sum(FlatView(common).sizes)
+        facts = self._momentum_facts(parameters)
+        group, average = self._meet("arrive", elements, lambda group: view(group).pack(), **facts)
+        view(group).unpack(average)
         self._iteration, self._samples = group["iteration"], 0
         self._away = "after a drain, training goes on with resume()"
         self._after_drain()
@@ -152,17 +197,41 @@ class AveragingWorker(Synchronizer):
     def _adopt(self, facts: dict[str, Any]) -> None:
         """Take the JSON data of :meth:`_handed_over`; the tensors are there already."""
 
-    # Groups
+    # Local steps
 
-    def _count(self, samples: int) -> None:
-        """A local step was made."""
+    def _step_locally(self, optimizer: Optimizer, samples: int) -> None:
         if self._away:
             raise ExchangeError(f"a step now is out of place: {self._away}")
+        if self._inherited is not None:
+            self._inherited.give_to(optimizer, self._model.parameters)
+        self._optimizer, self._inherited = optimizer, None
+        optimizer.step()
         self._iteration += 1
         self._samples += samples
 
-    def _meet(self, kind: str, flat: Tensor, **facts: Any) -> tuple[dict[str, Any], Tensor]:
-        """Ask for a group and average ``flat``, [elements], with it; again, if the group breaks.
+    def _momentum_facts(self, parameters: Sequence[Tensor]) -> dict[str, Any]:
+        """What a request says of the optimizer's averages: their names, if they are averaged."""
+        if not self._averages_momentum:
+            return {}
+        return {"averages": optimizer_averages(self._optimizer, parameters) if self._optimizer else []}
+
+    def _momenta(self, parameters: Sequence[Tensor], names: Sequence[str]) -> list[Tensor | int]:
+        """The optimizer's averages of these names; where it is not known yet, their numbers of elements."""
+        if self._optimizer is not None:
+            return optimizer_slots(self._optimizer, parameters, names)
+        sizes: list[Tensor | int] = [*FlatView(parameters).sizes]
+        return sizes * len(names)
+
+    # Groups
+
+    def _meet(
+        self, kind: str, elements: int, flat_for: Callable[[dict[str, Any]], Tensor], **facts: Any
+    ) -> tuple[dict[str, Any], Tensor]:
+        """Ask for a group and average with it what ``flat_for`` the group gives, flat; again, if the group breaks.
+
+        Args:
+            kind: of the request.
+            elements: of that, or of the part that all must have alike.
 
         Returns:
             The group, and the average in memory that lasts until the next call.
@@ -170,9 +239,9 @@ class AveragingWorker(Synchronizer):
         for attempt in range(ATTEMPTS):
             if attempt:
                 time.sleep(min(_SHORTEST_PAUSE * 2 ** (attempt - 1), _LONGEST_PAUSE))
-            self._link.tell(kind, iteration=self._iteration, samples=self._samples, elements=flat.numel(), **facts)
+            self._link.tell(kind, iteration=self._iteration, samples=self._samples, elements=elements, **facts)
             group = self._await_group(steps_back=int(kind == "ready"))
-            average = self._try(group, flat)
+            average = self._try(group, flat_for(group))
             if average is not None:
                 return group, average
         raise ExchangeError(f"{ATTEMPTS} groups broke one after another; the last had ranks {group['members']}")
@@ -182,18 +251,21 @@ class AveragingWorker(Synchronizer):
         while True:
             kind, header = self._link.wait("donate", "group")
             if kind == "group":
-                self.group = Group(header["generation"], tuple(header["members"]))
+                bridging, active = header.get("bridging", False), header.get("active", 0)
+                self.group = Group(header["generation"], tuple(header["members"]), bridging, active)
                 return header
             self._donate(header["takers"], steps_back)
 
     def _try(self, group: dict[str, Any], flat: Tensor) -> Tensor | None:
         """The average, if all goes well."""
         average = self._run(group, flat)
-        if group["atomic"]:
-            generation = group["generation"]
-            self._link.tell("broken" if average is None else "complete", generation=generation)
-            if not self._commits(generation):
-                return None
+        generation = group["generation"]
+        if average is None:
+            self._link.tell("broken", generation=generation, number=group.get("number"))
+        elif group["atomic"]:
+            self._link.tell("complete", generation=generation)
+        if group["atomic"] and not self._commits(generation):
+            return None
         return average
 
     def _run(self, group: dict[str, Any], flat: Tensor) -> Tensor | None:
@@ -217,20 +289,31 @@ class AveragingWorker(Synchronizer):
 
     def _donate(self, takers: list[list[int]], steps_back: int) -> None:
         facts, extra = self._handed_over(steps_back)
-        tensors = model_bytes([*self._model.all, *extra])
+        optimizer = self._packed_optimizer().parts
+        # First what is aligned.
+        parts = [*optimizer, *model_bytes([*self._model.all, *extra])]
+        size = payload_size(as_bytes(optimizer))
         for rank, visit in takers:
-            header = {"iteration": self._iteration - steps_back, "facts": facts, "visit": visit}
+            header = {"iteration": self._iteration - steps_back, "facts": facts, "visit": visit, "optimizer": size}
             try:
-                self._mesh.send(rank, _MODEL, header, tensors)
+                self._mesh.send(rank, _MODEL, header, parts)
             except PeerLost:
                 continue  # it was lost again; it will ask again
+
+    def _packed_optimizer(self) -> Packed:
+        """The state of the own optimizer, or what is kept for it; nothing before the first step of all."""
+        if self._optimizer is not None:
+            return pack_optimizer(self._optimizer, self._model.parameters)
+        return pack({}) if self._inherited is None else self._inherited.packed()
 
     def _take(self, donor: int, visit: int) -> None:
         mail = self._mesh.receive(_MODEL, sender=donor, timeout=self._timeout)
         while mail.header["visit"] != visit:
             # Meant for a predecessor, which asked before it was lost.
             mail = self._mesh.receive(_MODEL, sender=donor, timeout=self._timeout)
+        size = mail.header["optimizer"]
         _, extra = self._handed_over(0)
-        take_bytes([*self._model.all, *extra], mail.payload, donor)
+        take_bytes([*self._model.all, *extra], mail.payload[size:], donor)
+        self._inherited = Inheritance.found(donor, mail.payload[:size])
         self._iteration = mail.header["iteration"]
         self._adopt(mail.header["facts"])

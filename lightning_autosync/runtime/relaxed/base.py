@@ -23,7 +23,8 @@ class Synchronizer(ABC):
     def start(self) -> None:
         """Take rank 0's tensors; every live worker must call it.
 
-        In a job that already runs, a worker that came back takes a live peer's tensors instead.
+        In a job that already runs, a worker that came back takes a live peer's tensors instead; and where optimizers
+        step on the workers, its first step goes on from the state of that peer's optimizer.
         """
 
     @abstractmethod

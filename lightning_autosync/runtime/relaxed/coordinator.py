@@ -3,8 +3,8 @@
 Pure: it neither sends nor waits; whoever holds it tells the time. What travels:
 
 From a worker: ``start`` (give me a model), ``ready`` (I made a step and want a group), ``arrive`` (I am at the barrier
-of a drain), ``done`` (no more data before the drain), ``complete`` and ``broken`` (how the average of an *atomic* group
-went), ``leave``.
+of a drain), ``done`` (no more data before the drain), ``broken`` (a group's average failed), ``complete`` (that of an
+*atomic* group went well), ``leave``.
 
 To a worker: ``group`` (average with these), ``verdict`` (all members of the atomic group completed: commit; or signal
 again), ``donate`` (send your model to these), ``take`` (expect a model from that one), ``patience`` (somebody came
@@ -14,7 +14,7 @@ of its ``visit``: a worker that is lost and comes back must not get what was mea
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple
@@ -42,6 +42,10 @@ class Phase(Enum):
     GROUPED = "grouped"
     DONE = "done"
     ARRIVED = "arrived"
+
+
+_WAITS = {Phase.STARTING: "start", Phase.WAITING: "group", Phase.ARRIVED: "drain"}
+"""Phases in which a worker waits for others, and for what."""
 
 
 @dataclass
@@ -74,7 +78,7 @@ class Coordinator:
         grouping: fresh; how groups form.
         dynamic: whether weights depend on staleness.
         atomic: whether all members of a group commit or none; barriers always are.
-        timeout: seconds that the last worker may come to a start or a barrier after the first.
+        timeout: seconds that the last worker may come to a start, a group or a barrier after the first.
         pace: what adapts the period, if anything does.
     """
 
@@ -119,6 +123,8 @@ class Coordinator:
                 self._complete(rank, header["generation"])
             case "broken":
                 self._break(header["generation"])
+                if header.get("number") is not None:
+                    self._grouping.broken(header["number"])
             case "leave":
                 self._remove(rank)
         return self._decide(now)
@@ -134,15 +140,15 @@ class Coordinator:
         """What follows from the mere passing of time."""
         if self.stopped is not None:
             return []
-        for phase, name in ((Phase.STARTING, "start"), (Phase.ARRIVED, "drain")):
-            first = self._first(phase)
-            if first is not None and now >= first + self._timeout:
-                if phase is Phase.STARTING and self._started:
-                    self._refuse_late(now)
-                    continue
-                missing = ", ".join(map(str, self._awaited(phase)))
-                self._stop(f"{name}: rank {missing} did not come within {self._timeout:g} s")
-                return self._flush()
+        for phase, end in self._ends():
+            if now < end:
+                continue
+            if phase is Phase.STARTING and self._started:
+                self._refuse_late(now)
+                continue
+            missing = ", ".join(map(str, self._awaited(phase)))
+            self._stop(f"{_WAITS[phase]}: rank {missing} did not come within {self._timeout:g} s")
+            return self._flush()
         return self._decide(now)
 
     def _refuse_late(self, now: float) -> None:
@@ -157,9 +163,8 @@ class Coordinator:
         """When to call :meth:`tick` at the latest; None if only messages matter."""
         if self.stopped is not None:
             return None
-        firsts = [first for phase in (Phase.STARTING, Phase.ARRIVED) if (first := self._first(phase)) is not None]
         close = self._grouping.deadline(now)
-        return min([first + self._timeout for first in firsts] + ([] if close is None else [close]), default=None)
+        return min([end for _, end in self._ends()] + ([] if close is None else [close]), default=None)
 
     def stop(self, reason: str) -> list[Order]:
         """End everything: an error on every worker that still wants something."""
@@ -231,13 +236,13 @@ class Coordinator:
         self._workers[coming[0]].phase = Phase.TRAINING
 
     def _donate(self, now: float) -> None:
-        """Whoever came (back) gets the model of a worker that waits; a barrier then waits for it too, as long again."""
+        """Whoever came (back) gets the model of one that waits; those who wait then wait for it too, as long again."""
         joining = self._in(Phase.STARTING)
         donors = self._in(Phase.WAITING, Phase.ARRIVED)
         if joining and donors:
             donor = max(donors, key=lambda rank: (self._workers[rank].iteration, -rank))
             self._hand_over(donor, joining, iteration=self._workers[donor].iteration)
-            for rank in self._in(Phase.ARRIVED):
+            for rank in self._in(Phase.WAITING, Phase.ARRIVED):
                 self._workers[rank].since = now
                 self._order(rank, "patience", {})
 
@@ -248,23 +253,36 @@ class Coordinator:
             self._workers[rank].phase, self._workers[rank].iteration = Phase.TRAINING, iteration
 
     def _form_groups(self, now: float) -> None:
-        while group := self._grouping.take(self._in(Phase.TRAINING, Phase.WAITING, Phase.GROUPED), now):
-            self._announce(group)
+        active = self._in(Phase.TRAINING, Phase.WAITING, Phase.GROUPED)
+        while group := self._grouping.take(active, now):
+            self._announce(group, len(active))
 
-    def _announce(self, group: Grouped) -> None:
+    def _announce(self, group: Grouped, active: int) -> None:
         members = tuple(sorted(group.members))
         iterations = [self._workers[rank].iteration for rank in members]
         weights = dynamic_weights(iterations) if self._dynamic else constant_weights(len(members))
-        self._order_group(members, weights, drain=False)
+        facts = {"number": group.number, "bridging": group.bridging, "active": active}
+        self._order_group(members, weights, False, facts)
 
     def _open_barrier(self) -> None:
         members = tuple(self._in(Phase.ARRIVED))
-        if members and not self._awaited(Phase.ARRIVED):
-            self._order_group(members, sample_weights([self._workers[rank].samples for rank in members]), drain=True)
+        if not members or self._awaited(Phase.ARRIVED):
+            return
+        samples = [self._workers[rank].samples for rank in members]
+        # Where nobody has made a step since the last barrier, momenta are as that one left them.
+        averages = self._averages(members) if any(samples) else set()
+        facts = {"averages": next(iter(averages), ())}
+        self._order_group(members, sample_weights(samples), True, facts)
 
-    def _order_group(self, members: tuple[int, ...], weights: list[float], drain: bool) -> None:
+    def _averages(self, members: Iterable[int]) -> set[tuple[str, ...]]:
+        """What optimizers keep that have stepped; they must agree."""
+        kept = (self._workers[rank].averages for rank in members)
+        return {tuple(names) for names in kept if names}
+
+    def _order_group(self, members: tuple[int, ...], weights: list[float], drain: bool, facts: dict[str, Any]) -> None:
         workers = [self._workers[rank] for rank in members]
-        if any(worker.averages != workers[0].averages for worker in workers):
+        unlike = not drain and any(worker.averages != workers[0].averages for worker in workers)
+        if unlike or len(self._averages(members)) > 1:
             kept = "; ".join(f"rank {rank}: {_names(self._workers[rank].averages)}" for rank in members)
             self._stop(
                 f"momentum 'average' needs the same optimizer state on all workers, which keep {kept}; use the same "
@@ -285,6 +303,7 @@ class Coordinator:
             "rate": workers[0].rate,
             "atomic": atomic,
             "drain": drain,
+            **facts,
         }
         if self._pace is not None:
             header["period"] = self._pace.next_period()
@@ -332,10 +351,16 @@ class Coordinator:
         if phase is Phase.STARTING:
             absent = [rank for rank in self._in(Phase.ABSENT) if rank not in self._lost]
             return [] if self._started else absent
+        if phase is Phase.WAITING:
+            return self._in(Phase.TRAINING, Phase.GROUPED)
         return self._in(Phase.TRAINING, Phase.WAITING, Phase.GROUPED, Phase.DONE)
 
-    def _first(self, phase: Phase) -> float | None:
-        return min((self._workers[rank].since for rank in self._in(phase)), default=None)
+    def _ends(self) -> Iterator[tuple[Phase, float]]:
+        """Where somebody waits, and when that has lasted for too long."""
+        for phase in _WAITS:
+            waiting = self._in(phase)
+            if waiting and (phase is not Phase.WAITING or self._awaited(phase)):
+                yield phase, min(self._workers[rank].since for rank in waiting) + self._timeout
 
     def _stop(self, reason: str) -> None:
         self.stopped = reason

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import NamedTuple
 
-from lightning_autosync.runtime.relaxed.isolation import IsolationGuard
+from lightning_autosync.plan import Consistency
+from lightning_autosync.runtime.relaxed.isolation import BOUND, IsolationGuard
 
 
 class Grouped(NamedTuple):
@@ -14,10 +15,12 @@ class Grouped(NamedTuple):
     Attributes:
         members: ranks, in the order in which they began to wait.
         bridging: whether the group had to connect workers that were apart.
+        number: by which the group is told broken (:meth:`Grouping.broken`).
     """
 
     members: tuple[int, ...]
     bridging: bool
+    number: int
 
 
 class Grouping:
@@ -39,6 +42,12 @@ class Grouping:
         self.wait = wait
         self.isolation = isolation or IsolationGuard()
         self._since: dict[int, float] = {}
+        self._formed = 0
+
+    @classmethod
+    def of(cls, settings: Consistency) -> Grouping:
+        """What a consistency of mode ``partial_reduce`` asks for."""
+        return cls(settings.group_size, settings.wait, IsolationGuard(settings.isolation or BOUND))
 
     @property
     def waiting(self) -> tuple[int, ...]:
@@ -72,8 +81,13 @@ class Grouping:
         members = tuple(rank for rank in self._since if rank in chosen)
         for rank in members:
             del self._since[rank]
-        self.isolation.record(members, active)
-        return Grouped(members, bridging)
+        self._formed += 1
+        self.isolation.record(self._formed, members, active)
+        return Grouped(members, bridging, self._formed)
+
+    def broken(self, number: int) -> None:
+        """A group's average failed: it has connected nobody. May be told again."""
+        self.isolation.retract(number)
 
     def deadline(self, now: float) -> float | None:
         """When to try :meth:`take` again although nothing happens; None if there is no need to."""

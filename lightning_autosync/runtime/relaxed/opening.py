@@ -13,9 +13,10 @@ from lightning_autosync.plan.servers import server_layout
 from lightning_autosync.runtime.relaxed.base import Synchronizer
 from lightning_autosync.runtime.relaxed.mesh import Mesh
 from lightning_autosync.runtime.relaxed.partial_reduce import PartialReduce
+from lightning_autosync.runtime.relaxed.patience import STALL
 from lightning_autosync.runtime.relaxed.periodic import Periodic
 from lightning_autosync.runtime.relaxed.server import ParameterServer
-from lightning_autosync.runtime.relaxed.tensors import ModelTensors
+from lightning_autosync.runtime.relaxed.tensors import ModelTensors, PersistentBuffers
 from lightning_autosync.workload import Workload, variable_names
 
 
@@ -28,6 +29,7 @@ def open_synchronizer(
     optimizer: Optimizer | None = None,
     cluster: ClusterSpec | None = None,
     timeout: float = 1800.0,
+    stall: float = STALL,
 ) -> Synchronizer:
     """This worker's side of a relaxed plan, or of a synchronous one whose servers update; it has not started yet.
 
@@ -39,6 +41,7 @@ def open_synchronizer(
         optimizer: of the parameters; needed where servers update them, which then work as it would.
         cluster: the nodes, needed where the workers of a node push together (``local_aggregation``).
         timeout: seconds to wait for other workers or for servers.
+        stall: seconds without progress after which the average of a group is given up.
 
     Raises:
         PlanError: plan, model, mesh and optimizer do not fit each other.
@@ -55,7 +58,7 @@ def open_synchronizer(
         if plan.servers:
             raise PlanError(f"plan: servers: mode '{consistency.mode}' has none; leave it out")
         kind = PartialReduce if consistency.mode == "partial_reduce" else Periodic
-        return kind(mesh, ModelTensors.of(module), consistency, timeout=timeout)
+        return kind(mesh, ModelTensors.of(module), consistency, timeout=timeout, stall=stall)
     if optimizer is None:
         raise PlanError(f"optimizer: missing; in mode '{consistency.mode}' servers update as the optimizer would")
     return ParameterServer(
@@ -64,7 +67,7 @@ def open_synchronizer(
         server_layout(plan, workload),
         optimizer,
         consistency,
-        buffers=list(module.named_buffers()),
+        buffers=PersistentBuffers(module),
         nodes=None if cluster is None else [cluster.ranks_of(node) for node in range(len(cluster.nodes))],
         timeout=timeout,
     )

@@ -23,12 +23,10 @@ class Orders:
     def submit(self, order: Callable[[], None]) -> None:
         """Leave a call; from any thread."""
         self._orders.append(order)
-        if not self._awake:
-            self._awake = True
-            self._wake.send(b"\0")
+        self._rouse()
 
     def obey(self) -> None:
-        """Make all calls that were left."""
+        """Make all calls that were left; where one raises, the thread wakes again for those behind it."""
         try:
             while self.woken.recv(4096):
                 pass
@@ -36,8 +34,17 @@ class Orders:
             pass
         # In this order: who submits from now on wakes the thread again.
         self._awake = False
-        while self._orders:
-            self._orders.popleft()()
+        try:
+            while self._orders:
+                self._orders.popleft()()
+        finally:
+            if self._orders:  # for which somebody may wait
+                self._rouse()
+
+    def _rouse(self) -> None:
+        if not self._awake:
+            self._awake = True
+            self._wake.send(b"\0")
 
     def close(self) -> None:
         self._wake.close()

@@ -16,9 +16,8 @@ from lightning_autosync.runtime.relaxed.averaging_worker import AveragingWorker
 from lightning_autosync.runtime.relaxed.controller import RANK
 from lightning_autosync.runtime.relaxed.coordinator import Coordinator
 from lightning_autosync.runtime.relaxed.grouping import Grouping
-from lightning_autosync.runtime.relaxed.isolation import BOUND, IsolationGuard
 from lightning_autosync.runtime.relaxed.mesh import Mesh
-from lightning_autosync.runtime.relaxed.tensors import FlatView, ModelTensors, optimizer_averages, optimizer_slots
+from lightning_autosync.runtime.relaxed.tensors import FlatView, ModelTensors
 
 
 class PartialReduce(AveragingWorker):
@@ -45,23 +44,18 @@ class PartialReduce(AveragingWorker):
     ) -> None:
         coordinator = None
         if mesh.rank == RANK:
-            guard = IsolationGuard(settings.isolation or BOUND)
-            grouping = Grouping(settings.group_size, settings.wait, guard)
             dynamic = settings.weighting == "dynamic"
+            grouping = Grouping.of(settings)
             coordinator = Coordinator(workers or mesh.size, grouping, dynamic=dynamic, timeout=timeout)
-        super().__init__(mesh, model, coordinator, timeout, stall)
-        self._averages_momentum = settings.momentum == "average"
+        super().__init__(mesh, model, coordinator, timeout, stall, settings.momentum == "average")
 
     def step(self, optimizer: Optimizer, samples: int) -> None:
-        optimizer.step()
-        self._count(samples)
-        slots: list[Tensor | int] = list(self._model.parameters)
-        facts: dict[str, Any] = {}
-        if self._averages_momentum:
-            facts["averages"] = optimizer_averages(optimizer, self._model.parameters)
-            slots += optimizer_slots(optimizer, self._model.parameters, facts["averages"])
-        view = FlatView(slots)
-        group, average = self._meet("ready", view.pack(), **facts)
+        self._step_locally(optimizer, samples)
+        facts = self._momentum_facts(self._model.parameters)
+        slots = self._momenta(self._model.parameters, facts.get("averages", []))
+        view = FlatView([*self._model.parameters, *slots])
+        flat = view.pack()
+        group, average = self._meet("ready", flat.numel(), lambda _: flat, **facts)
         if len(group["members"]) > 1:
             view.unpack(average)
         self._iteration = group["iteration"]

@@ -19,13 +19,7 @@ from lightning_autosync.runtime.relaxed.isolation import IsolationGuard
 from lightning_autosync.runtime.relaxed.mesh import Mesh
 from lightning_autosync.runtime.relaxed.outer import make_outer
 from lightning_autosync.runtime.relaxed.pace import Pace
-from lightning_autosync.runtime.relaxed.tensors import (
-    FlatView,
-    ModelTensors,
-    flat_type,
-    optimizer_averages,
-    optimizer_slots,
-)
+from lightning_autosync.runtime.relaxed.tensors import FlatView, ModelTensors, flat_type
 
 LONGEST = 10_000
 """Steps that an adapting period may reach."""
@@ -62,10 +56,9 @@ class Periodic(AveragingWorker):
             pace = Pace(settings.period, settings.overhead, LONGEST) if settings.overhead else None
             grouping = Grouping(None, isolation=IsolationGuard(None))
             coordinator = Coordinator(workers or mesh.size, grouping, atomic=True, timeout=timeout, pace=pace)
-        super().__init__(mesh, model, coordinator, timeout, stall)
+        super().__init__(mesh, model, coordinator, timeout, stall, settings.momentum == "average")
         self._period = settings.period
         self._warmup = settings.warmup or 0
-        self._averages_momentum = settings.momentum == "average"
         sizes = FlatView(model.parameters).sizes
         self._fragments = [
             [model.parameters[place] for place in places] for places in cut_fragments(sizes, settings.fragments or 1)
@@ -86,8 +79,7 @@ class Periodic(AveragingWorker):
         self._clock.restart()
 
     def step(self, optimizer: Optimizer, samples: int) -> None:
-        optimizer.step()
-        self._count(samples)
+        self._step_locally(optimizer, samples)
         self._ages = [age + 1 for age in self._ages]
         self._clock.steps += 1
         warming = self._iteration <= self._warmup
@@ -97,15 +89,11 @@ class Periodic(AveragingWorker):
 
     def _average_fragments(self, due: list[int], optimizer: Optimizer, warming: bool) -> None:
         parameters = [parameter for index in due for parameter in self._fragments[index]]
-        slots: list[Tensor | int] = list(parameters)
-        facts: dict[str, Any] = {}
-        if self._averages_momentum:
-            facts["averages"] = optimizer_averages(optimizer, parameters)
-            slots += optimizer_slots(optimizer, parameters, facts["averages"])
-        view = FlatView(slots)
+        facts = self._momentum_facts(parameters)
+        view = FlatView([*parameters, *self._momenta(parameters, facts.get("averages", []))])
         local = view.pack().to(self._dtype)
         facts |= {"rate": float(optimizer.param_groups[0]["lr"]), **self._clock.facts()}
-        group, mean = self._meet("ready", local, **facts)
+        group, mean = self._meet("ready", local.numel(), lambda _: local, **facts)
         result = mean.clone()
         begin = 0
         for index in due:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,28 +14,61 @@ from lightning_autosync.errors import ExchangeError
 
 @dataclass(frozen=True)
 class ModelTensors:
-    """What a worker's model consists of.
+    """What a worker's model consists of. Buffers are looked up each time, for modules may replace theirs.
 
     Attributes:
+        module: the model.
         parameters: trained ones, which are averaged.
-        buffers: floating-point buffers of checkpoints, which are averaged at barriers.
-        all: these and the rest (frozen parameters, counters), which a worker takes over when it starts.
     """
 
+    module: nn.Module
     parameters: tuple[Tensor, ...]
-    buffers: tuple[Tensor, ...]
-    all: tuple[Tensor, ...]
 
     @classmethod
     def of(cls, module: nn.Module) -> ModelTensors:
         """The tensors of a module; one that appears twice counts once."""
-        kept = [value for value in module.state_dict(keep_vars=True).values() if isinstance(value, Tensor)]
-        tensors = {id(tensor): tensor for tensor in [*module.parameters(), *kept]}
-        parameters = tuple(parameter for parameter in module.parameters() if parameter.requires_grad)
-        frozen = {id(parameter) for parameter in module.parameters()}
-        buffers = [tensor for key, tensor in tensors.items() if key not in frozen]
-        floating = tuple(buffer for buffer in buffers if buffer.is_floating_point() or buffer.is_complex())
-        return cls(parameters, floating, tuple(tensors.values()))
+        return cls(module, tuple(parameter for parameter in module.parameters() if parameter.requires_grad))
+
+    @property
+    def buffers(self) -> tuple[Tensor, ...]:
+        """Floating-point buffers of checkpoints, which are averaged at barriers."""
+        kept = persistent_buffers(self.module).values()
+        return tuple(buffer for buffer in kept if buffer.is_floating_point() or buffer.is_complex())
+
+    @property
+    def all(self) -> tuple[Tensor, ...]:
+        """Parameters and buffers, frozen ones and counters too, which a worker takes over when it starts."""
+        return (*self.module.parameters(), *persistent_buffers(self.module).values())
+
+
+def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """The buffers of checkpoints as they are now, by their first name."""
+    parameters = {id(parameter) for parameter in module.parameters()}
+    found: dict[int, tuple[str, Tensor]] = {}
+    for name, value in module.state_dict(keep_vars=True).items():
+        if isinstance(value, Tensor) and id(value) not in parameters:
+            found.setdefault(id(value), (name, value))
+    return dict(found.values())
+
+
+class PersistentBuffers(Mapping[str, Tensor]):
+    """As `persistent_buffers`, always those that the module has now; the names stay."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        kept = persistent_buffers(module)
+        self._names = tuple(name for name, _ in module.named_buffers() if name in kept)
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._names:
+            raise KeyError(name)
+        return self._module.get_buffer(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
 class FlatView:

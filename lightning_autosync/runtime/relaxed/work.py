@@ -21,13 +21,18 @@ _KEPT = 2
 class SharedWork:
     """Deals out the positions ``0 .. length - 1`` of each pass, every one once.
 
+    Each worker's first portion is kept for it (`first`), the rest goes to whoever asks (`take`): a worker without any
+    would take no part in what a training loop does after its last batch, and the others would wait for it there.
+
     Args:
-        mesh: all workers, on each of which one of these is made before any calls `take`.
+        mesh: all workers, on each of which one of these is made before any calls `take`; then servers, if any.
+        workers: how many there are; all ask for portions of one size.
         timeout: seconds to wait for the dealer.
     """
 
-    def __init__(self, mesh: Mesh, timeout: float) -> None:
+    def __init__(self, mesh: Mesh, workers: int, timeout: float) -> None:
         self._mesh = mesh
+        self._workers = workers
         self._timeout = timeout
         self._next: dict[int, int] = {}
         self._lock = threading.Lock()
@@ -39,8 +44,13 @@ class SharedWork:
         if self._mesh.rank == _DEALER:
             self._unsubscribe()
 
+    def first(self, length: int, count: int) -> range:
+        """This worker's first ``count`` positions of any pass, however late it comes for them."""
+        start = min(length, self._mesh.rank * count)
+        return range(start, min(length, start + count))
+
     def take(self, epoch: int, length: int, count: int) -> range:
-        """The next ``count`` positions of a pass, fewer at its end and none after it.
+        """The next ``count`` positions of a pass after all first ones, fewer at its end and none after it.
 
         Raises:
             ExchangeError: the dealer was lost or did not answer in time.
@@ -61,7 +71,7 @@ class SharedWork:
 
     def _deal(self, epoch: int, length: int, count: int) -> range:
         with self._lock:
-            start = self._next.get(epoch, 0)
+            start = self._next.get(epoch, min(length, self._workers * count))
             stop = min(length, start + count)
             self._next[epoch] = stop
             for old in [number for number in self._next if number <= epoch - _KEPT]:

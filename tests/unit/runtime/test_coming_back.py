@@ -18,7 +18,9 @@ from lightning_autosync.plan import Consistency
 from lightning_autosync.runtime.relaxed.averaging_worker import _MODEL
 from lightning_autosync.runtime.relaxed.heartbeat import HeartbeatSettings
 from lightning_autosync.runtime.relaxed.mesh import Mesh
+from lightning_autosync.runtime.relaxed.messages import as_bytes, payload_size
 from lightning_autosync.runtime.relaxed.partial_reduce import PartialReduce
+from lightning_autosync.runtime.relaxed.server.wire import pack
 from lightning_autosync.runtime.relaxed.tensors import ModelTensors
 
 HOST = "127.0.0.1"
@@ -78,11 +80,45 @@ def test_a_model_for_a_predecessor_is_not_taken() -> None:
     module = torch.nn.Linear(2, 1, bias=False)
     settings = Consistency(mode="partial_reduce", group_size=2, weighting="constant")
     worker = PartialReduce(taker, ModelTensors.of(module), settings, timeout=20.0)
+    nothing = pack({}).parts
+    size = payload_size(as_bytes(nothing))
     for visit in (1, 2):
-        donor.send(1, _MODEL, {"iteration": visit, "facts": {}, "visit": visit}, [torch.full((2,), float(visit))])
+        header = {"iteration": visit, "facts": {}, "visit": visit, "optimizer": size}
+        donor.send(1, _MODEL, header, [*nothing, torch.full((2,), float(visit))])
     worker._take(0, 2)
     assert module.weight.tolist() == [[2.0, 2.0]]
     assert worker.progress == 2
     donor.close()
     worker.close()
     taker.close()
+
+
+def test_who_comes_back_steps_as_its_donor_does() -> None:
+    """Adam's first steps would be of full size, whatever it had come to before."""
+    meshes = open_all(dist.HashStore(), 2)
+    settings = Consistency(mode="partial_reduce", group_size=2, weighting="constant")
+    modules = [torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)]
+    optimizers = [torch.optim.Adam(module.parameters(), lr=0.1) for module in modules]
+    donor, taker = (
+        PartialReduce(mesh, ModelTensors.of(module), settings, timeout=20.0)
+        for mesh, module in zip(meshes, modules, strict=True)
+    )
+
+    def step(rank: int, worker: PartialReduce, scale: float) -> None:
+        for parameter in modules[rank].parameters():
+            parameter.grad = torch.full_like(parameter, scale)
+        worker._step_locally(optimizers[rank], 1)
+
+    for scale in (100.0, -30.0, 1.0):
+        step(0, donor, scale)
+    donor._donate([[1, 2]], steps_back=0)
+    taker._take(0, 2)
+    assert taker.progress == 3
+    for scale in (0.5, 2.0):
+        for rank, worker in enumerate((donor, taker)):
+            step(rank, worker, scale)
+        for ours, theirs in zip(modules[1].parameters(), modules[0].parameters(), strict=True):
+            assert torch.equal(ours, theirs)
+    for worker, mesh in ((taker, meshes[1]), (donor, meshes[0])):
+        worker.close()
+        mesh.close()

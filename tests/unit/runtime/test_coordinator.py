@@ -133,7 +133,11 @@ def test_a_returning_worker_takes_the_model_of_one_that_waits() -> None:
     talk.coordinator.lose(2, 1.0)
     assert talk.say(2, "start", 2.0) == []
     orders = talk.say(1, "ready", 3.0)
-    assert orders == [Order(1, "donate", {"takers": [[2, 2]]}), Order(2, "take", {"donor": 1, "visit": 2})]
+    assert orders == [
+        Order(1, "donate", {"takers": [[2, 2]]}),
+        Order(2, "take", {"donor": 1, "visit": 2}),
+        Order(1, "patience", {}),
+    ]
     assert [order.header["members"] for order in talk.say(2, "ready", 4.0)] == [(1, 2)] * 2
 
 
@@ -147,6 +151,60 @@ def test_a_worker_that_does_not_come_to_the_barrier_is_named() -> None:
     assert {order.rank for order in orders} == {0, 1, 2}
     assert orders[0].header["reason"] == "drain: rank 1 did not come within 60 s"
     assert talk.say(1, "ready", 71.0)[0].kind == "stop"
+
+
+def test_members_that_do_not_come_to_a_group_are_named() -> None:
+    """One hangs in its first step, one after a group that went well; both are alive as far as anybody can tell."""
+    talk = Talk(4, Grouping(2), timeout=60.0)
+    talk.say(0, "ready", 1.0)
+    talk.say(1, "ready", 2.0)
+    talk.say(3, "done", 3.0)
+    assert talk.coordinator.deadline(3.0) is None
+    talk.say(0, "ready", 10.0)
+    assert talk.coordinator.deadline(10.0) == 70.0
+    assert talk.coordinator.tick(69.0) == []
+    orders = talk.coordinator.tick(70.0)
+    assert {order.rank for order in orders} == {0, 1, 2, 3}
+    assert orders[0].header["reason"] == "group: rank 1, 2 did not come within 60 s"
+
+
+def test_who_comes_back_to_a_group_is_waited_for_as_long_as_anybody() -> None:
+    talk = Talk(3, Grouping(3), timeout=60.0)
+    talk.coordinator.lose(2, 1.0)
+    talk.say(0, "ready", 10.0)
+    assert [order.kind for order in talk.say(2, "start", 69.0)] == ["donate", "take", "patience"]
+    assert talk.coordinator.tick(71.0) == []
+    reason = talk.coordinator.tick(129.0)[0].header["reason"]
+    assert reason == "group: rank 1, 2 did not come within 60 s"
+
+
+def test_a_group_that_broke_has_connected_nobody() -> None:
+    talk = Talk(4, Grouping(2, isolation=IsolationGuard(1)))
+    talk.say(0, "ready")
+    talk.say(1, "ready")
+    assert talk.say(2, "ready") + talk.say(3, "ready") == []
+    bridge = talk.say(0, "ready")
+    assert [order.rank for order in bridge] == [0, 2, 3]
+    assert bridge[0].header["bridging"]
+    said = {name: bridge[0].header[name] for name in ("generation", "number")}
+    for rank in (2, 0):
+        assert talk.say(rank, "broken", **said) == []
+    assert talk.say(2, "ready") + talk.say(3, "ready") == []
+    again = talk.say(1, "ready")
+    assert [order.rank for order in again] == [1, 2, 3]
+    assert again[0].header["bridging"]
+
+
+def test_a_barrier_averages_what_those_keep_who_have_stepped() -> None:
+    talk = Talk(3, Grouping(2))
+    talk.say(0, "arrive", averages=[], samples=0)
+    talk.say(1, "arrive", averages=["momentum_buffer"], samples=4)
+    orders = talk.say(2, "arrive", averages=["momentum_buffer"], samples=0)
+    assert [tuple(order.header["averages"]) for order in orders] == [("momentum_buffer",)] * 3
+    talk = Talk(2, Grouping(2))
+    talk.say(0, "arrive", averages=["momentum_buffer"])
+    reason = talk.say(1, "arrive", averages=["exp_avg"])[0].header["reason"]
+    assert "momentum 'average' needs the same optimizer state" in reason
 
 
 def test_who_comes_back_to_a_barrier_is_waited_for_as_long_as_anybody() -> None:

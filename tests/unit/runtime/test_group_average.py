@@ -318,9 +318,9 @@ def test_half_precision_is_summed_in_single() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
-@pytest.mark.parametrize("elements", [3, 1_000_003])
-def test_members_end_with_the_same_weighted_sum(dtype: torch.dtype, size: int, elements: int) -> None:
-    weights = [(rank + 1.0) / sum(range(1, size + 1)) for rank in range(size)]
+@pytest.mark.parametrize(("elements", "equal"), [(3, False), (1_000_003, False), (1_000_003, True)])
+def test_members_end_with_the_same_weighted_sum(dtype: torch.dtype, size: int, elements: int, equal: bool) -> None:
+    weights = [1 / size if equal else (rank + 1.0) / sum(range(1, size + 1)) for rank in range(size)]
     # In another order than that of the ranks, and twice, so that memory is used again.
     members = [*range(1, size), 0]
 
@@ -364,6 +364,18 @@ def test_a_member_that_gives_up_breaks_the_group_for_all_and_the_next_one_succee
         return float(average.run(2, range(3), [1.0] * 3, torch.ones(50_000)).sum())
 
     assert together(3, play) == [150_000.0] * 3
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_buffer_of_many_more_chunks_breaks_only_the_group(size: int) -> None:
+    def play(mesh: Mesh) -> float:
+        average = GroupAverage(mesh, 20.0)
+        with pytest.raises(GroupBroken, match=r"another size or type|gave up"):
+            average.run(1, range(size), [1.0] * size, torch.ones(2_000_000 if mesh.rank else 300_000))
+        assert mesh.error is None
+        return float(average.run(2, range(size), [1.0] * size, torch.ones(300_000)).sum())
+
+    assert together(size, play) == [size * 300_000.0] * size
 
 
 def test_a_member_that_leaves_breaks_the_group() -> None:

@@ -8,11 +8,11 @@ from collections.abc import Callable
 
 import networkx
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_autosync.runtime.relaxed.grouping import Grouping
-from lightning_autosync.runtime.relaxed.isolation import BOUND, IsolationGuard
+from lightning_autosync.runtime.relaxed.isolation import BOUND, IsolationGuard, windows_apart
 from lightning_autosync.runtime.relaxed.rehearsal import Rehearsal, rehearse
 
 GROUPS = 1000
@@ -95,6 +95,7 @@ def test_a_wait_spares_a_size_that_does_not_divide_the_number_of_workers() -> No
     assert _windows_apart(elastic, 4) == 0
 
 
+@settings(deadline=None)
 @given(
     count=st.integers(2, 9),
     size=st.integers(2, 6),
@@ -161,13 +162,61 @@ def test_a_bridging_group_waits_and_may_be_larger() -> None:
     assert group.members == (3, 1, 5, 4)
 
 
+@settings(deadline=None)
 @given(data=st.data())
 def test_the_guard_continues_from_its_state(data: st.DataObject) -> None:
     guard, again = IsolationGuard(3), IsolationGuard(3)
     groups = data.draw(st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=3, unique=True), max_size=12))
-    for members in groups:
-        guard.record(members, range(6))
+    for number, members in enumerate(groups):
+        guard.record(number, members, range(6))
         again.restore(**guard.state())  # type: ignore[arg-type]
     apart = {(a, b) for a in range(6) for b in range(6) if guard.component(a) != guard.component(b)}
     assert apart == {(a, b) for a in range(6) for b in range(6) if again.component(a) != again.component(b)}
     assert again.state() == guard.state()
+
+
+@settings(deadline=None)
+@given(
+    groups=st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=3, unique=True), max_size=12),
+    broken=st.lists(st.integers(0, 12), max_size=6),
+)
+def test_groups_that_broke_have_joined_nobody(groups: list[list[int]], broken: list[int]) -> None:
+    """Whenever that becomes known, and however often it is told."""
+    guard, expected = IsolationGuard(100), IsolationGuard(100)
+    for number, members in enumerate(groups):
+        guard.record(number, members, range(6))
+        if number not in broken:
+            expected.record(number, members, range(6))
+    for number in broken:
+        guard.retract(number)
+    assert _parts(guard) == _parts(expected)
+    assert guard.state()["models"] == expected.state()["models"]
+
+
+def _parts(guard: IsolationGuard) -> set[frozenset[int]]:
+    return {
+        frozenset(other for other in range(6) if guard.component(other) == guard.component(rank)) for rank in range(6)
+    }
+
+
+def test_a_window_goes_on_if_a_group_of_it_broke_after_its_end() -> None:
+    guard, workers = IsolationGuard(2), range(3)
+    for number, members in enumerate([(0, 1), (0, 1), (1, 2)]):
+        guard.record(number, members, workers)
+    assert not guard.must_bridge(workers, 2)
+    guard.record(3, (0, 1), workers)
+    guard.retract(2)
+    assert guard.must_bridge(workers, 2)
+    assert guard.component(0) == guard.component(1) != guard.component(2)
+    guard.record(4, (0, 2), workers)
+    assert not guard.must_bridge(workers, 2)
+
+
+@pytest.mark.parametrize("bound", [BOUND, None])
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_windows_apart_are_found_as_networkx_finds_them(setting: str, bound: int | None) -> None:
+    found = rehearse(Grouping(2, isolation=IsolationGuard(bound)), _workers(setting, 4), GROUPS, EXCHANGE)
+    apart, windows = windows_apart([group.members for group in found.groups], 4)
+    assert apart == _windows_apart(found, 4)
+    if bound is None:  # all groups are pairs
+        assert windows == GROUPS - BOUND * 4 + 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -65,6 +66,53 @@ def test_each_mode_trains_as_its_optimizer_would(mesh, consistency, kind):
     synchronizer.close()
     for ours, theirs in zip(module.parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs)
+
+
+def test_the_patience_with_a_group_is_handed_on(mesh) -> None:
+    synchronizer: Any = open_synchronizer(plan(consistency=PERIODIC), describe(MODULE), MODULE, mesh, stall=7.0)
+    assert synchronizer._average._timeout == 7.0
+    synchronizer.close()
+
+
+class Running(torch.nn.Linear):
+    """Keeps a mean by putting a new tensor in the old one's place, as much code does."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 2)
+        self.mean: torch.Tensor
+        self.register_buffer("mean", torch.zeros(2))
+        self.register_buffer("mask", torch.full((2,), float("-inf")), persistent=False)
+
+
+@pytest.mark.parametrize("consistency", [PERIODIC, {"mode": "asynchronous"}], ids=["averages", "servers"])
+def test_buffers_that_a_module_replaces_are_averaged_where_ranks_meet(consistency) -> None:
+    store, modules = dist.HashStore(), [Running(), Running()]
+    two = ClusterSpec.from_dict({"format": ClusterSpec.FORMAT, "name": "two", "nodes": [{"name": "a", "devices": 2}]})
+    made = builders.build("all_reduce", describe(modules[0]), two)
+    made = SyncPlan.from_dict({**made.to_dict(), "consistency": consistency})
+
+    def train(rank: int) -> None:
+        module = modules[rank]
+        mesh = Mesh.open(store, rank, 2, address="127.0.0.1", timeout=20.0)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        synchronizer = open_synchronizer(made, describe(module), module, mesh, optimizer=optimizer, timeout=20.0)
+        synchronizer.start()
+        module(torch.ones(3)).sum().backward()
+        synchronizer.step(optimizer, 1 + 2 * rank)
+        module.mean = module.mean + 4.0 * (rank + 1)
+        synchronizer.drain()
+        synchronizer.close()
+        mesh.close()
+
+    threads = [threading.Thread(target=train, args=(rank,), daemon=True) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60.0)
+        assert not thread.is_alive()
+    # One sample at 4 and three at 8.
+    assert [module.mean.tolist() for module in modules] == [[7.0, 7.0]] * 2
+    assert all(module.mask.isneginf().all() for module in modules)
 
 
 @pytest.mark.parametrize(

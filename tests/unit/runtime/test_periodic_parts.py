@@ -14,6 +14,7 @@ from lightning_autosync.runtime.relaxed.pace import Pace
 from lightning_autosync.runtime.relaxed.tensors import (
     FlatView,
     ModelTensors,
+    PersistentBuffers,
     model_bytes,
     optimizer_averages,
     optimizer_slots,
@@ -100,6 +101,17 @@ def test_tensors_of_a_module_count_once_and_say_what_they_are() -> None:
     assert len(tensors.parameters) == 6
     assert [buffer.shape for buffer in tensors.buffers] == [(2,), (2,)]
     assert len(tensors.all) == 10
+
+
+def test_buffers_are_those_that_the_module_has_now() -> None:
+    module = Mixed()
+    tensors, kept = ModelTensors.of(module), PersistentBuffers(module)
+    assert list(kept) == ["norm.running_mean", "norm.running_var", "norm.num_batches_tracked"]
+    module.norm.running_mean = 0.9 * module.norm.running_mean + 1.0
+    for found in (tensors.buffers[0], tensors.all[-3], kept["norm.running_mean"]):
+        assert found is module.norm.running_mean
+    with pytest.raises(KeyError):
+        kept["cache"]
 
 
 def test_flat_tensors_come_back_as_they_went() -> None:

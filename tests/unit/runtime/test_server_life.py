@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -224,20 +225,35 @@ def test_a_barrier_averages_only_what_was_brought() -> None:
     assert barrier.passed == 1
 
 
-def test_an_expelled_server_only_process_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_made_no_step_does_not_count_at_a_barrier() -> None:
+    mask = torch.tensor([0.0, float("-inf")])
+    barrier = Barrier({"mask": torch.zeros(2)})
+    barrier.arrive(0, 3, 0, {"mask": mask})
+    barrier.arrive(1, 0, 0, {"mask": mask})
+    assert torch.equal(barrier.leave()[1]["mask"], mask)
+    for rank in (0, 1):
+        barrier.arrive(rank, 0, 0, {"mask": torch.tensor([float(rank), 1.0])})
+    assert barrier.leave()[1]["mask"].tolist() == [0.5, 1.0]
+
+
+@pytest.mark.parametrize(("expelled", "failure"), [("rank 4 was given up", ""), ("", "rank 0 is lost (killed)")])
+def test_a_server_only_process_says_why_it_could_not_go_on(
+    monkeypatch: pytest.MonkeyPatch, expelled: str, failure: str
+) -> None:
     class Given:
-        error: ExchangeError | None = Expelled("rank 4 was given up")
+        error: ExchangeError | None = Expelled(expelled) if expelled else None
 
         def close(self) -> None: ...
 
     class Server:
-        failure = ""
-
-        def __init__(self, mesh: Any) -> None: ...
+        def __init__(self, mesh: Any) -> None:
+            self.failure = failure
 
         def wait(self) -> None: ...
 
-    monkeypatch.setattr(process.Mesh, "open", lambda *_, **__: Given())
+    heartbeats: list[Any] = []
+    monkeypatch.setattr(process.Mesh, "open", lambda *_, **given: heartbeats.append(given["heartbeat"]) or Given())
     monkeypatch.setattr(process, "ShardServer", Server)
-    with pytest.raises(Expelled, match="rank 4 was given up"):
-        process.serve(dist.HashStore(), 4, 5)
+    with pytest.raises(ExchangeError, match=re.escape(expelled or failure)):
+        process.serve(dist.HashStore(), 4, 5, heartbeat=PATIENT)
+    assert heartbeats == [PATIENT]

@@ -18,9 +18,17 @@ from lightning_autosync.runtime.relaxed.server.gradients import (
     unpack_gradients,
 )
 from lightning_autosync.runtime.relaxed.server.node import Node
-from lightning_autosync.runtime.relaxed.server.wire import Packed, pack, unpack
+from lightning_autosync.runtime.relaxed.server.wire import Packed, can_travel, pack, unpack
 
-DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool]
+DTYPES = [
+    torch.complex128,
+    torch.complex64,
+    torch.float64,
+    torch.float32,
+    torch.bfloat16,
+    torch.int64,
+    torch.bool,
+]
 
 
 def travelled(packed: Packed) -> memoryview:
@@ -54,6 +62,17 @@ def test_damaged_messages_are_refused(damage: str) -> None:
     wire = {"cut": wire[:-8], "empty": b"", "noise": b"\x10" + bytes(7) + b"[" * 16, "length": b"\xff" * 8}[damage]
     with pytest.raises(ExchangeError, match="cannot be read"):
         unpack(memoryview(bytearray(wire)))
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [torch.ones(2).to(torch.float8_e4m3fn), torch.eye(2).to_sparse()],
+    ids=["unknown type", "sparse"],
+)
+def test_what_cannot_travel_is_refused_before_it_does(tensor: torch.Tensor) -> None:
+    assert not can_travel(tensor)
+    with pytest.raises(ExchangeError, match=r"^'odd' cannot be sent: it is torch\..*; allowed: strided, complex128"):
+        pack({"odd": tensor})
 
 
 DENSE = Shard(0, "dense", 0, "float64", (Piece("a", 0, 2), Piece("b", 3, 6)))

@@ -13,31 +13,45 @@ from lightning_autosync.runtime.relaxed.work import SharedWork
 from lightning_autosync.strategy.shared_data import SharedSampler
 
 
-def dealer() -> SharedWork:
-    """The dealing rank's own side, which needs no messages."""
+def all_sides(workers: int) -> list[SharedWork]:
+    """Each rank's side; the dealer is asked without a message."""
     mesh: Any = SimpleNamespace(rank=0, subscribe=lambda kind, handler: lambda: None)
-    return SharedWork(cast(Mesh, mesh), timeout=1.0)
+    sides = [SharedWork(cast(Mesh, mesh), workers, timeout=1.0)]
+    for rank in range(1, workers):
+        sides.append(SharedWork(cast(Mesh, SimpleNamespace(rank=rank)), workers, timeout=1.0))
+        sides[rank].take = sides[0].take  # type: ignore[method-assign]
+    return sides
 
 
-@given(st.integers(1, 60), st.lists(st.integers(1, 9), min_size=1, max_size=80))
-def test_every_position_is_dealt_at_most_once_and_in_order(length: int, wishes: list[int]) -> None:
-    work = dealer()
-    dealt = [position for wish in wishes for position in work.take(0, length, wish)]
-    assert dealt == list(range(min(length, sum(wishes))))
+@given(st.integers(1, 60), st.integers(1, 5), st.integers(1, 9), st.integers(0, 80))
+def test_every_position_is_dealt_at_most_once_and_in_order(length: int, workers: int, count: int, asked: int) -> None:
+    sides = all_sides(workers)
+    dealt = [position for side in sides for position in side.first(length, count)]
+    dealt += [position for _ in range(asked) for position in sides[0].take(0, length, count)]
+    assert dealt == list(range(min(length, (workers + asked) * count)))
+
+
+@given(st.integers(1, 60), st.integers(1, 5), st.integers(1, 9))
+def test_who_comes_last_still_gets_its_first_portion(length: int, workers: int, count: int) -> None:
+    sides = all_sides(workers)
+    while sides[0].take(0, length, count):
+        pass
+    got = [len(side.first(length, count)) for side in sides]
+    assert sum(got) == min(length, workers * count)
+    assert all(got) is (length > (workers - 1) * count)
 
 
 def test_passes_are_apart_and_old_ones_forgotten() -> None:
-    work = dealer()
-    assert work.take(0, 5, 3) == range(3)
-    assert work.take(1, 5, 3) == range(3)
-    assert work.take(0, 5, 3) == range(3, 5)
-    work.take(2, 5, 1)
+    (work,) = all_sides(1)
+    assert work.take(0, 8, 3) == range(3, 6)
+    assert work.take(1, 8, 3) == range(3, 6)
+    assert work.take(0, 8, 3) == range(6, 8)
+    work.take(2, 8, 1)
     assert work._next.keys() == {1, 2}
 
 
 def test_two_samplers_make_one_pass_in_a_common_order() -> None:
-    work = dealer()
-    samplers = [SharedSampler(work, 20, 3, shuffle=True, seed=4) for _ in range(2)]
+    samplers = [SharedSampler(side, 20, 3, shuffle=True, seed=4) for side in all_sides(2)]
     for epoch in range(2):
         for sampler in samplers:
             sampler.set_epoch(epoch)

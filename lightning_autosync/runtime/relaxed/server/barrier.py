@@ -50,7 +50,9 @@ class Barrier:
 
 
 def _average(given: Sequence[tuple[int, Tensor]]) -> Tensor:
-    """Weighted by samples; of a counter the first."""
+    """Weighted by samples; of a counter the first. Whoever has none counts only where nobody has any."""
+    # Zero times an infinity, as in a mask, is not a number.
+    given = [pair for pair in given if pair[0]] or given
     first = given[0][1]
     if len(given) == 1 or not first.is_floating_point():
         return first.clone()

@@ -69,7 +69,7 @@ class ParameterServer(Synchronizer):
         optimizer: Optimizer,
         consistency: Consistency,
         *,
-        buffers: Sequence[tuple[str, Tensor]] = (),
+        buffers: Mapping[str, Tensor] | Sequence[tuple[str, Tensor]] = (),
         nodes: Sequence[Sequence[int]] | None = None,
         eager: bool = False,
         timeout: float = 600.0,
@@ -90,7 +90,8 @@ class ParameterServer(Synchronizer):
             raise PlanError("eager: a node's gradients are summed before they are pushed; choose one of both")
         self._mesh, self._layout, self._optimizer, self._consistency = mesh, layout, optimizer, consistency
         self._timeout = timeout
-        self._buffers = dict(buffers)
+        # Not copied: a module may replace its buffers, which a mapping can look up.
+        self._buffers = buffers if isinstance(buffers, Mapping) else dict(buffers)
         self._shapes = {name: parameter.shape for name, parameter in parameters}
         self._replica = Replica(by_name, layout)
         self._shards = {shard.index: shard for shard in layout.shards if self._is_trained(shard)}
@@ -113,6 +114,7 @@ class ParameterServer(Synchronizer):
         for owner in self._layout.owners:
             self._letters.send(owner, "server.join")
         self._letters.collect({"worker.values": self._pulled.install, "worker.empty": self._set_up})
+        self._loaded = {**self._loaded, "optimizer": {}}  # it lies on the servers now
         self._catch_up()
         self._clear_step()
 

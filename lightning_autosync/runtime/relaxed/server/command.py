@@ -12,6 +12,7 @@ from pydantic import Field, PositiveFloat, ValidationError
 
 from lightning_autosync.documents import Count, Index, Integer, Record, describe_validation_error
 from lightning_autosync.errors import DocumentError, ExchangeError
+from lightning_autosync.runtime.relaxed.patience import read_heartbeat
 from lightning_autosync.runtime.relaxed.server.process import serve as serve_until_the_end
 
 
@@ -24,6 +25,7 @@ class Settings(Record):
     size: Count
     address: str | None
     timeout: PositiveFloat
+    heartbeat: dict[str, PositiveFloat]
 
     @classmethod
     def parse(cls, configuration: dict[str, Any]) -> Settings:
@@ -63,4 +65,5 @@ def serve(configuration: dict[str, Any], directory: Path) -> None:
         settings.size,
         address=settings.address,
         timeout=settings.timeout,
+        heartbeat=read_heartbeat(settings.heartbeat),
     )

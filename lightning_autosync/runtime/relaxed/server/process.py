@@ -5,11 +5,19 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from lightning_autosync.errors import ExchangeError
-from lightning_autosync.runtime.relaxed.mesh import Mesh
+from lightning_autosync.runtime.relaxed.mesh import HeartbeatSettings, Mesh
 from lightning_autosync.runtime.relaxed.server.server import ShardServer
 
 
-def serve(store: dist.Store, rank: int, size: int, *, address: str | None = None, timeout: float = 600.0) -> None:
+def serve(
+    store: dist.Store,
+    rank: int,
+    size: int,
+    *,
+    address: str | None = None,
+    timeout: float = 600.0,
+    heartbeat: HeartbeatSettings | None = None,
+) -> None:
     """Keep and update the shards that the plan places on this process, until the last worker has left.
 
     Args:
@@ -18,11 +26,13 @@ def serve(store: dist.Store, rank: int, size: int, *, address: str | None = None
         size: workers and server-only processes together.
         address: the own address in the cluster's network; by default the one that faces ``MASTER_ADDR``.
         timeout: seconds that meeting the others may take.
+        heartbeat: when a silent process is given up.
 
     Raises:
-        ExchangeError: the others could not be met, have given this process up, or the server could not go on.
+        ExchangeError: the others could not be met, have given this process up, or the server could not go on, as when
+            its last worker was lost.
     """
-    mesh = Mesh.open(store, rank, size, address=address, timeout=timeout)
+    mesh = Mesh.open(store, rank, size, address=address, timeout=timeout, heartbeat=heartbeat)
     try:
         server = ShardServer(mesh)
         server.wait()

@@ -77,6 +77,8 @@ class ShardServer:
         while (event := self._post.next()) is not None:
             self._handle(event)
             if self._deserted:
+                if isinstance(event, Absence) and event.lost:
+                    self.failure = self.failure or f"rank {event.rank} is lost ({event.why}), and no worker is left"
                 break
         self._post.close()
 

@@ -14,11 +14,13 @@ from torch import Tensor
 from lightning_autosync.errors import ExchangeError
 
 _LENGTH = struct.Struct("<Q")
-_ALIGNMENT = 8
+_ALIGNMENT = 16
 """Bytes; the largest element."""
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
+        torch.complex128,
+        torch.complex64,
         torch.float64,
         torch.float32,
         torch.float16,
@@ -51,14 +53,26 @@ class Unpacked(NamedTuple):
     tensor_bytes: int
 
 
+def can_travel(tensor: Tensor) -> bool:
+    """Whether `pack` takes a tensor: it is strided, and of a type that is known here."""
+    return tensor.layout is torch.strided and tensor.dtype in _DTYPES.values()
+
+
 def pack(tensors: Mapping[str, Part], values: Mapping[str, Any] | None = None) -> Packed:
-    """Payload of named tensors and JSON values; contiguous tensors in main memory are not copied."""
+    """Payload of named tensors and JSON values; contiguous tensors in main memory are not copied.
+
+    Raises:
+        ExchangeError: a tensor cannot travel.
+    """
     directory: list[Any] = []
     body: list[memoryview | Tensor] = []
     total = 0
     for name, part in tensors.items():
         pieces = [part] if isinstance(part, Tensor) else list(part)
         shape = list(part.shape) if isinstance(part, Tensor) else [sum(piece.numel() for piece in pieces)]
+        if not can_travel(pieces[0]):
+            kind = f"{pieces[0].dtype}, {pieces[0].layout}"
+            raise ExchangeError(f"'{name}' cannot be sent: it is {kind}; allowed: strided, {', '.join(_DTYPES)}")
         pieces = [piece.detach().to("cpu").contiguous() for piece in pieces]
         directory.append([name, str(pieces[0].dtype).removeprefix("torch."), shape])
         size = sum(piece.nbytes for piece in pieces)
@@ -92,7 +106,7 @@ def unpack(payload: memoryview) -> Unpacked:
             position = _aligned(position + size)
             total += size
     except (struct.error, ValueError, KeyError, TypeError) as cause:
-        raise ExchangeError(f"a message of a parameter server cannot be read: {cause}") from None
+        raise ExchangeError(f"a message of named tensors cannot be read: {cause}") from None
     return Unpacked(tensors, values, total)
 
 

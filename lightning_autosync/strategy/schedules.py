@@ -1,0 +1,43 @@
+"""Learning-rate schedules that follow the progress of the job, where ranks take different numbers of steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+
+class ProgressSchedules:
+    """Steps the schedulers that advance every so many steps; Lightning itself no longer does.
+
+    Lightning would count the steps of this rank, which may be far from those that the model stands for.
+
+    Args:
+        trainer: about to train; its other schedulers stay as they are.
+        progress: steps that the model held here stands for; never falls.
+    """
+
+    def __init__(self, trainer: Any, progress: Callable[[], int]) -> None:
+        self._module = trainer.lightning_module
+        self._progress = progress
+        # With manual optimization it is the user who steps them.
+        configurations = trainer.lr_scheduler_configs if self._module.automatic_optimization else ()
+        self._configurations = [each for each in configurations if each.interval == "step"]
+        # Counted here, for a scheduler that goes on from elsewhere may have made more steps.
+        self._made = [progress() // each.frequency for each in self._configurations]
+        loop = trainer.fit_loop.epoch_loop
+        loop.update_lr_schedulers = partial(self._update, partial(type(loop).update_lr_schedulers, loop))
+
+    def follow(self) -> None:
+        """Catch up: what is at hand may stand for more steps than this rank has taken, or for fewer."""
+        for place, each in enumerate(self._configurations):
+            while self._made[place] < self._progress() // each.frequency:
+                self._made[place] += 1
+                self._module.lr_scheduler_step(each.scheduler, None)
+
+    def _update(self, own: Callable[..., None], interval: str, update_plateau_schedulers: bool) -> None:
+        """In place of a method of Lightning's epoch loop, which it calls after each batch and each epoch."""
+        if interval == "step":
+            self.follow()
+        else:
+            own(interval=interval, update_plateau_schedulers=update_plateau_schedulers)

@@ -1,0 +1,86 @@
+"""What the callbacks that slow ranks down have in common."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+
+from lightning_autosync.documents import describe_validation_error
+from lightning_autosync.errors import DocumentError
+from lightning_autosync.workers.straggler import Slowdown, Straggler, StragglerSettings
+
+BACKWARD = 2.0
+"""A backward pass computes about this many times as much as the forward pass before it."""
+
+
+class SlowingMixin:
+    """Slows some ranks down: by a factor, by random pauses, for some of the time.
+
+    A slow rank sleeps between the forward and the backward pass of a batch, before it exchanges anything. Its forward
+    pass says how long it computes, and backward is taken for twice that: where backward exchanges too, it would tell
+    how long others take. Steps are batches, counted on each rank from the beginning of the training.
+
+    Args:
+        slowdowns: fields of `lightning_autosync.workers.straggler.Slowdown`: ``ranks`` (None is all), ``factor``,
+            ``pause_probability`` and ``pause`` (mean seconds), ``begin`` and ``end`` (batches). Where several hold,
+            factors multiply and pauses add up.
+        seed: of the pauses; every rank draws its own.
+        compute: seconds that a batch's computation takes, if that is known.
+        sleep: how to spend seconds.
+
+    Raises:
+        DocumentError: a slowdown is wrong.
+    """
+
+    def __init__(
+        self,
+        slowdowns: Sequence[Slowdown | Mapping[str, Any]],
+        seed: int = 0,
+        compute: float | None = None,
+        sleep: Callable[[float], object] = time.sleep,
+    ) -> None:
+        given = {"slowdowns": [dict(slowdown) for slowdown in slowdowns], "seed": seed}
+        try:
+            self._settings = StragglerSettings.model_validate(given)
+        except ValidationError as error:
+            raise DocumentError(f"SlowRanks: {describe_validation_error(error, given)}") from None
+        if compute is not None and compute <= 0:
+            raise DocumentError(f"SlowRanks: compute: {compute:g} s must be above 0; None measures it")
+        self._compute, self._sleep = compute, sleep
+        self._straggler: Straggler | None = None
+        self._begun = 0.0
+        self._due = False
+
+    def on_train_start(self, trainer: Any, *_: Any) -> None:
+        for slowdown in self._settings.slowdowns:
+            if slowdown.ranks is not None and max(slowdown.ranks) >= trainer.world_size:
+                raise DocumentError(
+                    f"SlowRanks: rank {max(slowdown.ranks)} is out of range; there are {trainer.world_size} ranks"
+                )
+        self._straggler = Straggler(self._settings, trainer.global_rank, self._sleep)
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self._begun, self._due = time.perf_counter(), True
+
+    def on_before_backward(self, trainer: Any, *_: Any) -> None:
+        self._slow_down(trainer)
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        self._slow_down(trainer)  # a batch without backward
+
+    def _slow_down(self, trainer: Any) -> None:
+        """Sleep, once a batch."""
+        if not self._due or self._straggler is None:
+            return
+        self._due = False
+        compute = self._compute
+        if compute is None:
+            device = trainer.strategy.root_device
+            if device.type != "cpu":
+                torch.accelerator.synchronize(device)
+            compute = (1.0 + BACKWARD) * (time.perf_counter() - self._begun)
+        self._straggler(compute)
