@@ -62,7 +62,7 @@ class LaunchSettings(Record):
         try:
             launch = EmulatedLaunch(cluster)
         except LaunchError as error:
-            raise LaunchError(f"launch=emulated: {error} (launch=local)") from None
+            raise LaunchError(f"launch=emulated: {error}") from None
         with launch:
             yield launch
 
