@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import optuna
@@ -23,6 +23,14 @@ from lightning_autosync.search.tuning.command import STATUS, Interrupted, tune
 from lightning_autosync.search.tuning.owner import this_process
 from lightning_autosync.search.tuning.settings import Settings
 from lightning_autosync.search.tuning.trials import OWNER, RUN
+
+
+@pytest.fixture
+def heard_ctrl_c() -> Iterator[None]:
+    """A process that a shell put in the background ignores SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def interrupted_at(world: World, broken: str, interrupted: str) -> PricedStage:
@@ -50,6 +58,7 @@ def test_an_interruption_leaves_no_trial_running_and_keeps_the_rest():
     assert [record.interrupted for record in records] == [False] * 6 + [True] * 3
 
 
+@pytest.mark.usefixtures("heard_ctrl_c")
 @pytest.mark.parametrize(("method", "ended"), [("ask", 1), ("tell", 3)])
 def test_a_ctrl_c_waits_until_the_study_is_in_order(method, ended, tmp_path, monkeypatch):
     world = World(tmp_path)
