@@ -49,6 +49,7 @@ def test_accuracy_within_a_point_of_uncompressed(accuracies, kind: str, topology
     assert difference < 1e-5
 
 
+@pytest.mark.slow
 @settings(max_examples=5, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_random_lossy_plans_learn_and_keep_replicas_equal(pool, data: st.DataObject) -> None:

@@ -87,6 +87,7 @@ def test_the_mesh_and_cached_groups_average_alike(pool, size: int):
     assert all(mesh > 0 and gloo > 0 for mesh, gloo in compare_groups(pool, size, 0.1, 4, f"groups-of-{size}"))
 
 
+@pytest.mark.slow
 @pytest.mark.root
 def test_behind_emulated_links():
     try:
@@ -141,6 +142,7 @@ def stragglers(tmp_path_factory) -> dict[str, Any]:
     return document
 
 
+@pytest.mark.slow
 def test_only_those_that_march_in_step_wait_for_the_slow_one(stragglers):
     steps = {run["method"]: run["steps"] for run in stragglers["runs"]}
     assert len(set(steps["all_reduce"])) == 1

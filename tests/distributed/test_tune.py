@@ -94,6 +94,7 @@ def started_here(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_a_model_of_a_users_own_is_tuned_and_the_run_goes_on(started_here, capsys):
     line = ("model=imported", "model._target_=my_network.Network", "+model.width=16", *SMALL[5:], "search=random")
     found = tuned(started_here / "run", *line, "search.budget=14")
