@@ -17,9 +17,9 @@ from lightning_autosync.errors import PlanError
 from lightning_autosync.simulator.dataset import Sample
 from lightning_autosync.simulator.learned import (
     SIMULATORS,
-    Estimator,
     LearnedEstimator,
     ReplayEstimator,
+    Simulator,
     SimulatorError,
     Training,
     load_simulator,
@@ -46,7 +46,7 @@ def fitted(samples: list[Sample]) -> LearnedEstimator:
 @pytest.mark.parametrize("name", SIMULATORS)
 def test_all_are_estimators(name: str, samples: list[Sample]) -> None:
     simulator = SIMULATORS[name](constants=CONSTANTS)
-    assert isinstance(simulator, Estimator)
+    assert isinstance(simulator, Simulator)
     sample = samples[0]
     estimate = simulator.estimate(sample.workload, sample.cluster, [sample.plan, samples[1].plan])
     assert estimate.seconds.shape == estimate.deviation.shape == (2,)

@@ -23,7 +23,7 @@ from lightning_autosync.documents import write_text
 from lightning_autosync.errors import DocumentError
 from lightning_autosync.simulator import Constants
 from lightning_autosync.simulator.dataset import Dataset, Sample
-from lightning_autosync.simulator.learned import Estimator, LearnedEstimator, load_simulator
+from lightning_autosync.simulator.learned import LearnedEstimator, Simulator, load_simulator
 from lightning_autosync.simulator.learned.examples import Examples
 
 FORMAT = "autosync-fit/1"
@@ -66,7 +66,7 @@ def _load(settings: Settings) -> list[Sample]:
     return samples
 
 
-def _start(settings: Settings) -> tuple[Estimator | None, Constants]:
+def _start(settings: Settings) -> tuple[Simulator | None, Constants]:
     """The simulator to train further, if there is one, and the constants of all."""
     if settings.start is None:
         return None, shared_hosts(settings.constants, settings.cores)
@@ -106,8 +106,8 @@ def _compare(
 
 
 def _fit(
-    settings: Settings, samples: Sequence[Sample], encoded: Mapping[str, Examples], simulator: Estimator
-) -> Estimator:
+    settings: Settings, samples: Sequence[Sample], encoded: Mapping[str, Examples], simulator: Simulator
+) -> Simulator:
     """Train on all samples but some plans, by which the epoch is chosen."""
     if isinstance(simulator, LearnedEstimator):
         split = divide(samples, "trial", settings.seed)

@@ -9,7 +9,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, field_validator
 from lightning_autosync.cluster import configuration_directory
 from lightning_autosync.documents import Configuration, Index, Record, read_data
 from lightning_autosync.simulator import Constants
-from lightning_autosync.simulator.learned import SIMULATORS, Estimator, Training
+from lightning_autosync.simulator.learned import SIMULATORS, Simulator, Training
 from lightning_autosync.simulator.learned.training import TUNING
 
 SplitName = Literal["trial", "cluster", "model", "both"]
@@ -42,7 +42,7 @@ class SimulatorSettings(Record):
         """The option of ``conf/simulator`` of that name."""
         return cls.model_validate(read_data(configuration_directory() / "simulator" / f"{kind}.yaml"))
 
-    def build(self, constants: Constants, seed: int) -> Estimator:
+    def build(self, constants: Constants, seed: int) -> Simulator:
         """The simulator, which knows nothing yet."""
         if self.kind == "replay":
             return SIMULATORS["replay"](constants)

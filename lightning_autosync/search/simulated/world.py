@@ -104,14 +104,6 @@ class Oracle:
         """Itself: it does not change, and its world is large."""
         return self
 
-    def save(self, directory: Any) -> None:
-        """Not kept.
-
-        Raises:
-            NotImplementedError: always.
-        """
-        raise NotImplementedError("an oracle lives in a rehearsal only")
-
 
 def _misjudge(constants: Constants, random: Random, deviation: float) -> Constants:
     """Constants, each off by a factor of its own."""

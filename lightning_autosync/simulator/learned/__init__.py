@@ -6,20 +6,20 @@ import os
 from collections.abc import Callable
 from functools import partial
 
-from lightning_autosync.simulator.learned.estimator import Estimate, Estimator, ReplayEstimator
+from lightning_autosync.simulator.learned.estimator import Estimate, Estimator, ReplayEstimator, Simulator
 from lightning_autosync.simulator.learned.files import HEADER, SimulatorError, read_header
 from lightning_autosync.simulator.learned.kinds import KINDS
 from lightning_autosync.simulator.learned.learner import LearnedEstimator
 from lightning_autosync.simulator.learned.training import Training
 
-SIMULATORS: dict[str, Callable[..., Estimator]] = {
+SIMULATORS: dict[str, Callable[..., Simulator]] = {
     ReplayEstimator.KIND: ReplayEstimator,
     **{name: partial(LearnedEstimator, name) for name in KINDS},
 }
-"""Estimators by name; all take ``constants``, the learned ones also what `LearnedEstimator` takes."""
+"""Simulators by name; all take ``constants``, the learned ones also what `LearnedEstimator` takes."""
 
 
-def load_simulator(directory: str | os.PathLike[str]) -> Estimator:
+def load_simulator(directory: str | os.PathLike[str]) -> Simulator:
     """Read a simulator of any kind.
 
     Raises:
@@ -39,6 +39,7 @@ __all__ = [
     "Estimator",
     "LearnedEstimator",
     "ReplayEstimator",
+    "Simulator",
     "SimulatorError",
     "Training",
     "load_simulator",

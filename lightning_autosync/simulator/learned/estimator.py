@@ -34,7 +34,7 @@ class Estimate(NamedTuple):
 
 @runtime_checkable
 class Estimator(Protocol):
-    """A simulator: prices plans without a cluster, and learns from measured ones."""
+    """Prices plans without a cluster, and learns from measured ones."""
 
     def estimate(self, workload: Workload, cluster: ClusterSpec, plans: Sequence[SyncPlan]) -> Estimate:
         """Price synchronous plans for one workload on one cluster.
@@ -48,6 +48,11 @@ class Estimator(Protocol):
     def fit(self, samples: Sequence[Sample]) -> None:
         """Train further, from what was loaded or fitted before, on measured plans; seconds for some hundred samples."""
         ...
+
+
+@runtime_checkable
+class Simulator(Estimator, Protocol):
+    """An estimator that can be kept."""
 
     def save(self, directory: str | os.PathLike[str]) -> None:
         """Write what `load_simulator` reads."""

@@ -5,6 +5,7 @@ Sizes are smaller than the paper's, which are in brackets: one core must price h
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -42,18 +43,18 @@ class Standard(nn.Module):
         return ((values - self.mean) / self.deviation).clamp(-6, 6)
 
 
-class Network(nn.Module):
+class Network(nn.Module, ABC):
     """What sees a plan whole makes ``width`` numbers of it, and ``head``, which is small, a score of these."""
 
     head: nn.Module
 
+    @abstractmethod
     def observe(self, batch: Any) -> None:
         """Learn the scale of the features from some plans."""
-        raise NotImplementedError
 
+    @abstractmethod
     def embed(self, batch: Any) -> torch.Tensor:
         """[plans, width]."""
-        raise NotImplementedError
 
     def forward(self, batch: Any) -> torch.Tensor:
         """[plans] scores."""
