@@ -22,11 +22,17 @@ FILE_WIDTH = 130
 def bench(configuration: dict[str, Any], directory: Path) -> Result:
     """Run one bench; ``result.json`` and ``result.png`` appear in ``directory``. Returns what was found.
 
+    After each round ``result.json`` has what there is by then, for the case that the run is cut short.
+
     Raises:
         AutoSyncError: a setting is wrong, or a worker failed.
     """
-    result = run_bench(Settings.parse(configuration))
-    write_text(directory / "result.json", json.dumps(result.to_dict()) + "\n")
+
+    def keep(result: Result) -> None:
+        write_text(directory / "result.json", json.dumps(result.to_dict()) + "\n")
+
+    result = run_bench(Settings.parse(configuration), keep)
+    keep(result)
     draw(result, directory / "result.png")
     console = Console()
     if not console.is_terminal:

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import torch
 
+from lightning_autosync.workers.cores import usable_cores
+
 POLICIES = {
     getattr(os, name): name
     for name in ("SCHED_OTHER", "SCHED_BATCH", "SCHED_IDLE", "SCHED_FIFO", "SCHED_RR")
@@ -63,7 +65,7 @@ def describe_worker() -> dict[str, str | int | None]:
     """What may change speed: the machine, versions, threads, TCP algorithm, scheduling policy."""
     facts: dict[str, str | int | None] = {
         "machine": socket.gethostname(),
-        "cores": os.cpu_count(),
+        "cores": usable_cores(),
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
         "torch": torch.__version__,

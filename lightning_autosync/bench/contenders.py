@@ -21,6 +21,7 @@ from lightning_autosync.bench.settings import DDPOptions
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.plan import SyncPlan, compile_plan
 from lightning_autosync.runtime import Engine
+from lightning_autosync.runtime.broadcast import BufferBroadcast
 from lightning_autosync.workload import Workload, variable_names
 
 SEED = 0
@@ -87,7 +88,7 @@ class DDPContender(Contender):
 
 
 class PlanContender(Contender):
-    """The engine, following a plan."""
+    """The engine, following a plan; buffers follow rank 0 before each forward pass, as with DDP."""
 
     def __init__(
         self,
@@ -101,10 +102,15 @@ class PlanContender(Contender):
         super().__init__(model, sparse, cluster)
         schedule = compile_plan(plan, workload, cluster)
         self._engine = Engine(variable_names(self.module), schedule, cluster=cluster, timeout=timeout)
+        self._buffers = BufferBroadcast(self.module)
 
     @property
     def synchronized(self) -> nn.Module:
         return self.module
+
+    def backward(self, batch: int = 0) -> None:
+        self._buffers.before_training(synchronizing=True)
+        super().backward(batch)
 
     def close(self) -> None:
         self._engine.close()
@@ -179,6 +185,7 @@ def deviation(name: str, reference: str) -> float:
 
 
 def _gradients(contender: Contender) -> list[Tensor]:
+    torch.manual_seed(SEED + dist.get_rank())  # what is dropped at random is the same with each contender
     contender.backward()
     gradients = []
     for parameter in contender.module.parameters():

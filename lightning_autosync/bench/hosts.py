@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
-
 from lightning_autosync.bench.validation.hosts import shared_hosts
 from lightning_autosync.simulator import Constants
+from lightning_autosync.workers.cores import usable_cores
 
 
 def job_hosts(launch: str, paced: bool, path: str | None = None) -> Constants:
@@ -25,5 +24,5 @@ def job_hosts(launch: str, paced: bool, path: str | None = None) -> Constants:
     elif launch == "emulated":
         known = shared_hosts()
     else:
-        known = Constants(cores=os.cpu_count() if launch == "local" else None)
+        known = Constants(cores=usable_cores() if launch == "local" else None)
     return known.model_copy(update={"accelerated": paced})

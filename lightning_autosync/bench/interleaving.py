@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Any, Protocol
 
 from lightning_autosync.bench import conditions
@@ -15,6 +16,8 @@ from lightning_autosync.bench.result import Measurement, Result, Round
 from lightning_autosync.bench.settings import Settings
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.workers import WorkerPool
+from lightning_autosync.workers.check import measured_links
+from lightning_autosync.workers.link_check import LinkCheck
 
 _WORKER = "lightning_autosync.bench"
 _log = logging.getLogger(__name__)
@@ -33,8 +36,12 @@ class Pool(Protocol):
     def close(self) -> None: ...
 
 
-def run_bench(settings: Settings) -> Result:
+def run_bench(settings: Settings, keep: Callable[[Result], None] | None = None) -> Result:
     """Measure every contender.
+
+    Args:
+        settings: the run.
+        keep: called after each round but the last with what there is by then.
 
     Raises:
         DocumentError: a contender, the cluster or a plan is wrong.
@@ -42,12 +49,25 @@ def run_bench(settings: Settings) -> Result:
         WorkerError: a worker failed.
     """
     preparation = prepare(settings)
-    with _pool(settings, preparation.cluster) as pool:
-        return play(settings, preparation, pool)
+    with _pool(settings, preparation.cluster) as (pool, links):
+        return play(settings, preparation, pool, links, keep)
 
 
-def play(settings: Settings, preparation: Preparation, pool: Pool) -> Result:
+def play(
+    settings: Settings,
+    preparation: Preparation,
+    pool: Pool,
+    links: Sequence[LinkCheck] = (),
+    keep: Callable[[Result], None] | None = None,
+) -> Result:
     """Measure every contender on workers that are there already.
+
+    Args:
+        settings: the run.
+        preparation: of these settings.
+        pool: the workers.
+        links: what their emulated links carry.
+        keep: as for `run_bench`.
 
     Raises:
         WorkerError: a worker failed.
@@ -57,24 +77,22 @@ def play(settings: Settings, preparation: Preparation, pool: Pool) -> Result:
     load_before = pool.run(f"{_WORKER}.conditions:load_average", ranks=[0])[0]
     bench = _Bench(settings, preparation, pool, LoadMeter(pool.pids) if here else None)
     bench.set_up()
-    for number in range(settings.rounds):
-        bench.play_round(number)
-    measurements = bench.measurements()
     found = {
         **pool.run(f"{_WORKER}.conditions:describe_worker", ranks=[0])[0],
         "conditions_are": "those of rank 0 and its machine",
         "machines": [name for _, name in machines],
+        "links": [{**asdict(link), "deviation": link.deviation} for link in links],
         "load_average_before": load_before,
-        "load_average_after": pool.run(f"{_WORKER}.conditions:load_average", ranks=[0])[0],
         "bytes_counted": "TCP payload that the ranks sent, as the kernel counts it by socket; framing is not in it",
     }
-    return Result(
-        settings=settings,
-        preparation=preparation,
-        bound=_bound(settings, preparation),
-        conditions=found,
-        measurements=measurements,
-    )
+    bound = _bound(settings, preparation)
+    for number in range(settings.rounds):
+        bench.play_round(number)
+        load_after = pool.run(f"{_WORKER}.conditions:load_average", ranks=[0])[0]
+        result = Result(settings, preparation, bound, {**found, "load_average_after": load_after}, bench.measurements())
+        if keep is not None and number + 1 < settings.rounds:
+            keep(result)
+    return result
 
 
 def turn_order(names: list[str], number: int) -> list[str]:
@@ -159,13 +177,13 @@ def _all_or_none(values: list[float | None]) -> list[float] | None:
 
 
 @contextmanager
-def _pool(settings: Settings, cluster: ClusterSpec) -> Iterator[WorkerPool]:
+def _pool(settings: Settings, cluster: ClusterSpec) -> Iterator[tuple[WorkerPool, list[LinkCheck]]]:
+    """Workers, and what their emulated links carry."""
     scheduling = None if settings.scheduling == "none" else settings.scheduling
-    with (
-        settings.launch.open(cluster) as launch,
-        WorkerPool(cluster.world_size, launch, timeout=settings.timeout, scheduling=scheduling) as pool,
-    ):
-        yield pool
+    with settings.launch.open(cluster) as launch:
+        links = measured_links(launch)
+        with WorkerPool(cluster.world_size, launch, timeout=settings.timeout, scheduling=scheduling) as pool:
+            yield pool, links
 
 
 def _bound(settings: Settings, preparation: Preparation) -> Bound | None:

@@ -23,7 +23,7 @@ class Preparation:
     """What workers are told.
 
     Attributes:
-        cluster: the machines, scaled and ordered; emulated links have no latency.
+        cluster: the machines, scaled and ordered; if emulated, as they are then.
         workload: the model's variables, tables as those of which rows can travel.
         orders: for each contender, the arguments of :func:`lightning_autosync.bench.contenders.set_up`.
         classes: what each contender computes.
@@ -45,7 +45,7 @@ def prepare(settings: Settings) -> Preparation:
     """
     cluster = make_cluster(settings)
     if settings.emulated:
-        cluster = cluster.without_latency()
+        cluster = cluster.as_emulated()
     workloads = {kind: settings.model.workload(kind) for kind in get_args(Embeddings)}
     made = {
         name: _prepared(name, contender, settings, cluster, workloads[contender.embeddings])
@@ -130,13 +130,13 @@ def _prepared(
         "model": settings.model.model_dump(),
         "sparse": contender.embeddings == "sparse",
         "cluster": cluster.to_dict(),
-        "timeout": settings.timeout,
+        "timeout": settings.patience,
     }
     try:
         if contender.ddp is not None:
             _check_hook(contender.ddp, workload)
             return _Prepared({**order, "ddp": contender.ddp.model_dump()}, contender.ddp.exactness)
-        plan, reason = _plan(contender, workload, cluster)
+        plan, reason = _plan(contender, workload, cluster, shares_cores=settings.launch.kind == "local")
         compile_plan(plan, workload, cluster)
     except AutoSyncError as error:
         raise DocumentError(f"contenders.{name}: {error}") from None
@@ -160,15 +160,21 @@ def _check_hook(options: DDPOptions, workload: Workload) -> None:
         raise DocumentError(f"ddp.bucket_cap_mb: powersgd works on gloo with one bucket only; take {needed} or more")
 
 
-def _plan(contender: Contender, workload: Workload, cluster: ClusterSpec) -> tuple[SyncPlan, str]:
-    """The plan, and why it was chosen if that was told."""
+def _plan(contender: Contender, workload: Workload, cluster: ClusterSpec, shares_cores: bool) -> tuple[SyncPlan, str]:
+    """The plan, and why it was chosen if that was told; a function that asks hears whether ranks share cores."""
     if contender.plan is not None:
         return SyncPlan.load(contender.plan), ""
     assert contender.builder is not None
     build = _builder(contender.builder)
-    _check_arguments(contender.builder, build, contender.arguments)
+    allowed = _arguments(build)
+    for argument in contender.arguments:
+        if allowed is not None and argument not in allowed:
+            raise DocumentError(
+                f"builder '{contender.builder}' has no argument '{argument}'; it takes {', '.join(allowed)}"
+            )
+    told = {"shares_cores": shares_cores} if "shares_cores" in (allowed or ()) else {}
     try:
-        made = build(workload, cluster, **contender.arguments)
+        made = build(workload, cluster, **told | contender.arguments)
     except (TypeError, ValueError) as error:
         if isinstance(error, AutoSyncError):
             raise
@@ -190,11 +196,6 @@ def _builder(name: str) -> Callable[..., Any]:
     return build
 
 
-def _check_arguments(name: str, build: Callable[..., Any], arguments: dict[str, Any]) -> None:
-    """The first two parameters are the workload and the cluster."""
-    if isinstance(build, partial):
-        return
-    allowed = list(inspect.signature(build).parameters)[2:]
-    for argument in arguments:
-        if argument not in allowed:
-            raise DocumentError(f"builder '{name}' has no argument '{argument}'; it takes {', '.join(allowed)}")
+def _arguments(build: Callable[..., Any]) -> list[str] | None:
+    """Names of the parameters after the first two, workload and cluster; None where the function checks them."""
+    return None if isinstance(build, partial) else list(inspect.signature(build).parameters)[2:]

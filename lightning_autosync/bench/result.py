@@ -16,6 +16,8 @@ from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.workload import Workload
 
 FORMAT = "autosync-bench/1"
+BUSY = 0.1
+"""Cores used by others from which on a run is not worth much."""
 Round = Sequence[Sequence[float]]
 
 
@@ -117,6 +119,12 @@ class Result:
         known = [cores for rounds in found if rounds is not None for cores in rounds]
         return statistics.mean(known) if known else None
 
+    @property
+    def meets_protocol(self) -> bool:
+        """Whether the run may back a claim: it is long enough, was not cut short, and its machine was not busy."""
+        whole = all(len(one.rounds) == self.settings.rounds for one in self.measurements.values())
+        return self.settings.long_enough and whole and (self.foreign_cores or 0.0) <= BUSY
+
     def ratio(self, name: str, reference: str | None = None) -> Interval:
         """A contender's time over the reference's (the best DDP's), paired by round; below 1 is faster."""
         other = self.measurements[reference or self.best_ddp]
@@ -140,7 +148,8 @@ class Result:
             "cluster": self.cluster.to_dict(),
             "workload": {"bytes": self.workload.bytes, **self.workload.to_dict()},
             "emulated": {"links": self.settings.emulated, "compute": self.paced},
-            "meets_protocol": self.settings.meets_protocol,
+            "rounds": min(len(one.rounds) for one in self.measurements.values()),
+            "meets_protocol": self.meets_protocol,
             "bound": None if self.bound is None else asdict(self.bound),
             "conditions": self.conditions,
             "foreign_cores": self.foreign_cores,

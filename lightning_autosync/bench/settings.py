@@ -26,7 +26,7 @@ HOOK_CLASSES: dict[Hook, Class] = {
 }
 LEAST_WARM_UP, LEAST_ROUNDS, LEAST_STEPS = 5, 5, 8
 """Steps, rounds and steps a round from which on a run may back a claim."""
-LEAST_STEADY_WARM_UP = 2
+LEAST_STEADY_WARM_UP, LEAST_STEADY_STEPS = 2, 2
 """The same where nothing is computed, so that only buckets and connections have to settle."""
 
 
@@ -187,11 +187,16 @@ class Settings(Configuration):
         return self.launch.kind == "emulated"
 
     @property
-    def meets_protocol(self) -> bool:
-        """Whether the run is long enough to back a claim."""
-        if self.model.kind in ("flat", "paced"):
-            return self.warm_up >= LEAST_STEADY_WARM_UP and self.rounds >= LEAST_ROUNDS
-        return self.warm_up >= LEAST_WARM_UP and self.rounds >= LEAST_ROUNDS and self.steps >= LEAST_STEPS
+    def patience(self) -> float:
+        """Seconds after which a plan's own exchanges give up: so early that its ranks can say what they waited for."""
+        return self.timeout / 2
+
+    @property
+    def long_enough(self) -> bool:
+        """Whether there are steps and rounds enough to back a claim."""
+        steady = self.model.kind in ("flat", "paced")
+        warm_up, steps = (LEAST_STEADY_WARM_UP, LEAST_STEADY_STEPS) if steady else (LEAST_WARM_UP, LEAST_STEPS)
+        return self.warm_up >= warm_up and self.rounds >= LEAST_ROUNDS and self.steps >= steps
 
     def _check_periods(self) -> None:
         for name, contender in self.contenders.items():

@@ -7,12 +7,10 @@ from typing import get_args
 from rich.table import Table
 
 from lightning_autosync.bench.preparation import make_cluster
-from lightning_autosync.bench.result import Result
+from lightning_autosync.bench.result import BUSY, Result
 from lightning_autosync.bench.settings import Class
 from lightning_autosync.workers.emulation import NOTICEABLE_LATENCY
 
-BUSY = 0.1
-"""Cores used by others from which on a run is not worth much."""
 EXACT = 1e-4
 """Gradient deviation up to which only the order of floating-point sums differs."""
 
@@ -74,7 +72,7 @@ def remarks(result: Result) -> list[str]:
     lines += _latencies(result)
     lines += [f"{name}: {reason}" for name, reason in result.preparation.reasons.items()]
     lines += _best_of_sparse_ddp(result)
-    if not settings.meets_protocol:
+    if not settings.long_enough:
         lines.append("too few warm-up steps, rounds or steps to back a claim")
     for name, measurement in result.measurements.items():
         if result.classes[name] == "exact" and measurement.deviation > EXACT:

@@ -14,6 +14,9 @@ from lightning_autosync.cluster.validation import check_connected, check_links, 
 from lightning_autosync.documents import Document
 from lightning_autosync.errors import ClusterError
 
+LOCAL_BANDWIDTH = 10 * 2.0**30
+"""Bytes/s between devices of one node where nobody says otherwise; about that of memory on one core."""
+
 
 class ClusterSpec(Document):
     """The machines of a job, the links between them, and which node each rank runs on.
@@ -38,7 +41,7 @@ class ClusterSpec(Document):
     nodes: tuple[Node, ...] = Field(min_length=1)
     switches: tuple[Name, ...] = ()
     links: tuple[Link, ...] = ()
-    local_bandwidth: Rate = 10 * 2.0**30
+    local_bandwidth: Rate = LOCAL_BANDWIDTH
     local_latency: Seconds = 0.0
     rank_order: tuple[str, ...] | None = None
 
@@ -155,10 +158,14 @@ class ClusterSpec(Document):
         ]
         return self._replace(links=links, local_bandwidth=self.local_bandwidth * factor)
 
-    def without_latency(self) -> ClusterSpec:
-        """The same cluster as emulated links show it: none of its links takes time beyond its rate."""
+    def as_emulated(self) -> ClusterSpec:
+        """The same cluster as emulated links show it on one machine.
+
+        None of its links takes time beyond its rate, and devices of a node reach each other at that machine's speed,
+        whatever rates the links have.
+        """
         links = [{**link.model_dump(), "latency": 0.0} for link in self.links]
-        return self._replace(links=links, local_latency=0.0)
+        return self._replace(links=links, local_latency=0.0, local_bandwidth=LOCAL_BANDWIDTH)
 
     def _replace(self, **fields: Any) -> ClusterSpec:
         return self.from_dict({**self.to_dict(), **fields}, source=f"cluster '{self.name}'")

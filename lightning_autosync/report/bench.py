@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning_autosync.bench import command
 from lightning_autosync.bench.hosts import job_hosts
-from lightning_autosync.bench.preparation import make_cluster
+from lightning_autosync.bench.preparation import make_cluster, prepare
 from lightning_autosync.bench.result import Result
 from lightning_autosync.bench.settings import Settings
 from lightning_autosync.errors import DocumentError
@@ -36,8 +36,7 @@ def bench(configuration: dict[str, Any], directory: Path) -> None:
     _check(settings)
     constants = job_hosts(settings.launch.kind, settings.model.kind in _WITHOUT_COMPUTE, settings.constants)
     result = command.bench(configuration, directory)
-    if result.best_exact is None:
-        raise DocumentError("timeline: it shows an exact plan, and there is none among the contenders")
+    assert result.best_exact is not None  # there is one, as was checked
     _draw(result, result.best_exact, constants, directory)
     print(f"{directory}: timeline.svg, timeline.png, trace.json, timelines.json of contender '{result.best_exact}'")
 
@@ -50,8 +49,9 @@ def _check(settings: Settings) -> None:
             f"not '{settings.model.kind}'"
         )
     make_cluster(settings).require_measured()
-    if all(one.ddp is not None or one.embeddings == "sparse" for one in settings.all_contenders().values()):
-        raise DocumentError("timeline: it shows a plan, and there is none among the contenders")
+    contenders, classes = settings.all_contenders(), prepare(settings).classes
+    if all(one.ddp or one.embeddings == "sparse" or classes[name] != "exact" for name, one in contenders.items()):
+        raise DocumentError("timeline: it shows an exact plan, and there is none among the contenders")
 
 
 def _draw(result: Result, name: str, constants: Constants, directory: Path) -> None:

@@ -58,8 +58,9 @@ class Replay:
 
         Args:
             schedule: compiled for this workload and cluster.
-            detail: ``frames`` follows every piece of every message; ``fluid`` lets each message flow as a whole, which
-                is hundreds of times faster; ``auto`` takes frames where there are few of them.
+            detail: ``frames`` follows every piece of every message, and connections share links max-min fairly;
+                ``fluid`` lets each message flow as a whole, which is hundreds of times faster, and messages share a
+                link in proportion to the rates that they would have alone; ``auto`` takes frames where there are few.
 
         Raises:
             PlanError: the schedule is for another number of ranks.

@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 from lightning_autosync.errors import PlanError
 from lightning_autosync.plan import Schedule, SyncPlan
 from lightning_autosync.runtime import Engine
+from lightning_autosync.runtime.broadcast import BufferBroadcast, broadcast_tensors
 from lightning_autosync.runtime.memories import Memories
-from lightning_autosync.strategy.broadcast import BufferBroadcast, broadcast_tensors
 from lightning_autosync.strategy.checkpoint import gather_state, own_state, warn_left_out
 from lightning_autosync.strategy.resolution import Resolution, memory_fault, resolve_together
 from lightning_autosync.strategy.settings import Settings

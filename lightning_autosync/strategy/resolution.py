@@ -12,9 +12,9 @@ from torch import nn
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.errors import ClusterError
 from lightning_autosync.plan import Schedule, SyncPlan, builders, compile_plan
+from lightning_autosync.runtime.broadcast import structure_digest
 from lightning_autosync.runtime.shared_memory import sharing_fault
 from lightning_autosync.strategy.agreement import agree
-from lightning_autosync.strategy.broadcast import structure_digest
 from lightning_autosync.strategy.choice import choose_plan
 from lightning_autosync.strategy.settings import Settings, check_semantics
 from lightning_autosync.workload import Workload, describe, variable_names

@@ -14,6 +14,7 @@ from lightning_autosync.cluster.shipped import resolve_cluster
 from lightning_autosync.cluster.spec import ClusterSpec
 from lightning_autosync.errors import AutoSyncError, DocumentError
 from lightning_autosync.workers.emulation import EmulatedLaunch
+from lightning_autosync.workers.launch import Launch
 from lightning_autosync.workers.link_check import LinkCheck, check_links
 
 ALLOWED_DEVIATION = 0.1
@@ -38,9 +39,18 @@ def links_table(cluster: ClusterSpec, checks: list[LinkCheck]) -> Table:
     return table
 
 
-def warn_of_links(launch: EmulatedLaunch) -> None:
-    """Measure the links, half a second and more for each, and warn if some are off: it takes a busy or slow machine."""
-    off = [check for check in check_links(launch) if abs(check.deviation) > ALLOWED_DEVIATION]
+def measured_links(launch: Launch) -> list[LinkCheck]:
+    """What each emulated link carries, half a second and more for each; none where links are not emulated.
+
+    Warns if some are off: it takes a busy or slow machine.
+
+    Raises:
+        LaunchError: nothing passes a link.
+    """
+    if not isinstance(launch, EmulatedLaunch):
+        return []
+    checks = check_links(launch)
+    off = [check for check in checks if abs(check.deviation) > ALLOWED_DEVIATION]
     if off:
         worst = max(off, key=lambda check: abs(check.deviation))
         warnings.warn(
@@ -48,6 +58,7 @@ def warn_of_links(launch: EmulatedLaunch) -> None:
             f"the one from {worst.source} to {worst.target} by {worst.deviation:+.0%}; slow the cluster down",
             stacklevel=2,
         )
+    return checks
 
 
 def main(arguments: list[str] | None = None) -> int:

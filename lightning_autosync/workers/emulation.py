@@ -24,6 +24,8 @@ KERNEL_PARAMETERS: dict[str, str | int] = {
 }
 
 _emulations = itertools.count()
+_held: set[str] = set()
+"""Namespaces of this process's networks."""
 
 
 class EmulatedLaunch:
@@ -47,12 +49,13 @@ class EmulatedLaunch:
 
     def __init__(self, cluster: ClusterSpec) -> None:
         netns.require_namespaces()
-        netns.remove_stale()
+        netns.remove_stale(_held)
         self.cluster = cluster
         self.network = Network(cluster)
         self._warn_of_latency()
         emulation = next(_emulations)
         self.namespaces = [netns.namespace_name(emulation, place) for place in range(len(self.network.places))]
+        _held.update(self.namespaces)
         janitor = netns.Janitor(self.namespaces)
         self._finalizer = weakref.finalize(self, _take_down, self.namespaces, janitor, os.getpid())
         try:
@@ -153,6 +156,7 @@ def _take_down(namespaces: Sequence[str], janitor: netns.Janitor, owner: int) ->
     if os.getpid() != owner:  # a forked copy of the caller must not take down the original's network
         return
     left = netns.delete(namespaces)
+    _held.difference_update(set(namespaces) - set(left))
     if not left:
         janitor.dismiss()
         return

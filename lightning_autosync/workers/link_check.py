@@ -52,19 +52,25 @@ def check_links(launch: EmulatedLaunch) -> list[LinkCheck]:
 
     A link that seems too slow is tried again, and the best try counts: a machine that is busy elsewhere
     can only make a link seem slower than it is.
+
+    Raises:
+        LaunchError: hardly anything passes a link; the message names it.
     """
     return [_check_channel(launch, channel) for channel in range(len(launch.network.ports))]
 
 
 def _check_channel(launch: EmulatedLaunch, channel: int) -> LinkCheck:
     sender, receiver = launch.network.ports[channel], launch.network.ports[channel ^ 1]
+    source, target = launch.network.places[sender.place], launch.network.places[receiver.place]
     measured = 0.0
     for _ in range(TRIES):
-        measured = max(measured, _measure(launch, sender, receiver))
+        try:
+            measured = max(measured, _measure(launch, sender, receiver))
+        except TimeoutError as error:
+            raise LaunchError(f"cluster '{launch.cluster.name}': link from {source} to {target}: {error}") from None
         if measured > (1 - TOLERANCE) * sender.rate:
             break
-    places = launch.network.places
-    return LinkCheck(places[sender.place], places[receiver.place], sender.rate, measured)
+    return LinkCheck(source, target, sender.rate, measured)
 
 
 def _measure(launch: EmulatedLaunch, sender: Port, receiver: Port) -> float:
@@ -73,6 +79,7 @@ def _measure(launch: EmulatedLaunch, sender: Port, receiver: Port) -> float:
     The kernel counts what arrives, so that it does not matter when this process gets to run.
     """
     amount = max(LEAST, round(sender.rate * SECONDS))
+    patience = TIMEOUT + 2 * (BURST + amount) / sender.rate
     with _connection(launch, sender, receiver) as (source, target):
         threads = [
             threading.Thread(target=_send, args=(source,)),
@@ -81,8 +88,8 @@ def _measure(launch: EmulatedLaunch, sender: Port, receiver: Port) -> float:
         for thread in threads:
             thread.start()
         try:
-            first, start = _wait_for(target, BURST)
-            last, end = _wait_for(target, first + amount)
+            first, start = _wait_for(target, BURST, patience)
+            last, end = _wait_for(target, first + amount, patience)
         finally:
             source.shutdown(socket.SHUT_RDWR)
             for thread in threads:
@@ -90,15 +97,15 @@ def _measure(launch: EmulatedLaunch, sender: Port, receiver: Port) -> float:
     return (last - first) / PAYLOAD_SHARE / (end - start)
 
 
-def _wait_for(target: socket.socket, amount: int) -> tuple[int, float]:
-    """How many bytes have arrived, once it is ``amount``, and when that was."""
-    deadline = time.monotonic() + TIMEOUT
+def _wait_for(target: socket.socket, amount: int, patience: float) -> tuple[int, float]:
+    """How many bytes have arrived, once it is ``amount``, and when that was; `TimeoutError` after so many seconds."""
+    deadline = time.monotonic() + patience
     while True:
         received, now = bytes_received(target), time.perf_counter()
         if received >= amount:
             return received, now
         if time.monotonic() > deadline:
-            raise LaunchError(f"emulated links: only {received} bytes passed a link in {TIMEOUT:g} s")
+            raise TimeoutError(f"only {received} bytes passed in {patience:.0f} s")
         time.sleep(POLL)
 
 

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -87,9 +87,16 @@ def delete(names: Iterable[str]) -> list[str]:
     return [name for name in names if (DIRECTORY / name).exists()]
 
 
-def remove_stale() -> None:
-    """Delete the namespaces of processes that are no more, whose janitors were ended too."""
-    delete(name for name in list_namespaces() if not _exists(_owner(name)))
+def remove_stale(held: Collection[str]) -> None:
+    """Delete the namespaces of processes that are no more, whose janitors were ended too.
+
+    One of them may have had this process's number, as in a container that was started again: of that number only those
+    that are ``held`` stay.
+    """
+    own = os.getpid()
+    delete(
+        name for name in list_namespaces() if (name not in held if _owner(name) == own else not _exists(_owner(name)))
+    )
 
 
 class Janitor:

@@ -1,7 +1,7 @@
 """How fast the replay prices plans: ``python tests/benchmarks/replay_speed.py``.
 
 Prints what was reached beside the goals; ends with 1 where one is missed. Seconds are those of one core, so that other
-load counts for little.
+load counts for little. Each setting of the hosts is timed three times, and the best counts.
 """
 
 from __future__ import annotations

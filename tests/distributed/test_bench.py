@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from lightning_autosync.bench.interleaving import run_bench
+from lightning_autosync.bench.interleaving import play, run_bench
+from lightning_autosync.bench.preparation import prepare
 from lightning_autosync.bench.result import Result
 from lightning_autosync.bench.settings import Settings
-from lightning_autosync.workers import WorkerError
+from lightning_autosync.workers import WorkerError, WorkerPool
 
 RUN = "import sys; from lightning_autosync.cli import main; sys.argv[0] = 'autosync'; main()"
 
@@ -79,6 +80,20 @@ def test_row_wise_contenders_agree_with_dense_ones():
     )
     result = run_bench(settings)
     assert all(measurement.deviation < 1e-5 for measurement in result.measurements.values())
+
+
+def test_buffers_follow_and_random_parts_are_the_same_in_every_contender() -> None:
+    own = {"kind": "imported", "_target_": "bench_modules.Normalized", "data": {"_target_": "bench_modules.batches"}}
+    short = {"rounds": 2, "steps": 2, "warm_up": 1, "ranks": 2}
+    settings = Settings.parse({"model": own, **short, "contenders": {"star": {"builder": "ps"}}})
+    kept: list[int] = []
+    preparation = prepare(settings)
+    with WorkerPool(2) as pool:
+        result = play(settings, preparation, pool, keep=lambda one: kept.append(one.to_dict()["rounds"]))
+        for ddp, star in pool.run("bench_modules:running_means", names=["ddp", "star"]):
+            assert star == pytest.approx(ddp, abs=5e-4)  # what is dropped at random differs
+    assert all(measurement.deviation < 1e-5 for measurement in result.measurements.values())
+    assert kept == [1]
 
 
 @pytest.fixture(scope="module")

@@ -333,11 +333,14 @@ def test_leftovers_of_dead_processes_are_removed_and_others_kept():
     with subprocess.Popen(["true"]) as process:
         pass
     stale, alive = f"as{process.pid}-0-0", f"as{os.getppid()}-999-0"
-    for name in (stale, alive):
-        subprocess.run(["ip", "netns", "add", name], check=True)
-    with EmulatedLaunch(ClusterSpec.uniform(2, bandwidth=1e6)) as launch:
-        assert stale not in netns.list_namespaces()
-        assert set(netns.list_namespaces()) >= {alive, *launch.namespaces}
+    predecessors = f"as{os.getpid()}-999-0"  # of a process that had this one's number
+    pair = ClusterSpec.uniform(2, bandwidth=1e6)
+    with EmulatedLaunch(pair) as earlier:
+        for name in (stale, alive, predecessors):
+            subprocess.run(["ip", "netns", "add", name], check=True)
+        with EmulatedLaunch(pair) as launch:
+            assert not {stale, predecessors} & set(netns.list_namespaces())
+            assert set(netns.list_namespaces()) >= {alive, *launch.namespaces, *earlier.namespaces}
     assert netns.delete([alive]) == []
 
 

@@ -82,6 +82,10 @@ def test_a_bench_draws_its_fastest_plan_measured_beside_predicted(tmp_path: Path
         ({"model": {"kind": "layers", "tensors": 4, "width": 8, "batch": 2}}, "models that compute by the clock"),
         ({"cluster": ClusterSpec.uniform(nodes=3).to_dict(), "launch": {"kind": "local"}}, "bandwidth: unknown"),
         ({"contenders": {"fp16": {"ddp": {"hook": "fp16"}}}}, "there is none among the contenders"),
+        (
+            {"contenders": {"bf16": {"builder": "all_reduce", "compressor": "bf16"}}},
+            "there is none among the contenders",
+        ),
     ],
 )
 def test_what_cannot_be_drawn_shows_before_anything_is_measured(

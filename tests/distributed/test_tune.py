@@ -24,7 +24,7 @@ from lightning_autosync.search.tuning.command import tune
 from lightning_autosync.search.tuning.job import Job
 from lightning_autosync.search.tuning.measuring import Course, Rule, measure_in_turns
 from lightning_autosync.search.tuning.settings import Settings
-from lightning_autosync.search.tuning.stage import Stage, TrialError
+from lightning_autosync.search.tuning.stage import Entrant, Stage, TrialError
 
 RUN = "import sys; from lightning_autosync.cli import main; sys.argv[0] = 'autosync'; main()"
 SMALL = (
@@ -186,7 +186,7 @@ def test_a_worker_that_dies_fails_its_plan_and_workers_start_again():
     job = Job.of(settings)
     order = job.plan_order(builders.all_reduce(job.workload, job.cluster))
     with Stage(settings, job.cluster) as stage:
-        good, bad = Course(stage.entrant("good", order)), Course(stage.entrant("bad", order))
+        good, bad = Course(Entrant("good", order)), Course(Entrant("bad", order))
         stage.measure(bad.entrant, 1)
         os.kill(stage.pool.pids[1], signal.SIGKILL)
         with pytest.raises(TrialError, match="rank 1 died"):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import platform
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+from lightning_autosync.workers.cores import usable_cores
 
 _PACKAGES = ("lightning-autosync", "torch", "numpy")
 
@@ -19,7 +20,7 @@ def describe_environment(worker: dict[str, Any]) -> dict[str, Any]:
         "kernel": platform.release(),
         "machine": platform.machine(),
         "processor": _processor(),
-        "cores": os.cpu_count(),
+        "cores": usable_cores(),
         "python": platform.python_version(),
         "versions": {package: version(package) for package in _PACKAGES},
         "emulated": {"links": True, "compute": True},

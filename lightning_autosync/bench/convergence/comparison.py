@@ -19,6 +19,7 @@ from lightning_autosync.errors import AutoSyncError, DocumentError
 from lightning_autosync.plan import SyncPlan, builders
 from lightning_autosync.runtime.relaxed.isolation import BOUND, windows_apart
 from lightning_autosync.workers import WorkerPool
+from lightning_autosync.workers.cores import usable_cores
 from lightning_autosync.workload import Workload, describe
 
 TUNING_SEED = 1000
@@ -59,7 +60,7 @@ def compare(settings: Settings) -> Result:
         ]
         conditions = {
             **pool.run("lightning_autosync.bench.conditions:describe_worker", ranks=[0])[0],
-            "cores": os.cpu_count(),
+            "cores": usable_cores(),
             "system": f"{platform.system()} {platform.release()}",
             "python": platform.python_version(),
             "load_average_before": load_before,

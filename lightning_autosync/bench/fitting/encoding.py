@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any, NamedTuple
@@ -16,6 +15,7 @@ from lightning_autosync.simulator.learned.examples import Examples, number_pairs
 from lightning_autosync.simulator.learned.kinds import KINDS
 from lightning_autosync.simulator.learned.scene import Scenes
 from lightning_autosync.simulator.learned.traits import traits
+from lightning_autosync.workers.cores import usable_cores
 
 _CHUNK = 64
 """Samples of a piece of work."""
@@ -65,7 +65,7 @@ def encode_samples(
 def _run(
     work: Sequence[list[Sample]], constants: Constants, kinds: Sequence[str], processes: int | None
 ) -> Iterator[list[_Encoded]]:
-    count = min(processes or os.cpu_count() or 1, len(work))
+    count = min(processes or usable_cores(), len(work))
     if count == 1:
         scenes = Scenes(constants)
         for part in work:

@@ -84,7 +84,7 @@ def _draw_pair(random: Random, settings: Settings, cluster: ClusterSpec, family:
     full = catalogue.build(family, **_ARGUMENTS.get(family, _OTHERS))
     travels = sum(map(changed_bytes, full.variables))
     workload = with_compute(scaled(full, bound * synchronization_rate(cluster) / travels), compute)
-    replay = Replay(workload, cluster, shared_hosts())
+    replay = Replay(workload, cluster, shared_hosts(cores=settings.cores))
     for kind in _kinds(random, count):
         yield Case(cluster, family, workload, *_draw_carried(random, kind, workload, cluster, replay, settings))
 

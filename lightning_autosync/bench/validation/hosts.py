@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
-
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.simulator import Constants
 from lightning_autosync.workers import WorkerPool
+from lightning_autosync.workers.cores import usable_cores
 from lightning_autosync.workers.emulation import BURST
 from lightning_autosync.workers.probe.constants import fit_constants
 
@@ -41,4 +40,4 @@ def shared_hosts(path: str | None = None, cores: float | None = None) -> Constan
     """
     if path is not None:
         return Constants.load(path).model_copy(update={"accelerated": True})
-    return Constants(cores=cores or os.cpu_count(), burst=_BURST, accelerated=True)
+    return Constants(cores=cores or usable_cores(), burst=_BURST, accelerated=True)

@@ -22,7 +22,7 @@ from lightning_autosync.documents import append_lines
 from lightning_autosync.errors import DocumentError
 from lightning_autosync.simulator.dataset.sample import step_noise
 from lightning_autosync.workers import EmulatedLaunch, WorkerPool
-from lightning_autosync.workers.check import warn_of_links
+from lightning_autosync.workers.check import measured_links
 
 _LEAST_STEPS, _MOST_STEPS = 3, 12
 _MEASURE = "lightning_autosync.bench.validation.replica:measure"
@@ -37,12 +37,16 @@ class Measurement:
         key: that of the case.
         steps: seconds of each step, by rank.
         foreign_cores: cores that other processes kept busy meanwhile; None where unknown.
+        scheduling: the kernel's policy for the workers.
+        warm_up: steps before the first that counts.
         hosts: the hosts' constants of the time as a document; None where they were not probed.
     """
 
     key: str
     steps: Sequence[Sequence[float]]
     foreign_cores: float | None
+    scheduling: str
+    warm_up: int
     hosts: Mapping[str, Any] | None = None
 
     @property
@@ -91,11 +95,18 @@ def measure_cases(
         path: file to which every measurement is added as soon as it is there.
 
     Raises:
-        DocumentError: the file holds something else.
+        DocumentError: the file holds something else, or what was measured in another way.
         LaunchError: links cannot be emulated here.
         WorkerError: a worker failed.
     """
     found = load_measurements(path)
+    way = (settings.scheduling, settings.warm_up)
+    for one in found.values():
+        if (one.scheduling, one.warm_up) != way:
+            raise DocumentError(
+                f"measurements: {path}: made with scheduling={one.scheduling} warm_up={one.warm_up}, now it is "
+                f"scheduling={way[0]} warm_up={way[1]}; give the same, or another file"
+            )
     missing = [case for case in cases if case.key not in found]
     done = 0
     for _, group in groupby(missing, key=lambda case: case.cluster.fingerprint):
@@ -119,7 +130,7 @@ def measure_cases(
 
 def _enter_pool(stack: ExitStack, cluster: ClusterSpec, settings: Settings) -> WorkerPool:
     launch = stack.enter_context(EmulatedLaunch(cluster))
-    warn_of_links(launch)
+    measured_links(launch)
     policy: Any = None if settings.scheduling == "none" else settings.scheduling
     return stack.enter_context(WorkerPool(cluster.world_size, launch, timeout=settings.timeout, scheduling=policy))
 
@@ -134,6 +145,6 @@ def _measure(case: Case, pool: WorkerPool, load: LoadMeter, settings: Settings, 
         cluster=case.cluster.to_dict(),
         warm_up=settings.warm_up,
         steps=steps,
-        timeout=settings.timeout,
+        timeout=settings.timeout / 2,  # so that ranks can say what they waited for
     )
-    return Measurement(case.key, times, load.foreign_cores())
+    return Measurement(case.key, times, load.foreign_cores(), settings.scheduling, settings.warm_up)

@@ -33,9 +33,10 @@ class Settings(Configuration):
         families: models of the catalogue, scaled down.
         fastest_link: bytes/s to which a cluster is slowed down, all of its links alike, if one of them is faster.
         bound: seconds, least and most, that the least synchronization of a drawn workload takes.
-        most_cores: share of a step, by the replay with its default constants, in which the cores of this machine may be
-            busy for synchronization; a plan that asks for more is drawn anew. The ranks of a cluster have cores of
-            their own; here all share a few, and beyond that share a step would tell of their scheduler alone.
+        most_cores: share of a step, by the replay with its default constants, in which the shared cores may be busy for
+            synchronization; a plan that asks for more is drawn anew. The ranks of a cluster have cores of their own;
+            here all share a few, and beyond that share a step would tell of their scheduler alone.
+        cores: how many cores that share is of. A number, so that a seed draws the same cases on every machine.
         warm_up: steps of a case that are not counted.
         seconds: how long the steps of a case may take together, as predicted; at least three are measured.
         scheduling: the kernel's policy for the workers.
@@ -53,6 +54,7 @@ class Settings(Configuration):
     fastest_link: PositiveFloat = 50e6
     bound: tuple[PositiveFloat, PositiveFloat] = (0.05, 0.3)
     most_cores: PositiveFloat = 0.3
+    cores: PositiveInt = 2
     warm_up: PositiveInt = 2
     seconds: PositiveFloat = 1.2
     scheduling: Literal["none", "batch"] = "batch"

@@ -152,7 +152,7 @@ def compare(
     preparation = _prepared(job, plans, prepare(own))
     for _ in range(2):
         try:
-            return Final.of(play(settings, preparation, stage.pool), plans, builder, rivals)
+            return Final.of(play(settings, preparation, stage.pool, stage.links), plans, builder, rivals)
         except WorkerError as error:
             _log.warning("the last comparison failed: %s", reason(error))
             stage.restart()
@@ -186,9 +186,7 @@ def _only(options: DDPOptions) -> DDPSweep:
 
 def _prepared(job: Job, plans: Mapping[str, SyncPlan], others: Preparation) -> Preparation:
     """Plans are set up for the workload that they were made for, whose times may be measured."""
-    orders = {
-        name: {"name": name, **job.plan_order(plan), "timeout": job.settings.timeout} for name, plan in plans.items()
-    }
+    orders = {name: {"name": name, **job.plan_order(plan)} for name, plan in plans.items()}
     classes = {name: plan_class(plan) for name, plan in plans.items()}
     return Preparation(
         cluster=job.cluster,

@@ -55,7 +55,7 @@ class Job:
         return replace(self, workload=max(workloads, key=lambda one: one.forward_time + one.backward_time))
 
     def plan_order(self, plan: SyncPlan) -> dict[str, Any]:
-        """Arguments of `lightning_autosync.bench.contenders.set_up` for a plan, but for name and time-out."""
+        """Arguments of `lightning_autosync.bench.contenders.set_up` for a plan, but for the name."""
         return {**self._order(), "plan": plan.to_dict(), "workload": self.workload.to_dict()}
 
     def ddp_order(self, options: DDPOptions) -> dict[str, Any]:
@@ -64,7 +64,8 @@ class Job:
 
     def _order(self) -> dict[str, Any]:
         model = self.settings.model.model_dump()
-        return {"model": model, "sparse": False, "cluster": self.cluster.to_dict()}
+        patience = self.settings.patience
+        return {"model": model, "sparse": False, "cluster": self.cluster.to_dict(), "timeout": patience}
 
 
 def bench_settings(settings: Settings, **changes: Any) -> bench.Settings:

@@ -20,7 +20,7 @@ from lightning_autosync.search.tuning.interruptions import uninterrupted
 from lightning_autosync.search.tuning.job import Job
 from lightning_autosync.search.tuning.measuring import Course, Rule, measure_in_turns
 from lightning_autosync.search.tuning.reference import Reference
-from lightning_autosync.search.tuning.stage import Stage
+from lightning_autosync.search.tuning.stage import Entrant, Stage
 
 OPPONENTS = "autosync:opponents"
 """User attribute of a study, with a digest of the run whose opponents it holds behind it: JSON text."""
@@ -122,7 +122,7 @@ class Opponents:
 
     def _play(self, kind: Kind, orders: Mapping[str, Mapping[str, Any]]) -> None:
         """One batch. What is known of other batches gives up nobody here: the machine may have drifted since."""
-        courses = [Course(self._stage.entrant(name, order)) for name, order in orders.items()]
+        courses = [Course(Entrant(name, order)) for name, order in orders.items()]
         reference = self._reference.course()
         beside = [] if reference is None else [reference]
         trial = self._job.settings.trial

@@ -80,7 +80,7 @@ class Reference:
 
     def _take(self, plan: SyncPlan) -> None:
         self.take_down()
-        self._entrant = self._stage.entrant("reference", self._job.plan_order(plan))
+        self._entrant = Entrant("reference", self._job.plan_order(plan))
 
 
 @uninterrupted()

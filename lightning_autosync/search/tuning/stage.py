@@ -15,10 +15,10 @@ from lightning_autosync.errors import AutoSyncError
 from lightning_autosync.search.tuning.settings import Settings
 from lightning_autosync.search.tuning.within_job import JobPool, JobRank
 from lightning_autosync.workers import LaunchError, WorkerError, WorkerPool
+from lightning_autosync.workers.check import measured_links
+from lightning_autosync.workers.link_check import LinkCheck
 
 _CONTENDERS = "lightning_autosync.bench.contenders"
-_PATIENCE = 0.5
-"""Share of the time-out after which a plan's own exchanges give up, so that its ranks can say what they waited for."""
 _log = logging.getLogger(__name__)
 
 Steps = Sequence[Sequence[float]]
@@ -56,6 +56,7 @@ class Stage:
 
     Attributes:
         restarts: pools that were started after the first.
+        links: what emulated links carry, measured at the start.
     """
 
     def __init__(self, settings: Settings, cluster: ClusterSpec) -> None:
@@ -66,6 +67,7 @@ class Stage:
         self._job: JobPool | None = None
         self._pool: Pool | None = None
         self._life = 0
+        self.links: Sequence[LinkCheck] = ()
 
     def __enter__(self) -> Stage:
         if self._settings.within_job:
@@ -73,6 +75,7 @@ class Stage:
             self._launched.callback(self._job.end)
             return self
         self._launch = self._launched.enter_context(self._settings.launch.open(self._cluster))
+        self.links = measured_links(self._launch)
         return self
 
     def __exit__(
@@ -101,10 +104,6 @@ class Stage:
     def restart(self) -> None:
         """End the workers; the next order starts others."""
         self._end()
-
-    def entrant(self, name: str, order: Mapping[str, Any]) -> Entrant:
-        """An entrant of this stage; its own exchanges give up before the pool does."""
-        return Entrant(name, {**order, "timeout": _PATIENCE * self._settings.timeout})
 
     def measure(self, entrant: Entrant, steps: int) -> Steps:
         """Seconds of each step by rank; the entrant is set up first where it is not.

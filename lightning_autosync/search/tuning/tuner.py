@@ -17,7 +17,7 @@ from lightning_autosync.search.tuning.measuring import Course, Rule, measure_in_
 from lightning_autosync.search.tuning.opponents import Opponents
 from lightning_autosync.search.tuning.progress import TuningProgress
 from lightning_autosync.search.tuning.reference import Reference
-from lightning_autosync.search.tuning.stage import Stage
+from lightning_autosync.search.tuning.stage import Entrant, Stage
 from lightning_autosync.search.tuning.trials import Record, Trials, drift_of, of_run, ranked
 from lightning_autosync.simulator.learned import Estimator
 
@@ -153,7 +153,7 @@ class Tuner:
             self._trials.fail(trial, str(error))
             return None
         self._predict(trial, plan)
-        return Pending(trial, Course(self._stage.entrant(f"trial {trial.number}", self._job.plan_order(plan))))
+        return Pending(trial, Course(Entrant(f"trial {trial.number}", self._job.plan_order(plan))))
 
     def _predict(self, trial: optuna.Trial, plan: SyncPlan) -> None:
         if self._estimator is None or PREDICTED in trial.user_attrs:

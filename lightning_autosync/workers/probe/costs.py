@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 import threading
 import time
@@ -22,6 +21,7 @@ from lightning_autosync.runtime.exchanges import TreeExchange
 from lightning_autosync.runtime.exchanges.rows import Rows, add_rows
 from lightning_autosync.runtime.rendezvous import connect_pairs, gather_json
 from lightning_autosync.runtime.transport import UP, Frame, Transport
+from lightning_autosync.workers.cores import usable_cores
 from lightning_autosync.workers.probe.engine import measure_engine
 
 PIECES = 2
@@ -83,7 +83,7 @@ def measure_costs(leaders: Sequence[int]) -> dict[str, Any]:
     if dist.get_world_size() > 1:
         costs |= _frames(one, other, costs["reduce_rate"])
         costs |= measure_engine()
-    return {**costs, "collectives": _backend_threads(), "cores": len(os.sched_getaffinity(0))}
+    return {**costs, "collectives": _backend_threads(), "cores": usable_cores()}
 
 
 def _backend_threads() -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ from lightning_autosync.bench.hosts import job_hosts
 from lightning_autosync.search.tuning.settings import Settings
 from lightning_autosync.search.tuning.sources import _constants
 from lightning_autosync.simulator import Constants
+from lightning_autosync.workers.cores import usable_cores
 
 BURST = 128 * 1024
 
@@ -18,7 +18,7 @@ BURST = 128 * 1024
 @pytest.mark.parametrize("paced", [False, True])
 @pytest.mark.parametrize(
     ("launch", "cores", "burst"),
-    [("emulated", os.cpu_count(), BURST), ("local", os.cpu_count(), 0.0), ("ssh", None, 0.0), ("torchrun", None, 0.0)],
+    [("emulated", usable_cores(), BURST), ("local", usable_cores(), 0.0), ("ssh", None, 0.0), ("torchrun", None, 0.0)],
 )
 def test_only_ranks_on_this_machine_share_its_cores_and_only_emulated_links_have_a_burst(
     launch: str, cores: int | None, burst: float, paced: bool
@@ -34,7 +34,7 @@ def test_a_probe_tells_more_than_the_launch(tmp_path: Path) -> None:
     assert found == probed.model_copy(update={"accelerated": True})
 
 
-@pytest.mark.parametrize(("kind", "cores"), [("torchrun", None), ("local", os.cpu_count())])
+@pytest.mark.parametrize(("kind", "cores"), [("torchrun", None), ("local", usable_cores())])
 def test_a_tuning_run_replays_with_the_hosts_of_its_launch(kind: str, cores: int | None) -> None:
     model = {"kind": "layers", "tensors": 4, "width": 8, "batch": 2}
     found = _constants(Settings.parse({"model": model, "launch": {"kind": kind}}))

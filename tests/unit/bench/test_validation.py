@@ -9,7 +9,7 @@ import pytest
 from lightning_autosync.bench.validation.accuracy import Accuracy, Priced, by
 from lightning_autosync.bench.validation.cases import Case, draw_cases
 from lightning_autosync.bench.validation.command import order_lines
-from lightning_autosync.bench.validation.measuring import load_measurements
+from lightning_autosync.bench.validation.measuring import load_measurements, measure_cases
 from lightning_autosync.bench.validation.settings import Settings
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.errors import DocumentError
@@ -93,12 +93,17 @@ def test_the_least_tau_of_a_workload_on_a_cluster_is_told() -> None:
 def test_measurements_are_read_up_to_an_interruption(tmp_path: Path) -> None:
     path = tmp_path / "measurements.jsonl"
     assert load_measurements(path) == {}
-    path.write_text('{"key": "a", "steps": [[1.0, 3.0, 2.0], [1.5, 1.5, 1.5]], "foreign_cores": null}\n{"key": "b"')
+    path.write_text(
+        '{"key": "a", "steps": [[1.0, 3.0, 2.0], [1.5, 1.5, 1.5]], "foreign_cores": null, '
+        '"scheduling": "batch", "warm_up": 2}\n{"key": "b"'
+    )
     found = load_measurements(path)
     assert list(found) == ["a"]
     assert found["a"].seconds == 2.0
     # The steps of the slowest rank: 1, 2 and 3 s, a deviation of 1 s from their median.
     assert found["a"].noise == pytest.approx(1.4826 * 1.2533 / 3**0.5 / 2)
+    with pytest.raises(DocumentError, match="made with scheduling=batch warm_up=2, now"):
+        measure_cases([], {}, Settings.parse({"scheduling": "none"}), path)
     path.write_text("not a measurement\n")
     with pytest.raises(DocumentError, match=r"measurements.jsonl:1: not a measurement"):
         load_measurements(path)

@@ -239,6 +239,14 @@ def test_scaling_multiplies_rates_and_leaves_the_rest() -> None:
     assert ClusterSpec.uniform(2).scaled(3).links == ClusterSpec.uniform(2).links
 
 
+def test_emulation_keeps_the_rates_of_links_and_has_the_speed_of_this_machine_inside_a_node() -> None:
+    spec = ClusterSpec.from_dict({**PAIR, "links": [link("a", "b", latency=1e-3)], "local_latency": 1e-3})
+    emulated = spec.scaled(0.01).as_emulated()
+    assert emulated.links[0].bandwidth == spec.links[0].bandwidth / 100
+    assert emulated.links[0].latency == emulated.local_latency == 0
+    assert emulated.local_bandwidth == spec.local_bandwidth
+
+
 def test_a_link_is_the_same_both_ways_unless_told() -> None:
     assert ClusterSpec.from_dict(PAIR).links[0].reverse_bandwidth == 1.25e8
     assert "reverse_bandwidth" not in ClusterSpec.from_dict(PAIR).to_dict()["links"][0]
