@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from lightning_autosync.errors import ExchangeError, PeerLost, PlanError
 from lightning_autosync.plan import SyncPlan
 from lightning_autosync.runtime.broadcast import BufferBroadcast, broadcast_tensors
-from lightning_autosync.runtime.relaxed.averaging_worker import AveragingWorker
+from lightning_autosync.runtime.relaxed.base import Synchronizer
 from lightning_autosync.runtime.relaxed.base import Synchronizer
 from lightning_autosync.runtime.relaxed.opening import open_synchronizer
 from lightning_autosync.runtime.relaxed.work import SharedWork
@@ -270,10 +270,9 @@ class RelaxedReplica:
             return
         self._synchronizer.drain()
         self._settled, self._apart = True, False
-        if isinstance(self._synchronizer, AveragingWorker) and self._synchronizer.group is not None:
-            # The controller may know of a loss before this rank does.
-            for rank in set(range(self.plan.world_size)) - set(self._synchronizer.group.members):
-                self._lost.setdefault(rank, "it did not come to the meeting of all")
+        # A loss may be known there before this rank hears of it; and who leaves in good order is not lost at all.
+        for rank in set(range(self.plan.world_size)) - self._synchronizer.met:
+            self._lost.setdefault(rank, "it did not come to the meeting of all")
         if self._lost:
             rank_zero_warn(f"ranks {', '.join(map(str, sorted(self._lost)))} are lost; the others have gone on so far")
         if self.schedules is not None:

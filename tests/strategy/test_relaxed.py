@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from lightning_autosync import AutoSyncStrategy
-from lightning_autosync.errors import DocumentError, PlanError
+from lightning_autosync.errors import DocumentError, ExchangeError, PlanError
+from lightning_autosync.strategy.relaxed import RelaxedReplica
 
 MODES: dict[str, dict[str, Any]] = {
     "partial reduce": {"mode": "partial_reduce", "group_size": 2, "weighting": "dynamic"},
@@ -186,3 +188,15 @@ def test_time_outs_that_make_no_sense_are_refused(arguments: Any, error: type[Ex
 def test_relaxed_semantics_must_be_allowed() -> None:
     with pytest.raises(PlanError, match="semantics are 'relaxed', allowed is 'exact'"):
         AutoSyncStrategy(plan="partial_reduce")
+
+
+def test_a_rank_that_did_not_come_where_all_meet_is_named_by_what_needs_all() -> None:
+    """It may have left in good order, of which no loss tells."""
+    replica: Any = object.__new__(RelaxedReplica)
+    replica._resolution = SimpleNamespace(plan=SimpleNamespace(world_size=3))
+    replica._synchronizer = SimpleNamespace(drain=lambda: None, met=frozenset({0, 1}))
+    replica._mesh = SimpleNamespace(error=None)
+    replica._lost, replica.schedules = {}, None
+    replica.dealt_out = replica._busy = replica._stepping = replica._settled = False
+    with pytest.raises(ExchangeError, match="a barrier needs all ranks: rank 2 is lost .it did not come to the meet"):
+        replica.before_collective("a barrier", at_meeting=True)

@@ -102,6 +102,7 @@ class AveragingWorker(Synchronizer):
         self._inherited: Inheritance | None = None
         self._iteration = 0
         self._samples = 0
+        self._met: frozenset[int] = frozenset()
         self._away = ""
         self._closed = False
 
@@ -124,6 +125,10 @@ class AveragingWorker(Synchronizer):
                     raise
                 self._link.tell("start")
 
+    @property
+    def met(self) -> frozenset[int]:
+        return self._met
+
     def drain(self) -> None:
         parameters = self._model.parameters
         common = [*parameters, *self._model.buffers, *self._drained_state()]
@@ -135,7 +140,7 @@ class AveragingWorker(Synchronizer):
         facts = self._momentum_facts(parameters)
         group, average = self._meet("arrive", elements, lambda group: view(group).pack(), **facts)
         view(group).unpack(average)
-        self._iteration, self._samples = group["iteration"], 0
+        self._iteration, self._samples, self._met = group["iteration"], 0, frozenset(group["members"])
         self._away = "after a drain, training goes on with resume()"
         self._after_drain()
 

@@ -44,6 +44,11 @@ class Synchronizer(ABC):
     def progress(self) -> int:
         """Steps that the model held here stands for; drives schedules. Never falls, and may jump after a step."""
 
+    @property
+    @abstractmethod
+    def met(self) -> frozenset[int]:
+        """Ranks that were at the last drain; none before the first."""
+
     @abstractmethod
     def drain(self) -> None:
         """Meet every live worker and leave with the same model: the average, weighted by samples since the last drain.

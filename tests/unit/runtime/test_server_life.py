@@ -173,6 +173,68 @@ def test_a_worker_that_comes_back_between_two_servers_barriers_blocks_nobody() -
     assert time.monotonic() - begun < TIMEOUT
 
 
+def test_in_step_all_learn_who_left_while_they_go_on() -> None:
+    """They went on with fewer workers, as if each step were still that of all."""
+    store = dist.HashStore()
+
+    def stays(rank: int, ends: bool) -> str:
+        worker = Worker(store, rank, "synchronous")
+        worker.running.start()
+        worker.step()
+        if ends:
+            store.wait(["left"])
+        with pytest.raises(ExchangeError) as caught:
+            if ends:
+                worker.running.drain()
+            worker.step()
+        store.set(f"told {rank}", "")
+        store.wait(["told 0", "told 1"])
+        worker.close()
+        return str(caught.value)
+
+    def leaves() -> str:
+        worker = Worker(store, 2, "synchronous")
+        worker.running.start()
+        worker.step()
+        worker.close()
+        store.set("left", "")
+        return ""
+
+    found = play(lambda: stays(0, False), lambda: stays(1, True), leaves)[:2]
+    assert all("rank 2 has left, and synchronous steps need every worker" in error for error in found)
+
+
+@pytest.mark.parametrize("mode", ["synchronous", "asynchronous"])
+def test_a_barrier_tells_who_was_there(mode: str) -> None:
+    store = dist.HashStore()
+
+    def stays(rank: int) -> list[set[int]]:
+        worker = Worker(store, rank, mode)
+        worker.running.start()
+        worker.step()
+        worker.running.drain()
+        met = [set(worker.running.met)]
+        if mode == "asynchronous":
+            store.wait(["left"])
+            worker.step()
+            worker.running.drain()
+            met.append(set(worker.running.met))
+        worker.close()
+        return met
+
+    def leaves() -> list[set[int]]:
+        worker = Worker(store, 2, mode)
+        worker.running.start()
+        worker.step()
+        worker.running.drain()
+        worker.close()
+        store.set("left", "")
+        return [set(worker.running.met)]
+
+    later = [{0, 1}] if mode == "asynchronous" else []
+    assert play(lambda: stays(0), lambda: stays(1), leaves) == [[{0, 1, 2}, *later], [{0, 1, 2}, *later], [{0, 1, 2}]]
+
+
 def hold_joins(running: ParameterServer, held: threading.Event) -> None:
     """Let this worker's server take a ``server.join`` only later."""
     server = running.server

@@ -18,12 +18,14 @@ class Barrier:
         buffers: as of the last barrier.
         passed: number of barriers so far.
         arrived: for each rank at the barrier, the version of the parameters that it has.
+        met: the ranks that were at the last barrier.
     """
 
     def __init__(self, buffers: dict[str, Tensor]) -> None:
         self.buffers = buffers
         self.passed = 0
         self.arrived: dict[int, int] = {}
+        self.met: frozenset[int] = frozenset()
         self._brought: dict[int, tuple[int, Mapping[str, Tensor]]] = {}
 
     def arrive(self, rank: int, samples: int, since: int, buffers: Mapping[str, Tensor]) -> None:
@@ -45,6 +47,7 @@ class Barrier:
                 averages[name] = _average(given)
         self.buffers |= averages
         arrived, self.arrived, self._brought = self.arrived, {}, {}
+        self.met = frozenset(arrived)
         self.passed += 1
         return arrived, averages
 

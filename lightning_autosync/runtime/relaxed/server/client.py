@@ -36,7 +36,7 @@ class ParameterServer(Synchronizer):
     """One worker of a job whose parameters and optimizer state lie on servers, some of which may be workers too.
 
     With ``synchronous`` consistency all gradients of a step are averaged over the workers that have one, as DDP does,
-    and a lost worker is an error. With ``bounded_staleness`` and ``asynchronous`` every worker's gradient, divided by
+    and a worker that is lost or leaves is an error. With ``bounded_staleness`` and ``asynchronous`` every worker's gradient, divided by
     the number of workers, is applied by itself when it comes: so a round of them moves plain SGD as far as one
     averaged step does. A lost worker is dropped and may come back.
 
@@ -100,6 +100,7 @@ class ParameterServer(Synchronizer):
         self._wanted: dict[str, Tensor] = {}
         self._loaded: dict[str, Any] = {"step": 0, "progress": 0.0, "optimizer": {}}
         self._samples = self._pushed = 0
+        self._met: frozenset[int] = frozenset()
         self._closed = False
         self.server = ShardServer(mesh) if mesh.rank in layout.owners else None
         in_step = consistency.mode == "synchronous"
@@ -136,6 +137,10 @@ class ParameterServer(Synchronizer):
     def progress(self) -> int:
         return self._pulled.progress
 
+    @property
+    def met(self) -> frozenset[int]:
+        return self._met
+
     def drain(self) -> None:
         if self._node is not None:
             self._node.finish()
@@ -143,7 +148,14 @@ class ParameterServer(Synchronizer):
             carried = self._carried_buffers() if owner == self._pulled.coordinator else {}
             header = {"samples": self._samples, "since": self._pulled.versions[owner]}
             self._letters.send(owner, "server.drain", header, pack(carried).parts)
-        self._letters.collect({"worker.drained": self._pulled.install})
+        met: list[frozenset[int]] = []
+
+        def pass_barrier(mail: Mail) -> None:
+            met.append(frozenset(mail.header["met"]))
+            self._pulled.install(mail)
+
+        self._letters.collect({"worker.drained": pass_barrier})
+        self._met = frozenset.intersection(*met)
         self._samples = 0
         if self._node is not None:
             self._node.pass_barrier()

@@ -180,6 +180,7 @@ class ShardServer:
             if party not in self._clock:
                 raise ExchangeError("gradients after it had finished")
             push = self._pushes.take(mail)
+        self._require_everybody()
         if push is not None:
             assert push.reader is not None
             self._readers[rank] = push.reader
@@ -239,6 +240,7 @@ class ShardServer:
             "version": self._store.version,
             "progress": self._clock.progress,
             "partial": bool(reader.wanted),
+            "met": sorted(self._barrier.met),
         }
         self._tell(reader.rank, kind, header, pack(tensors).parts)
 
@@ -264,6 +266,7 @@ class ShardServer:
         with blaming(mail.sender):
             message = unpack(mail.payload)
             samples, since = int(mail.header["samples"]), int(mail.header["since"])
+        self._require_everybody()
         self._barrier.arrive(mail.sender, samples, since, message.tensors)
         self._done(mail.sender)
         self._release()
@@ -303,9 +306,22 @@ class ShardServer:
         if absence.lost and self._setup.synchronous:
             self._fail(f"rank {rank} is lost ({absence.why}), and synchronous steps need every worker")
             return
+        if self._readers or self._barrier.arrived:
+            self._require_everybody()
         self._drop_idle(self._party_of[rank])
         self._go_on()
         self._release()
+
+    def _require_everybody(self) -> None:
+        """In step, whoever goes on needs all workers; at the end of training all leave, and nobody goes on.
+
+        Raises:
+            ExchangeError: one has left.
+        """
+        assert self._setup is not None
+        absent = sorted(self._party_of.keys() - self._present)
+        if absent and self._setup.synchronous:
+            raise ExchangeError(f"rank {absent[0]} has left, and synchronous steps need every worker")
 
     def _fail(self, why: str) -> None:
         self.failure = self.failure or why
