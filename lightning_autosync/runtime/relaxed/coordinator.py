@@ -8,7 +8,7 @@ of a drain), ``done`` (no more data before the drain), ``broken`` (a group's ave
 
 To a worker: ``group`` (average with these), ``verdict`` (all members of the atomic group completed: commit; or signal
 again), ``donate`` (send your model to these), ``take`` (expect a model from that one), ``patience`` (somebody came
-back: the wait at the barrier begins anew), ``stop`` (an error, for good). Whoever takes is named by rank and by number
+back, or goes on towards the barrier: the wait there begins anew), ``stop`` (an error, for good). Whoever takes is named by rank and by number
 of its ``visit``: a worker that is lost and comes back must not get what was meant for it before.
 """
 
@@ -78,7 +78,8 @@ class Coordinator:
         grouping: fresh; how groups form.
         dynamic: whether weights depend on staleness.
         atomic: whether all members of a group commit or none; barriers always are.
-        timeout: seconds that the last worker may come to a start, a group or a barrier after the first.
+        timeout: seconds that the last worker may come to a start, a group or a barrier after the first; to a barrier,
+            after any worker's last step.
         pace: what adapts the period, if anything does.
     """
 
@@ -115,6 +116,7 @@ class Coordinator:
             case "ready":
                 self._note(worker, header, now, Phase.WAITING)
                 self._grouping.add(rank, now)
+                self._renew(now, Phase.ARRIVED)
             case "arrive":
                 self._note(worker, header, now, Phase.ARRIVED)
             case "done":
@@ -242,9 +244,13 @@ class Coordinator:
         if joining and donors:
             donor = max(donors, key=lambda rank: (self._workers[rank].iteration, -rank))
             self._hand_over(donor, joining, iteration=self._workers[donor].iteration)
-            for rank in self._in(Phase.WAITING, Phase.ARRIVED):
-                self._workers[rank].since = now
-                self._order(rank, "patience", {})
+            self._renew(now, Phase.WAITING, Phase.ARRIVED)
+
+    def _renew(self, now: float, *phases: Phase) -> None:
+        """Whom those in ``phases`` wait for is alive and moves on: they wait as long again."""
+        for rank in self._in(*phases):
+            self._workers[rank].since = now
+            self._order(rank, "patience", {})
 
     def _hand_over(self, donor: int, takers: list[int], iteration: int) -> None:
         self._order(donor, "donate", {"takers": [[rank, self._workers[rank].visit] for rank in takers]})

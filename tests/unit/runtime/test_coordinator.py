@@ -153,6 +153,27 @@ def test_a_worker_that_does_not_come_to_the_barrier_is_named() -> None:
     assert talk.say(1, "ready", 71.0)[0].kind == "stop"
 
 
+def test_who_comes_late_to_a_barrier_but_moves_is_waited_for() -> None:
+    talk = Talk(3, Grouping(2), timeout=60.0)
+    talk.say(0, "arrive", 10.0)
+    talk.say(2, "arrive", 11.0)
+    # Alone, it makes its steps without waiting for anybody.
+    orders = talk.say(1, "ready", 65.0)
+    assert [(order.rank, order.kind) for order in orders] == [(0, "patience"), (2, "patience"), (1, "group")]
+    assert talk.coordinator.deadline(65.0) == 125.0
+    assert talk.coordinator.tick(124.0) == []
+    assert talk.coordinator.tick(125.0)[0].header["reason"] == "drain: rank 1 did not come within 60 s"
+
+
+def test_a_straggler_may_take_longer_than_a_silent_worker_may() -> None:
+    """Its steps come within the time-out, all of them together do not."""
+    coordinator = Coordinator(3, Grouping(2), timeout=5.0)
+    world = World(coordinator, [[1], [1], [20]], [0.1, 0.1, 2.0], [], atomic=False, seed=0)
+    world.run(500.0)
+    assert all(player.ended and player.error is None for player in world.players)
+    assert world.now > 20.0
+
+
 def test_members_that_do_not_come_to_a_group_are_named() -> None:
     """One hangs in its first step, one after a group that went well; both are alive as far as anybody can tell."""
     talk = Talk(4, Grouping(2), timeout=60.0)

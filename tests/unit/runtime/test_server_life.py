@@ -28,7 +28,7 @@ TIMEOUT = 20.0
 class Worker:
     """One worker of a linear model whose weights lie on ranks 0 and 1."""
 
-    def __init__(self, store: dist.Store, rank: int, mode: str, workers: int = 3, rejoin: bool = False) -> None:
+    def __init__(self, store: dist.Store, rank: int, mode: str, workers: int = 3, rejoin: bool = False, timeout: float = TIMEOUT) -> None:
         module = torch.nn.Linear(4, 3)
         module.register_buffer("mean", torch.full((2,), float(rank)))
         module.register_buffer("count", torch.tensor(rank))
@@ -54,7 +54,7 @@ class Worker:
             self.optimizer,
             consistency,
             buffers=list(module.named_buffers()),
-            timeout=TIMEOUT,
+            timeout=timeout,
         )
 
     def step(self) -> None:
@@ -233,6 +233,24 @@ def test_a_barrier_tells_who_was_there(mode: str) -> None:
 
     later = [{0, 1}] if mode == "asynchronous" else []
     assert play(lambda: stays(0), lambda: stays(1), leaves) == [[{0, 1, 2}, *later], [{0, 1, 2}, *later], [{0, 1, 2}]]
+
+
+def test_a_slow_worker_that_still_pushes_is_waited_for_at_a_barrier() -> None:
+    store = dist.HashStore()
+
+    def train(rank: int) -> float:
+        worker = Worker(store, rank, "asynchronous", workers=2, timeout=2.0)
+        worker.running.start()
+        for _ in range(1 + 7 * rank):
+            time.sleep(0.4 * rank)
+            worker.step()
+        worker.running.drain()
+        found = worker.weight
+        worker.close()
+        return found
+
+    first, second = play(lambda: train(0), lambda: train(1))
+    assert first == second
 
 
 def hold_joins(running: ParameterServer, held: threading.Event) -> None:

@@ -68,7 +68,7 @@ class Correspondence:
             self.react(handlers, deadline)
 
     def react(self, handlers: Handlers, deadline: Deadline) -> None:
-        """Handle one event.
+        """Handle one event; ``deadline`` begins anew where a server says that others still move.
 
         Raises:
             ExchangeError: a server is lost or failed, a worker is lost where all are needed, or time is over.
@@ -85,6 +85,8 @@ class Correspondence:
             return
         if isinstance(event, Absence):
             self._note_absence(event)
+        elif event.kind == "worker.patience":
+            deadline.renew()
         elif event.kind == "worker.failed":
             raise ExchangeError(f"the parameter server on rank {event.sender} cannot go on: {event.header['error']}")
         elif handler := self.always.get(event.kind) or handlers.get(event.kind):

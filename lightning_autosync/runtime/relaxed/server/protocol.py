@@ -16,6 +16,7 @@ server to worker
 ``worker.empty``      I keep nothing yet (to rank 0's join)
 ``worker.values``     parameters to begin a step with
 ``worker.drained``    parameters of the barrier at which all stand
+``worker.patience``   others that you wait for at the barrier still push
 ``worker.state``      the optimizer's state
 ``worker.failed``     I cannot go on, and why
 --------------------  ------------------------------------------------------------------------------------
@@ -44,7 +45,7 @@ from lightning_autosync.runtime.relaxed.mesh import Mail, Mesh
 from lightning_autosync.runtime.relaxed.server.rules import OptimizerRule
 
 TO_SERVER = ("join", "setup", "push", "finish", "drain", "state", "leave")
-TO_WORKER = ("empty", "values", "drained", "state", "failed")
+TO_WORKER = ("empty", "values", "drained", "patience", "state", "failed")
 TO_NODE = ("push", "values", "finish")
 
 
@@ -144,7 +145,11 @@ class Deadline:
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
-        self._end = time.monotonic() + seconds
+        self.renew()
+
+    def renew(self) -> None:
+        """Begin anew."""
+        self._end = time.monotonic() + self.seconds
 
     @property
     def remaining(self) -> float:

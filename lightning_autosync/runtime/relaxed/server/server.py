@@ -184,6 +184,8 @@ class ShardServer:
         if push is not None:
             assert push.reader is not None
             self._readers[rank] = push.reader
+            for waiting in self._barrier.arrived:
+                self._tell(waiting, "worker.patience")
             self._completed(party, push)
             self._go_on()
 
