@@ -21,7 +21,6 @@ from lightning_autosync.runtime.relaxed.averaging_worker import Group
 from lightning_autosync.runtime.relaxed.mesh import Mesh
 from lightning_autosync.runtime.relaxed.opening import open_synchronizer
 from lightning_autosync.runtime.relaxed.partial_reduce import PartialReduce
-from lightning_autosync.runtime.relaxed.server import ParameterServer
 from lightning_autosync.workload import Workload, variable_names
 
 
@@ -173,9 +172,7 @@ class RelaxedWay(Way):
 
     @property
     def state_bytes(self) -> int:
-        if isinstance(self._synchronizer, ParameterServer):
-            return self._synchronizer.state_bytes
-        return super().state_bytes + tensor_bytes([self._synchronizer.state_dict()])
+        return super().state_bytes + self._synchronizer.state_bytes
 
     def close(self) -> None:
         self._synchronizer.close()

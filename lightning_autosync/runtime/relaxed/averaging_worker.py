@@ -164,6 +164,10 @@ class AveragingWorker(Synchronizer):
             self._controller.restore(state["controller"])
         self._load_own_state(state)
 
+    @property
+    def state_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self._drained_state())
+
     def close(self) -> None:
         if self._closed:
             return

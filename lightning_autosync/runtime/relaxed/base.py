@@ -73,6 +73,11 @@ class Synchronizer(ABC):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from what :meth:`state_dict` returned; called before :meth:`start`."""
 
+    @property
+    @abstractmethod
+    def state_bytes(self) -> int:
+        """Bytes kept in this process beside the optimizer's own state: an outer update's, or a server's optimizer's."""
+
     @abstractmethod
     def close(self) -> None:
         """Stop threads and let memory go; may be called again. The mesh stays open."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
+import warnings
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_autosync.errors import ExchangeError
 from lightning_autosync.plan import Consistency
 from lightning_autosync.runtime.relaxed.averaging_worker import AveragingWorker
 from lightning_autosync.runtime.relaxed.controller import RANK
@@ -57,7 +58,7 @@ class Periodic(AveragingWorker):
             grouping = Grouping(None, isolation=IsolationGuard(None))
             coordinator = Coordinator(workers or mesh.size, grouping, atomic=True, timeout=timeout, pace=pace)
         super().__init__(mesh, model, coordinator, timeout, stall, settings.momentum == "average")
-        self._period = settings.period
+        self._period, self._adapts = settings.period, settings.overhead is not None
         self._warmup = settings.warmup or 0
         sizes = FlatView(model.parameters).sizes
         self._fragments = [
@@ -121,19 +122,29 @@ class Periodic(AveragingWorker):
         self._clock.restart()
 
     def _own_state(self) -> dict[str, Any]:
+        if self._mesh.rank != RANK:
+            return {"period": self._period}  # the start hands the outer state over
         outer = [{name: tensor.clone() for name, tensor in update.state.items()} for update in self._outer]
         return {"period": self._period, "outer": outer}
 
     def _load_own_state(self, state: dict[str, Any]) -> None:
-        kept = [{name: tensor.shape for name, tensor in update.state.items()} for update in self._outer]
-        given = [{name: tensor.shape for name, tensor in update.items()} for update in state["outer"]]
-        if kept != given:
-            raise ExchangeError("the checkpoint's outer state is of another model or another outer update")
-        for update, values in zip(self._outer, state["outer"], strict=True):
-            for name, tensor in values.items():
-                update.state[name].copy_(tensor)
-        self._period = state["period"]
+        if self._adapts:
+            self._period = state["period"]
         self._ages = first_ages(len(self._fragments), self._period)
+        if "outer" in state:
+            self._load_outer(state["outer"])
+
+    def _load_outer(self, given: list[dict[str, Tensor]]) -> None:
+        kept = [update.state for update in self._outer]
+        if _shapes(kept) != _shapes(given):
+            warnings.warn(
+                "the checkpoint's outer state is of another consistency.outer or consistency.fragments: it begins anew",
+                stacklevel=2,
+            )
+            return
+        for own, values in zip(kept, given, strict=True):
+            for name, tensor in values.items():
+                own[name].copy_(tensor)
         self._loaded = True
 
     def _handed_over(self, steps_back: int) -> tuple[dict[str, Any], list[Tensor]]:
@@ -142,6 +153,10 @@ class Periodic(AveragingWorker):
 
     def _adopt(self, facts: dict[str, Any]) -> None:
         self._period, self._ages = facts["period"], list(facts["ages"])
+
+
+def _shapes(states: list[dict[str, Tensor]]) -> list[dict[str, torch.Size]]:
+    return [{name: tensor.shape for name, tensor in state.items()} for state in states]
 
 
 class _Clock:

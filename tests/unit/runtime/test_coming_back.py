@@ -20,6 +20,7 @@ from lightning_autosync.runtime.relaxed.heartbeat import HeartbeatSettings
 from lightning_autosync.runtime.relaxed.mesh import Mesh
 from lightning_autosync.runtime.relaxed.messages import as_bytes, payload_size
 from lightning_autosync.runtime.relaxed.partial_reduce import PartialReduce
+from lightning_autosync.runtime.relaxed.periodic import Periodic
 from lightning_autosync.runtime.relaxed.server.wire import pack
 from lightning_autosync.runtime.relaxed.tensors import ModelTensors
 
@@ -120,5 +121,27 @@ def test_who_comes_back_steps_as_its_donor_does() -> None:
         for ours, theirs in zip(modules[1].parameters(), modules[0].parameters(), strict=True):
             assert torch.equal(ours, theirs)
     for worker, mesh in ((taker, meshes[1]), (donor, meshes[0])):
+        worker.close()
+        mesh.close()
+
+
+def test_a_checkpoint_has_one_copy_of_the_outer_state_which_all_take() -> None:
+    meshes = open_all(dist.HashStore(), 2)
+    settings = Consistency(mode="periodic", period=2, outer="diloco")
+    workers = [Periodic(mesh, ModelTensors.of(torch.nn.Linear(3, 2)), settings, timeout=20.0) for mesh in meshes]
+    states = [worker.state_dict() for worker in workers]
+    assert "outer" not in states[1]
+    assert [worker.state_bytes for worker in workers] == [2 * 4 * 8] * 2
+    states[0]["outer"][0]["momentum"].fill_(3.0)
+    for worker, state in zip(workers, states, strict=True):
+        worker.load_state_dict(state)
+    threads = [threading.Thread(target=worker.start, daemon=True) for worker in workers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30.0)
+    for worker, mesh in zip(workers, meshes, strict=True):
+        assert worker._outer[0].state["momentum"].tolist() == [3.0] * 8
+        assert torch.equal(worker._outer[0].state["anchor"], workers[0]._outer[0].state["anchor"])
         worker.close()
         mesh.close()

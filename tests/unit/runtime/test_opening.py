@@ -74,6 +74,39 @@ def test_the_patience_with_a_group_is_handed_on(mesh) -> None:
     synchronizer.close()
 
 
+def train_on(mesh: Mesh, state: dict[str, Any] | None = None, **consistency: Any) -> dict[str, Any]:
+    """The state of periodic averaging after one step, from another one's on."""
+    module = torch.nn.Linear(3, 2)
+    made = plan(consistency={"mode": "periodic", "period": 4, "outer": "averaging", **consistency})
+    synchronizer = open_synchronizer(made, describe(module), module, mesh, timeout=10.0)
+    if state is not None:
+        synchronizer.load_state_dict(state)
+    synchronizer.start()
+    module(torch.ones(3)).sum().backward()
+    synchronizer.step(torch.optim.SGD(module.parameters(), lr=0.1), 1)
+    synchronizer.drain()
+    found = synchronizer.state_dict()
+    synchronizer.close()
+    return found
+
+
+def test_a_resumed_plan_has_its_own_period_unless_that_adapts(mesh) -> None:
+    state = train_on(mesh, period=4)
+    assert train_on(mesh, state, period=7)["period"] == 7
+    state["period"] = 5
+    assert train_on(mesh, state, period=7, overhead=0.1)["period"] == 5
+
+
+@pytest.mark.parametrize("changed", [{"outer": "slowmo"}, {"outer": "averaging"}, {"outer": "diloco", "fragments": 2}])
+def test_another_outer_update_begins_anew(mesh, changed) -> None:
+    state = train_on(mesh, outer="diloco")
+    with pytest.warns(UserWarning, match=r"another consistency\.outer or consistency\.fragments: it begins anew"):
+        found = train_on(mesh, state, **changed)
+    assert found["iteration"] == 2
+    for fragment in found["outer"]:
+        assert "momentum" not in fragment or not fragment["momentum"].any()
+
+
 class Running(torch.nn.Linear):
     """Keeps a mean by putting a new tensor in the old one's place, as much code does."""
 

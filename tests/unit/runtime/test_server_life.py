@@ -28,7 +28,9 @@ TIMEOUT = 20.0
 class Worker:
     """One worker of a linear model whose weights lie on ranks 0 and 1."""
 
-    def __init__(self, store: dist.Store, rank: int, mode: str, workers: int = 3, rejoin: bool = False, timeout: float = TIMEOUT) -> None:
+    def __init__(
+        self, store: dist.Store, rank: int, mode: str, workers: int = 3, rejoin: bool = False, timeout: float = TIMEOUT
+    ) -> None:
         module = torch.nn.Linear(4, 3)
         module.register_buffer("mean", torch.full((2,), float(rank)))
         module.register_buffer("count", torch.tensor(rank))

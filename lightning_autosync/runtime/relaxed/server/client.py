@@ -232,7 +232,6 @@ class ParameterServer(Synchronizer):
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of optimizer state that this process keeps."""
         return self.server.state_bytes if self.server else 0
 
     @property
