@@ -8,8 +8,8 @@ of a drain), ``done`` (no more data before the drain), ``broken`` (a group's ave
 
 To a worker: ``group`` (average with these), ``verdict`` (all members of the atomic group completed: commit; or signal
 again), ``donate`` (send your model to these), ``take`` (expect a model from that one), ``patience`` (somebody came
-back, or goes on towards the barrier: the wait there begins anew), ``stop`` (an error, for good). Whoever takes is named by rank and by number
-of its ``visit``: a worker that is lost and comes back must not get what was meant for it before.
+back, or goes on towards the barrier: the wait there begins anew), ``stop`` (an error, for good). Whoever takes is named
+by rank and by number of its ``visit``: a worker that is lost and comes back must not get what was meant for it before.
 """
 
 from __future__ import annotations

@@ -186,9 +186,7 @@ def test_in_step_all_learn_who_left_while_they_go_on() -> None:
         if ends:
             store.wait(["left"])
         with pytest.raises(ExchangeError) as caught:
-            if ends:
-                worker.running.drain()
-            worker.step()
+            (worker.running.drain if ends else worker.step)()
         store.set(f"told {rank}", "")
         store.wait(["told 0", "told 1"])
         worker.close()

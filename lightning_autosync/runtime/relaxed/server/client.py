@@ -36,9 +36,9 @@ class ParameterServer(Synchronizer):
     """One worker of a job whose parameters and optimizer state lie on servers, some of which may be workers too.
 
     With ``synchronous`` consistency all gradients of a step are averaged over the workers that have one, as DDP does,
-    and a worker that is lost or leaves is an error. With ``bounded_staleness`` and ``asynchronous`` every worker's gradient, divided by
-    the number of workers, is applied by itself when it comes: so a round of them moves plain SGD as far as one
-    averaged step does. A lost worker is dropped and may come back.
+    and a worker that is lost or leaves is an error. With ``bounded_staleness`` and ``asynchronous`` every worker's
+    gradient, divided by the number of workers, is applied by itself when it comes: so a round of them moves plain SGD
+    as far as one averaged step does. A lost worker is dropped and may come back.
 
     Args:
         mesh: the mesh; workers are its first ranks, server-only processes (`serve`) the others.
