@@ -23,6 +23,7 @@ from lightning_autosync.plan import Consistency, Group, builders
 from lightning_autosync.runtime.relaxed.mesh import Mesh
 from lightning_autosync.runtime.rendezvous import gather_json
 from lightning_autosync.strategy.job_mesh import STORE_PORT
+from lightning_autosync.strategy.relaxed import AVERAGING
 
 SAMPLES = 48
 
@@ -153,7 +154,8 @@ def plan_of(consistency: dict[str, Any], module: nn.Module) -> SyncPlan:
     from lightning_autosync.workload import describe
 
     cluster = ClusterSpec.uniform(nodes=1, devices=2, name="this job")
-    base = builders.byteps(describe(module), cluster)
+    averages = consistency["mode"] in AVERAGING
+    base = (builders.all_reduce if averages else builders.byteps)(describe(module), cluster)
     return base.model_copy(update={"consistency": Consistency(**consistency)})
 
 

@@ -7,7 +7,7 @@ from torch.optim import Optimizer
 
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.errors import PlanError
-from lightning_autosync.plan import SyncPlan
+from lightning_autosync.plan import Group, SyncPlan
 from lightning_autosync.plan.compiler import check_variables
 from lightning_autosync.plan.servers import server_layout
 from lightning_autosync.runtime.relaxed.base import Synchronizer
@@ -18,6 +18,9 @@ from lightning_autosync.runtime.relaxed.periodic import Periodic
 from lightning_autosync.runtime.relaxed.server import ParameterServer
 from lightning_autosync.runtime.relaxed.tensors import ModelTensors, PersistentBuffers
 from lightning_autosync.workload import Workload, variable_names
+
+_OF_GRADIENTS = ("architecture", "topology", "partition", "placement", "compressor", "local_aggregation")
+"""What a group says of how its gradients travel; averages of models do without, so that none of it may be asked for."""
 
 
 def open_synchronizer(
@@ -57,6 +60,7 @@ def open_synchronizer(
     if consistency.mode in ("partial_reduce", "periodic"):
         if plan.servers:
             raise PlanError(f"plan: servers: mode '{consistency.mode}' has none; leave it out")
+        _check_groups(plan)
         kind = PartialReduce if consistency.mode == "partial_reduce" else Periodic
         return kind(mesh, ModelTensors.of(module), consistency, timeout=timeout, stall=stall)
     if optimizer is None:
@@ -71,3 +75,14 @@ def open_synchronizer(
         nodes=None if cluster is None else [cluster.ranks_of(node) for node in range(len(cluster.nodes))],
         timeout=timeout,
     )
+
+
+def _check_groups(plan: SyncPlan) -> None:
+    """Raise ``PlanError`` if a plan that averages models asks for what only gradients have."""
+    for index, group in enumerate(plan.groups):
+        for name in _OF_GRADIENTS:
+            if getattr(group, name) != Group.model_fields[name].default:
+                raise PlanError(
+                    f"plan: groups[{index}] '{group.name}': {name}: mode '{plan.consistency.mode}' averages models, "
+                    "exact and from worker to worker; leave it out"
+                )

@@ -160,3 +160,21 @@ def test_buffers_that_a_module_replaces_are_averaged_where_ranks_meet(consistenc
 def test_what_does_not_fit(mesh, fields, message):
     with pytest.raises(PlanError, match=message):
         open_synchronizer(plan(**fields), describe(MODULE), MODULE, mesh)
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"compressor": "int8"},
+        {"topology": "ring"},
+        {"topology": "star", "local_aggregation": True},
+        {"partition": {"shards": 2}},
+        {"architecture": "parameter_server", "placement": [0]},
+    ],
+    ids=str,
+)
+def test_averages_of_models_refuse_what_only_gradients_have(mesh, field) -> None:
+    groups = [{**group, **field} for group in plan().to_dict()["groups"]]
+    named = next(iter(field))
+    with pytest.raises(PlanError, match=rf"plan: groups\[0\] '.*': {named}: mode 'periodic' averages models"):
+        open_synchronizer(plan(groups=groups, consistency=PERIODIC), describe(MODULE), MODULE, mesh)
