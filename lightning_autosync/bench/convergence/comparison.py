@@ -36,7 +36,7 @@ def compare(settings: Settings) -> Result:
         WorkerError: a worker failed.
     """
     workload, cluster, plans = prepare(settings)
-    known = load_rates(settings.rates_of) if settings.rates_of else {}
+    known = load_rates(settings.rates_of, settings) if settings.rates_of else {}
     for name in plans:
         if name not in known and len(settings.grid(name)) > 1 and settings.tuning_seeds == 0:
             raise DocumentError(f"rates_of: no rate of '{name}' in {settings.rates_of}, and tuning_seeds is 0")

@@ -8,8 +8,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from pydantic import PositiveFloat
+
 from lightning_autosync.bench.convergence.settings import Settings
-from lightning_autosync.documents import check_format, read_data
+from lightning_autosync.documents import Configuration, Record, check_format, read_data
 from lightning_autosync.errors import DocumentError
 
 FORMAT = "autosync-convergence/1"
@@ -208,15 +210,47 @@ def best_rate(runs: Sequence[Run]) -> float:
     return min(sorted({run.rate for run in runs}), key=quality)
 
 
-def load_rates(path: str) -> dict[str, float]:
+class _Task(Record, extra="ignore"):
+    kind: str
+
+
+class _Footing(Record, extra="ignore"):
+    """What a learning rate is good for."""
+
+    task: _Task
+    workers: int
+    momentum: float
+
+
+class _Earlier(Configuration, extra="ignore"):
+    settings: _Footing
+    rates: dict[str, PositiveFloat]
+
+
+def load_rates(path: str, settings: Settings) -> dict[str, float]:
     """The learning rates that an earlier comparison chose.
 
+    Args:
+        path: its result file.
+        settings: of the comparison that is to use them.
+
     Raises:
-        DocumentError: the file is not a result.
+        DocumentError: the file is not a result, or one of another task, number of workers or momentum.
     """
     data = read_data(path)
     check_format(data.get("format") if isinstance(data, dict) else None, FORMAT, path, DocumentError)
-    return {str(name): float(rate) for name, rate in data["rates"].items()}
+    try:
+        earlier = _Earlier.parse(data)
+    except DocumentError as error:
+        raise DocumentError(f"{path}: {error}") from None
+    for name, found, wanted in (
+        ("task.kind", earlier.settings.task.kind, settings.task.kind),
+        ("workers", earlier.settings.workers, settings.workers),
+        ("momentum", earlier.settings.momentum, settings.momentum),
+    ):
+        if found != wanted:
+            raise DocumentError(f"{path}: settings.{name}: its rates are for {found!r}, and this is {wanted!r}")
+    return earlier.rates
 
 
 def _plain(summary: Summary) -> dict[str, Any]:

@@ -8,6 +8,8 @@ from rich.table import Table
 
 from lightning_autosync.bench.convergence.result import Result, Summary
 
+FEW = 5
+"""Times that are shown one by one; of more, the shortest and the longest."""
 BUSY = 0.1
 """Cores used by others from which on times are not worth much."""
 
@@ -19,7 +21,7 @@ def result_table(result: Result, speed: str) -> Table:
     table.add_column("method", no_wrap=True)
     headings = ["rate", "runs", "final %", "points"]
     if timed:
-        headings += [f"s to {result.settings.target:g} %", "min .. max", "times as fast"]
+        headings += [f"s to {result.settings.target:g} %", "each run", "times as fast"]
     for heading in [*headings, "steps/s", "waiting", "kB/step", "most", "state kB", "most"]:
         table.add_column(heading, justify="right", no_wrap=True)
     for name in result.settings.chosen_methods:
@@ -62,7 +64,10 @@ def remarks(result: Result) -> list[str]:
         *_group_remarks(result),
     ]
     if settings.target is not None:
-        lines.append("s: median over seeds of the time until the average of all replicas reached the target")
+        lines.append(
+            "s: median over seeds of the time until the average of all replicas reached the target; each run: its own "
+            f"time, of more than {FEW} runs the shortest .. the longest"
+        )
     if settings.limit is not None:
         lines.append(
             f"a training ends after {settings.limit:g} s, or when rank 0's own model has passed the target for good"
@@ -91,9 +96,10 @@ def _group_remarks(result: Result) -> list[str]:
 def _time_cells(summary: Summary) -> tuple[str, str, str]:
     assert summary.reached is not None
     missed = summary.runs - len(summary.times)
-    spread = f"{summary.times[0]:.2f} .. {summary.times[-1]:.2f}" if summary.times else ""
+    shown = [f"{seconds:.2f}" for seconds in summary.times]
+    spread = " ".join(shown) if len(shown) <= FEW else f"{shown[0]} .. {shown[-1]}"
     return (
         f"{summary.reached:.2f}" if math.isfinite(summary.reached) else "never",
-        spread + (f", {missed} never" if missed else ""),
+        ", ".join([spread] * bool(shown) + [f"{missed} never"] * bool(missed)),
         "" if summary.faster is None else f"{summary.faster:.2f}",
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -268,10 +269,31 @@ def test_who_misses_the_target_is_not_left_out():
 def test_rates_of_an_earlier_result(result, tmp_path: Path):
     path = tmp_path / "result.json"
     path.write_text(json.dumps(result.to_dict()))
-    assert load_rates(str(path)) == {"all_reduce": 0.1, "gossip": 0.1}
-    path.write_text(json.dumps({"format": "autosync-bench/1"}))
-    with pytest.raises(DocumentError, match="format: 'autosync-bench/1' is not readable here"):
-        load_rates(str(path))
+    assert load_rates(str(path), result.settings) == {"all_reduce": 0.1, "gossip": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"format": "autosync-bench/1"}, "format: 'autosync-bench/1' is not readable here"),
+        ({"rates": None}, "result.json: rates: "),
+        ({"rates": {"gossip": "fast"}}, "result.json: rates.gossip: "),
+        ({"rates": {"gossip": -1}}, "result.json: rates.gossip: "),
+        ({"settings": None}, "result.json: settings: "),
+        ({"settings": {"momentum": 0.25}}, "result.json: settings.momentum: its rates are for 0.25, and this is"),
+        ({"settings": {"workers": 17}}, "result.json: settings.workers: its rates are for 17, and this is"),
+        ({"settings": {"task": {"kind": "chess"}}}, "result.json: settings.task.kind: its rates are for 'chess', and"),
+    ],
+    ids=str,
+)
+def test_rates_that_are_none_or_for_another_training(result, tmp_path: Path, changed: dict[str, Any], message: str):
+    path = tmp_path / "result.json"
+    data = result.to_dict()
+    if changed.get("settings"):
+        changed = {"settings": {**data["settings"], **changed["settings"]}}
+    path.write_text(json.dumps({**data, **changed}))
+    with pytest.raises(DocumentError, match=re.escape(message)):
+        load_rates(str(path), result.settings)
 
 
 def test_a_rate_that_is_neither_known_nor_to_be_chosen(result, tmp_path: Path):
@@ -280,6 +302,18 @@ def test_a_rate_that_is_neither_known_nor_to_be_chosen(result, tmp_path: Path):
     settings = Settings.parse({**BASE, "rates": [0.1, 0.2], "tuning_seeds": 0, "rates_of": str(path)})
     with pytest.raises(DocumentError, match="rates_of: no rate of 'gossip'"):
         compare(settings)
+
+
+def test_few_times_are_shown_one_by_one():
+    settings = Settings.parse({**BASE, "steps": None, "limit": 4.0, "target": 80.0})
+    times = [3.0, 1.0, 2.0, 4.0, 5.0]
+    for count, shown in ((3, "1.00 2.00 3.00, 1 never"), (5, "1.00 2.00 3.00 4.00 5.00, 1 never")):
+        runs = [run(name, seconds) for name in settings.methods for seconds in [*times[:count], None]]
+        found = Result(settings, 1000, {"all_reduce": 0.1, "gossip": 0.1}, runs, [], {})
+        assert shown in [cell for column in result_table(found, "equal").columns for cell in column.cells]
+    runs = [run(name, seconds) for name in settings.methods for seconds in [*times, 6.0]]
+    found = Result(settings, 1000, {"all_reduce": 0.1, "gossip": 0.1}, runs, [], {})
+    assert "1.00 .. 6.00" in [cell for column in result_table(found, "equal").columns for cell in column.cells]
 
 
 def test_the_table_has_a_row_a_method(result):
