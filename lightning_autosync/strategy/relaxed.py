@@ -357,9 +357,8 @@ class RelaxedReplica:
         loaded, self._loaded = self._loaded, None
         if self.served:
             position = {"step": 0, "progress": 0.0} if loaded is None else loaded["synchronizer"]
-            # Rank 0 tells the servers what to begin with; nobody else needs to hold it.
-            state = state_by_name(optimizer, self._names) if self._mesh.rank == 0 else {}
-            synchronizer.load_state_dict({**position, "optimizer": state})
+            # Rank 0 tells the servers what to begin with; the others look at theirs, so that all refuse what is wrong.
+            synchronizer.load_state_dict({**position, "optimizer": state_by_name(optimizer, self._names)})
             optimizer.state.clear()
         elif loaded is not None:
             synchronizer.load_state_dict(loaded["synchronizer"])

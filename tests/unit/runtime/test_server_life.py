@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_autosync.errors import ExchangeError, Expelled
+from lightning_autosync.errors import ExchangeError, Expelled, PlanError
 from lightning_autosync.plan import Consistency, Group, Partition, SyncPlan
 from lightning_autosync.plan.servers import server_layout
 from lightning_autosync.runtime.relaxed.heartbeat import HeartbeatSettings
@@ -251,6 +251,28 @@ def test_a_slow_worker_that_still_pushes_is_waited_for_at_a_barrier() -> None:
 
     first, second = play(lambda: train(0), lambda: train(1))
     assert first == second
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ({"bend": {"momentum_buffer": torch.zeros(3)}}, "checkpoint: optimizer state of 'bend', a parameter that this"),
+        ({"bias": {"momentum_buffer": torch.zeros(4)}}, r"'momentum_buffer' of 'bias' has shape \[4\], the parameter"),
+    ],
+)
+def test_every_worker_refuses_the_state_of_another_model(state: Any, message: str) -> None:
+    store = dist.HashStore()
+
+    def load(rank: int) -> None:
+        worker = Worker(store, rank, "asynchronous", workers=2)
+        with pytest.raises(PlanError, match=message):
+            worker.running.load_state_dict({"step": 0, "progress": 0.0, "optimizer": state})
+        store.set(f"refused {rank}", "")
+        store.wait(["refused 0", "refused 1"])
+        worker.mesh.close()
+        worker.running.close()
+
+    play(lambda: load(0), lambda: load(1))
 
 
 def hold_joins(running: ParameterServer, held: threading.Event) -> None:

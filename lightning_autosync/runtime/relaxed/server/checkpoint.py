@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
+from lightning_autosync.errors import PlanError
 from lightning_autosync.plan.servers import Shard
 from lightning_autosync.runtime.relaxed.server.replica import assign, elements
 from lightning_autosync.runtime.relaxed.server.shard import StateKey
@@ -52,13 +53,13 @@ def split(whole: Mapping[str, Mapping[str, Tensor]], shards: Iterable[Shard]) ->
 
 
 def check(whole: Mapping[str, Mapping[str, Tensor]], shapes: Mapping[str, torch.Size]) -> None:
-    """Raise ``ValueError`` unless the state is one of variables of these shapes."""
+    """Raise ``PlanError`` unless the state is one of variables of these shapes."""
     for variable, states in whole.items():
         if variable not in shapes:
-            raise ValueError(f"optimizer state is for a parameter '{variable}', which the plan does not have")
+            raise PlanError(f"checkpoint: optimizer state of '{variable}', a parameter that this model does not have")
         for key, tensor in states.items():
             if key not in _SCALARS and tensor.shape != shapes[variable]:
-                raise ValueError(
-                    f"optimizer state '{key}' of '{variable}' has shape {list(tensor.shape)}, the parameter "
-                    f"{list(shapes[variable])}"
+                raise PlanError(
+                    f"checkpoint: optimizer state '{key}' of '{variable}' has shape {list(tensor.shape)}, the "
+                    f"parameter {list(shapes[variable])}"
                 )

@@ -190,8 +190,10 @@ class ParameterServer(Synchronizer):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a state, be it of another number of servers; called before `start`.
 
+        Rank 0's counts; with the same one on all ranks, they all find what is wrong with it.
+
         Raises:
-            ValueError: it is the state of other parameters.
+            PlanError: it is the state of other parameters.
         """
         checkpoint.check(state["optimizer"], self._shapes)
         self._loaded = state
