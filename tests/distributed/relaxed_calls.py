@@ -43,7 +43,7 @@ def make_worker(mesh: Mesh, module: nn.Module, settings: dict[str, Any], **optio
 
 
 def digest(module: nn.Module) -> str:
-    """Equal for models that are equal to the last bit, buffers included."""
+    """Equal for models that are equal to the last bit, but for counters, which stay each rank's own."""
     found = hashlib.sha256()
     for name, value in sorted(module.state_dict().items()):
         if value.is_floating_point():

@@ -54,7 +54,8 @@ class Synchronizer(ABC):
         """Meet every live worker and leave with the same model: the average, weighted by samples since the last drain.
 
         Called by all at the end of an epoch, before validation, before a checkpoint and at the end of training, however
-        many steps each has taken. Float buffers are averaged too.
+        many steps each has taken. Float buffers are averaged too; integer ones, which count or number, stay each
+        worker's own (where servers wait for all workers, they are rank 0's).
         """
 
     @abstractmethod

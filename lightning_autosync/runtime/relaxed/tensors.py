@@ -31,7 +31,7 @@ class ModelTensors:
 
     @property
     def buffers(self) -> tuple[Tensor, ...]:
-        """Floating-point buffers of checkpoints, which are averaged at barriers."""
+        """Floating-point buffers of checkpoints, which are averaged at barriers; counters have no average."""
         kept = persistent_buffers(self.module).values()
         return tuple(buffer for buffer in kept if buffer.is_floating_point() or buffer.is_complex())
 
