@@ -51,7 +51,8 @@ class Run:
             the optimizer's step. Of methods in step it begins with backward, in which they exchange already.
         sent: bytes that a rank sent for one of its steps, the mean over them, by rank; None where they cannot be
             counted.
-        state_bytes: bytes of optimizer state at the end, by rank; it grows in the first step and stays.
+        state_bytes: bytes of optimizer state at the end, by rank; it grows in the first step and stays. What exchanges
+            need for a while is not counted.
         moments: seconds at which the average of all replicas was judged.
         scores: its validation metric then, in percent.
         foreign_cores: cores that other processes kept busy meanwhile; None where unknown.

@@ -57,7 +57,8 @@ def remarks(result: Result) -> list[str]:
         f"final %: validation metric, mean and deviation over seeds; points: less that of {settings.reference}",
         "kB/step: sent by the median rank, and by the one that sends most, for one of its steps, as the kernel counts; "
         f"a ring all-reduce must send {result.ring_bytes / 1e3:.1f} of a model of {result.model_bytes / 1e3:.1f}",
-        "state kB: optimizer state after the last step, on the median rank and on the one that has most; "
+        "state kB: optimizer state after the last step, on the median rank and on the one that has most; what an "
+        "exchange needs while it lasts (flat copies of the model, messages) is not in it",
         "steps/s: of all workers together",
         "waiting: share of the time between a worker's computation and its next step: exchange, waiting and the "
         "optimizer's step; of methods in step it begins with backward, which exchanges meanwhile",
