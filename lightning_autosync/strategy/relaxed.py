@@ -16,7 +16,6 @@ from lightning_autosync.errors import ExchangeError, PeerLost, PlanError
 from lightning_autosync.plan import SyncPlan
 from lightning_autosync.runtime.broadcast import BufferBroadcast, broadcast_tensors
 from lightning_autosync.runtime.relaxed.base import Synchronizer
-from lightning_autosync.runtime.relaxed.base import Synchronizer
 from lightning_autosync.runtime.relaxed.opening import open_synchronizer
 from lightning_autosync.runtime.relaxed.work import SharedWork
 from lightning_autosync.strategy.checkpoint import RELAXED_FORMAT
