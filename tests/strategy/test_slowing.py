@@ -132,5 +132,6 @@ def test_nonsense_is_refused_in_a_line(arguments: dict[str, Any], message: str) 
 
 
 def test_a_rank_that_there_is_not_is_refused() -> None:
-    with pytest.raises(DocumentError, match="SlowRanks: rank 3 is out of range; there are 1 ranks"):
-        train(SlowRanks([{"ranks": [3], "factor": 2.0}]), Plain())
+    message = r"SlowRanks: slowdowns\[1\].ranks: there is no rank 3; allowed: 0 to 0"
+    with pytest.raises(DocumentError, match=message):
+        train(SlowRanks([FOURFOLD, {"ranks": [3], "factor": 2.0}]), Plain())

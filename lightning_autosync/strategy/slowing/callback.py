@@ -56,10 +56,11 @@ class SlowingMixin:
         self._due = False
 
     def on_train_start(self, trainer: Any, *_: Any) -> None:
-        for slowdown in self._settings.slowdowns:
-            if slowdown.ranks is not None and max(slowdown.ranks) >= trainer.world_size:
+        last = trainer.world_size - 1
+        for index, slowdown in enumerate(self._settings.slowdowns):
+            if slowdown.ranks is not None and max(slowdown.ranks) > last:
                 raise DocumentError(
-                    f"SlowRanks: rank {max(slowdown.ranks)} is out of range; there are {trainer.world_size} ranks"
+                    f"SlowRanks: slowdowns[{index}].ranks: there is no rank {max(slowdown.ranks)}; allowed: 0 to {last}"
                 )
         self._straggler = Straggler(self._settings, trainer.global_rank, self._sleep)
 
