@@ -13,6 +13,7 @@ from lightning_autosync.plan import Schedule, Semantics, SyncPlan
 from lightning_autosync.runtime import Engine
 from lightning_autosync.runtime.scheduling import set_batch_scheduling
 from lightning_autosync.strategy.checkpoint import KEY
+from lightning_autosync.strategy.estimates import estimated_epochs, planned_progress
 from lightning_autosync.strategy.lockstep import (
     check_one_loader,
     check_shared_epoch,
@@ -103,14 +104,20 @@ class AutoSyncMixin(_Base):
         replica = Replica if self._settings.scheduled else RelaxedReplica
         self._replica = replica(self.model, self._settings, self.num_nodes, self.num_processes)
 
+    def setup_optimizers(self, trainer: Any) -> None:
+        relaxed = self._relaxed
+        with estimated_epochs(trainer.fit_loop, lambda: None if relaxed is None else relaxed.share):
+            super().setup_optimizers(trainer)
+
     def process_dataloader(self, dataloader: object) -> object:
         dataloader = super().process_dataloader(dataloader)
         relaxed = self._relaxed
         if relaxed is None or not relaxed.shares_data or not self._trainer.training:
             return dataloader
-        if share_data(dataloader, relaxed.work, relaxed.plan.world_size, self._trainer.current_epoch):
+        share = share_data(dataloader, relaxed.work, relaxed.plan.world_size, self._trainer.current_epoch)
+        if share is not None:
             check_shared_epoch(self._trainer)
-            relaxed.dealt_out = True
+            relaxed.share = share
         return dataloader
 
     def on_train_start(self) -> None:
@@ -122,7 +129,8 @@ class AutoSyncMixin(_Base):
                 check_one_loader(self._trainer)
             relaxed.start(self.optimizers)
             if not relaxed.in_step:
-                relaxed.schedules = ProgressSchedules(self._trainer, lambda: relaxed.progress)
+                end = planned_progress(self._trainer, relaxed.share, relaxed.progress)
+                relaxed.schedules = ProgressSchedules(self._trainer, lambda: relaxed.progress, end)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if isinstance(self._replica, RelaxedReplica):

@@ -46,7 +46,7 @@ class RelaxedReplica:
         devices: ranks on each.
 
     Attributes:
-        dealt_out: whether an epoch's data is dealt out, so that each rank takes another number of batches.
+        share: batches of an epoch, divided by ranks, where they are dealt out; None where they are not.
         schedules: learning-rate schedules that follow the job's progress; None if they follow this rank's steps.
 
     Raises:
@@ -68,7 +68,7 @@ class RelaxedReplica:
         self._lost: dict[int, str] = {}
         self._mesh.on_loss(self._lost.__setitem__)
         self.work = SharedWork(self._mesh, found.plan.world_size, settings.timeout)
-        self.dealt_out = False
+        self.share: int | None = None
         self.schedules: ProgressSchedules | None = None
         self._synchronizer: Synchronizer | None = None
         self._buffers = BufferBroadcast(module) if self.in_step and settings.broadcast_buffers else None
@@ -101,6 +101,11 @@ class RelaxedReplica:
     def shares_data(self) -> bool:
         """Whether an epoch should be dealt out among the ranks as they are ready for more."""
         return self.plan.consistency.mode in UNEVEN
+
+    @property
+    def dealt_out(self) -> bool:
+        """Whether an epoch's data is dealt out, so that each rank takes another number of batches."""
+        return self.share is not None
 
     @property
     def in_step(self) -> bool:

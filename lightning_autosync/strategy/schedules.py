@@ -15,11 +15,12 @@ class ProgressSchedules:
     Args:
         trainer: about to train; its other schedulers stay as they are.
         progress: steps that the model held here stands for; never falls.
+        end: progress after which they stay as they are.
     """
 
-    def __init__(self, trainer: Any, progress: Callable[[], int]) -> None:
+    def __init__(self, trainer: Any, progress: Callable[[], int], end: float) -> None:
         self._module = trainer.lightning_module
-        self._progress = progress
+        self._progress, self._end = progress, end
         # With manual optimization it is the user who steps them.
         configurations = trainer.lr_scheduler_configs if self._module.automatic_optimization else ()
         self._configurations = [each for each in configurations if each.interval == "step"]
@@ -30,8 +31,9 @@ class ProgressSchedules:
 
     def follow(self) -> None:
         """Catch up: what is at hand may stand for more steps than this rank has taken, or for fewer."""
+        reached = min(self._progress(), self._end)
         for place, each in enumerate(self._configurations):
-            while self._made[place] < self._progress() // each.frequency:
+            while self._made[place] < reached // each.frequency:
                 self._made[place] += 1
                 self._module.lr_scheduler_step(each.scheduler, None)
 

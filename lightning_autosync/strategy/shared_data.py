@@ -54,20 +54,23 @@ class SharedSampler(Sampler[int]):
             portion = self._work.take(epoch, self._length, self._portion)
 
 
-def share_data(dataloader: object, work: SharedWork, workers: int, epoch: int) -> bool:
-    """Deal out what ``dataloader`` draws by a plain DistributedSampler, from pass ``epoch`` on; whether it does.
+def share_data(dataloader: object, work: SharedWork, workers: int, epoch: int) -> int | None:
+    """Deal out what ``dataloader`` draws by a plain DistributedSampler, from pass ``epoch`` on.
 
     Collective.
+
+    Returns:
+        Batches that each of ``workers`` takes if all are equally fast, rounded up; None if nothing is dealt out.
 
     Raises:
         PlanError: (on every rank) there are fewer batches than ``workers``, or not the same on all of them.
     """
     found = agree(lambda: _batches(dataloader, workers), lambda found: {"train_dataloader": _describe(found)})
     if found is None:
-        return False
+        return None
     sampler: Any = found.sampler
     found.sampler = SharedSampler(work, len(sampler.dataset), found.batch_size, sampler.shuffle, sampler.seed, epoch)
-    return True
+    return -(-_count(len(sampler.dataset), found) // workers)
 
 
 def _batches(dataloader: object, workers: int) -> BatchSampler | None:
@@ -78,13 +81,18 @@ def _batches(dataloader: object, workers: int) -> BatchSampler | None:
     if type(batches) is not BatchSampler:
         return None
     length = len(dataloader.sampler.dataset)  # type: ignore[arg-type]
-    count = length // batches.batch_size if batches.drop_last else -(-length // batches.batch_size)
+    count = _count(length, batches)
     if count < workers:
         raise PlanError(
             f"train_dataloader: {length} samples are {count} batches of {batches.batch_size}, and each of {workers} "
             "ranks needs one; take smaller batches, or fewer ranks"
         )
     return batches
+
+
+def _count(length: int, batches: BatchSampler) -> int:
+    """Batches of ``length`` samples."""
+    return length // batches.batch_size if batches.drop_last else -(-length // batches.batch_size)
 
 
 def _describe(batches: BatchSampler | None) -> str:

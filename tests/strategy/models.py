@@ -25,6 +25,10 @@ def loader(samples: int = 32, batch_size: int = 2) -> DataLoader:
     return DataLoader(TensorDataset(inputs, labels), batch_size=batch_size)
 
 
+def one_cycle(optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr_scheduler.OneCycleLR:
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.02, total_steps=steps, cycle_momentum=False)
+
+
 class Plain(LightningModule):
     def __init__(self) -> None:
         super().__init__()

@@ -14,6 +14,7 @@ from jobs import distance, make_trainer, state
 from lightning.pytorch import LightningModule, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
+from models import one_cycle
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
@@ -58,6 +59,7 @@ class Learner(LightningModule):
         late: float = 0.0,
         adam: bool = False,
         plateau: bool = False,
+        cycle: bool = False,
     ) -> None:
         super().__init__()
         layers: list[nn.Module] = [nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)]
@@ -67,10 +69,10 @@ class Learner(LightningModule):
             layers.insert(1, nn.BatchNorm1d(8, momentum=None))
         self.layers = nn.Sequential(*layers)
         self.slow, self.how, self.momentum, self.thaw = slow, log, momentum, thaw
-        self.late, self.adam, self.plateau = late, adam, plateau
+        self.late, self.adam, self.plateau, self.cycle = late, adam, plateau, cycle
         self.automatic_optimization = log != "manual"
         self.layers[0].bias.requires_grad_(not thaw)
-        self.counts: dict[str, int] = {}
+        self.counts: dict[str, Any] = {}
         self.seen: list[list[int]] = []
         self.validated: list[list[float]] = []
 
@@ -120,6 +122,7 @@ class Learner(LightningModule):
         if isinstance(strategy, AutoSyncStrategy):
             progress = strategy._replica.synchronizer.progress
             self.counts = {"scheduler": schedulers.last_epoch, "progress": progress, "own": self.global_step}
+            self.counts |= {"rates": schedulers.get_last_lr(), "total": getattr(schedulers, "total_steps", None)}
 
     def on_validation_start(self) -> None:
         if self.how == "everywhere":
@@ -139,6 +142,8 @@ class Learner(LightningModule):
         if self.adam:
             optimizer = torch.optim.Adam(self.parameters(), 0.02)
         scheduler: Any = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.99**step)
+        if self.cycle:
+            scheduler = one_cycle(optimizer, self.trainer.estimated_stepping_batches)
         if self.plateau:
             scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
             return [optimizer], [{"scheduler": scheduler, "interval": "step", "monitor": "loss", "strict": False}]
