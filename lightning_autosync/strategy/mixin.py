@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -31,7 +32,7 @@ from lightning_autosync.strategy.settings import (
     Settings,
     read_settings,
 )
-from lightning_autosync.strategy.shared_data import share_data
+from lightning_autosync.strategy.shared_data import describe_equal_shares, share_data
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import DDPStrategy as _Base
@@ -127,6 +128,8 @@ class AutoSyncMixin(_Base):
             check_trainer(self._trainer, relaxed.plan.consistency, self._scaler)
             if relaxed.dealt_out:
                 check_one_loader(self._trainer)
+            elif relaxed.shares_data:
+                rank_zero_warn(describe_equal_shares(self._trainer.train_dataloader))
             relaxed.start(self.optimizers)
             if not relaxed.in_step:
                 end = planned_progress(self._trainer, relaxed.share, relaxed.progress)

@@ -73,6 +73,26 @@ def share_data(dataloader: object, work: SharedWork, workers: int, epoch: int) -
     return -(-_count(len(sampler.dataset), found) // workers)
 
 
+def describe_equal_shares(dataloader: object) -> str:
+    """What it means, and why, that ``dataloader`` is not dealt out."""
+    return (
+        f"train_dataloader: what a {_who_draws(dataloader)} draws cannot be dealt out: each rank keeps the share that "
+        "it has, so none gains from being faster within an epoch; allowed: a DataLoader without samplers of its own, "
+        "which nothing asks for before the strategy is set up"
+    )
+
+
+def _who_draws(dataloader: object) -> str:
+    """The type that `_batches` does not know."""
+    if not isinstance(dataloader, DataLoader):
+        return type(dataloader).__name__
+    if type(dataloader.batch_sampler) not in (BatchSampler, type(None)):
+        return type(dataloader.batch_sampler).__name__
+    sampler = dataloader.sampler
+    # Lightning makes a sampler one for several ranks by a data set that is drawn from it.
+    return type(getattr(getattr(sampler, "dataset", None), "_sampler", sampler)).__name__
+
+
 def _batches(dataloader: object, workers: int) -> BatchSampler | None:
     """What makes the batches, if they can be dealt out."""
     if not isinstance(dataloader, DataLoader) or type(dataloader.sampler) is not DistributedSampler:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,7 +18,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from models import one_cycle
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler
 
 from lightning_autosync import AutoSyncStrategy, SyncPlan
 from lightning_autosync.plan import Consistency, Group, builders
@@ -170,6 +171,8 @@ def fit(strategy: Any, learner: dict[str, Any] | None = None, **arguments: Any) 
     resume = arguments.pop("resume", None)
     count = arguments.pop("samples", SAMPLES)
     train: Any = {"one": loader(), "other": loader()} if arguments.pop("two_loaders", False) else loader(count)
+    if arguments.pop("weighted", False):
+        train = DataLoader(Points(), batch_size=4, sampler=WeightedRandomSampler([1.0] * SAMPLES, SAMPLES))
     make_trainer(strategy, **arguments).fit(module, train, loader(shuffle=False), ckpt_path=resume)
     return module
 
@@ -199,6 +202,14 @@ def report(module: Learner) -> dict[str, Any]:
         "last": sum(module.validated[-1]),
         "finite": bool(flat.isfinite().all()),
     }
+
+
+def warned(**arguments: Any) -> list[str]:
+    """The warnings of a training."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(**{"strategy": relaxed("partial_reduce"), "max_epochs": 1, **arguments})
+    return [str(each.message) for each in caught]
 
 
 def against_ddp(consistency: dict[str, Any], accumulated: int = 1, **learner: Any) -> float:

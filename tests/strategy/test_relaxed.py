@@ -57,6 +57,12 @@ def test_an_epoch_is_one_pass_of_which_the_faster_rank_takes_more(duo) -> None:
         assert len(fast) > len(slow)
 
 
+def test_a_loader_that_cannot_be_dealt_out_is_named(duo) -> None:
+    first, second = duo.run("relaxed_jobs:warned", weighted=True)
+    assert any(text.startswith("train_dataloader: what a WeightedRandomSampler draws") for text in first), first
+    assert not any(text.startswith("train_dataloader") for text in second)
+
+
 @pytest.mark.parametrize("mode", ["partial reduce", "asynchronous"])
 def test_a_rank_that_comes_late_to_a_pass_still_gets_a_batch_and_validates(duo, mode: str) -> None:
     # By the time rank 1 asks, rank 0 has asked for both batches.
