@@ -30,7 +30,8 @@ class Periodic(AveragingWorker):
     """A worker of periodic averaging: local SGD, post-local SGD, EASGD, BMUF, SlowMo, DiLoCo, and DiLoCo by fragments.
 
     A drain averages plainly, whatever the outer update, and the next period begins there; so a period that divides the
-    steps between drains makes most of its outer updates. Outer momentum outlives drains.
+    steps between drains makes most of its outer updates, and one that is longer makes none, with a warning. Outer
+    momentum outlives drains.
 
     Args:
         mesh: connects the workers; stays the caller's.
@@ -69,6 +70,10 @@ class Periodic(AveragingWorker):
         self._sizes = [sum(FlatView(fragment).sizes) for fragment in self._fragments]
         self._outer = [make_outer(settings, size, self._dtype) for size in self._sizes]
         self._ages = first_ages(len(self._fragments), self._period)
+        self._outer_name = settings.outer
+        self._updated: set[int] = set()
+        """Fragments that had an outer update since the last drain."""
+        self._warned = False
         self._loaded = False
         self._clock = _Clock()
 
@@ -104,6 +109,7 @@ class Periodic(AveragingWorker):
                 self._outer[index].settle(mean[part])
             else:
                 result[part] = self._outer[index].update(local[part], mean[part], len(group["members"]), group["rate"])
+                self._updated.add(index)
             self._ages[index] = 0
         view.unpack(result)
         if warming:
@@ -116,10 +122,30 @@ class Periodic(AveragingWorker):
         return [tensor for outer in self._outer for tensor in outer.state.values()]
 
     def _after_drain(self) -> None:
+        begun = first_ages(len(self._fragments), self._period)
+        self._warn_of_a_long_period(begun)
+        self._updated.clear()
         for fragment, outer in zip(self._fragments, self._outer, strict=True):
             outer.settle(FlatView(fragment).pack().to(self._dtype))
-        self._ages = first_ages(len(self._fragments), self._period)
+        self._ages = begun
         self._clock.restart()
+
+    def _warn_of_a_long_period(self, begun: list[int]) -> None:
+        """Once, on one rank, where fragments of these ages at the last drain never came to an outer update."""
+        waiting = any(
+            age > first and index not in self._updated
+            for index, (age, first) in enumerate(zip(self._ages, begun, strict=True))
+        )
+        # A drain does what plain averaging does.
+        if not waiting or self._warned or self._mesh.rank != RANK or self._outer_name == "averaging":
+            return
+        self._warned = True
+        warnings.warn(
+            f"consistency.period: {self._period} steps were not over when all replicas met, as at the end of an epoch: "
+            f"they were averaged plainly, without the outer update ('{self._outer_name}'), and the period began anew; "
+            "take one that divides the steps between meetings",
+            stacklevel=2,
+        )
 
     def _own_state(self) -> dict[str, Any]:
         if self._mesh.rank != RANK:
