@@ -19,6 +19,7 @@ from lightning_autosync.runtime.relaxed.base import Synchronizer
 from lightning_autosync.runtime.relaxed.opening import open_synchronizer
 from lightning_autosync.runtime.relaxed.work import SharedWork
 from lightning_autosync.strategy.checkpoint import RELAXED_FORMAT
+from lightning_autosync.strategy.collectives import refused_collectives
 from lightning_autosync.strategy.job_mesh import open_mesh
 from lightning_autosync.strategy.lockstep import check_module
 from lightning_autosync.strategy.resolution import resolve_together
@@ -177,10 +178,18 @@ class RelaxedReplica:
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Around the user's training step, in which collective calls would never be answered."""
-        before, self._busy = self._busy, not self.in_step
-        try:
+        """Around the user's training step, in which collective calls would never be answered.
+
+        Raises:
+            ExchangeError: the step makes one, be it by ``torch.distributed`` itself.
+        """
+        if self.in_step:
             yield
+            return
+        before, self._busy = self._busy, True
+        try:
+            with refused_collectives(self._refusal):
+                yield
         finally:
             self._busy = before
 
@@ -198,13 +207,16 @@ class RelaxedReplica:
         if self._synchronizer is None or (self._stepping and self.in_step):
             return
         if self._busy or (self.dealt_out and self._apart and not at_meeting):
-            where = "inside a training step" if self._busy else "between training steps"
-            raise ExchangeError(
-                f"{what} {where}: under '{self.plan.consistency.mode}' the other ranks are at other steps, and would "
-                "not answer; log with on_step=False and on_epoch=True, or without sync_dist, and do the rest at the "
-                "end of an epoch"
-            )
+            raise self._refusal(what)
         self.settle()
+
+    def _refusal(self, what: str) -> ExchangeError:
+        where = "inside a training step" if self._busy else "between training steps"
+        return ExchangeError(
+            f"{what} {where}: under '{self.plan.consistency.mode}' the other ranks are at other steps, and would "
+            "not answer; log with on_step=False and on_epoch=True, or without sync_dist, and do the rest at the "
+            "end of an epoch"
+        )
 
     def before_collective(self, what: str, at_meeting: bool) -> None:
         """As `meet`, for they are about to make a collective call together, which needs them all.

@@ -19,6 +19,7 @@ from models import one_cycle
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler
+from torchmetrics import MeanMetric
 
 from lightning_autosync import AutoSyncStrategy, SyncPlan
 from lightning_autosync.plan import Consistency, Group, builders
@@ -73,6 +74,7 @@ class Learner(LightningModule):
         self.late, self.adam, self.plateau, self.cycle = late, adam, plateau, cycle
         self.automatic_optimization = log != "manual"
         self.layers[0].bias.requires_grad_(not thaw)
+        self.metric = MeanMetric(dist_sync_on_step=True)
         self.counts: dict[str, Any] = {}
         self.seen: list[list[int]] = []
         self.validated: list[list[float]] = []
@@ -96,6 +98,10 @@ class Learner(LightningModule):
             self.log("loss", loss, sync_dist=True, on_step=True)
         elif self.how in ("epoch", "everywhere"):
             self.log("loss", loss, sync_dist=True, on_step=False, on_epoch=True)
+        elif self.how == "own":
+            dist.all_reduce(torch.ones(1))
+        elif self.how == "metric":
+            self.metric(loss.detach())
         elif self.how == "manual":
             self.step_by_hand(loss)
             self.log("loss", loss.detach(), sync_dist=True, on_step=True)

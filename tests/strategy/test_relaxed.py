@@ -161,6 +161,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"learner": {"log": "end of batch"}},
         "ExchangeError: sync_dist.*between training steps",
     ),
+    "a collective of its own in a step": (
+        {"learner": {"log": "own"}},
+        "ExchangeError: torch.distributed.all_reduce inside a training step",
+    ),
+    "a metric of all ranks in a step": (
+        {"learner": {"log": "metric"}, "consistency": MODES["bounded staleness"]},
+        "ExchangeError: torch.distributed.barrier inside a training step",
+    ),
     "checkpoint after a batch": (
         {"learner": {"log": "checkpoint"}},
         "ExchangeError: a checkpoint between training steps",
