@@ -181,11 +181,16 @@ class AutoSyncMixin(_Base):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     def reduce(self, *args: Any, **kwargs: Any) -> Any:
-        self._before_collective("sync_dist=True (a reduction over ranks)")
+        self._before_collective("sync_dist=True (a reduction over ranks)", each_step=True)
         return super().reduce(*args, **kwargs)
 
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        # Lightning's checkpoints ask this between steps, when one is due and not in each.
+        self._before_collective("a decision of all ranks")
+        return super().reduce_boolean_decision(decision, all)
+
     def all_gather(self, *args: Any, **kwargs: Any) -> Any:
-        self._before_collective("all_gather")
+        self._before_collective("all_gather", each_step=True)
         return super().all_gather(*args, **kwargs)
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
@@ -247,9 +252,9 @@ class AutoSyncMixin(_Base):
         assert self.lightning_module is not None
         return self.lightning_module.trainer
 
-    def _before_collective(self, what: str) -> None:
+    def _before_collective(self, what: str, each_step: bool = False) -> None:
         if self._relaxed is not None:
-            self._relaxed.before_collective(what, self._at_meeting)
+            self._relaxed.before_collective(what, self._at_meeting, each_step)
 
     @property
     def _at_meeting(self) -> bool:

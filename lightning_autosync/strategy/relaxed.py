@@ -193,38 +193,41 @@ class RelaxedReplica:
         finally:
             self._busy = before
 
-    def meet(self, what: str, at_meeting: bool) -> None:
+    def meet(self, what: str, at_meeting: bool, each_step: bool = False) -> None:
         """Settle, for something is about to be done on all ranks together.
 
         Args:
             what: that which errors name.
             at_meeting: whether all ranks come here in any case, however many batches each has taken.
+            each_step: whether it is done after every step, if after one at all; then all would settle each time, and
+                little would be left of what is relaxed.
 
         Raises:
             ExchangeError: it comes from inside a training step, or between two of them where ranks take unequal
-                numbers of steps: there the others need not be.
+                numbers of steps, for there the others need not be; or between two and after ``each_step``.
         """
         if self._synchronizer is None or (self._stepping and self.in_step):
             return
-        if self._busy or (self.dealt_out and self._apart and not at_meeting):
+        between = self._apart and not at_meeting
+        if self._busy or (between and (self.dealt_out or (each_step and not self.in_step))):
             raise self._refusal(what)
         self.settle()
 
     def _refusal(self, what: str) -> ExchangeError:
         where = "inside a training step" if self._busy else "between training steps"
         return ExchangeError(
-            f"{what} {where}: under '{self.plan.consistency.mode}' the other ranks are at other steps, and would "
-            "not answer; log with on_step=False and on_epoch=True, or without sync_dist, and do the rest at the "
-            "end of an epoch"
+            f"{what} {where}: under '{self.plan.consistency.mode}' the other ranks are at other steps, and would not "
+            "answer, or only by waiting for each other; log with on_step=False and on_epoch=True, or without "
+            "sync_dist, and do the rest at the end of an epoch"
         )
 
-    def before_collective(self, what: str, at_meeting: bool) -> None:
+    def before_collective(self, what: str, at_meeting: bool, each_step: bool = False) -> None:
         """As `meet`, for they are about to make a collective call together, which needs them all.
 
         Raises:
             ExchangeError: as `meet`; or a rank is lost.
         """
-        self.meet(what, at_meeting)
+        self.meet(what, at_meeting, each_step)
         if self._synchronizer is not None and self._lost:
             if self._mesh.error is not None:
                 raise self._mesh.error

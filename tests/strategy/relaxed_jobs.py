@@ -141,7 +141,7 @@ class Learner(LightningModule):
     def validation_step(self, batch: Any, _: int) -> None:
         inputs, targets, _ = batch
         self.validated[-1].append(float(F.mse_loss(self.layers(inputs), targets)))
-        if self.how == "everywhere":
+        if self.how in ("everywhere", "scores"):
             self.log("score", self.validated[-1][-1], sync_dist=True)
 
     def configure_optimizers(self) -> Any:
@@ -258,6 +258,14 @@ def everywhere(folder: str, consistency: dict[str, Any]) -> dict[str, Any]:
     best = ModelCheckpoint(folder, monitor="score", save_top_k=2, every_n_epochs=1)
     arguments = {"max_epochs": 4, "check_val_every_n_epoch": 2, "enable_checkpointing": True, "callbacks": [best]}
     found = report(fit(relaxed(consistency), {"log": "everywhere", "slow": 0.01}, **arguments))
+    return found | {"kept": len(best.best_k_models)}
+
+
+def inside(folder: str, consistency: dict[str, Any]) -> dict[str, Any]:
+    """Train with validation and the best checkpoints after so many steps, within epochs of six."""
+    best = ModelCheckpoint(folder, monitor="score", save_top_k=2, every_n_train_steps=2)
+    arguments = {"max_epochs": 2, "val_check_interval": 3, "enable_checkpointing": True, "callbacks": [best]}
+    found = report(fit(relaxed(consistency), {"log": "scores"}, **arguments))
     return found | {"kept": len(best.best_k_models)}
 
 

@@ -103,8 +103,9 @@ def last_rates(steps: int) -> list[float]:
     return schedule.get_last_lr()
 
 
-def test_servers_that_wait_for_all_answer_reductions_in_a_step(duo) -> None:
-    for found in duo.run("relaxed_jobs:train", consistency=MODES["served"], learner={"log": "step"}):
+@pytest.mark.parametrize("when", ["step", "end of batch"])
+def test_servers_that_wait_for_all_answer_reductions_in_each_step(duo, when: str) -> None:
+    for found in duo.run("relaxed_jobs:train", consistency=MODES["served"], learner={"log": when}):
         assert found["apart"] == 0.0
 
 
@@ -141,6 +142,14 @@ def test_collectives_are_answered_wherever_all_ranks_come(duo, tmp_path, mode: s
         assert found["kept"] == 2
 
 
+@pytest.mark.parametrize("mode", ["local SGD", "bounded staleness"])
+def test_checkpoints_and_validation_inside_an_epoch_of_equal_shares(duo, tmp_path, mode: str) -> None:
+    for found in duo.run("relaxed_jobs:inside", folder=str(tmp_path), consistency=MODES[mode]):
+        assert found["apart"] == 0.0
+        assert found["validations"] == [4, 4]
+        assert found["kept"] == 2
+
+
 def test_time_outs_reach_the_mesh_and_the_groups(duo) -> None:
     for seen in duo.run("relaxed_jobs:patience"):
         assert seen == {"longest": 33.0, "interval": 0.25, "stall": 17.0}
@@ -159,6 +168,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "reduction after a batch": (
         {"learner": {"log": "end of batch"}},
+        "ExchangeError: sync_dist.*between training steps",
+    ),
+    "reduction after a batch of equal shares": (
+        {"learner": {"log": "end of batch"}, "consistency": MODES["local SGD"]},
+        "ExchangeError: sync_dist.*between training steps",
+    ),
+    "reduction after a batch that servers count": (
+        {"learner": {"log": "end of batch"}, "consistency": MODES["bounded staleness"]},
         "ExchangeError: sync_dist.*between training steps",
     ),
     "a collective of its own in a step": (
