@@ -232,7 +232,11 @@ class RelaxedReplica:
             if self._mesh.error is not None:
                 raise self._mesh.error
             lost = "; ".join(f"rank {rank} is lost ({why})" for rank, why in sorted(self._lost.items()))
-            raise ExchangeError(f"{what} needs all ranks: {lost}; go on from the last checkpoint")
+            # Lightning's callback for checkpoints asks all ranks before it writes.
+            raise ExchangeError(
+                f"{what} needs all ranks: {lost}; a checkpoint that is due now may be missing: go on from the last "
+                "that there is"
+            )
 
     def before_evaluation(self) -> None:
         """Call before validation."""
