@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from jobs import distance, make_trainer, state
 from lightning.pytorch import LightningModule, seed_everything
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
 from models import one_cycle
 from torch import Tensor, nn
@@ -309,14 +309,42 @@ def resume_drifting(folder: str, consistency: dict[str, Any] | str) -> dict[str,
     return report(fit(relaxed(consistency), max_epochs=8, resume=half)) | {"first": begun["first"]}
 
 
+def position(strategy: AutoSyncStrategy) -> tuple[int, list[Tensor]]:
+    """Progress and momenta of this rank."""
+    momenta = [state["momentum_buffer"].clone() for state in strategy.optimizers[0].state.values()]
+    return strategy._replica.synchronizer.progress, momenta
+
+
+def resume_positions(folder: str, consistency: dict[str, Any]) -> dict[str, Any]:
+    """Progress at a checkpoint and after resuming, and whether momenta are then those kept and those of all ranks."""
+    found: list[tuple[int, list[Tensor]]] = []
+
+    class Ends(Callback):
+        def on_train_end(self, trainer: Any, _: Any) -> None:
+            found.append(position(trainer.strategy))
+
+    class Begins(Callback):
+        def on_train_epoch_start(self, trainer: Any, _: Any) -> None:
+            found.append(position(trainer.strategy))
+
+    learner = {"momentum": 0.9, "slow": 0.01}
+    half = checkpoint(folder, consistency, learner, Ends())
+    fit(relaxed(consistency), learner, max_epochs=3, resume=half, callbacks=[Begins()])
+    (saved, kept), (begun, given) = found
+    sums = gather_json([float(tensor.double().sum()) for tensor in given])
+    return {"progress": (saved, begun), "kept": all(map(torch.equal, kept, given)), "alike": sums[0] == sums[1]}
+
+
 def strategy_of(consistency: dict[str, Any] | str | None) -> DDPStrategy:
     return DDPStrategy() if consistency is None else relaxed(consistency)
 
 
-def checkpoint(folder: str, consistency: dict[str, Any] | str | None, learner: dict[str, Any]) -> str:
+def checkpoint(
+    folder: str, consistency: dict[str, Any] | str | None, learner: dict[str, Any], *callbacks: Callback
+) -> str:
     """The checkpoint of a training of two epochs; it loads without pickled code."""
     keep = ModelCheckpoint(folder, filename="half", every_n_epochs=1)
-    fit(strategy_of(consistency), learner, max_epochs=2, enable_checkpointing=True, callbacks=[keep])
+    fit(strategy_of(consistency), learner, max_epochs=2, enable_checkpointing=True, callbacks=[keep, *callbacks])
     torch.load(Path(folder) / "half.ckpt", weights_only=True)
     return str(Path(folder) / "half.ckpt")
 

@@ -122,6 +122,14 @@ def test_ranks_that_drift_resume_equal_and_go_on_learning(duo, tmp_path, mode: s
         assert found["last"] < 0.5 * found["first"]
 
 
+def test_ranks_that_drift_go_on_from_their_own_momenta_and_the_progress_of_the_job(duo, tmp_path) -> None:
+    for found in duo.run("relaxed_jobs:resume_positions", folder=str(tmp_path), consistency=MODES["partial reduce"]):
+        saved, begun = found["progress"]
+        assert begun == saved >= 12
+        assert found["kept"]
+        assert not found["alike"]
+
+
 SERVED = MODES["served"]
 
 
