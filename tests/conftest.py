@@ -7,12 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from lightning_autosync.cluster.spec import ClusterSpec
 from lightning_autosync.workers import WorkerPool
 
 TESTS = Path(__file__).parent
 WORLD_SIZE = 5
+
+torch.set_num_threads(1)  # tensors here are small, and tests' own workers want the other cores
 
 
 class SharedPool:

@@ -239,11 +239,14 @@ class Consistency(Record):
         needed = self._NEEDED[self.mode]
         allowed = needed + self._OPTIONAL.get(self.mode, ())
         given = {name for name, value in self if name != "mode" and value is not None}
+        if given - set(allowed) and "mode" not in self.model_fields_set:
+            modes = ", ".join(mode for mode in self._NEEDED if mode != "synchronous")
+            raise ValueError(f"mode: missing; {', '.join(sorted(given))} go with one of {modes}")
         for name in sorted(given - set(allowed)):
             raise ValueError(f"{name}: mode '{self.mode}' takes {', '.join(allowed) or 'no further field'}")
         for name in needed:
             if name not in given:
-                raise ValueError(f"{name}: missing; mode '{self.mode}' needs it")
+                raise ValueError(f"{name}: missing; mode '{self.mode}' needs {' and '.join(needed)}")
         for name, kinds in self._OUTER.items():
             if name in given and self.outer not in kinds:
                 raise ValueError(f"{name}: outer '{self.outer}' takes none; allowed with {', '.join(kinds)}")

@@ -44,13 +44,14 @@ def planned_progress(trainer: Any, share: int | None, begun: int) -> float:
 
     Args:
         trainer: about to train.
-        share: batches of an epoch, divided by ranks; None where it is not dealt out.
+        share: batches of an epoch, divided by ranks; None where it is not dealt out, and the Trainer knows a rank's.
         begun: steps that the model stands for already, which may be fewer than those of the epochs that it has seen:
             another kind of plan counted them.
     """
     varies = any(type(callback).__name__ == "GradientAccumulationScheduler" for callback in trainer.callbacks)
-    if share is None or varies or trainer.max_epochs == -1:
-        return math.inf
-    steps = math.ceil(share / trainer.accumulate_grad_batches)
-    epochs: int = trainer.max_epochs
-    return min(steps * epochs, begun + steps * (epochs - trainer.current_epoch))
+    batches = share or trainer.num_training_batches
+    ends = [math.inf] if trainer.max_steps == -1 else [float(trainer.max_steps)]
+    if not varies and trainer.max_epochs != -1 and math.isfinite(batches):
+        steps, epochs = math.ceil(batches / trainer.accumulate_grad_batches), trainer.max_epochs
+        ends += [steps * epochs, begun + steps * (epochs - trainer.current_epoch)]
+    return min(ends)

@@ -34,7 +34,7 @@ def check_trainer(trainer: Any, consistency: Consistency, scaler: Any) -> None:
         if trainer.gradient_clip_val:
             raise PlanError(
                 f"gradient_clip_val: {trainer.gradient_clip_val}: with `served` each rank would clip its own gradient, "
-                "not their mean"
+                "not their mean; allowed: no clipping, or a plan without `served`"
             )
         return
     if any(each.reduce_on_plateau and each.interval == "step" for each in trainer.lr_scheduler_configs):
@@ -44,7 +44,10 @@ def check_trainer(trainer: Any, consistency: Consistency, scaler: Any) -> None:
         )
     for callback in trainer.callbacks:
         if type(callback).__name__ == "Timer" and str(getattr(callback, "_interval", "")).endswith("step"):
-            raise PlanError(f"max_time: it asks all ranks in every step, and under '{mode}' they are at different ones")
+            raise PlanError(
+                f"max_time: it asks all ranks in every step, and under '{mode}' they are at different ones; allowed: "
+                "max_epochs"
+            )
         if getattr(callback, "_train_time_interval", None):
             raise PlanError(
                 f"ModelCheckpoint(train_time_interval): it asks all ranks in every step, and under '{mode}' they are "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -82,6 +82,8 @@ class RelaxedReplica:
         self._settled = True
         self._apart = False
         """Whether this rank has begun a step since all met."""
+        self._guard = ExitStack()
+        """From then on, while ranks are at steps of their own, a collective call would not be answered."""
         self._samples = 0
         self._busy = self._stepping = False
         rank_zero_info(
@@ -134,7 +136,7 @@ class RelaxedReplica:
         if len(optimizers) != 1:
             raise PlanError(
                 f"plan: consistency.mode '{self.plan.consistency.mode}' trains with one optimizer, the model has "
-                f"{len(optimizers)}"
+                f"{len(optimizers)}; allowed: one, with parameter groups"
             )
         self._optimizer = optimizers[0]
         self._names = {parameter: name for name, parameter in variable_names(self._module)}
@@ -171,6 +173,8 @@ class RelaxedReplica:
                 "from the beginning: unfreeze before fit(), or fit() again"
             )
         self.begin_pass()
+        if not self._apart and not self.in_step:
+            self._guard.enter_context(refused_collectives(self._refused_call))
         self._apart = True
         if self._buffers is not None:
             self._buffers.before_training(not self._accumulating)
@@ -178,18 +182,10 @@ class RelaxedReplica:
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Around the user's training step, in which collective calls would never be answered.
-
-        Raises:
-            ExchangeError: the step makes one, be it by ``torch.distributed`` itself.
-        """
-        if self.in_step:
-            yield
-            return
-        before, self._busy = self._busy, True
+        """Around the user's training step, in which collective calls would never be answered."""
+        before, self._busy = self._busy, not self.in_step
         try:
-            with refused_collectives(self._refusal):
-                yield
+            yield
         finally:
             self._busy = before
 
@@ -210,16 +206,18 @@ class RelaxedReplica:
             return
         between = self._apart and not at_meeting
         if self._busy or (between and (self.dealt_out or (each_step and not self.in_step))):
-            raise self._refusal(what)
+            raise self._refusal(what, "log with on_step=False and on_epoch=True, or without sync_dist")
         self.settle()
 
-    def _refusal(self, what: str) -> ExchangeError:
+    def _refusal(self, what: str, instead: str) -> ExchangeError:
         where = "inside a training step" if self._busy else "between training steps"
         return ExchangeError(
             f"{what} {where}: under '{self.plan.consistency.mode}' the other ranks are at other steps, and would not "
-            "answer, or only by waiting for each other; log with on_step=False and on_epoch=True, or without "
-            "sync_dist, and do the rest at the end of an epoch"
+            f"answer, or only by waiting for each other; {instead}, and do the rest at the end of an epoch"
         )
+
+    def _refused_call(self, name: str) -> ExchangeError:
+        return self._refusal(name, "do what needs no other rank")
 
     def before_collective(self, what: str, at_meeting: bool, each_step: bool = False) -> None:
         """As `meet`, for they are about to make a collective call together, which needs them all.
@@ -293,6 +291,7 @@ class RelaxedReplica:
             return
         self._synchronizer.drain()
         self._settled, self._apart = True, False
+        self._guard.close()
         # A loss may be known there before this rank hears of it; and who leaves in good order is not lost at all.
         for rank in set(range(self.plan.world_size)) - self._synchronizer.met:
             self._lost.setdefault(rank, "it did not come to the meeting of all")
@@ -354,7 +353,7 @@ class RelaxedReplica:
                 f"checkpoint: its state is '{kind}', and this version reads '{RELAXED_FORMAT}'; go on with the version "
                 "that made it, or load its weights alone"
             )
-        found = entry["plan"] if entry is not None and kind == RELAXED_FORMAT else "a plan with a schedule"
+        found = entry["plan"] if entry is not None and kind == RELAXED_FORMAT else "a plan in step, exact or compressed"
         if entry is not None and found == mode:
             ranks = entry["ranks"]
             self._loaded = ranks.get(self._mesh.rank, ranks[0])
@@ -368,6 +367,7 @@ class RelaxedReplica:
 
     def close(self) -> None:
         """Leave the others."""
+        self._guard.close()
         if self._synchronizer is not None:
             self._synchronizer.close()
             self._synchronizer = None

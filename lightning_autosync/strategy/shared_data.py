@@ -77,8 +77,9 @@ def describe_equal_shares(dataloader: object) -> str:
     """What it means, and why, that ``dataloader`` is not dealt out."""
     return (
         f"train_dataloader: what a {_who_draws(dataloader)} draws cannot be dealt out: each rank keeps the share that "
-        "it has, so none gains from being faster within an epoch; allowed: a DataLoader without samplers of its own, "
-        "which nothing asks for before the strategy is set up"
+        "it has, so none gains from being faster within an epoch; to have it dealt out, give a DataLoader with "
+        "shuffle=True or False and no sampler, and read trainer.estimated_stepping_batches not before "
+        "configure_optimizers"
     )
 
 

@@ -38,7 +38,15 @@ def test_the_length_of_an_epoch_is_known_while_optimizers_are_made(loaded: bool)
 
 def trainer(**given: Any) -> Any:
     return SimpleNamespace(
-        **{"callbacks": [], "max_epochs": 4, "current_epoch": 0, "accumulate_grad_batches": 1, **given}
+        **{
+            "callbacks": [],
+            "max_epochs": 4,
+            "max_steps": -1,
+            "current_epoch": 0,
+            "accumulate_grad_batches": 1,
+            "num_training_batches": math.inf,
+            **given,
+        }
     )
 
 
@@ -52,6 +60,10 @@ class GradientAccumulationScheduler:
         ({}, 7, 0, 28),
         ({"accumulate_grad_batches": 2}, 7, 0, 16),
         ({}, None, 0, math.inf),
+        # Shares are equal, and the Trainer knows them.
+        ({"num_training_batches": 5}, None, 0, 20),
+        ({"num_training_batches": 5, "max_steps": 12}, None, 0, 12),
+        ({"max_epochs": -1, "max_steps": 12}, None, 0, 12),
         ({"max_epochs": -1}, 7, 0, math.inf),
         ({"callbacks": [GradientAccumulationScheduler()]}, 7, 0, math.inf),
         # Ranks drifted in the epochs before.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from contextlib import ExitStack
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -84,7 +86,9 @@ def test_schedules_follow_the_progress_of_the_job_and_not_a_ranks_own_steps(duo)
         assert counts["scheduler"] == min(counts["progress"], 12)
 
 
-@pytest.mark.parametrize(("mode", "accumulated", "steps"), [("partial reduce", 1, 12), ("asynchronous", 2, 6)])
+@pytest.mark.parametrize(
+    ("mode", "accumulated", "steps"), [("partial reduce", 1, 12), ("asynchronous", 2, 6), ("bounded staleness", 1, 12)]
+)
 def test_schedules_can_be_made_for_the_steps_of_a_training(duo, mode: str, accumulated: int, steps: int) -> None:
     arguments = {"learner": {"cycle": True}, "max_epochs": 2, "accumulate_grad_batches": accumulated}
     for found in duo.run("relaxed_jobs:train", consistency=MODES[mode], **arguments):
@@ -190,6 +194,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"learner": {"log": "own"}},
         "ExchangeError: torch.distributed.all_reduce inside a training step",
     ),
+    "a collective of its own after a batch": (
+        {"learner": {"log": "own, after"}},
+        "ExchangeError: torch.distributed.all_reduce between training steps",
+    ),
     "a metric of all ranks in a step": (
         {"learner": {"log": "metric"}, "consistency": MODES["bounded staleness"]},
         "ExchangeError: torch.distributed.barrier inside a training step",
@@ -237,6 +245,7 @@ def test_what_would_deadlock_is_refused(duo, case: str) -> None:
         ({"heartbeat": {"longest": "soon"}}, DocumentError, "heartbeat.longest: 'soon' is no finite number"),
         ({"heartbeat": {"longest": 1.0}}, DocumentError, "heartbeat: interval 0.5 s, shortest 5 s and longest 1 s"),
         ({"heartbeat": 3.0}, DocumentError, "heartbeat: 3.0 is no mapping"),
+        ({"timeout": -1}, DocumentError, "timeout: -1 is no finite number above 0"),
         ({"stall": 0}, DocumentError, "stall: 0 is no finite number above 0"),
         ({"plan": "all_reduce", "stall": 9.0}, ValueError, "stall: no meaning here"),
     ],
@@ -244,6 +253,12 @@ def test_what_would_deadlock_is_refused(duo, case: str) -> None:
 def test_time_outs_that_make_no_sense_are_refused(arguments: Any, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=re.escape(words)):
         AutoSyncStrategy(**{"plan": "partial_reduce", "semantics": "relaxed", **arguments})
+
+
+@pytest.mark.parametrize("timeout", [90, 90.0, timedelta(seconds=90)])
+def test_seconds_are_a_time_out_as_good_as_a_duration(timeout: Any) -> None:
+    strategy = AutoSyncStrategy(timeout=timeout)
+    assert (strategy._settings.timeout, strategy._timeout) == (90.0, timedelta(seconds=90))
 
 
 def test_relaxed_semantics_must_be_allowed() -> None:
@@ -258,6 +273,7 @@ def test_a_rank_that_did_not_come_where_all_meet_is_named_by_what_needs_all() ->
     replica._synchronizer = SimpleNamespace(drain=lambda: None, met=frozenset({0, 1}))
     replica._mesh = SimpleNamespace(error=None)
     replica._lost, replica.schedules = {}, None
-    replica.dealt_out = replica._busy = replica._stepping = replica._settled = False
+    replica.share, replica._guard = None, ExitStack()
+    replica._busy = replica._stepping = replica._settled = replica._apart = False
     with pytest.raises(ExchangeError, match=r"a barrier needs all ranks: rank 2 is lost \(it did not come"):
         replica.before_collective("a barrier", at_meeting=True)

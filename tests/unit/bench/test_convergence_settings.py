@@ -87,7 +87,7 @@ def run(method: str, reached: float | None, rate: float = 0.1, final: float = 90
         ({"methods": {"all_reduce": {"colour": 1}}}, "methods.all_reduce.colour: unknown field"),
         (
             {"methods": {"all_reduce": {"consistency": {"mode": "periodic"}}}},
-            "period: missing; mode 'periodic' needs it",
+            "period: missing; mode 'periodic' needs period and outer",
         ),
     ],
 )

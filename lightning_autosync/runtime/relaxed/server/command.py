@@ -54,11 +54,14 @@ def serve(configuration: dict[str, Any], directory: Path) -> None:
     # The own address is the one that faces the job, unless it is given.
     os.environ.setdefault("MASTER_ADDR", settings.host)
     waiting = timedelta(seconds=settings.timeout)
+    who = f"rank {settings.rank} of {settings.size}"
+    print(f"autosync serve: {who}: looking for the job at {settings.host}:{settings.port}", flush=True)
     try:
         store = dist.TCPStore(settings.host, settings.port, is_master=False, timeout=waiting)
     except RuntimeError as cause:
         reason = str(cause).splitlines()[0]
         raise ExchangeError(f"no store at {settings.host}:{settings.port}: {reason}") from None
+    print(f"autosync serve: {who}: found it; serves until the last worker leaves", flush=True)
     serve_until_the_end(
         store,
         settings.rank,
@@ -67,3 +70,4 @@ def serve(configuration: dict[str, Any], directory: Path) -> None:
         timeout=settings.timeout,
         heartbeat=read_heartbeat(settings.heartbeat),
     )
+    print(f"autosync serve: {who}: the last worker has left", flush=True)
