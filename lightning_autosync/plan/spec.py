@@ -323,7 +323,16 @@ class SyncPlan(Document):
                         f"{where}.trees[{number}].parents: expected one for each of {self.world_size} ranks, "
                         f"got {len(tree.parents)}"
                     )
-        group_size = self.consistency.group_size
+        self._check_consistency()
+        return self
+
+    def _check_consistency(self) -> None:
+        group_size, alpha = self.consistency.group_size, self.consistency.alpha
         if group_size is not None and group_size > self.world_size:
             raise ValueError(f"consistency.group_size: {group_size} is above world_size {self.world_size}")
-        return self
+        # An average takes the centre's distance to the replicas' mean times 1 - (ranks + 1) alpha.
+        if alpha is not None and alpha * (self.world_size + 1) >= 2:
+            raise ValueError(
+                f"consistency.alpha: {alpha:g} lets the centre of {self.world_size} replicas overshoot ever farther; "
+                f"allowed: below {2 / (self.world_size + 1):.3g}, 2 / (ranks + 1)"
+            )

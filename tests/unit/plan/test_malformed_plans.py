@@ -129,6 +129,14 @@ MALFORMED: dict[str, tuple[dict[str, Any], str]] = {
         plan_with() | {"consistency": {"mode": "periodic", "period": 4, "outer": "bmuf", "alpha": 0.1}},
         "alpha: outer 'bmuf' takes none; allowed with easgd",
     ),
+    "a centre that overshoots": (
+        plan_with() | {"consistency": {"mode": "periodic", "period": 4, "outer": "easgd", "alpha": 0.4}},
+        "consistency.alpha: 0.4 lets the centre of 4 replicas overshoot ever farther; allowed: below 0.4",
+    ),
+    "fields of no mode": (
+        plan_with() | {"consistency": {"period": 4}},
+        "mode: missing; period go with one of bounded_staleness, asynchronous, partial_reduce, periodic",
+    ),
     "more fragments than steps": (
         plan_with() | {"consistency": {"mode": "periodic", "period": 2, "outer": "diloco", "fragments": 3}},
         "fragments: 3 is above period 2",
