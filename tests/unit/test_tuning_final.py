@@ -111,12 +111,13 @@ def test_several_settings_of_ddp_come_to_it_and_as_many_rounds_choose_as_judge(t
     job = Job.of(settings)
     seen: dict[str, Any] = {}
 
-    def play(asked: BenchSettings, preparation: Preparation, pool: Any) -> Result:
+    def play(asked: BenchSettings, preparation: Preparation, pool: Any, links: Any) -> Result:
+        assert (pool, links) == (None, ())
         seen.update(rounds=asked.rounds, orders=list(preparation.orders), contenders=list(asked.all_contenders()))
         return played(job, asked, {name: [1.0] * asked.rounds for name in preparation.orders})
 
     class Workers:
-        pool = None
+        pool, links = None, ()
 
     monkeypatch.setattr(tuning_final, "play", play)
     plans = {"ps": build("ps", job.workload, job.cluster)}
