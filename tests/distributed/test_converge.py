@@ -151,6 +151,7 @@ def test_only_those_that_march_in_step_wait_for_the_slow_one(stragglers):
     assert sums["pairs"]["steps"] > 1.2 * sums["all_reduce"]["steps"]
 
 
+@pytest.mark.slow
 def test_rates_are_chosen_from_the_grid_by_other_seeds(stragglers):
     assert set(stragglers["rates"].values()) <= {0.05, 0.1}
     assert {run["rate"] for run in stragglers["tuning"]} == {0.05, 0.1}

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from lightning_autosync.cluster.spec import ClusterSpec
-from lightning_autosync.workers import EmulatedLaunch, LaunchError, WorkerError, WorkerPool, check, netns
+from lightning_autosync.workers import EmulatedLaunch, LaunchError, LocalLaunch, WorkerError, WorkerPool, check, netns
 from lightning_autosync.workers.link_check import check_links
 
 try:
@@ -318,6 +318,7 @@ def test_a_namespace_that_cannot_be_deleted_is_told_and_tried_again(undeletable)
     assert not wait_while(janitors)
 
 
+@pytest.mark.slow
 def test_the_janitor_goes_on_as_long_as_it_finds_something(undeletable):
     janitor = netns.Janitor([undeletable])
     janitor.release()
@@ -370,10 +371,11 @@ def test_the_check_takes_a_scaled_cluster(capsys, tmp_path):
 
 def test_links_that_are_off_give_a_warning(monkeypatch, recwarn):
     with EmulatedLaunch(ClusterSpec.uniform(2, bandwidth=50 * MEGABIT, name="pair")) as launch:
-        check.warn_of_links(launch)
+        right = check.measured_links(launch)
         assert not recwarn
-        right = check.check_links(launch)
+        assert [link.setting for link in right] == [50 * MEGABIT] * 4
+        assert check.measured_links(LocalLaunch()) == []
         off = [replace(right[0], measured=0.5 * right[0].setting), *right[1:]]
         monkeypatch.setattr(check, "check_links", lambda launch: off)
         with pytest.warns(UserWarning, match=r"cluster 'pair': 1 emulated links are off .*by -50%"):
-            check.warn_of_links(launch)
+            assert check.measured_links(launch) == off

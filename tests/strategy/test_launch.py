@@ -20,7 +20,7 @@ LAUNCHES = {
 }
 
 
-@pytest.mark.parametrize("launch", LAUNCHES)
+@pytest.mark.parametrize("launch", ["popen", pytest.param("spawn", marks=pytest.mark.slow), "fork", "torchrun"])
 def test_weights_are_those_of_ddp(duo, tmp_path, launch: str) -> None:
     options, strategy = LAUNCHES[launch]
     result = tmp_path / "weights.json"
