@@ -113,7 +113,7 @@ def read_settings(
         DocumentError: a plan or cluster is wrong.
     """
     launch, options = _split(arguments)
-    if isinstance(launch.get("timeout"), int | float):
+    if not isinstance(launch.get("timeout"), timedelta | None):
         launch["timeout"] = timedelta(seconds=read_seconds("timeout", launch["timeout"]))
     if semantics not in SEMANTICS:
         raise ValueError(f"semantics: {semantics!r} is not one of {', '.join(SEMANTICS)}")

@@ -245,6 +245,7 @@ def test_what_would_deadlock_is_refused(duo, case: str) -> None:
         ({"heartbeat": {"longest": "soon"}}, DocumentError, "heartbeat.longest: 'soon' is no finite number"),
         ({"heartbeat": {"longest": 1.0}}, DocumentError, "heartbeat: interval 0.5 s, shortest 5 s and longest 1 s"),
         ({"heartbeat": 3.0}, DocumentError, "heartbeat: 3.0 is no mapping"),
+        ({"timeout": "soon"}, DocumentError, "timeout: 'soon' is no finite number above 0"),
         ({"timeout": -1}, DocumentError, "timeout: -1 is no finite number above 0"),
         ({"stall": 0}, DocumentError, "stall: 0 is no finite number above 0"),
         ({"plan": "all_reduce", "stall": 9.0}, ValueError, "stall: no meaning here"),
