@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
+import socket
 from datetime import timedelta
+from itertools import count
+from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -15,18 +19,110 @@ from lightning_autosync.strategy.resolution import Resolution
 from lightning_autosync.strategy.settings import Settings
 
 STORE_PORT = "AUTOSYNC_PORT"
-"""Environment variable: the port under which ``autosync serve`` finds the job."""
+"""Environment variable: the port of rank 0 under which ``autosync serve``, and a rank that comes back, find the job."""
+_UNDERWAY = "job/underway"
+_CALL_SECONDS = 2.0
+
+_trainings = count(1)
+"""Of this process: a script may train several times, and who is started again begins with the first."""
 
 
-def open_mesh(found: Resolution, settings: Settings) -> tuple[Mesh, dist.TCPStore | None]:
-    """Meet all ranks and servers, and the store that they met at, on rank 0, which holds it: servers may come late.
+class JobMesh(NamedTuple):
+    """A job whose ranks are connected.
 
-    Collective.
+    Attributes:
+        mesh: of all ranks, then of the servers.
+        store: that they met at; rank 0 holds it.
+        identity: what whoever comes back must run too.
+    """
+
+    mesh: Mesh
+    store: dist.TCPStore
+    identity: dict[str, str]
+
+
+class Underway(NamedTuple):
+    """A job that this process comes back to: where its ranks met, and what they run."""
+
+    store: dist.TCPStore
+    identity: dict[str, str]
+
+
+def open_mesh(found: Resolution, settings: Settings, rank: int, job: Underway | None = None) -> JobMesh:
+    """Meet all ranks and servers; servers may come late. Collective, but for a rank that comes back.
+
+    Args:
+        found: what all ranks run.
+        settings: what the user asked for.
+        rank: this process's in the job.
+        job: of `find_job`; None where the job begins.
 
     Raises:
         ExchangeError: they cannot connect to each other.
+        PlanError: the job that this process comes back to runs something else.
     """
-    rank = dist.get_rank()
+    identity = _identity(found, next(_trainings))
+    if job is None:
+        store = _meet_at_store(found, settings, rank)
+    else:
+        store = job.store
+        _check_same(job.identity, identity)
+    node = found.cluster.nodes[found.cluster.rank_nodes[rank]]
+    mesh = Mesh.open(
+        store,
+        rank,
+        found.plan.world_size + found.plan.servers,
+        address=node.address,
+        timeout=settings.timeout,
+        heartbeat=settings.heartbeat,
+        rejoin=job is not None,
+    )
+    return JobMesh(mesh, store, identity)
+
+
+def can_return() -> bool:
+    """Whether a rank that is started again would find the job."""
+    return bool(os.environ.get(STORE_PORT))
+
+
+def announce_job(job: JobMesh) -> None:
+    """Let a rank that is started again know, by `find_job`, that the others are underway."""
+    job.store.set(_UNDERWAY, json.dumps(job.identity))
+
+
+def withdraw_job(store: dist.TCPStore) -> None:
+    """From now on, the job is found by nobody."""
+    store.delete_key(_UNDERWAY)
+
+
+def find_job(host: str, timeout: float) -> Underway | None:
+    """The job that is underway without this process; None if there is none, as where it only begins.
+
+    Args:
+        host: rank 0's.
+        timeout: seconds that the store may take to answer later on.
+    """
+    port = os.environ.get(STORE_PORT, "")
+    if not port.isdecimal():
+        return None
+    try:
+        socket.create_connection((host, int(port)), timeout=_CALL_SECONDS).close()
+        store = dist.TCPStore(
+            host, int(port), is_master=False, timeout=timedelta(seconds=timeout), wait_for_workers=False
+        )
+        # If it ends in this moment, that is for `Mesh.open` to say.
+        return Underway(store, json.loads(store.get(_UNDERWAY))) if store.check([_UNDERWAY]) else None
+    except (OSError, RuntimeError):
+        return None
+
+
+def _meet_at_store(found: Resolution, settings: Settings, rank: int) -> dist.TCPStore:
+    """The store that rank 0 opens."""
+    size = found.plan.world_size
+    if dist.get_world_size() != size:
+        raise ExchangeError(
+            f"the job has {size} ranks, of which {dist.get_world_size()} are left from its last training; start it anew"
+        )
     waiting = timedelta(seconds=settings.timeout)
     own: dist.TCPStore | None = None
     host, fault = "", ""
@@ -34,17 +130,16 @@ def open_mesh(found: Resolution, settings: Settings) -> tuple[Mesh, dist.TCPStor
         try:
             host = own_address()
             port = _store_port(found.plan)
-            own = dist.TCPStore(host, port, is_master=True, timeout=waiting, wait_for_workers=False)
+            # One more training in this process finds the store that a process group of the last one may still hold.
+            own = dist.TCPStore(
+                host, port, is_master=True, timeout=waiting, wait_for_workers=False, multi_tenant=port > 0
+            )
         except (AutoSyncError, RuntimeError, ValueError) as cause:
             fault = str(cause).splitlines()[0]
     place = gather_json([host, own.port if own is not None else 0, fault])[0]
     if place[2]:
         raise ExchangeError(f"rank 0 cannot open the store that ranks and servers meet at: {place[2]}")
-    store = own or dist.TCPStore(place[0], place[1], is_master=False, timeout=waiting)
-    node = found.cluster.nodes[found.cluster.rank_nodes[rank]]
-    size = found.plan.world_size + found.plan.servers
-    mesh = Mesh.open(store, rank, size, address=node.address, timeout=settings.timeout, heartbeat=settings.heartbeat)
-    return mesh, own
+    return own or dist.TCPStore(place[0], place[1], is_master=False, timeout=waiting)
 
 
 def _store_port(plan: SyncPlan) -> int:
@@ -56,3 +151,21 @@ def _store_port(plan: SyncPlan) -> int:
             "`autosync serve` for each"
         )
     return int(given or 0)
+
+
+def _identity(found: Resolution, training: int) -> dict[str, str]:
+    return {
+        "training of the script": str(training),
+        "plan": found.plan.fingerprint,
+        "model": found.workload.variables_fingerprint,
+        "cluster": found.cluster.fingerprint,
+    }
+
+
+def _check_same(job: dict[str, str], own: dict[str, str]) -> None:
+    for name, value in own.items():
+        if job.get(name) != value:
+            raise PlanError(
+                f"{name}: the job that this rank comes back to has another ({job.get(name)}, not {value}); start it "
+                "with what the others were started with"
+            )

@@ -22,6 +22,11 @@ class EpochMeetings:
     def state_key(self) -> str:
         return type(self).__qualname__
 
+    @property
+    def _legacy_state_key(self) -> type:
+        # Asked for where a Trainer that has been trained with this callback resumes from a checkpoint.
+        return type(self)
+
     def state_dict(self) -> dict[str, Any]:
         return {}
 

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import torch
+import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
@@ -15,6 +17,7 @@ from lightning_autosync.runtime import Engine
 from lightning_autosync.runtime.scheduling import set_batch_scheduling
 from lightning_autosync.strategy.checkpoint import KEY
 from lightning_autosync.strategy.estimates import estimated_epochs, planned_progress
+from lightning_autosync.strategy.job_mesh import Underway, find_job
 from lightning_autosync.strategy.lockstep import (
     check_one_loader,
     check_shared_epoch,
@@ -22,6 +25,13 @@ from lightning_autosync.strategy.lockstep import (
     leave_lockstep,
 )
 from lightning_autosync.strategy.meetings import EpochMeetings
+from lightning_autosync.strategy.position import (
+    check_return,
+    count_steps,
+    describe_position,
+    skip_batches,
+    take_position,
+)
 from lightning_autosync.strategy.relaxed import RelaxedReplica
 from lightning_autosync.strategy.replica import Replica
 from lightning_autosync.strategy.schedules import ProgressSchedules
@@ -33,6 +43,7 @@ from lightning_autosync.strategy.settings import (
     read_settings,
 )
 from lightning_autosync.strategy.shared_data import describe_equal_shares, share_data
+from lightning_autosync.strategy.world import begin_alone, told_of_loss
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import DDPStrategy as _Base
@@ -75,6 +86,10 @@ class AutoSyncMixin(_Base):
         super().__init__(**launch)
         self._settings: Settings = settings
         self._replica: Replica | RelaxedReplica | None = None
+        self._job: Underway | None = None
+        """That this process comes back to."""
+        self._skipped = 0
+        """Batches of its first pass there which are not for it any more."""
 
     @property
     def plan(self) -> SyncPlan | None:
@@ -94,6 +109,8 @@ class AutoSyncMixin(_Base):
     def setup_environment(self) -> None:
         if self._settings.scheduling == "batch" and self.root_device.type == "cpu":
             set_batch_scheduling()
+        if not self._settings.scheduled and not dist.is_initialized():
+            self._look_for_job()
         super().setup_environment()
 
     def configure_ddp(self) -> None:
@@ -102,8 +119,12 @@ class AutoSyncMixin(_Base):
         self._replica = None
         if not self._settings.scheduled:
             self._prepare_trainer()
-        replica = Replica if self._settings.scheduled else RelaxedReplica
-        self._replica = replica(self.model, self._settings, self.num_nodes, self.num_processes)
+        place = self.model, self._settings, self.num_nodes, self.num_processes
+        if self._settings.scheduled:
+            self._replica = Replica(*place)
+        else:
+            self._replica = RelaxedReplica(*place, self.global_rank, self._job)
+            self._job = None
 
     def setup_optimizers(self, trainer: Any) -> None:
         relaxed = self._relaxed
@@ -130,10 +151,44 @@ class AutoSyncMixin(_Base):
                 check_one_loader(self._trainer)
             elif relaxed.shares_data:
                 rank_zero_warn(describe_equal_shares(self._trainer.train_dataloader))
+            if relaxed.returning:
+                check_return(self._trainer)
             relaxed.start(self.optimizers)
             if not relaxed.in_step:
-                end = planned_progress(self._trainer, relaxed.share, relaxed.progress)
-                relaxed.schedules = ProgressSchedules(self._trainer, lambda: relaxed.progress, end)
+                self._follow_progress(relaxed)
+
+    def _follow_progress(self, relaxed: RelaxedReplica) -> None:
+        """Let schedules, and the count of steps, go by the progress of the job, which this rank may have come back to.
+
+        Steps of the own would be other ones on each rank, and so would the names of checkpoints.
+        """
+        trainer, made = self._trainer, None
+        end = planned_progress(trainer, relaxed.share, relaxed.progress)
+        begun = trainer.global_step - relaxed.progress  # counted under another plan, or in an earlier training
+        if relaxed.returning:
+            position = relaxed.ask_position()
+            facts = {"share": relaxed.share, "progress": relaxed.progress}
+            self._skipped = take_position(trainer, position, facts)
+            made, end, begun = position["made"], position["end"], position["begun"]
+            count_steps(trainer, begun + relaxed.progress)
+        schedules = ProgressSchedules(trainer, lambda: relaxed.progress, end, made)
+
+        def follow() -> None:
+            count_steps(trainer, begun + relaxed.progress)
+            schedules.follow()
+
+        def describe() -> bytes:
+            facts = {"share": relaxed.share, "progress": relaxed.progress}
+            return describe_position(trainer, {**facts, "made": schedules.made, "end": end, "begun": begun})
+
+        relaxed.after_meeting = follow
+        relaxed.tell_position(describe)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        if self._skipped:
+            skip_batches(self._trainer, self._skipped)
+            self._skipped = 0
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if isinstance(self._replica, RelaxedReplica):
@@ -181,25 +236,28 @@ class AutoSyncMixin(_Base):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     def reduce(self, *args: Any, **kwargs: Any) -> Any:
-        self._before_collective("sync_dist=True (a reduction over ranks)", each_step=True)
-        return super().reduce(*args, **kwargs)
+        with self._together("sync_dist=True (a reduction over ranks)", each_step=True):
+            return super().reduce(*args, **kwargs)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         # Lightning's checkpoints ask this between steps, when one is due and not in each.
-        self._before_collective("a decision of all ranks")
-        return super().reduce_boolean_decision(decision, all)
+        with self._together("a decision of all ranks"):
+            if self._relaxed is None:
+                return super().reduce_boolean_decision(decision, all)
+            count = super().reduce(torch.tensor(int(decision), device=self.root_device), reduce_op="sum")
+            return bool(count == dist.get_world_size()) if all else bool(count)
 
     def all_gather(self, *args: Any, **kwargs: Any) -> Any:
-        self._before_collective("all_gather", each_step=True)
-        return super().all_gather(*args, **kwargs)
+        with self._together("all_gather", each_step=True):
+            return super().all_gather(*args, **kwargs)
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        self._before_collective("a barrier")
-        super().barrier(*args, **kwargs)
+        with self._together("a barrier"):
+            super().barrier(*args, **kwargs)
 
     def broadcast(self, *args: Any, **kwargs: Any) -> Any:
-        self._before_collective("a broadcast")
-        return super().broadcast(*args, **kwargs)
+        with self._together("a broadcast"):
+            return super().broadcast(*args, **kwargs)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         if self._relaxed is not None:
@@ -223,6 +281,13 @@ class AutoSyncMixin(_Base):
             if entry is not None:
                 checkpoint[KEY] = entry
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        checkpoint: dict[str, Any] = super().load_checkpoint(*args, **kwargs)
+        if self._job is not None:
+            # Where the others are is past it; Lightning's loops would begin where it was made.
+            checkpoint.pop("loops", None)
+        return checkpoint
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
         # Lightning calls this when it resumes training, after setup: the engine is there.
@@ -252,9 +317,25 @@ class AutoSyncMixin(_Base):
         assert self.lightning_module is not None
         return self.lightning_module.trainer
 
-    def _before_collective(self, what: str, each_step: bool = False) -> None:
-        if self._relaxed is not None:
-            self._relaxed.before_collective(what, self._at_meeting, each_step)
+    def _look_for_job(self) -> None:
+        """Whether this process was started again, and the other ranks are underway without it."""
+        assert self.cluster_environment is not None
+        if self.node_rank * self.num_processes + self.local_rank == 0:
+            return
+        self._job = find_job(self.cluster_environment.main_address, self._settings.timeout)
+        if self._job is not None:
+            begin_alone(self._get_process_group_backend())
+
+    @contextmanager
+    def _together(self, what: str, each_step: bool = False) -> Iterator[None]:
+        """Around a collective call."""
+        relaxed = self._relaxed
+        if relaxed is None:
+            yield
+            return
+        relaxed.before_collective(what, self._at_meeting, each_step)
+        with told_of_loss(what):
+            yield
 
     @property
     def _at_meeting(self) -> bool:

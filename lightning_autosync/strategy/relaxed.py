@@ -2,31 +2,32 @@
 
 from __future__ import annotations
 
-import io
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
-from lightning_autosync.errors import ExchangeError, PeerLost, PlanError
+from lightning_autosync.errors import ExchangeError, PlanError
 from lightning_autosync.plan import SyncPlan
 from lightning_autosync.runtime.broadcast import BufferBroadcast, broadcast_tensors
+from lightning_autosync.runtime.relaxed.averaging_worker import AveragingWorker
 from lightning_autosync.runtime.relaxed.base import Synchronizer
 from lightning_autosync.runtime.relaxed.opening import open_synchronizer
 from lightning_autosync.runtime.relaxed.work import SharedWork
-from lightning_autosync.strategy.checkpoint import RELAXED_FORMAT
 from lightning_autosync.strategy.collectives import refused_collectives
-from lightning_autosync.strategy.job_mesh import open_mesh
+from lightning_autosync.strategy.job_mesh import Underway, announce_job, can_return, open_mesh, withdraw_job
 from lightning_autosync.strategy.lockstep import check_module
+from lightning_autosync.strategy.position import PositionDesk, ask_position
+from lightning_autosync.strategy.relaxed_checkpoint import RelaxedCheckpoint
 from lightning_autosync.strategy.resolution import resolve_together
-from lightning_autosync.strategy.schedules import ProgressSchedules
-from lightning_autosync.strategy.served_state import state_by_name, with_state
 from lightning_autosync.strategy.settings import Settings
 from lightning_autosync.strategy.shared_data import batch_size
+from lightning_autosync.strategy.world import World
 from lightning_autosync.workload import variable_names
 
 UNEVEN = ("partial_reduce", "asynchronous")
@@ -45,10 +46,13 @@ class RelaxedReplica:
         settings: what the user asked for; the plan has no schedule.
         nodes: number of the job's nodes.
         devices: ranks on each.
+        rank: this process's in the job.
+        job: of `find_job`, where this rank comes back to it; this process is alone in its process group then.
 
     Attributes:
         share: batches of an epoch, divided by ranks, where they are dealt out; None where they are not.
-        schedules: learning-rate schedules that follow the job's progress; None if they follow this rank's steps.
+        after_meeting: what follows the job's progress, called after each meeting, if anything does.
+        returning: whether this process came back after its rank was lost.
 
     Raises:
         DocumentError: (or a subclass, on every rank) plan, model, cluster and job do not fit each other.
@@ -58,28 +62,46 @@ class RelaxedReplica:
     engine = None
     schedule = None
 
-    def __init__(self, module: nn.Module, settings: Settings, nodes: int, devices: int) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        settings: Settings,
+        nodes: int,
+        devices: int,
+        rank: int,
+        job: Underway | None = None,
+    ) -> None:
         self._module = module
         self._settings = settings
         self._resolution = found = resolve_together(settings, module, nodes, devices)
         if not self.in_step:
             check_module(module)
         broadcast_tensors([tensor.data for tensor in (*module.parameters(), *module.buffers())])
-        self._mesh, self._store = open_mesh(found, settings)
+        self.returning = job is not None
+        opened = open_mesh(found, settings, rank, job)
+        self._mesh, store = opened.mesh, opened.store
+        self._world: World | None = None
+        if not self.served:
+            self._world = World(store, rank, found.plan.world_size, settings.timeout)
+            if rank == 0:
+                announce_job(opened)
+        self._store: dist.TCPStore | None = store
+        self._desk: PositionDesk | None = None
         self._lost: dict[int, str] = {}
+        self._absent: set[int] = set()
+        """As at the last meeting."""
         self._mesh.on_loss(self._lost.__setitem__)
         self.work = SharedWork(self._mesh, found.plan.world_size, settings.timeout)
         self.share: int | None = None
-        self.schedules: ProgressSchedules | None = None
+        self.after_meeting: Callable[[], None] | None = None
         self._synchronizer: Synchronizer | None = None
         self._buffers = BufferBroadcast(module) if self.in_step and settings.broadcast_buffers else None
         self._accumulating = False
         self._frozen: list[nn.Parameter] = []
-        self._names: dict[Tensor, str] = {}
-        self._loaded: dict[str, Any] | None = None
-        self._position: dict[str, Any] | None = None
-        self._optimizer: Optimizer | None = None
+        self._checkpoint = RelaxedCheckpoint(self._mesh, found.plan.consistency.mode, self.served, settings.timeout)
         self._settled = True
+        self._unmet = self.returning
+        """Whether this rank came back and has not met the others yet, which may be in the midst of an epoch."""
         self._apart = False
         """Whether this rank has begun a step since all met."""
         self._guard = ExitStack()
@@ -138,8 +160,6 @@ class RelaxedReplica:
                 f"plan: consistency.mode '{self.plan.consistency.mode}' trains with one optimizer, the model has "
                 f"{len(optimizers)}; allowed: one, with parameter groups"
             )
-        self._optimizer = optimizers[0]
-        self._names = {parameter: name for name, parameter in variable_names(self._module)}
         self._frozen = [parameter for parameter in self._module.parameters() if not parameter.requires_grad]
         found = self._resolution
         self._synchronizer = open_synchronizer(
@@ -147,17 +167,33 @@ class RelaxedReplica:
             found.workload,
             self._module,
             self._mesh,
-            optimizer=self._optimizer,
+            optimizer=optimizers[0],
             cluster=found.cluster,
             timeout=self._settings.timeout,
             stall=self._settings.stall,
         )
-        self._load(self._synchronizer, self._optimizer)
+        self._checkpoint.begin(self._synchronizer, optimizers[0], variable_names(self._module))
         self._synchronizer.start()
+
+    def tell_position(self, describe: Callable[[], bytes]) -> None:
+        """From now on, tell ranks that come back where training is: ``describe`` of the Trainer, at each pass."""
+        if self._world is not None and self._mesh.rank == 0 and can_return():
+            self._desk = PositionDesk(self._mesh, describe)
+
+    def ask_position(self) -> dict[str, Any]:
+        """Where the others are, for a rank that came back; after `start`. See `position.ask_position`."""
+        assert isinstance(self._synchronizer, AveragingWorker)
+        return ask_position(self._mesh, self._synchronizer.entered, self._settings.timeout)
 
     def begin_pass(self) -> None:
         """Training goes on from here, on all ranks, even on one that will get no batch before they meet again."""
         if self._settled and self._synchronizer is not None:
+            if self._desk is not None:
+                assert isinstance(self._synchronizer, AveragingWorker)
+                meeting = self._synchronizer.meeting
+                # States of callbacks are asked for on this rank alone.
+                with refused_collectives(self._refused_call), self.forward():
+                    self._desk.open(0 if meeting is None else meeting.number)
             self._synchronizer.resume()
             self._settled = False
 
@@ -204,6 +240,10 @@ class RelaxedReplica:
         """
         if self._synchronizer is None or (self._stepping and self.in_step):
             return
+        if self._unmet and not self._settled:
+            raise ExchangeError(
+                f"{what}: this rank came back, and meets the others at the end of an epoch only, before anything else"
+            )
         between = self._apart and not at_meeting
         if self._busy or (between and (self.dealt_out or (each_step and not self.in_step))):
             raise self._refusal(what, "log with on_step=False and on_epoch=True, or without sync_dist")
@@ -220,15 +260,17 @@ class RelaxedReplica:
         return self._refusal(name, "do what needs no other rank")
 
     def before_collective(self, what: str, at_meeting: bool, each_step: bool = False) -> None:
-        """As `meet`, for they are about to make a collective call together, which needs them all.
+        """As `meet`, for they are about to make a collective call together: all who met, or where servers step, all.
 
         Raises:
-            ExchangeError: as `meet`; or a rank is lost.
+            ExchangeError: as `meet`; this rank was given up; or one is lost under servers.
         """
         self.meet(what, at_meeting, each_step)
-        if self._synchronizer is not None and self._lost:
-            if self._mesh.error is not None:
-                raise self._mesh.error
+        if self._synchronizer is None:
+            return
+        if self._mesh.error is not None:
+            raise self._mesh.error
+        if self._lost and self.served:
             lost = "; ".join(f"rank {rank} is lost ({why})" for rank, why in sorted(self._lost.items()))
             # Lightning's callback for checkpoints asks all ranks before it writes.
             raise ExchangeError(
@@ -290,80 +332,46 @@ class RelaxedReplica:
         if self._settled or self._synchronizer is None:
             return
         self._synchronizer.drain()
-        self._settled, self._apart = True, False
+        self._settled, self._apart, self._unmet = True, False, False
         self._guard.close()
+        if self._desk is not None:
+            self._desk.shut()
+        self._note_absence(self._synchronizer.met)
+        if self._world is not None and isinstance(self._synchronizer, AveragingWorker):
+            assert self._synchronizer.meeting is not None
+            self._world.follow(self._synchronizer.meeting)
+        if self.after_meeting is not None:
+            self.after_meeting()
+
+    def _note_absence(self, met: frozenset[int]) -> None:
+        """Keep count of who is lost, and say so where that has changed."""
+        absent = set(range(self.plan.world_size)) - met
         # A loss may be known there before this rank hears of it; and who leaves in good order is not lost at all.
-        for rank in set(range(self.plan.world_size)) - self._synchronizer.met:
+        for rank in absent:
             self._lost.setdefault(rank, "it did not come to the meeting of all")
-        if self._lost:
-            rank_zero_warn(f"ranks {', '.join(map(str, sorted(self._lost)))} are lost; the others have gone on so far")
-        if self.schedules is not None:
-            self.schedules.follow()
+        if absent != self._absent:
+            self._absent = absent
+            ranks = ", ".join(map(str, sorted(absent)))
+            gone = f"without {'rank' if len(absent) == 1 else 'ranks'} {ranks}, which did not come, the others go on"
+            rank_zero_warn(gone if absent else "all ranks are back")
 
     # Checkpoints
 
     def optimizer_state(self, saved: dict[str, Any]) -> dict[str, Any]:
         """The optimizer's own state (``saved``) with what servers keep of it, on rank 0; all ranks must have met."""
-        if self._synchronizer is None or self._optimizer is None or not self.served or self._mesh.rank != 0:
-            return saved
-        state = self._synchronizer.state_dict()
-        self._position = {"step": state["step"], "progress": state["progress"]}
-        return with_state(saved, self._optimizer, self._names, state["optimizer"])
+        return self._checkpoint.optimizer_state(saved)
 
     def gather_state(self) -> dict[str, Any] | None:
         """The checkpoint's entry on rank 0, None elsewhere: what every rank needs to go on; collective.
 
         Plain values and tensors, readable with ``torch.load(weights_only=True)``. Comes after `optimizer_state`.
         """
-        if self._synchronizer is None or self._optimizer is None:
-            left = ", nor any of the optimizer, which servers kept" if self.served else ""
-            rank_zero_warn(f"this checkpoint is made outside of fit(): it has no state of the synchronization{left}")
-            return None
         self.settle()
-        if self.served:
-            if self._mesh.rank != 0:
-                return None
-            state, self._position = self._position or self._synchronizer.state_dict(), None
-            return self._entry({0: {"synchronizer": {name: state[name] for name in ("step", "progress")}}})
-        own = {"synchronizer": self._synchronizer.state_dict(), "optimizer": self._optimizer.state_dict()}
-        if self._mesh.rank != 0:
-            content = _encode(own)
-            self._mesh.send(0, "checkpoint", {}, [memoryview(content)]).wait(self._settings.timeout)
-            return None
-        ranks: dict[int, Any] = {0: own}
-        for rank in sorted(self._trainers() - {0}):
-            with suppress(PeerLost):  # it will go on as rank 0 did
-                mail = self._mesh.receive("checkpoint", sender=rank, timeout=self._settings.timeout)
-                ranks[rank] = torch.load(io.BytesIO(mail.payload), weights_only=True)
-        return self._entry(ranks)
+        return self._checkpoint.gather()
 
     def restore_state(self, entry: dict[str, Any] | None, steps: int) -> None:
-        """Go on from what `gather_state` returned, a rank that was lost then as rank 0; before the first step.
-
-        The optimizer has its state already. From a checkpoint of another kind of plan, what only this kind keeps begins
-        anew, as after ``steps`` steps.
-
-        Raises:
-            PlanError: the entry is of another version.
-        """
-        mode = self.plan.consistency.mode
-        kind = str((entry or {}).get("format", ""))
-        if entry is not None and kind != RELAXED_FORMAT and kind.startswith(RELAXED_FORMAT.split("/")[0] + "/"):
-            raise PlanError(
-                f"checkpoint: its state is '{kind}', and this version reads '{RELAXED_FORMAT}'; go on with the version "
-                "that made it, or load its weights alone"
-            )
-        found = entry["plan"] if entry is not None and kind == RELAXED_FORMAT else "a plan in step, exact or compressed"
-        if entry is not None and found == mode:
-            ranks = entry["ranks"]
-            self._loaded = ranks.get(self._mesh.rank, ranks[0])
-        elif self.served:
-            self._loaded = {"synchronizer": {"step": steps, "progress": float(steps)}}
-        else:
-            rank_zero_warn(
-                f"the checkpoint was made under '{found}': every rank goes on from its model and its optimizer's "
-                f"state, and the rest of what '{mode}' keeps begins anew"
-            )
+        """Go on from what `gather_state` returned; see `RelaxedCheckpoint.restore`."""
+        self._checkpoint.restore(entry, steps)
 
     def close(self) -> None:
         """Leave the others."""
@@ -371,30 +379,12 @@ class RelaxedReplica:
         if self._synchronizer is not None:
             self._synchronizer.close()
             self._synchronizer = None
+            self._checkpoint.end()
+        if self._desk is not None:
+            self._desk.close()
+            self._desk = None
+        if self._world is not None and self._mesh.rank == 0 and self._store is not None:
+            withdraw_job(self._store)
         self.work.close()
         self._mesh.close()
-        self._store = None
-
-    def _load(self, synchronizer: Synchronizer, optimizer: Optimizer) -> None:
-        """Give a new synchronizer what `restore_state` got, and servers what the optimizer remembers."""
-        loaded, self._loaded = self._loaded, None
-        if self.served:
-            position = {"step": 0, "progress": 0.0} if loaded is None else loaded["synchronizer"]
-            # Rank 0 tells the servers what to begin with; the others look at theirs, so that all refuse what is wrong.
-            synchronizer.load_state_dict({**position, "optimizer": state_by_name(optimizer, self._names)})
-            optimizer.state.clear()
-        elif loaded is not None:
-            synchronizer.load_state_dict(loaded["synchronizer"])
-            optimizer.load_state_dict(loaded["optimizer"])
-
-    def _entry(self, ranks: dict[int, Any]) -> dict[str, Any]:
-        return {"format": RELAXED_FORMAT, "plan": self.plan.consistency.mode, "ranks": ranks}
-
-    def _trainers(self) -> set[int]:
-        return {rank for rank in self._mesh.live if rank < self.plan.world_size}
-
-
-def _encode(state: dict[str, Any]) -> bytearray:
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    return bytearray(buffer.getbuffer())
+        self._store = self._world = self.after_meeting = None

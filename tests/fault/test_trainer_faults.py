@@ -1,45 +1,98 @@
-"""A rank of a Trainer's job under partial reduce dies or stops: the others end well, or with a bounded, clear error."""
+"""A rank of a Trainer's job dies or stops under averages: the others go on and end well, and it can come back."""
 
 from __future__ import annotations
 
 import socket
 import time
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from averaging_faults import HEARTBEAT
 from crew import Crew
 from test_mesh_faults import SLACK
-from trainer_faults import VICTIM
+from trainer_faults import EPOCHS, VICTIM
 
-BOUND = HEARTBEAT.longest + HEARTBEAT.redial + 2 * SLACK
+BOUND = HEARTBEAT.longest + HEARTBEAT.redial + 3 * SLACK
+OTHERS = (0, 1)
 
 
-def survivors(how: str, asks: bool) -> list[dict[str, Any]]:
+def crew_of(folder: Path, **arguments: Any) -> Crew:
+    """Three ranks."""
+    with ExitStack() as stack:
+        free = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(2)]
+        port, meeting_port = (one.getsockname()[1] for one in free)
+    return Crew("trainer_faults:train", 3, port=port, meeting_port=meeting_port, folder=str(folder), **arguments)
+
+
+def survivors(folder: Path, how: str, **arguments: Any) -> list[dict[str, Any]]:
     """What the others told, and after how many seconds."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    with Crew("trainer_faults:train", 3, port=port, asks=asks) as crew:
+    with crew_of(folder, **arguments) as crew:
         crew.wait_for("struck", 1)
         struck = time.time()
         getattr(crew, how)(VICTIM)
-        found = [crew.result(rank, 80.0) for rank in range(3) if rank != VICTIM]
+        found = [crew.result(rank, 80.0) for rank in OTHERS]
     return [{**seen, "took": seen["at"] - struck} for seen in found]
 
 
-@pytest.mark.parametrize("how", ["kill", pytest.param("stop", marks=pytest.mark.slow)])
-def test_who_asks_all_ranks_after_one_is_lost_is_told_so(how: str) -> None:
-    for seen in survivors(how, asks=True):
-        assert seen["error"].startswith(
-            "ExchangeError: sync_dist=True (a reduction over ranks) needs all ranks: rank 2"
-        )
-        assert seen["error"].endswith("a checkpoint that is due now may be missing: go on from the last that there is")
-        assert seen["took"] < BOUND
-        assert seen["finite"]
-
-
-def test_without_such_a_question_the_others_end_with_one_model() -> None:
-    found = survivors("kill", asks=False)
-    assert [(seen["error"], seen["epochs"], seen["finite"]) for seen in found] == [("", 2, True)] * 2
+def check_end(found: list[dict[str, Any]], ranks: int) -> None:
+    """All ended well, with one model, of which their metrics speak alike."""
+    assert [(seen["error"], seen["epochs"], seen["finite"]) for seen in found] == [("", EPOCHS, True)] * len(found)
+    assert {seen["answering"] for seen in found} == {ranks}
     assert len({seen["digest"] for seen in found}) == 1
+    assert len({tuple(seen["scores"]) for seen in found}) == 1
+    assert found[0]["scores"][0] == pytest.approx(found[0]["scores"][1])
+    assert len({(seen["best"], seen["steps"]) for seen in found}) == 1
+    torch.load(found[0]["best"], weights_only=True)
+
+
+@pytest.mark.parametrize(
+    ("how", "plan"),
+    [
+        ("kill", "partial_reduce"),
+        pytest.param("stop", "partial_reduce", marks=pytest.mark.slow),
+        pytest.param("kill", "periodic", marks=pytest.mark.slow),
+    ],
+)
+def test_the_others_go_on_and_answer_for_all(tmp_path: Path, how: str, plan: str) -> None:
+    found = survivors(tmp_path, how, plan=plan)
+    check_end(found, len(OTHERS))
     assert all(seen["took"] < BOUND for seen in found)
+
+
+@pytest.mark.parametrize("plan", ["partial_reduce", pytest.param("periodic", marks=pytest.mark.slow)])
+def test_a_rank_that_is_started_again_takes_up_where_the_others_are(tmp_path: Path, plan: str) -> None:
+    """It finds a checkpoint that it had not found at first, and does not go on from there."""
+    with crew_of(tmp_path, plan=plan, returns=True, again=True) as crew:
+        crew.wait_for("struck", 1)
+        crew.kill(VICTIM)
+        crew.start(VICTIM)
+        found = [crew.result(rank, 80.0) for rank in range(3)]
+    check_end(found, 3)
+    assert [seen["came back"] for seen in found] == [False, False, True]
+    back = found[VICTIM]
+    # It had its schedule from the others, and took no part in the epoch before.
+    assert 0 < len(back["rates"]) < EPOCHS
+    assert back["rates"] == found[0]["rates"][EPOCHS - len(back["rates"]) :]
+    if plan == "periodic":  # each has 20 batches an epoch, and who comes late makes no more steps than the others
+        assert back["steps"] == 20 * EPOCHS
+    # So had its callbacks, which decide together.
+    assert back["waited"] == found[0]["waited"]
+
+
+@pytest.mark.slow
+def test_a_rank_does_not_come_back_where_ranks_meet_within_an_epoch(tmp_path: Path) -> None:
+    with crew_of(tmp_path, plan="periodic", returns=True, interval=0.5) as crew:
+        crew.wait_for("struck", 1)
+        crew.kill(VICTIM)
+        crew.start(VICTIM)
+        error = crew.result(VICTIM, 80.0)["error"]
+    assert error.startswith("PlanError: this rank cannot come back: ranks meet within an epoch")
+
+
+def test_a_loss_while_all_wait_for_each_other_is_a_clear_error(tmp_path: Path) -> None:
+    found = survivors(tmp_path, "kill", where="validation")
+    assert all("ExchangeError" in seen["error"] and "go on from the last checkpoint" in seen["error"] for seen in found)
+    assert all(seen["took"] < BOUND and seen["finite"] for seen in found)

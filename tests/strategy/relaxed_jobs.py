@@ -76,6 +76,7 @@ class Learner(LightningModule):
         self.layers[0].bias.requires_grad_(not thaw)
         self.metric = MeanMetric(dist_sync_on_step=True)
         self.counts: dict[str, Any] = {}
+        self.own_steps = 0
         self.seen: list[list[int]] = []
         self.validated: list[list[float]] = []
 
@@ -90,6 +91,7 @@ class Learner(LightningModule):
 
     def training_step(self, batch: Any, _: int) -> Tensor:
         inputs, targets, indices = batch
+        self.own_steps += 1
         self.seen[-1] += indices.tolist()
         if self.global_rank == 1:
             time.sleep(self.slow)
@@ -130,7 +132,8 @@ class Learner(LightningModule):
         strategy: Any = self.trainer.strategy
         if isinstance(strategy, AutoSyncStrategy):
             progress = strategy._replica.synchronizer.progress
-            self.counts = {"scheduler": schedulers.last_epoch, "progress": progress, "own": self.global_step}
+            self.counts = {"scheduler": schedulers.last_epoch, "progress": progress, "own": self.own_steps}
+            self.counts["global"] = self.global_step
             self.counts |= {"rates": schedulers.get_last_lr(), "total": getattr(schedulers, "total_steps", None)}
 
     def on_validation_start(self) -> None:
@@ -235,12 +238,15 @@ def resume(folder: str, consistency: dict[str, Any] | str, momentum: float) -> f
     return distance(whole, fit(relaxed(consistency), learner, max_epochs=4, resume=half))
 
 
-def resume_as(folder: str, first: dict[str, Any] | None, second: dict[str, Any] | None) -> float:
+def resume_as(folder: str, first: dict[str, Any] | None, second: dict[str, Any] | None) -> dict[str, Any]:
     """How far two epochs under one plan and two more under another end from four by DDP; None stands for DDP."""
     learner = {"adam": True}
     half = checkpoint(folder, first, learner)
-    ours = fit(strategy_of(second), learner, max_epochs=4, resume=half)
-    return distance(ours, fit(DDPStrategy(), learner, max_epochs=4))
+    ours, theirs = (
+        fit(strategy_of(second), learner, max_epochs=4, resume=half),
+        fit(DDPStrategy(), learner, max_epochs=4),
+    )
+    return {"distance": distance(ours, theirs), "steps": [ours.trainer.global_step, theirs.trainer.global_step]}
 
 
 def resume_old(folder: str) -> str:

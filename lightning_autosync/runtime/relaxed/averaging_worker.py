@@ -55,6 +55,18 @@ class Group(NamedTuple):
     active: int = 0
 
 
+class Meeting(NamedTuple):
+    """A drain, as all know it who were there.
+
+    Attributes:
+        number: used for no other.
+        visits: by rank of who was there, how often it has started: who came back after a loss is another process.
+    """
+
+    number: int
+    visits: dict[int, int]
+
+
 class AveragingWorker(Synchronizer):
     """A worker that averages its model with groups which rank 0's controller forms.
 
@@ -77,6 +89,8 @@ class AveragingWorker(Synchronizer):
 
     Attributes:
         group: the last one of this worker; None before the first.
+        meeting: the last drain; None before the first.
+        entered: the number of the last drain before this worker took its model; 0 if there was none.
     """
 
     def __init__(
@@ -102,7 +116,8 @@ class AveragingWorker(Synchronizer):
         self._inherited: Inheritance | None = None
         self._iteration = 0
         self._samples = 0
-        self._met: frozenset[int] = frozenset()
+        self.meeting: Meeting | None = None
+        self.entered = 0
         self._away = ""
         self._closed = False
 
@@ -119,6 +134,7 @@ class AveragingWorker(Synchronizer):
                 return
             try:
                 self._take(header["donor"], header["visit"])
+                self.entered = header["drained"]
                 return
             except PeerLost as cause:
                 if cause.peer != header["donor"] or cause.peer == RANK:
@@ -127,7 +143,7 @@ class AveragingWorker(Synchronizer):
 
     @property
     def met(self) -> frozenset[int]:
-        return self._met
+        return frozenset() if self.meeting is None else frozenset(self.meeting.visits)
 
     def drain(self) -> None:
         parameters = self._model.parameters
@@ -140,7 +156,8 @@ class AveragingWorker(Synchronizer):
         facts = self._momentum_facts(parameters)
         group, average = self._meet("arrive", elements, lambda group: view(group).pack(), **facts)
         view(group).unpack(average)
-        self._iteration, self._samples, self._met = group["iteration"], 0, frozenset(group["members"])
+        self._iteration, self._samples = group["iteration"], 0
+        self.meeting = Meeting(group["generation"], dict(zip(group["members"], group["visits"], strict=True)))
         self._away = "after a drain, training goes on with resume()"
         self._after_drain()
 

@@ -100,6 +100,7 @@ class Coordinator:
         self._lost: set[int] = set()
         self._started = False
         self._generation = 0
+        self._drained = 0
         self._groups: dict[int, _Atomic] = {}
         self._orders: list[Order] = []
 
@@ -205,6 +206,7 @@ class Coordinator:
         self._grouping.discard(rank)
         generation = worker.generation
         worker.phase, worker.generation, worker.samples = Phase.ABSENT, None, 0
+        worker.visit += 1  # whoever comes now is another process, even if this one had not begun
         self._lost.add(rank)
         if generation is not None:
             self._break(generation)
@@ -255,7 +257,7 @@ class Coordinator:
     def _hand_over(self, donor: int, takers: list[int], iteration: int) -> None:
         self._order(donor, "donate", {"takers": [[rank, self._workers[rank].visit] for rank in takers]})
         for rank in takers:
-            self._order(rank, "take", {"donor": donor, "visit": self._workers[rank].visit})
+            self._order(rank, "take", {"donor": donor, "visit": self._workers[rank].visit, "drained": self._drained})
             self._workers[rank].phase, self._workers[rank].iteration = Phase.TRAINING, iteration
 
     def _form_groups(self, now: float) -> None:
@@ -277,7 +279,8 @@ class Coordinator:
         samples = [self._workers[rank].samples for rank in members]
         # Where nobody has made a step since the last barrier, momenta are as that one left them.
         averages = self._averages(members) if any(samples) else set()
-        facts = {"averages": next(iter(averages), ())}
+        visits = [self._workers[rank].visit for rank in members]
+        facts = {"averages": next(iter(averages), ()), "visits": visits}
         self._order_group(members, sample_weights(samples), True, facts)
 
     def _averages(self, members: Iterable[int]) -> set[tuple[str, ...]]:
@@ -345,6 +348,7 @@ class Coordinator:
             worker.phase, worker.generation = Phase.TRAINING, None
             if commit and group.drain:
                 worker.iteration, worker.samples = newest, 0
+                self._drained = generation
             self._order(rank, "verdict", {"generation": generation, "commit": commit})
 
     # Helpers

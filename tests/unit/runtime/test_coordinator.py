@@ -91,8 +91,8 @@ def test_the_first_worker_gives_everybody_its_model() -> None:
     talk = Talk(3, Grouping(2))
     assert talk.started == [
         Order(0, "donate", {"takers": [[1, 1], [2, 1]]}),
-        Order(1, "take", {"donor": 0, "visit": 1}),
-        Order(2, "take", {"donor": 0, "visit": 1}),
+        Order(1, "take", {"donor": 0, "visit": 1, "drained": 0}),
+        Order(2, "take", {"donor": 0, "visit": 1, "drained": 0}),
     ]
 
 
@@ -111,6 +111,23 @@ def test_a_drain_weighs_by_samples() -> None:
     orders = talk.say(1, "arrive", samples=10)
     assert [order.header["weights"] for order in orders] == [[0.75, 0.25]] * 2
     assert all(order.header["atomic"] for order in orders)
+
+
+def test_a_drain_names_who_came_back_even_from_before_the_start() -> None:
+    coordinator = Coordinator(2, Grouping(2))
+    coordinator.lose(1, 0.0)
+    for rank in (0, 1):
+        coordinator.handle(rank, "start", {}, 0.0)
+    coordinator.handle(0, "arrive", FACTS, 0.0)
+    group = coordinator.handle(1, "arrive", FACTS, 0.0)[0].header
+    assert (group["members"], group["visits"]) == ((0, 1), [1, 2])
+    for rank in (0, 1):
+        coordinator.handle(rank, "complete", {"generation": group["generation"]}, 0.0)
+    # Whoever takes a model now learns which drain came last.
+    coordinator.lose(1, 1.0)
+    coordinator.handle(1, "start", {}, 1.0)
+    taken = [order for order in coordinator.handle(0, "arrive", FACTS, 1.0) if order.kind == "take"]
+    assert [order.header["drained"] for order in taken] == [group["generation"]]
 
 
 def test_an_atomic_group_commits_only_if_all_complete() -> None:
@@ -134,8 +151,8 @@ def test_a_returning_worker_takes_the_model_of_one_that_waits() -> None:
     assert talk.say(2, "start", 2.0) == []
     orders = talk.say(1, "ready", 3.0)
     assert orders == [
-        Order(1, "donate", {"takers": [[2, 2]]}),
-        Order(2, "take", {"donor": 1, "visit": 2}),
+        Order(1, "donate", {"takers": [[2, 3]]}),
+        Order(2, "take", {"donor": 1, "visit": 3, "drained": 0}),
         Order(1, "patience", {}),
     ]
     assert [order.header["members"] for order in talk.say(2, "ready", 4.0)] == [(1, 2)] * 2
