@@ -11,6 +11,7 @@ import json
 import os
 import secrets
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Annotated, Any, ClassVar, TypeVar
 
@@ -20,6 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError
 from lightning_autosync.errors import DocumentError
 
 DocumentType = TypeVar("DocumentType", bound="Document")
+RecordType = TypeVar("RecordType", bound="Record")
 ConfigurationType = TypeVar("ConfigurationType", bound="Configuration")
 
 Integer = Annotated[int, Strict()]
@@ -36,6 +38,13 @@ class Record(BaseModel):
     """A frozen part of a document; fields that it does not know are refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    def model_copy(self: RecordType, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> RecordType:
+        """A copy, some fields replaced unchecked (as pydantic has it); what was worked out from the old is left out."""
+        copy = super().model_copy(update=update, deep=deep)
+        for name in copy.__dict__.keys() - type(self).model_fields.keys():
+            del copy.__dict__[name]
+        return copy
 
 
 class Configuration(Record):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, ClassVar
 
 from pydantic import Field, model_validator
@@ -89,12 +90,12 @@ class ClusterSpec(Document):
     def _from_shape(cls, name: str, shape: str, fields: dict[str, Any]) -> ClusterSpec:
         return cls.from_dict({"format": cls.FORMAT, "name": name, shape: fields})
 
-    @property
+    @cached_property
     def world_size(self) -> int:
         """How many ranks there are: the devices of all nodes."""
         return sum(node.devices for node in self.nodes)
 
-    @property
+    @cached_property
     def rank_nodes(self) -> tuple[int, ...]:
         """The index into ``nodes`` of each rank's node."""
         if self.rank_order is None:

@@ -161,12 +161,12 @@ class Message:
         """Whether the backend's collectives carry it, which every rank must launch in one order."""
         return not self.on_trees and not self.in_shared_memory
 
-    @property
+    @cached_property
     def on_trees(self) -> bool:
         """Whether it travels on this package's own connections."""
         return any(isinstance(transfer, TreeTransfer) for transfer in self.rounds[0].transfers)
 
-    @property
+    @cached_property
     def in_shared_memory(self) -> bool:
         """Whether its buffers lie in memory that all ranks map."""
         return any(isinstance(transfer, SharedMemoryReduce) for transfer in self.rounds[0].transfers)

@@ -22,7 +22,9 @@ from lightning_autosync.simulator.stages import Flow, Stage
 def count_frames(stages: Sequence[Stage], ranks: int) -> int:
     """How many frames all ranks send in a step."""
     hops = sum(
-        flow.pieces * (ranks - 1) * ((flow.up >= 0) + (flow.down >= 0)) for stage in stages for flow in stage.flows
+        flow.copies * flow.pieces * (ranks - 1) * ((flow.up >= 0) + (flow.down >= 0))
+        for stage in stages
+        for flow in stage.flows
     )
     return hops + sum(stage.ring_steps * stage.ring_pieces * ranks for stage in stages)
 
@@ -148,8 +150,10 @@ class _Graph:
             self._edges += list(zip(chores, starts, strict=False))
         self._first_frames.append(len(self._pair))
         arrivals = list(starts)
-        for flow in stage.flows:
-            arrivals += self._add_flow(number, stage, flow, starts, float(order.urgency[number]))
+        for copy in range(max((flow.copies for flow in stage.flows), default=0)):
+            for flow in stage.flows:
+                if copy < flow.copies:
+                    arrivals += self._add_flow(number, stage, flow, starts, float(order.urgency[number]))
         if stage.ring_steps:
             arrivals += self._add_ring(number, stage, starts)
         end = self._point(number)

@@ -49,7 +49,7 @@ class Loads:
 def flow_arrays(stages: Sequence[Stage], ranks: int, constants: Constants) -> Flows:
     """The flows of all stages."""
     flows = [flow for stage in stages for flow in stage.flows]
-    up, down, wire, values, pieces = zip(*flows, strict=True) if flows else ((),) * 5
+    up, down, wire, values, pieces, copies = zip(*flows, strict=True) if flows else ((),) * 6
     costs = numpy.zeros((len(stages), 5))
     growth = numpy.ones((len(stages), ranks + 1))
     for number, stage in enumerate(stages):
@@ -64,6 +64,7 @@ def flow_arrays(stages: Sequence[Stage], ranks: int, constants: Constants) -> Fl
         numpy.array(wire, dtype=float),
         numpy.array(values, dtype=float),
         numpy.array(pieces, dtype=numpy.int64),
+        numpy.array(copies, dtype=numpy.int64),
         costs,
         growth,
         constants.host_cost,

@@ -15,7 +15,7 @@ class Flows(NamedTuple):
     """The flows of several stages as arrays [flows], and the costs of their stages.
 
     Attributes:
-        stage, up, down, wire, values, pieces: as in `Flow`, and the stage of each.
+        stage, up, down, wire, values, pieces, copies: as in `Flow`, and the stage of each.
         costs: [stages, 5] seconds: a byte to gather, to seal and to open; a frame at either end; a hop.
         growth: [stages, ranks + 1] as in `Stage`; ones for dense stages.
         host_cost: that of `Constants`.
@@ -27,6 +27,7 @@ class Flows(NamedTuple):
     wire: Floats
     values: Floats
     pieces: NDArray[numpy.int64]
+    copies: NDArray[numpy.int64]
     costs: Floats
     growth: Floats
     host_cost: float
@@ -60,6 +61,7 @@ def load(flows: Flows, chart: Chart, work: Floats, fill: Floats, pairs: NDArray[
     """
     ranks = chart.parents.shape[1]
     hop_time, before, after = numpy.zeros((2, ranks)), numpy.zeros((2, ranks)), numpy.zeros((2, ranks))
+    routes = numpy.zeros((2, ranks), dtype=numpy.int32)
     count = numpy.zeros(len(chart.capacities))
     lead, trail = numpy.full(work.shape, numpy.inf), numpy.full(work.shape, numpy.inf)
     for flow in range(len(flows.stage)):
@@ -69,19 +71,29 @@ def load(flows: Flows, chart: Chart, work: Floats, fill: Floats, pairs: NDArray[
             if tree < 0:
                 continue
             count[:] = 0
-            _add_work(flows, chart, flow, way, tree, work, count, pairs)
-            _time_hops(flows, chart, flow, way, tree, count, hop_time[way])
+            _look_up(chart, way, tree, routes[way])
+            _add_work(flows, chart, flow, way, tree, routes[way], work, count, pairs)
+            _time_hops(flows, chart, flow, way, tree, routes[way], count, hop_time[way])
             if way == _UP:
                 rising = _climb(chart, tree, hop_time[way], before[way])
             else:
                 falling = _climb(chart, tree, hop_time[way], after[way])
         if flows.up[flow] >= 0:
             _descend(chart, flows.up[flow], hop_time[_UP], falling, after[_UP])
-            _meet(flows, chart, flow, _UP, flows.up[flow], before[_UP], after[_UP], lead, trail)
+            _meet(flows, chart, flow, _UP, routes[_UP], before[_UP], after[_UP], lead, trail)
         if flows.down[flow] >= 0:
             _descend(chart, flows.down[flow], hop_time[_DOWN], rising, before[_DOWN])
-            _meet(flows, chart, flow, _DOWN, flows.down[flow], before[_DOWN], after[_DOWN], lead, trail)
+            _meet(flows, chart, flow, _DOWN, routes[_DOWN], before[_DOWN], after[_DOWN], lead, trail)
     _fill_pipelines(chart, work, lead, trail, fill)
+
+
+@numba.njit(cache=True)
+def _look_up(chart: Chart, way: int, tree: int, routes: Integers) -> None:
+    """The route between each rank and its parent: they are far apart in memory, and asked for again and again."""
+    for rank in range(len(routes)):
+        parent = chart.parents[tree, rank]
+        if parent >= 0:
+            routes[rank] = chart.route_of[rank, parent] if way == _UP else chart.route_of[parent, rank]
 
 
 @numba.njit(cache=True)
@@ -91,6 +103,7 @@ def _add_work(
     flow: int,
     way: int,
     tree: int,
+    routes: Integers,
     work: Floats,
     count: Floats,
     pairs: NDArray[numpy.uint64],
@@ -98,9 +111,10 @@ def _add_work(
     """What one way of a flow asks of links and hosts, how often it crosses each link, and whom it connects."""
     ranks, stage = chart.parents.shape[1], flows.stage[flow]
     gather, seal, opening, frame, _ = flows.costs[stage]
-    wire, values = flows.wire[flow], flows.values[flow]
+    copies = flows.copies[flow]
+    wire, values = copies * flows.wire[flow], copies * flows.values[flow]
     parents, sizes, growth, own = chart.parents[tree], chart.sizes[tree], flows.growth[stage], work[stage]
-    route_of, starts, hops = chart.route_of, chart.starts, chart.hops
+    starts, hops = chart.starts, chart.hops
     for rank in range(ranks):
         parent = parents[rank]
         if parent < 0:
@@ -111,11 +125,11 @@ def _add_work(
         source, target = (rank, parent) if way == _UP else (parent, rank)
         # Of its range, the hop carries what the sum over the ranks below it fills; on the way down, over all.
         share = growth[sizes[rank] if way == _UP else ranks]
-        route = route_of[source, target]
+        route = routes[rank]
         for hop in range(starts[route], starts[route + 1]):
             own[hops[hop]] += share * wire
             count[hops[hop]] += share
-        handling = share * wire * flows.host_cost + flows.pieces[flow] * frame
+        handling = share * wire * flows.host_cost + copies * flows.pieces[flow] * frame
         sending = share * values * seal if way == _UP else 0.0
         receiving = share * values * (gather if way == _UP else opening)
         own[chart.links + source] += handling + sending
@@ -127,18 +141,19 @@ def _add_work(
 
 
 @numba.njit(cache=True)
-def _time_hops(flows: Flows, chart: Chart, flow: int, way: int, tree: int, count: Floats, hop_time: Floats) -> None:
+def _time_hops(
+    flows: Flows, chart: Chart, flow: int, way: int, tree: int, routes: Integers, count: Floats, hop_time: Floats
+) -> None:
     """Seconds of one piece from each rank to its parent, or back."""
     gather, seal, opening, _, hop_cost = flows.costs[flows.stage[flow]]
     coding = gather + seal if way == _UP else opening
     wire, values, pieces = flows.wire[flow], flows.values[flow], flows.pieces[flow]
     parents, sizes, growth = chart.parents[tree], chart.sizes[tree], flows.growth[flows.stage[flow]]
-    route_of, starts, hops, capacities = chart.route_of, chart.starts, chart.hops, chart.capacities
+    starts, hops, capacities = chart.starts, chart.hops, chart.capacities
     for rank in range(len(hop_time)):
-        parent = parents[rank]
-        if parent < 0:
+        if parents[rank] < 0:
             continue
-        route = route_of[rank, parent] if way == _UP else route_of[parent, rank]
+        route = routes[rank]
         slowest = 0.0
         for hop in range(starts[route], starts[route + 1]):
             slowest = max(slowest, count[hops[hop]] / capacities[hops[hop]])
@@ -177,7 +192,7 @@ def _meet(
     chart: Chart,
     flow: int,
     way: int,
-    tree: int,
+    routes: Integers,
     before: Floats,
     after: Floats,
     lead: Floats,
@@ -185,12 +200,13 @@ def _meet(
 ) -> None:
     """Shorten the ways to and from each link to those over this flow's hops."""
     stage = flows.stage[flow]
+    tree = flows.up[flow] if way == _UP else flows.down[flow]
     for rank in range(len(before)):
         parent = chart.parents[tree, rank]
         if parent < 0:
             continue
         source, target = (rank, parent) if way == _UP else (parent, rank)
-        route = chart.route_of[source, target]
+        route = routes[rank]
         onwards = after[target] + chart.latencies[route] + flows.costs[stage, 4]
         for hop in range(chart.starts[route], chart.starts[route + 1]):
             channel = chart.hops[hop]

@@ -29,6 +29,7 @@ class Flow(NamedTuple):
         wire: bytes of the range as encoded and framed.
         values: bytes of the range in the memory of a rank.
         pieces: how many pieces it is cut into.
+        copies: how many ranges of one length travel so.
     """
 
     up: int
@@ -36,6 +37,7 @@ class Flow(NamedTuple):
     wire: float
     values: float
     pieces: int
+    copies: int = 1
 
 
 @dataclass
@@ -131,25 +133,26 @@ class Stager:
     def _wire(self, message: Message, start: int, stop: int, end: int) -> float:
         """Framed bytes of elements ``[start, stop)`` of a round that ends at ``end``."""
         tail = min(stop - start, max(0, stop - (end - message.tail)))
-        itemsize = ITEMSIZE[message.dtype]
-        return self._constants.framing * encoded_bytes(message.compressor, stop - start, tail, itemsize)
+        return self._framed(message, stop - start, tail)
+
+    def _framed(self, message: Message, span: int, tail: int) -> float:
+        """Framed bytes of ``span`` elements, the last ``tail`` of which are counts."""
+        return self._constants.framing * encoded_bytes(message.compressor, span, tail, ITEMSIZE[message.dtype])
 
     def _trees(self, message: Message, round: Round) -> Stage:
         itemsize = ITEMSIZE[message.dtype]
         row = self._forest.row
-        flows = []
-        for transfer in round.transfers:
-            assert isinstance(transfer, TreeTransfer)
-            span = transfer.stop - transfer.start
-            flows.append(
-                Flow(
-                    row(transfer.reduce.parents),
-                    row(transfer.broadcast.parents),
-                    self._wire(message, transfer.start, transfer.stop, round.length),
-                    span * itemsize,
-                    -(-span // transfer.segment),
-                )
+        flows = [
+            Flow(
+                row(transfer.reduce.parents),
+                row(transfer.broadcast.parents),
+                self._framed(message, span, tail),
+                span * itemsize,
+                -(-span // transfer.segment),
+                copies,
             )
+            for transfer, span, tail, copies in _alike(round, round.length - message.tail)
+        ]
         encode, decode = self._coding(message)
         gather = decode + 1 / self._constants.reduce_rate
         return Stage(message.index, False, flows=tuple(flows), gather=gather, seal=encode, open=decode)
@@ -306,6 +309,26 @@ class Stager:
                 finish=self._crowd * unpack,
             )
         ]
+
+
+def _alike(round: Round, counts: int) -> list[tuple[TreeTransfer, int, int, int]]:
+    """One of all transfers of a length and with the same trees, its length, elements behind ``counts``, and how many.
+
+    A plan has many transfers, and its trees are few objects: they are told apart as such.
+    """
+    first: dict[tuple[int, int, int, int, int], TreeTransfer] = {}
+    numbers: dict[tuple[int, int, int, int, int], int] = {}
+    for transfer in round.transfers:
+        assert isinstance(transfer, TreeTransfer)
+        stop = transfer.stop
+        span = stop - transfer.start
+        tail = 0 if stop <= counts else min(span, stop - counts)
+        key = span, tail, transfer.segment, id(transfer.reduce), id(transfer.broadcast)
+        if key in numbers:
+            numbers[key] += 1
+        else:
+            numbers[key], first[key] = 1, transfer
+    return [(first[key], key[0], key[1], number) for key, number in numbers.items()]
 
 
 def round_up(value: float) -> int:

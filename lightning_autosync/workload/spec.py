@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
 from functools import cached_property
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, NonNegativeFloat, model_validator
 
@@ -139,13 +138,6 @@ class Workload(Document):
     def variables_fingerprint(self) -> str:
         """Digest of names and shapes, to which a plan is bound; dtypes and times may change under it."""
         return digest([[variable.name, list(variable.shape)] for variable in self.variables])
-
-    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Workload:
-        """A copy, some fields replaced unchecked (as pydantic has it)."""
-        copy = super().model_copy(update=update, deep=deep)
-        for made in ("_by_name", "ready_order", "variables_fingerprint"):  # for the old variables
-            copy.__dict__.pop(made, None)
-        return copy
 
     @cached_property
     def _by_name(self) -> dict[str, Variable]:
