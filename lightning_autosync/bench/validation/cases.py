@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from functools import cached_property
 from random import Random
@@ -85,23 +85,36 @@ def _draw_pair(random: Random, settings: Settings, cluster: ClusterSpec, family:
     travels = sum(map(changed_bytes, full.variables))
     workload = with_compute(scaled(full, bound * synchronization_rate(cluster) / travels), compute)
     replay = Replay(workload, cluster, shared_hosts(cores=settings.cores))
+    drawn: set[str] = set()
     for kind in _kinds(random, count):
-        yield Case(cluster, family, workload, *_draw_carried(random, kind, workload, cluster, replay, settings))
+        case = Case(cluster, family, workload, *_draw_carried(random, kind, workload, cluster, replay, settings, drawn))
+        drawn.add(case.plan.fingerprint)
+        yield case
 
 
 def _draw_carried(
-    random: Random, kind: str, workload: Workload, cluster: ClusterSpec, replay: Replay, settings: Settings
+    random: Random,
+    kind: str,
+    workload: Workload,
+    cluster: ClusterSpec,
+    replay: Replay,
+    settings: Settings,
+    drawn: Set[str],
 ) -> tuple[str, SyncPlan]:
-    """A plan that this machine's cores can carry, and how it was drawn: if need be by another builder."""
+    """A plan that this machine's cores can carry, and how it was drawn: if need be by another builder.
+
+    It is none of those ``drawn`` already, which would be one measurement counted twice.
+    """
     for _ in range(_DRAWS):
         plan = _draw_plan(random, kind, workload, cluster)
-        busy = replay.predict(compile_plan(plan, workload, cluster), detail="fluid").cores
-        if busy is None or busy <= settings.most_cores:
-            return kind, plan
+        if plan.fingerprint not in drawn:
+            busy = replay.predict(compile_plan(plan, workload, cluster), detail="fluid").cores
+            if busy is None or busy <= settings.most_cores:
+                return kind, plan
         kind = random.choice(BUILDERS) if kind in BUILDERS else kind
     raise DocumentError(
-        f"most_cores: none of {_DRAWS} plans of '{workload.name}' on '{cluster.name}' leaves the cores that free; "
-        "allowed: a larger share, or workloads with a longer `bound`"
+        f"most_cores: none of {_DRAWS} plans of '{workload.name}' on '{cluster.name}' leaves the cores that free "
+        "and is new; allowed: a larger share, workloads with a longer `bound`, or fewer cases"
     )
 
 

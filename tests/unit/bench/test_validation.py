@@ -37,6 +37,11 @@ def test_a_seed_draws_the_same_exact_plans_that_compile() -> None:
         assert all(link.latency == 0 and link.bandwidth <= SMALL.fastest_link for link in case.cluster.links)
 
 
+def test_no_plan_is_drawn_twice() -> None:
+    cases = draw_cases(SMALL.model_copy(update={"cases": 60, "families": ("vgg16",)}))
+    assert len({case.key for case in cases}) == len(cases) == 60
+
+
 def test_another_seed_draws_others() -> None:
     other = draw_cases(SMALL.model_copy(update={"seed": 4}))
     assert {case.key for case in other}.isdisjoint(case.key for case in draw_cases(SMALL))
