@@ -23,6 +23,19 @@ def topologies(cluster: ClusterSpec, known: bool = True) -> set[tuple[str, str]]
     return {(group.architecture, group.topology) for group in plan.groups}
 
 
+def test_native_messages_are_as_large_as_links_are_fast() -> None:
+    workload = Workload(name="ten", variables=tuple(Variable(name=f"v{i}", shape=(2**20,)) for i in range(20)))
+
+    def messages(bandwidth: float) -> int:
+        cluster = ClusterSpec.uniform(nodes=4, bandwidth=bandwidth)
+        plan, reason = choose_plan(workload, cluster, known=True)
+        assert "fused native all-reduce" in reason
+        return len(plan.groups)
+
+    # Each of 4 MiB by itself; two by two, after the first; DDP's own.
+    assert [messages(rate) for rate in (25e6, 200e6, 10e9)] == [20, 11, 4]
+
+
 def test_equal_links_keep_the_native_all_reduce() -> None:
     assert topologies(resolve_cluster("four_equal")) == {("all_reduce", "native")}
 
