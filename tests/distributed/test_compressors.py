@@ -64,7 +64,7 @@ def test_random_lossy_plans_learn_and_keep_replicas_equal(pool, data: st.DataObj
             assert accuracy > 0.15, plan.describe()  # a guess is right in 0.1
 
 
-@pytest.mark.parametrize("kind", ["int8", "topk"])
+@pytest.mark.parametrize("kind", [pytest.param("int8", marks=pytest.mark.slow), "topk"])
 def test_shards_of_encoded_collectives_all_travel(pool, kind: str) -> None:
     cluster = uneven_cluster(3)
     workload = describe(network())
