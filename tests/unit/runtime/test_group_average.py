@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import threading
@@ -31,16 +32,17 @@ PATIENT = HeartbeatSettings(interval=0.5, shortest=20.0, longest=30.0)
 def together(size: int, play: Callable[[Mesh], Any], **settings: Any) -> list[Any]:
     """Run ``play`` on every mesh of ``size`` ranks, each in a thread; returns what each returned."""
     store, found = dist.HashStore(), [None] * size
+    met = threading.Barrier(size, timeout=30.0)
 
     def run(rank: int) -> None:
-        mesh = Mesh.open(store, rank, size, address=HOST, timeout=30.0, **{"heartbeat": PATIENT, **settings})
         try:
-            found[rank] = play(mesh)
+            with contextlib.closing(Mesh.open(store, rank, size, address=HOST, timeout=30.0, **options)) as mesh:
+                met.wait()  # one that has met its peers is not yet one whose peers have met each other
+                found[rank] = play(mesh)
         except Exception as error:
             found[rank] = error  # type: ignore[call-overload]
-        finally:
-            mesh.close()
 
+    options = {"heartbeat": PATIENT, **settings}
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
     for thread in threads:
         thread.start()
