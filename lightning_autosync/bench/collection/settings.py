@@ -89,7 +89,7 @@ class Settings(Configuration):
     batch: PositiveInt = 12
     warm_up: PositiveInt = 1
     seconds: PositiveFloat = 0.2
-    steps: tuple[PositiveInt, PositiveInt] = (2, 5)
+    steps: tuple[PositiveInt, PositiveInt] = (3, 5)
     quiet: PositiveFloat = 0.3
     failures: Index = 10
     scheduling: Literal["none", "batch"] = "batch"
