@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from lightning_autosync.bench.fitting.accuracy import Accuracy, summary
 from lightning_autosync.bench.fitting.command import fit
 from lightning_autosync.bench.fitting.encoding import encode_samples
 from lightning_autosync.bench.fitting.settings import SPLITS, Settings, SimulatorSettings, SplitName
-from lightning_autosync.bench.fitting.splits import cluster, divide, family
+from lightning_autosync.bench.fitting.splits import cluster, divide, family, for_all
+from lightning_autosync.bench.fitting.spread import spread
 from lightning_autosync.cluster import configuration_directory
 from lightning_autosync.documents import read_data
 from lightning_autosync.errors import DocumentError
@@ -49,22 +51,44 @@ def grid() -> list[Sample]:
 @pytest.mark.parametrize("seed", range(4))
 def test_divisions_do_not_leak(grid: list[Sample], how: SplitName, seed: int) -> None:
     split = divide(grid, how, seed)
-    parts = [set(places.tolist()) for places in (split.train, split.validation, split.test)]
-    assert sum(map(len, parts)) == len(set().union(*parts))
-    train, validation, test = ([grid[place] for place in part] for part in parts)
-    plans = [{sample.plan.fingerprint for sample in part} for part in (train, validation, test)]
+    assert len(split.held_out) == 4
+    assert len({tuple(part) for part in split.held_out}) > 1
+    for part in split.held_out:
+        held_out, test = set(part.tolist()), set(split.test.tolist())
+        learned = set(split.train.tolist()) - held_out
+        assert held_out < set(split.train.tolist())
+        assert not test & set(split.train.tolist())
+        _check_parts(*([grid[place] for place in places] for places in (learned, held_out, test)), how, split.unseen)
+
+
+def _check_parts(
+    learned: list[Sample], held_out: list[Sample], test: list[Sample], how: SplitName, unseen: Sequence[str]
+) -> None:
+    """No plan, cluster or family is on both sides of what the division is by."""
     if how == "trial":
+        plans = [{sample.plan.fingerprint for sample in part} for part in (learned, held_out, test)]
         assert len(set().union(*plans)) == sum(map(len, plans))
-        assert sum(map(len, parts)) == len(grid)
     for name in {"cluster": [cluster], "model": [family], "both": [cluster, family]}.get(how, []):
-        names = [{name(sample) for sample in part} for part in (train, validation, test)]
+        names = [{name(sample) for sample in part} for part in (learned, held_out, test)]
         assert names[2]
         assert not names[2] & (names[0] | names[1])
-        assert set(names[2]) <= set(split.unseen)
-    if how in ("cluster", "model"):
-        assert not {sample.workload.name if how == "model" else sample.cluster.name for sample in validation} & {
-            sample.workload.name if how == "model" else sample.cluster.name for sample in train
-        }
+        assert names[2] <= set(unseen)
+        if how != "both":
+            assert not names[0] & names[1]
+
+
+def test_without_a_test_every_sample_is_learned_from(grid: list[Sample]) -> None:
+    split = for_all(grid, 0, members=3)
+    assert len(split.train) == len(grid)
+    assert not len(split.test)
+    learned = [set(split.train.tolist()) - set(part.tolist()) for part in split.held_out]
+    assert set().union(*learned) == set(range(len(grid)))
+    for part in split.held_out:
+        assert len({grid[place].cluster.name for place in part}) == 1
+    for samples, members in ((grid, 1), ([sample for sample in grid if sample.cluster.name in "ab"], 3)):
+        names = {sample.cluster.name for sample in samples}
+        for part in for_all(samples, 0, members).held_out:
+            assert {samples[place].cluster.name for place in part} == names
 
 
 def test_models_of_one_family_stay_together(grid: list[Sample]) -> None:
@@ -120,6 +144,28 @@ def test_the_summary_has_every_run() -> None:
     assert found["runs"] == [0.9, 1.0]
     assert found["mean"] == pytest.approx(0.95)
     assert found["deviation"] == pytest.approx(math.sqrt(0.005))
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_work_is_spread_in_order_and_errors_come_through(processes: int) -> None:
+    assert list(spread(partial, (pow, 2), range(9), processes)) == [2**number for number in range(9)]
+    answers = spread(partial, (int,), ["1", "x", "3"], processes)
+    assert next(answers) == 1
+    with pytest.raises(ValueError, match="invalid literal"):
+        list(answers)
+
+
+def test_cores_are_those_that_samples_were_measured_on(tmp_path: Path) -> None:
+    for name, cores in (("two", 2), ("four", 4)):
+        with Writer(tmp_path / name) as writer:
+            pair = workload("vgg", layers=3, width=32), star(100, 100, name="even")
+            writer.append(Entry(sample, Conditions({"cores": cores})) for sample in drawn(7, pair))
+    alone = {"compare": [], "cores": None}
+    fit(_configuration(tmp_path / "four", **alone), tmp_path)
+    assert load_simulator(tmp_path / "simulator").constants.cores == 4
+    both = [str(tmp_path / "two"), str(tmp_path / "four")]
+    with pytest.raises(DocumentError, match="cores: samples were measured on 2 and 4 cores"):
+        fit({**_configuration(tmp_path), "dataset": both, **alone}, tmp_path)
 
 
 def test_encoding_keeps_the_order_of_samples() -> None:

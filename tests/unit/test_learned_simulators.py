@@ -143,8 +143,8 @@ def test_what_is_saved_is_what_is_loaded(name: str, samples: list[Sample], tmp_p
 def test_another_format_version_gives_one_clear_error(fitted: LearnedEstimator, tmp_path: Path) -> None:
     fitted.save(tmp_path)
     header = tmp_path / "simulator.json"
-    header.write_text(header.read_text().replace("autosync-simulator/1", "autosync-simulator/2"))
-    with pytest.raises(SimulatorError, match=r"simulator\.json: format: 'autosync-simulator/2' was written by a newer"):
+    header.write_text(header.read_text().replace("autosync-simulator/2", "autosync-simulator/3"))
+    with pytest.raises(SimulatorError, match=r"simulator\.json: format: 'autosync-simulator/3' was written by a newer"):
         load_simulator(tmp_path)
 
 

@@ -9,14 +9,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy
 from rich.console import Console
 from rich.progress import Progress
 
 from lightning_autosync.bench.fitting.comparison import Run, compare, tabulate
 from lightning_autosync.bench.fitting.encoding import encode_samples
 from lightning_autosync.bench.fitting.settings import Settings
-from lightning_autosync.bench.fitting.splits import cluster, divide, family
+from lightning_autosync.bench.fitting.splits import cluster, family, for_all
 from lightning_autosync.bench.fitting.table import tables
 from lightning_autosync.bench.validation.hosts import shared_hosts
 from lightning_autosync.documents import write_text
@@ -38,14 +37,14 @@ def fit(configuration: dict[str, Any], directory: Path) -> None:
         AutoSyncError: a setting is wrong, or a part of the dataset cannot be read.
     """
     settings = Settings.parse(configuration)
-    samples = _load(settings)
-    start, constants = _start(settings)
+    samples, cores = _load(settings)
+    start, constants = _start(settings, cores)
     console = Console()
     with Progress(console=console, transient=True) as progress:
         begun = time.perf_counter()
         encoded = _encode(settings, samples, constants, progress)
         encoding = time.perf_counter() - begun
-        runs = _compare(settings, samples, encoded, constants, progress)
+        runs = _compare(settings, samples, encoded, constants, start, progress)
     fitted = directory / "simulator"
     begun = time.perf_counter()
     _fit(settings, samples, encoded, start or settings.simulator.build(constants, settings.seed)).save(fitted)
@@ -55,21 +54,32 @@ def fit(configuration: dict[str, Any], directory: Path) -> None:
     write_text(directory / "result.json", json.dumps(result) + "\n")
     for table in tables(result["comparison"]):
         console.print(table)
+    if start is not None and any(run.simulator == start.kind.name for run in runs):
+        console.print(f"{start.kind.name} went on from {settings.start}, which may have seen some of the test before")
     console.print(f"{fitted}, {directory / 'result.json'}", soft_wrap=True, highlight=False)
 
 
-def _load(settings: Settings) -> list[Sample]:
-    """The samples that a simulator can learn from: those of plans with a schedule."""
-    samples = [sample for sample in Dataset.load(settings.dataset) if sample.plan.has_schedule]
+def _load(settings: Settings) -> tuple[list[Sample], set[float]]:
+    """The samples that a simulator can learn from, those of plans with a schedule, and the cores that ranks shared."""
+    dataset = Dataset.load(settings.dataset)
+    samples = [sample for sample in dataset if sample.plan.has_schedule]
     if not samples:
         raise DocumentError(f"dataset: {', '.join(settings.dataset)}: no sample of a synchronous plan")
-    return samples
+    return samples, {float(facts["cores"]) for facts in dataset.environments.values() if "cores" in facts}
 
 
-def _start(settings: Settings) -> tuple[Simulator | None, Constants]:
-    """The simulator to train further, if there is one, and the constants of all."""
+def _start(settings: Settings, cores: set[float]) -> tuple[LearnedEstimator | None, Constants]:
+    """The simulator to train further, if there is one, and the constants of all.
+
+    Args:
+        settings: of the fit.
+        cores: that ranks shared where the samples were measured.
+    """
     if settings.start is None:
-        return None, shared_hosts(settings.constants, settings.cores)
+        if settings.constants is None and settings.cores is None and len(cores) > 1:
+            found = " and ".join(f"{number:g}" for number in sorted(cores))
+            raise DocumentError(f"cores: samples were measured on {found} cores, which no constants describe at once")
+        return None, shared_hosts(settings.constants, settings.cores or next(iter(cores), None))
     if settings.constants is not None or settings.cores is not None:
         raise DocumentError("start: a fitted simulator has constants of its own; leave out constants and cores")
     start = load_simulator(settings.start)
@@ -77,6 +87,7 @@ def _start(settings: Settings) -> tuple[Simulator | None, Constants]:
         raise DocumentError(f"start: {settings.start}: a replay learns nothing; give a learned simulator")
     if start.kind.name != settings.simulator.kind:
         raise DocumentError(f"start: {settings.start}: it is '{start.kind.name}', not '{settings.simulator.kind}'")
+    start.tuning = settings.simulator.tuning
     return start, start.constants
 
 
@@ -93,13 +104,14 @@ def _compare(
     samples: Sequence[Sample],
     encoded: Mapping[str, Examples],
     constants: Constants,
+    start: LearnedEstimator | None,
     progress: Progress,
 ) -> list[Run]:
     """All runs."""
-    total = settings.seeds * len(settings.splits) * len(settings.compare)
+    total = settings.seeds * len(settings.splits) * len(set(settings.compare))
     task = progress.add_task("comparing", total=total)
     runs = []
-    for run in compare(settings, samples, encoded, constants):
+    for run in compare(settings, samples, encoded, constants, start):
         runs.append(run)
         progress.advance(task)
     return runs
@@ -108,12 +120,10 @@ def _compare(
 def _fit(
     settings: Settings, samples: Sequence[Sample], encoded: Mapping[str, Examples], simulator: Simulator
 ) -> Simulator:
-    """Train on all samples but some plans, by which the epoch is chosen."""
+    """Train on all samples; each network is kept from some, by which its epoch is chosen."""
     if isinstance(simulator, LearnedEstimator):
-        split = divide(samples, "trial", settings.seed)
-        examples = encoded[settings.simulator.kind]
-        chosen = numpy.setdiff1d(numpy.arange(len(examples)), split.validation)
-        simulator.fit_encoded(examples.part(chosen), examples.part(split.validation))
+        split = for_all(samples, settings.seed, simulator.members)
+        simulator.fit_encoded(encoded[settings.simulator.kind], split.held_out)
     return simulator
 
 

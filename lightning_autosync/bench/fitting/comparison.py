@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 
 from lightning_autosync.bench.fitting.accuracy import Accuracy, summary
 from lightning_autosync.bench.fitting.settings import Settings, SimulatorSettings
 from lightning_autosync.bench.fitting.splits import Split, divide
+from lightning_autosync.bench.fitting.spread import spread
 from lightning_autosync.simulator import Constants
 from lightning_autosync.simulator.dataset import Sample
-from lightning_autosync.simulator.learned import LearnedEstimator
+from lightning_autosync.simulator.learned import LearnedEstimator, Simulator
 from lightning_autosync.simulator.learned.examples import Examples
 
 
@@ -40,28 +42,73 @@ class Run:
 
 
 def compare(
-    settings: Settings, samples: Sequence[Sample], encoded: Mapping[str, Examples], constants: Constants
+    settings: Settings,
+    samples: Sequence[Sample],
+    encoded: Mapping[str, Examples],
+    constants: Constants,
+    start: LearnedEstimator | None = None,
 ) -> Iterator[Run]:
-    """Run after run: all simulators on a division, then the next division."""
-    options = {kind: SimulatorSettings.shipped(kind) for kind in settings.compare}
-    if settings.simulator.kind in options:
-        options[settings.simulator.kind] = settings.simulator
-    for seed in range(settings.seed, settings.seed + settings.seeds):
-        for how in settings.splits:
-            split = divide(samples, how, seed)
-            for kind, option in options.items():
-                begun = time.perf_counter()
-                accuracy = judge(option, encoded[kind], split, constants, seed)
-                yield Run(how, seed, kind, split.unseen, accuracy, time.perf_counter() - begun)
+    """Run after run: all simulators on a division, then the next division; on as many cores as there are.
+
+    Args:
+        settings: of the fit.
+        samples: that are divided.
+        encoded: what each kind sees of them.
+        constants: of the hosts.
+        start: of its kind, which is trained further in place of an untrained one.
+
+    Raises:
+        DocumentError: samples cannot be divided so, or no two measured times of a test part can be told apart.
+    """
+    seeds = range(settings.seed, settings.seed + settings.seeds) if settings.compare else ()
+    divisions = [_Division(how, seed, divide(samples, how, seed)) for seed in seeds for how in settings.splits]
+    work = [(division, kind) for division in divisions for kind in dict.fromkeys(settings.compare)]
+    return spread(_Judge, (settings, encoded, constants, start), work, settings.processes)
 
 
-def judge(option: SimulatorSettings, examples: Examples, split: Split, constants: Constants, seed: int) -> Accuracy:
-    """Train a simulator on one part, its epoch chosen on another, and test it on the third."""
+class _Division(NamedTuple):
+    how: str
+    seed: int
+    split: Split
+
+
+class _Judge:
+    """Trains and tests one simulator on one division after the other."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        encoded: Mapping[str, Examples],
+        constants: Constants,
+        start: LearnedEstimator | None,
+    ) -> None:
+        self._start = start
+        self._options = {kind: SimulatorSettings.shipped(kind) for kind in settings.compare}
+        if settings.simulator.kind in self._options:
+            self._options[settings.simulator.kind] = settings.simulator
+        self._encoded = encoded
+        self._constants = constants
+
+    def __call__(self, piece: tuple[_Division, str]) -> Run:
+        (how, seed, split), kind = piece
+        begun = time.perf_counter()
+        accuracy = judge(self._untrained(kind, seed), self._encoded[kind], split)
+        return Run(how, seed, kind, split.unseen, accuracy, time.perf_counter() - begun)
+
+    def _untrained(self, kind: str, seed: int) -> Simulator:
+        if self._start is not None and self._start.kind.name == kind:
+            return copy.deepcopy(self._start)
+        return self._options[kind].build(self._constants, seed)
+
+
+def judge(simulator: Simulator, examples: Examples, split: Split) -> Accuracy:
+    """Train a simulator on one part and test it on the other."""
     test = examples.part(split.test)
-    simulator = option.build(constants, seed)
     if not isinstance(simulator, LearnedEstimator):
         return Accuracy.of(test, numpy.exp(test.base))
-    simulator.fit_encoded(examples.part(split.train), examples.part(split.validation))
+    simulator.fit_encoded(
+        examples.part(split.train), [numpy.searchsorted(split.train, part) for part in split.held_out]
+    )
     return Accuracy.of(test, simulator.estimate_encoded(test.items, test.base).seconds)
 
 

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import multiprocessing
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy
 
+from lightning_autosync.bench.fitting.spread import spread
 from lightning_autosync.simulator import Constants
 from lightning_autosync.simulator.dataset import Sample
 from lightning_autosync.simulator.learned.examples import Examples, number_pairs
 from lightning_autosync.simulator.learned.kinds import KINDS
 from lightning_autosync.simulator.learned.scene import Scenes
 from lightning_autosync.simulator.learned.traits import traits
-from lightning_autosync.workers.cores import usable_cores
 
 _CHUNK = 64
 """Samples of a piece of work."""
@@ -48,7 +46,7 @@ def encode_samples(
     found: list[Any] = [None] * len(samples)
     chunks = [order[start : start + _CHUNK] for start in range(0, len(order), _CHUNK)]
     work = [[samples[place] for place in chunk] for chunk in chunks]
-    for chunk, made in zip(chunks, _run(work, constants, kinds, processes), strict=True):
+    for chunk, made in zip(chunks, spread(_Encoder, (constants, tuple(kinds)), work, processes), strict=True):
         for place, one in zip(chunk, made, strict=True):
             found[place] = one
         progress(len(chunk))
@@ -62,39 +60,17 @@ def encode_samples(
     return encoded
 
 
-def _run(
-    work: Sequence[list[Sample]], constants: Constants, kinds: Sequence[str], processes: int | None
-) -> Iterator[list[_Encoded]]:
-    count = min(processes or usable_cores(), len(work))
-    if count == 1:
-        scenes = Scenes(constants)
-        for part in work:
-            yield _encode(part, scenes, kinds)
-        return
-    # A fork would copy torch's threads half-way through whatever they do.
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(count, context, _prepare, (constants, tuple(kinds))) as pool:
-        yield from pool.map(_encode_there, work)
+class _Encoder:
+    """Keeps the scenes of what it encoded before."""
 
+    def __init__(self, constants: Constants, kinds: Sequence[str]) -> None:
+        self._scenes = Scenes(constants)
+        self._kinds = {name: KINDS[name] for name in kinds if name in KINDS}
 
-def _encode(samples: Sequence[Sample], scenes: Scenes, kinds: Sequence[str]) -> list[_Encoded]:
-    made = []
-    for sample in samples:
-        found = traits(scenes.of(sample.workload, sample.cluster), sample.plan)
-        learned = {name: KINDS[name] for name in kinds if name in KINDS}
-        items = {name: (kind.encode(found), kind.base(found)) for name, kind in learned.items()}
-        made.append(_Encoded(float(numpy.log(found.prediction.step_time)), items))
-    return made
+    def __call__(self, samples: Sequence[Sample]) -> list[_Encoded]:
+        return [self._encode(sample) for sample in samples]
 
-
-_there: tuple[Scenes, tuple[str, ...]]
-
-
-def _prepare(constants: Constants, kinds: tuple[str, ...]) -> None:
-    """In a worker: what all of its work needs."""
-    global _there
-    _there = Scenes(constants), kinds
-
-
-def _encode_there(samples: Sequence[Sample]) -> list[_Encoded]:
-    return _encode(samples, *_there)
+    def _encode(self, sample: Sample) -> _Encoded:
+        found = traits(self._scenes.of(sample.workload, sample.cluster), sample.plan)
+        items = {name: (kind.encode(found), kind.base(found)) for name, kind in self._kinds.items()}
+        return _Encoded(float(numpy.log(found.prediction.step_time)), items)

@@ -54,16 +54,19 @@ class Settings(Configuration):
 
     Attributes:
         dataset: parts of a dataset, or folders of them.
-        simulator: what is fitted to all samples and saved.
-        start: folder of a fitted simulator to train further, in place of an untrained one; None for none.
+        simulator: what is fitted to the whole dataset and saved; each of its networks is kept from some samples, by
+            which its epoch is chosen.
+        start: folder of a fitted simulator to train further, by ``simulator.tuning``, in place of an untrained one; its
+            members and sizes are its own. None for none.
         constants: file of the hosts' constants, from a probe; None takes the defaults on ``cores``.
-        cores: cores that all ranks of a sample shared; None takes those of this machine. Only without ``constants``.
+        cores: cores that all ranks of a sample shared; None takes those that the dataset names. Only without
+            ``constants``.
         compare: simulators that are judged side by side; none skips it.
         splits: how samples are divided: ``trial`` keeps plans for the test, ``cluster`` whole clusters, ``model`` whole
             families of models, ``both`` what is on such a cluster and of such a family.
         seeds: divisions of each kind, each with networks of its own.
         seed: of the first division.
-        processes: that encode samples; None takes one a core.
+        processes: that encode samples and train; None takes one a core.
     """
 
     dataset: Annotated[tuple[str, ...], Field(min_length=1)]

@@ -1,10 +1,11 @@
-"""Divides samples into a part to train on, one that chooses the epoch, and one to test on."""
+"""Divides samples into a part to train on, of which some are held out to choose the epoch, and one to test on."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from random import Random
 
 import numpy
@@ -17,21 +18,25 @@ from lightning_autosync.simulator.dataset import Sample
 
 Integers = NDArray[numpy.int64]
 
-TEST, VALIDATION = 0.2, 0.15
-"""Shares of the plans, or of the clusters or families, that are kept for the test, and to choose the epoch."""
+TEST, HELD_OUT = 0.2, 0.15
+"""Shares of the plans, or of the clusters or families, that are kept for the test, and from each network."""
+_TURNS = 4
+"""Parts of what is trained on of which each network is kept from one."""
 
 
 @dataclass(frozen=True)
 class Split:
-    """Places of samples.
+    """Places of samples, ascending.
 
     Attributes:
-        train, validation, test: no two have a place in common.
+        train: to learn from.
+        held_out: parts of these; each network of an ensemble is kept from one, by which its epoch is chosen.
+        test: none of them is in ``train``.
         unseen: names of the clusters and families that only the test has.
     """
 
     train: Integers
-    validation: Integers
+    held_out: tuple[Integers, ...]
     test: Integers
     unseen: tuple[str, ...] = ()
 
@@ -47,6 +52,14 @@ def cluster(sample: Sample) -> str:
     return sample.cluster.name
 
 
+_NAMES: Mapping[SplitName, tuple[Callable[[Sample], str], ...]] = {
+    "trial": (),
+    "cluster": (cluster,),
+    "model": (family,),
+    "both": (cluster, family),
+}
+
+
 def divide(samples: Sequence[Sample], how: SplitName, seed: int) -> Split:
     """One division.
 
@@ -54,51 +67,71 @@ def divide(samples: Sequence[Sample], how: SplitName, seed: int) -> Split:
         DocumentError: there are too few clusters or families to keep some for the test.
     """
     random = Random(f"{how} {seed}")
-    if how == "trial":
-        return _by_trial(samples, random)
-    if how == "cluster":
-        return _by_names(samples, random, [cluster])
-    return _by_names(samples, random, [family] if how == "model" else [cluster, family])
+    made = _by_names(samples, random, _NAMES[how]) if _NAMES[how] else _by_trial(samples, random)
+    return _checked(made, len(samples))
 
 
-def _by_trial(samples: Sequence[Sample], random: Random) -> Split:
+def for_all(samples: Sequence[Sample], seed: int, members: int) -> Split:
+    """No test: samples of all clusters are trained on.
+
+    The networks of an ensemble are kept from some clusters each; a single one, or where there are fewer than three
+    clusters, from some plans of all.
+    """
+    names = {cluster(sample) for sample in samples}
+    random, several = Random(f"all {seed}"), members > 1 and len(names) > 2
+    made = _by_names(samples, random, (cluster,), tested=False) if several else _by_trial(samples, random, 0.0)
+    return _checked(made, len(samples), tested=False)
+
+
+def _by_trial(samples: Sequence[Sample], random: Random, test: float = TEST) -> Split:
     """Plans of every workload and cluster; measurements of one plan stay together."""
-    parts: tuple[list[int], list[int], list[int]] = ([], [], [])
     drawn: dict[SyncPlan, float] = {}
-    for place, sample in enumerate(samples):
-        share = drawn.setdefault(sample.plan, random.random())
-        parts[2 if share < TEST else 1 if share < TEST + VALIDATION else 0].append(place)
-    return _split(parts, ())
+    shares = numpy.array([drawn.setdefault(sample.plan, random.random()) for sample in samples])
+    edges = [test + turn * HELD_OUT for turn in range(_TURNS + 1)]
+    held_out = [(shares >= low) & (shares < high) for low, high in pairwise(edges)]
+    return Split(_places(shares >= test), tuple(map(_places, held_out)), _places(shares < test))
 
 
-def _by_names(samples: Sequence[Sample], random: Random, names: Sequence[Callable[[Sample], str]]) -> Split:
+def _by_names(
+    samples: Sequence[Sample], random: Random, names: Sequence[Callable[[Sample], str]], tested: bool = True
+) -> Split:
     """Whole clusters or families. With both, both are unseen in the test, and what has one of them is left out."""
-    chosen = [_draw(sorted({name(sample) for sample in samples}), random, name.__name__) for name in names]
-    parts: tuple[list[int], list[int], list[int]] = ([], [], [])
-    for place, sample in enumerate(samples):
-        tested = [name(sample) in test for name, (test, _) in zip(names, chosen, strict=True)]
-        validated = [name(sample) in validation for name, (_, validation) in zip(names, chosen, strict=True)]
-        if all(tested):
-            parts[2].append(place)
-        elif not any(tested):
-            parts[1 if any(validated) else 0].append(place)
-    return _split(parts, tuple(sorted(set().union(*(test for test, _ in chosen)))))
+    found = [numpy.array([name(sample) for sample in samples]) for name in names]
+    kinds = [sorted(set(of.tolist())) for of in found]
+    drawn = [_draw(of, random, name.__name__, tested) for of, name in zip(kinds, names, strict=True)]
+
+    def within(chosen: Iterable[set[str]]) -> list[NDArray[numpy.bool_]]:
+        return [numpy.isin(of, sorted(some)) for of, some in zip(found, chosen, strict=True)]
+
+    in_test = within(test for test, _ in drawn)
+    train = ~numpy.any(in_test, axis=0)
+    held_out = [train & numpy.any(within([turns[turn] for _, turns in drawn]), axis=0) for turn in range(_TURNS)]
+    unseen = tuple(sorted(set().union(*(test for test, _ in drawn))))
+    return Split(_places(train), tuple(map(_places, held_out)), _places(numpy.all(in_test, axis=0)), unseen)
 
 
-def _draw(names: Sequence[str], random: Random, what: str) -> tuple[set[str], set[str]]:
-    """Those for the test and those for validation."""
+def _draw(names: Sequence[str], random: Random, what: str, tested: bool) -> tuple[set[str], list[set[str]]]:
+    """Those for the test, and for each turn those that are held out; the latter come again if there are too few."""
     if len(names) < 3:
         raise DocumentError(
             f"splits: samples of {len(names)} {what} names are too few to keep some unseen ({', '.join(names)}); at "
             "least 3 are needed"
         )
     shuffled = random.sample(names, len(names))
-    tested = max(1, round(TEST * len(names)))
-    return set(shuffled[:tested]), set(shuffled[tested : tested + max(1, round(VALIDATION * len(names)))])
+    count = max(1, round(TEST * len(names))) if tested else 0
+    test, others = shuffled[:count], shuffled[count:]
+    size = max(1, round(HELD_OUT * len(names)))
+    return set(test), [{others[(turn * size + n) % len(others)] for n in range(size)} for turn in range(_TURNS)]
 
 
-def _split(parts: tuple[list[int], list[int], list[int]], unseen: tuple[str, ...]) -> Split:
-    train, validation, test = (numpy.array(part, dtype=numpy.int64) for part in parts)
-    if not min(len(train), len(validation), len(test)):
-        raise DocumentError(f"splits: {sum(map(len, parts))} samples are too few to train, to choose and to test on")
-    return Split(train, validation, test, unseen)
+def _places(mask: NDArray[numpy.bool_]) -> Integers:
+    found: Integers = numpy.flatnonzero(mask)
+    return found
+
+
+def _checked(split: Split, count: int, tested: bool = True) -> Split:
+    """The split if no part is empty; of parts to hold out those that are something and leave something."""
+    held_out = tuple(part for part in split.held_out if 0 < len(part) < len(split.train))
+    if not held_out or (tested and not len(split.test)):
+        raise DocumentError(f"splits: {count} samples are too few to train, to choose and to test on")
+    return replace(split, held_out=held_out)

@@ -107,4 +107,5 @@ def row_sample(row: Row, workload: Workload, cluster: ClusterSpec) -> Sample:
         DocumentError: the plan is not one.
     """
     plan = SyncPlan.from_dict(json.loads(row["plan"]))
-    return Sample(workload, cluster, plan, tuple(row["steps"]), row["kind"], row["replayed"])
+    steps = tuple(row["steps"])
+    return Sample(workload, cluster, plan, steps, row["kind"], row["replayed"], row["environment"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from lightning_autosync.cluster import ClusterSpec
@@ -23,6 +23,7 @@ class Sample:
         steps: seconds of each measured step, of the slowest rank; at least one.
         kind: how the plan came about: the name of a builder, ``drawn``, ``evolved`` ...
         replayed: seconds of a step as the replay prices it with the constants of the time; None if it did not.
+        environment: fingerprint of what it was measured on; None where that is the same for all.
     """
 
     workload: Workload
@@ -31,6 +32,7 @@ class Sample:
     steps: tuple[float, ...]
     kind: str = "drawn"
     replayed: float | None = None
+    environment: str | None = field(default=None, compare=False)
 
     @cached_property
     def seconds(self) -> float:

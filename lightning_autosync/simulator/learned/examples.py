@@ -15,7 +15,11 @@ Floats = NDArray[numpy.float64]
 Integers = NDArray[numpy.int64]
 
 _LEAST_NOISE = 0.005
-"""Standard error that a measured time has at least, as a share; a single step tells nothing of its own."""
+"""Standard error that a measured time has at least, as a share."""
+_USUAL = 4
+"""Steps for which it counts what is usual."""
+_OF_MEDIAN = 1.2533
+"""Standard error of a median over that of a mean (normal values, many of them)."""
 
 
 @dataclass(frozen=True)
@@ -47,20 +51,44 @@ class Examples:
     @classmethod
     def of(cls, samples: Sequence[Sample], items: Sequence[Any], base: Sequence[float]) -> Examples:
         """Samples with what was made of each."""
+        pair = number_pairs(samples)
         return cls(
             items,
             numpy.array(base, dtype=numpy.float64),
             numpy.log([sample.seconds for sample in samples]),
-            numpy.array([max(_LEAST_NOISE, sample.noise) for sample in samples]),
-            number_pairs(samples),
+            numpy.maximum(_LEAST_NOISE, _noise(samples, pair)),
+            pair,
         )
 
 
 def number_pairs(samples: Iterable[Sample]) -> Integers:
-    """[samples] a number for each workload and cluster, from 0 on."""
+    """[samples] a number for each workload, cluster and environment, from 0 on."""
     keys = Keys()
-    numbers: dict[tuple[str, str], int] = {}
-    return numpy.array([numbers.setdefault(keys.of(sample), len(numbers)) for sample in samples], dtype=numpy.int64)
+    numbers: dict[tuple[str | None, ...], int] = {}
+    names = ((*keys.of(sample), sample.environment) for sample in samples)
+    return numpy.array([numbers.setdefault(name, len(numbers)) for name in names], dtype=numpy.int64)
+
+
+def _noise(samples: Sequence[Sample], pair: Integers) -> Floats:
+    """[samples] standard errors of the logarithms of the median steps.
+
+    A few steps tell little of their own spread, and one tells nothing. So each sample's variance is drawn towards what
+    is usual for its pair, as if `_USUAL` further steps had shown that.
+    """
+    logs = [numpy.log(sample.steps) for sample in samples]
+    free = numpy.array([len(steps) - 1 for steps in logs])
+    own = numpy.array([steps.var(ddof=1) if len(steps) > 1 else 0.0 for steps in logs])
+    usual = numpy.zeros(len(samples))
+    for one in numpy.unique(pair):
+        members = (pair == one) & (free > 0)
+        if members.any():
+            # Few samples with steps that were held up are no usual ones. Half of all variances are below the median,
+            # which for so few steps is below their mean (chi-squared, by Wilson and Hilferty's formula).
+            ratio = (1 - 2 / (9 * free[members])) ** 3
+            usual[pair == one] = numpy.median(own[members] / ratio)
+    variance = (free * own + _USUAL * usual) / (free + _USUAL)
+    noise: Floats = _OF_MEDIAN * numpy.sqrt(variance / (free + 1))
+    return noise
 
 
 class Keys:

@@ -29,7 +29,7 @@ class Header(Document):
         settings: sizes of its networks, by the kind's own names.
     """
 
-    FORMAT: ClassVar[str] = "autosync-simulator/1"
+    FORMAT: ClassVar[str] = "autosync-simulator/2"
     ERROR: ClassVar[type[DocumentError]] = SimulatorError
 
     kind: str

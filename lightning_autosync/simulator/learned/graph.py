@@ -60,7 +60,11 @@ def encode_graph(traits: Traits) -> Graph:
     merged = merge(traits)
     shards = _shard_nodes(traits, merged)
     messages = _message_nodes(traits, merged)
-    nodes = (scene.variables, messages, shards.features, scene.devices, scene.links)
+    links = len(scene.topology.channels)
+    busy = traits.prediction.demand.sum(axis=0) / traits.prediction.step_time
+    devices = numpy.column_stack([scene.devices, busy[links : links + scene.ranks]])
+    channels = numpy.column_stack([scene.links, busy[:links]])
+    nodes = (scene.variables, messages, shards.features, devices, channels)
     return Graph(
         tuple(array.astype(numpy.float32) for array in nodes),
         tuple(_edges(traits, merged, shards)),

@@ -94,8 +94,12 @@ class _Convolution(nn.Module):
         gather = load_dgl().ops.u_mul_e_sum
         taken = {name: self.own[name](state) for name, state in states.items()}
         for place, (source, _, target) in enumerate(RELATIONS):
-            sent = self.relations[place](states[source])
-            taken[target] = taken[target] + gather(relations[place], sent, weights[place])
+            layer, state = self.relations[place], states[source]
+            if len(state) > len(states[target]):  # sums of products are products of sums: take the fewer rows
+                got = layer(gather(relations[place], state, weights[place]))
+            else:
+                got = gather(relations[place], layer(state), weights[place])
+            taken[target] = taken[target] + got
         return {
             name: self.norms[name](states[name] + nn.functional.silu(taken[name])) if name in taken else states[name]
             for name in states

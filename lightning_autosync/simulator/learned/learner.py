@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -32,9 +33,10 @@ from lightning_autosync.simulator.learned.traits import traits
 from lightning_autosync.workload import Workload
 
 Floats = NDArray[numpy.float64]
+Integers = NDArray[numpy.int64]
 
-_MOST = 4096
-"""Encoded plans that are kept, some 20 kilobytes each."""
+_MOST = 16384
+"""Encoded plans that are kept, some 20 kilobytes each; all of a dataset, since it is gone through again and again."""
 _OBSERVED = 2048
 """Samples from which the scale of features is taken."""
 
@@ -94,6 +96,13 @@ class LearnedEstimator:
         self._scenes = Scenes(self.constants)
         self._encoded: OrderedDict[tuple[str, str, SyncPlan], tuple[Any, float]] = OrderedDict()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> LearnedEstimator:
+        """Networks of its own; what plans look like is the same for both, and not worked out twice."""
+        made = object.__new__(type(self))
+        memo |= {id(self): made, id(self._encoded): self._encoded, id(self._scenes): self._scenes}
+        made.__dict__ = {name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()}
+        return made
+
     def estimate(self, workload: Workload, cluster: ClusterSpec, plans: Sequence[SyncPlan]) -> Estimate:
         """The mean of the networks' logarithms, and their deviation."""
         key = workload.fingerprint, cluster.fingerprint
@@ -114,8 +123,15 @@ class LearnedEstimator:
         if samples:
             self.fit_encoded(self.encode(samples))
 
-    def fit_encoded(self, examples: Examples, validation: Examples | None = None) -> None:
-        """The same for encoded samples; ``validation`` chooses the epoch, if it is given."""
+    def fit_encoded(self, examples: Examples, held_out: Sequence[Integers] = ()) -> None:
+        """The same for encoded samples.
+
+        Args:
+            examples: the samples.
+            held_out: places of some of them. One network after the other is kept from one of these parts, by which its
+                epoch is chosen; so the ensemble as a whole learns from all, and disagrees where parts do. Without any,
+                each learns from all and keeps its last epoch.
+        """
         settings = self.tuning if self.networks else self.training
         if not self.networks:
             self._features = self.kind.features(examples.items[0])
@@ -123,11 +139,12 @@ class LearnedEstimator:
             self._observe(examples)
         for number, network in enumerate(self.networks):
             seed = self.seed * self.members + number
+            learned, validation = _kept_apart(examples, held_out[number % len(held_out)] if held_out else None)
             with _seeded(seed):
-                train(self.kind, network, examples, settings, seed, validation)
+                train(self.kind, network, learned, settings, seed, validation)
             if not self.kind.regression:
-                found = scores(self.kind, network, examples.items)
-                self._lines[number] = _line(found, examples.target - examples.base)
+                found = scores(self.kind, network, learned.items)
+                self._lines[number] = _line(found, learned.target - learned.base)
 
     def _observe(self, examples: Examples) -> None:
         """Let the networks see the scale of their inputs, on samples drawn from all."""
@@ -228,6 +245,13 @@ class LearnedEstimator:
                 self._encoded.popitem(last=False)
         self._encoded.move_to_end(whole)
         return self._encoded[whole]
+
+
+def _kept_apart(examples: Examples, part: Integers | None) -> tuple[Examples, Examples | None]:
+    """What a network learns from, and what its epoch is chosen by."""
+    if part is None:
+        return examples, None
+    return examples.part(numpy.setdiff1d(numpy.arange(len(examples)), part)), examples.part(part)
 
 
 @contextmanager

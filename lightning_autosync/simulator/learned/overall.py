@@ -31,6 +31,7 @@ def _times(traits: Traits) -> Floats:
     shares = [
         numpy.log(step / scene.scale),
         numpy.log(step),
+        numpy.log(traits.fluid / step),
         prediction.synchronization_time / step,
         (workload.forward_time + workload.backward_time) / step,
         wires.max(initial=0.0),

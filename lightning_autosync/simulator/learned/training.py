@@ -17,6 +17,7 @@ from lightning_autosync.documents import Index, Record
 from lightning_autosync.simulator.learned.examples import Examples
 from lightning_autosync.simulator.learned.kinds import Kind
 from lightning_autosync.simulator.learned.networks import Network
+from lightning_autosync.simulator.learned.threads import one_thread
 
 Floats = NDArray[numpy.float64]
 Integers = NDArray[numpy.int64]
@@ -57,6 +58,7 @@ TUNING = Training(part="head", epochs=10, learning_rate=1e-3)
 """For networks that know something already."""
 
 
+@one_thread()
 def train(
     kind: Kind,
     network: Network,
@@ -73,10 +75,10 @@ def train(
         examples: to learn from.
         settings: how.
         seed: of the order of the samples.
-        validation: by whose loss the best epoch is chosen; None keeps the last.
+        validation: by whose loss the best epoch is chosen, or the network as it was; None keeps the last.
 
     Returns:
-        The validation loss of the epoch that was kept; None without.
+        The validation loss of what was kept; None without.
     """
     random = numpy.random.default_rng(seed)
     trained, answers = _trained(kind, network, examples, settings)
@@ -85,6 +87,8 @@ def train(
     epochs = max(settings.epochs, math.ceil(settings.least_steps / steps_of_epoch))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _pace(step, epochs * steps_of_epoch))
     best, kept = math.inf, None
+    if validation is not None:
+        best, kept = _validate(kind, network, validation, settings), copy.deepcopy(network.state_dict())
     for _ in range(epochs):
         network.train()
         for places in _batches(examples.pair, settings.batch, random):
@@ -120,6 +124,7 @@ def embed(kind: Kind, network: Network, items: Sequence[Any], batch: int = 256) 
     return torch.cat(parts)
 
 
+@one_thread()
 def scores(kind: Kind, network: Network, items: Sequence[Any]) -> Floats:
     """[plans] the network's answers."""
     if not items:

@@ -57,6 +57,7 @@ class Traits:
     Attributes:
         scene: workload and cluster.
         prediction: the replay's.
+        fluid: seconds of a step in which messages flow as a whole, as the replay prices it.
         mode, compressor: [messages] indices into `MODES` and `COMPRESSORS`.
         served, local, row_wise: [messages] 1 where servers reduce, where nodes aggregate first, where rows travel.
         priority: [messages].
@@ -67,6 +68,7 @@ class Traits:
 
     scene: Scene
     prediction: Prediction
+    fluid: float
     mode: Integers
     compressor: Integers
     served: Floats
@@ -93,6 +95,7 @@ def traits(scene: Scene, plan: SyncPlan) -> Traits:
     return Traits(
         scene=scene,
         prediction=scene.replay.predict(schedule),
+        fluid=scene.replay.predict(schedule, "fluid").step_time,
         mode=numpy.array([_mode(message, group) for message, group in zip(messages, groups, strict=True)]),
         compressor=numpy.array([COMPRESSORS.index(group.compressor.kind) for group in groups]),
         served=numpy.array([group.architecture == "parameter_server" for group in groups], dtype=float),
