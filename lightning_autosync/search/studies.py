@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,7 @@ from typing import Any, Protocol
 
 import optuna
 from optuna.distributions import CategoricalDistribution
+from optuna.storages import RDBStorage
 from optuna.trial import FrozenTrial, TrialState
 
 from lightning_autosync.cluster import ClusterSpec
@@ -32,8 +34,13 @@ SPACE, WORKLOAD, CLUSTER, SEMANTICS = "autosync:space", "autosync:workload", "au
 ORIGIN, PREDICTED, STEPS, PLAN = "origin", "predicted", "steps", "plan"
 """User attributes of a trial: how its point came about, seconds of a step as estimated when it was chosen, seconds of
 each measured step (a list a rank), and the fingerprint of its plan."""
+REFINED = "refined"
+"""Another one: the document of a plan that refines the trial's point and is tried in its place, as JSON text."""
 ERROR, INTERRUPTED = "error", "interrupted"
 """More of them: why a trial failed or was stopped early, and whether that was none of its plan's doing, as a Ctrl-C."""
+RUN, BATCH, REFERENCE = "run", "batch", "reference"
+"""Of a run beside others in a study: its directory, the number of the first trial of a batch, and seconds of a step of
+the study's reference plan, measured beside that batch."""
 BASELINE = "baseline"
 """Origin of points that stand for a builder's plan."""
 _DESCRIBING = 5.0
@@ -53,6 +60,19 @@ class Suggesting(Protocol):
     def suggest_categorical(self, name: str, choices: Sequence[Any]) -> Any: ...
 
 
+class Tried(Protocol):
+    """A live or a finished trial of Optuna."""
+
+    @property
+    def number(self) -> int: ...
+
+    @property
+    def params(self) -> dict[str, Any]: ...
+
+    @property
+    def user_attrs(self) -> dict[str, Any]: ...
+
+
 def distributions(space: PlanSpace) -> dict[str, CategoricalDistribution]:
     """The parameters of a space as Optuna knows them: categorical, fixed, in a fixed order."""
     return {name: CategoricalDistribution(domain) for name, domain in space.parameters.items()}
@@ -63,16 +83,30 @@ def suggest(trial: Suggesting, space: PlanSpace) -> dict[str, Value]:
     return {name: trial.suggest_categorical(name, domain) for name, domain in space.parameters.items()}
 
 
-def plan_of(trial: FrozenTrial, space: PlanSpace) -> SyncPlan:
-    """The plan of a trial.
+def plan_of(trial: Tried, space: PlanSpace) -> SyncPlan:
+    """The plan of a trial: the one that refines its point, if it carries one, else the point's own.
 
     Raises:
-        StudyError: its parameters are not those of the space.
+        StudyError: its parameters are not those of the space, or what it carries is no plan.
     """
     try:
-        return space.plan(trial.params)
+        refined = trial.user_attrs.get(REFINED)
+        return space.plan(trial.params) if refined is None else refined_plan(refined)
     except PlanError as error:
         raise StudyError(f"trial {trial.number}: {error}") from None
+
+
+def refined_plan(text: str) -> SyncPlan:
+    """The plan that a trial carries as `REFINED`.
+
+    Raises:
+        PlanError: it is none.
+    """
+    try:
+        data = json.loads(text)
+    except (TypeError, ValueError) as error:
+        raise PlanError(f"{REFINED}: not the JSON text of a plan: {error}") from None
+    return SyncPlan.from_dict(data, REFINED)
 
 
 def open_storage(storage: str | os.PathLike[str]) -> optuna.storages.BaseStorage:
@@ -84,7 +118,8 @@ def open_storage(storage: str | os.PathLike[str]) -> optuna.storages.BaseStorage
     text = os.fspath(storage)
     try:
         if "://" in text:
-            return optuna.storages.get_storage(text)
+            # A connection that the database dropped meanwhile is opened again and ends no run.
+            return optuna.storages.get_storage(RDBStorage(text, engine_kwargs={"pool_pre_ping": True}))
         if Path(text).suffix not in _JOURNALS:
             raise StudyError(f"{text}: a storage is a URL, or a journal file named *{', *'.join(_JOURNALS)}")
         Path(text).parent.mkdir(parents=True, exist_ok=True)
@@ -92,7 +127,14 @@ def open_storage(storage: str | os.PathLike[str]) -> optuna.storages.BaseStorage
     except StudyError:
         raise
     except Exception as error:  # what drivers and the journal's reader raise is as various as they are
-        raise StudyError(f"{text}: cannot be opened as a storage of studies: {_line(error)}") from None
+        raise StudyError(
+            f"{without_password(text)}: cannot be opened as a storage of studies: {_line(error)}"
+        ) from None
+
+
+def without_password(storage: str) -> str:
+    """The address of a storage with stars for the password in it, if there is one."""
+    return re.sub(r"(://[^:/@]*):[^/]*@", r"\1:***@", storage, count=1)
 
 
 def open_study(
@@ -138,12 +180,12 @@ def load_study(storage: str | os.PathLike[str], name: str | None = None) -> optu
     text = os.fspath(storage)
     if "://" not in text and not Path(text).is_file():
         raise StudyError(f"{text}: there is no such journal file")
-    opened = open_storage(storage)
+    opened, shown = open_storage(storage), without_password(text)
     names = [study.study_name for study in opened.get_all_studies()]
     if name is None and len(names) != 1:
-        raise StudyError(f"{text}: it has {len(names)} studies; name one of {', '.join(names) or 'none'}")
+        raise StudyError(f"{shown}: it has {len(names)} studies; name one of {', '.join(names) or 'none'}")
     if name is not None and name not in names:
-        raise StudyError(f"{text}: it has no study '{name}'; there are {', '.join(names) or 'none'}")
+        raise StudyError(f"{shown}: it has no study '{name}'; there are {', '.join(names) or 'none'}")
     study = optuna.load_study(storage=opened, study_name=name or names[0])
     _attribute(study, SPACE)
     return study
@@ -256,7 +298,8 @@ def enqueue(study: optuna.Study, points: Sequence[Genome], origin: str) -> None:
 
     Trials that were interrupted do not count: nothing is known of their plans.
     """
-    known = [_given(trial) for trial in study.get_trials(deepcopy=False) if not was_interrupted(trial)]
+    trials = study.get_trials(deepcopy=False)
+    known = [_given(trial) for trial in trials if not was_interrupted(trial) and REFINED not in trial.user_attrs]
     for point in points:
         if point not in known:
             study.enqueue_trial(dict(point), user_attrs={ORIGIN: origin})
@@ -278,7 +321,7 @@ def record(
 ) -> None:
     """Note in a trial what was measured: ``steps`` holds the seconds of each step, a list a rank."""
     trial.set_user_attr(STEPS, [list(map(float, of_rank)) for of_rank in steps])
-    trial.set_user_attr(PLAN, space.plan(trial.params).fingerprint)
+    trial.set_user_attr(PLAN, plan_of(trial, space).fingerprint)
     if predicted is not None:
         trial.set_user_attr(PREDICTED, predicted)
 

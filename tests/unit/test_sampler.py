@@ -336,6 +336,80 @@ def test_features_do_not_depend_on_names_and_compare_across_models() -> None:
     assert similarity(one[None], other[None])[0, 0] > 0.95
 
 
+def test_times_are_taken_as_the_reference_beside_them_shows_the_machine() -> None:
+    """The machine is half as fast for the later trials, and another run's always was."""
+    study = optuna.create_study(sampler=AutoSyncSampler(SPACE, seed=0, **SMALL))
+    for number in range(18):
+        trial = study.ask()
+        studies.suggest(trial, SPACE)
+        run, slow = ("other", 4.0) if number >= 12 else ("own", 2.0 if number >= 6 else 1.0)
+        for name, value in ((studies.RUN, run), (studies.BATCH, number), (studies.REFERENCE, slow)):
+            trial.set_user_attr(name, value)
+        study.tell(trial, 0.1 * slow)
+    asking = study.ask()
+    asking.set_user_attr(studies.RUN, "own")
+    found = Observations.of(study.get_trials(deepcopy=False), SPACE, asking.number)
+    assert numpy.exp([seconds for _, _, seconds in found.measured]) == pytest.approx([0.15] * 18)
+
+
+def test_what_was_proposed_is_known_to_the_live_trial() -> None:
+    study = optuna.create_study(sampler=AutoSyncSampler(SPACE, seed=0, **SMALL))
+    trial = study.ask()
+    plan = SPACE.plan(studies.suggest(trial, SPACE))
+    assert trial.user_attrs[studies.ORIGIN] in ("baseline", "coherent", "drawn", "evolved", "neighbour")
+    assert trial.user_attrs[studies.PREDICTED] == pytest.approx(seconds(plan))
+    assert trial.user_attrs.items() <= study.trials[0].user_attrs.items()
+
+
+def test_refined_plans_are_tried_in_place_of_their_points() -> None:
+    """They are told from their points, count as what they are, and are not proposed again by whoever goes on."""
+    study = optuna.create_study(sampler=AutoSyncSampler(SPACE, seed=3, refine=6, **SMALL))
+    studies.describe(study, SPACE)
+    signatures = []
+
+    def go_on(count: int) -> None:
+        for _ in range(count):
+            trial = study.ask()
+            point = studies.suggest(trial, SPACE)
+            assert point == SPACE.normal(point)
+            plan = studies.plan_of(trial, SPACE)
+            assert (plan != SPACE.plan(point)) == (studies.REFINED in trial.user_attrs)
+            signatures.append(signature(plan))
+            study.tell(trial, otherwise(plan))
+
+    go_on(20)
+    study.sampler = AutoSyncSampler(SPACE, seed=3, refine=6, **SMALL)
+    go_on(20)
+    refined = [trial for trial in study.trials if studies.REFINED in trial.user_attrs]
+    assert len(refined) >= 5
+    assert min(trial.number for trial in refined) >= 6
+    assert {trial.user_attrs[studies.ORIGIN] for trial in refined} == {"refined"}
+    assert len(set(signatures)) == len(signatures)
+    assert [signature(sample.plan) for sample in studies.samples_of(study)] == signatures
+
+
+def test_a_point_that_others_decide_on_is_not_refined() -> None:
+    sampler = AutoSyncSampler(SPACE, seed=0, refine=1, **SMALL)
+    study = optuna.create_study(sampler=sampler)
+    given = next(name for name, domain in SPACE.parameters.items() if len(domain) > 2 and name != "builder")
+    for _ in range(12):
+        study.enqueue_trial({given: SPACE.parameters[given][1]})
+    tune(sampler, 12, study=study)
+    assert not any(studies.REFINED in trial.user_attrs for trial in study.trials)
+
+
+def test_a_refined_plan_that_is_none_gives_a_clear_error() -> None:
+    study = optuna.create_study(sampler=AutoSyncSampler(SPACE, seed=0, **SMALL))
+    trial = study.ask()
+    studies.suggest(trial, SPACE)
+    for text in ("{", "{}", "3"):
+        trial.set_user_attr(studies.REFINED, text)
+        with pytest.raises(studies.StudyError, match=r"trial 0: refined.*"):
+            studies.plan_of(trial, SPACE)
+    study.tell(trial, 1.0)
+    tune(study.sampler, 3, study=study)  # the sampler leaves it out
+
+
 def test_points_are_published_shortly_and_read_again() -> None:
     rng = Random(7)
     for _ in range(20):

@@ -6,20 +6,31 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime, timedelta
+from typing import NamedTuple
 
 from optuna.trial import FrozenTrial, TrialState
 
 from lightning_autosync.plan.space import PlanSpace, Value
-from lightning_autosync.search.studies import measured_steps, was_interrupted
+from lightning_autosync.search.drift import Footing
+from lightning_autosync.search.studies import BATCH, REFERENCE, REFINED, RUN, measured_steps, was_interrupted
 
 CHOICE = "autosync:choice"
 """System attribute of a trial: the point that was chosen for it, there before its parameters are."""
 _DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
-_CHOOSING = timedelta(minutes=1)
-"""A worker that has not chosen after this long is taken to be dead."""
 
 Point = dict[str, Value]
+
+
+class Choice(NamedTuple):
+    """What a trial tries.
+
+    Attributes:
+        point: of the space.
+        refined: the document of a plan that refines the point, as JSON text; None for the point's own plan.
+    """
+
+    point: Point
+    refined: str | None = None
 
 
 @dataclass
@@ -27,45 +38,66 @@ class Observations:
     """The trials of a study as points of its space.
 
     Attributes:
-        measured: trials with a time, complete or stopped early: number, point, and the logarithm of the seconds.
-        pending: points that are being measured now.
-        tried: points of all other trials, which failed by themselves; those that were interrupted may be tried again.
-        choosing: numbers of the running trials whose point is not known yet.
+        measured: trials with a time, complete or stopped early: number, choice, and the logarithm of the seconds.
+        pending: choices that are being measured now.
+        tried: those of all other trials, which failed by themselves; interrupted ones may be tried again.
+        choosing: numbers of the running trials whose choice is not known yet.
+        footing: that the seconds are on.
     """
 
-    measured: list[tuple[int, Point, float]] = field(default_factory=list)
-    pending: list[Point] = field(default_factory=list)
-    tried: list[Point] = field(default_factory=list)
+    measured: list[tuple[int, Choice, float]] = field(default_factory=list)
+    pending: list[Choice] = field(default_factory=list)
+    tried: list[Choice] = field(default_factory=list)
     choosing: list[int] = field(default_factory=list)
+    footing: Footing = field(default_factory=lambda: Footing({}, None))
 
     @classmethod
     def of(cls, trials: Sequence[FrozenTrial], space: PlanSpace, own: int) -> Observations:
-        """Sort trials, but for the one numbered ``own``; trials of other parameters are left out."""
-        made = cls()
-        now = datetime.now()
+        """Sort trials, but for the one numbered ``own``; trials of other parameters are left out.
+
+        Seconds are on the footing of the run that ``own`` belongs to, where runs measure a reference.
+        """
+        made = cls(footing=_footing(trials, own))
         for trial in trials:
             if trial.number == own:
                 continue
-            point = point_of(trial, space)
+            choice = choice_of(trial, space)
             if trial.state in (TrialState.RUNNING, TrialState.WAITING):
-                if point is not None:
-                    made.pending.append(point)
-                elif trial.datetime_start is not None and now - trial.datetime_start < _CHOOSING:
+                if choice is not None:
+                    made.pending.append(choice)
+                elif trial.state == TrialState.RUNNING:
                     made.choosing.append(trial.number)
-            elif point is not None and not was_interrupted(trial):
-                made._add_finished(trial, point)
+            elif choice is not None and not was_interrupted(trial):
+                made._add_finished(trial, choice)
         return made
 
-    def _add_finished(self, trial: FrozenTrial, point: Point) -> None:
+    def _add_finished(self, trial: FrozenTrial, choice: Choice) -> None:
         steps = () if trial.state == TrialState.FAIL else measured_steps(trial)
         if trial.state == TrialState.COMPLETE and trial.value is not None:
             seconds = trial.value
         else:
             seconds = statistics.median(steps) if steps else math.nan
         if 0 < seconds < math.inf:
-            self.measured.append((trial.number, point, math.log(seconds)))
+            seconds = self.footing.bring(trial.user_attrs.get(RUN), trial.number, seconds)
+            self.measured.append((trial.number, choice, math.log(seconds)))
         else:
-            self.tried.append(point)
+            self.tried.append(choice)
+
+
+def _footing(trials: Sequence[FrozenTrial], own: int) -> Footing:
+    turns: dict[str | None, dict[int, float]] = {}
+    for trial in trials:
+        batch, reference = trial.user_attrs.get(BATCH), trial.user_attrs.get(REFERENCE)
+        if isinstance(batch, int) and isinstance(reference, float):
+            turns.setdefault(trial.user_attrs.get(RUN), {})[batch] = reference
+    run = next((trial.user_attrs.get(RUN) for trial in reversed(trials) if trial.number == own), None)
+    return Footing(turns, run)
+
+
+def choice_of(trial: FrozenTrial, space: PlanSpace) -> Choice | None:
+    """What a trial tries; None if it is unknown."""
+    point = point_of(trial, space)
+    return None if point is None else Choice(point, trial.user_attrs.get(REFINED))
 
 
 def point_of(trial: FrozenTrial, space: PlanSpace) -> Point | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from random import Random
 
@@ -12,8 +12,10 @@ import numpy
 
 from lightning_autosync.errors import DocumentError
 from lightning_autosync.plan import SyncPlan, compile_plan
-from lightning_autosync.plan.space import Genome, PlanSpace, Value
+from lightning_autosync.plan.space import Genome, PlanSpace, Refinement, Value
 from lightning_autosync.search.sampler.features import Embedding, Floats, signature
+from lightning_autosync.search.sampler.observations import Choice
+from lightning_autosync.search.studies import REFINED, refined_plan
 from lightning_autosync.simulator import Constants, Replay
 
 Score = Callable[[Sequence["Candidate"]], Floats]
@@ -32,6 +34,7 @@ class Candidate:
         features: of the plan.
         rough: logarithm of the seconds of a step in which messages flow as a whole, as the replay prices it; 0 where
             the rates of the links are unknown.
+        refined: whether the plan refines the point and is not the point's own.
     """
 
     genome: Mapping[str, Value]
@@ -40,6 +43,7 @@ class Candidate:
     signature: str
     features: Floats
     rough: float
+    refined: bool = False
 
 
 class Population:
@@ -60,6 +64,21 @@ class Population:
         self._expanded: set[str] = set()
         self._replay = Replay(space.workload, space.cluster, constants) if space.cluster.measured else None
         self._embedding = Embedding(space.workload)
+        self._refinement = Refinement(space.workload, space.cluster)
+        self._documents: dict[str, Candidate | None] = {}
+
+    def of(self, choice: Choice) -> Candidate | None:
+        """The candidate that a trial tries; None if there is none, as for a plan that does not compile."""
+        if choice.refined is None:
+            return self.add(choice.point, "measured")
+        if choice.refined not in self._documents:
+            try:
+                plan = refined_plan(choice.refined)
+            except DocumentError:
+                self._documents[choice.refined] = None
+            else:
+                self._documents[choice.refined] = self._refined(self.space.normal(choice.point), plan)
+        return self._documents[choice.refined]
 
     def add(self, genome: Genome, origin: str) -> Candidate | None:
         """The candidate of a point; None if its plan does not compile."""
@@ -71,6 +90,15 @@ class Population:
                 made = self.candidates.setdefault(made.signature, made)
             self._known[key] = made
         return self._known[key]
+
+    def refine(self, count: int, score: Score, rng: Random) -> None:
+        """Price up to ``count`` plans that refine the best ones; the better, the more."""
+        best = self._best(score, max(8, self._size // 20))
+        for _ in range(count if best else 0):
+            parent = best[min(rng.randrange(len(best)), rng.randrange(len(best)))]
+            plan = self._refinement.draw(parent.plan, rng)
+            if plan is not None:
+                self._refined(parent.genome, plan)
 
     def found(self, rng: Random, seeds: Iterable[Genome] = ()) -> None:
         """What evolution begins with: builders, what is carried over, coherent points, and draws."""
@@ -91,7 +119,7 @@ class Population:
         for _ in range(count):
             if len(self._known) >= half or not self._expand(score, half):
                 break
-        parents = self._best(score, max(8, self._size // 20))
+        parents = self._best(score, max(8, self._size // 20), refined=False)
         for _ in range(3 * count):
             if len(self._known) >= target or not parents:
                 return
@@ -105,18 +133,29 @@ class Population:
         self.candidates = {name: one for name, one in self.candidates.items() if name in kept}
 
     def _make(self, point: dict[str, Value], origin: str) -> Candidate | None:
-        space = self.space
         try:
-            plan = space.plan(point)
-            schedule = compile_plan(plan, space.workload, space.cluster)
+            return self._priced(point, origin, self.space.plan(point))
         except DocumentError:
             return None
+
+    def _refined(self, point: Mapping[str, Value], plan: SyncPlan) -> Candidate | None:
+        """The candidate of a plan that refines a point; one that does the same may be there already."""
+        name = signature(plan)
+        if name not in self.candidates:
+            try:
+                self.candidates[name] = replace(self._priced(point, REFINED, plan), refined=True)
+            except DocumentError:
+                return None
+        return self.candidates[name]
+
+    def _priced(self, point: Mapping[str, Value], origin: str, plan: SyncPlan) -> Candidate:
+        schedule = compile_plan(plan, self.space.workload, self.space.cluster)
         rough = math.log(self._replay.predict(schedule, "fluid").step_time) if self._replay else 0.0
         return Candidate(point, origin, plan, signature(plan), self._embedding(plan), rough)
 
     def _expand(self, score: Score, until: int) -> bool:
         """Add the neighbours of the best candidate whose neighbours are not there yet; False if there is none."""
-        best = next((one for one in self._best(score, 16) if one.signature not in self._expanded), None)
+        best = next((one for one in self._best(score, 16, refined=False) if one.signature not in self._expanded), None)
         if best is None:
             return False
         self._expanded.add(best.signature)
@@ -130,8 +169,9 @@ class Population:
     def _neighbours(self, candidate: Candidate) -> Iterator[dict[str, Value]]:
         return islice(self.space.neighbours(candidate.genome), 200)
 
-    def _best(self, score: Score, count: int) -> list[Candidate]:
-        everyone = list(self.candidates.values())
+    def _best(self, score: Score, count: int, refined: bool = True) -> list[Candidate]:
+        """The best candidates; points alone, if not ``refined`` ones too, which have the points of others."""
+        everyone = [one for one in self.candidates.values() if refined or not one.refined]
         if not everyone:
             return []
         return [everyone[index] for index in numpy.argsort(score(everyone), kind="stable")[:count]]

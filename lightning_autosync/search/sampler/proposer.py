@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
@@ -10,11 +11,12 @@ from random import Random
 import numpy
 from optuna.study import Study
 
+from lightning_autosync.plan import SyncPlan
 from lightning_autosync.plan.space import Genome, PlanSpace, Value
 from lightning_autosync.search.sampler.belief import Beliefs, Believer
 from lightning_autosync.search.sampler.choice import ALIKENESS, STARTUP_ALIKENESS, pick
 from lightning_autosync.search.sampler.holdout import HoldOut
-from lightning_autosync.search.sampler.observations import Observations, Point
+from lightning_autosync.search.sampler.observations import Choice, Observations
 from lightning_autosync.search.sampler.population import Candidate, Population
 from lightning_autosync.search.sampler.transplant import carried_over
 from lightning_autosync.search.studies import samples_of
@@ -26,10 +28,14 @@ _BRED = 12
 """Points newly bred and priced roughly for each proposal of a batch."""
 _FIRST_ROUNDS = 4
 """Generations before the first proposal; half of the first population is bred in them."""
+_REFINED = 6
+"""Plans newly bred that refine the best, for each proposal of a batch."""
 _SHORTLIST = 1
 """Candidates newly given to the simulator for each proposal of a batch."""
 _DRAWS = 50
 """Draws in search of a plan that was not tried."""
+_CHOOSING = 60.0
+"""Seconds after which a worker that still has not chosen is taken to be dead; by our own clock, others' may differ."""
 _KEPT = 400
 """Candidates that are kept from one generation to the next."""
 
@@ -42,11 +48,13 @@ class Proposal:
         point: in its normal form.
         origin: how it came about.
         predicted: seconds of a step, as believed.
+        refined: the plan to measure, if it refines the point; None for the point's own.
     """
 
     point: Mapping[str, Value]
     origin: str
     predicted: float
+    refined: SyncPlan | None = None
 
 
 @dataclass(frozen=True)
@@ -61,10 +69,11 @@ class Sizes:
     batch: int
     startup: int
     refit: int
+    refine: int | None = None
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if value < 1:
+            if value is not None and value < 1:
                 raise ValueError(f"{name}: must be at least 1, got {value!r}")
 
 
@@ -119,13 +128,15 @@ class Proposer:
         self._believer = Believer(space.workload, space.cluster, estimator, sources.samples)
         self._proposed = 0
         self._trained: int | None = None
+        self._seen: dict[int, float] = {}
 
-    def propose(self, observations: Observations, number: int) -> Proposal:
+    def propose(self, observations: Observations, number: int, refinable: bool = True) -> Proposal:
         """The next point to measure.
 
         Args:
             observations: what the study knows.
             number: of the trial that asks: while earlier ones are still choosing, it takes a later place.
+            refinable: whether it may be a plan that refines a point; not where others decide on parts of the point.
         """
         if not self._population.candidates:
             self._population.found(self._rng, self._sources.points)
@@ -135,23 +146,31 @@ class Proposer:
         pending = self._candidates(observations.pending)
         taken = {*measured, *(one.signature for one in (*pending, *self._candidates(observations.tried)))}
         if self._proposed % self._sizes.batch == 0:
-            self._generate(taken)
+            self._generate(taken, len(measured))
         self._proposed += 1
-        place = sum(other < number for other in observations.choosing)
+        if not refinable:
+            taken |= {name for name, one in self._population.candidates.items() if one.refined}
+        place = sum(other < number for other in self._alive(observations.choosing))
         if len(measured) < self._sizes.startup:
             return self._begin(taken, [*pending, *(one for one, _ in measured.values())], place)
         return self._choose(taken, pending, place)
 
+    def _alive(self, choosing: Sequence[int]) -> list[int]:
+        """Those of the trials without a choice whose workers may still be about it."""
+        now = time.monotonic()
+        self._seen = {number: self._seen.get(number, now) for number in choosing}
+        return [number for number, since in self._seen.items() if now - since < _CHOOSING]
+
     def _measured(self, observations: Observations) -> dict[str, tuple[Candidate, float]]:
         """By signature a candidate and the mean of the logarithms of its times."""
         times: dict[str, tuple[Candidate, list[float]]] = {}
-        for _, point, seconds in observations.measured:
-            if (candidate := self._population.add(point, "measured")) is not None:
+        for _, choice, seconds in observations.measured:
+            if (candidate := self._population.of(choice)) is not None:
                 times.setdefault(candidate.signature, (candidate, []))[1].append(seconds)
         return {name: (candidate, math.fsum(logs) / len(logs)) for name, (candidate, logs) in times.items()}
 
-    def _candidates(self, points: Sequence[Point]) -> list[Candidate]:
-        made = (self._population.add(point, "measured") for point in points)
+    def _candidates(self, choices: Sequence[Choice]) -> list[Candidate]:
+        made = (self._population.of(choice) for choice in choices)
         return [candidate for candidate in made if candidate is not None]
 
     def _train(self, measured: Mapping[str, tuple[Candidate, float]]) -> None:
@@ -171,13 +190,15 @@ class Proposer:
         self._believer.estimate(again)
         self._trained = len(measured)
 
-    def _generate(self, taken: set[str]) -> None:
+    def _generate(self, taken: set[str], measured: int) -> None:
         """Breed by rough prices, then have the best new candidates estimated, and breed once more around them."""
         population, believer = self._population, self._believer
         first = self._proposed == 0
         for _ in range(_FIRST_ROUNDS if first else 1):
             count = self._sizes.population // (2 * _FIRST_ROUNDS) if first else _BRED * self._sizes.batch
             population.grow(count, believer.rough, self._rng)
+            if self._sizes.refine is not None and measured >= self._sizes.refine:
+                population.refine(_REFINED * self._sizes.batch, believer.rough, self._rng)
             everyone = list(population.candidates.values())
             order = numpy.argsort(believer.rough(everyone), kind="stable")
             new = [everyone[index] for index in order if not believer.estimated(everyone[index])]
@@ -207,7 +228,7 @@ class Proposer:
                 break
             self._population.add(self.space.draw(self._rng), "drawn")
             free = self._free(taken)
-        found = free or list(self._population.candidates.values())
+        found = free or [one for one in self._population.candidates.values() if not one.refined]
         order = numpy.argsort(self._believer.rough(found), kind="stable")
         return [found[index] for index in order[:count]]
 
@@ -220,5 +241,6 @@ def _proposal(
 ) -> Proposal:
     features = numpy.array([one.features for one in ready])
     others = numpy.array([one.features for one in chosen])
-    best = pick(beliefs, features, others, place + 1, alikeness)[-1]
-    return Proposal(ready[best].genome, ready[best].origin, math.exp(float(beliefs.mean[best])))
+    index = pick(beliefs, features, others, place + 1, alikeness)[-1]
+    best, seconds = ready[index], math.exp(float(beliefs.mean[index]))
+    return Proposal(best.genome, best.origin, seconds, best.plan if best.refined else None)

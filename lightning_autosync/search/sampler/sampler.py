@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Mapping, Sequence
 from random import Random
@@ -18,7 +19,7 @@ from lightning_autosync.plan.space import PlanSpace
 from lightning_autosync.search.sampler import generic
 from lightning_autosync.search.sampler.observations import CHOICE, Observations, encode
 from lightning_autosync.search.sampler.proposer import Proposal, Proposer, Sizes, Sources
-from lightning_autosync.search.studies import ORIGIN, PREDICTED, distributions
+from lightning_autosync.search.studies import ORIGIN, PREDICTED, REFINED, distributions
 from lightning_autosync.simulator import Constants
 from lightning_autosync.simulator.dataset import Sample
 from lightning_autosync.simulator.learned import Estimator
@@ -49,6 +50,9 @@ class AutoSyncSampler(BaseSampler):
         batch: proposals between two generations; each prices ``12 * batch`` new points.
         startup: trials before which only the simulator's price and unlikeness count.
         refit: trials after which a learned simulator is trained again.
+        refine: measured trials from which on plans are proposed, too, that no point stands for: the best ones changed
+            message by message and variable by variable. Such a trial has the point that its plan refines for params
+            and carries the plan itself; take the plans of trials by ``plan_of`` then. None proposes points alone.
         constants: of the hosts, for rough prices; None takes the estimator's.
 
     Raises:
@@ -68,6 +72,7 @@ class AutoSyncSampler(BaseSampler):
         batch: int = 8,
         startup: int = 8,
         refit: int = 25,
+        refine: int | None = None,
         constants: Constants | None = None,
     ) -> None:
         self._space = space
@@ -76,7 +81,7 @@ class AutoSyncSampler(BaseSampler):
         self._lock = threading.Lock()
         self._proposer: Proposer | None = None
         if space is not None:
-            sizes = Sizes(population, batch, startup, refit)
+            sizes = Sizes(population, batch, startup, refit, refine)
             sources = Sources.of(space, source_studies, source_samples)
             self._proposer = Proposer(space, estimator, sources, sizes, self._rng, constants)
 
@@ -115,8 +120,9 @@ class AutoSyncSampler(BaseSampler):
         if study.direction != StudyDirection.MINIMIZE:
             raise ValueError("AutoSyncSampler: a study of plans minimizes the seconds of a step")
         with self._lock:
-            trials = study.get_trials(deepcopy=False)
-            proposal = self._proposer.propose(Observations.of(trials, self._proposer.space, trial.number), trial.number)
+            observations = Observations.of(study.get_trials(deepcopy=False), self._proposer.space, trial.number)
+            partly_given = bool(trial.system_attrs.get("fixed_params"))
+            proposal = self._proposer.propose(observations, trial.number, refinable=not partly_given)
             self._publish(study, trial, proposal, self._proposer.space)
         return dict(proposal.point)
 
@@ -143,9 +149,14 @@ class AutoSyncSampler(BaseSampler):
 
     def _publish(self, study: Study, trial: FrozenTrial, proposal: Proposal, space: PlanSpace) -> None:
         storage: optuna.storages.BaseStorage = study._storage
+        notes: dict[str, Any] = {ORIGIN: proposal.origin, PREDICTED: proposal.predicted}
+        if proposal.refined is not None:
+            notes[REFINED] = json.dumps(proposal.refined.to_dict(), separators=(",", ":"))
+        for name, value in notes.items():
+            storage.set_trial_user_attr(trial._trial_id, name, value)
+            trial.user_attrs[name] = value  # a live trial keeps its own copy, as `Trial.set_user_attr` knows
+        # Last: whoever sees the choice finds the others too.
         storage.set_trial_system_attr(trial._trial_id, CHOICE, encode(proposal.point, space))
-        storage.set_trial_user_attr(trial._trial_id, ORIGIN, proposal.origin)
-        storage.set_trial_user_attr(trial._trial_id, PREDICTED, proposal.predicted)
 
 
 def _holds(search_space: Mapping[str, BaseDistribution], space: PlanSpace) -> bool:

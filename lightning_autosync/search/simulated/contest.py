@@ -15,7 +15,7 @@ from lightning_autosync.plan.space import PlanSpace
 from lightning_autosync.search.simulated.runs import Run, RunFile
 from lightning_autosync.search.simulated.settings import Settings
 from lightning_autosync.search.simulated.world import Oracle, World
-from lightning_autosync.search.studies import BASELINE, ORIGIN, describe, enqueue, suggest
+from lightning_autosync.search.studies import BASELINE, ORIGIN, describe, enqueue, plan_of, suggest
 from lightning_autosync.search.tuning.buckets import BucketSpace
 from lightning_autosync.search.tuning.samplers import make_sampler
 from lightning_autosync.search.tuning.settings import SearchSettings
@@ -74,7 +74,8 @@ class Contest:
                 run.overhead.append(time.perf_counter() - start)
                 begun.append((trial, point))
             for trial, point in begun:
-                seconds = world.seconds(space.plan(point))
+                plan = plan_of(trial, space) if isinstance(space, PlanSpace) else space.plan(point)
+                seconds = world.seconds(plan)
                 run.seconds.append(seconds)
                 run.measured.append(seconds * math.exp(noise.gauss(0.0, settings.noise)))
                 study.tell(trial, run.measured[-1])

@@ -9,6 +9,7 @@ import numpy
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from lightning_autosync.bench.figures import save_figure
 from lightning_autosync.search.simulated.outcome import Standing
 
 COLOURS = {
@@ -36,7 +37,7 @@ def draw(found: Sequence[Standing], path: str | os.PathLike[str]) -> None:
         if number == 0:
             axes.legend(fontsize=7)
     _draw_hits(figure.add_subplot(grid[-1, :]), found, pairs)
-    figure.savefig(path, dpi=130)
+    save_figure(figure, path, dpi=130)
 
 
 def _draw_pair(axes: Axes, found: Sequence[Standing]) -> None:

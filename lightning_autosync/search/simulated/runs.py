@@ -138,7 +138,7 @@ def _check_settings(header: Mapping[str, Any], settings: Settings, path: Path) -
 
 def _check_source(run: Run, settings: Settings, path: Path) -> None:
     """A run of ``transfer`` that is asked for again must have started from where it would now."""
-    if run.sampler != "transfer" or run.pair not in settings.pairs:
+    if run.sampler != "transfer" or "transfer" not in settings.samplers or run.pair not in settings.pairs:
         return
     wanted = settings.source_of(run.pair)
     if run.source != wanted:
