@@ -83,6 +83,10 @@ def _run(verb: str) -> None:
         try:
             plain: Any = OmegaConf.to_container(configuration, resolve=True)
             return function(plain, directory)
+        except SystemExit as ended:
+            if ended.code or not _is_reported(hydra_configuration):
+                raise
+            return None  # a rank that only follows; its launcher has to hear that it ended well
         except AutoSyncError as error:
             if hydra_configuration.mode is RunMode.MULTIRUN or _is_reported(hydra_configuration):
                 raise  # a failed trial is the sweeper's to tell

@@ -6,12 +6,14 @@ form, and one clear error for whatever is wrong with it, naming file and field.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
 import secrets
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Annotated, Any, ClassVar, TypeVar
 
@@ -229,6 +231,22 @@ def write_bytes(path: str | os.PathLike[str], content: bytes) -> None:
     except BaseException:
         aside.unlink(missing_ok=True)
         raise
+
+
+@contextmanager
+def held(path: Path) -> Iterator[None]:
+    """Keep other processes from holding the same file within the block; however this one ends, it is free again.
+
+    Raises:
+        BlockingIOError: another process holds it.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:  # systems differ in which
+            raise BlockingIOError(error.errno, error.strerror, str(path)) from None
+        yield
 
 
 def append_lines(path: str | os.PathLike[str], lines: str) -> None:

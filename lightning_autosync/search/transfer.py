@@ -12,6 +12,7 @@ from pydantic import Field, ValidationError
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.documents import Record, describe_validation_error, digest
 from lightning_autosync.errors import DocumentError
+from lightning_autosync.plan.spec import Semantics
 from lightning_autosync.search.studies import StudyError, cluster_of, load_study, space_of, workload_of
 from lightning_autosync.simulator.dataset import Dataset, Sample
 from lightning_autosync.simulator.learned import Estimator, load_simulator
@@ -97,8 +98,10 @@ class Transfer:
     estimator: Estimator | None = None
 
 
-def load_transfer(settings: TransferSettings, workload: Workload, cluster: ClusterSpec) -> Transfer:
-    """Open all sources of a search for a workload on a cluster.
+def load_transfer(
+    settings: TransferSettings, workload: Workload, cluster: ClusterSpec, semantics: Semantics = "exact"
+) -> Transfer:
+    """Open all sources of a search for a workload on a cluster, for plans of some level at most.
 
     Raises:
         DocumentError: a source is not there, is damaged, or is not what the settings say of it; the message begins with
@@ -107,7 +110,10 @@ def load_transfer(settings: TransferSettings, workload: Workload, cluster: Clust
     estimator = None
     if settings.simulator is not None:
         estimator = _named("simulator", load_simulator, settings.simulator)
-    studies = [_named(f"studies.{name}", _study, source) for name, source in settings.studies.items()]
+    studies = [
+        _named(f"studies.{name}", lambda of: _study(of, workload, cluster, semantics), source)
+        for name, source in settings.studies.items()
+    ]
     samples = [
         sample
         for name, source in settings.datasets.items()
@@ -123,9 +129,17 @@ def _named(name: str, load: Any, source: Any) -> Any:
         raise type(error)(f"transfer.{name}: {error}") from None
 
 
-def _study(source: StudySource) -> optuna.Study:
+def _study(source: StudySource, workload: Workload, cluster: ClusterSpec, semantics: Semantics) -> optuna.Study:
     study = load_study(source.storage, source.name)
-    space_of(study)  # refuses one whose points cannot be read
+    space = space_of(study)  # refuses one whose points cannot be read
+    if cluster.measured:
+        space.cluster.require_measured()
+    own = workload.fingerprint, cluster.fingerprint, semantics
+    if (space.workload.fingerprint, space.cluster.fingerprint, space.semantics) == own:
+        raise StudyError(
+            f"study '{study.study_name}' is about this model on this cluster: go on with it (study.storage, study.name)"
+            " or start from others"
+        )
     found = {"model": workload_of(study).name, "cluster": cluster_of(study).name}
     for what, name in found.items():
         wanted = getattr(source, what)

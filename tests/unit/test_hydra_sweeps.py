@@ -107,6 +107,19 @@ def test_a_trial_that_cannot_be_composed_fails_alone(tmp_path: Path) -> None:
     assert "1 of 3 trials failed:" in finished.stderr
 
 
+def test_what_no_launcher_can_start_fails_and_is_not_left_running(tmp_path: Path) -> None:
+    (tmp_path / "configs" / "db").mkdir(parents=True)
+    for name, text in (("whole", "rows: [3]"), ("torn", "rows: [3")):
+        (tmp_path / "configs" / "db" / f"{name}.yaml").write_text(text)
+    torn = sweep(tmp_path, "--config-dir", str(tmp_path / "configs"), "+x=1", "+db=whole,torn")
+    assert "1 of 2 trials failed:" in torn.stderr
+    nowhere = [*command(tmp_path, "+x=1,2"), "hydra.sweep.subdir=${nowhere}", f"hydra.sweep.dir={tmp_path / 'other'}"]
+    finished = subprocess.run(nowhere, cwd=tmp_path, env=outside(), capture_output=True, text=True, timeout=120)
+    assert finished.returncode == 1
+    assert "2 of 2 trials failed:" in finished.stderr
+    assert "nowhere" in finished.stderr
+
+
 AIM = ("hydra.sweeper.direction=minimize",)
 RANDOM = (*AIM, "hydra/sweeper/sampler=random", "hydra.sweeper.sampler.seed=1", "hydra.sweeper.n_trials=2")
 
@@ -173,6 +186,14 @@ def test_a_sweep_that_is_ended_ends_its_torchrun_and_goes_on_later(tmp_path: Pat
     again = sweep(tmp_path, "+x=1,2", "+wait_at=1", f"+waited={tmp_path / 'waited'}", *TORCHRUN)
     assert again.returncode == 0, again.stderr
     assert [trial["state"] for trial in record(tmp_path)["trials"]] == ["complete", "complete"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel tells of a parent's end on Linux only")
+def test_a_sweep_that_is_killed_takes_its_torchrun_along(tmp_path: Path) -> None:
+    with waiting_sweep(tmp_path) as (process, pids):
+        process.kill()
+        process.communicate(timeout=120)
+        assert wait_until_gone(pids, 60.0) == []
 
 
 STUBBORN = """

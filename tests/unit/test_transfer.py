@@ -91,6 +91,21 @@ def test_a_study_is_opened_and_checked_by_its_names(journal: Path) -> None:
         load_transfer(wrong, TARGET.workload, TARGET.cluster)
 
 
+def test_a_study_is_no_source_of_a_search_for_the_same(journal: Path) -> None:
+    sources = parse(studies={"deep": {"storage": str(journal)}})
+    with pytest.raises(StudyError, match=r"transfer\.studies\.deep: study 'deep' is about this model on this cluster"):
+        load_transfer(sources, SOURCE.workload, SOURCE.cluster)
+
+
+def test_a_study_without_rates_is_no_source_of_a_search_with_them(tmp_path: Path) -> None:
+    unknown = PlanSpace(layers(30, "deep"), ClusterSpec.uniform(nodes=2, devices=1))
+    assert not unknown.cluster.measured
+    fill(studies.open_study(tmp_path / "x.journal", "x", unknown), unknown)
+    sources = parse(studies={"x": {"storage": str(tmp_path / "x.journal")}})
+    with pytest.raises(DocumentError, match=r"transfer\.studies\.x: cluster 'uniform': .*bandwidth: unknown"):
+        load_transfer(sources, TARGET.workload, TARGET.cluster)
+
+
 def test_a_missing_source_is_named(tmp_path: Path) -> None:
     for sources, message in (
         (parse(studies={"a": {"storage": str(tmp_path / "none.journal")}}), r"transfer\.studies\.a: .*no such journal"),

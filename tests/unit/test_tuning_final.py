@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -21,11 +22,11 @@ from lightning_autosync.search.tuning.result import Best, Outcome, Pace
 from lightning_autosync.search.tuning.settings import Settings
 
 TIMES = {
-    "ddp": ([3.0, 3.0, 3.0], [2.5, 2.5, 2.5]),
-    "ddp_view": ([2.9, 2.9, 2.9], [3.5, 3.5, 3.6]),
-    "builder": ([1.2, 1.2, 1.2], [1.2, 1.2, 1.2]),
-    "lucky": ([1.0, 1.0, 1.0], [1.3, 1.1, 1.3]),
-    "steady": ([1.1, 1.1, 1.1], [1.1, 1.1, 1.1]),
+    "ddp": ([3.0] * 5, [2.5] * 5),
+    "ddp_view": ([2.9] * 5, [3.5, 3.5, 3.5, 3.6, 3.5]),
+    "builder": ([1.2] * 5, [1.2] * 5),
+    "lucky": ([1.0] * 5, [1.3, 1.1, 1.3, 1.3, 1.3]),
+    "steady": ([1.1] * 5, [1.1] * 5),
 }
 
 
@@ -62,16 +63,17 @@ def test_what_was_only_lucky_while_it_was_chosen_is_not_praised_for_that():
 
 
 def test_a_gain_is_claimed_only_where_the_whole_interval_is_below_one():
-    close = {**TIMES, "lucky": ([1.0, 1.0, 1.0], [1.1, 1.25, 1.1])}
+    close = {**TIMES, "lucky": ([1.0] * 5, [1.1, 1.25, 1.1, 1.25, 1.1])}
     _, final = final_of(close)
     assert final.ratio("builder").median < 1 < final.ratio("builder").high
     assert not final.gains("builder")
-    single = {name: (chosen[:1], judged[:1]) for name, (chosen, judged) in TIMES.items()}
-    assert not final_of(single)[1].gains("ddp_view")  # one round has no interval
+    for count in (1, 4):
+        few = {name: (chosen[:count], judged[:count]) for name, (chosen, judged) in TIMES.items()}
+        assert not final_of(few)[1].gains("ddp_view")  # by chance all of a few rounds fall on one side
 
 
 def test_the_builder_stays_unless_a_plan_beats_it_where_it_is_chosen():
-    slower = {**TIMES, "lucky": ([1.21, 1.21, 1.21], [0.5, 0.5, 0.5]), "steady": ([1.3] * 3, [0.5] * 3)}
+    slower = {**TIMES, "lucky": ([1.21] * 5, [0.5] * 5), "steady": ([1.3] * 5, [0.5] * 5)}
     _, final = final_of(slower)
     assert final.winner == "builder"
 
@@ -79,7 +81,7 @@ def test_the_builder_stays_unless_a_plan_beats_it_where_it_is_chosen():
 def test_the_result_is_of_the_judging_rounds_and_keeps_those_that_chose():
     _, final = final_of(TIMES)
     data = final.to_dict()
-    assert data["settings"]["rounds"] == data["choosing"]["rounds"] == 3
+    assert data["settings"]["rounds"] == data["choosing"]["rounds"] == 5
     assert {name: one["round_seconds"] for name, one in data["contenders"].items()} == {
         name: judged for name, (_, judged) in TIMES.items()
     }
@@ -88,7 +90,7 @@ def test_the_result_is_of_the_judging_rounds_and_keeps_those_that_chose():
     assert kinds == {"ddp": "ddp", "ddp_view": "ddp", "builder": "builder", "lucky": "plan", "steady": "finalist"}
     assert (data["winner"], data["best_ddp"]) == ("lucky", "ddp_view")
     assert data["opponents"] == {"ddp": "ddp_view", "builder": "builder"}
-    assert data["winner_over"]["ddp"]["median"] == pytest.approx(1.3 / 3.6)
+    assert data["winner_over"]["ddp"]["median"] == pytest.approx(1.3 / 3.5)
     assert data["contenders"]["lucky"]["ratio_to_best_ddp"] == data["winner_over"]["ddp"]
     assert data["gains"] == {"ddp": True, "builder": False}
 
@@ -99,9 +101,37 @@ def test_the_lines_claim_no_gain_that_was_not_shown():
     pace = Pace(None, (), 1.0, 0)
     lines = Outcome(job, "x.journal", [], Opponent("ddp", 1.0), None, best, final, pace, False).lines()
     assert lines[0] == "best plan: trial 7 (evolved), 1300.00 ms a step"
-    assert lines[1].startswith("it takes 0.361 [")
+    assert lines[1].startswith("it takes 0.371 [")
     assert lines[1].endswith("of the time of the best DDP, ddp_view")
     assert lines[2].endswith("of the time of the best builder, builder, which is no gain")
+    _, single = final_of({name: (chosen[:1], judged[:1]) for name, (chosen, judged) in TIMES.items()})
+    lines = Outcome(job, "x.journal", [], Opponent("ddp", 1.0), None, best, single, pace, False).lines()
+    assert lines[1].endswith("of the time of the best DDP, ddp_view, in too few rounds to tell")
+
+
+@pytest.mark.parametrize(
+    ("storage", "shown"),
+    [
+        ("postgresql://me:secret@host:5432/trials", "postgresql://me:***@host:5432/trials"),
+        ("mysql+pymysql://me:a:b@host/trials", "mysql+pymysql://me:***@host/trials"),
+        ("sqlite:///runs/study.db", "sqlite:///runs/study.db"),
+        ("runs/a:b@c/study.journal", "runs/a:b@c/study.journal"),
+    ],
+)
+def test_a_result_does_not_tell_the_password_of_a_database(storage, shown):
+    settings = Settings.parse({**configuration(), "study": {"name": "s", "storage": storage}})
+    outcome = Outcome(Job.of(settings), storage, [], None, None, None, None, Pace(None, (), 1.0, 0), False)
+    assert outcome.to_dict()["study"] == {"name": "s", "storage": shown}
+    assert "secret" not in json.dumps(outcome.to_dict())
+
+
+def test_a_sweep_may_compare_outcomes_by_their_seconds():
+    job, final = final_of(TIMES)
+    best = Best(7, "evolved", 1.25, final.plans[final.winner], None)
+    pace = Pace(None, (), 1.0, 0)
+    assert float(Outcome(job, "x.journal", [], None, None, best, None, pace, False)) == 1.25
+    with pytest.raises(ValueError, match="no plan"):
+        float(Outcome(job, "x.journal", [], None, None, None, None, pace, False))
 
 
 def test_several_settings_of_ddp_come_to_it_and_as_many_rounds_choose_as_judge(tmp_path, monkeypatch):

@@ -13,7 +13,7 @@ from tuning_world import DDP_SECONDS, World
 from lightning_autosync.errors import DocumentError
 from lightning_autosync.plan import SyncPlan
 from lightning_autosync.plan.space import BUILDER
-from lightning_autosync.search.tuning.drift import Drift
+from lightning_autosync.search.drift import Drift
 from lightning_autosync.search.tuning.opponents import builder_plans
 from lightning_autosync.search.tuning.reference import REFERENCE, Reference
 from lightning_autosync.search.tuning.trials import drift_of, ranked

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import optuna
@@ -18,11 +19,15 @@ from tuning_world import World, configuration
 
 from lightning_autosync.plan import SyncPlan
 from lightning_autosync.plan.space import BUILDER
+from lightning_autosync.search import studies
+from lightning_autosync.search.studies import RUN
 from lightning_autosync.search.tuning import run as tuning_run
-from lightning_autosync.search.tuning.command import STATUS, Interrupted, tune
-from lightning_autosync.search.tuning.owner import this_process
+from lightning_autosync.search.tuning.command import STATUS, Interrupted, UnfinishedError, tune
+from lightning_autosync.search.tuning.owner import is_gone, this_process
 from lightning_autosync.search.tuning.settings import Settings
-from lightning_autosync.search.tuning.trials import OWNER, RUN
+from lightning_autosync.search.tuning.trials import OWNER
+from lightning_autosync.search.tuning.tuner import TuningError
+from lightning_autosync.workers import LaunchError
 
 
 @pytest.fixture
@@ -106,7 +111,7 @@ def test_what_a_killed_run_left_running_is_tried_again(tmp_path):
     (record,) = again.records()
     assert (record.error, record.interrupted) == ("interrupted", True)
     longer.tuner(again).run()
-    assert len(again.records()) == 18
+    assert sum(not record.interrupted for record in again.records()) == 18
     assert [record.state != "failed" for record in again.records() if record.builder == builder] == [False, True]
     assert sum(record.origin == "baseline" for record in again.records()) == len(world.space.baselines()) + 1
 
@@ -124,6 +129,29 @@ def test_of_other_processes_only_the_trials_of_dead_ones_are_ended():
     states = {trial.number: trial.state for trial in here.study.get_trials()}
     assert {number for number, state in states.items() if state == TrialState.FAIL} == {dead.number, own.number}
     assert states[alive.number] == states[elsewhere.number] == TrialState.RUNNING
+
+
+def test_a_process_that_had_the_same_number_is_gone():
+    number, _, place = this_process().partition("@")
+    assert not is_gone(f"{number}@{place}")
+    assert is_gone(f"{number.partition('.')[0]}.1@{place}")
+
+
+HOLDER = "import sys; from pathlib import Path; from lightning_autosync.documents import held\n"
+HOLDER += "with held(Path(sys.argv[1])): print('held', flush=True); input()"
+
+
+def test_a_run_that_another_process_is_at_work_on_is_refused(tmp_path, monkeypatch):
+    world = World()
+    staged(monkeypatch, world, PricedStage(world.price))
+    line = [sys.executable, "-c", HOLDER, str(tmp_path / ".tune.lock")]
+    with subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"held\n"
+        with pytest.raises(TuningError, match=f"{tmp_path}: another process is at work on this run"):
+            tune(configuration(), tmp_path)
+        other.kill()
+    tune(configuration(), tmp_path)
 
 
 def staged(monkeypatch: pytest.MonkeyPatch, world: World, stage: PricedStage) -> list[dict[str, Any]]:
@@ -151,8 +179,28 @@ def test_after_a_ctrl_c_the_command_ends_with_130_and_says_how_to_go_on(tmp_path
     assert f"hydra.run.dir={tmp_path}" in capsys.readouterr().out
     staged(monkeypatch, world, PricedStage(world.price))
     outcome = tune(configuration(), tmp_path)
-    assert len(outcome.records) == 16
+    assert sum(not record.interrupted for record in outcome.records) == 16
     assert not outcome.interrupted
+
+
+def test_a_search_that_cannot_go_on_leaves_what_it_found(tmp_path, monkeypatch):
+    world = World()
+
+    def price(name: str, order: Mapping[str, Any]) -> float:
+        if name == "trial 13":
+            raise LaunchError("no worker can be started any more")
+        return world.price(name, order)
+
+    staged(monkeypatch, world, PricedStage(price))
+    with pytest.raises(UnfinishedError, match="no worker can be started any more; what was found") as caught:
+        tune(configuration(), tmp_path)
+    found = json.loads((tmp_path / "result.json").read_text())
+    assert found["failure"] == "no worker can be started any more"
+    assert not found["interrupted"]
+    assert caught.value.outcome.best is not None
+    assert SyncPlan.load(tmp_path / "plan.yaml").to_dict() == found["best"]["plan"]
+    staged(monkeypatch, world, PricedStage(world.price))
+    assert tune(configuration(), tmp_path).failure is None
 
 
 def test_a_ctrl_c_before_the_first_trial_ends_likewise_and_writes_nothing(tmp_path, monkeypatch, capsys):
@@ -182,3 +230,16 @@ def test_every_sampler_has_the_same_opponents(search, tmp_path, monkeypatch):
     assert outcome.ddp is not None
     assert outcome.ddp.seconds == pytest.approx(1.01 * 0.4)
     assert len(asked[0]["rivals"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("changed", "field"), [({"scheduling": "none"}, "scheduling"), ({"launch": {"kind": "emulated"}}, "launch")]
+)
+def test_times_of_another_job_are_not_gone_on_with(tmp_path, changed, field):
+    world = World(tmp_path)
+    study = world.trials().study
+    world.job.hold(study)
+    world.job.hold(study)
+    other = replace(world.job, settings=Settings.parse({**configuration(), **changed}))
+    with pytest.raises(studies.StudyError, match=f"{field}: study '.*' was measured with"):
+        other.hold(study)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -54,24 +55,29 @@ def tune(configuration: dict[str, Any], directory: Path) -> Outcome:
 
     Raises:
         AutoSyncError: a setting is wrong, workers cannot be started, or too many trials failed.
+        UnfinishedError: the same after some trials came to a time; the report tells of these.
         Interrupted: by a Ctrl-C; the report tells of what was found until then.
     """
     try:
         outcome = command.tune(configuration, directory)
     except command.Interrupted as ended:
         if ended.outcome is not None:
-            _report(directory)
+            _report(directory, ended.outcome)
+        raise
+    except command.UnfinishedError as ended:
+        _report(directory, ended.outcome)
         raise
     try:
         _trace(outcome, directory)
     except AutoSyncError as error:
         _log.warning("no timeline was measured: %s", error)
-    _report(directory)
+    _report(directory, outcome)
     return outcome
 
 
-def _report(directory: Path) -> None:
-    write_report(TuningRun.load(directory), directory / REPORT)
+def _report(directory: Path, outcome: Outcome) -> None:
+    storage = outcome.storage if "://" in outcome.storage else None
+    write_report(replace(TuningRun.load(directory), storage=storage), directory / REPORT)
     print(directory / REPORT)
 
 

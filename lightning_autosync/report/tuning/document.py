@@ -30,6 +30,8 @@ class Trial(Record):
         elapsed: seconds that the trial took in all.
         error: why it failed or was stopped.
         builder: name of the builder whose plan it is.
+        corrected: ``seconds`` on the footing of the run; None if there is none, or from releases that did not say it.
+        interrupted: whether it failed by nothing of its plan's doing.
     """
 
     model_config = _LENIENT
@@ -43,6 +45,8 @@ class Trial(Record):
     elapsed: NonNegativeFloat | None = None
     error: str | None = None
     builder: str | None = None
+    corrected: PositiveFloat | None = None
+    interrupted: bool = False
 
 
 class Opponent(Record):
@@ -126,6 +130,7 @@ class TuningResult(Document):
         drift: turns of the reference plan.
         timing: pace of the search.
         interrupted: whether somebody ended it.
+        failure: why it could not go on; None if it came to its end.
         environment: versions, cores, load and whatever else was noted.
     """
 
@@ -145,6 +150,7 @@ class TuningResult(Document):
     drift: Reference = Reference()
     timing: Timing = Timing()
     interrupted: bool = False
+    failure: str | None = None
     environment: dict[str, Any] = Field(default_factory=dict)
 
 

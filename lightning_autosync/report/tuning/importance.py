@@ -36,7 +36,7 @@ class Importance:
         return [(name, share) for name, share in self.shares.items() if share > 0.001][:_MOST_SHOWN]
 
 
-def importance_of(address: StudyAddress, directory: Path) -> Importance | str:
+def importance_of(address: StudyAddress, directory: Path, storage: str | None = None) -> Importance | str:
     """The importance of a study's parameters (Watanabe et al., PED-ANOVA, IJCAI 2023), or why there is none.
 
     A tenth of the complete trials counts as good, or as many as it takes for five of them, up to a quarter.
@@ -44,11 +44,12 @@ def importance_of(address: StudyAddress, directory: Path) -> Importance | str:
     Args:
         address: of the study; a relative path of a journal is also looked for in ``directory``.
         directory: of the tuning run.
+        storage: in place of the address's, which has no password.
     """
     from lightning_autosync.search.studies import load_study
 
     try:
-        study = load_study(_journal(address.storage, directory), address.name)
+        study = load_study(storage or _journal(address.storage, directory), address.name)
     except AutoSyncError as error:
         return str(error)
     from optuna.importance import PedAnovaImportanceEvaluator, get_param_importances

@@ -121,7 +121,7 @@ def _timelines(run: TuningRun, view: PlanView | None) -> dict[str, Timeline]:
 def _importance(run: TuningRun) -> Importance | str:
     if run.result.study is None:
         return "The run does not say where its study is."
-    return importance_of(run.result.study, run.directory)
+    return importance_of(run.result.study, run.directory, run.storage)
 
 
 def _final_rows(run: TuningRun) -> list[dict[str, str]]:

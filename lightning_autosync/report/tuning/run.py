@@ -17,8 +17,8 @@ from lightning_autosync.errors import DocumentError
 from lightning_autosync.plan import SyncPlan
 from lightning_autosync.report.tuning.document import Trial, TuningResult, read_result
 from lightning_autosync.report.tuning.final import Final
+from lightning_autosync.search.drift import Drift
 from lightning_autosync.search.studies import BASELINE
-from lightning_autosync.search.tuning.drift import Drift
 from lightning_autosync.workload import Workload
 
 
@@ -31,6 +31,7 @@ class TuningRun:
         result: its ``result.json``.
         cluster, workload: the machines and the model, as they were measured.
         plan: the best plan; None if no trial came to a time.
+        storage: of the study, password and all, where it is known; ``result`` has it without.
     """
 
     directory: Path
@@ -38,6 +39,7 @@ class TuningRun:
     cluster: ClusterSpec
     workload: Workload
     plan: SyncPlan | None
+    storage: str | None = None
 
     @classmethod
     def load(cls, directory: Path) -> TuningRun:
@@ -47,6 +49,8 @@ class TuningRun:
             DocumentError: (or a subclass) a file is missing, cut off, of another format, or inconsistent.
         """
         result = read_result(directory)
+        if all(trial.interrupted for trial in result.trials):
+            raise DocumentError(f"{directory}: every trial was interrupted, so there is nothing to report")
         where = f"{directory / 'result.json'}"
         workload = {name: value for name, value in result.workload.items() if name != "bytes"}
         return cls(
@@ -57,9 +61,10 @@ class TuningRun:
             None if result.best is None else SyncPlan.from_dict(result.best.plan, source=f"{where}: best.plan"),
         )
 
-    @property
+    @cached_property
     def trials(self) -> Sequence[Trial]:
-        return self.result.trials
+        """Those that were not interrupted, of whose plans nothing is known."""
+        return [trial for trial in self.result.trials if not trial.interrupted]
 
     @property
     def title(self) -> str:
@@ -93,7 +98,9 @@ class TuningRun:
 
     def seconds(self, trial: Trial) -> float | None:
         """Of a step of the trial, brought to the machine's usual speed where that drifted; None without a time."""
-        return None if trial.seconds is None else self.drift.corrected(trial.number, trial.seconds)
+        if trial.seconds is None or trial.corrected is not None:
+            return trial.corrected
+        return self.drift.corrected(trial.number, trial.seconds)
 
     @cached_property
     def complete_seconds(self) -> dict[int, float]:

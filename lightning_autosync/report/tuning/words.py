@@ -8,6 +8,7 @@ from lightning_autosync.bench.statistics import CONFIDENCE, Interval
 from lightning_autosync.report.tuning.final import Final
 from lightning_autosync.report.tuning.run import TuningRun
 from lightning_autosync.report.units import milliseconds
+from lightning_autosync.search.tuning.final import LEAST_ROUNDS
 
 
 def summary(run: TuningRun) -> list[str]:
@@ -51,6 +52,8 @@ def _claims(final: Final) -> Iterator[str]:
     if final.builder is not None and final.builder != final.winner:
         claims.append(f"{faster(final.speedup(final.builder))} the best hand-made builder ({final.builder})")
     yield f"In interleaved rounds it was {' and '.join(claims)}."
+    if (rounds := len(final.best.rounds)) < LEAST_ROUNDS:
+        yield f"{rounds} rounds are too few to claim that: take rounds={LEAST_ROUNDS} or more."
     if final.builder == final.winner:
         yield "In these rounds no plan that was searched beat this builder's."
 
@@ -76,6 +79,8 @@ def _search(run: TuningRun) -> Iterator[str]:
         yield "reference plan that was measured again and again."
     if run.result.interrupted:
         yield "The search was interrupted before its budget was spent."
+    if run.result.failure is not None:
+        yield f"The run could not go on: {run.result.failure}."
 
 
 def _honesty(run: TuningRun) -> str:

@@ -10,14 +10,16 @@ from typing import Any
 
 from rich.console import Console
 
-from lightning_autosync.documents import write_text
+from lightning_autosync.documents import held, write_text
 from lightning_autosync.search.tuning.result import Outcome
 from lightning_autosync.search.tuning.run import Run
 from lightning_autosync.search.tuning.settings import Settings
+from lightning_autosync.search.tuning.tuner import TuningError
 from lightning_autosync.search.tuning.within_job import require_job, serve
 
 PLAN = "plan.yaml"
 RESULT = "result.json"
+_LOCK = ".tune.lock"
 STATUS = 130
 """Exit status after a Ctrl-C: 128 and the number of SIGINT, as shells have it."""
 
@@ -34,6 +36,18 @@ class Interrupted(SystemExit):
         self.outcome = outcome
 
 
+class UnfinishedError(TuningError):
+    """A run could not go on; what was found until then is written.
+
+    Attributes:
+        outcome: what that is.
+    """
+
+    def __init__(self, outcome: Outcome) -> None:
+        super().__init__(f"{outcome.failure}; what was found until then is written")
+        self.outcome = outcome
+
+
 def tune(configuration: dict[str, Any], directory: Path) -> Outcome:
     """Run the search; ``plan.yaml``, ``result.json``, the finalists' plans and the study appear in ``directory``.
 
@@ -42,6 +56,7 @@ def tune(configuration: dict[str, Any], directory: Path) -> Outcome:
 
     Raises:
         AutoSyncError: a setting is wrong, workers cannot be started, or too many trials failed.
+        UnfinishedError: the same, after all files were written for the trials that came to a time.
         Interrupted: by a Ctrl-C, after all files were written for what was found until then.
     """
     _quiet_optuna()
@@ -52,14 +67,19 @@ def tune(configuration: dict[str, Any], directory: Path) -> Outcome:
             serve(settings.timeout, settings.scheduling == "batch")
     console = Console()
     try:
-        outcome = Run(settings, directory).run()
+        with held(directory / _LOCK):
+            outcome = Run(settings, directory).run()
+    except BlockingIOError:
+        raise TuningError(f"{directory}: another process is at work on this run; let it end first") from None
     except KeyboardInterrupt:
         raise _interrupted(None, directory, console) from None
-    if outcome.interrupted and not outcome.records:
+    if outcome.interrupted and all(record.interrupted for record in outcome.records):
         raise _interrupted(None, directory, console)
     _write(outcome, directory, console)
     if outcome.interrupted:
         raise _interrupted(outcome, directory, console)
+    if outcome.failure is not None:
+        raise UnfinishedError(outcome)
     return outcome
 
 

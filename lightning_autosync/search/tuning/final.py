@@ -24,6 +24,8 @@ from lightning_autosync.search.tuning.job import Job, bench_settings
 from lightning_autosync.search.tuning.stage import Stage, reason
 from lightning_autosync.workers import WorkerError
 
+LEAST_ROUNDS = 5
+"""Judging rounds below which nothing is claimed: all of four fall on one side by chance too often."""
 _log = logging.getLogger(__name__)
 
 
@@ -86,11 +88,13 @@ class Final:
         return self.result.ratio(self.winner, name)
 
     def gains(self, name: str) -> bool:
-        """Whether it may be claimed that the winner is faster than another: the whole interval of the ratio is below 1.
+        """Whether the winner may be claimed to be faster than another: the ratio's whole interval is below 1."""
+        return self.tells and self.ratio(name).high < 1
 
-        One round has no interval.
-        """
-        return self.result.settings.rounds > 1 and self.ratio(name).high < 1
+    @property
+    def tells(self) -> bool:
+        """Whether there were rounds enough to claim anything."""
+        return self.result.settings.rounds >= LEAST_ROUNDS
 
     def to_dict(self) -> dict[str, Any]:
         """As a bench writes the judging rounds; contenders say what they are, the winner how it stands to opponents."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
 from typing import Any
+
+import optuna
 
 from lightning_autosync.bench import settings as bench
 from lightning_autosync.bench.interleaving import Pool
@@ -11,11 +14,14 @@ from lightning_autosync.bench.preparation import prepare
 from lightning_autosync.bench.settings import DDPOptions
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.plan import SyncPlan
+from lightning_autosync.search.studies import StudyError
 from lightning_autosync.search.tuning.settings import Settings
 from lightning_autosync.workload import Workload
 
 PACED = ("paced", "flat")
 """Kinds of models whose times are known, since they compute by the clock or not at all."""
+JOB = "autosync:job"
+"""User attribute of a study: what its times depend on beside workload and cluster, as JSON text."""
 _PROFILE = "lightning_autosync.search.tuning.profile:profile"
 
 
@@ -53,6 +59,25 @@ class Job:
         found = pool.run(_PROFILE, model=self.settings.model.model_dump())
         workloads = [Workload.from_dict(data, "profile") for data in found]
         return replace(self, workload=max(workloads, key=lambda one: one.forward_time + one.backward_time))
+
+    def hold(self, study: optuna.Study) -> None:
+        """See to it that times of a study are of jobs like this one.
+
+        Raises:
+            StudyError: it is of another model or launch, or of workers that are scheduled otherwise.
+        """
+        settings = self.settings
+        launch = "torchrun" if settings.within_job else settings.launch.kind
+        model = settings.model.model_dump(mode="json")
+        own = {"model": model, "launch": launch, "scheduling": settings.scheduling}
+        kept = json.loads(study.user_attrs.get(JOB, "{}"))
+        for name, value in own.items():
+            if name in kept and kept[name] != value:
+                raise StudyError(
+                    f"{name}: study '{study.study_name}' was measured with {kept[name]!r}, not {value!r}; give that or "
+                    "another study.name or hydra.run.dir"
+                )
+        study.set_user_attr(JOB, json.dumps(own))
 
     def plan_order(self, plan: SyncPlan) -> dict[str, Any]:
         """Arguments of `lightning_autosync.bench.contenders.set_up` for a plan, but for the name."""

@@ -15,7 +15,7 @@ from lightning_autosync.errors import DocumentError
 from lightning_autosync.plan import SyncPlan, compile_plan
 from lightning_autosync.plan.builders import build
 from lightning_autosync.plan.space import BUILDER, PlanSpace
-from lightning_autosync.search.tuning.drift import Drift
+from lightning_autosync.search.drift import Drift
 from lightning_autosync.search.tuning.interruptions import uninterrupted
 from lightning_autosync.search.tuning.job import Job
 from lightning_autosync.search.tuning.measuring import Course, Rule, measure_in_turns

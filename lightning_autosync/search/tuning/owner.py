@@ -5,25 +5,35 @@ from __future__ import annotations
 import os
 import socket
 from contextlib import suppress
+from pathlib import Path
 
 
 def this_process() -> str:
     """A name by which a process on this machine can tell whether this one lives."""
-    return f"{os.getpid()}@{_place()}"
+    return f"{os.getpid()}.{_begin(os.getpid())}@{_place()}"
 
 
 def is_gone(process: str) -> bool:
     """Whether the process of that name has ended; False of one that is elsewhere, of which nothing can be known."""
     number, _, place = process.partition("@")
-    if place != _place() or not number.isdigit():
+    pid, _, begin = number.partition(".")
+    if place != _place() or not pid.isdigit():
         return False
     try:
-        os.kill(int(number), 0)
+        os.kill(int(pid), 0)
     except ProcessLookupError:
         return True
     except OSError:  # it is there, and another user's
         return False
-    return False
+    return begin not in ("", _begin(int(pid)))  # numbers are given again
+
+
+def _begin(pid: int) -> str:
+    """When a process began, by the kernel's clock, where there is ``/proc``."""
+    with suppress(OSError):
+        # Behind the name, which is in parentheses and may hold anything, it is the twentieth field.
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    return ""
 
 
 def _place() -> str:

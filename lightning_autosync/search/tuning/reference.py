@@ -21,6 +21,8 @@ _STEPS = 2
 """Steps of a turn beside a batch of trials."""
 _TRIES = 3
 """Plans that are tried in turn where the one before does not run."""
+_FAILURES = 2
+"""Failures one after the other after which the reference is measured no more: a hanging one takes a time-out each."""
 _log = logging.getLogger(__name__)
 
 
@@ -36,6 +38,7 @@ class Reference:
         self._job = job
         self._stage = stage
         self._entrant: Entrant | None = None
+        self._failures = 0
 
     def settle(self, study: optuna.Study, plans: Sequence[SyncPlan]) -> None:
         """Take the plan that the study has for it; else the first of ``plans`` that runs, which the study then keeps.
@@ -57,7 +60,7 @@ class Reference:
 
     def measure(self) -> float | None:
         """Seconds of a step just now; None if it failed, or if there is no reference."""
-        if self._entrant is None:
+        if self._entrant is None or self._failures >= _FAILURES:
             return None
         course = Course(self._entrant)
         try:
@@ -65,13 +68,16 @@ class Reference:
                 for _ in range(self._job.settings.trial.warm_up):
                     self._stage.measure(self._entrant, 1)
             course.add(self._stage.measure(self._entrant, _STEPS))
+            self._failures = 0
         except TrialError as error:
-            _log.warning("the reference failed: %s", error)
+            self._failures += 1
+            end = "; it is measured no more" if self._failures == _FAILURES else ""
+            _log.warning("the reference failed: %s%s", error, end)
         return course.seconds
 
     def course(self) -> Course | None:
         """It as one of those that are measured in turns, apart from the others."""
-        return None if self._entrant is None else Course(self._entrant, apart=True)
+        return None if self._entrant is None or self._failures >= _FAILURES else Course(self._entrant, apart=True)
 
     def take_down(self) -> None:
         """Let the workers forget it until it is measured again."""
@@ -80,6 +86,7 @@ class Reference:
 
     def _take(self, plan: SyncPlan) -> None:
         self.take_down()
+        self._failures = 0
         self._entrant = Entrant("reference", self._job.plan_order(plan))
 
 

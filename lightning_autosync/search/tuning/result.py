@@ -7,11 +7,12 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from lightning_autosync.plan import SyncPlan
-from lightning_autosync.search.tuning.drift import Drift
+from lightning_autosync.search.drift import Drift
+from lightning_autosync.search.studies import without_password
 from lightning_autosync.search.tuning.final import Final
 from lightning_autosync.search.tuning.job import Job
 from lightning_autosync.search.tuning.opponents import Opponent
-from lightning_autosync.search.tuning.trials import Record, drift_of
+from lightning_autosync.search.tuning.trials import Record, drift_of, footing_of
 
 FORMAT = "autosync-tuning/1"
 _OPPONENTS = {"ddp": "best DDP", "builder": "best builder"}
@@ -87,6 +88,7 @@ class Outcome:
         final: the last comparison; None if the run was interrupted or workers failed in it.
         pace: how fast it went.
         interrupted: whether somebody ended it.
+        failure: why the search or the last comparison could not go on; None if they came to their end.
         run: the run among several of the study, whose drift counts; None where all trials are of this one.
         measured: what was measured before the trials, as plain data.
     """
@@ -100,8 +102,19 @@ class Outcome:
     final: Final | None
     pace: Pace
     interrupted: bool
+    failure: str | None = None
     run: str | None = None
     measured: Mapping[str, Any] = field(default_factory=dict)
+
+    def __float__(self) -> float:
+        """Seconds of a step of the best plan, which a sweep over tuning runs may compare.
+
+        Raises:
+            ValueError: no plan came to a time.
+        """
+        if self.best is None:
+            raise ValueError("no plan came to a time")
+        return self.best.seconds
 
     @property
     def drift(self) -> Drift:
@@ -113,25 +126,36 @@ class Outcome:
         settings = self.job.settings
         return {
             "format": FORMAT,
-            "settings": settings.model_dump(mode="json"),
+            "settings": _without_passwords(settings.model_dump(mode="json")),
             "cluster": self.job.cluster.to_dict(),
             "workload": {"bytes": self.job.workload.bytes, **self.job.workload.to_dict()},
             "semantics": settings.semantics,
-            "study": {"name": settings.study.name, "storage": self.storage},
+            "study": {"name": settings.study.name, "storage": without_password(self.storage)},
             "best": None if self.best is None else self.best.to_dict(),
             "opponents": {
                 "ddp": None if self.ddp is None else asdict(self.ddp),
                 "builder": None if self.builder is None else asdict(self.builder),
                 **self.measured,
             },
-            "trials": [record.to_dict() for record in self.records],
+            "trials": self._trials(),
             "final": None if self.final is None else self.final.to_dict(),
             "emulated": {"links": settings.emulated, "compute": settings.model.kind == "paced"},
             "drift": self.drift.to_dict(),
             "timing": self.pace.to_dict(),
             "interrupted": self.interrupted,
+            "failure": self.failure,
             "environment": {} if self.final is None else self.final.result.conditions,
         }
+
+    def _trials(self) -> list[dict[str, Any]]:
+        """Every trial; ``corrected`` are its seconds on the footing of this run."""
+        footing, made = footing_of(self.records, self.run), []
+        for record in self.records:
+            run = None if self.run is None else record.run
+            seconds = record.seconds
+            corrected = None if seconds is None else footing.bring(run, record.number, seconds)
+            made.append({**record.to_dict(), "corrected": corrected})
+        return made
 
     def lines(self) -> list[str]:
         """What a reader must know, a line each."""
@@ -150,7 +174,7 @@ class Outcome:
         return lines
 
     def _count(self) -> list[str]:
-        states = [record.state for record in self.records]
+        states = [record.state for record in self.records if not record.interrupted]
         counts = ", ".join(f"{states.count(state)} {state}" for state in ("complete", "pruned", "failed"))
         pace, proposals = self.pace.trials_per_minute, self.pace.proposals
         if pace is None or not proposals:
@@ -167,9 +191,18 @@ class Outcome:
         return lines
 
 
+def _without_passwords(value: Any) -> Any:
+    """Plain data; who reads a result need not know the passwords of databases."""
+    if isinstance(value, dict):
+        return {name: _without_passwords(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [_without_passwords(one) for one in value]
+    return without_password(value) if isinstance(value, str) and "://" in value else value
+
+
 def _standing(final: Final, kind: str, name: str) -> str:
     """How the winner stands to an opponent; a gain is claimed only where the interval says so."""
     ratio, what = final.ratio(name), _OPPONENTS[kind]
     share = f"{ratio.median:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]"
-    claim = "" if final.gains(name) else ", which is no gain"
+    claim = "" if final.gains(name) else ", which is no gain" if final.tells else ", in too few rounds to tell"
     return f"it takes {share} of the time of the {what}, {name}{claim}"

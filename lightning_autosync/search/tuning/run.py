@@ -10,6 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from lightning_autosync.documents import digest
+from lightning_autosync.errors import AutoSyncError
 from lightning_autosync.plan import SyncPlan
 from lightning_autosync.plan.builders import build
 from lightning_autosync.plan.space import PlanSpace
@@ -21,9 +23,9 @@ from lightning_autosync.search.tuning.opponents import Opponent, Opponents, buil
 from lightning_autosync.search.tuning.reference import Reference
 from lightning_autosync.search.tuning.result import Best, Outcome, Pace
 from lightning_autosync.search.tuning.samplers import Space, make_sampler
-from lightning_autosync.search.tuning.settings import Settings
+from lightning_autosync.search.tuning.settings import SearchSettings, Settings
 from lightning_autosync.search.tuning.sources import Sources
-from lightning_autosync.search.tuning.stage import Stage
+from lightning_autosync.search.tuning.stage import Stage, reason
 from lightning_autosync.search.tuning.trials import Record, Trials, drift_of, ranked
 from lightning_autosync.search.tuning.tuner import Tuner, TuningError
 
@@ -55,13 +57,13 @@ class Run:
     def run(self) -> Outcome:
         """Tune.
 
-        An interruption ends the search early, and the outcome says so. With a budget that is spent already, only the
-        last comparison is made.
+        An interruption, or an error after some trials came to a time, ends the search early, and the outcome says so.
+        With a budget that is spent already, only the last comparison is made.
 
         Raises:
             StudyError: the study is of another space, or cannot be opened.
-            TuningError: no DDP ran, or too many trials failed.
-            LaunchError: workers cannot be started.
+            TuningError: no DDP ran, or too many trials failed, before any trial came to a time.
+            LaunchError: workers cannot be started; likewise.
         """
         with Stage(self._settings, self._job.cluster) as stage:
             self._job = self._with_times(stage)
@@ -69,7 +71,7 @@ class Run:
             reference = Reference(self._job, stage)
             opponents = Opponents(self._job, stage, reference, trials.study, trials.own)
             tuner = Tuner(self._job, stage, trials, opponents, reference, self._sources.estimator)
-            final, interrupted = None, False
+            final, interrupted, failure = None, False, None
             try:
                 builders = builder_plans(self._job)
                 reference.settle(trials.study, self._by_price(builders))
@@ -79,6 +81,10 @@ class Run:
             except KeyboardInterrupt:
                 _log.warning("interrupted; keeping what was found so far")
                 interrupted = True
+            except AutoSyncError as error:
+                if not ranked(trials.records(), trials.own):
+                    raise
+                failure = reason(error)
             pace = Pace(tuner.trials_per_minute, trials.proposals, time.perf_counter() - self._begin, stage.restarts)
         records = trials.records()
         return Outcome(
@@ -91,6 +97,7 @@ class Run:
             final=final,
             pace=pace,
             interrupted=interrupted,
+            failure=failure,
             run=trials.own,
             measured=opponents.to_dict(),
         )
@@ -117,16 +124,26 @@ class Run:
 
     def _open(self, space: Space) -> Trials:
         settings = self._settings
-        sampler = make_sampler(settings.search, space, self._sources)
         described: Any = space  # a space of buckets has all that a study asks of one of plans
-        study = studies.open_study(self._storage, settings.study.name, described, sampler=sampler)
+        study = studies.open_study(self._storage, settings.study.name, described)
+        self._job.hold(study)
         alone = settings.study.storage is None
         trials = Trials(study, space, settings.search.sampler, str(self._directory.absolute()), alone)
+        study.sampler = make_sampler(self._seeded(trials), space, self._sources)
         if left := trials.settle():
             _log.info("%d trials of an interrupted session have failed; their plans may be tried again", left)
         if settings.search.baselines:
             studies.enqueue_baselines(study, described)
         return trials
+
+    def _seeded(self, trials: Trials) -> SearchSettings:
+        """The settings of the search with a seed of this session's own: one that goes on, or has others beside it, must
+        not draw again what was drawn before."""
+        search, told = self._settings.search, len(trials.records())
+        if search.seed is None or (trials.alone and not told):
+            return search
+        own = int(digest([search.seed, trials.run, told]), 16) % 2**32
+        return search.model_copy(update={"seed": own})
 
     def _by_price(self, builders: Mapping[str, SyncPlan]) -> list[SyncPlan]:
         """Builders' plans, those first that should be fastest, where anything is known of that."""

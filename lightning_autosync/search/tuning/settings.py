@@ -23,9 +23,11 @@ class SearchSettings(Record):
     Attributes:
         sampler: ``autosync``; ``random``, ``tpe``, ``gp`` of Optuna on the same space; or ``horovod``, a Gaussian
             process over the size of DDP's buckets and nothing else, as Horovod's autotuning.
-        budget: trials of the study, those of builders and failed ones included; a resumed run counts what was there.
+        budget: trials of the study, those of builders and failed ones included, interrupted ones not; a resumed run
+            counts what was there.
         batch: trials that are proposed at once and measured in turns.
-        seed: of the sampler.
+        seed: of the sampler, in the first session of a run with a journal of its own; others, which must not draw the
+            same again, derive theirs from it.
         baselines: the builders' plans are the first trials; else, and where they are no points of the sampler's space
             (``horovod``), they are measured before them, as DDP is.
         failures: trials of this run that may fail one after the other before it is given up.

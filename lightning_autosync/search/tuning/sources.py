@@ -41,7 +41,7 @@ class Sources:
         """
         settings = job.settings
         constants = _constants(settings)
-        transfer = load_transfer(settings.transfer, job.workload, job.cluster)
+        transfer = load_transfer(settings.transfer, job.workload, job.cluster, settings.semantics)
         estimator = transfer.estimator or settings.simulator.build(constants, settings.search.seed or 0)
         return cls(estimator if job.cluster.measured else None, constants, transfer.studies, transfer.samples)
 

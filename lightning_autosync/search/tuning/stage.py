@@ -97,7 +97,11 @@ class Stage:
             WorkerError: they did not start.
         """
         if self._pool is None:
-            self._pool = self._start()
+            try:
+                self._pool = self._start()
+            except WorkerError as error:  # on a busy machine one may be too late; twice is no chance
+                _log.warning("workers did not start: %s; once more", reason(error))
+                self._pool = self._start()
             self._life += 1
         return self._pool
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -14,27 +14,31 @@ from optuna.trial import FrozenTrial, TrialState
 
 from lightning_autosync.plan import SyncPlan
 from lightning_autosync.plan.space import BUILDER, COMPOSED
+from lightning_autosync.search.drift import Drift, Footing
 from lightning_autosync.search.studies import (
+    BATCH,
     ERROR,
     INTERRUPTED,
     ORIGIN,
     PLAN,
     PREDICTED,
+    REFERENCE,
+    REFINED,
+    RUN,
     STEPS,
     measured_steps,
+    plan_of,
     suggest,
     was_interrupted,
 )
 from lightning_autosync.search.tuning.buckets import BucketSpace
-from lightning_autosync.search.tuning.drift import Drift
 from lightning_autosync.search.tuning.interruptions import uninterrupted
 from lightning_autosync.search.tuning.measuring import Course
 from lightning_autosync.search.tuning.owner import is_gone, this_process
 from lightning_autosync.search.tuning.samplers import Space
 
-SECONDS, ELAPSED, REFERENCE, BATCH, RUN, OWNER = "seconds", "elapsed", "reference", "batch", "run", "owner"
-"""Further user attributes of a trial: the median step; what the trial took; the reference measured beside its batch;
-the number of the first trial of that; and the run directory and the process it belongs to."""
+SECONDS, ELAPSED, OWNER = "seconds", "elapsed", "owner"
+"""Further user attributes of a trial: the median step; what the trial took; the process that it belongs to."""
 _STATES = {TrialState.COMPLETE: "complete", TrialState.PRUNED: "pruned", TrialState.FAIL: "failed"}
 
 
@@ -62,7 +66,7 @@ class Record:
         """What its attributes say."""
         attributes = trial.user_attrs
         steps = measured_steps(trial)
-        builder = trial.params.get(BUILDER, COMPOSED)
+        builder = COMPOSED if REFINED in attributes else trial.params.get(BUILDER, COMPOSED)
         return cls(
             number=trial.number,
             origin=str(attributes.get(ORIGIN, "unknown")),
@@ -136,7 +140,7 @@ class Trials:
 
     def plan(self, trial: optuna.Trial | FrozenTrial) -> SyncPlan:
         """The plan that a trial stands for."""
-        return self.space.plan(trial.params)
+        return self.space.plan(trial.params) if isinstance(self.space, BucketSpace) else plan_of(trial, self.space)
 
     def plan_of(self, number: int) -> SyncPlan:
         """The plan of the finished trial with this number."""
@@ -200,38 +204,44 @@ def of_run(records: Sequence[Record], run: str | None) -> list[Record]:
     return [record for record in records if run is None or record.run == run]
 
 
-def drift_of(records: Sequence[Record], run: str | None = None) -> Drift:
-    """The drift of the machine of one run, which the reference shows that had a turn beside each of its batches.
+def footing_of(records: Sequence[Record], run: str | None = None, now: Mapping[int, float] | None = None) -> Footing:
+    """The footing of one run, which the reference shows that had a turn beside each of its batches.
 
     Args:
         records: of the study.
         run: None takes all trials to be of one run.
+        now: further turns of that run, as of a batch none of whose trials has ended.
     """
-    return _drift(of_run(records, run))
+    turns: dict[str | None, dict[int, float]] = {run: {}}
+    for record in records:
+        if record.batch is not None and record.reference is not None:
+            turns.setdefault(record.run if run is not None else None, {})[record.batch] = record.reference
+    turns[run] |= now or {}
+    return Footing(turns, run)
 
 
-def _drift(records: Sequence[Record]) -> Drift:
-    turns = {record.batch: record.reference for record in records}
-    return Drift({batch: seconds for batch, seconds in turns.items() if batch is not None and seconds is not None})
+def drift_of(records: Sequence[Record], run: str | None = None) -> Drift:
+    """The drift of the machine of one run; of all trials where ``run`` is None."""
+    return footing_of(records, run).base
 
 
-def ranked(records: Sequence[Record], run: str | None = None) -> list[tuple[Record, float]]:
+def ranked(
+    records: Sequence[Record], run: str | None = None, now: Mapping[int, float] | None = None
+) -> list[tuple[Record, float]]:
     """Trials that ran to their end with their seconds (corrected where the machine drifted), fastest first.
 
     Of a plan that was tried several times the median counts, and its first trial stands for it.
 
     Args:
         records: of the study.
-        run: on whose footing the seconds are; those of other runs are brought to it by the reference that all measure.
-            None takes all trials to be of one run.
+        run: on whose footing the seconds are. None takes all trials to be of one run.
+        now: as of `footing_of`.
     """
-    base = drift_of(records, run)
-    others = {record.run for record in records} - {run} if run is not None else set()
-    stretches = {name: _drift([record for record in records if record.run == name]) for name in others}
+    footing = footing_of(records, run, now)
     by_plan: dict[str, list[tuple[Record, float]]] = {}
     for record in records:
         if record.state == "complete" and record.seconds is not None and record.plan is not None:
-            seconds = base.bring(stretches.get(record.run, base), record.number, record.seconds)
+            seconds = footing.bring(None if run is None else record.run, record.number, record.seconds)
             by_plan.setdefault(record.plan, []).append((record, seconds))
     best = [(found[0][0], statistics.median(seconds for _, seconds in found)) for found in by_plan.values()]
     return sorted(best, key=lambda pair: pair[1])

@@ -18,7 +18,7 @@ from lightning_autosync.search.tuning.opponents import Opponents
 from lightning_autosync.search.tuning.progress import TuningProgress
 from lightning_autosync.search.tuning.reference import Reference
 from lightning_autosync.search.tuning.stage import Entrant, Stage
-from lightning_autosync.search.tuning.trials import Record, Trials, drift_of, of_run, ranked
+from lightning_autosync.search.tuning.trials import Record, Trials, drift_of, footing_of, of_run, ranked
 from lightning_autosync.simulator.learned import Estimator
 
 
@@ -85,7 +85,7 @@ class Tuner:
         return 60 * self._count / self._seconds if self._count else None
 
     def run(self) -> None:
-        """Spend the budget.
+        """Spend the budget; trials that were interrupted count for nothing.
 
         Raises:
             TuningError: too many trials failed one after the other.
@@ -93,18 +93,21 @@ class Tuner:
             KeyboardInterrupt: as it came; trials that were under way are failed ones, which may be tried again.
         """
         search = self._job.settings.search
-        records = self._trials.records()
-        with TuningProgress(search.budget, len(records)) as progress:
-            while len(records) < search.budget:
+        spent = self._spent()
+        with TuningProgress(search.budget, len(spent)) as progress:
+            while len(spent) < search.budget:
                 begin = time.perf_counter()
-                count = min(search.batch, search.budget - len(records))
+                count = min(search.batch, search.budget - len(spent))
                 self._play_batch(count)
                 self._seconds += time.perf_counter() - begin
                 self._count += count
-                records = self._trials.records()
-                progress.show(len(records), *self._standing(records))
-                self._check_failures(records)
+                spent = self._spent()
+                progress.show(len(spent), *self._standing(spent))
+                self._check_failures(spent)
         self._reference.take_down()
+
+    def _spent(self) -> list[Record]:
+        return [record for record in self._trials.records() if not record.interrupted]
 
     def _play_batch(self, count: int) -> None:
         batch = Batch()
@@ -112,7 +115,7 @@ class Tuner:
             for _ in range(count):
                 self._ask(batch)
             batch.reference = self._reference.measure() if batch.pending else None
-            rule = Rule(self._job.settings.trial, self._best_so_far())
+            rule = Rule(self._job.settings.trial, self._best_so_far(batch))
             courses = [one.course for one in batch.pending]
             measure_in_turns(self._stage, courses, rule, self._job.settings.trial.warm_up)
             self._tell(batch, batch.pending)
@@ -161,14 +164,15 @@ class Tuner:
         estimate = self._estimator.estimate(self._job.workload, self._job.cluster, [plan])
         trial.set_user_attr(PREDICTED, float(estimate.seconds[0]))
 
-    def _best_so_far(self) -> float | None:
+    def _best_so_far(self, batch: Batch) -> float | None:
         """Seconds that a plan is compared with: those of the fastest trial as it would be now; None without one.
 
         DDP is no measure: where it is faster than all plans, the best of them still has to be known.
         """
         records, own = self._trials.records(), self._trials.own
-        best = ranked(records, own)
-        return drift_of(records, own).expected(best[0][1]) if best else None
+        now = {} if batch.reference is None else {batch.asked[0].number: batch.reference}
+        best = ranked(records, own, now)
+        return footing_of(records, own, now).base.expected(best[0][1]) if best else None
 
     def _standing(self, records: Sequence[Record]) -> tuple[tuple[int, float] | None, int, float]:
         """The number and seconds of the fastest, how many of this run failed, and the seconds of the best DDP."""
@@ -181,6 +185,6 @@ class Tuner:
     def _check_failures(self, records: Sequence[Record]) -> None:
         """Only what this run tried itself counts: another's machine may be broken."""
         limit = self._job.settings.search.failures
-        last = [record for record in of_run(records, self._trials.own) if not record.interrupted][-limit:]
+        last = of_run(records, self._trials.own)[-limit:]
         if len(last) == limit and all(record.state == "failed" for record in last):
             raise TuningError(f"the last {limit} trials failed, the latest one so: {last[-1].error}")
