@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import IO
 
@@ -15,12 +18,17 @@ from lightning_autosync.workers.endings import raised_endings
 
 _log = logging.getLogger(__name__)
 
+_PR_SET_PDEATHSIG = 1
+_LIBRARY = ctypes.CDLL(None) if sys.platform == "linux" else None
+"""Loaded here: between fork and exec as little as possible may be done."""
 GRACE = 45.0
 """Seconds for torchrun to end its processes before all are killed; it gives them 30."""
 
 
 def run(command: Sequence[str], environment: Mapping[str, str], output: IO[bytes]) -> int:
     """Run a command to its end and return its status; whatever interrupts that ends it and what it started.
+
+    On Linux it is asked to end, too, when this process is killed.
 
     Raises:
         KeyboardInterrupt, SystemExit: SIGINT, or SIGTERM or SIGHUP, came meanwhile.
@@ -31,7 +39,7 @@ def run(command: Sequence[str], environment: Mapping[str, str], output: IO[bytes
             with endings.held():  # or a process may be there that nobody knows
                 process = subprocess.Popen(
                     command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=environment,
-                    start_new_session=True,
+                    start_new_session=True, preexec_fn=partial(_end_with_parent, os.getpid()),
                 )  # fmt: skip
             return process.wait()
         except BaseException:
@@ -44,6 +52,14 @@ def run(command: Sequence[str], environment: Mapping[str, str], output: IO[bytes
                 with endings.held():
                     kill(process)
             raise
+
+
+def _end_with_parent(parent: int) -> None:
+    """Have the kernel send SIGTERM to this process when the thread that started it ends, by SIGKILL too."""
+    if _LIBRARY is not None:
+        _LIBRARY.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:  # it has ended just before
+            os._exit(1)
 
 
 def ask_to_end(process: subprocess.Popen[bytes], grace: float) -> None:

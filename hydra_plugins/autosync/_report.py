@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -43,4 +44,6 @@ def _plain(value: Any) -> Any:
         return {str(key): _plain(item) for key, item in value.items()}
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    return float(value) if hasattr(value, "__float__") else None
+    with suppress(ValueError):  # a run that found nothing has no number
+        return float(value) if hasattr(value, "__float__") else None
+    return None

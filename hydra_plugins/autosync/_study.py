@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,6 +18,7 @@ from optuna.trial import Trial, TrialState
 
 from hydra_plugins.autosync._errors import SweepError
 from hydra_plugins.autosync._space import Parameter, Space
+from lightning_autosync import documents
 
 Direction = Literal["minimize", "maximize"]
 
@@ -40,11 +40,10 @@ def held(directory: Path) -> Iterator[None]:
     Raises:
         SweepError: another one is at work there.
     """
-    directory.mkdir(parents=True, exist_ok=True)
-    with (directory / ".sweep.lock").open("w") as file:
+    with ExitStack() as stack:
         try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+            stack.enter_context(documents.held(directory / ".sweep.lock"))
+        except BlockingIOError:
             raise SweepError(f"{directory}: another sweep is under way there") from None
         yield
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -10,12 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus
-from hydra.errors import HydraException
 from hydra.plugins.launcher import Launcher
 from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from hydra_plugins.autosync import _config
 from hydra_plugins.autosync._errors import SweepError, refuse_within_rank
@@ -144,7 +143,7 @@ class OptunaSweeper(Sweeper):
             trial.set_user_attr("overrides", overrides)
             try:
                 self.hydra_context.config_loader.load_sweep_config(self.config, overrides)
-            except (HydraException, OmegaConfBaseException) as error:
+            except Exception as error:  # a file that is no YAML raises what its reader does
                 self._tell(study, trial, error, 0.0)
             else:
                 jobs.append((trial, overrides))
@@ -153,7 +152,11 @@ class OptunaSweeper(Sweeper):
     def _run(self, study: optuna.Study, jobs: list[Job]) -> None:
         begin = time.perf_counter()
         overrides = [overrides for _, overrides in jobs]
-        returns: Sequence[Any] = self.launcher.launch(overrides, initial_job_idx=jobs[0][0].number)
+        returns: Sequence[Any]
+        try:
+            returns = self.launcher.launch(overrides, initial_job_idx=jobs[0][0].number)
+        except Exception as error:  # trials that were left running would come first whenever the sweep goes on
+            returns = [error] * len(jobs)
         seconds = time.perf_counter() - begin
         for (trial, _), found in zip(jobs, returns, strict=True):
             trial.set_user_attr("seconds", seconds)
@@ -178,11 +181,16 @@ class OptunaSweeper(Sweeper):
     def _values(self, result: Any) -> list[float]:
         """What the job returned, one number a direction."""
         values = list(result) if isinstance(result, list | tuple) else [result]
-        numbers = all(isinstance(value, int | float) and value == value for value in values)
-        if len(values) != len(self._directions) or not numbers:
-            count = len(self._directions)
-            raise SweepError(f"the job returned {result!r}; hydra.sweeper.direction asks for {count} number(s)")
-        return [float(value) for value in values]
+        if len(values) != len(self._directions) or not all(hasattr(value, "__float__") for value in values):
+            raise self._unfit(result)
+        numbers = [float(value) for value in values]
+        if any(math.isnan(number) for number in numbers):
+            raise self._unfit(result)
+        return numbers
+
+    def _unfit(self, result: Any) -> SweepError:
+        count = len(self._directions)
+        return SweepError(f"the job returned {result!r}; hydra.sweeper.direction asks for {count} number(s)")
 
     def _report(self, study: optuna.Study, directory: Path) -> None:
         """Say what was best, and fail if too much failed."""

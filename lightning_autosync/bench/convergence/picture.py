@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 
 from lightning_autosync.bench.convergence.result import Result
 from lightning_autosync.bench.convergence.table import title
+from lightning_autosync.bench.figures import save_figure
 
 
 def draw(result: Result, path: str | os.PathLike[str]) -> None:
@@ -21,7 +22,7 @@ def draw(result: Result, path: str | os.PathLike[str]) -> None:
         _draw_panel(result, speed, axes)
     panels[0].set_ylabel("validation accuracy of the average, %")
     panels[-1].legend(loc="lower right", fontsize=7)
-    figure.savefig(path, dpi=130)
+    save_figure(figure, path, dpi=130)
 
 
 def _draw_panel(result: Result, speed: str, axes: Axes) -> None:
