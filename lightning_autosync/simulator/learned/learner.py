@@ -15,10 +15,10 @@ import torch
 from numpy.typing import NDArray
 from pydantic import PositiveInt, ValidationError
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 
 from lightning_autosync.cluster import ClusterSpec
-from lightning_autosync.documents import Record, describe_validation_error
+from lightning_autosync.documents import Record, describe_validation_error, write_bytes
 from lightning_autosync.plan import SyncPlan
 from lightning_autosync.simulator.constants import Constants
 from lightning_autosync.simulator.dataset.sample import Sample
@@ -180,9 +180,7 @@ class LearnedEstimator:
             for number, network in enumerate(self.networks)
             for name, tensor in network.state_dict().items()
         }
-        aside = directory / f".{WEIGHTS}.{os.getpid()}"
-        save_file({**tensors, "lines": torch.from_numpy(self._lines)}, aside)
-        os.replace(aside, directory / WEIGHTS)
+        write_bytes(directory / WEIGHTS, save({**tensors, "lines": torch.from_numpy(self._lines)}))
         write_header(directory, self.kind.name, self.constants, self._shape.model_dump(mode="json"))
 
     @classmethod
