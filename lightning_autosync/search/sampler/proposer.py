@@ -151,7 +151,7 @@ class Proposer:
         if not refinable:
             taken |= {name for name, one in self._population.candidates.items() if one.refined}
         place = sum(other < number for other in self._alive(observations.choosing))
-        if len(measured) < self._sizes.startup:
+        if len(measured) < self._sizes.startup and not self._sources.samples:
             return self._begin(taken, [*pending, *(one for one, _ in measured.values())], place)
         return self._choose(taken, pending, place)
 

@@ -48,7 +48,7 @@ class AutoSyncSampler(BaseSampler):
         seed: of all draws; None takes one from the system.
         population: points that are priced before the first proposal.
         batch: proposals between two generations; each prices ``12 * batch`` new points.
-        startup: trials before which only the simulator's price and unlikeness count.
+        startup: trials before which only the simulator's price and unlikeness count, where no source tells more.
         refit: trials after which a learned simulator is trained again.
         refine: measured trials from which on plans are proposed, too, that no point stands for: the best ones changed
             message by message and variable by variable. Such a trial has the point that its plan refines for params
