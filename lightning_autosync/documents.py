@@ -234,18 +234,17 @@ def write_bytes(path: str | os.PathLike[str], content: bytes) -> None:
 
 
 @contextmanager
-def held(path: Path) -> Iterator[None]:
+def held(path: Path, refusal: Exception) -> Iterator[None]:
     """Keep other processes from holding the same file within the block; however this one ends, it is free again.
 
-    Raises:
-        BlockingIOError: another process holds it.
+    ``refusal`` is raised if another process holds it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:  # systems differ in which
-            raise BlockingIOError(error.errno, error.strerror, str(path)) from None
+        except OSError:  # systems differ in which
+            raise refusal from None
         yield
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,19 +33,13 @@ SECONDS = "seconds of the launch"
 """What values are where nothing is compared, told to whoever opens the study."""
 
 
-@contextmanager
-def held(directory: Path) -> Iterator[None]:
+def held(directory: Path) -> AbstractContextManager[None]:
     """Keep other sweeps out of the directory; however this process ends, it is free again.
 
     Raises:
         SweepError: another one is at work there.
     """
-    with ExitStack() as stack:
-        try:
-            stack.enter_context(documents.held(directory / ".sweep.lock"))
-        except BlockingIOError:
-            raise SweepError(f"{directory}: another sweep is under way there") from None
-        yield
+    return documents.held(directory / ".sweep.lock", SweepError(f"{directory}: another sweep is under way there"))
 
 
 def open_storage(url: str | None, directory: Path) -> str | BaseStorage:

@@ -138,7 +138,7 @@ def test_a_process_that_had_the_same_number_is_gone():
 
 
 HOLDER = "import sys; from pathlib import Path; from lightning_autosync.documents import held\n"
-HOLDER += "with held(Path(sys.argv[1])): print('held', flush=True); input()"
+HOLDER += "with held(Path(sys.argv[1]), ValueError()): print('held', flush=True); input()"
 
 
 def test_a_run_that_another_process_is_at_work_on_is_refused(tmp_path, monkeypatch):

@@ -66,16 +66,15 @@ def tune(configuration: dict[str, Any], directory: Path) -> Outcome:
         if os.environ["RANK"] != "0":
             serve(settings.timeout, settings.scheduling == "batch")
     console = Console()
-    try:
-        with held(directory / _LOCK):
+    refusal = TuningError(f"{directory}: another process is at work on this run; let it end first")
+    with held(directory / _LOCK, refusal):
+        try:
             outcome = Run(settings, directory).run()
-    except BlockingIOError:
-        raise TuningError(f"{directory}: another process is at work on this run; let it end first") from None
-    except KeyboardInterrupt:
-        raise _interrupted(None, directory, console) from None
-    if outcome.interrupted and all(record.interrupted for record in outcome.records):
-        raise _interrupted(None, directory, console)
-    _write(outcome, directory, console)
+        except KeyboardInterrupt:
+            raise _interrupted(None, directory, console) from None
+        if outcome.interrupted and all(record.interrupted for record in outcome.records):
+            raise _interrupted(None, directory, console)
+        _write(outcome, directory, console)
     if outcome.interrupted:
         raise _interrupted(outcome, directory, console)
     if outcome.failure is not None:

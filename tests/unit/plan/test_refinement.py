@@ -5,28 +5,15 @@ from __future__ import annotations
 from random import Random
 
 import pytest
-from clusters import shared_nodes, uneven_cluster
+from test_space import CLUSTERS, MIXED
 
-from lightning_autosync.cluster import ClusterSpec, resolve_cluster
+from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.errors import PlanError
 from lightning_autosync.plan import Group, SyncPlan, builders, compile_plan
 from lightning_autosync.plan.space import PlanSpace, Refinement
 from lightning_autosync.plan.spec import SEMANTICS, Partition
 from lightning_autosync.workload import Variable, Workload, catalogue
 
-MIXED = Workload(
-    name="mixed",
-    variables=(
-        Variable(name="embedding", shape=(500, 8), kind="sparse"),
-        Variable(name="front", shape=(64, 9)),
-        Variable(name="scalar", shape=()),
-        Variable(name="half", shape=(31,), dtype="float16"),
-        Variable(name="large", shape=(200, 300)),
-        Variable(name="huge", shape=(400, 300)),
-        Variable(name="back", shape=(64,)),
-    ),
-)
-CLUSTERS = {"uneven": uneven_cluster(4), "shared": shared_nodes(5), "racks": resolve_cluster("two_racks_2to1")}
 FOUR = Workload(name="four", variables=tuple(Variable(name=name, shape=(8,)) for name in "dcba"))
 PAIR = ClusterSpec.star(bandwidths=[1e7, 1e7])
 
