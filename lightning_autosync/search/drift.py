@@ -1,18 +1,37 @@
-"""Drift of the machine: a reference plan, measured again with every batch, tells how fast everything was just then."""
+"""Drift of the machine: a reference plan, measured again with every batch, tells how fast everything was just then.
+
+One plan can be slow by itself for a while: on emulated clusters the trials beside it share hardly any of its usual
+deviations. So it is believed as far as the trials follow it, measured against what was predicted of each.
+"""
 
 from __future__ import annotations
 
+import math
 import statistics
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 THRESHOLD = 0.05
 """Spread of the smoothed reference from which on times are compared relative to it."""
 WINDOW = 5
 """Turns of the reference whose running median is taken: a lone slow turn is no drift."""
+DOUBT = 0.5
+"""Sum of the trials' deviations of the reference, in logarithms, up to which it is not believed: two trials beside a
+reference that is a third slower than usual, ten beside one that is 5% slower."""
+
+
+class Sight(NamedTuple):
+    """What a trial tells of drift; ``reference`` and the others are seconds of a step, None where unknown."""
+
+    run: str | None
+    number: int
+    batch: int | None
+    reference: float | None
+    seconds: float | None
+    predicted: float | None
 
 
 @dataclass(frozen=True)
@@ -21,9 +40,11 @@ class Drift:
 
     Attributes:
         turns: seconds of a step of the reference by the number of the trial that it was measured with, ascending.
+        share: of the reference's deviations, in logarithms, that other plans have too: from 0 to 1.
     """
 
     turns: Mapping[int, float]
+    share: float = 1.0
 
     @cached_property
     def level(self) -> float | None:
@@ -32,9 +53,9 @@ class Drift:
 
     @cached_property
     def spread(self) -> float:
-        """By how much the slowest stretch was slower than the fastest."""
+        """By how much plans were slower in the slowest stretch than in the fastest."""
         smooth = list(self._smooth.values())
-        return max(smooth) / min(smooth) - 1 if smooth else 0.0
+        return self._shared(max(smooth) / min(smooth)) - 1 if smooth else 0.0
 
     @property
     def seen(self) -> bool:
@@ -47,7 +68,7 @@ class Drift:
             return seconds
         level = self.level
         assert level is not None
-        return seconds * level / self._at(number)
+        return seconds * self._shared(level / self.at(number))
 
     def expected(self, seconds: float) -> float:
         """The other way round: what corrected seconds are at the latest turn of the reference.
@@ -60,7 +81,7 @@ class Drift:
         alone = self.turns[latest] / self.level
         if not self.seen:
             return seconds * alone if alone > 1 + THRESHOLD else seconds
-        return seconds * max(alone, self._at(latest) / self.level)
+        return seconds * max(alone, self._shared(self.at(latest) / self.level))
 
     def bring(self, stretch: Drift, number: int, seconds: float) -> float:
         """Seconds of another stretch of time, during which the same reference was measured, on this one's footing.
@@ -71,7 +92,7 @@ class Drift:
         found = stretch.corrected(number, seconds)
         if self.level is None or stretch.level is None:
             return found
-        ratio = self.level / stretch.level
+        ratio = self._shared(self.level / stretch.level)
         return found * ratio if max(ratio, 1 / ratio) - 1 > THRESHOLD else found
 
     def to_dict(self) -> dict[str, Any]:
@@ -80,15 +101,20 @@ class Drift:
             "seen": self.seen,
             "spread": self.spread,
             "threshold": THRESHOLD,
+            "share": self.share,
             "ranked_by": "seconds relative to the reference" if self.seen else "seconds as measured",
             "reference_seconds": self.level,
             "reference_by_trial": {str(number): seconds for number, seconds in self.turns.items()},
         }
 
-    def _at(self, number: int) -> float:
-        """The smoothed reference at a trial: the last turn up to it, or the first of all."""
+    def at(self, number: int) -> float:
+        """The smoothed reference at a trial: the last turn up to it, or the first of all. There must be one."""
         turns = list(self._smooth)
         return self._smooth[turns[max(0, bisect_right(turns, number) - 1)]]
+
+    def _shared(self, ratio: float) -> float:
+        """What a ratio of the reference's seconds is for other plans."""
+        return float(ratio**self.share)
 
     @cached_property
     def _smooth(self) -> dict[int, float]:
@@ -102,15 +128,64 @@ class Footing:
     Args:
         turns: by run the seconds of the reference, as of `Drift`.
         run: on whose footing the seconds are.
+        share: as of `Drift`, of all runs.
     """
 
-    def __init__(self, turns: Mapping[str | None, Mapping[int, float]], run: str | None) -> None:
-        self._stretches = {name: Drift(found) for name, found in turns.items()}
-        self.base = self._stretches.get(run, Drift({}))
+    def __init__(self, turns: Mapping[str | None, Mapping[int, float]], run: str | None, share: float = 1.0) -> None:
+        self._share = share
+        self._stretches = {name: Drift(found, share) for name, found in turns.items()}
+        self.base = self._stretches.get(run, Drift({}, share))
+
+    @classmethod
+    def of(cls, sights: Iterable[Sight], run: str | None, now: Mapping[int, float] | None = None) -> Footing:
+        """What trials tell.
+
+        Args:
+            sights: the trials.
+            run: on whose footing the seconds are.
+            now: further turns of that run, as of a batch none of whose trials has ended.
+        """
+        seen, turns = list(sights), {run: dict[int, float]()}
+        for sight in seen:
+            if sight.batch is not None and sight.reference is not None:
+                turns.setdefault(sight.run, {})[sight.batch] = sight.reference
+        turns[run] |= now or {}
+        return cls(turns, run, _share(seen, turns))
 
     def bring(self, run: str | None, number: int, seconds: float) -> float:
         """The seconds that a trial of some run would have taken in the one; as they are where it has no reference."""
-        return self.base.bring(self._stretches.get(run, Drift({})), number, seconds)
+        return self.base.bring(self._stretches.get(run, Drift({}, self._share)), number, seconds)
+
+
+def _share(sights: Sequence[Sight], turns: Mapping[str | None, Mapping[int, float]]) -> float:
+    """How much of the reference's deviations trials share; all of them where nothing was predicted of any trial.
+
+    The slope of seconds over what was predicted against the reference, both as logarithms off their medians, by least
+    absolute deviations, so that plans which were predicted badly count for little. `DOUBT` speaks for no slope.
+    """
+    drifts = {run: Drift(found) for run, found in turns.items() if found}
+    pairs = [
+        (math.log(drifts[sight.run].at(sight.number)), math.log(sight.seconds / sight.predicted))
+        for sight in sights
+        if sight.seconds and sight.predicted and sight.run in drifts
+    ]
+    if not pairs:
+        return 1.0
+    usual = [statistics.median(values) for values in zip(*pairs, strict=True)]
+    offs = [(x - usual[0], y - usual[1]) for x, y in pairs]
+    slopes = [(y / x, abs(x)) for x, y in offs if x]
+    return min(1.0, max(0.0, _weighted_median([(0.0, DOUBT), *slopes])))
+
+
+def _weighted_median(weighted: Iterable[tuple[float, float]]) -> float:
+    """The value at which half of the weight is reached; pairs are of a value and its weight."""
+    ordered = sorted(weighted)
+    half, reached = sum(weight for _, weight in ordered) / 2, 0.0
+    for value, weight in ordered:
+        reached += weight
+        if reached >= half:
+            return value
+    raise ValueError("no values")
 
 
 def _around(values: Sequence[float], place: int) -> float:

@@ -107,11 +107,17 @@ class Timing(Record):
 
 
 class Reference(Record):
-    """Seconds that the reference plan took, by the trial that it was measured with: how the machine's speed drifted."""
+    """How the machine's speed drifted.
+
+    Attributes:
+        reference_by_trial: seconds that the reference plan took, by the trial that it was measured with.
+        share: of its deviations, in logarithms, that other plans have too.
+    """
 
     model_config = _LENIENT
 
     reference_by_trial: dict[int, PositiveFloat] = Field(default_factory=dict)
+    share: Annotated[float, Field(ge=0, le=1)] = 1.0
 
 
 class TuningResult(Document):

@@ -94,7 +94,7 @@ class TuningRun:
     @cached_property
     def drift(self) -> Drift:
         """How the machine's speed changed during the search."""
-        return Drift(self.result.drift.reference_by_trial)
+        return Drift(self.result.drift.reference_by_trial, self.result.drift.share)
 
     def seconds(self, trial: Trial) -> float | None:
         """Of a step of the trial, brought to the machine's usual speed where that drifted; None without a time."""

@@ -11,8 +11,16 @@ from typing import NamedTuple
 from optuna.trial import FrozenTrial, TrialState
 
 from lightning_autosync.plan.space import PlanSpace, Value
-from lightning_autosync.search.drift import Footing
-from lightning_autosync.search.studies import BATCH, REFERENCE, REFINED, RUN, measured_steps, was_interrupted
+from lightning_autosync.search.drift import Footing, Sight
+from lightning_autosync.search.studies import (
+    BATCH,
+    PREDICTED,
+    REFERENCE,
+    REFINED,
+    RUN,
+    measured_steps,
+    was_interrupted,
+)
 
 CHOICE = "autosync:choice"
 """System attribute of a trial: the point that was chosen for it, there before its parameters are."""
@@ -85,13 +93,14 @@ class Observations:
 
 
 def _footing(trials: Sequence[FrozenTrial], own: int) -> Footing:
-    turns: dict[str | None, dict[int, float]] = {}
-    for trial in trials:
-        batch, reference = trial.user_attrs.get(BATCH), trial.user_attrs.get(REFERENCE)
-        if isinstance(batch, int) and isinstance(reference, float):
-            turns.setdefault(trial.user_attrs.get(RUN), {})[batch] = reference
     run = next((trial.user_attrs.get(RUN) for trial in reversed(trials) if trial.number == own), None)
-    return Footing(turns, run)
+    return Footing.of(map(_sight, trials), run)
+
+
+def _sight(trial: FrozenTrial) -> Sight:
+    known, steps = trial.user_attrs, measured_steps(trial)
+    seconds = statistics.median(steps) if steps and trial.state.is_finished() else None
+    return Sight(known.get(RUN), trial.number, known.get(BATCH), known.get(REFERENCE), seconds, known.get(PREDICTED))
 
 
 def choice_of(trial: FrozenTrial, space: PlanSpace) -> Choice | None:

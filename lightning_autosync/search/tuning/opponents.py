@@ -94,7 +94,7 @@ class Opponents:
     def fastest(self, kind: Kind, drift: Drift) -> list[Opponent]:
         """Those that ran to their end, the fastest first, on the footing of the trials whose ``drift`` this is."""
         names = {options.name for options in self._job.settings.ddp.options()}  # others may be of an earlier session
-        stretch = Drift(self._turns)
+        stretch = Drift(self._turns, drift.share)
         found = [
             Opponent(one.name, drift.bring(stretch, one.batch, one.seconds))
             for one in self._standings

@@ -14,7 +14,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from lightning_autosync.plan import SyncPlan
 from lightning_autosync.plan.space import BUILDER, COMPOSED
-from lightning_autosync.search.drift import Drift, Footing
+from lightning_autosync.search.drift import Drift, Footing, Sight
 from lightning_autosync.search.studies import (
     BATCH,
     ERROR,
@@ -212,12 +212,18 @@ def footing_of(records: Sequence[Record], run: str | None = None, now: Mapping[i
         run: None takes all trials to be of one run.
         now: further turns of that run, as of a batch none of whose trials has ended.
     """
-    turns: dict[str | None, dict[int, float]] = {run: {}}
-    for record in records:
-        if record.batch is not None and record.reference is not None:
-            turns.setdefault(record.run if run is not None else None, {})[record.batch] = record.reference
-    turns[run] |= now or {}
-    return Footing(turns, run)
+    sights = (
+        Sight(
+            None if run is None else record.run,
+            record.number,
+            record.batch,
+            record.reference,
+            record.seconds,
+            record.predicted,
+        )
+        for record in records
+    )
+    return Footing.of(sights, run, now)
 
 
 def drift_of(records: Sequence[Record], run: str | None = None) -> Drift:
