@@ -20,6 +20,8 @@ import optuna
 from optuna.distributions import CategoricalDistribution
 from optuna.storages import RDBStorage
 from optuna.trial import FrozenTrial, TrialState
+from sqlalchemy.engine import make_url
+from sqlalchemy.exc import ArgumentError
 
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.errors import DocumentError, PlanError
@@ -178,8 +180,8 @@ def load_study(storage: str | os.PathLike[str], name: str | None = None) -> optu
         StudyError: there is no such storage or study, or it is not one of plans.
     """
     text = os.fspath(storage)
-    if "://" not in text and not Path(text).is_file():
-        raise StudyError(f"{text}: there is no such journal file")
+    if (missing := _missing_file(text)) is not None:
+        raise StudyError(f"{missing}: there is no such {'database' if '://' in text else 'journal file'}")
     opened, shown = open_storage(storage), without_password(text)
     names = [study.study_name for study in opened.get_all_studies()]
     if name is None and len(names) != 1:
@@ -189,6 +191,17 @@ def load_study(storage: str | os.PathLike[str], name: str | None = None) -> optu
     study = optuna.load_study(storage=opened, study_name=name or names[0])
     _attribute(study, SPACE)
     return study
+
+
+def _missing_file(storage: str) -> str | None:
+    """The file that a storage would be in, if it is to be in one and is not there; to open SQLite's would make it."""
+    if "://" not in storage:
+        return None if Path(storage).is_file() else storage
+    with suppress(ArgumentError):
+        url = make_url(storage)
+        if url.get_backend_name() == "sqlite" and url.database and not Path(url.database).is_file():
+            return url.database
+    return None
 
 
 def describe(study: optuna.Study, space: PlanSpace) -> None:

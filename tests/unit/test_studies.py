@@ -135,6 +135,13 @@ def test_what_is_not_there_is_named(storage: Path, tmp_path: Path) -> None:
         studies.open_study("nosuch://host/db", "one", SPACE)
 
 
+def test_to_read_a_database_that_is_not_there_makes_none(tmp_path: Path) -> None:
+    path = tmp_path / "typo.db"
+    with pytest.raises(StudyError, match=r"typo\.db: there is no such database"):
+        studies.load_study(f"sqlite:///{path}")
+    assert not path.exists()
+
+
 def test_a_line_that_a_killed_process_left_unfinished_is_dropped(storage: Path) -> None:
     study = studies.open_study(storage, "one", SPACE)
     study.set_user_attr("first", 1)

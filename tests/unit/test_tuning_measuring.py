@@ -110,6 +110,21 @@ def test_a_plan_that_kills_a_worker_fails_alone_and_the_others_go_on_with_their_
     assert courses[0].count >= SETTINGS.least
 
 
+def test_before_any_plan_is_done_only_multiples_of_what_was_seen_are_given_up():
+    rule = Rule(SETTINGS, seen=0.1)
+    slower, hopeless = Course(Entrant("slower", {})), Course(Entrant("hopeless", {}))
+    for _ in range(3):
+        slower.add([[0.2, 0.2]])
+        hopeless.add([[0.3]])
+    rule.decide(hopeless)
+    assert (hopeless.state, hopeless.why) == ("pruned", "its fastest step takes 3.00 times the best")
+    rule.decide(slower)
+    assert slower.state == "complete"
+    assert rule.best == pytest.approx(0.2)
+    assert rule.hopeless(0.51)
+    assert not rule.hopeless(0.49)
+
+
 def test_a_steady_machine_leaves_times_alone():
     drift = Drift({4: 1.0, 8: 1.02, 12: 0.99})
     assert not drift.seen

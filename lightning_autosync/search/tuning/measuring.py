@@ -90,10 +90,13 @@ class Rule:
     Args:
         settings: numbers of steps, and how sure to be.
         best: seconds of the fastest so far; None where nothing is known.
+        seen: seconds in which a step can be done for all that is known; until there is a best one, plans that take a
+            multiple of it are hopeless.
     """
 
-    def __init__(self, settings: TrialSettings, best: float | None = None) -> None:
+    def __init__(self, settings: TrialSettings, best: float | None = None, seen: float | None = None) -> None:
         self._settings = settings
+        self._seen = seen
         self.best = best
 
     @property
@@ -122,21 +125,32 @@ class Rule:
 
     def hopeless(self, seconds: float) -> bool:
         """Whether a step of so many seconds shows that a plan is no match."""
-        return self.best is not None and seconds > self._settings.hopeless * self.best
+        return seconds > self._settings.hopeless * self._usual
+
+    @property
+    def _usual(self) -> float:
+        """Seconds that are known to be possible; infinite where none are."""
+        known = self._seen if self.best is None else self.best
+        return math.inf if known is None else known
 
     def _lost(self, course: Course) -> str | None:
         """Why a course is a clear loser; None if it is not."""
-        if self.best is None or course.apart:
+        if course.apart:
             return None
         fastest, chosen = min(course.slowest), self._settings
-        late = course.count >= chosen.prune_after and fastest > (1 + chosen.margin) * self.best
-        if late or self.hopeless(fastest):
-            return f"its fastest step takes {fastest / self.best:.2f} times the best"
-        return None
+        if self.hopeless(fastest):
+            return _times_the_best(fastest / self._usual)
+        if self.best is None or course.count < chosen.prune_after or fastest <= (1 + chosen.margin) * self.best:
+            return None
+        return _times_the_best(fastest / self.best)
 
     def _sure(self, course: Course) -> bool:
         chosen = self._settings
         return course.count >= chosen.most or (course.count >= chosen.least and course.error <= chosen.error)
+
+
+def _times_the_best(factor: float) -> str:
+    return f"its fastest step takes {factor:.2f} times the best"
 
 
 def measure_in_turns(

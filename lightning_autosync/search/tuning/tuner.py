@@ -115,7 +115,7 @@ class Tuner:
             for _ in range(count):
                 self._ask(batch)
             batch.reference = self._reference.measure() if batch.pending else None
-            rule = Rule(self._job.settings.trial, self._best_so_far(batch))
+            rule = Rule(self._job.settings.trial, self._best_so_far(batch), seen=batch.reference)
             courses = [one.course for one in batch.pending]
             measure_in_turns(self._stage, courses, rule, self._job.settings.trial.warm_up)
             self._tell(batch, batch.pending)
