@@ -1,7 +1,8 @@
 """Drift of the machine: a reference plan, measured again with every batch, tells how fast everything was just then.
 
 One plan can be slow by itself for a while: on emulated clusters the trials beside it share hardly any of its usual
-deviations. So it is believed as far as the trials follow it, measured against what was predicted of each.
+deviations. So it is believed as far as the trials follow it, measured against what a replay says of each. What a
+sampler predicts is no measure: it learns from the same times, and comes to expect slow ones.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import math
 import statistics
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -19,19 +20,29 @@ THRESHOLD = 0.05
 WINDOW = 5
 """Turns of the reference whose running median is taken: a lone slow turn is no drift."""
 DOUBT = 0.5
-"""Sum of the trials' deviations of the reference, in logarithms, up to which it is not believed: two trials beside a
-reference that is a third slower than usual, ten beside one that is 5% slower."""
+"""Sum of the reference's deviations beside all trials, in logarithms, from which on it is believed, if all follow it:
+two trials beside a reference that is a third slower than usual, eleven beside one that is 5% slower."""
 
 
 class Sight(NamedTuple):
-    """What a trial tells of drift; ``reference`` and the others are seconds of a step, None where unknown."""
+    """What a trial tells of drift, None where unknown.
+
+    Attributes:
+        run: that it is of.
+        number, batch: its own, and that of the first trial of its batch.
+        reference: seconds of the reference beside that batch.
+        seconds: of a step of the trial's plan.
+        price: the same, as the replay says, which learns from no trial.
+        baseline: whether the plan is a builder's.
+    """
 
     run: str | None
     number: int
     batch: int | None
     reference: float | None
     seconds: float | None
-    predicted: float | None
+    price: float | None
+    baseline: bool = False
 
 
 @dataclass(frozen=True)
@@ -68,7 +79,7 @@ class Drift:
             return seconds
         level = self.level
         assert level is not None
-        return seconds * self._shared(level / self.at(number))
+        return seconds * self._shared(level / self._at(number))
 
     def expected(self, seconds: float) -> float:
         """The other way round: what corrected seconds are at the latest turn of the reference.
@@ -81,7 +92,7 @@ class Drift:
         alone = self.turns[latest] / self.level
         if not self.seen:
             return seconds * alone if alone > 1 + THRESHOLD else seconds
-        return seconds * max(alone, self._shared(self.at(latest) / self.level))
+        return seconds * max(alone, self._shared(self._at(latest) / self.level))
 
     def bring(self, stretch: Drift, number: int, seconds: float) -> float:
         """Seconds of another stretch of time, during which the same reference was measured, on this one's footing.
@@ -107,8 +118,8 @@ class Drift:
             "reference_by_trial": {str(number): seconds for number, seconds in self.turns.items()},
         }
 
-    def at(self, number: int) -> float:
-        """The smoothed reference at a trial: the last turn up to it, or the first of all. There must be one."""
+    def _at(self, number: int) -> float:
+        """The smoothed reference at a trial: the last turn up to it, or the first of all."""
         turns = list(self._smooth)
         return self._smooth[turns[max(0, bisect_right(turns, number) - 1)]]
 
@@ -150,31 +161,35 @@ class Footing:
             if sight.batch is not None and sight.reference is not None:
                 turns.setdefault(sight.run, {})[sight.batch] = sight.reference
         turns[run] |= now or {}
-        return cls(turns, run, _share(seen, turns))
+        return cls(turns, run, _share(seen))
 
     def bring(self, run: str | None, number: int, seconds: float) -> float:
         """The seconds that a trial of some run would have taken in the one; as they are where it has no reference."""
         return self.base.bring(self._stretches.get(run, Drift({}, self._share)), number, seconds)
 
 
-def _share(sights: Sequence[Sight], turns: Mapping[str | None, Mapping[int, float]]) -> float:
-    """How much of the reference's deviations trials share; all of them where nothing was predicted of any trial.
+def _share(sights: Sequence[Sight]) -> float:
+    """How much of the reference's deviations trials share; all of them where no trial has a price.
 
-    The slope of seconds over what was predicted against the reference, both as logarithms off their medians, by least
-    absolute deviations, so that plans which were predicted badly count for little. `DOUBT` speaks for no slope.
+    The slope of seconds over the price against the reference, both as logarithms off their medians, by least absolute
+    deviations, so that plans which are priced badly count for little. `DOUBT` speaks for no slope. Builders' plans,
+    which come first and whose prices are off by something else, have medians of their own.
     """
-    drifts = {run: Drift(found) for run, found in turns.items() if found}
-    pairs = [
-        (math.log(drifts[sight.run].at(sight.number)), math.log(sight.seconds / sight.predicted))
-        for sight in sights
-        if sight.seconds and sight.predicted and sight.run in drifts
-    ]
-    if not pairs:
+    kinds: dict[bool, list[tuple[float, float]]] = {}
+    for sight in sights:
+        if sight.seconds and sight.price and sight.reference:
+            pair = math.log(sight.reference), math.log(sight.seconds / sight.price)
+            kinds.setdefault(sight.baseline, []).append(pair)
+    if not kinds:
         return 1.0
-    usual = [statistics.median(values) for values in zip(*pairs, strict=True)]
-    offs = [(x - usual[0], y - usual[1]) for x, y in pairs]
-    slopes = [(y / x, abs(x)) for x, y in offs if x]
+    offs = [off for pairs in kinds.values() for off in _off_medians(pairs)]
+    slopes = [(slower / beside, abs(beside)) for beside, slower in offs if beside]
     return min(1.0, max(0.0, _weighted_median([(0.0, DOUBT), *slopes])))
+
+
+def _off_medians(pairs: Sequence[tuple[float, float]]) -> Iterator[tuple[float, float]]:
+    middle = [statistics.median(values) for values in zip(*pairs, strict=True)]
+    return ((one - middle[0], other - middle[1]) for one, other in pairs)
 
 
 def _weighted_median(weighted: Iterable[tuple[float, float]]) -> float:

@@ -27,6 +27,7 @@ from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.errors import DocumentError, PlanError
 from lightning_autosync.plan import SyncPlan
 from lightning_autosync.plan.space import BUILDER, Genome, PlanSpace, Value
+from lightning_autosync.search.drift import Footing, Sight
 from lightning_autosync.search.journal import Journal
 from lightning_autosync.simulator.dataset import Sample
 from lightning_autosync.workload import Workload
@@ -40,9 +41,9 @@ REFINED = "refined"
 """Another one: the document of a plan that refines the trial's point and is tried in its place, as JSON text."""
 ERROR, INTERRUPTED = "error", "interrupted"
 """More of them: why a trial failed or was stopped early, and whether that was none of its plan's doing, as a Ctrl-C."""
-RUN, BATCH, REFERENCE = "run", "batch", "reference"
-"""Of a run beside others in a study: its directory, the number of the first trial of a batch, and seconds of a step of
-the study's reference plan, measured beside that batch."""
+RUN, BATCH, REFERENCE, PRICE = "run", "batch", "reference", "price"
+"""Of a run beside others in a study: its directory, the number of the first trial of a batch, seconds of a step of the
+study's reference plan, measured beside that batch, and those of the trial's plan as the replay says."""
 BASELINE = "baseline"
 """Origin of points that stand for a builder's plan."""
 _DESCRIBING = 5.0
@@ -136,7 +137,7 @@ def open_storage(storage: str | os.PathLike[str]) -> optuna.storages.BaseStorage
 
 def without_password(storage: str) -> str:
     """The address of a storage with stars for the password in it, if there is one."""
-    return re.sub(r"(://[^:/@]*):[^/]*@", r"\1:***@", storage, count=1)
+    return re.sub(r"(://[^:/@]*):[^@]*@", r"\1:***@", storage, count=1)
 
 
 def open_study(
@@ -197,10 +198,11 @@ def _missing_file(storage: str) -> str | None:
     """The file that a storage would be in, if it is to be in one and is not there; to open SQLite's would make it."""
     if "://" not in storage:
         return None if Path(storage).is_file() else storage
-    with suppress(ArgumentError):
+    with suppress(ArgumentError, ValueError):  # which opening it tells of
         url = make_url(storage)
-        if url.get_backend_name() == "sqlite" and url.database and not Path(url.database).is_file():
-            return url.database
+        path = url.database or ":memory:"
+        if url.get_backend_name() == "sqlite" and not path.startswith((":memory:", "file:")):
+            return None if Path(path).is_file() else path
     return None
 
 
@@ -342,16 +344,46 @@ def record(
 def samples_of(study: optuna.Study) -> list[Sample]:
     """The measured trials of a study, whether they ran to their end or were stopped for being slow.
 
+    Steps are on the footing of one of its runs.
+
     Raises:
         StudyError: the study is not one of plans, or its trials are not points of its space.
     """
-    space = space_of(study)
+    space, footing = space_of(study), footing_of(study)
     samples = []
     for trial in study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED)):
         if steps := measured_steps(trial):
-            plan = plan_of(trial, space)
-            samples.append(Sample(space.workload, space.cluster, plan, steps, _kind(trial)))
+            plan, factor = plan_of(trial, space), footing.bring(trial.user_attrs.get(RUN), trial.number, 1.0)
+            brought = tuple(factor * seconds for seconds in steps)
+            samples.append(Sample(space.workload, space.cluster, plan, brought, _kind(trial)))
     return samples
+
+
+def footing_of(study: optuna.Study) -> Footing:
+    """The footing of the run that has the study's first trial."""
+    trials = study.get_trials(deepcopy=False)
+    return Footing.of(map(sight_of, trials), trials[0].user_attrs.get(RUN) if trials else None)
+
+
+def sight_of(trial: FrozenTrial) -> Sight:
+    """What a trial tells of drift; nothing, where its attributes are something else of the same names."""
+    steps = measured_steps(trial) if trial.state.is_finished() else ()
+    batch = trial.user_attrs.get(BATCH)
+    return Sight(
+        run=trial.user_attrs.get(RUN),
+        number=trial.number,
+        batch=batch if isinstance(batch, int) else None,
+        reference=_seconds(trial, REFERENCE),
+        seconds=statistics.median(steps) if steps else None,
+        price=_seconds(trial, PRICE),
+        baseline=trial.user_attrs.get(ORIGIN) == BASELINE,
+    )
+
+
+def _seconds(trial: FrozenTrial, name: str) -> float | None:
+    """An attribute that is a time; None if it is none."""
+    value = trial.user_attrs.get(name)
+    return float(value) if isinstance(value, int | float) and 0 < value < float("inf") else None
 
 
 def measured_steps(trial: FrozenTrial) -> tuple[float, ...]:

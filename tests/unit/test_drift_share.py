@@ -13,13 +13,13 @@ SECONDS = 0.1
 
 
 def _sights(trials: Callable[[int], float], reference: Callable[[int], float], count: int = 80) -> list[Sight]:
-    """Four trials a batch; plans differ by half, predictions of them by 3%."""
+    """Four trials a batch; plans differ by half, and prices are off by 3%."""
     draw = random.Random(7)
     made = []
     for number in range(count):
-        batch, predicted = number - number % 4, SECONDS * draw.uniform(1.0, 1.5)
-        seconds = predicted * trials(number) * draw.uniform(0.97, 1.03)
-        made.append(Sight("run", number, batch, SECONDS * reference(batch), seconds, predicted))
+        batch, price = number - number % 4, SECONDS * draw.uniform(1.0, 1.5)
+        seconds = price * trials(number) * draw.uniform(0.97, 1.03)
+        made.append(Sight("run", number, batch, SECONDS * reference(batch), seconds, price))
     return made
 
 
@@ -40,13 +40,27 @@ def test_a_machine_that_is_slow_for_all_is_corrected_wholly():
     assert footing.bring("run", 72, 1.6) == pytest.approx(1.0, rel=0.06)
 
 
+def test_a_machine_that_stays_slow_is_believed_from_its_fast_beginning():
+    footing = Footing.of(_sights(_slow_at_the_end, _slow_at_the_end, 200), "run")
+    assert footing.base.share == pytest.approx(1.0, abs=0.1)
+    assert footing.bring("run", 20, 1.0) == pytest.approx(1.6, rel=0.06)
+
+
+def test_prices_of_builders_may_be_off_by_their_own():
+    """They are 30% too low, and the reference was slower by itself beside the builders."""
+    sights = _sights(lambda number: 1.3 if number < 12 else 1.0, lambda number: 1.1 if number < 12 else 1.0)
+    assert Footing.of(sights, "run").base.share > 0.5
+    told = [sight._replace(baseline=sight.number < 12) for sight in sights]
+    assert Footing.of(told, "run").base.share < 0.1
+
+
 def test_what_others_have_half_of_is_corrected_by_half():
     footing = Footing.of(_sights(lambda number: _slow_at_the_end(number) ** 0.5, _slow_at_the_end), "run")
     assert footing.base.share == pytest.approx(0.5, abs=0.1)
     assert footing.base.spread == pytest.approx(1.6**0.5 - 1, abs=0.08)
 
 
-def test_plans_that_were_predicted_badly_do_not_mislead():
+def test_plans_that_are_priced_badly_do_not_mislead():
     sights = _sights(lambda number: 3.0 if number % 5 == 0 else 1.0, _slow_at_the_end)
     assert Footing.of(sights, "run").base.share < 0.1
 
@@ -57,8 +71,7 @@ def test_a_slower_session_is_seen_though_neither_drifts_within():
         sight._replace(run="later", reference=0.2, seconds=2 * (sight.seconds or 0.0))
         for sight in _sights(lambda _: 1.0, lambda _: 1.0, 24)
     ]
-    footing = Footing.of([*first, *second], "run")
-    assert footing.bring("later", 3, 0.2) == pytest.approx(0.1, rel=0.05)
+    assert Footing.of([*first, *second], "run").bring("later", 3, 0.2) == pytest.approx(0.1, rel=0.05)
 
 
 def test_few_trials_beside_a_small_deviation_are_no_evidence():
@@ -66,8 +79,8 @@ def test_few_trials_beside_a_small_deviation_are_no_evidence():
     assert Footing.of(sights, "run").base.share < 0.5
 
 
-def test_without_predictions_the_reference_is_believed():
-    sights = [sight._replace(predicted=None) for sight in _sights(lambda _: 1.0, _slow_at_the_end)]
+def test_without_prices_the_reference_is_believed():
+    sights = [sight._replace(price=None) for sight in _sights(lambda _: 1.0, _slow_at_the_end)]
     assert Footing.of(sights, "run").base.share == 1.0
 
 

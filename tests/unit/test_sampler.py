@@ -339,17 +339,20 @@ def test_features_do_not_depend_on_names_and_compare_across_models() -> None:
 def test_times_are_taken_as_the_reference_beside_them_shows_the_machine() -> None:
     """The machine is half as fast for the later trials, and another run's always was."""
     study = optuna.create_study(sampler=AutoSyncSampler(SPACE, seed=0, **SMALL))
+    proposed = []
     for number in range(18):
         trial = study.ask()
-        studies.suggest(trial, SPACE)
         run, slow = ("other", 4.0) if number >= 12 else ("own", 2.0 if number >= 6 else 1.0)
         for name, value in ((studies.RUN, run), (studies.BATCH, number), (studies.REFERENCE, slow)):
             trial.set_user_attr(name, value)
-        study.tell(trial, 0.1 * slow)
+        proposed.append(seconds(SPACE.plan(studies.suggest(trial, SPACE))))
+        trial.set_user_attr(studies.PRICE, proposed[-1])
+        study.tell(trial, proposed[-1] * slow)
     asking = study.ask()
     asking.set_user_attr(studies.RUN, "own")
     found = Observations.of(study.get_trials(deepcopy=False), SPACE, asking.number)
-    assert numpy.exp([seconds for _, _, seconds in found.measured]) == pytest.approx([0.15] * 18)
+    brought = numpy.exp([logarithm for _, _, logarithm in found.measured])
+    assert brought == pytest.approx([1.5 * one for one in proposed])
 
 
 def test_what_was_proposed_is_known_to_the_live_trial() -> None:

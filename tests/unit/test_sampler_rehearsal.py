@@ -43,6 +43,16 @@ def test_the_truth_is_another_than_what_is_known_and_always_the_same() -> None:
     assert abs(one.seconds(plan) / replayed - 1) > 1e-3
 
 
+def test_pairs_are_on_the_same_hosts_and_those_on_a_cluster_have_its_links() -> None:
+    settings = Settings.parse({**SMALL, "quirk": 0.0})
+    one, other, neighbour = (World(pair, settings) for pair in (*SMALL["pairs"], "vgg16@four_equal"))
+    assert one.hidden == other.hidden == neighbour.hidden != one.known
+    assert one.links == neighbour.links != one.space.cluster
+    assert one.links != other.links
+    later = World("ncf@four_equal", settings.model_copy(update={"truth": 1}))
+    assert later.hidden not in (one.hidden, one.known)
+
+
 def test_a_rehearsal_leaves_curves_and_goes_on(tmp_path: Path) -> None:
     rehearse(SMALL, tmp_path)
     result = json.loads((tmp_path / "result.json").read_text())
@@ -91,7 +101,7 @@ def test_wrong_settings_and_files_are_named(tmp_path: Path) -> None:
         with pytest.raises(DocumentError, match=message):
             RunFile(path, Settings.parse(SMALL))
     path.write_text("{}\n")
-    with pytest.raises(DocumentError, match=r"runs\.jsonl:1: format: missing; expected 'autosync-rehearsal-runs/1'"):
+    with pytest.raises(DocumentError, match=r"runs\.jsonl:1: format: missing; expected 'autosync-rehearsal-runs/2'"):
         RunFile(path, Settings.parse(SMALL))
 
 

@@ -140,6 +140,11 @@ def test_to_read_a_database_that_is_not_there_makes_none(tmp_path: Path) -> None
     with pytest.raises(StudyError, match=r"typo\.db: there is no such database"):
         studies.load_study(f"sqlite:///{path}")
     assert not path.exists()
+    with pytest.raises(StudyError, match="cannot be opened"):
+        studies.load_study("postgresql://host:port/db")
+    path.with_suffix(".there").touch()
+    with pytest.raises(StudyError, match="it has 0 studies"):
+        studies.load_study(f"sqlite:///file:{path.with_suffix('.there')}?uri=true")
 
 
 def test_a_line_that_a_killed_process_left_unfinished_is_dropped(storage: Path) -> None:

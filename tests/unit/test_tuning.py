@@ -17,7 +17,7 @@ from lightning_autosync.plan.space import BUILDER, COMPOSED, PlanSpace
 from lightning_autosync.search import studies
 from lightning_autosync.search.tuning.buckets import PARAMETER, BucketSpace
 from lightning_autosync.search.tuning.job import Job
-from lightning_autosync.search.tuning.opponents import Opponent
+from lightning_autosync.search.tuning.opponents import Opponent, builder_plans
 from lightning_autosync.search.tuning.result import Best, Outcome, Pace
 from lightning_autosync.search.tuning.samplers import make_sampler
 from lightning_autosync.search.tuning.settings import Settings
@@ -37,7 +37,7 @@ def _quiet() -> Iterator[None]:
 def test_a_run_spends_its_budget_on_builders_first():
     world = World()
     trials = world.trials()
-    tuner = world.tuner(trials, Sources.of(world.job).estimator)
+    tuner = world.tuner(trials)
     tuner.run()
     records = trials.records()
     builders = len(world.space.baselines())
@@ -51,6 +51,22 @@ def test_a_run_spends_its_budget_on_builders_first():
     best = ranked(records)
     assert best[0][1] == min(record.seconds for record in records if record.state == "complete")
     assert world.stage.restarts == 0
+
+
+@pytest.mark.parametrize("baselines", [True, False])
+def test_a_builder_many_times_slower_than_the_reference_ends_at_once_in_the_first_batch(baselines):
+    world = World(budget=3, baselines=baselines)
+    _, slow, *_ = builder_plans(world.job).values()
+    world.prices[slow.fingerprint] = 50 * world.plan_price(slow)
+    trials = world.trials()
+    world.tuner(trials).run()
+    record = trials.records()[1]
+    assert record.plan == slow.fingerprint
+    if baselines:
+        assert (record.state, len(record.steps[0])) == ("pruned", 1)
+        assert str(record.error).endswith("times the reference's")
+    else:
+        assert "reference" not in str(record.error)
 
 
 def test_what_was_measured_is_in_the_study_for_whoever_learns_from_it():

@@ -113,6 +113,7 @@ def test_the_lines_claim_no_gain_that_was_not_shown():
     ("storage", "shown"),
     [
         ("postgresql://me:secret@host:5432/trials", "postgresql://me:***@host:5432/trials"),
+        ("postgresql://me:sec/ret@host/trials", "postgresql://me:***@host/trials"),
         ("mysql+pymysql://me:a:b@host/trials", "mysql+pymysql://me:***@host/trials"),
         ("sqlite:///runs/study.db", "sqlite:///runs/study.db"),
         ("runs/a:b@c/study.journal", "runs/a:b@c/study.journal"),

@@ -117,7 +117,7 @@ def test_before_any_plan_is_done_only_multiples_of_what_was_seen_are_given_up():
         slower.add([[0.2, 0.2]])
         hopeless.add([[0.3]])
     rule.decide(hopeless)
-    assert (hopeless.state, hopeless.why) == ("pruned", "its fastest step takes 3.00 times the best")
+    assert (hopeless.state, hopeless.why) == ("pruned", "its fastest step takes 3.00 times the reference's")
     rule.decide(slower)
     assert slower.state == "complete"
     assert rule.best == pytest.approx(0.2)

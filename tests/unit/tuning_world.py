@@ -23,7 +23,7 @@ from lightning_autosync.search.tuning.sources import Sources
 from lightning_autosync.search.tuning.trials import Trials
 from lightning_autosync.search.tuning.tuner import Tuner
 from lightning_autosync.simulator import Replay
-from lightning_autosync.simulator.learned import Estimator
+from lightning_autosync.simulator.learned import ReplayEstimator
 
 MODEL = {"kind": "paced", "catalogue": "vgg16", "scale": 0.002, "compute": "20 ms"}
 CLUSTER = emulable(resolve_cluster("fat_node_star"), 50e6)
@@ -78,8 +78,8 @@ class World:
     def opponents(self, trials: Trials, reference: Reference) -> Opponents:
         return Opponents(self.job, self.stage, reference, trials.study, trials.own)  # type: ignore[arg-type]
 
-    def tuner(self, trials: Trials, estimator: Estimator | None = None) -> Tuner:
+    def tuner(self, trials: Trials) -> Tuner:
         reference = self.reference(trials)
         opponents = self.opponents(trials, reference)
         opponents.measure({})
-        return Tuner(self.job, self.stage, trials, opponents, reference, estimator)  # type: ignore[arg-type]
+        return Tuner(self.job, self.stage, trials, opponents, reference, ReplayEstimator())  # type: ignore[arg-type]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -47,13 +46,16 @@ class Case:
 
     @cached_property
     def best_known(self) -> float:
-        """Least seconds of a complete trial of any run; infinite if there is none."""
-        return min((run.best_so_far[-1] for run in self.runs), default=math.inf)
+        """Most times as fast as its own best-tuned DDP that any run's best plan was measured; 0 if nothing was.
+
+        Runs are not interleaved, so that their seconds compare with those of their own DDP only.
+        """
+        return max((course[-1] for group in self.groups for course in group.courses), default=0.0)
 
     def trials_to_close(self, run: TuningRun) -> int | None:
         """Trials until a run reached `CLOSE` of the speed of the best known plan; None if it never did."""
-        for count, seconds in enumerate(run.best_so_far, start=1):
-            if math.isfinite(seconds) and self.best_known >= CLOSE * seconds:
+        for count, speed in enumerate(run.course, start=1):
+            if speed > 0 and speed >= CLOSE * self.best_known:
                 return count
         return None
 
@@ -68,7 +70,7 @@ class Group:
     @property
     def courses(self) -> list[list[float]]:
         """[runs][trials] how many times as fast as its best-tuned DDP a run's best plan was; 0 before the first."""
-        return [[run.ddp_seconds / best for best in run.best_so_far] for run in self.runs if run.ddp_seconds]
+        return [run.course for run in self.runs if run.course]
 
     @property
     def middle(self) -> list[float]:

@@ -5,9 +5,13 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lightning_autosync.errors import AutoSyncError
 from lightning_autosync.report.tuning.document import StudyAddress
+
+if TYPE_CHECKING:
+    import optuna
 
 LEAST_TRIALS = 25
 """Complete trials below which the evaluation would rest on fewer than `_LEAST_GOOD` good ones."""
@@ -22,7 +26,7 @@ class Importance:
 
     Attributes:
         shares: by parameter, the largest first; they add up to 1.
-        trials: complete trials that they rest on.
+        trials: complete trials that they rest on, those of refined plans left out.
         quantile: share of these that counts as good.
     """
 
@@ -39,7 +43,8 @@ class Importance:
 def importance_of(address: StudyAddress, directory: Path, storage: str | None = None) -> Importance | str:
     """The importance of a study's parameters (Watanabe et al., PED-ANOVA, IJCAI 2023), or why there is none.
 
-    A tenth of the complete trials counts as good, or as many as it takes for five of them, up to a quarter.
+    Trials whose plan refines their point are left out, for their parameters do not tell what was measured. Of the other
+    complete trials a tenth counts as good, or as many as it takes for five of them, up to a quarter.
 
     Args:
         address: of the study; a relative path of a journal is also looked for in ``directory``.
@@ -49,13 +54,13 @@ def importance_of(address: StudyAddress, directory: Path, storage: str | None = 
     from lightning_autosync.search.studies import load_study
 
     try:
-        study = load_study(storage or _journal(address.storage, directory), address.name)
+        whole = load_study(storage or _journal(address.storage, directory), address.name)
     except AutoSyncError as error:
         return str(error)
     from optuna.importance import PedAnovaImportanceEvaluator, get_param_importances
-    from optuna.trial import TrialState
 
-    complete = len(study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,)))
+    study = _of_points(whole)
+    complete = len(study.get_trials(deepcopy=False))
     if complete < LEAST_TRIALS:
         return f"{complete} complete trials are too few to tell; it takes {LEAST_TRIALS}."
     quantile = min(_MOST_QUANTILE, max(_QUANTILE, _LEAST_GOOD / complete))
@@ -66,6 +71,21 @@ def importance_of(address: StudyAddress, directory: Path, storage: str | None = 
     if not sum(shares.values()) > 0:
         return f"The {complete} complete trials do not tell the parameters apart."
     return Importance(dict(sorted(shares.items(), key=lambda item: -item[1])), complete, quantile)
+
+
+def _of_points(whole: optuna.Study) -> optuna.Study:
+    """The complete trials that measured their points' own plans, by their times on one footing."""
+    import optuna
+    from optuna.trial import TrialState
+
+    from lightning_autosync.search.studies import REFINED, RUN, footing_of
+
+    footing, study = footing_of(whole), optuna.create_study()
+    for trial in whole.get_trials(states=(TrialState.COMPLETE,)):
+        if REFINED not in trial.user_attrs and trial.value is not None:
+            trial.value = footing.bring(trial.user_attrs.get(RUN), trial.number, trial.value)
+            study.add_trial(trial)
+    return study
 
 
 def _journal(storage: str, directory: Path) -> str:

@@ -124,6 +124,11 @@ class TuningRun:
         """Step time of the best-tuned DDP."""
         return None if self.result.opponents.ddp is None else self.result.opponents.ddp.seconds
 
+    @cached_property
+    def course(self) -> list[float]:
+        """After each trial how many times as fast as the best-tuned DDP the best plan was; empty without DDP."""
+        return [self.ddp_seconds / best for best in self.best_so_far] if self.ddp_seconds else []
+
     @property
     def proposals(self) -> list[Trial]:
         """Trials that the sampler proposed: all but the enqueued builders."""

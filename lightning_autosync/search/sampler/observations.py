@@ -11,16 +11,8 @@ from typing import NamedTuple
 from optuna.trial import FrozenTrial, TrialState
 
 from lightning_autosync.plan.space import PlanSpace, Value
-from lightning_autosync.search.drift import Footing, Sight
-from lightning_autosync.search.studies import (
-    BATCH,
-    PREDICTED,
-    REFERENCE,
-    REFINED,
-    RUN,
-    measured_steps,
-    was_interrupted,
-)
+from lightning_autosync.search.drift import Footing
+from lightning_autosync.search.studies import REFINED, RUN, measured_steps, sight_of, was_interrupted
 
 CHOICE = "autosync:choice"
 """System attribute of a trial: the point that was chosen for it, there before its parameters are."""
@@ -94,13 +86,7 @@ class Observations:
 
 def _footing(trials: Sequence[FrozenTrial], own: int) -> Footing:
     run = next((trial.user_attrs.get(RUN) for trial in reversed(trials) if trial.number == own), None)
-    return Footing.of(map(_sight, trials), run)
-
-
-def _sight(trial: FrozenTrial) -> Sight:
-    known, steps = trial.user_attrs, measured_steps(trial)
-    seconds = statistics.median(steps) if steps and trial.state.is_finished() else None
-    return Sight(known.get(RUN), trial.number, known.get(BATCH), known.get(REFERENCE), seconds, known.get(PREDICTED))
+    return Footing.of(map(sight_of, trials), run)
 
 
 def choice_of(trial: FrozenTrial, space: PlanSpace) -> Choice | None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from optuna.study import Study
-from optuna.trial import TrialState
+from optuna.trial import FrozenTrial, TrialState
 
 from lightning_autosync.plan.space import BUILDER, Block, PlanSpace, Value
-from lightning_autosync.search.studies import space_of
+from lightning_autosync.search.studies import RUN, footing_of, space_of
 
 BEST = 12
 """Points of a study that are carried over."""
@@ -20,9 +20,13 @@ def carried_over(study: Study, space: PlanSpace, count: int = BEST) -> list[dict
     Raises:
         StudyError: the study is not one of plans.
     """
-    source = space_of(study)
+    source, footing = space_of(study), footing_of(study)
     trials = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
-    ranked = sorted((trial for trial in trials if trial.value is not None), key=lambda trial: trial.value or 0.0)
+
+    def brought(trial: FrozenTrial) -> float:
+        return footing.bring(trial.user_attrs.get(RUN), trial.number, trial.value or 0.0)
+
+    ranked = sorted((trial for trial in trials if trial.value is not None), key=brought)
     made: dict[tuple[Value, ...], dict[str, Value]] = {}
     for trial in ranked:
         if source.parameters.keys() <= trial.params.keys() and len(made) < count:

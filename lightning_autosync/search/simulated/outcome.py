@@ -15,6 +15,8 @@ from lightning_autosync.search.studies import BASELINE
 
 NEARLY = 0.98
 """Share of the best known speed that counts as found."""
+_SHOWN = (15, 50)
+"""Trials after which the table shows regrets."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,8 @@ def standings(runs: Iterable[Run]) -> list[Standing]:
 
 def table(found: Sequence[Standing]) -> Table:
     """A row for each standing: medians over runs."""
-    names = ("pair", "sampler", "runs", "vs builder", "least", "regret 50", "regret end", "proposals to 98%")
+    afters = [f"regret {count}" for count in _SHOWN]
+    names = ("pair", "sampler", "runs", "vs builder", "least", *afters, "regret end", "proposals to 98%")
     made = Table(*names, "hit rate", "s/proposal")
     for one in found:
         regrets = numpy.median(one.regrets, axis=0)
@@ -105,7 +108,7 @@ def table(found: Sequence[Standing]) -> Table:
             str(len(one.runs)),
             f"{statistics.median(one.ratios):.3f}",
             f"{min(one.ratios):.3f}",
-            f"{regrets[min(49, len(regrets) - 1)]:.1%}",
+            *(f"{regrets[min(count, len(regrets)) - 1]:.1%}" for count in _SHOWN),
             f"{regrets[-1]:.1%}",
             _median_count(one.proposals),
             f"{statistics.median(run.hit_rate for run in one.runs):.0%}",

@@ -35,7 +35,7 @@ class Settings(Configuration):
         budget: trials of a run, the builders' plans included.
         batch: trials that are proposed at once.
         noise: standard deviation of the logarithm of a measured time.
-        misjudged: of the logarithm of each of the hosts' constants, true over known.
+        misjudged: of the logarithm of each of the hosts' constants, true over known; the hosts are those of all pairs.
         links: of the logarithm of each link's rate, true over known.
         quirk: of the logarithm of a plan's time, by what no constant explains.
         truth: seed of these errors; they are the same for all runs on a pair.

@@ -46,6 +46,7 @@ class World:
     Attributes:
         space: of plans, on the cluster as it is known.
         known: constants as they are known.
+        hidden, links: constants and the cluster as they are.
     """
 
     def __init__(self, pair: str, settings: Settings) -> None:
@@ -57,12 +58,13 @@ class World:
         self.pair = pair
         self.space = PlanSpace(workload, cluster)
         self.known = shared_hosts(cores=settings.cores)
-        random = Random(f"{settings.truth} {pair}")
         self._quirk = settings.quirk
         self._detail = settings.detail
         self._secret = f"{settings.truth} {pair}"
-        hidden = _misjudge(self.known, random, settings.misjudged)
-        self._replay = Replay(workload, _other_links(cluster, random, settings.links), hidden)
+        # All pairs run on the same hosts, and all on a cluster have its links: what was learned of them serves others.
+        self.hidden = _misjudge(self.known, Random(f"{settings.truth}"), settings.misjudged)
+        self.links = _other_links(cluster, Random(f"{settings.truth} {cluster.name}"), settings.links)
+        self._replay = Replay(workload, self.links, self.hidden)
         self._seconds: dict[str, float] = {}
 
     def seconds(self, plan: SyncPlan) -> float:

@@ -90,8 +90,7 @@ class Rule:
     Args:
         settings: numbers of steps, and how sure to be.
         best: seconds of the fastest so far; None where nothing is known.
-        seen: seconds in which a step can be done for all that is known; until there is a best one, plans that take a
-            multiple of it are hopeless.
+        seen: seconds of the reference; until there is a best one, plans that take a multiple of it are hopeless.
     """
 
     def __init__(self, settings: TrialSettings, best: float | None = None, seen: float | None = None) -> None:
@@ -129,7 +128,7 @@ class Rule:
 
     @property
     def _usual(self) -> float:
-        """Seconds that are known to be possible; infinite where none are."""
+        """Seconds that are known to be possible; infinite where nothing is known."""
         known = self._seen if self.best is None else self.best
         return math.inf if known is None else known
 
@@ -138,19 +137,15 @@ class Rule:
         if course.apart:
             return None
         fastest, chosen = min(course.slowest), self._settings
-        if self.hopeless(fastest):
-            return _times_the_best(fastest / self._usual)
-        if self.best is None or course.count < chosen.prune_after or fastest <= (1 + chosen.margin) * self.best:
-            return None
-        return _times_the_best(fastest / self.best)
+        late = self.best is not None and course.count >= chosen.prune_after
+        if self.hopeless(fastest) or (late and fastest > (1 + chosen.margin) * self._usual):
+            whose = "the reference's" if self.best is None else "the best"
+            return f"its fastest step takes {fastest / self._usual:.2f} times {whose}"
+        return None
 
     def _sure(self, course: Course) -> bool:
         chosen = self._settings
         return course.count >= chosen.most or (course.count >= chosen.least and course.error <= chosen.error)
-
-
-def _times_the_best(factor: float) -> str:
-    return f"its fastest step takes {factor:.2f} times the best"
 
 
 def measure_in_turns(

@@ -28,6 +28,7 @@ from lightning_autosync.search.tuning.sources import Sources
 from lightning_autosync.search.tuning.stage import Stage, reason
 from lightning_autosync.search.tuning.trials import Record, Trials, drift_of, ranked
 from lightning_autosync.search.tuning.tuner import Tuner, TuningError
+from lightning_autosync.simulator.learned import ReplayEstimator
 
 JOURNAL = "study.journal"
 RIVALS = 3
@@ -70,12 +71,13 @@ class Run:
             trials = self._open(self._space())
             reference = Reference(self._job, stage)
             opponents = Opponents(self._job, stage, reference, trials.study, trials.own)
-            tuner = Tuner(self._job, stage, trials, opponents, reference, self._sources.estimator)
+            replay = ReplayEstimator(self._sources.constants) if self._job.cluster.measured else None
+            tuner = Tuner(self._job, stage, trials, opponents, reference, replay)
             final, interrupted, failure = None, False, None
             try:
                 builders = builder_plans(self._job)
                 reference.settle(trials.study, self._by_price(builders))
-                opponents.measure({} if self._tries_builders else builders)
+                opponents.measure({} if self._settings.search.tries_builders else builders)
                 tuner.run()
                 final = self._compare(stage, trials, opponents)
             except KeyboardInterrupt:
@@ -101,11 +103,6 @@ class Run:
             run=trials.own,
             measured=opponents.to_dict(),
         )
-
-    @property
-    def _tries_builders(self) -> bool:
-        """Whether builders' plans are trials; where they are not, they are measured beside the study."""
-        return self._settings.search.baselines and self._settings.search.sampler != "horovod"
 
     def _with_times(self, stage: Stage) -> Job:
         """The job with the times of its model: those that the study has, or measured now."""
@@ -156,7 +153,7 @@ class Run:
     def _best_builder(self, trials: Trials, opponents: Opponents) -> Opponent | None:
         """Of the trials that stand for a builder's plan, or of those measured beside the study."""
         records = trials.records()
-        if not self._tries_builders:
+        if not self._settings.search.tries_builders:
             return next(iter(opponents.fastest("builder", drift_of(records, trials.own))), None)
         fastest = ranked(records, trials.own)
         found = [(record.builder, seconds) for record, seconds in fastest if record.builder is not None]

@@ -62,5 +62,5 @@ def _autosync(settings: SearchSettings, space: PlanSpace, sources: Sources) -> o
             constants=sources.constants,
             **settings.options,
         )
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise DocumentError(f"search.options: {' '.join(str(error).split())}") from None

@@ -48,6 +48,11 @@ class SearchSettings(Record):
             raise ValueError(f"options: are of the sampler 'autosync'; '{self.sampler}' takes none")
         return self
 
+    @property
+    def tries_builders(self) -> bool:
+        """Whether builders' plans are trials; where they are not, they are measured beside the study."""
+        return self.baselines and self.sampler != "horovod"
+
 
 class TrialSettings(Record):
     """How long a plan is measured.
@@ -60,7 +65,8 @@ class TrialSettings(Record):
         turn: seconds that a plan's turn lasts, about, before the next plan of its batch has its own.
         prune_after: steps after which a plan may be given up as slower than the best.
         margin: share by which even its fastest step must be slower then.
-        hopeless: times the best that its fastest step may take before a plan is given up, however few its steps.
+        hopeless: times the best (before there is one, times the reference) that its fastest step may take before a
+            plan is given up, however few its steps.
     """
 
     warm_up: Count = 2

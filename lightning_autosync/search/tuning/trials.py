@@ -16,12 +16,14 @@ from lightning_autosync.plan import SyncPlan
 from lightning_autosync.plan.space import BUILDER, COMPOSED
 from lightning_autosync.search.drift import Drift, Footing, Sight
 from lightning_autosync.search.studies import (
+    BASELINE,
     BATCH,
     ERROR,
     INTERRUPTED,
     ORIGIN,
     PLAN,
     PREDICTED,
+    PRICE,
     REFERENCE,
     REFINED,
     RUN,
@@ -60,6 +62,7 @@ class Record:
     batch: int | None
     run: str | None = None
     interrupted: bool = False
+    price: float | None = None
 
     @classmethod
     def of(cls, trial: FrozenTrial) -> Record:
@@ -82,6 +85,7 @@ class Record:
             batch=attributes.get(BATCH),
             run=attributes.get(RUN),
             interrupted=was_interrupted(trial),
+            price=attributes.get(PRICE),
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -219,7 +223,8 @@ def footing_of(records: Sequence[Record], run: str | None = None, now: Mapping[i
             record.batch,
             record.reference,
             record.seconds,
-            record.predicted,
+            record.price,
+            record.origin == BASELINE,
         )
         for record in records
     )

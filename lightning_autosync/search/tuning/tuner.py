@@ -10,7 +10,7 @@ import optuna
 
 from lightning_autosync.errors import AutoSyncError, DocumentError
 from lightning_autosync.plan import SyncPlan, compile_plan
-from lightning_autosync.search.studies import INTERRUPTED, PREDICTED
+from lightning_autosync.search.studies import INTERRUPTED, PREDICTED, PRICE
 from lightning_autosync.search.tuning.interruptions import uninterrupted
 from lightning_autosync.search.tuning.job import Job
 from lightning_autosync.search.tuning.measuring import Course, Rule, measure_in_turns
@@ -19,7 +19,7 @@ from lightning_autosync.search.tuning.progress import TuningProgress
 from lightning_autosync.search.tuning.reference import Reference
 from lightning_autosync.search.tuning.stage import Entrant, Stage
 from lightning_autosync.search.tuning.trials import Record, Trials, drift_of, footing_of, of_run, ranked
-from lightning_autosync.simulator.learned import Estimator
+from lightning_autosync.simulator.learned import ReplayEstimator
 
 
 class TuningError(AutoSyncError, RuntimeError):
@@ -58,7 +58,7 @@ class Tuner:
         trials: the study.
         opponents: DDP among them, with which plans are compared from the start.
         reference: it shows the machine's drift.
-        estimator: prices each plan before it is measured; None where rates are unknown.
+        replay: prices each plan before it is measured; None where rates are unknown.
     """
 
     def __init__(
@@ -68,14 +68,14 @@ class Tuner:
         trials: Trials,
         opponents: Opponents,
         reference: Reference,
-        estimator: Estimator | None = None,
+        replay: ReplayEstimator | None = None,
     ) -> None:
         self._job = job
         self._stage = stage
         self._trials = trials
         self._opponents = opponents
         self._reference = reference
-        self._estimator = estimator
+        self._replay = replay
         self._seconds = 0.0
         self._count = 0
 
@@ -115,7 +115,9 @@ class Tuner:
             for _ in range(count):
                 self._ask(batch)
             batch.reference = self._reference.measure() if batch.pending else None
-            rule = Rule(self._job.settings.trial, self._best_so_far(batch), seen=batch.reference)
+            # The reference is a builder's plan, so that, where these are trials, some trial should be as fast.
+            seen = batch.reference if self._job.settings.search.tries_builders else None
+            rule = Rule(self._job.settings.trial, self._best_so_far(batch), seen)
             courses = [one.course for one in batch.pending]
             measure_in_turns(self._stage, courses, rule, self._job.settings.trial.warm_up)
             self._tell(batch, batch.pending)
@@ -155,14 +157,17 @@ class Tuner:
         except DocumentError as error:
             self._trials.fail(trial, str(error))
             return None
-        self._predict(trial, plan)
+        self._price(trial, plan)
         return Pending(trial, Course(Entrant(f"trial {trial.number}", self._job.plan_order(plan))))
 
-    def _predict(self, trial: optuna.Trial, plan: SyncPlan) -> None:
-        if self._estimator is None or PREDICTED in trial.user_attrs:
+    def _price(self, trial: optuna.Trial, plan: SyncPlan) -> None:
+        """Note what the replay says of a plan; it is what is predicted, too, unless the sampler predicted something."""
+        if self._replay is None:
             return
-        estimate = self._estimator.estimate(self._job.workload, self._job.cluster, [plan])
-        trial.set_user_attr(PREDICTED, float(estimate.seconds[0]))
+        estimate = self._replay.estimate(self._job.workload, self._job.cluster, [plan])
+        for name in (PRICE, PREDICTED):
+            if name not in trial.user_attrs:
+                trial.set_user_attr(name, float(estimate.seconds[0]))
 
     def _best_so_far(self, batch: Batch) -> float | None:
         """Seconds that a plan is compared with: those of the fastest trial as it would be now; None without one.
