@@ -32,7 +32,7 @@ from lightning_autosync.runtime.exchanges import (
     TreeExchange,
     TwoLevelExchange,
     TwoLevelGroups,
-    make_two_level_groups,
+    two_level_groups,
 )
 from lightning_autosync.runtime.exchanges.staging import StagedExchange, StagedRowExchange
 from lightning_autosync.runtime.pacing import pacing_rates
@@ -74,7 +74,7 @@ class Assembly:
         self._transport = self._connect(schedule, cluster)
         try:
             self._shared = self._share(schedule)
-            self._two_level = self._make_two_level_groups(schedule)
+            self._two_level = self._two_level_groups(schedule)
             self.buckets = [self._bucket(message) for message in schedule.messages]
             # No rank may send before every rank can receive.
             dist.barrier(group)
@@ -98,7 +98,7 @@ class Assembly:
         if self._shared is not None:
             self._shared.close()
 
-    def _make_two_level_groups(self, schedule: Schedule) -> TwoLevelGroups | None:
+    def _two_level_groups(self, schedule: Schedule) -> TwoLevelGroups | None:
         transfers = (
             transfer for message in schedule.messages for round in message.rounds for transfer in round.transfers
         )
@@ -107,7 +107,7 @@ class Assembly:
             return None
         if self._group is not None:
             raise PlanError("schedule: collectives in two levels need the default process group")
-        return make_two_level_groups(two_level.places)
+        return two_level_groups(two_level.places)
 
     def _connect(self, schedule: Schedule, cluster: ClusterSpec | None) -> Transport | None:
         if not any(message.on_trees for message in schedule.messages):

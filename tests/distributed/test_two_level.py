@@ -25,3 +25,12 @@ def test_two_levels_equal_ddp(four, builder: str, order: list[str] | None) -> No
         cluster = cluster.with_rank_order([names[int(name[1])] for name in order])
     for found in four.run("training:two_level_distance", builder=builder, cluster=cluster.to_dict()):
         assert found < 1e-12
+
+
+def test_engines_that_follow_each_other_share_the_groups(four) -> None:
+    cluster = ClusterSpec.uniform(nodes=2, devices=2).to_dict()
+    counts = []
+    for _ in range(4):
+        four.run("training:two_level_distance", builder="hierarchical", cluster=cluster)
+        counts.append(four.run("training:group_count"))
+    assert counts == [counts[0]] * 4

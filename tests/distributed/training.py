@@ -106,6 +106,11 @@ def two_level_distance(builder: str, cluster: dict[str, Any]) -> float:
     return distance(module, reference)
 
 
+def group_count() -> int:
+    """Process groups of this rank."""
+    return len(dist.distributed_c10d._world.pg_map)
+
+
 def overlapped_distances(plans: list[dict[str, Any]], cluster: dict[str, Any], steps: int = 3) -> list[list[float]]:
     """For each plan: how far training that waits where parameters are used ends from DDP, and messages under way
     when backward was over, on average."""

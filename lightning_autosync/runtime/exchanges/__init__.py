@@ -17,7 +17,7 @@ from lightning_autosync.runtime.exchanges.trees import TreeExchange
 from lightning_autosync.runtime.exchanges.two_level import (
     TwoLevelExchange,
     TwoLevelGroups,
-    make_two_level_groups,
+    two_level_groups,
 )
 
 __all__ = [
@@ -34,5 +34,5 @@ __all__ = [
     "TwoLevelExchange",
     "TwoLevelGroups",
     "add_rows",
-    "make_two_level_groups",
+    "two_level_groups",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -23,8 +24,21 @@ class TwoLevelGroups:
     seats: int
 
 
-def make_two_level_groups(places: Sequence[Sequence[int]]) -> TwoLevelGroups:
-    """Make the groups of all places and seats; collective, in the default process group."""
+_made: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[tuple[int, ...], ...], TwoLevelGroups]] = WeakKeyDictionary()
+"""By default group: nobody gives process groups back, so engines that follow each other share theirs."""
+
+
+def two_level_groups(places: Sequence[Sequence[int]]) -> TwoLevelGroups:
+    """The groups of all places and seats, made once in the default process group's life; collective the first time."""
+    assert dist.group.WORLD is not None
+    made = _made.setdefault(dist.group.WORLD, {})
+    key = tuple(tuple(ranks) for ranks in places)
+    if key not in made:
+        made[key] = _make(key)
+    return made[key]
+
+
+def _make(places: Sequence[Sequence[int]]) -> TwoLevelGroups:
     rank = dist.get_rank()
     seats = len(places[0])
     # Every rank makes every group, in one order, and keeps its own two.
