@@ -218,13 +218,13 @@ def footing_of(records: Sequence[Record], run: str | None = None, now: Mapping[i
     """
     sights = (
         Sight(
-            None if run is None else record.run,
-            record.number,
-            record.batch,
-            record.reference,
-            record.seconds,
-            record.price,
-            record.origin == BASELINE,
+            run=None if run is None else record.run,
+            number=record.number,
+            batch=record.batch,
+            reference=record.reference,
+            seconds=record.seconds,
+            price=record.price,
+            baseline=record.origin == BASELINE,
         )
         for record in records
     )
