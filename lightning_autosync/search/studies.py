@@ -349,7 +349,7 @@ def samples_of(study: optuna.Study) -> list[Sample]:
     Raises:
         StudyError: the study is not one of plans, or its trials are not points of its space.
     """
-    space, footing = space_of(study), footing_of(study)
+    space, footing = space_of(study), footing_of_study(study)
     samples = []
     for trial in study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED)):
         if steps := measured_steps(trial):
@@ -359,7 +359,7 @@ def samples_of(study: optuna.Study) -> list[Sample]:
     return samples
 
 
-def footing_of(study: optuna.Study) -> Footing:
+def footing_of_study(study: optuna.Study) -> Footing:
     """The footing of the run that has the study's first trial."""
     trials = study.get_trials(deepcopy=False)
     return Footing.of(map(sight_of, trials), trials[0].user_attrs.get(RUN) if trials else None)

@@ -78,9 +78,9 @@ def _of_points(whole: optuna.Study) -> optuna.Study:
     import optuna
     from optuna.trial import TrialState
 
-    from lightning_autosync.search.studies import REFINED, RUN, footing_of
+    from lightning_autosync.search.studies import REFINED, RUN, footing_of_study
 
-    footing, study = footing_of(whole), optuna.create_study()
+    footing, study = footing_of_study(whole), optuna.create_study()
     for trial in whole.get_trials(states=(TrialState.COMPLETE,)):
         if REFINED not in trial.user_attrs and trial.value is not None:
             trial.value = footing.bring(trial.user_attrs.get(RUN), trial.number, trial.value)

@@ -8,7 +8,7 @@ from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState
 
 from lightning_autosync.plan.space import BUILDER, Block, PlanSpace, Value
-from lightning_autosync.search.studies import RUN, footing_of, space_of
+from lightning_autosync.search.studies import RUN, footing_of_study, space_of
 
 BEST = 12
 """Points of a study that are carried over."""
@@ -20,7 +20,7 @@ def carried_over(study: Study, space: PlanSpace, count: int = BEST) -> list[dict
     Raises:
         StudyError: the study is not one of plans.
     """
-    source, footing = space_of(study), footing_of(study)
+    source, footing = space_of(study), footing_of_study(study)
     trials = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
 
     def brought(trial: FrozenTrial) -> float:
