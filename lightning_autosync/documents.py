@@ -233,6 +233,14 @@ def write_bytes(path: str | os.PathLike[str], content: bytes) -> None:
         raise
 
 
+def identity(directory: Path) -> str:
+    """A name that this directory keeps, and no other has, be it at the same path of another machine."""
+    file = directory / ".identity"
+    if not file.exists():
+        write_text(file, f"{directory.absolute()} {secrets.token_hex(4)}\n")
+    return file.read_text(encoding="utf-8").strip()
+
+
 @contextmanager
 def held(path: Path, refusal: Exception) -> Iterator[None]:
     """Keep other processes from holding the same file within the block; however this one ends, it is free again.

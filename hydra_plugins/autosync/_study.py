@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -12,13 +11,13 @@ from typing import Any, Literal
 
 import optuna
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
-from optuna.storages import BaseStorage, JournalStorage
-from optuna.storages.journal import JournalFileBackend
+from optuna.storages import BaseStorage
 from optuna.trial import Trial, TrialState
 
 from hydra_plugins.autosync._errors import SweepError
 from hydra_plugins.autosync._space import Parameter, Space
 from lightning_autosync import documents
+from lightning_autosync.search import studies
 
 Direction = Literal["minimize", "maximize"]
 
@@ -42,29 +41,22 @@ def held(directory: Path) -> AbstractContextManager[None]:
     return documents.held(directory / ".sweep.lock", SweepError(f"{directory}: another sweep is under way there"))
 
 
-def open_storage(url: str | None, directory: Path) -> str | BaseStorage:
-    """The database of the URL, or a journal in the directory, which must be held."""
-    if url is not None:
-        return url
+def open_storage(url: str | None, directory: Path) -> BaseStorage:
+    """The database of the URL, or a journal in the directory, which must be held.
+
+    Raises:
+        SweepError: it cannot be opened.
+    """
     path = directory / JOURNAL
-    _mend(path)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-        return JournalStorage(JournalFileBackend(str(path)))
-
-
-def _mend(path: Path) -> None:
-    """Undo what a process left that was killed while it wrote: half a line, and the lock of the file."""
-    Path(f"{path}.lock").unlink(missing_ok=True)
-    if not path.exists():
-        return
-    with path.open("r+b") as file:
-        text = file.read()
-        file.truncate(text.rfind(b"\n") + 1)
+    Path(f"{path}.lock").unlink(missing_ok=True)  # of a process that was killed while it wrote
+    try:
+        return studies.open_storage(url or path)
+    except studies.StudyError as error:
+        raise SweepError(f"hydra.sweeper.storage: {error}") from None
 
 
 def open_study(
-    name: str, storage: str | BaseStorage, space: Space, directions: Sequence[Direction], sampler: Any
+    name: str, storage: BaseStorage, space: Space, directions: Sequence[Direction], sampler: Any
 ) -> optuna.Study:
     """The study of that name, made if there is none.
 
@@ -169,4 +161,4 @@ def suggest(trial: Trial, parameter: Parameter) -> Any:
 
 
 def _place(directory: Path) -> str:
-    return os.path.abspath(directory)
+    return documents.identity(directory)

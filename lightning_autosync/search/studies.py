@@ -26,7 +26,7 @@ from sqlalchemy.exc import ArgumentError
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.errors import DocumentError, PlanError
 from lightning_autosync.plan import SyncPlan
-from lightning_autosync.plan.space import BUILDER, Genome, PlanSpace, Value
+from lightning_autosync.plan.space import BUILDER, COMPOSED, Genome, PlanSpace, Value
 from lightning_autosync.search.drift import Footing, Sight
 from lightning_autosync.search.journal import Journal
 from lightning_autosync.simulator.dataset import Sample
@@ -42,8 +42,8 @@ REFINED = "refined"
 ERROR, INTERRUPTED = "error", "interrupted"
 """More of them: why a trial failed or was stopped early, and whether that was none of its plan's doing, as a Ctrl-C."""
 RUN, BATCH, REFERENCE, PRICE = "run", "batch", "reference", "price"
-"""Of a run beside others in a study: its directory, the number of the first trial of a batch, seconds of a step of the
-study's reference plan, measured beside that batch, and those of the trial's plan as the replay says."""
+"""Of a run beside others in a study: the name of its directory, the number of the first trial of a batch, seconds of a
+step of the study's reference plan, measured beside that batch, and those of the trial's plan as the replay says."""
 BASELINE = "baseline"
 """Origin of points that stand for a builder's plan."""
 _DESCRIBING = 5.0
@@ -137,7 +137,7 @@ def open_storage(storage: str | os.PathLike[str]) -> optuna.storages.BaseStorage
 
 def without_password(storage: str) -> str:
     """The address of a storage with stars for the password in it, if there is one."""
-    return re.sub(r"(://[^:/@]*):[^@]*@", r"\1:***@", storage, count=1)
+    return re.sub(r"([?&]password=)[^&]*", r"\1***", re.sub(r"(://[^:/@]*):[^@]*@", r"\1:***@", storage, count=1))
 
 
 def open_study(
@@ -147,6 +147,7 @@ def open_study(
     *,
     sampler: optuna.samplers.BaseSampler | None = None,
     pruner: optuna.pruners.BasePruner | None = None,
+    first: Sequence[Genome] = (),
 ) -> optuna.Study:
     """Create a study of this space, or go on with the one of that name.
 
@@ -158,6 +159,7 @@ def open_study(
         name: of the study.
         space: whose points the trials are.
         sampler, pruner: as Optuna takes them.
+        first: points of baselines that a new study tries first, whoever makes it.
 
     Raises:
         StudyError: the storage cannot be opened, or the study is of another space or of something else.
@@ -167,9 +169,9 @@ def open_study(
     if not is_ours:
         _await_description(study)
     if SPACE not in study.user_attrs:
-        if study.get_trials(deepcopy=False):
+        if WORKLOAD not in study.user_attrs and study.get_trials(deepcopy=False):
             raise StudyError(f"study '{name}': it has trials, but none of plans; choose another name or storage")
-        describe(study, space)
+        describe(study, space, first)
     check(study, space)
     return study
 
@@ -206,11 +208,12 @@ def _missing_file(storage: str) -> str | None:
     return None
 
 
-def describe(study: optuna.Study, space: PlanSpace) -> None:
-    """Write into a study what it is about."""
+def describe(study: optuna.Study, space: PlanSpace, first: Sequence[Genome] = ()) -> None:
+    """Write into a study what it is about, and which baselines it tries first."""
     study.set_user_attr(WORKLOAD, json.dumps(space.workload.to_dict()))
     study.set_user_attr(CLUSTER, json.dumps(space.cluster.to_dict()))
     study.set_user_attr(SEMANTICS, space.semantics)
+    enqueue(study, first, BASELINE)
     # Last: whoever sees it finds the others too.
     study.set_user_attr(SPACE, {"fingerprint": space.fingerprint, "runs": space.runs, "lone": space.lone})
 
@@ -272,7 +275,9 @@ def _made_or_found(
 def _await_description(study: optuna.Study) -> None:
     """Leave it to the process that made a study to say what it is about, unless that has died over it."""
     deadline = time.monotonic() + _DESCRIBING
-    while SPACE not in study.user_attrs and not study.get_trials(deepcopy=False) and time.monotonic() < deadline:
+    while SPACE not in study.user_attrs and time.monotonic() < deadline:
+        if WORKLOAD not in study.user_attrs and study.get_trials(deepcopy=False):
+            return
         time.sleep(_LOOK)
 
 
@@ -395,6 +400,23 @@ def measured_steps(trial: FrozenTrial) -> tuple[float, ...]:
         with suppress(ValueError):
             value = trial.intermediate_values[max(trial.intermediate_values)]
     return (float(value),) if value is not None and 0 < value < float("inf") else ()
+
+
+def seconds_of(trial: FrozenTrial) -> float | None:
+    """Seconds of a step of a trial's plan: its value, or, if it was given up, the median of the steps that it made;
+    None where it has no time."""
+    if trial.state == TrialState.COMPLETE and trial.value is not None:
+        seconds = trial.value
+    elif trial.state == TrialState.PRUNED and (steps := measured_steps(trial)):
+        seconds = statistics.median(steps)
+    else:
+        return None
+    return seconds if 0 < seconds < float("inf") else None
+
+
+def is_composed(trial: FrozenTrial) -> bool:
+    """Whether a trial's parameters tell its plan: it is no builder's, and none that refines the point."""
+    return REFINED not in trial.user_attrs and trial.params.get(BUILDER, COMPOSED) == COMPOSED
 
 
 def _given(trial: FrozenTrial) -> Genome:

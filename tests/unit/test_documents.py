@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_autosync.documents import append_lines, read_data, write_data, write_text
+from lightning_autosync.documents import append_lines, identity, read_data, write_data, write_text
 from lightning_autosync.errors import DocumentError, PlanError
 from lightning_autosync.plan import SyncPlan
 
@@ -102,3 +102,13 @@ def test_a_file_without_a_whole_line_begins_anew(tmp_path: Path) -> None:
     path.write_text("x" * 70_000)
     append_lines(path, "1\n")
     assert path.read_text() == "1\n"
+
+
+def test_a_directory_keeps_its_name_and_shares_it_with_none(tmp_path: Path) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    name = identity(here)
+    assert name == identity(here)
+    assert name.startswith(str(here))
+    here.rename(there)
+    assert identity(there) == name
+    assert identity(here) != name

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -156,3 +158,18 @@ def test_a_last_line_that_was_cut_off_is_dropped_and_its_run_made_again(tmp_path
 def test_transfer_from_a_pair_to_itself_is_refused(given: dict[str, object]) -> None:
     with pytest.raises(DocumentError, match=r"source: '\w+@\w+' would start from its own study"):
         Settings.parse({**SMALL, **given})
+
+
+HOLDER = "import sys; from pathlib import Path; from lightning_autosync.documents import held\n"
+HOLDER += "with held(Path(sys.argv[1]), ValueError()): print('held', flush=True); input()"
+
+
+def test_two_processes_do_not_add_to_one_file(tmp_path: Path) -> None:
+    line = [sys.executable, "-c", HOLDER, str(tmp_path / ".runs.jsonl.lock")]
+    with subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"held\n"
+        with pytest.raises(DocumentError, match=r"runs.jsonl: another process is adding runs to it"):
+            rehearse({**SMALL, "runs": str(tmp_path / "runs.jsonl")}, tmp_path)
+        other.kill()
+    assert not (tmp_path / "runs.jsonl").exists()

@@ -231,3 +231,32 @@ def test_a_trial_of_other_parameters_is_named() -> None:
     with pytest.raises(StudyError, match="trial 0: plan space: parameter"):
         studies.plan_of(study.trials[0], SPACE)
     assert issubclass(StudyError, DocumentError)
+
+
+def test_baselines_are_there_before_a_study_says_what_it_is_about(
+    storage: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that of processes that begin at once only the maker enqueues them."""
+    known: list[int] = []
+    describe = optuna.Study.set_user_attr
+
+    def set_user_attr(study: optuna.Study, name: str, value: Any) -> None:
+        if name == studies.SPACE:
+            known.append(len(study.trials))
+        describe(study, name, value)
+
+    monkeypatch.setattr(optuna.Study, "set_user_attr", set_user_attr)
+    for _ in range(2):
+        study = studies.open_study(storage, "one", SPACE, first=SPACE.baselines())
+    assert known == [len(SPACE.baselines())] == [len(study.trials)]
+
+
+def test_a_study_whose_maker_died_among_the_baselines_gets_the_rest(
+    storage: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    study = optuna.create_study(storage=studies.open_storage(storage), study_name="one")
+    study.set_user_attr(studies.WORKLOAD, "{}")
+    studies.enqueue(study, SPACE.baselines()[:2], studies.BASELINE)
+    monkeypatch.setattr(studies, "_DESCRIBING", 0.1)
+    found = studies.open_study(storage, "one", SPACE, first=SPACE.baselines())
+    assert [trial.system_attrs["fixed_params"] for trial in found.trials] == SPACE.baselines()

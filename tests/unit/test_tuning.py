@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import optuna
@@ -15,7 +16,9 @@ from lightning_autosync.errors import DocumentError
 from lightning_autosync.plan import SyncPlan, compile_plan
 from lightning_autosync.plan.space import BUILDER, COMPOSED, PlanSpace
 from lightning_autosync.search import studies
+from lightning_autosync.search.tuning import stage as tuning_stage
 from lightning_autosync.search.tuning.buckets import PARAMETER, BucketSpace
+from lightning_autosync.search.tuning.errors import TuningError
 from lightning_autosync.search.tuning.job import Job
 from lightning_autosync.search.tuning.opponents import Opponent, builder_plans
 from lightning_autosync.search.tuning.result import Best, Outcome, Pace
@@ -23,7 +26,7 @@ from lightning_autosync.search.tuning.samplers import make_sampler
 from lightning_autosync.search.tuning.settings import Settings
 from lightning_autosync.search.tuning.sources import Sources
 from lightning_autosync.search.tuning.trials import Record, Trials, ranked
-from lightning_autosync.search.tuning.tuner import TuningError
+from lightning_autosync.workers import LaunchError, WorkerError
 
 
 @pytest.fixture(autouse=True)
@@ -199,6 +202,19 @@ def test_wrong_simulators_sources_and_arguments_of_samplers(tmp_path):
         world.trials()
 
 
+def test_what_is_wrong_with_a_source_is_no_fault_of_the_options(tmp_path):
+    old, new = World(tmp_path), World(sampler="autosync")
+    study = old.trials().study
+    trial = study.ask()
+    studies.suggest(trial, old.space)
+    trial.set_user_attr(studies.REFINED, "no plan")
+    trial.set_user_attr(studies.STEPS, [[0.1]])
+    study.tell(trial, 0.1)
+    sources = replace(Sources.of(new.job), studies=[studies.load_study(old.storage, "tune")])
+    with pytest.raises(studies.StudyError, match=r"^trial 0: refined: not the JSON text of a plan"):
+        make_sampler(new.settings.search, new.space, sources)
+
+
 def test_a_simulator_of_another_format_version_is_refused(tmp_path):
     write_data(tmp_path / "simulator.json", {"format": "autosync-simulator/99", "kind": "replay"})
     given = {"model": MODEL, "cluster": CLUSTER.to_dict(), "transfer": {"simulator": str(tmp_path)}}
@@ -215,3 +231,16 @@ def test_a_study_of_another_space_is_refused():
     with pytest.raises(studies.StudyError, match="study 'tune': it is of another workload") as caught:
         other.trials()
     assert "\n" not in str(caught.value)
+
+
+def test_workers_that_do_not_start_twice_end_the_search_and_say_so(monkeypatch):
+    def start(*asked: Any, **given: Any) -> Any:
+        raise WorkerError("did not answer", rank=1)
+
+    monkeypatch.setattr(tuning_stage, "WorkerPool", start)
+    world = World()
+    with (
+        tuning_stage.Stage(world.settings, world.job.cluster) as stage,
+        pytest.raises(LaunchError, match=r"workers did not start twice: .*did not answer"),
+    ):
+        stage.measure(tuning_stage.Entrant("trial 0", {}), 1)

@@ -15,11 +15,13 @@ from lightning_autosync.bench.result import Measurement, Result
 from lightning_autosync.bench.settings import Settings as BenchSettings
 from lightning_autosync.plan.builders import build
 from lightning_autosync.search.tuning import final as tuning_final
+from lightning_autosync.search.tuning.errors import TuningError
 from lightning_autosync.search.tuning.final import Final, compare
 from lightning_autosync.search.tuning.job import Job
 from lightning_autosync.search.tuning.opponents import Opponent
 from lightning_autosync.search.tuning.result import Best, Outcome, Pace
 from lightning_autosync.search.tuning.settings import Settings
+from lightning_autosync.workers import WorkerError
 
 TIMES = {
     "ddp": ([3.0] * 5, [2.5] * 5),
@@ -115,6 +117,10 @@ def test_the_lines_claim_no_gain_that_was_not_shown():
         ("postgresql://me:secret@host:5432/trials", "postgresql://me:***@host:5432/trials"),
         ("postgresql://me:sec/ret@host/trials", "postgresql://me:***@host/trials"),
         ("mysql+pymysql://me:a:b@host/trials", "mysql+pymysql://me:***@host/trials"),
+        (
+            "postgresql://host/trials?user=me&password=secret&sslmode=require",
+            "postgresql://host/trials?user=me&password=***&sslmode=require",
+        ),
         ("sqlite:///runs/study.db", "sqlite:///runs/study.db"),
         ("runs/a:b@c/study.journal", "runs/a:b@c/study.journal"),
     ],
@@ -156,6 +162,25 @@ def test_several_settings_of_ddp_come_to_it_and_as_many_rounds_choose_as_judge(t
     found = compare(job, Workers(), plans, "ps", rivals, tmp_path)  # type: ignore[arg-type]
     assert seen == {"rounds": 4, "orders": [*rivals, "ps"], "contenders": [*rivals, "ps"]}
     assert os.listdir(tmp_path / "finalists") == ["ps.yaml"]
-    assert found is not None
     assert (found.choice.settings.rounds, found.result.settings.rounds) == (2, 2)
     assert found.ddp in rivals
+
+
+def test_a_last_comparison_that_fails_twice_is_no_success(tmp_path, monkeypatch):
+    job = Job.of(Settings.parse({**configuration(), "rounds": 2}))
+    restarts: list[int] = []
+
+    def play(*asked: Any) -> Result:
+        raise WorkerError(f"died in session {len(restarts)}", rank=1)
+
+    class Workers:
+        pool, links = None, ()
+
+        def restart(self) -> None:
+            restarts.append(1)
+
+    monkeypatch.setattr(tuning_final, "play", play)
+    rivals = [options.name for options in job.settings.ddp.options()]
+    with pytest.raises(TuningError, match=r"the last comparison failed twice: .*session 1"):
+        compare(job, Workers(), {"ps": build("ps", job.workload, job.cluster)}, "ps", rivals, tmp_path)  # type: ignore[arg-type]
+    assert len(restarts) == 1

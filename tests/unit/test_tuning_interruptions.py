@@ -23,10 +23,10 @@ from lightning_autosync.search import studies
 from lightning_autosync.search.studies import RUN
 from lightning_autosync.search.tuning import run as tuning_run
 from lightning_autosync.search.tuning.command import STATUS, Interrupted, UnfinishedError, tune
+from lightning_autosync.search.tuning.errors import TuningError
 from lightning_autosync.search.tuning.owner import is_gone, this_process
 from lightning_autosync.search.tuning.settings import Settings
 from lightning_autosync.search.tuning.trials import OWNER
-from lightning_autosync.search.tuning.tuner import TuningError
 from lightning_autosync.workers import LaunchError
 
 

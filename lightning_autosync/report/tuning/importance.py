@@ -26,7 +26,7 @@ class Importance:
 
     Attributes:
         shares: by parameter, the largest first; they add up to 1.
-        trials: complete trials that they rest on, those of refined plans left out.
+        trials: complete trials that they rest on, those of builders and of refined plans left out.
         quantile: share of these that counts as good.
     """
 
@@ -43,8 +43,9 @@ class Importance:
 def importance_of(address: StudyAddress, directory: Path, storage: str | None = None) -> Importance | str:
     """The importance of a study's parameters (Watanabe et al., PED-ANOVA, IJCAI 2023), or why there is none.
 
-    Trials whose plan refines their point are left out, for their parameters do not tell what was measured. Of the other
-    complete trials a tenth counts as good, or as many as it takes for five of them, up to a quarter.
+    Trials of builders' plans and of those that refine their point are left out, for their parameters do not tell what
+    was measured. Of the other complete trials a tenth counts as good, or as many as it takes for five of them, up to a
+    quarter.
 
     Args:
         address: of the study; a relative path of a journal is also looked for in ``directory``.
@@ -74,15 +75,15 @@ def importance_of(address: StudyAddress, directory: Path, storage: str | None = 
 
 
 def _of_points(whole: optuna.Study) -> optuna.Study:
-    """The complete trials that measured their points' own plans, by their times on one footing."""
+    """The complete trials whose parameters tell their plans, by their times on one footing."""
     import optuna
     from optuna.trial import TrialState
 
-    from lightning_autosync.search.studies import REFINED, RUN, footing_of_study
+    from lightning_autosync.search.studies import RUN, footing_of_study, is_composed
 
     footing, study = footing_of_study(whole), optuna.create_study()
     for trial in whole.get_trials(states=(TrialState.COMPLETE,)):
-        if REFINED not in trial.user_attrs and trial.value is not None:
+        if is_composed(trial) and trial.value is not None:
             trial.value = footing.bring(trial.user_attrs.get(RUN), trial.number, trial.value)
             study.add_trial(trial)
     return study

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -12,7 +11,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from lightning_autosync.plan.space import PlanSpace, Value
 from lightning_autosync.search.drift import Footing
-from lightning_autosync.search.studies import REFINED, RUN, measured_steps, sight_of, was_interrupted
+from lightning_autosync.search.studies import REFINED, RUN, seconds_of, sight_of, was_interrupted
 
 CHOICE = "autosync:choice"
 """System attribute of a trial: the point that was chosen for it, there before its parameters are."""
@@ -72,16 +71,11 @@ class Observations:
         return made
 
     def _add_finished(self, trial: FrozenTrial, choice: Choice) -> None:
-        steps = () if trial.state == TrialState.FAIL else measured_steps(trial)
-        if trial.state == TrialState.COMPLETE and trial.value is not None:
-            seconds = trial.value
-        else:
-            seconds = statistics.median(steps) if steps else math.nan
-        if 0 < seconds < math.inf:
-            seconds = self.footing.bring(trial.user_attrs.get(RUN), trial.number, seconds)
-            self.measured.append((trial.number, choice, math.log(seconds)))
-        else:
+        if (seconds := seconds_of(trial)) is None:
             self.tried.append(choice)
+            return
+        seconds = self.footing.bring(trial.user_attrs.get(RUN), trial.number, seconds)
+        self.measured.append((trial.number, choice, math.log(seconds)))
 
 
 def _footing(trials: Sequence[FrozenTrial], own: int) -> Footing:

@@ -6,13 +6,16 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from random import Random
 
 import optuna
 
+from lightning_autosync.documents import held
+from lightning_autosync.errors import DocumentError
 from lightning_autosync.plan.space import PlanSpace
-from lightning_autosync.search.simulated.runs import Run, RunFile
+from lightning_autosync.search.simulated.runs import Key, Run, RunFile
 from lightning_autosync.search.simulated.settings import Settings
 from lightning_autosync.search.simulated.world import Oracle, World
 from lightning_autosync.search.studies import BASELINE, ORIGIN, describe, enqueue, plan_of, suggest
@@ -35,19 +38,21 @@ class Contest:
         """All runs of the settings and whether they are new; those in the file are read, the others added to it.
 
         Raises:
-            DocumentError: the runs in the file were made with other settings, or it is something else.
+            DocumentError: the runs in the file were made with other settings, it is something else, or another process
+                is adding to it.
         """
-        file = RunFile(path, self._settings)
-        for pair in self._settings.pairs:
-            for sampler in self._settings.samplers:
-                for seed in range(self._settings.seeds):
-                    run = file.runs.get((pair, sampler, seed))
-                    if run is not None:
-                        yield run, False
-                        continue
+        refusal = DocumentError(f"{path}: another process is adding runs to it; let it end, or give another file")
+        with held(path.with_name(f".{path.name}.lock"), refusal):
+            file = RunFile(path, self._settings)
+            for pair, sampler, seed in self._keys():
+                run = file.runs.get((pair, sampler, seed))
+                if is_new := run is None:
                     run = self.run(pair, sampler, seed)
                     file.append(run)
-                    yield run, True
+                yield run, is_new
+
+    def _keys(self) -> Iterator[Key]:
+        return product(self._settings.pairs, self._settings.samplers, range(self._settings.seeds))
 
     def run(self, pair: str, sampler: str, seed: int) -> Run:
         """One run."""

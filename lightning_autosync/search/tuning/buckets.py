@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from optuna.distributions import BaseDistribution, FloatDistribution
 from optuna.trial import Trial
 
 from lightning_autosync.cluster import ClusterSpec
@@ -15,8 +16,10 @@ from lightning_autosync.plan.spec import Semantics
 from lightning_autosync.workload import Workload
 
 PARAMETER = "bucket_mib"
-RANGE = (1 / 16, 64.0)
-"""MiB; Horovod's own range ends at 64, which is its default too. It fuses from 0 on, here from a message of 64 KiB."""
+MOST = 64.0
+"""MiB where the range ends, as Horovod's own, whose default it is too; or with one message of all that there is."""
+LEAST, PARTS = 1 / 16, 1024
+"""MiB where it begins (Horovod's own begins at 0), or earlier, with this part of all that there is."""
 
 
 class BucketSpace:
@@ -37,12 +40,23 @@ class BucketSpace:
 
     @property
     def fingerprint(self) -> str:
-        """Digest of the parameter."""
-        return digest([PARAMETER, *RANGE])
+        """Digest of the parameter and its range."""
+        return digest([PARAMETER, *self.range])
+
+    @property
+    def range(self) -> tuple[float, float]:
+        """Sizes in MiB between which plans differ."""
+        whole = self.workload.bytes / MIB
+        return min(LEAST, whole / PARTS), min(MOST, whole)
+
+    @property
+    def distributions(self) -> dict[str, BaseDistribution]:
+        """The parameter as Optuna knows it."""
+        return {PARAMETER: FloatDistribution(*self.range, log=True)}
 
     def suggest(self, trial: Trial) -> dict[str, Any]:
         """A point from a trial."""
-        return {PARAMETER: trial.suggest_float(PARAMETER, *RANGE, log=True)}
+        return {PARAMETER: trial.suggest_float(PARAMETER, *self.range, log=True)}
 
     def plan(self, point: Mapping[str, Any]) -> SyncPlan:
         """The plan that a point stands for."""
@@ -51,4 +65,4 @@ class BucketSpace:
 
     def baselines(self) -> list[dict[str, Any]]:
         """Horovod's default."""
-        return [{PARAMETER: RANGE[1]}]
+        return [{PARAMETER: self.range[1]}]

@@ -11,10 +11,10 @@ from typing import Any
 from rich.console import Console
 
 from lightning_autosync.documents import held, write_text
+from lightning_autosync.search.tuning.errors import TuningError
 from lightning_autosync.search.tuning.result import Outcome
 from lightning_autosync.search.tuning.run import Run
 from lightning_autosync.search.tuning.settings import Settings
-from lightning_autosync.search.tuning.tuner import TuningError
 from lightning_autosync.search.tuning.within_job import require_job, serve
 
 PLAN = "plan.yaml"

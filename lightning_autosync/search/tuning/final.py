@@ -20,6 +20,7 @@ from lightning_autosync.bench.settings import Contender, DDPOptions, DDPSweep
 from lightning_autosync.bench.statistics import Interval, relative_medians
 from lightning_autosync.bench.table import EXACT
 from lightning_autosync.plan import SyncPlan
+from lightning_autosync.search.tuning.errors import TuningError
 from lightning_autosync.search.tuning.job import Job, bench_settings
 from lightning_autosync.search.tuning.stage import Stage, reason
 from lightning_autosync.workers import WorkerError
@@ -125,8 +126,8 @@ class Final:
 
 def compare(
     job: Job, stage: Stage, plans: Mapping[str, SyncPlan], builder: str | None, rivals: Sequence[str], directory: Path
-) -> Final | None:
-    """Measure plans and settings of DDP in turns; None if workers fail twice.
+) -> Final:
+    """Measure plans and settings of DDP in turns, once more where a worker fails.
 
     Args:
         job: what is tuned; its settings say how many rounds judge, and as many before them choose.
@@ -137,6 +138,7 @@ def compare(
         directory: of the run; ``finalists/NAME.yaml`` appear in it.
 
     Raises:
+        TuningError: a worker failed again.
         LaunchError: workers cannot be started again.
     """
     paths = {name: directory / "finalists" / f"{name}.yaml" for name in plans}
@@ -154,13 +156,16 @@ def compare(
     contenders = {name: Contender(plan=str(path), embeddings="rows") for name, path in paths.items()}
     settings = own.model_copy(update={"contenders": {**own.contenders, **contenders}})
     preparation = _prepared(job, plans, prepare(own))
-    for _ in range(2):
+    try:
+        played = play(settings, preparation, stage.pool, stage.links)
+    except WorkerError as error:
+        _log.warning("the last comparison failed: %s; once more", reason(error))
+        stage.restart()
         try:
-            return Final.of(play(settings, preparation, stage.pool, stage.links), plans, builder, rivals)
-        except WorkerError as error:
-            _log.warning("the last comparison failed: %s", reason(error))
-            stage.restart()
-    return None
+            played = play(settings, preparation, stage.pool, stage.links)
+        except WorkerError as again:
+            raise TuningError(f"the last comparison failed twice: {reason(again)}") from None
+    return Final.of(played, plans, builder, rivals)
 
 
 def _rounds(played: Result, start: int, end: int) -> Result:

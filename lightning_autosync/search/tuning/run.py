@@ -10,13 +10,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lightning_autosync.documents import digest
+from lightning_autosync.documents import digest, identity
 from lightning_autosync.errors import AutoSyncError
 from lightning_autosync.plan import SyncPlan
 from lightning_autosync.plan.builders import build
 from lightning_autosync.plan.space import PlanSpace
 from lightning_autosync.search import studies
 from lightning_autosync.search.tuning.buckets import BucketSpace
+from lightning_autosync.search.tuning.errors import TuningError
 from lightning_autosync.search.tuning.final import Final, compare
 from lightning_autosync.search.tuning.job import Job
 from lightning_autosync.search.tuning.opponents import Opponent, Opponents, builder_plans
@@ -27,7 +28,7 @@ from lightning_autosync.search.tuning.settings import SearchSettings, Settings
 from lightning_autosync.search.tuning.sources import Sources
 from lightning_autosync.search.tuning.stage import Stage, reason
 from lightning_autosync.search.tuning.trials import Record, Trials, drift_of, ranked
-from lightning_autosync.search.tuning.tuner import Tuner, TuningError
+from lightning_autosync.search.tuning.tuner import Tuner
 from lightning_autosync.simulator.learned import ReplayEstimator
 
 JOURNAL = "study.journal"
@@ -122,15 +123,16 @@ class Run:
     def _open(self, space: Space) -> Trials:
         settings = self._settings
         described: Any = space  # a space of buckets has all that a study asks of one of plans
-        study = studies.open_study(self._storage, settings.study.name, described)
+        # Its own default is Horovod's baseline, and no builder's plan.
+        first = space.baselines() if settings.search.tries_builders or isinstance(space, BucketSpace) else []
+        study = studies.open_study(self._storage, settings.study.name, described, first=first)
         self._job.hold(study)
         alone = settings.study.storage is None
-        trials = Trials(study, space, settings.search.sampler, str(self._directory.absolute()), alone)
+        trials = Trials(study, space, settings.search.sampler, identity(self._directory), alone)
         study.sampler = make_sampler(self._seeded(trials), space, self._sources)
         if left := trials.settle():
             _log.info("%d trials of an interrupted session have failed; their plans may be tried again", left)
-        if settings.search.baselines:
-            studies.enqueue_baselines(study, described)
+        studies.enqueue(study, first, studies.BASELINE)  # once more those that were interrupted
         return trials
 
     def _seeded(self, trials: Trials) -> SearchSettings:
@@ -159,7 +161,7 @@ class Run:
         found = [(record.builder, seconds) for record, seconds in fastest if record.builder is not None]
         return Opponent(*found[0]) if found else None
 
-    def _compare(self, stage: Stage, trials: Trials, opponents: Opponents) -> Final | None:
+    def _compare(self, stage: Stage, trials: Trials, opponents: Opponents) -> Final:
         records = trials.records()
         builder = self._best_builder(trials, opponents)
         plans = self._finalists(trials, builder)

@@ -6,9 +6,11 @@ import warnings
 
 import optuna
 
-from lightning_autosync.errors import DocumentError
+from lightning_autosync.errors import AutoSyncError, DocumentError
 from lightning_autosync.plan.space import BUILDER, COMPOSED, PlanSpace
+from lightning_autosync.search.studies import distributions
 from lightning_autosync.search.tuning.buckets import BucketSpace
+from lightning_autosync.search.tuning.mirror import MirrorSampler
 from lightning_autosync.search.tuning.settings import SearchSettings
 from lightning_autosync.search.tuning.sources import Sources
 
@@ -34,10 +36,10 @@ def make_sampler(settings: SearchSettings, space: Space, sources: Sources) -> op
         return _autosync(settings, space, sources)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-        sampler = _of_optuna(settings)
-        if isinstance(space, BucketSpace):
-            return sampler
-        return optuna.samplers.PartialFixedSampler({BUILDER: COMPOSED}, sampler)
+        base = _of_optuna(settings)
+    if isinstance(space, BucketSpace):
+        return MirrorSampler(base, space.distributions, {})
+    return MirrorSampler(base, distributions(space), {BUILDER: COMPOSED})
 
 
 def _of_optuna(settings: SearchSettings) -> optuna.samplers.BaseSampler:
@@ -62,5 +64,7 @@ def _autosync(settings: SearchSettings, space: PlanSpace, sources: Sources) -> o
             constants=sources.constants,
             **settings.options,
         )
+    except AutoSyncError:  # of a source, which it names
+        raise
     except (TypeError, ValueError) as error:
         raise DocumentError(f"search.options: {' '.join(str(error).split())}") from None

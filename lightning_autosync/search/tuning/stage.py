@@ -93,15 +93,17 @@ class Stage:
         """The live pool.
 
         Raises:
-            LaunchError: workers cannot be started in the way asked for.
-            WorkerError: they did not start.
+            LaunchError: workers cannot be started in the way asked for, or did not start twice.
         """
         if self._pool is None:
             try:
                 self._pool = self._start()
             except WorkerError as error:  # on a busy machine one may be too late; twice is no chance
                 _log.warning("workers did not start: %s; once more", reason(error))
-                self._pool = self._start()
+                try:
+                    self._pool = self._start()
+                except WorkerError as again:
+                    raise LaunchError(f"workers did not start twice: {reason(again)}") from None
             self._life += 1
         return self._pool
 

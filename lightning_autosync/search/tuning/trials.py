@@ -101,7 +101,7 @@ class Trials:
         study: where they are.
         space: whose points they are.
         sampler: name of the sampler, the origin of trials for which it names none.
-        run: the run directory; a run that goes on ends what an interruption left of it.
+        run: the name of its directory (`identity`); a run that goes on ends what an interruption left of it.
         alone: whether nobody else works on the study, so that every trial that runs is a leftover.
         proposals: seconds that each proposal took.
     """

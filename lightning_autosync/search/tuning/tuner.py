@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 
 import optuna
 
-from lightning_autosync.errors import AutoSyncError, DocumentError
+from lightning_autosync.errors import DocumentError
 from lightning_autosync.plan import SyncPlan, compile_plan
 from lightning_autosync.search.studies import INTERRUPTED, PREDICTED, PRICE
+from lightning_autosync.search.tuning.errors import TuningError
 from lightning_autosync.search.tuning.interruptions import uninterrupted
 from lightning_autosync.search.tuning.job import Job
 from lightning_autosync.search.tuning.measuring import Course, Rule, measure_in_turns
@@ -20,10 +21,6 @@ from lightning_autosync.search.tuning.reference import Reference
 from lightning_autosync.search.tuning.stage import Entrant, Stage
 from lightning_autosync.search.tuning.trials import Record, Trials, drift_of, footing_of, of_run, ranked
 from lightning_autosync.simulator.learned import ReplayEstimator
-
-
-class TuningError(AutoSyncError, RuntimeError):
-    """A run cannot go on; the study keeps what was found."""
 
 
 @dataclass(frozen=True)
@@ -172,9 +169,12 @@ class Tuner:
     def _best_so_far(self, batch: Batch) -> float | None:
         """Seconds that a plan is compared with: those of the fastest trial as it would be now; None without one.
 
-        DDP is no measure: where it is faster than all plans, the best of them still has to be known.
+        DDP is no measure: where it is faster than all plans, the best of them still has to be known. Nor are others'
+        trials before this run has some: only these tell how much slower its machine is than theirs.
         """
         records, own = self._trials.records(), self._trials.own
+        if not of_run(records, own):
+            return None
         now = {} if batch.reference is None else {batch.asked[0].number: batch.reference}
         best = ranked(records, own, now)
         return footing_of(records, own, now).base.expected(best[0][1]) if best else None
