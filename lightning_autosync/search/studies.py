@@ -236,10 +236,16 @@ def check(study: optuna.Study, space: PlanSpace) -> None:
         "semantics": _attribute(study, SEMANTICS),
         "space": _attribute(study, SPACE)["fingerprint"],
     }
+    names = {
+        "workload": (workload_of(study).name, space.workload.name),
+        "cluster": (cluster_of(study).name, space.cluster.name),
+    }
     for what, value in ours.items():
         if theirs[what] != value:
+            there, here = names.get(what, ("", ""))
             raise StudyError(
-                f"study '{study.study_name}': it is of another {what} ({theirs[what]}, not {value})"
+                f"study '{study.study_name}': it is of another {what} ({f'{there} {theirs[what]}'.strip()}, not "
+                f"{f'{here} {value}'.strip()})"
                 f"{_more(study, space)}; choose another name or storage, or give it as a source of transfer"
             )
 

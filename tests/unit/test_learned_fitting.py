@@ -198,6 +198,15 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def test_a_dataset_all_of_whose_samples_were_disturbed_says_so(tmp_path: Path) -> None:
+    scene = workload("vgg", layers=3, width=128), star(400, 100, 100, name="fat")
+    with Writer(tmp_path / "samples") as writer:
+        conditions = Conditions({"machine": "made up"}, disturbed=True)
+        writer.append(Entry(sample, conditions) for sample in drawn(2, scene))
+    with pytest.raises(DocumentError, match=r"no sample of a synchronous plan; 2 were measured beside other load"):
+        fit(_configuration(tmp_path / "samples"), tmp_path)
+
+
 def _configuration(path: Path, **changes: Any) -> dict[str, Any]:
     simulator = {"kind": "hetero", "members": 1, "network": {"hidden": 16}, "training": {"epochs": 3, "least_steps": 0}}
     options = {"compare": ["replay", "linear", "hetero"], "seeds": 2, "cores": 2, "processes": 1}

@@ -17,7 +17,8 @@ from optuna.trial import TrialState
 from tuning_stage import PricedStage
 from tuning_world import World, configuration
 
-from lightning_autosync.plan import SyncPlan
+from lightning_autosync.cluster import ClusterSpec
+from lightning_autosync.plan import SyncPlan, compile_plan
 from lightning_autosync.plan.space import BUILDER
 from lightning_autosync.search import studies
 from lightning_autosync.search.studies import RUN
@@ -28,6 +29,7 @@ from lightning_autosync.search.tuning.owner import is_gone, this_process
 from lightning_autosync.search.tuning.settings import Settings
 from lightning_autosync.search.tuning.trials import OWNER
 from lightning_autosync.workers import LaunchError
+from lightning_autosync.workload import Workload
 
 
 @pytest.fixture
@@ -175,7 +177,9 @@ def test_after_a_ctrl_c_the_command_ends_with_130_and_says_how_to_go_on(tmp_path
     found = json.loads((tmp_path / "result.json").read_text())
     assert found["interrupted"]
     assert len(found["trials"]) == 9
-    assert SyncPlan.load(tmp_path / "plan.yaml").to_dict() == found["best"]["plan"]
+    plan = SyncPlan.load(tmp_path / "plan.yaml")
+    assert plan.to_dict() == found["best"]["plan"]
+    compile_plan(plan, Workload.load(tmp_path / "workload.yaml"), ClusterSpec.load(tmp_path / "cluster.yaml"))
     assert f"hydra.run.dir={tmp_path}" in capsys.readouterr().out
     staged(monkeypatch, world, PricedStage(world.price))
     outcome = tune(configuration(), tmp_path)

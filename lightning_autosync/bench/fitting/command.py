@@ -64,7 +64,9 @@ def _load(settings: Settings) -> tuple[list[Sample], set[float]]:
     dataset = Dataset.load(settings.dataset)
     samples = [sample for sample in dataset if sample.plan.has_schedule]
     if not samples:
-        raise DocumentError(f"dataset: {', '.join(settings.dataset)}: no sample of a synchronous plan")
+        disturbed = len(Dataset.load(settings.dataset, disturbed=True)) - len(dataset)
+        why = f"; {disturbed} were measured beside other load (more than collect's quiet=)" if disturbed else ""
+        raise DocumentError(f"dataset: {', '.join(settings.dataset)}: no sample of a synchronous plan{why}")
     return samples, {float(facts["cores"]) for facts in dataset.environments.values() if "cores" in facts}
 
 

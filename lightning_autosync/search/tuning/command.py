@@ -17,7 +17,7 @@ from lightning_autosync.search.tuning.run import Run
 from lightning_autosync.search.tuning.settings import Settings
 from lightning_autosync.search.tuning.within_job import require_job, serve
 
-PLAN = "plan.yaml"
+PLAN, WORKLOAD, CLUSTER = "plan.yaml", "workload.yaml", "cluster.yaml"
 RESULT = "result.json"
 _LOCK = ".tune.lock"
 STATUS = 130
@@ -83,11 +83,13 @@ def tune(configuration: dict[str, Any], directory: Path) -> Outcome:
 
 
 def _write(outcome: Outcome, directory: Path, console: Console) -> None:
-    """The files, and what they say in short."""
+    """The files, and what they say in short; the workload and the cluster are there for `autosync predict`."""
     files = [RESULT]
     write_text(directory / RESULT, json.dumps(outcome.to_dict()) + "\n")
     if outcome.best is not None:
         outcome.best.plan.save(directory / PLAN)
+        outcome.job.workload.save(directory / WORKLOAD)
+        outcome.job.cluster.save(directory / CLUSTER)
         files.insert(0, PLAN)
     for line in outcome.lines():
         console.print(line, soft_wrap=True, highlight=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
@@ -25,6 +26,7 @@ from lightning_autosync.search.tuning.stage import Entrant, Stage
 OPPONENTS = "autosync:opponents"
 """User attribute of a study, with a digest of the run whose opponents it holds behind it: JSON text."""
 Kind = Literal["ddp", "builder"]
+_log = logging.getLogger(__name__)
 _PLURAL: Mapping[Kind, str] = {"ddp": "ddp", "builder": "builders"}
 
 
@@ -112,7 +114,10 @@ class Opponents:
 
     def _measure(self, kind: Kind, orders: Mapping[str, Mapping[str, Any]]) -> None:
         known = {one.name for one in self._standings if one.kind == kind and one.state != "failed"}
-        left = iter([name for name in orders if name not in known])
+        names = [name for name in orders if name not in known]
+        if names:
+            _log.info("measuring %s before the trials: %s", _PLURAL[kind], ", ".join(names))
+        left = iter(names)
         while batch := list(islice(left, self._job.settings.search.batch)):
             self._play(kind, {name: orders[name] for name in batch})
         found = [one for one in self._standings if one.kind == kind and one.name in orders]

@@ -151,6 +151,7 @@ class Stage:
             self._check_ranks(self._job)
             self._job.renew()
             return self._job
+        _log.info("starting %d workers", self._cluster.world_size)
         scheduling = None if settings.scheduling == "none" else settings.scheduling
         return WorkerPool(self._cluster.world_size, self._launch, timeout=settings.timeout, scheduling=scheduling)
 
