@@ -13,7 +13,7 @@ from optuna.trial import FrozenTrial, TrialState
 from tuning_world import settings
 
 from lightning_autosync.plan.space import BUILDER, COMPOSED
-from lightning_autosync.search.studies import BASELINE, REFINED, describe
+from lightning_autosync.search.studies import BASELINE, REFINED
 from lightning_autosync.search.tuning.buckets import PARAMETER, BucketSpace
 from lightning_autosync.search.tuning.job import Job
 from lightning_autosync.search.tuning.mirror import MirrorSampler
@@ -102,7 +102,6 @@ def test_the_gaussian_process_of_horovod_learns_of_sizes_that_were_given_up(tmp_
     space = BucketSpace(job.workload, job.cluster)
     low, high = (math.log(size) for size in space.range)
     study = optuna.create_study(sampler=make_sampler(job.settings.search, space, Sources.of(job)))
-    describe(study, space)  # type: ignore[arg-type]
     trials = Trials(study, space, "horovod", "here")
     places = []
     for number in range(24):

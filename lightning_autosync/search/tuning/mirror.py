@@ -33,6 +33,7 @@ class MirrorSampler(BaseSampler):
         self._base = base
         self._distributions = dict(distributions)
         self._fixed = dict(fixed)
+        self._free = {name: found for name, found in distributions.items() if name not in fixed}
 
     def reseed_rng(self) -> None:
         self._base.reseed_rng()
@@ -51,10 +52,6 @@ class MirrorSampler(BaseSampler):
         self, study: optuna.Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
     ) -> Any:
         return self._base.sample_independent(study, trial, param_name, param_distribution)
-
-    @property
-    def _free(self) -> dict[str, BaseDistribution]:
-        return {name: found for name, found in self._distributions.items() if name not in self._fixed}
 
     def _mirrored(self, study: optuna.Study, own: FrozenTrial) -> Iterator[FrozenTrial]:
         trials = study.get_trials(deepcopy=False)
