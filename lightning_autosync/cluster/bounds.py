@@ -116,8 +116,8 @@ def synchronization_time(spec: ClusterSpec, size: float) -> float:
 def ring_time(spec: ClusterSpec, size: float) -> float:
     """The least time of a ring all-reduce in rank order.
 
-    Each rank sends ``2 (n - 1) / n x size`` to the next; the time is that of the channel that all arcs
-    over it together fill the longest.
+    Each rank sends ``2 (n - 1) / n x size`` to the one before it, as gloo does (NCCL chooses for itself); the time
+    is that of the channel that all arcs over it together fill the longest.
 
     Raises:
         ClusterError: the rates of the cluster are unknown.
@@ -127,7 +127,7 @@ def ring_time(spec: ClusterSpec, size: float) -> float:
     count = spec.world_size
     if count == 1:
         return 0.0
-    loads = topology.loads([(rank, (rank + 1) % count) for rank in range(count)])
+    loads = topology.loads([(rank, (rank - 1) % count) for rank in range(count)])
     return 2 * (count - 1) / count * size * float((loads / topology.capacities).max())
 
 

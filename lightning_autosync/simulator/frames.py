@@ -246,7 +246,7 @@ class _Graph:
         return forest.parents[row].tolist(), forest.order[row].tolist(), forest.sizes[row].tolist()
 
     def _add_ring(self, number: int, stage: Stage, starts: Sequence[int]) -> list[int]:
-        """Each rank passes on to the next what it received a step before, in pieces."""
+        """Each rank passes on to its neighbour what it received a step before, in pieces."""
         ranks, constants = self._network.ranks, self._constants
         size = stage.ring / stage.ring_steps / stage.ring_pieces
         handling = stage.hop_delay(constants, ranks)
@@ -257,12 +257,13 @@ class _Graph:
             gather = size * stage.gather if step < stage.ring_steps // 2 else 0.0
             frames = []
             for rank in range(ranks):
-                pair = (ranks + rank) * ranks + (rank + 1) % ranks
+                pair = (ranks + rank) * ranks + (rank + stage.ring_way) % ranks
                 frames.append(
                     [self._node(number, pair, size, 0.0, cost, handling + gather) for _ in range(stage.ring_pieces)]
                 )
                 for piece, frame in enumerate(frames[rank]):
-                    self._edges.append((before[rank - 1 if step else rank][piece], frame))
+                    giver = (rank - stage.ring_way) % ranks if step else rank
+                    self._edges.append((before[giver][piece], frame))
                     self._edges.append((starts[rank], frame))
             before = frames
             last = [frame for row in frames for frame in row]

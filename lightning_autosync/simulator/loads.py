@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numba
 import numpy
@@ -71,6 +72,37 @@ def flow_arrays(stages: Sequence[Stage], ranks: int, constants: Constants) -> Fl
     )
 
 
+class _Ring(NamedTuple):
+    """Every rank sends to a neighbour in rank order.
+
+    Attributes:
+        arcs: [channels] how many of the arcs from rank to rank cross each.
+        latency: seconds; that of the longest arc.
+        crowding: full channels, shared by several arcs, on the way of one arc; at most.
+    """
+
+    arcs: Floats
+    latency: float
+    crowding: float
+
+    @classmethod
+    def of(cls, network: Network, way: int) -> _Ring:
+        """The ring that goes that ``way``, as of `Stage`."""
+        arcs = numpy.zeros(len(network.capacities))
+        if network.ranks == 1:
+            return cls(arcs, 0.0, 0.0)
+        ranks = numpy.arange(network.ranks)
+        neighbours = (ranks + way) % network.ranks
+        network.find_routes(numpy.sort(ranks * network.ranks + neighbours))
+        routes = network.route_of[ranks, neighbours]
+        crossed = [network.hops[network.starts[route] : network.starts[route + 1]] for route in routes]
+        for hops in crossed:
+            arcs[hops] += 1
+        counts = arcs[: network.links]
+        full = _fullness((counts / network.capacities[: network.links])[None])[0] * (counts > 1)
+        return cls(arcs, float(network.latencies[routes].max()), max(float(full[hops].sum()) for hops in crossed))
+
+
 class LoadModel:
     """Turns stages into loads on one network."""
 
@@ -78,16 +110,7 @@ class LoadModel:
         self._network = network
         self._forest = forest
         self._constants = constants
-        ranks = numpy.arange(network.ranks)
-        following = (ranks + 1) % network.ranks
-        self._ring = numpy.zeros(len(network.capacities))
-        self._ring_latency = 0.0
-        if network.ranks > 1:
-            network.find_routes(numpy.sort(ranks * network.ranks + following))
-            for route in network.route_of[ranks, following]:
-                self._ring[network.hops[network.starts[route] : network.starts[route + 1]]] += 1
-                self._ring_latency = max(self._ring_latency, float(network.latencies[route]))
-        self._ring_crowding = self._crowding_of_ring()
+        self._rings: dict[int, _Ring] = {}
 
     def loads(self, stages: Sequence[Stage]) -> Loads:
         """The loads of stages that run on their own."""
@@ -108,9 +131,10 @@ class LoadModel:
             _crowd((flows.stage, flows.up, flows.down), self._forest.parents, routes, full, crowding)
         for number, stage in enumerate(stages):
             if stage.ring_steps:
-                crowding[number] = self._ring_crowding
-                self._add_ring(stage, work[number])
-                hop = self._ring_latency + flows.costs[number, 4] * min(stage.ring_pieces, 2)
+                ring = self._ring(stage.ring_way)
+                crowding[number] = ring.crowding
+                self._add_ring(stage, ring, work[number])
+                hop = ring.latency + flows.costs[number, 4] * min(stage.ring_pieces, 2)
                 fill[number] += stage.ring_steps * hop
         stretch = 1 + constants.sharing_loss * numpy.maximum(crowding - 1, 0)
         work[:, : network.links] *= stretch[:, None]
@@ -131,22 +155,14 @@ class LoadModel:
             network.shared_core,
         )
 
-    def _crowding_of_ring(self) -> float:
-        """Full channels, shared by several arcs, on the way of one arc of the ring; at most."""
-        network = self._network
-        if network.ranks == 1:
-            return 0.0
-        counts = self._ring[: network.links]
-        full = _fullness((counts / network.capacities[: network.links])[None])[0] * (counts > 1)
-        ranks = numpy.arange(network.ranks)
-        routes = network.route_of[ranks, (ranks + 1) % network.ranks]
-        return max(
-            float(full[network.hops[network.starts[route] : network.starts[route + 1]]].sum()) for route in routes
-        )
+    def _ring(self, way: int) -> _Ring:
+        if way not in self._rings:
+            self._rings[way] = _Ring.of(self._network, way)
+        return self._rings[way]
 
-    def _add_ring(self, stage: Stage, work: Floats) -> None:
+    def _add_ring(self, stage: Stage, ring: _Ring, work: Floats) -> None:
         network, constants = self._network, self._constants
-        work += stage.ring * self._ring
+        work += stage.ring * ring.arcs
         handled = 2 * stage.ring_steps * stage.ring_pieces * stage.frame_cost(constants)
         seconds = 2 * stage.ring * constants.host_cost + stage.ring / 2 * stage.gather + handled
         work[network.links : network.links + network.ranks] += seconds

@@ -19,6 +19,8 @@ _INDEX_BYTES = 8
 """Bytes in front of each row that travels."""
 _GLOO_SEGMENT = 2**20
 """Bytes of the largest piece of gloo's ring; there are at least two pieces a rank."""
+ONWARDS, BACKWARDS = 1, -1
+"""Ways of a ring: each rank sends to the next one, or to the one before."""
 
 
 class Flow(NamedTuple):
@@ -52,7 +54,8 @@ class Stage:
             do at once, the seconds that this takes.
         finish: seconds that every rank's main thread takes after the wait for it.
         flows: what travels along trees.
-        ring: framed bytes that each rank sends to the next one in all.
+        ring: framed bytes that each rank sends to its neighbour in rank order, in all.
+        ring_way: to which neighbour: `BACKWARDS`, as gloo's all-reduce does, or `ONWARDS`, as its all-gather.
         ring_steps: hops of the ring, one after the other.
         ring_pieces: pieces that each rank sends in a step.
         growth: [ranks + 1] share of a range that the sum over k ranks fills; rows only.
@@ -67,6 +70,7 @@ class Stage:
     finish: float = 0.0
     flows: tuple[Flow, ...] = ()
     ring: float = 0.0
+    ring_way: int = BACKWARDS
     ring_steps: int = 0
     ring_pieces: int = 2
     growth: Floats | None = None
@@ -158,7 +162,7 @@ class Stager:
         return Stage(message.index, False, flows=tuple(flows), gather=gather, seal=encode, open=decode)
 
     def _all_reduce(self, message: Message, round: Round) -> Stage:
-        """gloo's ring in rank order: 2 (n - 1) steps of a rank's part each.
+        """gloo's ring, each rank to the one before it: 2 (n - 1) steps of a rank's part each.
 
         The rings of several transfers are one here, of as many steps as follow each other where some run side by side;
         a step has the pieces of those that do.
@@ -223,6 +227,7 @@ class Stager:
 
     def _two_levels(self, message: Message, round: Round) -> list[Stage]:
         """Rings inside the places, then between ranks of equal seat, then inside again; each waits for the one before.
+        They are NCCL's, and taken to go onwards.
 
         Shard ``k`` of a ring is summed along the chain that ends at its member ``k`` and handed out along that from it;
         equal rings run side by side, as one forest of chains.
@@ -276,7 +281,8 @@ class Stager:
         if message.collective:
             size = touched * row_bytes
             launch = constants.collective_cost + constants.merge_cost
-            counts = Stage(message.index, True, launch=launch, ring=(ranks - 1) * 8.0, ring_steps=ranks - 1)
+            sizes = (ranks - 1) * 8.0
+            counts = Stage(message.index, True, launch=launch, ring=sizes, ring_way=ONWARDS, ring_steps=ranks - 1)
             wire = (ranks - 1) * size * constants.framing
             gathering = Stage(
                 message.index,
@@ -284,6 +290,7 @@ class Stager:
                 deferred=True,
                 launch=self._crowd * (constants.collective_cost + size / constants.copy_rate),
                 ring=wire,
+                ring_way=ONWARDS,
                 ring_steps=ranks - 1,
                 finish=self._crowd * ranks * (size * merge + constants.merge_cost),
             )

@@ -131,7 +131,7 @@ def test_two_racks_do_not_care_for_the_order_of_ranks_but_a_ring_does() -> None:
 
 
 def test_a_lopsided_ring_goes_round_where_mirrored_trees_cannot() -> None:
-    links = [{"a": f"n{i}", "b": f"n{(i + 1) % 4}", "bandwidth": 1e8, "reverse_bandwidth": 1e7} for i in range(4)]
+    links = [{"a": f"n{i}", "b": f"n{(i + 1) % 4}", "bandwidth": 1e7, "reverse_bandwidth": 1e8} for i in range(4)]
     nodes = [{"name": f"n{i}"} for i in range(4)]
     spec = ClusterSpec.from_dict({"format": ClusterSpec.FORMAT, "name": "c", "nodes": nodes, "links": links})
     assert synchronization_rate(spec) == pytest.approx(flow_bound(spec), rel=1e-5)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from replay_cases import RATE, all_reduce, one_switch, price, schedule, tree, workload
+from replay_cases import ELEMENTS, RATE, all_reduce, one_switch, price, schedule, tree, workload
 
 from lightning_autosync.cluster import ClusterSpec, ring_time, synchronization_time
 from lightning_autosync.errors import ClusterError, DocumentError, PlanError
-from lightning_autosync.plan import Schedule, builders, compile_plan
+from lightning_autosync.plan import Compressor, Message, Round, Schedule, Tree, TreeTransfer, builders, compile_plan
+from lightning_autosync.plan.trees import chain_down, chain_up
 from lightning_autosync.simulator import Constants, Replay, replay
 from lightning_autosync.simulator.frames import count_frames
 from lightning_autosync.simulator.replay import FRAMES_LIMIT
@@ -172,14 +173,53 @@ def test_constants_are_a_document(tmp_path) -> None:  # type: ignore[no-untyped-
         Constants.from_dict({"format": "autosync-constants/1", "framing": 0.5})
 
 
-def test_mesh_links_use_the_topologys_routes() -> None:
-    links = [{"a": f"n{i}", "b": f"n{(i + 1) % 4}", "bandwidth": RATE} for i in range(4)]
-    spec = ClusterSpec.from_dict(
+def ring_of_links(onwards: float = RATE, backwards: float = RATE) -> ClusterSpec:
+    """Four nodes, each with a link to the next; ranks are in the order of the ring."""
+    rates = {"bandwidth": onwards, "reverse_bandwidth": backwards}
+    return ClusterSpec.from_dict(
         {
             "format": "autosync-cluster/1",
             "name": "ring of links",
             "nodes": [{"name": f"n{i}"} for i in range(4)],
-            "links": links,
+            "links": [{"a": f"n{i}", "b": f"n{(i + 1) % 4}", **rates} for i in range(4)],
         }
     )
-    assert price(spec, [all_reduce()], "fluid").step_time == pytest.approx(1.5, rel=1e-3)
+
+
+def test_mesh_links_use_the_topologys_routes() -> None:
+    assert price(ring_of_links(), [all_reduce()], "fluid").step_time == pytest.approx(1.5, rel=1e-3)
+
+
+@pytest.mark.parametrize("detail", ["frames", "fluid"])
+def test_the_ring_of_a_native_all_reduce_goes_backwards(detail: str) -> None:
+    slow_onwards, slow_backwards = ring_of_links(onwards=RATE / 4), ring_of_links(backwards=RATE / 4)
+    fast, slow = (price(spec, [all_reduce()], detail).step_time for spec in (slow_onwards, slow_backwards))
+    assert fast == pytest.approx(1.5, rel=0.01)
+    assert slow == pytest.approx(6.0, rel=0.01)
+    assert ring_time(slow_onwards, 1e6) == pytest.approx(1.5)
+    assert ring_time(slow_backwards, 1e6) == pytest.approx(6.0)
+
+
+@pytest.mark.parametrize("detail", ["frames", "fluid"])
+def test_the_ring_that_gathers_rows_goes_onwards(detail: str) -> None:
+    table = Variable(name="table", shape=(1_000, 250), kind="row_sparse", rows=1_000)
+    message = Message(
+        0, "table", ("table",), ELEMENTS, "float32", 0, 1_000, Compressor(), 0, (Round(ELEMENTS, (all_reduce(),)),)
+    )
+    work, gathered = Workload(name="rows", variables=(table,)), 3 * 1_000 * (8 + 4 * 250)
+    for spec, rate in ((ring_of_links(backwards=RATE / 4), RATE), (ring_of_links(onwards=RATE / 4), RATE / 4)):
+        seconds = Replay(work, spec, IDEAL).predict(Schedule(4, (message,)), detail).step_time
+        assert seconds == pytest.approx(gathered / rate, rel=0.01)
+
+
+@pytest.mark.parametrize("detail", ["frames", "fluid"])
+def test_a_ring_of_trees_and_a_native_one_share_no_link(detail: str) -> None:
+    """The first goes onwards, the second backwards, so that both at once take as long as either."""
+    rings = []
+    for root in range(4):
+        up, down = (chain(range(4), root) for chain in (chain_up, chain_down))
+        trees = (Tree(tuple(parents[rank] for rank in range(4))) for parents in (up, down))
+        rings.append(TreeTransfer(0, ELEMENTS, *trees, ELEMENTS // 50))
+    alone = price(ring_of_links(), rings, detail).step_time
+    assert alone == pytest.approx(6.0, rel=0.05)
+    assert price(ring_of_links(), [*rings, all_reduce()], detail).step_time == pytest.approx(alone, rel=0.02)
