@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 
@@ -23,6 +24,7 @@ from lightning_autosync.search.sampler.choice import pick
 from lightning_autosync.search.sampler.features import Embedding, signature, similarity
 from lightning_autosync.search.sampler.holdout import HoldOut
 from lightning_autosync.search.sampler.observations import CHOICE, Observations, decode, encode, point_of
+from lightning_autosync.search.sampler.population import Candidate
 from lightning_autosync.search.sampler.residual import Residuals
 from lightning_autosync.simulator import Replay
 from lightning_autosync.simulator.dataset import Sample
@@ -230,6 +232,75 @@ def test_a_simulator_that_learns_is_refitted_as_trials_come_in() -> None:
     assert estimator.inner.taught == [5, 10]
 
 
+def test_a_sampler_that_prepares_proposes_the_same_and_learns_nothing_twice() -> None:
+    taught, proposed = [], []
+    for beforehand in (False, True):
+        estimator = Wrapped()
+        sampler = AutoSyncSampler(SPACE, estimator=estimator, seed=0, refit=5, **SMALL)
+        study = optuna.create_study(sampler=sampler)
+        for _ in range(12):
+            trial = study.ask()
+            if beforehand:
+                sampler.prepare(study.get_trials(), trial.number)
+            study.tell(trial, seconds(SPACE.plan(studies.suggest(trial, SPACE))))
+        taught.append(estimator.inner.taught)
+        proposed.append([trial.params for trial in study.trials])
+    assert taught == [[5, 10]] * 2
+    assert proposed[0] == proposed[1]
+
+
+def test_what_others_told_meanwhile_is_not_learned_within_a_proposal() -> None:
+    estimator = Wrapped()
+    sampler = AutoSyncSampler(SPACE, estimator=estimator, refit=2, **SMALL)
+    study = optuna.create_study(sampler=sampler)
+    trial = study.ask()
+    sampler.prepare(study.get_trials(), trial.number)
+    other = AutoSyncSampler(SPACE, **SMALL)
+    tune(other, 3, study=optuna.load_study(study_name=study.study_name, storage=study._storage, sampler=other))
+    studies.suggest(trial, SPACE)
+    assert estimator.inner.taught == []
+    sampler.prepare(study.get_trials(), study.ask().number)
+    assert estimator.inner.taught == [3]
+
+
+def test_sources_are_estimated_beforehand() -> None:
+    source_space = PlanSpace(layers(20, "deep"), uneven_cluster(3))
+    source = optuna.create_study()
+    studies.describe(source, source_space)
+    source.enqueue_trial(source_space.draw(Random(0)))
+    trial = source.ask()
+    studies.suggest(trial, source_space)
+    source.tell(trial, 0.1)
+    asked: list[str] = []
+
+    class Asked(ReplayEstimator):
+        def estimate(self, workload, cluster, plans) -> Estimate:
+            asked.append(workload.name)
+            return super().estimate(workload, cluster, plans)
+
+    sampler = AutoSyncSampler(SPACE, estimator=Asked(), source_studies=[source], **SMALL)
+    study = optuna.create_study(sampler=sampler)
+    trial = study.ask()
+    sampler.prepare(study.get_trials(), trial.number)
+    assert asked == ["deep"]
+    studies.suggest(trial, SPACE)
+    assert asked.count("deep") == 1
+
+
+def test_nothing_is_learned_for_a_trial_whose_point_is_given() -> None:
+    estimator = Wrapped()
+    sampler = AutoSyncSampler(SPACE, estimator=estimator, refit=1, **SMALL)
+    study = optuna.create_study(sampler=sampler)
+    tune(sampler, 1, study=study)
+    study.enqueue_trial(SPACE.baselines()[0])
+    sampler.prepare(study.get_trials(), study.ask().number)
+    assert estimator.inner.taught == []
+    name, value = next(iter(SPACE.baselines()[0].items()))
+    study.enqueue_trial({name: value})
+    sampler.prepare(study.get_trials(), study.ask().number)
+    assert estimator.inner.taught == [1]
+
+
 class Memorizer:
     """A simulator that knows by heart what it was taught; of anything else it says what the replay says."""
 
@@ -297,8 +368,30 @@ def test_what_a_source_got_wrong_is_expected_here_too() -> None:
     residuals = Residuals()
     tasks = numpy.array([1.0] * 50 + [0.0] * 2)
     residuals.fit(features[:52], errors[:52], tasks)
-    expected = residuals.mean(features[52:])
+    expected, _ = residuals.predict(features[52:])
     assert numpy.corrcoef(expected, errors[52:])[0, 1] > 0.7
+
+
+def test_what_is_little_known_of_is_bred_however_the_simulator_prices_it(monkeypatch) -> None:
+    def rings(candidate: Candidate) -> float:
+        groups = candidate.plan.groups
+        return sum(group.topology == "ring" for group in groups) / len(groups)
+
+    def bred(deviation: float) -> float:
+        """The mean share of rings among what was bred, where so much is not known of plans of rings alone."""
+        sampler = AutoSyncSampler(SPACE, seed=0, **SMALL)
+        proposer = sampler._proposer
+        assert proposer is not None
+        known = proposer._believer.guess
+
+        def guess(candidates: Sequence[Candidate]) -> Beliefs:
+            return Beliefs(known(candidates).mean, deviation * numpy.array([rings(one) for one in candidates]))
+
+        monkeypatch.setattr(proposer._believer, "guess", guess)
+        tune(sampler, 12)
+        return float(numpy.mean([rings(one) for one in proposer._population.candidates.values()]))
+
+    assert bred(1.0) > 2 * bred(0.0)
 
 
 def test_uncertainty_grows_away_from_what_was_measured() -> None:

@@ -115,6 +115,7 @@ def test_samplers_by_name_propose_plans_that_compile(name):
     trials = Trials(study, world.space, name, "here")
     for _ in range(3):
         trial = trials.ask()
+        trials.suggest(trial)
         compile_plan(trials.plan(trial), world.job.workload, world.job.cluster)
         study.tell(trial, 0.1)
     if name != "autosync":
@@ -130,6 +131,7 @@ def test_horovod_searches_the_size_of_buckets_alone(tmp_path):
     sizes = []
     for _ in range(4):
         trial = trials.ask()
+        trials.suggest(trial)
         plan = trials.plan(trial)
         sizes.append(trial.params[PARAMETER])
         assert {group.topology for group in plan.groups} == {"native"}

@@ -7,12 +7,13 @@ import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import optuna
 import pytest
+from locks import held_elsewhere
 from optuna.trial import TrialState
 from tuning_stage import PricedStage
 from tuning_world import World, configuration
@@ -21,6 +22,7 @@ from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.plan import SyncPlan, compile_plan
 from lightning_autosync.plan.space import BUILDER
 from lightning_autosync.search import studies
+from lightning_autosync.search.sampler import AutoSyncSampler
 from lightning_autosync.search.studies import RUN
 from lightning_autosync.search.tuning import run as tuning_run
 from lightning_autosync.search.tuning.command import STATUS, Interrupted, UnfinishedError, tune
@@ -28,6 +30,8 @@ from lightning_autosync.search.tuning.errors import TuningError
 from lightning_autosync.search.tuning.owner import is_gone, this_process
 from lightning_autosync.search.tuning.settings import Settings
 from lightning_autosync.search.tuning.trials import OWNER
+from lightning_autosync.simulator.dataset import Sample
+from lightning_autosync.simulator.learned import ReplayEstimator
 from lightning_autosync.workers import LaunchError
 from lightning_autosync.workload import Workload
 
@@ -84,6 +88,37 @@ def test_a_ctrl_c_waits_until_the_study_is_in_order(method, ended, tmp_path, mon
     assert [record.interrupted for record in trials.records()] == [method == "ask"] * ended
 
 
+class Interrupting:
+    """A simulator that meets a Ctrl-C while it is trained."""
+
+    def __init__(self) -> None:
+        self.begun = self.ended = 0
+        self.estimate = ReplayEstimator().estimate
+
+    def fit(self, samples: Sequence[Sample]) -> None:
+        self.begun += 1
+        signal.raise_signal(signal.SIGINT)
+        self.ended += 1
+
+
+@pytest.mark.usefixtures("heard_ctrl_c")
+def test_a_ctrl_c_does_not_wait_for_a_simulator_that_is_trained(tmp_path):
+    builders = len(World().space.baselines())
+    world, simulator = World(tmp_path, batch=builders), Interrupting()
+    trials = world.trials()
+    trials.study.sampler = AutoSyncSampler(world.space, estimator=simulator, seed=0, population=40, refit=5)
+    with pytest.raises(KeyboardInterrupt):
+        world.tuner(trials).run()
+    assert (simulator.begun, simulator.ended) == (1, 0)
+    assert not trials.study.get_trials(states=(TrialState.RUNNING,))
+    assert [record.origin for record in trials.records()[:builders]] == ["baseline"] * builders
+    assert [record.interrupted for record in trials.records()] == [False] * builders + [True]
+    again = World(tmp_path)
+    resumed = again.trials()
+    again.tuner(resumed).run()
+    assert sum(not record.interrupted for record in resumed.records()) == 16
+
+
 def test_builders_that_were_interrupted_are_tried_again_and_those_that_failed_are_not(tmp_path):
     world = World(tmp_path)
     world.stage = interrupted_at(world, "trial 3", "trial 4")
@@ -107,6 +142,7 @@ def test_what_a_killed_run_left_running_is_tried_again(tmp_path):
     world = World(tmp_path, budget=14)
     trials = world.trials()
     left = trials.ask()
+    trials.suggest(left)
     builder = left.params[BUILDER]
     longer = World(tmp_path, budget=18)
     again = longer.trials()
@@ -139,20 +175,12 @@ def test_a_process_that_had_the_same_number_is_gone():
     assert is_gone(f"{number.partition('.')[0]}.1@{place}")
 
 
-HOLDER = "import sys; from pathlib import Path; from lightning_autosync.documents import held\n"
-HOLDER += "with held(Path(sys.argv[1]), ValueError()): print('held', flush=True); input()"
-
-
 def test_a_run_that_another_process_is_at_work_on_is_refused(tmp_path, monkeypatch):
     world = World()
     staged(monkeypatch, world, PricedStage(world.price))
-    line = [sys.executable, "-c", HOLDER, str(tmp_path / ".tune.lock")]
-    with subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
-        assert other.stdout is not None
-        assert other.stdout.readline() == b"held\n"
-        with pytest.raises(TuningError, match=f"{tmp_path}: another process is at work on this run"):
-            tune(configuration(), tmp_path)
-        other.kill()
+    refusal = pytest.raises(TuningError, match=f"{tmp_path}: another process is at work on this run")
+    with held_elsewhere(tmp_path / ".tune.lock"), refusal:
+        tune(configuration(), tmp_path)
     tune(configuration(), tmp_path)
 
 

@@ -106,6 +106,7 @@ def test_the_gaussian_process_of_horovod_learns_of_sizes_that_were_given_up(tmp_
     places = []
     for number in range(24):
         trial = trials.ask()
+        trials.suggest(trial)
         places.append((math.log(trial.params[PARAMETER]) - low) / (high - low))
         seconds = 0.1 + (places[-1] - 0.7) ** 2
         trial.set_user_attr("steps", [[seconds]])

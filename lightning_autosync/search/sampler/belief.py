@@ -91,24 +91,25 @@ class Believer:
         errors = numpy.array([seconds for _, seconds in measured.values()]) - numpy.array(expected)
         features = numpy.array([candidate.features for candidate in candidates])
         parts = [(features, errors, numpy.zeros(len(errors)))] if candidates else []
-        if self._sources:
-            parts.append(self._transfer())
+        if (transferred := self.source_errors()) is not None:
+            parts.append(transferred)
         if parts:
             joined: list[Any] = [numpy.concatenate(part) for part in zip(*parts, strict=True)]
             self._residuals.fit(*joined)
 
     def believe(self, candidates: Sequence[Candidate]) -> Beliefs:
         """What the simulator says, corrected by what it got wrong so far."""
-        logs, deviations = self.estimate(candidates)
-        errors, spread = self._residuals.predict(numpy.array([one.features for one in candidates]))
-        return Beliefs(logs + errors, numpy.hypot(spread, deviations))
+        return self._corrected(candidates, *self.estimate(candidates))
+
+    def guess(self, candidates: Sequence[Candidate]) -> Beliefs:
+        """The same, cheaply: of plans about which the simulator was not asked, their rough prices at its level."""
+        known = [self._estimates.get(one.signature, (one.rough + self._shift, 0.0)) for one in candidates]
+        logs, deviations = numpy.array(known).reshape(-1, 2).T
+        return self._corrected(candidates, logs, deviations)
 
     def rough(self, candidates: Sequence[Candidate]) -> Floats:
-        """A cheap guess of the mean, which asks the simulator nothing new."""
-        guesses = numpy.array(
-            [self._estimates.get(one.signature, (one.rough + self._shift, 0.0))[0] for one in candidates]
-        )
-        return guesses + self._residuals.mean(numpy.array([one.features for one in candidates]))
+        """The means of `guess`."""
+        return self.guess(candidates).mean
 
     def calibrate(self, candidates: Sequence[Candidate]) -> None:
         """Bring the rough prices to the simulator's level, by those candidates that have both."""
@@ -116,22 +117,25 @@ class Believer:
         if both:
             self._shift = float(numpy.median([self._estimates[one.signature][0] - one.rough for one in both]))
 
+    def _corrected(self, candidates: Sequence[Candidate], logs: Floats, deviations: Floats) -> Beliefs:
+        errors, spread = self._residuals.predict(numpy.array([one.features for one in candidates]))
+        return Beliefs(logs + errors, numpy.hypot(spread, deviations))
+
     def _ask(self, workload: Workload, cluster: ClusterSpec, plans: Sequence[SyncPlan]) -> tuple[Floats, Floats]:
         if self._estimator is None:
             return numpy.zeros(len(plans)), numpy.zeros(len(plans))
         estimate = self._estimator.estimate(workload, cluster, plans)
         return numpy.log(estimate.seconds), numpy.asarray(estimate.deviation)
 
-    def _transfer(self) -> tuple[Floats, Floats, Floats]:
-        """Features, errors and task numbers of the sources."""
-        if self._transferred is None:
+    def source_errors(self) -> tuple[Floats, Floats, Floats] | None:
+        """Features, errors and task numbers of the sources, worked out once a training; None without sources."""
+        if self._transferred is None and self._sources:
             tasks: dict[tuple[str, str], list[Sample]] = {}
             for sample in self._sources:
                 tasks.setdefault((sample.workload.fingerprint, sample.cluster.fingerprint), []).append(sample)
             parts = [self._errors_of(samples, number) for number, samples in enumerate(tasks.values(), 1)]
             joined: Any = tuple(numpy.concatenate(part) for part in zip(*parts, strict=True))
             self._transferred = joined
-        assert self._transferred is not None
         return self._transferred
 
     def _errors_of(self, samples: Sequence[Sample], task: int) -> tuple[Floats, Floats, Floats]:

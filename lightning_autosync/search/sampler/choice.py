@@ -15,11 +15,16 @@ STARTUP_ALIKENESS = 0.2
 """The same while little was measured: what the simulator gets wrong shows where plans differ."""
 
 
+def optimistic(beliefs: Beliefs) -> Floats:
+    """[n] lower bounds of the logarithms of seconds (Srinivas et al., 2010)."""
+    bounds: Floats = beliefs.mean - OPTIMISM * beliefs.deviation
+    return bounds
+
+
 def pick(beliefs: Beliefs, features: Floats, chosen: Floats, count: int, alikeness: float = ALIKENESS) -> list[int]:
     """The best ``count`` candidates in order, each unlike ``chosen`` [m, features] and those picked before.
 
-    Greedy, for low time and low similarity (AutoSync, section 4); uncertainty counts as in a lower confidence bound
-    (Srinivas et al., 2010).
+    Greedy, for low time and low similarity (AutoSync, section 4); uncertainty counts as in `optimistic`.
 
     Args:
         beliefs: of the candidates.
@@ -28,7 +33,7 @@ def pick(beliefs: Beliefs, features: Floats, chosen: Floats, count: int, alikene
         count: how many are wanted; at most n are returned.
         alikeness: what being the same as a chosen one costs.
     """
-    value = beliefs.mean - OPTIMISM * beliefs.deviation
+    value = optimistic(beliefs)
     likeness = similarity(features, chosen).max(axis=1) if len(chosen) else numpy.zeros(len(features))
     picked: list[int] = []
     for _ in range(min(count, len(features))):

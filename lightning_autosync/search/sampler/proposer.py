@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -14,7 +15,8 @@ from optuna.study import Study
 from lightning_autosync.plan import SyncPlan
 from lightning_autosync.plan.space import Genome, PlanSpace, Value
 from lightning_autosync.search.sampler.belief import Beliefs, Believer
-from lightning_autosync.search.sampler.choice import ALIKENESS, STARTUP_ALIKENESS, pick
+from lightning_autosync.search.sampler.choice import ALIKENESS, STARTUP_ALIKENESS, optimistic, pick
+from lightning_autosync.search.sampler.features import Floats
 from lightning_autosync.search.sampler.holdout import HoldOut
 from lightning_autosync.search.sampler.observations import Choice, Observations
 from lightning_autosync.search.sampler.population import Candidate, Population
@@ -38,6 +40,7 @@ _CHOOSING = 60.0
 """Seconds after which a worker that still has not chosen is taken to be dead; by our own clock, others' may differ."""
 _KEPT = 400
 """Candidates that are kept from one generation to the next."""
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -128,7 +131,13 @@ class Proposer:
         self._believer = Believer(space.workload, space.cluster, estimator, sources.samples)
         self._proposed = 0
         self._trained: int | None = None
+        self._prepared_for: int | None = None
         self._seen: dict[int, float] = {}
+
+    @property
+    def takes_long(self) -> bool:
+        """Whether a proposal may take long: there is a simulator to train, or there are sources to estimate."""
+        return self._holdout is not None or bool(self._sources.samples)
 
     def propose(self, observations: Observations, number: int, refinable: bool = True) -> Proposal:
         """The next point to measure.
@@ -138,10 +147,9 @@ class Proposer:
             number: of the trial that asks: while earlier ones are still choosing, it takes a later place.
             refinable: whether it may be a plan that refines a point; not where others decide on parts of the point.
         """
-        if not self._population.candidates:
-            self._population.found(self._rng, self._sources.points)
+        if self._prepared_for != number:
+            self.prepare(observations, number)
         measured = self._measured(observations)
-        self._train(measured)
         self._believer.learn(measured)
         pending = self._candidates(observations.pending)
         taken = {*measured, *(one.signature for one in (*pending, *self._candidates(observations.tried)))}
@@ -154,6 +162,14 @@ class Proposer:
         if len(measured) < self._sizes.startup and not self._sources.samples:
             return self._begin(taken, [*pending, *(one for one, _ in measured.values())], place)
         return self._choose(taken, pending, place)
+
+    def prepare(self, observations: Observations, number: int) -> None:
+        """What may take long of the proposal for a trial: train the simulator, if that is due, estimate the sources."""
+        if not self._population.candidates:
+            self._population.found(self._rng, self._sources.points)
+        self._train(self._measured(observations))
+        self._believer.source_errors()
+        self._prepared_for = number
 
     def _alive(self, choosing: Sequence[int]) -> list[int]:
         """Those of the trials without a choice whose workers may still be about it."""
@@ -177,13 +193,14 @@ class Proposer:
         """Train a simulator that learns: on the sources at first, then whenever enough trials came in."""
         if self._holdout is None:
             return
-        first = self._trained is None
-        if not (first and self._sources.samples) and len(measured) - (self._trained or 0) < self._sizes.refit:
+        first, elsewhere = self._trained is None, len(self._sources.samples)
+        if not (first and elsewhere) and len(measured) - (self._trained or 0) < self._sizes.refit:
             return
         own = [
             Sample(self.space.workload, self.space.cluster, candidate.plan, (math.exp(seconds),), candidate.origin)
             for candidate, seconds in measured.values()
         ]
+        _log.info("training the simulator on %d measured plans, %d from elsewhere", len(own) + elsewhere, elsewhere)
         again = [one for one in self._population.candidates.values() if self._believer.estimated(one)]
         self._holdout.fit(own)
         self._believer.taught(self._holdout, [candidate for candidate, _ in measured.values()])
@@ -191,20 +208,27 @@ class Proposer:
         self._trained = len(measured)
 
     def _generate(self, taken: set[str], measured: int) -> None:
-        """Breed by rough prices, then have the best new candidates estimated, and breed once more around them."""
+        """Breed what may be fast by rough prices, and have the best of it estimated; likewise what refines the best.
+
+        As candidates are chosen, so they are bred: what is little known of counts as fast as it may be. Else those
+        that the simulator favours would fill the population, and where it is wrong of a kind would never be seen.
+        """
         population, believer = self._population, self._believer
         first = self._proposed == 0
         for _ in range(_FIRST_ROUNDS if first else 1):
             count = self._sizes.population // (2 * _FIRST_ROUNDS) if first else _BRED * self._sizes.batch
-            population.grow(count, believer.rough, self._rng)
+            population.grow(count, self._promise, self._rng)
             if self._sizes.refine is not None and measured >= self._sizes.refine:
                 population.refine(_REFINED * self._sizes.batch, believer.rough, self._rng)
             everyone = list(population.candidates.values())
-            order = numpy.argsort(believer.rough(everyone), kind="stable")
+            order = numpy.argsort(self._promise(everyone), kind="stable")
             new = [everyone[index] for index in order if not believer.estimated(everyone[index])]
             believer.estimate(new[: _SHORTLIST * self._sizes.batch])
             believer.calibrate(everyone)
-        population.trim(_KEPT, believer.rough, taken)
+        population.trim(_KEPT, self._promise, taken)
+
+    def _promise(self, candidates: Sequence[Candidate]) -> Floats:
+        return optimistic(self._believer.guess(candidates))
 
     def _begin(self, taken: set[str], chosen: Sequence[Candidate], place: int) -> Proposal:
         """One of the first: fast as the simulator has it, and unlike all before it."""

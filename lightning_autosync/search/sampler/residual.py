@@ -66,15 +66,8 @@ class Residuals:
         self._factor = _factor(self._scales, likeness)
         self._weights = cho_solve((self._factor, True), errors)
 
-    def mean(self, features: Floats) -> Floats:
-        """Expected errors of plans of the task that is searched for, [n]."""
-        if self._known is None:
-            return numpy.zeros(len(features))
-        made: Floats = self._across(features) @ self._weights
-        return made
-
     def predict(self, features: Floats) -> tuple[Floats, Floats]:
-        """Mean and standard deviation of these errors, [n] each."""
+        """Mean and standard deviation of the errors of plans of the task that is searched for, [n] each."""
         prior = _OFFSET**2 + self._scales.shares**2 * (features[:, :POOLED] ** 2).sum(axis=1) + self._scales.local**2
         if self._known is None:
             return numpy.zeros(len(features)), numpy.sqrt(prior)

@@ -126,6 +126,25 @@ class AutoSyncSampler(BaseSampler):
             self._publish(study, trial, proposal, self._proposer.space)
         return dict(proposal.point)
 
+    def prepare(self, trials: Sequence[FrozenTrial], number: int) -> None:
+        """Do what may take long of the proposal for one trial: train the simulator, where that is due, and estimate
+        the sources.
+
+        The proposal would do so itself. This is for those who hold signals back while a trial is given its point: with
+        thousands of samples from elsewhere, training takes minutes. Nothing is written to the study.
+
+        Args:
+            trials: all of the study.
+            number: of the trial; nothing is done for one whose parameters are all given.
+        """
+        if self._proposer is None or not self._proposer.takes_long:
+            return
+        space = self._proposer.space
+        given = next((trial.system_attrs.get("fixed_params", {}) for trial in trials if trial.number == number), {})
+        if not given.keys() >= space.parameters.keys():
+            with self._lock:
+                self._proposer.prepare(Observations.of(trials, space, number), number)
+
     def sample_independent(
         self, study: Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
     ) -> Any:

@@ -8,6 +8,7 @@ import optuna
 
 from lightning_autosync.errors import AutoSyncError, DocumentError
 from lightning_autosync.plan.space import BUILDER, COMPOSED, PlanSpace
+from lightning_autosync.search.sampler import AutoSyncSampler
 from lightning_autosync.search.studies import distributions
 from lightning_autosync.search.tuning.buckets import BucketSpace
 from lightning_autosync.search.tuning.mirror import MirrorSampler
@@ -51,8 +52,6 @@ def _of_optuna(settings: SearchSettings) -> optuna.samplers.BaseSampler:
 
 
 def _autosync(settings: SearchSettings, space: PlanSpace, sources: Sources) -> optuna.samplers.BaseSampler:
-    from lightning_autosync.search.sampler import AutoSyncSampler
-
     space.cluster.require_measured()
     try:
         return AutoSyncSampler(

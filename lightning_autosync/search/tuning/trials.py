@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ from optuna.trial import FrozenTrial, TrialState
 from lightning_autosync.plan import SyncPlan
 from lightning_autosync.plan.space import BUILDER, COMPOSED
 from lightning_autosync.search.drift import Drift, Footing, Sight
+from lightning_autosync.search.sampler import AutoSyncSampler
 from lightning_autosync.search.studies import (
     BASELINE,
     BATCH,
@@ -128,19 +129,32 @@ class Trials:
         return len(left)
 
     def ask(self) -> optuna.Trial:
-        """A new trial with a value for each of its parameters."""
+        """A new trial, whose parameters are still to be suggested."""
         begin = time.perf_counter()
         trial = self.study.ask()
         trial.set_user_attr(RUN, self.run)
         trial.set_user_attr(OWNER, this_process())
-        if isinstance(self.space, BucketSpace):
-            self.space.suggest(trial)
-        else:
-            suggest(trial, self.space)
         self.proposals.append(time.perf_counter() - begin)
+        return trial
+
+    def prepare(self, trial: optuna.Trial) -> None:
+        """Let the sampler do beforehand what `suggest` would take long for: training a simulator may take minutes.
+
+        Nothing is written to the study, so that a Ctrl-C need not wait.
+        """
+        if isinstance(self.study.sampler, AutoSyncSampler):
+            with self._proposing():
+                self.study.sampler.prepare(self._all(), trial.number)
+
+    def suggest(self, trial: optuna.Trial) -> None:
+        """Give a new trial a value for each of its parameters."""
+        with self._proposing():
+            if isinstance(self.space, BucketSpace):
+                self.space.suggest(trial)
+            else:
+                suggest(trial, self.space)
         if ORIGIN not in trial.user_attrs:
             trial.set_user_attr(ORIGIN, self.sampler)
-        return trial
 
     def plan(self, trial: optuna.Trial | FrozenTrial) -> SyncPlan:
         """The plan that a trial stands for."""
@@ -196,11 +210,23 @@ class Trials:
         return mine or is_gone(str(trial.user_attrs.get(OWNER, "")))
 
     def _end(self, trial: optuna.Trial, state: TrialState, value: float | None = None) -> None:
-        """What a sampler does with a finished trial counts as overhead of the last proposal."""
+        """What a sampler does with a finished trial counts, too."""
+        with self._proposing():
+            self.study.tell(trial, value, state=state)
+
+    @uninterrupted()
+    def _all(self) -> list[FrozenTrial]:
+        return self.study.get_trials(deepcopy=False)
+
+    @contextmanager
+    def _proposing(self) -> Iterator[None]:
+        """What is done within the block is overhead of the last proposal."""
         begin = time.perf_counter()
-        self.study.tell(trial, value, state=state)
-        if self.proposals:
-            self.proposals[-1] += time.perf_counter() - begin
+        try:
+            yield
+        finally:
+            if self.proposals:
+                self.proposals[-1] += time.perf_counter() - begin
 
 
 def of_run(records: Sequence[Record], run: str | None) -> list[Record]:

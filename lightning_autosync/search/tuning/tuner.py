@@ -122,12 +122,15 @@ class Tuner:
             self._give_up(batch, error)
             raise
 
-    @uninterrupted()
     def _ask(self, batch: Batch) -> None:
-        trial = self._trials.ask()
-        batch.asked.append(trial)
-        if (one := self._prepared(trial)) is not None:
-            batch.pending.append(one)
+        with uninterrupted():
+            trial = self._trials.ask()
+            batch.asked.append(trial)
+        self._trials.prepare(trial)
+        with uninterrupted():
+            self._trials.suggest(trial)
+            if (one := self._prepared(trial)) is not None:
+                batch.pending.append(one)
 
     @uninterrupted()
     def _tell(self, batch: Batch, decided: Sequence[Pending]) -> None:
