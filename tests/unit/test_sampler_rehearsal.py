@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from locks import held_elsewhere
 
 from lightning_autosync.errors import DocumentError
 from lightning_autosync.plan import compile_plan
@@ -103,8 +102,23 @@ def test_wrong_settings_and_files_are_named(tmp_path: Path) -> None:
         with pytest.raises(DocumentError, match=message):
             RunFile(path, Settings.parse(SMALL))
     path.write_text("{}\n")
-    with pytest.raises(DocumentError, match=r"runs\.jsonl:1: format: missing; expected 'autosync-rehearsal-runs/2'"):
+    with pytest.raises(DocumentError, match=r"runs\.jsonl:1: format: missing; expected 'autosync-rehearsal-runs/3'"):
         RunFile(path, Settings.parse(SMALL))
+
+
+@pytest.mark.parametrize(
+    ("field", "wrong", "why"),
+    [
+        ("pairs", "vgg16@nowhere", "no shipped cluster is named"),
+        ("pairs", "vgg17@four_equal", "vgg17"),
+        ("source", "vgg17@four_equal", "vgg17"),
+    ],
+)
+def test_a_pair_that_is_not_known_is_named_before_any_run(tmp_path: Path, field: str, wrong: str, why: str) -> None:
+    given = {**SMALL, field: wrong if field == "source" else [*SMALL["pairs"], wrong]}
+    with pytest.raises(DocumentError, match=f"{field}: '{wrong}': .*{why}"):
+        rehearse(given, tmp_path)
+    assert not (tmp_path / "runs.jsonl").exists()
 
 
 @pytest.mark.parametrize(
@@ -160,16 +174,8 @@ def test_transfer_from_a_pair_to_itself_is_refused(given: dict[str, object]) -> 
         Settings.parse({**SMALL, **given})
 
 
-HOLDER = "import sys; from pathlib import Path; from lightning_autosync.documents import held\n"
-HOLDER += "with held(Path(sys.argv[1]), ValueError()): print('held', flush=True); input()"
-
-
 def test_two_processes_do_not_add_to_one_file(tmp_path: Path) -> None:
-    line = [sys.executable, "-c", HOLDER, str(tmp_path / ".runs.jsonl.lock")]
-    with subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
-        assert other.stdout is not None
-        assert other.stdout.readline() == b"held\n"
-        with pytest.raises(DocumentError, match=r"runs.jsonl: another process is adding runs to it"):
-            rehearse({**SMALL, "runs": str(tmp_path / "runs.jsonl")}, tmp_path)
-        other.kill()
+    refusal = pytest.raises(DocumentError, match=r"runs.jsonl: another process is adding runs to it")
+    with held_elsewhere(tmp_path / ".runs.jsonl.lock"), refusal:
+        rehearse({**SMALL, "runs": str(tmp_path / "runs.jsonl")}, tmp_path)
     assert not (tmp_path / "runs.jsonl").exists()

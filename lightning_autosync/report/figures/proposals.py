@@ -90,11 +90,13 @@ def foresight(run: TuningRun) -> Picture | None:
         axes.set_yscale("log")
     axes.set_xlim(*ends)
     axes.set_ylim(*ends)
-    axes.set_xlabel("predicted, ms a step")
+    axes.set_xlabel("predicted when proposed, ms a step")
     axes.set_ylabel("measured, ms a step")
     axes.legend(loc="upper left")
     tau = kendall(run)
-    words = f"Measured over predicted step time of {len(found)} trials, with a diagonal on which both agree"
+    words = (
+        f"Measured over predicted step time of {len(found)} trials when proposed, with a diagonal on which both agree"
+    )
     words += "." if tau is None else f"; Kendall's tau is {tau:.2f}."
     return Picture("foresight", figure, words, tooltips)
 

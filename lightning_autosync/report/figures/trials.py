@@ -27,7 +27,7 @@ def tooltip(trial: Trial) -> str:
     if trial.seconds is not None:
         parts.append(f"measured {milliseconds(trial.seconds)}")
     if trial.predicted is not None:
-        parts.append(f"predicted {milliseconds(trial.predicted)}")
+        parts.append(f"predicted when proposed {milliseconds(trial.predicted)}")
     if trial.error:
         parts.append(trial.error)
     return ", ".join(parts)

@@ -38,9 +38,10 @@ class Contest:
         """All runs of the settings and whether they are new; those in the file are read, the others added to it.
 
         Raises:
-            DocumentError: the runs in the file were made with other settings, it is something else, or another process
-                is adding to it.
+            DocumentError: a pair is not known, the runs in the file were made with other settings, it is something
+                else, or another process is adding to it.
         """
+        self._check_pairs()
         refusal = DocumentError(f"{path}: another process is adding runs to it; let it end, or give another file")
         with held(path.with_name(f".{path.name}.lock"), refusal):
             file = RunFile(path, self._settings)
@@ -50,6 +51,18 @@ class Contest:
                     run = self.run(pair, sampler, seed)
                     file.append(run)
                 yield run, is_new
+
+    def _check_pairs(self) -> None:
+        """Before the first run, so that nobody waits for a word about the last pair."""
+        settings = self._settings
+        named = [("pairs", pair) for pair in settings.pairs]
+        if "transfer" in settings.samplers and settings.source is not None:
+            named.append(("source", settings.source))
+        for field, pair in named:
+            try:
+                self._world(pair)
+            except DocumentError as error:
+                raise DocumentError(f"{field}: '{pair}': {error}") from None
 
     def _keys(self) -> Iterator[Key]:
         return product(self._settings.pairs, self._settings.samplers, range(self._settings.seeds))

@@ -16,7 +16,7 @@ from lightning_autosync.errors import DocumentError
 from lightning_autosync.search.simulated.settings import Settings
 from lightning_autosync.search.studies import BASELINE
 
-FORMAT = "autosync-rehearsal-runs/2"
+FORMAT = "autosync-rehearsal-runs/3"
 _FREE = frozenset({"pairs", "samplers", "seeds", "source", "runs"})
 """Settings that say which runs there are, and not what comes out of one; a run's own source is in its line."""
 _REMEDY = "go on with the settings that the file has, or give another file as runs=FILE"
