@@ -7,7 +7,7 @@ there. So every connection is held to its part of the link.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 
 import numpy
@@ -28,7 +28,8 @@ def pacing_rates(schedule: Schedule, topology: Topology, rank: int) -> dict[int,
     """The payload bytes/s to which ``rank`` should hold itself, by peer; peers without a limit are left out.
 
     A round takes the time of its fullest channel at least, and a connection that carries x bytes of the round needs
-    no more than x bytes in that time. Rounds may travel one at a time, so of a peer's rounds the fastest counts.
+    no more than x bytes in that time, but for the time in which its pipeline fills (`pipeline_stretches`). Rounds may
+    travel one at a time, so of a peer's rounds the fastest counts.
     There is no limit for a connection that may need its whole route, nor for one that needs less than `LEAST_PART` of
     it, nor inside a node, where no link is shared. What a row-wise message will send is unknown, so it may need the
     whole route.
@@ -42,14 +43,43 @@ def pacing_rates(schedule: Schedule, topology: Topology, rank: int) -> dict[int,
             for (source, target), rate in _arc_rates(message, round, topology).items():
                 if source == rank:
                     needed[target] = max(needed[target], rate)
+    stretches = pipeline_stretches(schedule, rank)
     nodes = topology.spec.rank_nodes
     return {
         # Links count whole frames, pacing counts payload.
         peer: PAYLOAD_SHARE * HEADROOM * rate
-        for peer, rate in needed.items()
+        for peer, rate in ((peer, stretches[peer] * rate) for peer, rate in needed.items())
         if nodes[peer] != nodes[rank] and LEAST_PART * topology.bandwidth(rank, peer) <= rate
         if HEADROOM * rate < topology.bandwidth(rank, peer)
     }
+
+
+def pipeline_stretches(schedule: Schedule, rank: int) -> dict[int, float]:
+    """By peer of ``rank``, how much faster than its bytes alone ask for a connection must be.
+
+    A piece takes one hop after the other, up its tree and down again: of n pieces in a row over h hops the last one
+    arrives after the time of n + h - 1 pieces. Of a round's transfers, which travel side by side, the one of most
+    pieces counts; rounds follow each other, so that with many of them little is lost.
+    """
+    pieces: Counter[int] = Counter()
+    hops: Counter[int] = Counter()
+    for message in schedule.messages:
+        for round in message.rounds:
+            of_round: Counter[int] = Counter()
+            for transfer in round.transfers:
+                if isinstance(transfer, TreeTransfer):
+                    count = -(-(transfer.stop - transfer.start) // transfer.segment)
+                    for peer in _neighbours(transfer, rank):
+                        of_round[peer] = max(of_round[peer], count)
+                        hops[peer] = max(hops[peer], transfer.reduce.depth + transfer.broadcast.depth)
+            pieces += of_round
+    return {peer: (count + hops[peer] - 1) / count for peer, count in pieces.items()}
+
+
+def _neighbours(transfer: TreeTransfer, rank: int) -> set[int]:
+    """The parents and the children of a rank."""
+    trees = (transfer.reduce, transfer.broadcast)
+    return {peer for tree in trees for peer in (tree.parents[rank], *tree.children[rank]) if peer >= 0}
 
 
 def _arc_rates(message: Message, round: Round, topology: Topology) -> dict[Arc, float]:

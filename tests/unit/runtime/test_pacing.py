@@ -12,8 +12,18 @@ from clusters import shared_nodes, uneven_cluster
 
 from lightning_autosync.cluster import ClusterSpec, Topology
 from lightning_autosync.errors import ClusterError
-from lightning_autosync.plan import Schedule, SyncPlan, builders, compile_plan
-from lightning_autosync.runtime.pacing import HEADROOM, LEAST_PART, PAYLOAD_SHARE, pacing_rates
+from lightning_autosync.plan import (
+    Compressor,
+    Message,
+    Round,
+    Schedule,
+    SyncPlan,
+    Tree,
+    TreeTransfer,
+    builders,
+    compile_plan,
+)
+from lightning_autosync.runtime.pacing import HEADROOM, LEAST_PART, PAYLOAD_SHARE, pacing_rates, pipeline_stretches
 from lightning_autosync.runtime.sockets import tune_connection
 from lightning_autosync.workload import Variable, Workload
 
@@ -27,9 +37,11 @@ def schedule(builder: str, cluster: ClusterSpec, workload: Workload = LARGE) -> 
     return compile_plan(plan, workload, cluster)
 
 
-def on_the_wire(rates: dict[int, float]) -> dict[int, float]:
-    """Without headroom, framing included."""
-    return {peer: rate / PAYLOAD_SHARE / HEADROOM for peer, rate in rates.items()}
+def on_the_wire(made: Schedule, topology: Topology, rank: int) -> dict[int, float]:
+    """What the bytes alone ask for: without headroom and the time to fill a pipeline, framing included."""
+    stretches = pipeline_stretches(made, rank)
+    rates = pacing_rates(made, topology, rank)
+    return {peer: rate / PAYLOAD_SHARE / HEADROOM / stretches[peer] for peer, rate in rates.items()}
 
 
 def racks() -> ClusterSpec:
@@ -38,7 +50,7 @@ def racks() -> ClusterSpec:
 
 def test_a_leaf_divides_its_link_as_its_bytes() -> None:
     cluster = uneven_cluster(8)
-    rates = on_the_wire(pacing_rates(schedule("packed_trees", cluster), Topology(cluster), 3))
+    rates = on_the_wire(schedule("packed_trees", cluster), Topology(cluster), 3)
     # Trees of weights 15/22 at the fat node and 1/22 at each leaf: 16/22 of the bytes up to it, 2/22 to each leaf,
     # and 28/22 in all, for which the leaf's 1e7 bytes/s are just enough.
     assert rates.pop(0) == pytest.approx(1e7 * 16 / 28, rel=1e-3)
@@ -52,10 +64,10 @@ def test_connections_fill_the_fullest_channel_and_no_other_overflows(builder: st
     loads: dict[int, float] = defaultdict(float)
     made = schedule(builder, cluster)
     for rank in range(cluster.world_size):
-        rates = pacing_rates(made, topology, rank)
+        rates = on_the_wire(made, topology, rank)
         peers = {peer for edge in made.tree_edges() if rank in edge for peer in edge} - {rank}
         assert rates.keys() <= peers
-        for peer, rate in on_the_wire(rates).items():
+        for peer, rate in rates.items():
             for channel in topology.route(rank, peer):
                 loads[channel] += rate / topology.capacities[channel]
     # Up to the small ones that are left alone.
@@ -80,9 +92,33 @@ def test_messages_that_may_travel_one_by_one_keep_their_route() -> None:
     )
     # A server hears all others at once and sends to each a third of its link; a leaf has its own to itself.
     for rank in range(4):
-        assert pacing_rates(made, Topology(cluster), rank) == {
-            peer: pytest.approx(PAYLOAD_SHARE * HEADROOM * 1e7 / 3) for peer in {0, 1, 2, 3} - {rank}
+        assert on_the_wire(made, Topology(cluster), rank) == {
+            peer: pytest.approx(1e7 / 3) for peer in {0, 1, 2, 3} - {rank}
         }
+
+
+def test_a_short_pipeline_is_given_the_time_to_fill() -> None:
+    """Three pieces along a chain of four, two hops up to its second rank at most and two down again."""
+    tree = Tree((1, -1, 1, 2))
+
+    def made(*messages: int) -> Schedule:
+        """Messages of so many pieces each."""
+        return Schedule(
+            4,
+            tuple(
+                Message(
+                    index, f"m{index}", (f"v{index}",), 10 * pieces - 1, "float32", 0, 0, Compressor(), 0,
+                    (Round(10 * pieces, (TreeTransfer(0, 10 * pieces, tree, tree, 10),)),),
+                )
+                for index, pieces in enumerate(messages)
+            ),
+        )  # fmt: skip
+
+    assert pipeline_stretches(made(3), 2) == {1: pytest.approx(6 / 3), 3: pytest.approx(6 / 3)}
+    assert pipeline_stretches(made(3), 0) == {1: pytest.approx(6 / 3)}
+    # Those that follow keep it filled.
+    assert pipeline_stretches(made(3, 1, 1), 2)[1] == pytest.approx(8 / 5)
+    assert pipeline_stretches(made(300), 2)[1] == pytest.approx(1.01)
 
 
 def test_rows_keep_their_route() -> None:
