@@ -140,7 +140,8 @@ class AutoSyncSampler(BaseSampler):
         if self._proposer is None or not self._proposer.takes_long:
             return
         space = self._proposer.space
-        given = next((trial.system_attrs.get("fixed_params", {}) for trial in trials if trial.number == number), {})
+        own = next((trial for trial in trials if trial.number == number), None)
+        given: Mapping[str, Any] = {} if own is None else own.system_attrs.get("fixed_params", {})
         if not given.keys() >= space.parameters.keys():
             with self._lock:
                 self._proposer.prepare(Observations.of(trials, space, number), number)
