@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy
 import optuna
 import pytest
 from tuning_stage import PricedStage
 from tuning_world import DDP_SECONDS, World
 
+from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.errors import DocumentError
 from lightning_autosync.plan import SyncPlan
 from lightning_autosync.plan.space import BUILDER
@@ -19,6 +21,8 @@ from lightning_autosync.search.tuning.errors import TuningError
 from lightning_autosync.search.tuning.opponents import builder_plans
 from lightning_autosync.search.tuning.reference import REFERENCE, Reference
 from lightning_autosync.search.tuning.trials import drift_of, ranked
+from lightning_autosync.simulator.learned import Estimate
+from lightning_autosync.workload import Workload
 
 SLOWEST_RANK = 1.01
 NEARLY = 0.1
@@ -41,14 +45,24 @@ def test_the_reference_is_measured_beside_every_trial_and_ranking_follows_it():
     assert drift.corrected(0, 1.0) == pytest.approx(2 * drift.corrected(19, 1.0), rel=NEARLY)
 
 
+class Usual:
+    """A replay that knows what plans take on a machine that is as fast as usual."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def estimate(self, workload: Workload, cluster: ClusterSpec, plans: Sequence[SyncPlan]) -> Estimate:
+        return Estimate(numpy.array([self._world.plan_price(plan) for plan in plans]), numpy.zeros(len(plans)))
+
+
 def test_a_slower_machine_is_believed_though_the_sampler_learns_from_what_it_measures():
     search = {"sampler": "autosync", "batch": 4, "options": {"population": 16}}
     world = World(budget=24, **search)
-    world.tuner(world.trials()).run()
+    world.tuner(world.trials(), Usual(world)).run()
     slow = World(storage=world.storage, budget=72, **search)
     slow.factor = 1.6
     trials = slow.trials()
-    slow.tuner(trials).run()
+    slow.tuner(trials, Usual(slow)).run()
     assert drift_of(trials.records()).share > 0.8
     prices = {
         record.plan: seconds / slow.plan_price(trials.plan_of(record.number))

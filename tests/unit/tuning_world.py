@@ -78,8 +78,9 @@ class World:
     def opponents(self, trials: Trials, reference: Reference) -> Opponents:
         return Opponents(self.job, self.stage, reference, trials.study, trials.own)  # type: ignore[arg-type]
 
-    def tuner(self, trials: Trials) -> Tuner:
+    def tuner(self, trials: Trials, replay: Any = None) -> Tuner:
         reference = self.reference(trials)
         opponents = self.opponents(trials, reference)
         opponents.measure({})
-        return Tuner(self.job, self.stage, trials, opponents, reference, ReplayEstimator())  # type: ignore[arg-type]
+        replay = replay or ReplayEstimator()
+        return Tuner(self.job, self.stage, trials, opponents, reference, replay)  # type: ignore[arg-type]
