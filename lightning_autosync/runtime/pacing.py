@@ -28,8 +28,8 @@ def pacing_rates(schedule: Schedule, topology: Topology, rank: int) -> dict[int,
     """The payload bytes/s to which ``rank`` should hold itself, by peer; peers without a limit are left out.
 
     A round takes the time of its fullest channel at least, and a connection that carries x bytes of the round needs
-    no more than x bytes in that time, but for the time in which its pipeline fills (`pipeline_stretches`). Rounds may
-    travel one at a time, so of a peer's rounds the fastest counts.
+    no more than x bytes in that time, times what makes up for the filling of its pipeline (`pipeline_stretches`).
+    Rounds may travel one at a time, so of a peer's rounds the fastest counts.
     There is no limit for a connection that may need its whole route, nor for one that needs less than `LEAST_PART` of
     it, nor inside a node, where no link is shared. What a row-wise message will send is unknown, so it may need the
     whole route.
@@ -43,37 +43,47 @@ def pacing_rates(schedule: Schedule, topology: Topology, rank: int) -> dict[int,
             for (source, target), rate in _arc_rates(message, round, topology).items():
                 if source == rank:
                     needed[target] = max(needed[target], rate)
-    stretches = pipeline_stretches(schedule, rank)
-    nodes = topology.spec.rank_nodes
-    return {
-        # Links count whole frames, pacing counts payload.
-        peer: PAYLOAD_SHARE * HEADROOM * rate
-        for peer, rate in ((peer, stretches[peer] * rate) for peer, rate in needed.items())
-        if nodes[peer] != nodes[rank] and LEAST_PART * topology.bandwidth(rank, peer) <= rate
-        if HEADROOM * rate < topology.bandwidth(rank, peer)
-    }
+    stretches, nodes = pipeline_stretches(schedule, rank), topology.spec.rank_nodes
+    paces = {}
+    for peer, rate in needed.items():
+        route, pace = topology.bandwidth(rank, peer), HEADROOM * stretches.get(peer, 1.0) * rate
+        if nodes[peer] != nodes[rank] and LEAST_PART * route <= rate and pace < route:
+            paces[peer] = PAYLOAD_SHARE * pace  # links count whole frames, pacing counts payload
+    return paces
 
 
 def pipeline_stretches(schedule: Schedule, rank: int) -> dict[int, float]:
-    """By peer of ``rank``, how much faster than its bytes alone ask for a connection must be.
+    """By peer of ``rank``, the factor on the rate that a connection's bytes alone ask for.
 
     A piece takes one hop after the other, up its tree and down again: of n pieces in a row over h hops the last one
-    arrives after the time of n + h - 1 pieces. Of a round's transfers, which travel side by side, the one of most
-    pieces counts; rounds follow each other, so that with many of them little is lost.
+    arrives after the time of n + h - 1 pieces. Of a round's transfers, which travel side by side, that of most pieces
+    and that of most hops count. The rounds of a message wait for each other. Messages are taken to follow each other
+    without a gap, so that of many the pipelines fill but once; one that comes alone in the end then takes longer.
     """
     pieces: Counter[int] = Counter()
-    hops: Counter[int] = Counter()
+    fills: Counter[int] = Counter()
     for message in schedule.messages:
+        of_message: Counter[int] = Counter()
         for round in message.rounds:
-            of_round: Counter[int] = Counter()
-            for transfer in round.transfers:
-                if isinstance(transfer, TreeTransfer):
-                    count = -(-(transfer.stop - transfer.start) // transfer.segment)
-                    for peer in _neighbours(transfer, rank):
-                        of_round[peer] = max(of_round[peer], count)
-                        hops[peer] = max(hops[peer], transfer.reduce.depth + transfer.broadcast.depth)
-            pieces += of_round
-    return {peer: (count + hops[peer] - 1) / count for peer, count in pieces.items()}
+            most, hops = _of_round(round, rank)
+            pieces += most
+            of_message += hops
+        fills |= of_message
+    return {peer: (count + fills[peer]) / count for peer, count in pieces.items()}
+
+
+def _of_round(round: Round, rank: int) -> tuple[Counter[int], Counter[int]]:
+    """By peer the most pieces that one transfer sends it, and the most hops that follow a piece's first."""
+    pieces: Counter[int] = Counter()
+    hops: Counter[int] = Counter()
+    for transfer in round.transfers:
+        if isinstance(transfer, TreeTransfer):
+            count = -(-(transfer.stop - transfer.start) // transfer.segment)
+            further = transfer.reduce.depth + transfer.broadcast.depth - 1
+            for peer in _neighbours(transfer, rank):
+                pieces[peer] = max(pieces[peer], count)
+                hops[peer] = max(hops[peer], further)
+    return pieces, hops
 
 
 def _neighbours(transfer: TreeTransfer, rank: int) -> set[int]:

@@ -79,8 +79,9 @@ class World:
         return Opponents(self.job, self.stage, reference, trials.study, trials.own)  # type: ignore[arg-type]
 
     def tuner(self, trials: Trials, replay: Any = None) -> Tuner:
+        """With ``replay`` to price plans; None takes the one of `tune`."""
         reference = self.reference(trials)
         opponents = self.opponents(trials, reference)
         opponents.measure({})
-        replay = replay or ReplayEstimator()
+        replay = ReplayEstimator() if replay is None else replay
         return Tuner(self.job, self.stage, trials, opponents, reference, replay)  # type: ignore[arg-type]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from contextlib import suppress
 
 import pytest
@@ -97,28 +98,53 @@ def test_messages_that_may_travel_one_by_one_keep_their_route() -> None:
         }
 
 
-def test_a_short_pipeline_is_given_the_time_to_fill() -> None:
-    """Three pieces along a chain of four, two hops up to its second rank at most and two down again."""
+def by_hand(*messages: Sequence[Sequence[TreeTransfer]]) -> Schedule:
+    """Messages for four ranks, each of rounds, each of transfers."""
+    return Schedule(
+        4,
+        tuple(
+            Message(
+                index, f"m{index}", (f"v{index}",), rounds[0][-1].stop - 1, "float32", 0, 0, Compressor(), 0,
+                tuple(Round(transfers[-1].stop, tuple(transfers)) for transfers in rounds),
+            )
+            for index, rounds in enumerate(messages)
+        ),
+    )  # fmt: skip
+
+
+def chained(pieces: int) -> TreeTransfer:
+    """So many pieces along a chain of four: two hops up to its second rank at most, and two down again."""
     tree = Tree((1, -1, 1, 2))
+    return TreeTransfer(0, 10 * pieces, tree, tree, 10)
 
-    def made(*messages: int) -> Schedule:
-        """Messages of so many pieces each."""
-        return Schedule(
-            4,
-            tuple(
-                Message(
-                    index, f"m{index}", (f"v{index}",), 10 * pieces - 1, "float32", 0, 0, Compressor(), 0,
-                    (Round(10 * pieces, (TreeTransfer(0, 10 * pieces, tree, tree, 10),)),),
-                )
-                for index, pieces in enumerate(messages)
-            ),
-        )  # fmt: skip
 
-    assert pipeline_stretches(made(3), 2) == {1: pytest.approx(6 / 3), 3: pytest.approx(6 / 3)}
-    assert pipeline_stretches(made(3), 0) == {1: pytest.approx(6 / 3)}
-    # Those that follow keep it filled.
-    assert pipeline_stretches(made(3, 1, 1), 2)[1] == pytest.approx(8 / 5)
-    assert pipeline_stretches(made(300), 2)[1] == pytest.approx(1.01)
+def test_a_short_pipeline_is_given_the_time_to_fill() -> None:
+    assert pipeline_stretches(by_hand([[chained(3)]]), 2) == {1: pytest.approx(6 / 3), 3: pytest.approx(6 / 3)}
+    assert pipeline_stretches(by_hand([[chained(3)]]), 0) == {1: pytest.approx(6 / 3)}
+    assert pipeline_stretches(by_hand([[chained(300)]]), 2)[1] == pytest.approx(1.01)
+    # Messages that follow keep it filled; rounds wait for each other.
+    assert pipeline_stretches(by_hand(*[[[chained(count)]] for count in (3, 1, 1)]), 2)[1] == pytest.approx(8 / 5)
+    assert pipeline_stretches(by_hand([[chained(3)], [chained(3)]]), 2)[1] == pytest.approx(12 / 6)
+
+
+def beside_a_star(few: int, segment: int) -> Schedule:
+    """A thousand elements: ``few`` over a star around rank 1, the others over one around rank 0, ten at a time."""
+    first, second = Tree((-1, 0, 0, 0)), Tree((1, -1, 1, 1))
+    edge = 1000 - few
+    return by_hand([[TreeTransfer(0, edge, first, first, 10), TreeTransfer(edge, 1000, second, second, segment)]])
+
+
+def test_paces_are_what_bytes_ask_for_and_pipelines_need() -> None:
+    topology = Topology(ClusterSpec.star(bandwidths=[1e7] * 4))
+    paces = pacing_rates(beside_a_star(few=90, segment=45), topology, 2)
+    # Rank 0 is the busiest: it sends the first part down to all others, and its own of the second up.
+    unit = PAYLOAD_SHARE * HEADROOM * 1e7 / (3 * 910 + 90)
+    assert paces == {0: pytest.approx(unit * 910 * 92 / 91), 1: pytest.approx(unit * 90 * 3 / 2)}
+
+
+def test_a_connection_of_few_bytes_has_no_limit_however_few_its_pieces() -> None:
+    topology = Topology(ClusterSpec.star(bandwidths=[1e7] * 4))
+    assert pacing_rates(beside_a_star(few=50, segment=50), topology, 2).keys() == {0}
 
 
 def test_rows_keep_their_route() -> None:
