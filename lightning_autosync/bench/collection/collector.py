@@ -46,7 +46,7 @@ class Progress:
 
 
 class Collector:
-    """Measures what a dataset does not have yet.
+    """Measures what a dataset does not have yet, or has disturbed only.
 
     Args:
         settings: of the collection.
@@ -78,7 +78,7 @@ class Collector:
                 self._writer.flush()
 
     def _visit(self, crew: Crew, combination: Combination, turn: int) -> None:
-        """Measure this turn's part of a combination's plans, as far as it is not measured yet."""
+        """Measure this turn's part of a combination's plans, as far as it is not measured undisturbed yet."""
         drafts = self._draw(combination)
         keys = self._writer.keys
         missing = [draft for draft in drafts[turn :: self._settings.passes] if draft.key not in keys]
@@ -110,9 +110,10 @@ class Collector:
         if self._environment is None:
             self._environment = describe_environment(crew.ask("lightning_autosync.bench.conditions:describe_worker"))
         entries = list(self._entries(combination, drafts, batch, self._environment))
-        added = self._writer.append(entries)
-        self.progress.measured += added
-        self.progress.disturbed += added * entries[0].conditions.disturbed
+        self._writer.append(entries)
+        # Not what was added: a pair that was disturbed again is not, and the reference plan may be, measured beside.
+        self.progress.measured += len(missing)
+        self.progress.disturbed += len(missing) * entries[0].conditions.disturbed
 
     def _order(self, crew: Crew, combination: Combination, drafts: list[Draft]) -> Batch:
         start = time.perf_counter()
@@ -131,18 +132,24 @@ class Collector:
         conditions = Conditions(
             environment=environment,
             seed=self._settings.seed,
-            reference=statistics.median(batch.steps[0]),
             foreign_cores=foreign,
             load=os.getloadavg()[0],
             disturbed=foreign is not None and foreign > self._settings.quiet,
             measured_at=int(time.time()),
         )
+        reference = statistics.median(batch.steps[0])
         for draft, steps in zip(drafts, batch.steps, strict=True):
             plan = SyncPlan.from_dict(draft.plan)
-            yield Entry(
-                Sample(combination.workload, combination.cluster, plan, tuple(steps), draft.kind, draft.replayed),
-                conditions,
+            sample = Sample(
+                combination.workload,
+                combination.cluster,
+                plan,
+                tuple(steps),
+                draft.kind,
+                draft.replayed,
+                reference=reference,
             )
+            yield Entry(sample, conditions)
 
     def _fail(self, combination: Combination, draft: Draft, error: WorkerError) -> None:
         reason = str(error).partition("\n")[0]

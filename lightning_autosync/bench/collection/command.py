@@ -25,6 +25,8 @@ FORMAT = "autosync-collection/1"
 def collect(configuration: dict[str, Any], directory: Path) -> None:
     """Draw plans and measure those that the dataset does not have yet; an interrupted run goes on when called again.
 
+    What was measured beside too much other load is measured again then, too.
+
     The dataset's folder gets Parquet parts, ``manifest.json`` and ``README.md``; ``result.json`` appears in
     ``directory``.
 
@@ -52,7 +54,8 @@ def collect(configuration: dict[str, Any], directory: Path) -> None:
     rate = 60 * progress.measured / seconds
     Console().print(
         f"{before} pairs were there, {progress.measured} measured ({rate:.0f} a minute), {progress.disturbed} of them "
-        f"beside other load, {len(progress.failed)} failed; the dataset is {writer.directory}",
+        f"beside other load (the next run measures these again), {len(progress.failed)} failed; the dataset is "
+        f"{writer.directory}",
         soft_wrap=True,
         highlight=False,
     )

@@ -40,7 +40,7 @@ class Settings(Configuration):
     """One collection.
 
     Attributes:
-        dataset: folder of the dataset; what it has is not measured again.
+        dataset: folder of the dataset; what it has undisturbed is not measured again.
         seed: of the draw; the same seed draws the same workloads and plans.
         pairs: how many plans there are, dealt evenly to all combinations of a workload and a cluster.
         clusters: names of shipped clusters, paths, or clusters in short form, as ``{name: a, star: {...}}``.
@@ -63,7 +63,8 @@ class Settings(Configuration):
         seconds: how long the counted steps of a plan take together, within ``steps``; of one that takes far longer, one
             step is counted.
         steps: of a plan, least and most.
-        quiet: cores that others may keep busy; samples beside more are marked as disturbed.
+        quiet: cores that others may keep busy; samples beside more are marked as disturbed, and the next run measures
+            them again.
         failures: plans that may fail before the collection gives up.
         scheduling: the kernel's policy for the workers.
         constants: file of the hosts' constants, from a probe; None takes the defaults on ``cores``.

@@ -12,21 +12,23 @@ from typing import Any, overload
 
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.errors import DocumentError
-from lightning_autosync.simulator.dataset.entry import COLUMNS, row_sample
-from lightning_autosync.simulator.dataset.manifest import Table, load_manifest, read_part
+from lightning_autosync.simulator.dataset.entry import COLUMNS, DOCUMENTS, PAIR, row_sample, row_steps
+from lightning_autosync.simulator.dataset.manifest import Manifest, load_manifest
 from lightning_autosync.simulator.dataset.sample import Sample, step_noise
-from lightning_autosync.simulator.dataset.tables import from_parquet, schema
+from lightning_autosync.simulator.dataset.tables import no_rows, read_table
 from lightning_autosync.workload import Workload
 
 Documents = Mapping[tuple[str, str], str]
 """JSON text by kind (workload, cluster, environment) and fingerprint."""
+_SOURCE = "source"
+"""Column of where a row is: file and number, from 0."""
 
 
 class Dataset(Sequence[Sample]):
     """A sequence of samples; documents are read when they are first asked for, each workload and cluster once.
 
     Args:
-        rows: a `pyarrow.Table` with the columns of `COLUMNS`.
+        rows: a `pyarrow.Table` with the columns of `COLUMNS`, and ``source``, which errors name a row by.
         documents: those that the rows name.
     """
 
@@ -43,29 +45,31 @@ class Dataset(Sequence[Sample]):
     ) -> Dataset:
         """The samples in one or several folders, in the order in which they were added.
 
+        A pair (workload, cluster and plan) comes once from each folder.
+
         Args:
             paths: folders that ``autosync collect`` or `Writer` filled.
-            disturbed: whether those measured beside too much other load come too.
+            disturbed: whether those measured beside too much other load come too: the first of a pair that was not
+                measured undisturbed later.
 
         Raises:
             DocumentError: a folder has no dataset, or a file is missing, truncated, altered or of another version; the
                 message names it and says what to do.
         """
         import pyarrow
-        import pyarrow.compute
 
         folders = [Path(paths)] if isinstance(paths, str | os.PathLike) else [Path(path) for path in paths]
         documents: dict[tuple[str, str], str] = {}
         tables: list[Any] = []
         for folder in folders:
-            for table in _read(folder, "documents"):
-                documents |= {(row["kind"], row["fingerprint"]): row["document"] for row in table.to_pylist()}
-            tables += _read(folder, "samples")
-        rows = pyarrow.concat_tables(tables) if tables else schema("samples").empty_table()
-        _check_documents(rows, documents, folders)
-        if not disturbed:
-            rows = rows.filter(pyarrow.compute.invert(rows["disturbed"]))
-        return cls(rows.combine_chunks(), documents)
+            manifest = load_manifest(folder)
+            for part in manifest.of("documents"):
+                rows = read_table(folder, part).to_pylist()
+                documents |= {(row["kind"], row["fingerprint"]): row["document"] for row in rows}
+            tables.append(_samples(folder, manifest, disturbed))
+        samples = pyarrow.concat_tables([_placed(no_rows("samples"), ""), *tables])
+        _check_documents(samples, documents, folders)
+        return cls(samples.combine_chunks(), documents)
 
     def __len__(self) -> int:
         return int(self._rows.num_rows)
@@ -80,7 +84,8 @@ class Dataset(Sequence[Sample]):
         place = range(len(self))[index]
         if place not in self._samples:
             row = self._rows.slice(place, 1).to_pylist()[0]
-            self._samples[place] = row_sample(row, self._workload(row["workload"]), self._cluster(row["cluster"]))
+            workload, cluster = self._workload(row["workload"]), self._cluster(row["cluster"])
+            self._samples[place] = row_sample(row, workload, cluster, row[_SOURCE])
         return self._samples[place]
 
     def __iter__(self) -> Iterator[Sample]:
@@ -88,7 +93,10 @@ class Dataset(Sequence[Sample]):
 
     def select(self, places: Iterable[int]) -> Dataset:
         """The samples at some places, in that order; workloads and clusters are shared with this dataset."""
-        chosen = Dataset(self._rows.take(list(places)), self._documents)
+        import pyarrow
+
+        # With a type, which an empty list would not tell.
+        chosen = Dataset(self._rows.take(pyarrow.array(places, pyarrow.int64())), self._documents)
         chosen._workloads, chosen._clusters = self._workloads, self._clusters
         return chosen
 
@@ -97,6 +105,9 @@ class Dataset(Sequence[Sample]):
 
         Added are ``workload_name`` and ``cluster_name``, ``ranks``, ``seconds`` and ``noise`` (as of `Sample`), and
         ``drift``: `reference` over its median among the samples of the same workload, cluster and environment.
+
+        Raises:
+            DocumentError: the steps of a row are not those of a sample.
         """
         frame = self._rows.select(list(COLUMNS)).to_pandas()
         for kind in ("workload", "cluster"):
@@ -104,7 +115,7 @@ class Dataset(Sequence[Sample]):
             frame[f"{kind}_name"] = frame[kind].map(names).astype("string")
         ranks = {of: self._cluster(of).world_size for of in frame["cluster"].unique()}
         frame["ranks"] = frame["cluster"].map(ranks)
-        steps = [tuple(taken) for taken in frame["steps"]]
+        steps = [row_steps(*row) for row in zip(frame["steps"], self._rows[_SOURCE].to_pylist(), strict=True)]
         frame["steps"] = steps
         frame["seconds"] = [statistics.median(taken) for taken in steps]
         frame["noise"] = [step_noise(taken) for taken in steps]
@@ -120,25 +131,49 @@ class Dataset(Sequence[Sample]):
 
     def _workload(self, fingerprint: str) -> Workload:
         if fingerprint not in self._workloads:
-            self._workloads[fingerprint] = Workload.from_dict(self._plain("workload", fingerprint))
+            plain = self._plain("workload", fingerprint)
+            self._workloads[fingerprint] = Workload.from_dict(plain, source=f"workload {fingerprint}")
         return self._workloads[fingerprint]
 
     def _cluster(self, fingerprint: str) -> ClusterSpec:
         if fingerprint not in self._clusters:
-            self._clusters[fingerprint] = ClusterSpec.from_dict(self._plain("cluster", fingerprint))
+            plain = self._plain("cluster", fingerprint)
+            self._clusters[fingerprint] = ClusterSpec.from_dict(plain, source=f"cluster {fingerprint}")
         return self._clusters[fingerprint]
 
     def _plain(self, kind: str, fingerprint: str) -> Any:
-        return json.loads(self._documents[kind, fingerprint])
+        try:
+            return json.loads(self._documents[kind, fingerprint])
+        except (TypeError, ValueError) as cause:
+            raise DocumentError(f"{kind} {fingerprint}: its document is not valid JSON: {cause}") from None
 
 
-def _read(folder: Path, table: Table) -> Iterator[Any]:
-    for part in load_manifest(folder).of(table):
-        yield from_parquet(table, read_part(folder, part), str(folder / part.file))
+def _samples(folder: Path, manifest: Manifest, disturbed: bool) -> Any:
+    """A row for each pair in a folder (for `disturbed` see `Dataset.load`), with where it is."""
+    import pyarrow
+    import pyarrow.compute
+
+    parts = [_placed(read_table(folder, part), str(folder / part.file)) for part in manifest.of("samples")]
+    rows = pyarrow.concat_tables([_placed(no_rows("samples"), ""), *parts])
+    if not disturbed:
+        return rows.filter(pyarrow.compute.invert(rows["disturbed"]))
+    pairs = list(zip(*(rows[name].to_pylist() for name in PAIR), strict=True))
+    marks = rows["disturbed"].to_pylist()
+    settled = {pair for pair, mark in zip(pairs, marks, strict=True) if not mark}
+    kept = [not mark or pair not in settled for pair, mark in zip(pairs, marks, strict=True)]
+    return rows.filter(pyarrow.array(kept, pyarrow.bool_()))
+
+
+def _placed(rows: Any, path: str) -> Any:
+    """Rows with where they are."""
+    import pyarrow
+
+    places = [f"{path}: row {number}" for number in range(rows.num_rows)]
+    return rows.append_column(_SOURCE, pyarrow.array(places, pyarrow.string()))
 
 
 def _check_documents(rows: Any, documents: Documents, folders: Sequence[Path]) -> None:
-    for kind in ("workload", "cluster", "environment"):
+    for kind in DOCUMENTS:
         for fingerprint in rows[kind].unique().to_pylist():
             if (kind, fingerprint) not in documents:
                 raise DocumentError(

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.documents import canonical, digest, digest_text
+from lightning_autosync.errors import DocumentError
 from lightning_autosync.plan import SyncPlan
-from lightning_autosync.simulator.dataset.sample import Sample
+from lightning_autosync.simulator.dataset.sample import Sample, check_steps
 from lightning_autosync.workload import Workload
 
 Row = dict[str, Any]
@@ -31,6 +33,10 @@ COLUMNS = {
     "measured_at": "seconds since 1970, UTC",
 }
 """The columns of samples and what they mean."""
+PAIR = ("workload", "cluster", "plan")
+"""The columns that name a pair: two rows with the same ones measured the same thing."""
+DOCUMENTS = ("workload", "cluster", "environment")
+"""The columns that name documents, which are the kinds of these."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +46,6 @@ class Conditions:
     Attributes:
         environment: what it ran on, plain data that is the same for a whole run.
         seed: of the draw.
-        reference: seconds of a step of the pair's reference plan just before; None if it was not measured.
         foreign_cores: cores that other processes kept busy meanwhile; None where unknown.
         load: load average of the last minute; None where unknown.
         disturbed: whether others kept more cores busy than was allowed.
@@ -49,7 +54,6 @@ class Conditions:
 
     environment: dict[str, Any]
     seed: int = 0
-    reference: float | None = None
     foreign_cores: float | None = None
     load: float | None = None
     disturbed: bool = False
@@ -82,7 +86,7 @@ class Entry:
             "seed": conditions.seed,
             "steps": list(sample.steps),
             "replayed": sample.replayed,
-            "reference": conditions.reference,
+            "reference": sample.reference,
             "foreign_cores": conditions.foreign_cores,
             "load": conditions.load,
             "disturbed": conditions.disturbed,
@@ -96,16 +100,47 @@ def sample_key(cluster: str, workload: str, plan: str) -> str:
 
 
 def row_key(row: Row) -> str:
-    """The name of a row's pair: two with the same one measured the same thing."""
+    """The name of a row's pair (see `PAIR`)."""
     return sample_key(row["cluster"], row["workload"], row["plan"])
 
 
-def row_sample(row: Row, workload: Workload, cluster: ClusterSpec) -> Sample:
+def row_sample(row: Row, workload: Workload, cluster: ClusterSpec, where: str) -> Sample:
     """The sample of a row, its documents read already.
 
+    Args:
+        row: of the table of samples.
+        workload: that it names.
+        cluster: that it names.
+        where: the row is, for errors.
+
     Raises:
-        DocumentError: the plan is not one.
+        DocumentError: the plan is not one, or a time is none.
     """
-    plan = SyncPlan.from_dict(json.loads(row["plan"]))
-    steps = tuple(row["steps"])
-    return Sample(workload, cluster, plan, steps, row["kind"], row["replayed"], row["environment"])
+    try:
+        plain = json.loads(row["plan"])
+    except (TypeError, ValueError) as cause:
+        raise DocumentError(f"{where}: plan: not valid JSON: {cause}") from None
+    plan = SyncPlan.from_dict(plain, source=f"{where}: plan")
+    steps, told = row_steps(row["steps"], where), (row["kind"], row["replayed"], row["environment"], row["reference"])
+    try:
+        return Sample(workload, cluster, plan, steps, *told)
+    except ValueError as cause:
+        raise DocumentError(f"{where}: {cause}") from None
+
+
+def row_steps(steps: Iterable[float] | None, where: str) -> tuple[float, ...]:
+    """The seconds of a row's steps.
+
+    Args:
+        steps: as the table has them.
+        where: the row is, for errors.
+
+    Raises:
+        DocumentError: they are not those of a sample.
+    """
+    taken = () if steps is None else tuple(steps)
+    try:
+        check_steps(taken)
+    except ValueError as cause:
+        raise DocumentError(f"{where}: {cause}") from None
+    return taken

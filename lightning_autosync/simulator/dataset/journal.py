@@ -7,33 +7,46 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from lightning_autosync.documents import append_lines
 from lightning_autosync.errors import DocumentError
+from lightning_autosync.simulator.dataset.sample import check_steps
+from lightning_autosync.simulator.dataset.tables import check_row
 
 JOURNAL = "journal.jsonl"
 Line = tuple[str, dict[str, Any]]
 """Table, and a row of it."""
 
 
-def append_lines(path: Path, lines: Iterable[Line]) -> None:
-    """Add rows; they outlive this process once this returns."""
-    with path.open("a", encoding="utf-8") as file:
-        file.writelines(json.dumps({"table": table, "row": row}) + "\n" for table, row in lines)
+def append_rows(path: Path, lines: Iterable[Line]) -> None:
+    """Add rows; they outlive this process once this returns. What is left of a line that was cut off is dropped."""
+    append_lines(path, "".join(json.dumps({"table": table, "row": row}) + "\n" for table, row in lines))
 
 
-def read_lines(path: Path) -> Iterator[Line]:
+def read_rows(path: Path) -> Iterator[Line]:
     """The rows in a journal; none if there is no file. A last line cut off by an interruption is left out.
 
     Raises:
         DocumentError: a line is something else.
     """
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
-    for number, line in enumerate(lines):
-        if number == len(lines) - 1 and not line.endswith("\n"):
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    for number, line in enumerate(lines, start=1):
+        if number == len(lines) and not line.endswith(b"\n"):
             return
         try:
-            made = json.loads(line)
-            yield made["table"], dict(made["row"])
-        except (TypeError, ValueError, KeyError):
+            yield _row(json.loads(line))
+        except ValueError as cause:
             raise DocumentError(
-                f"{path}:{number + 1}: not a row; delete the line, its pair is measured again"
+                f"{path}:{number}: not a row: {cause}; delete the line, the pairs that need it are measured again"
             ) from None
+
+
+def _row(made: Any) -> Line:
+    """A line's row; a ValueError says what is wrong with it."""
+    if not isinstance(made, dict):
+        raise ValueError("not a mapping of table and row")
+    table: Any = made.get("table")
+    row: Any = made.get("row")
+    check_row(table, row)
+    if table == "samples":
+        check_steps(row["steps"])
+    return table, row

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -24,6 +25,11 @@ class Sample:
         kind: how the plan came about: the name of a builder, ``drawn``, ``evolved`` ...
         replayed: seconds of a step as the replay prices it with the constants of the time; None if it did not.
         environment: fingerprint of what it was measured on; None where that is the same for all.
+        reference: seconds of a step of the pair's reference plan, measured again just before the batch of plans that
+            this one came in, whose samples have it in common; None if it was not measured.
+
+    Raises:
+        ValueError: `check_steps` refuses the steps, or the reference is no time either.
     """
 
     workload: Workload
@@ -33,6 +39,12 @@ class Sample:
     kind: str = "drawn"
     replayed: float | None = None
     environment: str | None = field(default=None, compare=False)
+    reference: float | None = field(default=None, compare=False)
+
+    def __post_init__(self) -> None:
+        check_steps(self.steps)
+        if self.reference is not None and not is_time(self.reference):
+            raise ValueError(f"reference: {self.reference} is not a time; it must be finite and above 0 seconds")
 
     @cached_property
     def seconds(self) -> float:
@@ -43,6 +55,24 @@ class Sample:
     def noise(self) -> float:
         """Standard error of `seconds` over `seconds`, from the median absolute deviation; 0 with a single step."""
         return step_noise(self.steps)
+
+
+def is_time(seconds: float) -> bool:
+    """Whether a number of seconds can be that of a step."""
+    return math.isfinite(seconds) and seconds > 0
+
+
+def check_steps(steps: Sequence[float | None]) -> None:
+    """Refuse what cannot be the seconds of measured steps: there is at least one, and each is finite and above 0.
+
+    Raises:
+        ValueError: the first thing wrong.
+    """
+    if not steps:
+        raise ValueError("steps: none; a sample has at least one")
+    for number, seconds in enumerate(steps):
+        if seconds is None or not is_time(seconds):
+            raise ValueError(f"steps[{number}]: {seconds} is not a time; it must be finite and above 0 seconds")
 
 
 def step_noise(steps: Sequence[float]) -> float:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from io import BytesIO
+from pathlib import Path
 from typing import Any
 
 from lightning_autosync.errors import DocumentError
-from lightning_autosync.simulator.dataset.manifest import Table
+from lightning_autosync.simulator.dataset.manifest import MANIFEST, TABLES, Part, Table, read_part
 
 _LEVEL = 12
 """Of zstd: plans of one workload repeat the names of its variables, which a long window finds."""
 _PAGE = 16 * 2**20
 """Bytes of a page, which is compressed as a whole: large enough for all plans of a part."""
+_NULLABLE = frozenset({"replayed", "reference", "foreign_cores", "load"})
+"""Columns of what may be unknown."""
 
 
 def schema(table: Table) -> Any:
@@ -61,6 +64,41 @@ def to_parquet(table: Table, rows: Sequence[dict[str, Any]]) -> bytes:
     return buffer.getvalue()
 
 
+def check_row(table: Any, row: Any) -> None:
+    """Refuse what is no row of a table.
+
+    Raises:
+        ValueError: there is no such table, or a column is missing or of another type.
+    """
+    import pyarrow
+
+    if table not in TABLES:
+        raise ValueError(f"table: {table!r} is none of {', '.join(TABLES)}")
+    if not isinstance(row, dict):
+        raise ValueError("row: not a mapping of columns")
+    for field in schema(table):
+        value = row.get(field.name)
+        if value is None and field.name not in _NULLABLE:
+            raise ValueError(f"row.{field.name}: missing")
+        try:
+            pyarrow.array([value], field.type)
+        except (pyarrow.ArrowException, OverflowError) as cause:
+            raise ValueError(f"row.{field.name}: {cause}") from None
+
+
+def read_table(directory: Path, part: Part) -> Any:
+    """The `pyarrow.Table` in a part of the dataset in a folder.
+
+    Raises:
+        DocumentError: the file is not there, truncated, altered, or not what the manifest says.
+    """
+    path = directory / part.file
+    rows = from_parquet(part.table, read_part(directory, part), str(path))
+    if rows.num_rows != part.rows:
+        raise DocumentError(f"{path}: it has {rows.num_rows} rows, {part.rows} by {MANIFEST}; restore that from a copy")
+    return rows
+
+
 def from_parquet(table: Table, content: bytes, source: str) -> Any:
     """The `pyarrow.Table` in a file.
 
@@ -79,9 +117,14 @@ def from_parquet(table: Table, content: bytes, source: str) -> Any:
     try:
         # Dictionaries of different parts differ, so that values are decoded here.
         return parquet.read_table(BytesIO(content)).select(columns.names).cast(_decoded(columns))
-    except (pyarrow.ArrowException, KeyError) as cause:
+    except (pyarrow.ArrowException, KeyError, OSError) as cause:  # OSError: damaged within the file
         reason = str(cause).partition("\n")[0]
         raise DocumentError(f"{source}: not a table of {table} of this version: {reason}") from None
+
+
+def no_rows(table: Table) -> Any:
+    """The `pyarrow.Table` of no rows, as `from_parquet` gives it."""
+    return _decoded(schema(table)).empty_table()
 
 
 def _decoded(columns: Any) -> Any:

@@ -1,14 +1,17 @@
-"""Collections without machines: what is drawn for them."""
+"""Collections without machines: what is drawn for them, and what is measured again."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
 
-from lightning_autosync.bench.collection.combinations import draw_combinations
-from lightning_autosync.bench.collection.crew import slowest_rank
+from lightning_autosync.bench.collection.card import card
+from lightning_autosync.bench.collection.collector import Collector
+from lightning_autosync.bench.collection.combinations import Combination, draw_combinations
+from lightning_autosync.bench.collection.crew import Batch, slowest_rank
 from lightning_autosync.bench.collection.drafts import REFERENCE, draw_drafts, kinds
 from lightning_autosync.bench.collection.job import Budget
 from lightning_autosync.bench.collection.settings import Mixture, Settings
@@ -16,6 +19,7 @@ from lightning_autosync.cluster import synchronization_rate
 from lightning_autosync.errors import DocumentError
 from lightning_autosync.plan import SyncPlan, compile_plan
 from lightning_autosync.simulator import Constants
+from lightning_autosync.simulator.dataset import Dataset, Writer
 
 SMALL: dict[str, Any] = {
     "dataset": "none",
@@ -119,3 +123,35 @@ def test_wrong_settings_are_told(changes: dict[str, Any], message: str) -> None:
 def test_wrong_combinations_are_told(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(DocumentError, match=message):
         draw_combinations(parse(**changes))
+
+
+class MadeUpCrew:
+    """Workers whose steps take what they are told, beside as many busy cores as they are told."""
+
+    def __init__(self) -> None:
+        self.foreign = 0.0
+        self.orders: list[list[dict[str, Any]]] = []
+
+    def measure(self, combination: Combination, plans: list[dict[str, Any]]) -> Batch:
+        self.orders.append(plans)
+        return Batch([[0.01 * len(self.orders)] for _ in plans], self.foreign)
+
+    def ask(self, function: str) -> dict[str, Any]:
+        return {"machine": "made up"}
+
+
+def test_what_was_disturbed_is_measured_again_by_the_next_run(tmp_path: Path) -> None:
+    settings = parse(clusters=["fat_node_star"], pairs=3, passes=1, mixture={"built": 0, "drawn": 0, "evolved": 0})
+    (combination,) = draw_combinations(settings)
+    crew, counts = MadeUpCrew(), []
+    for foreign in (1.0, 1.0, 0.0, 0.0):
+        crew.foreign = foreign
+        with Writer(tmp_path) as writer:
+            run = Collector(settings, Constants(), writer)
+            run._visit(crew, combination, 0)  # type: ignore[arg-type]
+            counts.append((run.progress.measured, run.progress.disturbed, len(writer.keys)))
+        assert "3 pairs of a plan" in card(tmp_path)
+    assert counts == [(3, 3, 0), (3, 3, 0), (3, 0, 3), (0, 0, 3)]
+    assert len(crew.orders) == 3
+    assert [sample.seconds for sample in Dataset.load(tmp_path)] == pytest.approx([0.03] * 3)
+    assert "(0 here)" in card(tmp_path)
