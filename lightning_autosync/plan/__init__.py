@@ -15,6 +15,7 @@ from lightning_autosync.plan.schedule import (
     TreeTransfer,
     TwoLevelAllReduce,
 )
+from lightning_autosync.plan.signatures import signature
 from lightning_autosync.plan.spec import (
     SEMANTICS,
     TOPOLOGIES,
@@ -52,4 +53,5 @@ __all__ = [
     "WeightedTree",
     "builders",
     "compile_plan",
+    "signature",
 ]

@@ -8,6 +8,7 @@ from random import Random
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.plan import Group, SyncPlan, compile_plan
 from lightning_autosync.plan.space import PlanSpace
+from lightning_autosync.plan.spec import Semantics
 from lightning_autosync.simulator import Constants, Replay
 from lightning_autosync.simulator.dataset import Sample
 from lightning_autosync.workload import Variable, Workload
@@ -46,10 +47,10 @@ def measured(workload: Workload, cluster: ClusterSpec, plans: Sequence[SyncPlan]
     return [Sample(workload, cluster, plan, (time,)) for plan, time in zip(plans, times, strict=True)]
 
 
-def drawn(count: int, *scenes: tuple[Workload, ClusterSpec]) -> list[Sample]:
+def drawn(count: int, *scenes: tuple[Workload, ClusterSpec], semantics: Semantics = "compressed") -> list[Sample]:
     """So many samples of each workload and cluster."""
     samples = []
     for number, (model, cluster) in enumerate(scenes):
-        space, random = PlanSpace(model, cluster, "compressed", runs=2, lone=0), Random(number)
+        space, random = PlanSpace(model, cluster, semantics, runs=2, lone=0), Random(number)
         samples += measured(model, cluster, [space.plan(space.draw(random)) for _ in range(count)])
     return samples

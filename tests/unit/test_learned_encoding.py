@@ -182,6 +182,18 @@ def test_every_byte_is_in_a_shard_of_its_variable(scene: Scene) -> None:
         assert share.sum() == pytest.approx(1, rel=1e-3)
 
 
+def test_an_all_reduce_is_shown_at_the_slowest_rate_however_ranks_are_numbered() -> None:
+    model, encoded = workload(), []
+    for rates in ((100, 400, 400), (400, 100, 400), (400, 400, 100)):
+        cluster = star(*rates)
+        found = shard_set(traits(Scene(model, cluster, CONSTANTS), builders.all_reduce(model, cluster)))
+        assert numpy.exp(found.features[:, -6]) == pytest.approx(100 / 400)  # rate over the fastest
+        encoded.append(found)
+    for one in encoded[1:]:
+        for first, other in zip(encoded[0], one, strict=True):
+            assert numpy.array_equal(first, other)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("devices", [1, 2])
 def test_a_lone_node_is_a_cluster_too(kind: str, devices: int) -> None:
@@ -202,7 +214,7 @@ def test_a_plan_without_schedule_is_refused(scene: Scene) -> None:
 def _network(kind: str, items: list[object]) -> torch.nn.Module:
     """With weights drawn at random, the last ones too."""
     torch.manual_seed(0)
-    network = KINDS[kind].network(KINDS[kind].features(items[0]), {})
+    network = KINDS[kind].network(KINDS[kind].features(items[0]), KINDS[kind].sized({}))
     for parameter in network.parameters():
         if not parameter.any():
             torch.nn.init.normal_(parameter, std=0.3)

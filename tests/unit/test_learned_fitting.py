@@ -5,28 +5,33 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy
 import pytest
-from learned_samples import CONSTANTS, drawn, star, workload
+import torch
+from learned_samples import CONSTANTS, drawn, plan_of, star, workload
 
 from lightning_autosync.bench.fitting.accuracy import Accuracy, summary
 from lightning_autosync.bench.fitting.command import fit
+from lightning_autosync.bench.fitting.comparison import compare
 from lightning_autosync.bench.fitting.encoding import encode_samples
 from lightning_autosync.bench.fitting.settings import SPLITS, Settings, SimulatorSettings, SplitName
-from lightning_autosync.bench.fitting.splits import cluster, divide, family, for_all
+from lightning_autosync.bench.fitting.splits import BLOCKS, cluster, divide, family, for_all
 from lightning_autosync.bench.fitting.spread import spread
 from lightning_autosync.cluster import configuration_directory
 from lightning_autosync.documents import read_data
 from lightning_autosync.errors import DocumentError
-from lightning_autosync.plan import builders, compile_plan
+from lightning_autosync.plan import SyncPlan, compile_plan, signature
 from lightning_autosync.simulator import Replay
-from lightning_autosync.simulator.dataset import Conditions, Entry, Sample, Writer
-from lightning_autosync.simulator.learned import LearnedEstimator, load_simulator
-from lightning_autosync.simulator.learned.examples import Examples
+from lightning_autosync.simulator.dataset import Conditions, Dataset, Entry, Sample, Writer
+from lightning_autosync.simulator.learned import LearnedEstimator, load_simulator, training
+from lightning_autosync.simulator.learned.examples import Examples, Floats
+from lightning_autosync.simulator.learned.kinds import KINDS
+from lightning_autosync.simulator.learned.training import CERTAIN, told_apart
 
 CLUSTERS = ("a", "b", "c", "d", "e")
 FAMILIES = ("vgg16", "bert_base", "bert_large", "gpt", "ncf", "resnet50")
@@ -34,23 +39,28 @@ FAMILIES = ("vgg16", "bert_base", "bert_large", "gpt", "ncf", "resnet50")
 
 @pytest.fixture(scope="module")
 def grid() -> list[Sample]:
-    """Ten plans of every family on every cluster, each measured twice."""
+    """Ten plans of every family on every cluster, each measured twice, the second time under other names."""
     samples = []
     for name in CLUSTERS:
         machines = star(100, 100, 100, name=name)
         for model in FAMILIES:
             made = workload(model, layers=2, width=64)
             for size in range(10):
-                plan = builders.all_reduce(made, machines, bucket_bytes=1000 * (size + 1))
-                named = plan.model_copy(update={"workload": f"{model}{size}"})
-                samples += [Sample(made, machines, named, (0.01,)), Sample(made, machines, named, (0.02,))]
+                plan = plan_of(made, 3, priority=size)
+                samples += [Sample(made, machines, plan, (0.01,)), Sample(made, machines, _renamed(plan), (0.02,))]
     return samples
 
 
+def _renamed(plan: SyncPlan) -> SyncPlan:
+    """The same exchange, its messages called otherwise."""
+    groups = tuple(group.model_copy(update={"name": f"{group.name}'"}) for group in plan.groups)
+    return plan.model_copy(update={"groups": groups})
+
+
 @pytest.mark.parametrize("how", SPLITS)
-@pytest.mark.parametrize("seed", range(4))
-def test_divisions_do_not_leak(grid: list[Sample], how: SplitName, seed: int) -> None:
-    split = divide(grid, how, seed)
+@pytest.mark.parametrize("number", range(4))
+def test_divisions_do_not_leak(grid: list[Sample], how: SplitName, number: int) -> None:
+    split = divide(grid, how, 0, number)
     assert len(split.held_out) == 4
     assert len({tuple(part) for part in split.held_out}) > 1
     for part in split.held_out:
@@ -66,8 +76,8 @@ def _check_parts(
 ) -> None:
     """No plan, cluster or family is on both sides of what the division is by."""
     if how == "trial":
-        plans = [{sample.plan.fingerprint for sample in part} for part in (learned, held_out, test)]
-        assert len(set().union(*plans)) == sum(map(len, plans))
+        plans = [{signature(sample.plan) for sample in part} for part in (learned, held_out, test)]
+        assert len(set().union(*plans)) == sum(map(len, plans)) == 10 * len(FAMILIES)
     for name in {"cluster": [cluster], "model": [family], "both": [cluster, family]}.get(how, []):
         names = [{name(sample) for sample in part} for part in (learned, held_out, test)]
         assert names[2]
@@ -75,6 +85,27 @@ def _check_parts(
         assert names[2] <= set(unseen)
         if how != "both":
             assert not names[0] & names[1]
+
+
+@pytest.mark.parametrize("how", SPLITS)
+@pytest.mark.parametrize("seed", range(3))
+def test_divisions_test_everything_once_before_anything_again(grid: list[Sample], how: SplitName, seed: int) -> None:
+    splits = [divide(grid, how, seed, number) for number in range(BLOCKS)]
+    tested = numpy.concatenate([split.test for split in splits])
+    assert len(numpy.unique(tested)) == len(tested)
+    if how == "both":  # a block of the one meets one of the other
+        assert set().union(*(split.unseen for split in splits)) == {*CLUSTERS, *map(family, grid)}
+    else:
+        assert len(tested) == len(grid)
+
+
+def test_then_they_are_shuffled_anew(grid: list[Sample]) -> None:
+    few = [sample for sample in grid if sample.cluster.name in "abc"]
+    found = [divide(few, "cluster", 0, number).unseen for number in range(9)]
+    for start in (0, 3, 6):
+        assert sorted(found[start : start + 3]) == [("a",), ("b",), ("c",)]
+    orders = {tuple(found[start : start + 3]) for start in (0, 3, 6)}
+    assert len(orders) > 1
 
 
 def test_without_a_test_every_sample_is_learned_from(grid: list[Sample]) -> None:
@@ -96,10 +127,11 @@ def test_models_of_one_family_stay_together(grid: list[Sample]) -> None:
 
 
 def test_a_division_follows_from_its_seed(grid: list[Sample]) -> None:
-    def tests(seed: int) -> list[int]:
-        return divide(grid, "trial", seed).test.tolist()
+    def tests(seed: int, number: int = 0) -> list[int]:
+        return divide(grid, "trial", seed, number).test.tolist()
 
     assert tests(1) == tests(1) != tests(2)
+    assert tests(1, BLOCKS + 1) == tests(1, BLOCKS + 1) != tests(1, 1)
 
 
 def test_too_few_clusters_give_a_clear_error(grid: list[Sample]) -> None:
@@ -110,10 +142,26 @@ def test_too_few_clusters_give_a_clear_error(grid: list[Sample]) -> None:
         divide(grid[:2], "trial", 0)
 
 
+def test_runs_are_of_one_division_after_the_other(grid: list[Sample]) -> None:
+    few = grid[::7]
+    settings = Settings.parse({**_configuration(Path("somewhere")), "compare": ["linear"], "splits": ["cluster"]})
+    settings = settings.model_copy(update={"seed": 3, "seeds": 3})
+    runs = list(compare(settings, few, encode_samples(few, CONSTANTS, ("linear",), processes=1), CONSTANTS))
+    assert [run.division for run in runs] == [0, 1, 2]
+    assert [run.unseen for run in runs] == [divide(few, "cluster", 3, number).unseen for number in range(3)]
+
+
+def timed(target: Floats, pair: Sequence[int] = (), drift: float = 0.0, batch: Sequence[int] = ()) -> Examples:
+    """Examples of a noise of 1%, of one pair and one batch unless told otherwise."""
+    ones = numpy.array(pair or [0] * len(target)), numpy.array(batch or [0] * len(target))
+    noise, drifts = (numpy.full(len(target), value) for value in (0.01, drift))
+    return Examples([None] * len(target), target, target, noise, *ones, drifts)
+
+
 def test_metrics_by_hand() -> None:
     """Four plans of one pair and two of another; the two fastest of the first are within noise of each other."""
     target = numpy.log([1.00, 1.01, 2.0, 4.0, 1.0, 3.0])
-    examples = Examples([None] * 6, target, target, numpy.full(6, 0.01), numpy.array([0, 0, 0, 0, 1, 1]))
+    examples = timed(target, pair=[0, 0, 0, 0, 1, 1])
     found = Accuracy.of(examples, numpy.array([1.1, 1.0, 4.0, 2.0, 1.0, 1.0]))
     # Of 7 pairs one is left out; of the other 6, (2, 3) is wrong and (4, 5) is a tie.
     assert found.left_out == pytest.approx(1 / 7)
@@ -126,16 +174,119 @@ def test_metrics_by_hand() -> None:
 
 def test_perfect_and_reversed_predictions() -> None:
     target = numpy.log([1.0, 2.0, 3.0])
-    examples = Examples([None] * 3, target, target, numpy.full(3, 0.01), numpy.zeros(3, dtype=int))
+    examples = timed(target)
     assert Accuracy.of(examples, numpy.exp(target)) == Accuracy(1.0, 0.0, 1.0, 0.0, 0.0)
     assert Accuracy.of(examples, numpy.exp(-target)).ranking == 0.0
 
 
 def test_times_that_are_all_within_noise_give_a_clear_error() -> None:
-    target = numpy.zeros(3)
-    examples = Examples([None] * 3, target, target, numpy.full(3, 0.01), numpy.zeros(3, dtype=int))
     with pytest.raises(DocumentError, match="told apart"):
-        Accuracy.of(examples, numpy.ones(3))
+        Accuracy.of(timed(numpy.zeros(3)), numpy.ones(3))
+
+
+def test_drift_hides_differences_between_batches_alone() -> None:
+    """Two and two plans, batch by batch, 5% and 50% apart; the margin is 2.8% within a batch and 8.9% between two."""
+    target = numpy.array([0.0, 0.05, 0.0, 0.5])
+    apart = told_apart(target, numpy.full(4, 0.01), numpy.full(4, 0.03), numpy.array([0, 0, 1, 1]))
+    assert apart.tolist() == [[i != j and {i, j} not in ({0, 2}, {1, 2}) for j in range(4)] for i in range(4)]
+    found = Accuracy.of(timed(target, drift=0.03, batch=[0, 0, 1, 1]), numpy.exp(-target))
+    assert found.left_out == pytest.approx(2 / 6)
+    assert Accuracy.of(timed(target, drift=0.03), numpy.exp(-target)).left_out == pytest.approx(1 / 6)
+    assert Accuracy.of(timed(target, batch=[0, 0, 1, 1]), numpy.exp(-target)).left_out == pytest.approx(1 / 6)
+
+
+def test_what_drift_hides_is_no_label() -> None:
+    """Of two plans that come the wrong way round, the loss of a kind without regression is of those told apart."""
+    kind = KINDS["linear"]
+    assert not kind.regression
+    target, score = numpy.array([0.0, 0.05]), torch.tensor([0.3, 0.0])
+    within, between = (timed(target, drift=0.03, batch=batch) for batch in ([0, 0], [0, 1]))
+    assert float(training._loss(kind, score, within, 1.0)) > 0.5
+    assert float(training._loss(kind, score, between, 1.0)) == 0.0
+
+
+def batches(references: Sequence[float | None], of: int = 4, spread: float = 0.01) -> list[Sample]:
+    """So many samples beside each reference, of one pair; their three steps deviate by `spread`, the medians do not."""
+    model, machines = workload("vgg", layers=2, width=64), star(100, 100, 100)
+    plan, steps = plan_of(model, 3), (1 - spread, 1.0, 1 + spread)
+    return [
+        Sample(model, machines, plan, steps, environment="here", reference=reference)
+        for reference in references
+        for _ in range(of)
+    ]
+
+
+def encoded(samples: Sequence[Sample]) -> Examples:
+    return Examples.of(samples, [None] * len(samples), [0.0] * len(samples))
+
+
+def test_the_drift_is_that_of_the_reference_less_its_noise() -> None:
+    found = encoded(batches([1.0, 1.1, 1.21, 1.331]))
+    assert found.batch.tolist() == [number for number in range(4) for _ in range(4)]
+    # The logarithms' steps are 0.0953, and of their distances from the median, 0.5 and 1.5 steps, the median is 1.
+    spread = 1.4826 * math.log(1.1)
+    # Of a step the variance is 0.01^2 by three steps; Wilson and Hilferty's median of such a variance is 0.7 of it.
+    error = 1.2533 * 0.01 / math.sqrt(3 * (1 - 2 / 18) ** 3)
+    assert found.drift == pytest.approx(numpy.full(16, math.sqrt(0.14 * (spread**2 - error**2))), rel=1e-3)
+    part = found.part(numpy.array([15, 0]))
+    assert (part.batch.tolist(), part.drift.tolist()) == ([3, 0], found.drift[:2].tolist())
+
+
+@pytest.mark.parametrize("of", [1, 40])
+def test_each_reference_counts_once(of: int) -> None:
+    samples = [*batches([1.0], of), *batches([1.1, 1.21, 1.331], 4)]
+    expected = encoded(batches([1.0, 1.1, 1.21, 1.331])).drift[0]
+    assert encoded(samples).drift == pytest.approx(numpy.full(len(samples), expected))
+
+
+@pytest.mark.parametrize(
+    ("references", "spread"),
+    [
+        ([1.0, 1.5], 0.01),  # two batches say nothing
+        ([None, None, None, None], 0.01),
+        ([1.0, 1.5, None], 0.01),
+        ([1.0, 1.01, 1.02], 0.1),  # no more than its noise explains
+    ],
+)
+def test_there_are_pairs_without_drift(references: Sequence[float | None], spread: float) -> None:
+    assert not encoded(batches(references, spread=spread)).drift.any()
+
+
+def test_samples_without_a_reference_are_batches_of_their_own() -> None:
+    found = encoded(batches([None, 1.0, None], of=2))
+    assert found.batch.tolist() == [0, 1, 2, 2, 3, 4]
+    # Their machine drifts as the others of the pair show.
+    mixed = encoded(batches([1.0, 1.1, 1.21, None]))
+    assert mixed.drift.min() == mixed.drift.max() > 0
+    # Without any, two times are told apart as they were when there were no batches.
+    none, target = encoded(batches([None], of=6)), numpy.linspace(0, 0.1, 6)
+    margin = CERTAIN * numpy.hypot(none.noise[:, None], none.noise[None, :])
+    apart = told_apart(target, none.noise, none.drift, none.batch)
+    assert (apart == (abs(target[:, None] - target[None, :]) > margin)).all()
+    assert 0 < apart.sum() < 30
+
+
+def test_equal_references_of_other_pairs_or_machines_are_other_batches() -> None:
+    one = batches([1.0], of=1)[0]
+    others = [replace(one, environment="there"), replace(one, cluster=star(200, 100, 100)), replace(one)]
+    assert encoded([one, *others]).batch.tolist() == [0, 1, 2, 0]
+
+
+def test_drift_of_the_shipped_dataset() -> None:
+    """By cluster, the share of pairs of plans left out without and with drift is printed: ``pytest -s`` shows it."""
+    dataset = Dataset.load(Path(__file__).parents[2] / "examples/datasets/emulated")
+    with_drift = encoded(list(dataset))
+    without = replace(with_drift, drift=numpy.zeros(len(with_drift)))
+    names = numpy.array([sample.cluster.name for sample in dataset])
+    print()
+    for name in numpy.unique(names):
+        places = numpy.flatnonzero(names == name)
+        before, after = (
+            Accuracy.of(one.part(places), numpy.exp(one.target[places])).left_out for one in (without, with_drift)
+        )
+        print(f"{name:20} {before:.3f} -> {after:.3f}")
+        assert before <= after < before + 0.15
+    assert 0 < (with_drift.drift > 0).mean() < 0.5  # most pairs were measured on a machine that did not drift
 
 
 def test_the_summary_has_every_run() -> None:
@@ -218,7 +369,7 @@ def test_the_command_leaves_a_simulator_and_a_result(
 ) -> None:
     fit(_configuration(dataset, splits=["trial", "both"]), tmp_path)
     result = json.loads((tmp_path / "result.json").read_text())
-    assert result["format"] == "autosync-fit/1"
+    assert result["format"] == "autosync-fit/2"
     assert result["dataset"] == {
         "samples": 63,
         "clusters": ["even", "fat", "thin"],
@@ -260,6 +411,15 @@ def _weights(simulator: LearnedEstimator) -> Sequence[Any]:
     [
         ({"dataset": ["/nowhere"]}, "/nowhere"),
         ({"simulator": {"kind": "oracle"}}, "simulator.kind: 'oracle' is not known; allowed: replay, linear"),
+        ({"simulator": {"kind": "hetero", "network": {"hidden": -1}}}, r"simulator: network\.hidden: .*greater than 0"),
+        ({"simulator": {"kind": "hetero", "network": {"dropout": 1.0}}}, r"simulator: network\.dropout: .*less than 1"),
+        (
+            {"simulator": {"kind": "recurrent", "network": {"heads": 4}}},
+            r"simulator: network\.heads: unknown field; 'recurrent' takes hidden, state, layers",
+        ),
+        ({"simulator": {"kind": "linear", "network": {"hidden": 4}}}, "'linear' takes no sizes"),
+        ({"simulator": {"kind": "replay", "network": {"hidden": 4}}}, "simulator: network: 'replay' is no network"),
+        ({"simulator": {"kind": "linear", "training": {"sharpness": 5}}}, "simulator: training.sharpness: .*'linear'"),
         ({"compare": ["oracle"]}, "compare: 'oracle' is not known"),
         ({"splits": ["moon"]}, r"splits\[0\]"),
         ({"start": "/nowhere", "cores": None}, "no simulator"),
@@ -282,5 +442,6 @@ def test_the_shipped_configuration_is_what_the_command_takes() -> None:
     for option in options:
         simulator = SimulatorSettings.shipped(option)
         assert simulator.kind == option
+        assert simulator.members == (1 if option == "replay" else 3)  # no ensemble is compared with a lone network
         parsed = Settings.parse({**keys, "dataset": "somewhere", "simulator": simulator.model_dump()})
         assert parsed.dataset == ("somewhere",)

@@ -15,13 +15,13 @@ import pytest
 from clusters import uneven_cluster
 
 from lightning_autosync.cluster import ClusterSpec
-from lightning_autosync.plan import SyncPlan, compile_plan
+from lightning_autosync.plan import SyncPlan, compile_plan, signature
 from lightning_autosync.plan.space import PlanSpace
 from lightning_autosync.search import studies
 from lightning_autosync.search.sampler import AutoSyncSampler
 from lightning_autosync.search.sampler.belief import Beliefs
 from lightning_autosync.search.sampler.choice import pick
-from lightning_autosync.search.sampler.features import Embedding, signature, similarity
+from lightning_autosync.search.sampler.features import Embedding, similarity
 from lightning_autosync.search.sampler.holdout import HoldOut
 from lightning_autosync.search.sampler.observations import CHOICE, Observations, decode, encode, point_of
 from lightning_autosync.search.sampler.population import Candidate

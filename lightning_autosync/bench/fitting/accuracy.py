@@ -21,7 +21,8 @@ class Accuracy:
 
     Attributes:
         ranking: share of the pairs of plans, of one workload on one cluster, in the right order; of equal predictions,
-            half. Pairs that differ by less than the noise of their measurements are left out.
+            half. Pairs that differ by less than the noise of their measurements are left out; between batches, by
+            which a collection measures, that includes the machine's drift.
         left_out: share of the pairs that were left out.
         tau: Kendall's tau-b, the mean over workloads and clusters, nothing left out.
         median, p90: of the relative errors of the seconds.
@@ -47,7 +48,8 @@ class Accuracy:
             members = examples.pair == pair
             target, guess = examples.target[members], predicted[members]
             upper = numpy.triu_indices(len(target), 1)
-            apart = told_apart(target, examples.noise[members])[upper]
+            unsure = examples.noise[members], examples.drift[members], examples.batch[members]
+            apart = told_apart(target, *unsure)[upper]
             signs = numpy.sign(target[upper[0]] - target[upper[1]]) * numpy.sign(guess[upper[0]] - guess[upper[1]])
             right += float(((signs[apart] + 1) / 2).sum())
             counted += int(apart.sum())

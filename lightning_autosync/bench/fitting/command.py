@@ -25,7 +25,7 @@ from lightning_autosync.simulator.dataset import Dataset, Sample
 from lightning_autosync.simulator.learned import LearnedEstimator, Simulator, load_simulator
 from lightning_autosync.simulator.learned.examples import Examples
 
-FORMAT = "autosync-fit/1"
+FORMAT = "autosync-fit/2"
 
 
 def fit(configuration: dict[str, Any], directory: Path) -> None:

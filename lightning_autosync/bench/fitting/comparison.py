@@ -26,7 +26,7 @@ class Run:
 
     Attributes:
         split: how samples were divided.
-        seed: of the division and of the networks.
+        division: its number, from 0 on; its networks are of the base seed and so many.
         simulator: its kind.
         unseen: clusters and families that only the test part has.
         accuracy: on the test part.
@@ -34,7 +34,7 @@ class Run:
     """
 
     split: str
-    seed: int
+    division: int
     simulator: str
     unseen: tuple[str, ...]
     accuracy: Accuracy
@@ -60,15 +60,19 @@ def compare(
     Raises:
         DocumentError: samples cannot be divided so, or no two measured times of a test part can be told apart.
     """
-    seeds = range(settings.seed, settings.seed + settings.seeds) if settings.compare else ()
-    divisions = [_Division(how, seed, divide(samples, how, seed)) for seed in seeds for how in settings.splits]
+    numbers = range(settings.seeds) if settings.compare else ()
+    divisions = [
+        _Division(how, number, divide(samples, how, settings.seed, number))
+        for number in numbers
+        for how in settings.splits
+    ]
     work = [(division, kind) for division in divisions for kind in dict.fromkeys(settings.compare)]
     return spread(_Judge, (settings, encoded, constants, start), work, settings.processes)
 
 
 class _Division(NamedTuple):
     how: str
-    seed: int
+    number: int
     split: Split
 
 
@@ -83,6 +87,7 @@ class _Judge:
         start: LearnedEstimator | None,
     ) -> None:
         self._start = start
+        self._seed = settings.seed
         self._options = {kind: SimulatorSettings.shipped(kind) for kind in settings.compare}
         if settings.simulator.kind in self._options:
             self._options[settings.simulator.kind] = settings.simulator
@@ -90,10 +95,10 @@ class _Judge:
         self._constants = constants
 
     def __call__(self, piece: tuple[_Division, str]) -> Run:
-        (how, seed, split), kind = piece
+        (how, number, split), kind = piece
         begun = time.perf_counter()
-        accuracy = judge(self._untrained(kind, seed), self._encoded[kind], split)
-        return Run(how, seed, kind, split.unseen, accuracy, time.perf_counter() - begun)
+        accuracy = judge(self._untrained(kind, self._seed + number), self._encoded[kind], split)
+        return Run(how, number, kind, split.unseen, accuracy, time.perf_counter() - begun)
 
     def _untrained(self, kind: str, seed: int) -> Simulator:
         if self._start is not None and self._start.kind.name == kind:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field, PositiveFloat, PositiveInt, field_validator
+from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
+from typing_extensions import Self
 
 from lightning_autosync.cluster import configuration_directory
 from lightning_autosync.documents import Configuration, Index, Record, read_data
 from lightning_autosync.simulator import Constants
 from lightning_autosync.simulator.learned import SIMULATORS, Simulator, Training
+from lightning_autosync.simulator.learned.kinds import KINDS
 from lightning_autosync.simulator.learned.training import TUNING
 
 SplitName = Literal["trial", "cluster", "model", "both"]
@@ -22,8 +24,9 @@ class SimulatorSettings(Record):
     Attributes:
         kind: its name.
         members: networks of its ensemble.
-        network: their sizes.
-        training, tuning: how it is trained at first, and further.
+        network: their sizes, by the kind's own names (`lightning_autosync.simulator.learned.sizes`); what is left out
+            is at its default.
+        training, tuning: how it is trained at first, and further; ``sharpness`` only with ``hetero``.
     """
 
     kind: str
@@ -36,6 +39,18 @@ class SimulatorSettings(Record):
     @classmethod
     def _check_kind(cls, kind: str) -> str:
         return _known(kind)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.kind not in KINDS:
+            if self.network:
+                raise ValueError(f"network: '{self.kind}' is no network; leave it out")
+            return self
+        KINDS[self.kind].sized(self.network)
+        for name, settings in (("training", self.training), ("tuning", self.tuning)):
+            if settings.sharpness != Training().sharpness and not KINDS[self.kind].corrects:
+                raise ValueError(f"{name}.sharpness: the ranking loss of '{self.kind}' takes none; leave it out")
+        return self
 
     @classmethod
     def shipped(cls, kind: str) -> SimulatorSettings:
@@ -64,8 +79,9 @@ class Settings(Configuration):
         compare: simulators that are judged side by side; none skips it.
         splits: how samples are divided: ``trial`` keeps plans for the test, ``cluster`` whole clusters, ``model`` whole
             families of models, ``both`` what is on such a cluster and of such a family.
-        seeds: divisions of each kind, each with networks of its own.
-        seed: of the first division.
+        seeds: divisions of each kind, each with networks of its own. Their tests are the blocks of a cross-validation:
+            a plan, cluster or family is tested once before any is tested again (see `divide`).
+        seed: by which plans, clusters and families are shuffled, and of the networks of the first division.
         processes: that encode samples and train; None takes one a core.
     """
 

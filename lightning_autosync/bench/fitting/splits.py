@@ -13,13 +13,15 @@ from numpy.typing import NDArray
 
 from lightning_autosync.bench.fitting.settings import SplitName
 from lightning_autosync.errors import DocumentError
-from lightning_autosync.plan import SyncPlan
+from lightning_autosync.plan import signature
 from lightning_autosync.simulator.dataset import Sample
 
 Integers = NDArray[numpy.int64]
 
-TEST, HELD_OUT = 0.2, 0.15
-"""Shares of the plans, or of the clusters or families, that are kept for the test, and from each network."""
+BLOCKS = 5
+"""Parts of the plans, or of the clusters or families, of which each division keeps another for the test."""
+HELD_OUT = 0.15
+"""Share of the plans, or of the clusters or families, that is kept from each network."""
 _TURNS = 4
 """Parts of what is trained on of which each network is kept from one."""
 
@@ -60,14 +62,27 @@ _NAMES: Mapping[SplitName, tuple[Callable[[Sample], str], ...]] = {
 }
 
 
-def divide(samples: Sequence[Sample], how: SplitName, seed: int) -> Split:
-    """One division.
+def divide(samples: Sequence[Sample], how: SplitName, seed: int, number: int = 0) -> Split:
+    """One division of a grouped cross-validation.
+
+    Plans, or clusters or families, are shuffled and cut into `BLOCKS` blocks, or one for each name where there are
+    fewer; division after division tests the next block. So none tests what another has tested, until each block had
+    its turn; then they are shuffled anew. With ``both``, a block of clusters meets one of families: each block is
+    tested in its turn, but not each pair of them.
+
+    Args:
+        samples: what is divided.
+        how: what the test part has alone.
+        seed: of the shuffling, the same for all divisions that belong together.
+        number: of the division, from 0 on.
 
     Raises:
         DocumentError: there are too few clusters or families to keep some for the test.
     """
-    random = Random(f"{how} {seed}")
-    made = _by_names(samples, random, _NAMES[how]) if _NAMES[how] else _by_trial(samples, random)
+    if _NAMES[how]:
+        made = _by_names(samples, _NAMES[how], f"{how} {seed}", number)
+    else:
+        made = _by_trial(samples, f"{how} {seed}", number)
     return _checked(made, len(samples))
 
 
@@ -78,27 +93,31 @@ def for_all(samples: Sequence[Sample], seed: int, members: int) -> Split:
     clusters, from some plans of all.
     """
     names = {cluster(sample) for sample in samples}
-    random, several = Random(f"all {seed}"), members > 1 and len(names) > 2
-    made = _by_names(samples, random, (cluster,), tested=False) if several else _by_trial(samples, random, 0.0)
+    several = members > 1 and len(names) > 2
+    made = _by_names(samples, (cluster,), f"all {seed}") if several else _by_trial(samples, f"all {seed}")
     return _checked(made, len(samples), tested=False)
 
 
-def _by_trial(samples: Sequence[Sample], random: Random, test: float = TEST) -> Split:
-    """Plans of every workload and cluster; measurements of one plan stay together."""
-    drawn: dict[SyncPlan, float] = {}
-    shares = numpy.array([drawn.setdefault(sample.plan, random.random()) for sample in samples])
+def _by_trial(samples: Sequence[Sample], seed: str, number: int | None = None) -> Split:
+    """Plans of every workload and cluster; what does the same stays together. Without a number, no test."""
+    shuffles, block = divmod(number or 0, BLOCKS)
+    random = Random(f"{seed} {shuffles}")
+    drawn: dict[str, float] = {}
+    shares = numpy.array([drawn.setdefault(signature(sample.plan), random.random()) for sample in samples])
+    shares = (shares - block / BLOCKS) % 1  # the block comes first
+    test = 0.0 if number is None else 1 / BLOCKS
     edges = [test + turn * HELD_OUT for turn in range(_TURNS + 1)]
     held_out = [(shares >= low) & (shares < high) for low, high in pairwise(edges)]
     return Split(_places(shares >= test), tuple(map(_places, held_out)), _places(shares < test))
 
 
 def _by_names(
-    samples: Sequence[Sample], random: Random, names: Sequence[Callable[[Sample], str]], tested: bool = True
+    samples: Sequence[Sample], names: Sequence[Callable[[Sample], str]], seed: str, number: int | None = None
 ) -> Split:
     """Whole clusters or families. With both, both are unseen in the test, and what has one of them is left out."""
     found = [numpy.array([name(sample) for sample in samples]) for name in names]
     kinds = [sorted(set(of.tolist())) for of in found]
-    drawn = [_draw(of, random, name.__name__, tested) for of, name in zip(kinds, names, strict=True)]
+    drawn = [_draw(of, name.__name__, seed, number) for of, name in zip(kinds, names, strict=True)]
 
     def within(chosen: Iterable[set[str]]) -> list[NDArray[numpy.bool_]]:
         return [numpy.isin(of, sorted(some)) for of, some in zip(found, chosen, strict=True)]
@@ -110,18 +129,22 @@ def _by_names(
     return Split(_places(train), tuple(map(_places, held_out)), _places(numpy.all(in_test, axis=0)), unseen)
 
 
-def _draw(names: Sequence[str], random: Random, what: str, tested: bool) -> tuple[set[str], list[set[str]]]:
+def _draw(names: Sequence[str], what: str, seed: str, number: int | None) -> tuple[set[str], list[set[str]]]:
     """Those for the test, and for each turn those that are held out; the latter come again if there are too few."""
     if len(names) < 3:
         raise DocumentError(
             f"splits: samples of {len(names)} {what} names are too few to keep some unseen ({', '.join(names)}); at "
             "least 3 are needed"
         )
-    shuffled = random.sample(names, len(names))
-    count = max(1, round(TEST * len(names))) if tested else 0
-    test, others = shuffled[:count], shuffled[count:]
+    blocks = min(BLOCKS, len(names))
+    shuffles, block = divmod(number or 0, blocks)
+    shuffled = Random(f"{seed} {what} {shuffles}").sample(names, len(names))
+    start = len(names) * block // blocks
+    stop = start if number is None else len(names) * (block + 1) // blocks
+    others = shuffled[stop:] + shuffled[:start]
     size = max(1, round(HELD_OUT * len(names)))
-    return set(test), [{others[(turn * size + n) % len(others)] for n in range(size)} for turn in range(_TURNS)]
+    turns = [{others[(turn * size + n) % len(others)] for n in range(size)} for turn in range(_TURNS)]
+    return set(shuffled[start:stop]), turns
 
 
 def _places(mask: NDArray[numpy.bool_]) -> Integers:

@@ -17,12 +17,13 @@ _COLUMNS = {"ranking": "ranking accuracy", "tau": "Kendall tau", "median": "medi
 
 
 def tables(comparison: Mapping[str, Mapping[str, Any]]) -> Iterator[Table]:
-    """One table a split, one row a simulator, the best of each column in bold; mean and deviation over seeds."""
+    """One table a split, one row a simulator, the best of each column in bold; mean and deviation over divisions."""
     for split, rows in comparison.items():
         first = next(iter(rows.values()))
-        left_out, seeds = first["left_out"]["mean"], len(first["left_out"]["runs"])
+        left_out, count = first["left_out"]["mean"], len(first["left_out"]["runs"])
         table = Table(
-            title=f"{split}: {_TITLES[split]}", caption=f"{seeds} seeds; {left_out:.0%} of the pairs are within noise"
+            title=f"{split}: {_TITLES[split]}",
+            caption=f"{count} divisions; {left_out:.0%} of the pairs are within noise",
         )
         table.add_column("simulator", no_wrap=True)
         for heading in _COLUMNS.values():

@@ -77,7 +77,9 @@ class Order:
             numpy.array([getattr(one, field) for one in ranked]) for field in ("measured", "predicted", "noise")
         )
         upper = numpy.triu_indices(len(ranked), 1)
-        apart = told_apart(numpy.log(measured), noise)[upper]
+        # No reference is measured beside the cases, so nothing is known of a drift between them.
+        steady, together = numpy.zeros(len(ranked)), numpy.zeros(len(ranked), dtype=numpy.int64)
+        apart = told_apart(numpy.log(measured), noise, steady, together)[upper]
         signs = [numpy.sign(times[upper[0]] - times[upper[1]])[apart] for times in (measured, predicted)]
         return Order(
             tau=kendall_tau(measured.tolist(), predicted.tolist()),

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator
 
 import numpy
 from numpy.typing import NDArray
 
-from lightning_autosync.documents import digest
 from lightning_autosync.plan import Group, SyncPlan
 from lightning_autosync.workload import Workload
 
@@ -83,12 +81,6 @@ def squared_distance(vectors: Floats, other: Floats) -> Floats:
     one, two = vectors[:, POOLED:], other[:, POOLED:]
     squares = (one**2).sum(axis=1)[:, None] + (two**2).sum(axis=1)[None, :] - 2 * one @ two.T
     return numpy.maximum(squares, 0.0)
-
-
-def signature(plan: SyncPlan) -> str:
-    """A digest of what a plan does: equal plans whose messages only have other names have the same one."""
-    groups = [group.model_dump(mode="json", exclude={"name"}, exclude_defaults=True) for group in plan.groups]
-    return digest(json.loads(json.dumps([plan.consistency.model_dump(mode="json"), groups])))
 
 
 def _channels(group: Group, share: float) -> Iterator[str]:

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import numpy
 
 from lightning_autosync.cluster import ClusterSpec
-from lightning_autosync.plan import SyncPlan
-from lightning_autosync.search.sampler.features import Floats, signature
+from lightning_autosync.plan import SyncPlan, signature
+from lightning_autosync.search.sampler.features import Floats
 from lightning_autosync.simulator.dataset import Sample
 from lightning_autosync.simulator.learned import Estimator
 from lightning_autosync.workload import Workload

@@ -11,11 +11,11 @@ from random import Random
 import numpy
 
 from lightning_autosync.errors import DocumentError
-from lightning_autosync.plan import SyncPlan, compile_plan
+from lightning_autosync.plan import SyncPlan, compile_plan, signature
 from lightning_autosync.plan.space import Genome, PlanSpace, Refinement, Value
-from lightning_autosync.search.sampler.features import Embedding, Floats, signature
+from lightning_autosync.search.sampler.features import Embedding, Floats
 from lightning_autosync.search.sampler.observations import Choice
-from lightning_autosync.search.studies import REFINED, refined_plan
+from lightning_autosync.search.studies import refined_plan
 from lightning_autosync.simulator import Constants, Replay
 
 Score = Callable[[Sequence["Candidate"]], Floats]
@@ -143,7 +143,7 @@ class Population:
         name = signature(plan)
         if name not in self.candidates:
             try:
-                self.candidates[name] = replace(self._priced(point, REFINED, plan), refined=True)
+                self.candidates[name] = replace(self._priced(point, "refined", plan), refined=True)
             except DocumentError:
                 return None
         return self.candidates[name]

@@ -12,9 +12,8 @@ import numpy
 from lightning_autosync.bench.validation.clusters import emulable
 from lightning_autosync.bench.validation.hosts import shared_hosts
 from lightning_autosync.cluster import ClusterSpec, resolve_cluster, synchronization_rate
-from lightning_autosync.plan import SyncPlan, compile_plan
+from lightning_autosync.plan import SyncPlan, compile_plan, signature
 from lightning_autosync.plan.space import PlanSpace
-from lightning_autosync.search.sampler.features import signature
 from lightning_autosync.search.simulated.settings import Settings
 from lightning_autosync.simulator import Constants, Replay
 from lightning_autosync.simulator.learned import Estimate

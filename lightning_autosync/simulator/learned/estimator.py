@@ -13,7 +13,7 @@ from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.plan import SyncPlan, compile_plan
 from lightning_autosync.simulator.constants import Constants
 from lightning_autosync.simulator.dataset.sample import Sample
-from lightning_autosync.simulator.learned.files import read_header, write_header
+from lightning_autosync.simulator.learned.files import read_header, write_simulator
 from lightning_autosync.simulator.learned.scene import Scenes
 from lightning_autosync.workload import Workload
 
@@ -84,7 +84,7 @@ class ReplayEstimator:
 
     def save(self, directory: str | os.PathLike[str]) -> None:
         """Write its constants."""
-        write_header(directory, self.KIND, self.constants, {})
+        write_simulator(directory, self.KIND, self.constants)
 
     @classmethod
     def load(cls, directory: str | os.PathLike[str]) -> ReplayEstimator:

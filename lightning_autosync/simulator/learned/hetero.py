@@ -11,6 +11,7 @@ from lightning_autosync.simulator.learned.backend import load_dgl
 from lightning_autosync.simulator.learned.batching import GraphBatch
 from lightning_autosync.simulator.learned.graph import NODES, RELATIONS
 from lightning_autosync.simulator.learned.networks import Network, Standard
+from lightning_autosync.simulator.learned.sizes import HeteroSizes
 
 _READ = (
     ("message", "mean"),
@@ -31,22 +32,26 @@ class HeteroNetwork(Network):
 
     Args:
         features: for each node type how many there are, and of the plan as a whole.
-        hidden: width of a node's state.
-        layers: of convolution.
-        dropout: share of the read-out that is left out in training.
+        sizes: of the layers.
     """
 
-    def __init__(self, features: dict[str, int], hidden: int = 32, layers: int = 2, dropout: float = 0.1) -> None:
+    def __init__(self, features: dict[str, int], sizes: HeteroSizes) -> None:
         super().__init__()
+        hidden = sizes.hidden
         self.standards = nn.ModuleDict({name: Standard(number) for name, number in features.items()})
         self.first = nn.ModuleDict({name: nn.Linear(features[name], hidden) for name in NODES})
-        self.layers = nn.ModuleList(_Convolution(hidden) for _ in range(layers))
+        self.layers = nn.ModuleList(_Convolution(hidden) for _ in range(sizes.layers))
         width = len(_READ) * hidden + features["overall"]
         last = nn.Linear(hidden, 1)
         nn.init.zeros_(last.weight)
         nn.init.zeros_(last.bias)
         self.head = nn.Sequential(
-            nn.Dropout(dropout), nn.Linear(width, 2 * hidden), nn.SiLU(), nn.Linear(2 * hidden, hidden), nn.SiLU(), last
+            nn.Dropout(sizes.dropout),
+            nn.Linear(width, 2 * hidden),
+            nn.SiLU(),
+            nn.Linear(2 * hidden, hidden),
+            nn.SiLU(),
+            last,
         )
 
     def observe(self, batch: GraphBatch) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,16 +15,23 @@ import torch
 from numpy.typing import NDArray
 from pydantic import PositiveInt, ValidationError
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save
+from safetensors.torch import load, save
 
 from lightning_autosync.cluster import ClusterSpec
-from lightning_autosync.documents import Record, describe_validation_error, write_bytes
+from lightning_autosync.documents import Index, Record, describe_validation_error
 from lightning_autosync.plan import SyncPlan
 from lightning_autosync.simulator.constants import Constants
 from lightning_autosync.simulator.dataset.sample import Sample
 from lightning_autosync.simulator.learned.estimator import Estimate
 from lightning_autosync.simulator.learned.examples import Examples, Keys
-from lightning_autosync.simulator.learned.files import WEIGHTS, SimulatorError, read_header, write_header
+from lightning_autosync.simulator.learned.files import (
+    HEADER,
+    Header,
+    SimulatorError,
+    read_header,
+    read_weights,
+    write_simulator,
+)
 from lightning_autosync.simulator.learned.kinds import KINDS, Kind
 from lightning_autosync.simulator.learned.networks import Network
 from lightning_autosync.simulator.learned.scene import Scene, Scenes
@@ -39,17 +46,19 @@ _MOST = 16384
 """Encoded plans that are kept, some 20 kilobytes each; all of a dataset, since it is gone through again and again."""
 _OBSERVED = 2048
 """Samples from which the scale of features is taken."""
+_LINES = "lines"
+"""The tensor of slopes and offsets, beside those of the networks."""
 
 
 class Shape(Record):
-    """What a file says of an ensemble: as the arguments of `LearnedEstimator`, and the features of its inputs."""
+    """What a file says of an ensemble: as the arguments of `LearnedEstimator`, and the numbers of its features."""
 
     members: PositiveInt
     network: dict[str, Any]
     features: dict[str, PositiveInt]
     training: Training
     tuning: Training
-    seed: int
+    seed: Index
 
 
 class LearnedEstimator:
@@ -68,7 +77,7 @@ class LearnedEstimator:
         seed: of the first weights and of the order of the samples.
 
     Raises:
-        SimulatorError: there is no such kind.
+        SimulatorError: there is no such kind, or its networks do not have such sizes.
     """
 
     def __init__(
@@ -76,7 +85,7 @@ class LearnedEstimator:
         kind: str = "hetero",
         constants: Constants | None = None,
         members: int = 3,
-        network: dict[str, Any] | None = None,
+        network: Mapping[str, Any] | None = None,
         training: Training | None = None,
         tuning: Training | None = None,
         seed: int = 0,
@@ -86,7 +95,10 @@ class LearnedEstimator:
         self.kind: Kind = KINDS[kind]
         self.constants = constants or Constants()
         self.members = members
-        self.sizes = dict(network or {})
+        try:
+            self.sizes = self.kind.sized(network or {})
+        except SimulatorError as error:
+            raise SimulatorError(f"simulator '{kind}': {error}") from None
         self.training = training or Training()
         self.tuning = tuning or TUNING
         self.seed = seed
@@ -166,22 +178,15 @@ class LearnedEstimator:
         return Examples.of(samples, [item for item, _ in found], [base for _, base in found])
 
     def save(self, directory: str | os.PathLike[str]) -> None:
-        """Write ``simulator.json`` and ``weights.safetensors`` into a directory.
+        """Write ``simulator.json`` and the weights that it names into a directory.
 
         Raises:
             SimulatorError: nothing was fitted yet.
         """
         if not self.networks:
             raise SimulatorError(f"simulator '{self.kind.name}': not fitted yet, so there is nothing to save")
-        directory = Path(directory)
-        directory.mkdir(parents=True, exist_ok=True)
-        tensors = {
-            f"{number}.{name}": tensor.contiguous()
-            for number, network in enumerate(self.networks)
-            for name, tensor in network.state_dict().items()
-        }
-        write_bytes(directory / WEIGHTS, save({**tensors, "lines": torch.from_numpy(self._lines)}))
-        write_header(directory, self.kind.name, self.constants, self._shape.model_dump(mode="json"))
+        weights = save({name: tensor.contiguous() for name, tensor in self._tensors().items()})
+        write_simulator(directory, self.kind.name, self.constants, self._shape.model_dump(mode="json"), weights)
 
     @classmethod
     def load(cls, directory: str | os.PathLike[str]) -> LearnedEstimator:
@@ -191,36 +196,49 @@ class LearnedEstimator:
             SimulatorError: it is no simulator, of another format version, damaged, or its weights do not fit it.
         """
         header = read_header(directory)
+        made = cls._described(header, Path(directory) / HEADER)
+        path, content = read_weights(directory, header)
+        try:
+            _fill(made._tensors(), content)
+        except SimulatorError as error:
+            raise SimulatorError(f"{path}: these are not the weights of this simulator: {error}") from None
+        return made
+
+    @classmethod
+    def _described(cls, header: Header, path: Path) -> LearnedEstimator:
+        """What a header, read from ``path``, describes, with weights drawn at random."""
+        if header.kind not in KINDS:
+            raise SimulatorError(f"{path}: kind: expected one of {', '.join(KINDS)}; got '{header.kind}'")
+        kind = KINDS[header.kind]
         try:
             shape = Shape.model_validate(header.settings)
+            kind.sized(shape.network)
+            kind.check_inputs(shape.features)
         except ValidationError as error:
-            raise SimulatorError(f"{directory}: settings: {describe_validation_error(error)}") from None
+            raise SimulatorError(f"{path}: settings.{describe_validation_error(error)}") from None
+        except SimulatorError as error:
+            raise SimulatorError(f"{path}: settings.{error}") from None
         made = cls(
             header.kind, header.constants, shape.members, shape.network, shape.training, shape.tuning, shape.seed
         )
         made._features = shape.features
         made._build()
-        made._take(Path(directory) / WEIGHTS)
         return made
 
-    def _take(self, path: Path) -> None:
-        """Load the weights."""
-        try:
-            tensors = load_file(path)
-            self._lines = tensors.pop("lines").numpy()
-            for number, network in enumerate(self.networks):
-                start = f"{number}."
-                own = {name[len(start) :]: tensor for name, tensor in tensors.items() if name.startswith(start)}
-                network.load_state_dict(own)
-        except (KeyError, RuntimeError, OSError, SafetensorError) as error:
-            why = str(error).strip().partition("\n")[0]
-            raise SimulatorError(f"{path}: these are not the weights of this simulator: {why}") from None
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        """What is learned, by name; the tensors are the networks' own."""
+        tensors = {
+            f"{number}.{name}": tensor
+            for number, network in enumerate(self.networks)
+            for name, tensor in network.state_dict().items()
+        }
+        return {**tensors, _LINES: torch.from_numpy(self._lines)}
 
     @property
     def _shape(self) -> Shape:
         return Shape(
             members=self.members,
-            network=self.sizes,
+            network=self.sizes.model_dump(mode="json"),
             features=self._features,
             training=self.training,
             tuning=self.tuning,
@@ -243,6 +261,31 @@ class LearnedEstimator:
                 self._encoded.popitem(last=False)
         self._encoded.move_to_end(whole)
         return self._encoded[whole]
+
+
+def _fill(own: Mapping[str, torch.Tensor], content: bytes) -> None:
+    """Take over tensors from the bytes of a file.
+
+    Raises:
+        SimulatorError: they are not just those, or not all numbers are finite.
+    """
+    try:
+        found = load(content)
+    except (SafetensorError, KeyError) as error:  # a KeyError is a type of numbers that torch has not
+        raise SimulatorError(str(error).strip().partition("\n")[0]) from None
+    if wrong := sorted(own.keys() ^ found.keys()):
+        raise SimulatorError(f"{wrong[0]}: {'missing' if wrong[0] in own else 'unknown'}")
+    for name, tensor in own.items():
+        given = found[name]
+        if (given.shape, given.dtype) != (tensor.shape, tensor.dtype):
+            raise SimulatorError(f"{name}: expected {_form(tensor)}, got {_form(given)}")
+        if not given.isfinite().all():
+            raise SimulatorError(f"{name}: not all numbers are finite")
+        tensor.copy_(given)
+
+
+def _form(tensor: torch.Tensor) -> str:
+    return f"{tensor.dtype} {list(tensor.shape)}"
 
 
 def _kept_apart(examples: Examples, part: Integers | None) -> tuple[Examples, Examples | None]:

@@ -1,13 +1,9 @@
-"""AutoSync's three simulators as networks (NeurIPS 2020): linear, recurrent over variables, graph attention.
-
-Sizes are smaller than the paper's, which are in brackets: one core must price hundreds of plans a second.
-"""
+"""AutoSync's three simulators as networks (NeurIPS 2020): linear, recurrent over variables, graph attention."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy
@@ -17,6 +13,7 @@ from torch import nn
 
 from lightning_autosync.simulator.learned.backend import load_dgl
 from lightning_autosync.simulator.learned.predefined import ShardSet
+from lightning_autosync.simulator.learned.sizes import AttentionSizes, LinearSizes, RecurrentSizes
 
 
 class Standard(nn.Module):
@@ -76,9 +73,10 @@ class LinearNetwork(Network):
 
     Args:
         features: of a plan.
+        sizes: none.
     """
 
-    def __init__(self, features: dict[str, int]) -> None:
+    def __init__(self, features: dict[str, int], sizes: LinearSizes) -> None:
         super().__init__()
         self.standard = Standard(features["plan"])
         self.head = nn.Linear(features["plan"], 1)
@@ -161,16 +159,14 @@ class RecurrentNetwork(Network):
 
     Args:
         features: of a shard.
-        hidden: width of a variable's vector [32].
-        state: width of the LSTM's state, either way [128].
-        layers: of the LSTM [3].
+        sizes: of the layers.
     """
 
-    def __init__(self, features: dict[str, int], hidden: int = 32, state: int = 48, layers: int = 2) -> None:
+    def __init__(self, features: dict[str, int], sizes: RecurrentSizes) -> None:
         super().__init__()
-        self.shards = ShardEncoder(features["shard"], hidden)
-        self.recurrent = nn.LSTM(hidden, state, layers, batch_first=True, bidirectional=True)
-        self.head = nn.Linear(2 * state, 1)
+        self.shards = ShardEncoder(features["shard"], sizes.hidden)
+        self.recurrent = nn.LSTM(sizes.hidden, sizes.state, sizes.layers, batch_first=True, bidirectional=True)
+        self.head = nn.Linear(2 * sizes.state, 1)
 
     def observe(self, batch: ShardBatch) -> None:
         """Learn the scale of the features."""
@@ -190,19 +186,17 @@ class AttentionNetwork(Network):
 
     Args:
         features: of a shard.
-        hidden: width of a variable's vector.
-        heads: of attention.
-        layers: of attention.
+        sizes: of the layers.
     """
 
-    def __init__(self, features: dict[str, int], hidden: int = 32, heads: int = 4, layers: int = 2) -> None:
+    def __init__(self, features: dict[str, int], sizes: AttentionSizes) -> None:
         super().__init__()
         convolution = load_dgl().nn.GATConv
+        hidden, heads = sizes.hidden, sizes.heads
         self.shards = ShardEncoder(features["shard"], hidden)
-        widths = [hidden, *(hidden * heads for _ in range(layers))]
+        widths = [hidden, *(hidden * heads for _ in range(sizes.layers))]
         self.attention = nn.ModuleList(
-            convolution(before, after // heads, heads, residual=True, activation=nn.functional.elu)
-            for before, after in pairwise(widths)
+            convolution(before, hidden, heads, residual=True, activation=nn.functional.elu) for before in widths[:-1]
         )
         self.head = nn.Linear(widths[-1], 1)
 

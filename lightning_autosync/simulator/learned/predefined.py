@@ -77,10 +77,12 @@ def _vectors(traits: Traits, rows: _Costs, row: Integers, part: Floats) -> Float
     served, costs = root != EVERYBODY, rows.costs[row] * part[:, None]
     local, wise = traits.local[message], traits.row_wise[message]
     rates = _rates(scene)
+    # Nobody is the root of what is all-reduced, which moves at the slowest rate.
+    rate = numpy.where(served, rates[root], rates.min())
     flags = [served * local, served * (1 - local), served * wise, ~served]
     numbers = [
         rows.bytes[row] * part / max(1.0, scene.bytes.sum()),
-        numpy.log(rates[root] / rates.max()),
+        numpy.log(rate / rates.max()),
         numpy.full(len(row), numpy.log(scene.ranks / len(scene.cluster.nodes))),
         *numpy.log1p(costs).T,
         served,

@@ -43,6 +43,8 @@ class Training(Record):
         weight_decay: of AdamW.
         batch: plans in a step.
         sharpness: factor on differences of scores in the ranking loss; for logarithms of seconds, 10 tells 10% apart.
+            Only of a kind that corrects the replay: scores of the paper's simulators have no unit, and their loss has
+            no factor (1), as published.
     """
 
     part: Literal["all", "head"] = "all"
@@ -134,17 +136,26 @@ def scores(kind: Kind, network: Network, items: Sequence[Any]) -> Floats:
         return network.score(embedded).numpy().astype(numpy.float64)
 
 
-def told_apart(target: Floats, noise: Floats) -> NDArray[numpy.bool_]:
-    """[samples, samples] whether two measured times differ by more than their noise."""
-    margin = CERTAIN * numpy.hypot(noise[:, None], noise[None, :])
-    apart: NDArray[numpy.bool_] = abs(target[:, None] - target[None, :]) > margin
+def told_apart(target: Floats, noise: Floats, drift: Floats, batch: Integers) -> NDArray[numpy.bool_]:
+    """[samples, samples] whether two measured times differ by more than their noise.
+
+    Args:
+        target: [samples] logarithms of the seconds.
+        noise: [samples] standard errors of these within a batch.
+        drift: [samples] standard deviations of what a batch has in common, which is no difference within it.
+        batch: [samples] number of each one's batch.
+    """
+    between = batch[:, None] != batch[None, :]
+    variance = noise[:, None] ** 2 + noise[None, :] ** 2 + between * (drift[:, None] ** 2 + drift[None, :] ** 2)
+    apart: NDArray[numpy.bool_] = abs(target[:, None] - target[None, :]) > CERTAIN * numpy.sqrt(variance)
     return apart
 
 
 def _loss(kind: Kind, score: torch.Tensor, part: Examples, sharpness: float) -> torch.Tensor:
     """The ranking loss over pairs that can be told apart, and the regression loss where the kind has one."""
     same = part.pair[:, None] == part.pair[None, :]
-    slower = (part.target[:, None] > part.target[None, :]) & same & told_apart(part.target, part.noise)
+    apart = told_apart(part.target, part.noise, part.drift, part.batch)
+    slower = (part.target[:, None] > part.target[None, :]) & same & apart
     upper, lower = (torch.from_numpy(places) for places in numpy.nonzero(slower))
     factor = sharpness if kind.corrects else 1.0
     base = torch.from_numpy(part.base).float()
