@@ -11,19 +11,21 @@ import os
 import re
 import statistics
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
 import optuna
 from optuna.distributions import CategoricalDistribution
+from optuna.exceptions import OptunaError
 from optuna.storages import RDBStorage
 from optuna.trial import FrozenTrial, TrialState
 from sqlalchemy.engine import make_url
-from sqlalchemy.exc import ArgumentError
+from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
 from lightning_autosync.cluster import ClusterSpec
+from lightning_autosync.documents import check_format
 from lightning_autosync.errors import DocumentError, PlanError
 from lightning_autosync.plan import SyncPlan
 from lightning_autosync.plan.space import BUILDER, COMPOSED, Genome, PlanSpace, Value
@@ -32,16 +34,20 @@ from lightning_autosync.search.journal import Journal
 from lightning_autosync.simulator.dataset import Sample
 from lightning_autosync.workload import Workload
 
+FORMAT = "autosync-study/2"
+"""What the attributes below are called and mean."""
 SPACE, WORKLOAD, CLUSTER, SEMANTICS = "autosync:space", "autosync:workload", "autosync:cluster", "autosync:semantics"
-"""User attributes of a study: the fingerprint and the sizes of its space, and its documents as JSON text."""
-ORIGIN, PREDICTED, STEPS, PLAN = "origin", "predicted", "steps", "plan"
+"""User attributes of a study: format, fingerprint and sizes of its space, and its documents as JSON text."""
+ORIGIN, PREDICTED, STEPS, PLAN = "autosync:origin", "autosync:predicted", "autosync:steps", "autosync:plan"
 """User attributes of a trial: how its point came about, seconds of a step as estimated when it was chosen, seconds of
 each measured step (a list a rank), and the fingerprint of its plan."""
-REFINED = "refined"
+REFINED = "autosync:refined"
 """Another one: the document of a plan that refines the trial's point and is tried in its place, as JSON text."""
-ERROR, INTERRUPTED = "error", "interrupted"
+ERROR, INTERRUPTED = "autosync:error", "autosync:interrupted"
 """More of them: why a trial failed or was stopped early, and whether that was none of its plan's doing, as a Ctrl-C."""
-RUN, BATCH, REFERENCE, PRICE = "run", "batch", "reference", "price"
+BROKEN_OFF = "interrupted"
+"""Why a trial failed that a Ctrl-C ended."""
+RUN, BATCH, REFERENCE, PRICE = "autosync:run", "autosync:batch", "autosync:reference", "autosync:price"
 """Of a run beside others in a study: the name of its directory, the number of the first trial of a batch, seconds of a
 step of the study's reference plan, measured beside that batch, and those of the trial's plan as the replay says."""
 BASELINE = "baseline"
@@ -55,6 +61,10 @@ _JOURNALS = (".journal", ".log", ".jsonl")
 
 class StudyError(DocumentError):
     """A study cannot be opened, or is not about what it should be."""
+
+
+class StorageError(StudyError):
+    """A storage of studies does not answer, or not any more."""
 
 
 class Suggesting(Protocol):
@@ -135,6 +145,21 @@ def open_storage(storage: str | os.PathLike[str]) -> optuna.storages.BaseStorage
         ) from None
 
 
+@contextmanager
+def answered() -> Iterator[None]:
+    """What a storage raises within the block, as various as databases and file systems are, is one error of ours.
+
+    Raises:
+        StorageError: the storage did not answer.
+    """
+    try:
+        yield
+    except (OptunaError, SQLAlchemyError, OSError) as error:
+        raise StorageError(
+            f"the study's storage does not answer: {_line(error)}; once it does, the same command goes on"
+        ) from error
+
+
 def without_password(storage: str) -> str:
     """The address of a storage with stars for the password in it, if there is one."""
     return re.sub(r"([?&]password=)[^&]*", r"\1***", re.sub(r"(://[^:/@]*):[^@]*@", r"\1:***@", storage, count=1))
@@ -192,7 +217,7 @@ def load_study(storage: str | os.PathLike[str], name: str | None = None) -> optu
     if name is not None and name not in names:
         raise StudyError(f"{shown}: it has no study '{name}'; there are {', '.join(names) or 'none'}")
     study = optuna.load_study(storage=opened, study_name=name or names[0])
-    _attribute(study, SPACE)
+    _sizes(study)
     return study
 
 
@@ -215,7 +240,9 @@ def describe(study: optuna.Study, space: PlanSpace, first: Sequence[Genome] = ()
     study.set_user_attr(SEMANTICS, space.semantics)
     enqueue(study, first, BASELINE)
     # Last: whoever sees it finds the others too.
-    study.set_user_attr(SPACE, {"fingerprint": space.fingerprint, "runs": space.runs, "lone": space.lone})
+    study.set_user_attr(
+        SPACE, {"format": FORMAT, "fingerprint": space.fingerprint, "runs": space.runs, "lone": space.lone}
+    )
 
 
 def check(study: optuna.Study, space: PlanSpace) -> None:
@@ -234,7 +261,7 @@ def check(study: optuna.Study, space: PlanSpace) -> None:
         "workload": workload_of(study).fingerprint,
         "cluster": cluster_of(study).fingerprint,
         "semantics": _attribute(study, SEMANTICS),
-        "space": _attribute(study, SPACE)["fingerprint"],
+        "space": _sizes(study)["fingerprint"],
     }
     names = {
         "workload": (workload_of(study).name, space.workload.name),
@@ -303,7 +330,7 @@ def space_of(study: optuna.Study) -> PlanSpace:
     Raises:
         StudyError: the study is not one of plans, or of a release whose spaces differ.
     """
-    sizes = _attribute(study, SPACE)
+    sizes = _sizes(study)
     semantics = _attribute(study, SEMANTICS)
     if sizes["runs"] < 1:
         raise StudyError(
@@ -342,16 +369,6 @@ def enqueue_baselines(study: optuna.Study, space: PlanSpace) -> None:
     enqueue(study, space.baselines(), BASELINE)
 
 
-def record(
-    trial: optuna.Trial, space: PlanSpace, steps: Sequence[Sequence[float]], predicted: float | None = None
-) -> None:
-    """Note in a trial what was measured: ``steps`` holds the seconds of each step, a list a rank."""
-    trial.set_user_attr(STEPS, [list(map(float, of_rank)) for of_rank in steps])
-    trial.set_user_attr(PLAN, plan_of(trial, space).fingerprint)
-    if predicted is not None:
-        trial.set_user_attr(PREDICTED, predicted)
-
-
 def samples_of(study: optuna.Study) -> list[Sample]:
     """The measured trials of a study, whether they ran to their end or were stopped for being slow.
 
@@ -366,7 +383,10 @@ def samples_of(study: optuna.Study) -> list[Sample]:
         if steps := measured_steps(trial):
             plan, factor = plan_of(trial, space), footing.bring(trial.user_attrs.get(RUN), trial.number, 1.0)
             brought = tuple(factor * seconds for seconds in steps)
-            samples.append(Sample(space.workload, space.cluster, plan, brought, _kind(trial)))
+            try:
+                samples.append(Sample(space.workload, space.cluster, plan, brought, _kind(trial)))
+            except ValueError as error:
+                raise StudyError(f"study '{study.study_name}': trial {trial.number}: {error}") from None
     return samples
 
 
@@ -377,7 +397,7 @@ def footing_of_study(study: optuna.Study) -> Footing:
 
 
 def sight_of(trial: FrozenTrial) -> Sight:
-    """What a trial tells of drift; nothing, where its attributes are something else of the same names."""
+    """What a trial tells of drift."""
     steps = measured_steps(trial) if trial.state.is_finished() else ()
     batch = trial.user_attrs.get(BATCH)
     return Sight(
@@ -434,6 +454,13 @@ def _given(trial: FrozenTrial) -> Genome:
 def _kind(trial: FrozenTrial) -> str:
     origin = str(trial.user_attrs.get(ORIGIN, "drawn"))
     return str(trial.params[BUILDER]) if origin == BASELINE else origin
+
+
+def _sizes(study: optuna.Study) -> dict[str, Any]:
+    """What a study says of its space, in the format of this release."""
+    sizes: dict[str, Any] = _attribute(study, SPACE)
+    check_format(sizes.get("format"), FORMAT, f"study '{study.study_name}'", StudyError)
+    return sizes
 
 
 def _attribute(study: optuna.Study, name: str) -> Any:

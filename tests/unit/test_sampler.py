@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from random import Random
@@ -15,11 +16,11 @@ import pytest
 from clusters import uneven_cluster
 
 from lightning_autosync.cluster import ClusterSpec
-from lightning_autosync.plan import SyncPlan, compile_plan, signature
-from lightning_autosync.plan.space import PlanSpace
+from lightning_autosync.plan import SyncPlan, builders, compile_plan, signature
+from lightning_autosync.plan.space import BUILDER, COMPOSED, PlanSpace
 from lightning_autosync.search import studies
 from lightning_autosync.search.sampler import AutoSyncSampler
-from lightning_autosync.search.sampler.belief import Beliefs
+from lightning_autosync.search.sampler.belief import Beliefs, Believer
 from lightning_autosync.search.sampler.choice import pick
 from lightning_autosync.search.sampler.features import Embedding, similarity
 from lightning_autosync.search.sampler.holdout import HoldOut
@@ -74,7 +75,7 @@ def test_it_learns_what_the_simulator_gets_wrong() -> None:
     drawn = [otherwise(SPACE.plan(SPACE.draw(rng))) for _ in range(200)]
     assert study.best_value < min(drawn)
     late = study.trials[-1]
-    assert late.user_attrs["predicted"] == pytest.approx(late.value, rel=0.15)
+    assert late.user_attrs[studies.PREDICTED] == pytest.approx(late.value, rel=0.15)
 
 
 def test_no_plan_is_proposed_twice_and_failed_ones_never_again() -> None:
@@ -152,6 +153,46 @@ def test_two_processes_go_on_with_one_storage(tmp_path: Path) -> None:
     assert plans.count(taken) == 1
 
 
+def test_where_some_parameters_are_given_it_proposes_the_others_to_match() -> None:
+    fixed = {BUILDER: COMPOSED}
+    study = optuna.create_study(sampler=AutoSyncSampler(SPACE, seed=0, refine=4, **SMALL))
+    for _ in range(8):
+        study.enqueue_trial(fixed)
+    tune(study.sampler, 8, study=study)
+    assert all(trial.params[BUILDER] == COMPOSED and studies.REFINED not in trial.user_attrs for trial in study.trials)
+    rng = Random(0)
+    drawn = sorted(seconds(SPACE.plan({**SPACE.draw(rng), **fixed})) for _ in range(50))
+    assert statistics.median(trial.value for trial in study.trials) < drawn[5]
+    assert len({signature(SPACE.plan(trial.params)) for trial in study.trials}) == 8
+
+
+@pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning")
+def test_a_sampler_around_it_that_fixes_parameters_is_refused() -> None:
+    sampler = optuna.samplers.PartialFixedSampler({BUILDER: COMPOSED}, AutoSyncSampler(SPACE, seed=0, **SMALL))
+    with pytest.raises(ValueError, match=r"is not asked for builder; .* study\.enqueue_trial"):
+        tune(sampler, 1)
+
+
+def test_attributes_of_the_user_are_no_concern_of_it() -> None:
+    study = optuna.create_study(sampler=AutoSyncSampler(SPACE, seed=0, refine=2, **SMALL))
+    for _ in range(4):
+        trial = study.ask()
+        value = seconds(SPACE.plan(studies.suggest(trial, SPACE)))
+        for name, other in {"steps": 1000, "run": {}, "refined": True, "batch": [0.1]}.items():
+            trial.set_user_attr(name, other)
+        study.tell(trial, value)
+    assert len(Observations.of(study.trials, SPACE, -1).measured) == 4
+
+
+def test_of_many_sources_only_so_much_is_looked_at() -> None:
+    workloads = [layers(2, f"model {number}") for number in range(100)]
+    plan = builders.all_reduce(workloads[0], SPACE.cluster)
+    sources = [Sample(workload, SPACE.cluster, plan, (0.1 + n,)) for workload in workloads for n in range(20)]
+    errors = Believer(SPACE.workload, SPACE.cluster, None, sources).source_errors()
+    assert errors is not None
+    assert len(errors[1]) == 4 * len(workloads)
+
+
 def test_threads_share_a_sampler() -> None:
     study = optuna.create_study(sampler=AutoSyncSampler(SPACE, seed=0, **SMALL))
     study.optimize(lambda trial: seconds(SPACE.plan(studies.suggest(trial, SPACE))), n_trials=16, n_jobs=4)
@@ -198,7 +239,7 @@ def test_times_are_minimized() -> None:
     study = optuna.create_study(direction="maximize", sampler=AutoSyncSampler(SPACE, **SMALL))
     with pytest.raises(ValueError, match="minimizes the seconds"):
         studies.suggest(study.ask(), SPACE)
-    with pytest.raises(ValueError, match="batch: must be at least 1"):
+    with pytest.raises(ValueError, match="batch: must be a whole number from 1 on, got 0"):
         AutoSyncSampler(SPACE, batch=0)
 
 
@@ -323,7 +364,7 @@ def test_errors_of_a_simulator_are_those_on_plans_that_it_was_not_taught() -> No
     sampler = AutoSyncSampler(SPACE, estimator=Memorizer(), seed=0, refit=20, **SMALL)
     study = tune(sampler, 21, lambda plan: 2 * seconds(plan))
     late = study.trials[-1]  # the first after all others were learned by heart
-    assert late.user_attrs["predicted"] == pytest.approx(late.value, rel=0.1)
+    assert late.user_attrs[studies.PREDICTED] == pytest.approx(late.value, rel=0.1)
 
 
 def test_errors_on_sources_are_those_of_plans_that_were_held_out_too() -> None:
@@ -500,7 +541,7 @@ def test_a_refined_plan_that_is_none_gives_a_clear_error() -> None:
     studies.suggest(trial, SPACE)
     for text in ("{", "{}", "3"):
         trial.set_user_attr(studies.REFINED, text)
-        with pytest.raises(studies.StudyError, match=r"trial 0: refined.*"):
+        with pytest.raises(studies.StudyError, match=r"trial 0: autosync:refined.*"):
             studies.plan_of(trial, SPACE)
     study.tell(trial, 1.0)
     tune(study.sampler, 3, study=study)  # the sampler leaves it out

@@ -13,7 +13,7 @@ from lightning_autosync.errors import DocumentError
 from lightning_autosync.plan import builders
 from lightning_autosync.plan.space import BUILDER, PlanSpace
 from lightning_autosync.search import studies
-from lightning_autosync.search.studies import StudyError
+from lightning_autosync.search.studies import StudyError, answered
 from lightning_autosync.search.tuning.buckets import BucketSpace
 from lightning_autosync.workload import Variable, Workload
 
@@ -33,10 +33,10 @@ def storage(tmp_path: Path) -> Path:
     return tmp_path / "study.journal"
 
 
-def measure(study: optuna.Study, steps: list[list[float]], predicted: float | None = None) -> optuna.Trial:
+def measure(study: optuna.Study, steps: list[list[float]]) -> optuna.Trial:
     trial = study.ask()
     studies.suggest(trial, SPACE)
-    studies.record(trial, SPACE, steps, predicted)
+    trial.set_user_attr(studies.STEPS, steps)
     study.tell(trial, 2.0)
     return trial
 
@@ -169,6 +169,25 @@ def test_a_space_of_another_release_is_refused(storage: Path) -> None:
     study.set_user_attr(studies.SPACE, {**study.user_attrs[studies.SPACE], "fingerprint": "0" * 12})
     with pytest.raises(StudyError, match="its space is 000000000000"):
         studies.space_of(study)
+
+
+def test_a_study_of_another_format_is_refused(storage: Path) -> None:
+    study = studies.open_study(storage, "one", SPACE)
+    sizes = study.user_attrs[studies.SPACE]
+    study.set_user_attr(studies.SPACE, {name: value for name, value in sizes.items() if name != "format"})
+    with pytest.raises(StudyError, match="study 'one': format: missing; expected 'autosync-study/2'"):
+        studies.open_study(storage, "one", SPACE)
+    study.set_user_attr(studies.SPACE, {**sizes, "format": "autosync-study/3"})
+    with pytest.raises(StudyError, match="'autosync-study/3' was written by a newer release"):
+        studies.load_study(storage)
+
+
+def test_what_a_storage_raises_is_one_error_of_ours() -> None:
+    with (
+        pytest.raises(studies.StorageError, match=r"does not answer: OSError: .* the same command goes on"),
+        answered(),
+    ):
+        raise OSError(28, "No space left on device")
 
 
 def test_baselines_come_first_once_and_say_so(storage: Path) -> None:

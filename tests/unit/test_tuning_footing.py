@@ -18,7 +18,7 @@ from lightning_autosync.plan import SyncPlan
 from lightning_autosync.plan.space import BUILDER
 from lightning_autosync.search.drift import Drift
 from lightning_autosync.search.tuning.errors import TuningError
-from lightning_autosync.search.tuning.opponents import builder_plans
+from lightning_autosync.search.tuning.opponents import Standing, builder_plans
 from lightning_autosync.search.tuning.reference import REFERENCE, Reference
 from lightning_autosync.search.tuning.trials import drift_of, ranked
 from lightning_autosync.simulator.learned import Estimate
@@ -113,6 +113,19 @@ def test_a_run_that_goes_on_measures_no_opponent_again(tmp_path):
     opponents.measure({})
     assert "ddp" not in {name for name, _ in again.stage.turns}
     assert opponents.fastest("ddp", Drift({}))[0].seconds == pytest.approx(DDP_SECONDS * SLOWEST_RANK)
+
+
+def test_a_setting_of_ddp_that_was_given_up_beside_others_is_measured_when_it_is_alone(tmp_path):
+    world = World(tmp_path)
+    trials = world.trials()
+    first = world.opponents(trials, world.reference(trials))
+    first._standings = [
+        Standing("ddp", "ddp_view", 0, "complete", 0.1, None),
+        Standing("ddp", "ddp", 0, "pruned", 0.9, "its fastest step takes 9 times the best"),
+    ]
+    first.measure({})
+    assert "ddp" in {name for name, _ in world.stage.turns}
+    assert [one.name for one in first.fastest("ddp", Drift({}))] == ["ddp"]
 
 
 def test_opponents_that_all_fail_say_why():

@@ -9,11 +9,15 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import cycle
 from typing import Any
 
 import optuna
 import pytest
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from locks import held_elsewhere
+from omegaconf import OmegaConf
 from optuna.trial import TrialState
 from tuning_stage import PricedStage
 from tuning_world import World, configuration
@@ -22,6 +26,7 @@ from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.plan import SyncPlan, compile_plan
 from lightning_autosync.plan.space import BUILDER
 from lightning_autosync.search import studies
+from lightning_autosync.search.journal import Journal
 from lightning_autosync.search.sampler import AutoSyncSampler
 from lightning_autosync.search.studies import RUN
 from lightning_autosync.search.tuning import run as tuning_run
@@ -235,6 +240,39 @@ def test_a_search_that_cannot_go_on_leaves_what_it_found(tmp_path, monkeypatch):
     assert tune(configuration(), tmp_path).failure is None
 
 
+def test_a_storage_that_answers_no_more_leaves_what_was_read_from_it(tmp_path, monkeypatch):
+    world = World()
+
+    def price(name: str, order: Mapping[str, Any]) -> float:
+        if name == "trial 13":
+            monkeypatch.setattr(Journal, "append_logs", full)
+            monkeypatch.setattr(Journal, "read_logs", full)
+        return world.price(name, order)
+
+    def full(*arguments: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    staged(monkeypatch, world, PricedStage(price))
+    with pytest.raises(UnfinishedError, match=r"storage does not answer: OSError: .*No space left.*; what was found"):
+        tune(configuration(), tmp_path)
+    found = json.loads((tmp_path / "result.json").read_text())
+    assert [trial["number"] for trial in found["trials"] if trial["state"] != "failed"] == list(range(12))
+    assert SyncPlan.load(tmp_path / "plan.yaml").to_dict() == found["best"]["plan"]
+    monkeypatch.undo()
+    staged(monkeypatch, world, PricedStage(world.price))
+    assert tune(configuration(), tmp_path).failure is None
+
+
+def test_within_a_sweep_it_is_the_sweep_that_goes_on(tmp_path, monkeypatch, capsys):
+    world = World()
+    staged(monkeypatch, world, interrupted_at(world, "none", "ddp"))
+    swept = OmegaConf.create({"hydra": {"mode": RunMode.MULTIRUN, "sweep": {"dir": str(tmp_path)}}})
+    monkeypatch.setattr(HydraConfig.instance(), "cfg", swept)
+    with pytest.raises(Interrupted):
+        tune(configuration(), tmp_path / "0")
+    assert f"the same command with hydra.sweep.dir={tmp_path}\n" in capsys.readouterr().out
+
+
 def test_a_ctrl_c_before_the_first_trial_ends_likewise_and_writes_nothing(tmp_path, monkeypatch, capsys):
     world = World()
     staged(monkeypatch, world, interrupted_at(world, "none", "ddp"))
@@ -246,6 +284,21 @@ def test_a_ctrl_c_before_the_first_trial_ends_likewise_and_writes_nothing(tmp_pa
     assert (
         f"before there was anything to write; to go on, give the same command with hydra.run.dir={tmp_path}" in printed
     )
+
+
+def test_a_builder_that_was_given_up_beside_a_faster_plan_may_still_be_the_best_builder(tmp_path, monkeypatch):
+    unsteady = cycle((0.05, 0.056, 0.053))
+
+    def price(name: str, order: Mapping[str, Any]) -> float:
+        return next(unsteady) if name == "trial 9" else 0.03 if name == "trial 11" else 0.06
+
+    asked = staged(monkeypatch, World(), PricedStage(price))
+    tune(configuration(batch=4, budget=12), tmp_path)
+    found = json.loads((tmp_path / "result.json").read_text())
+    given_up = found["trials"][9]
+    assert given_up["state"] == "pruned"
+    assert given_up["builder"] == found["opponents"]["builder"]["name"] == asked[0]["builder"]
+    assert given_up["builder"] in asked[0]["plans"]
 
 
 @pytest.mark.parametrize("search", [{"sampler": "horovod"}, {"sampler": "random"}, {"baselines": False}])

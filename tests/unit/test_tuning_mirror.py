@@ -13,7 +13,7 @@ from optuna.trial import FrozenTrial, TrialState
 from tuning_world import settings
 
 from lightning_autosync.plan.space import BUILDER, COMPOSED
-from lightning_autosync.search.studies import BASELINE, REFINED
+from lightning_autosync.search.studies import BASELINE, BATCH, ORIGIN, PRICE, REFERENCE, REFINED, RUN, STEPS
 from lightning_autosync.search.tuning.buckets import PARAMETER, BucketSpace
 from lightning_autosync.search.tuning.job import Job
 from lightning_autosync.search.tuning.mirror import MirrorSampler
@@ -51,7 +51,7 @@ def test_trials_that_were_given_up_are_complete_ones_with_the_time_of_their_step
     study, listener = _told()
     first, second = _ask(study), _ask(study)
     study.tell(first, 0.2)
-    second.set_user_attr("steps", [[0.3, 0.5, 0.4], [0.1, 0.1, 0.1]])
+    second.set_user_attr(STEPS, [[0.3, 0.5, 0.4], [0.1, 0.1, 0.1]])
     study.tell(second, state=TrialState.PRUNED)
     study.tell(_ask(study), state=TrialState.FAIL)
     _ask(study)
@@ -61,7 +61,7 @@ def test_trials_that_were_given_up_are_complete_ones_with_the_time_of_their_step
 
 def test_plans_that_parameters_do_not_tell_are_left_out():
     study, listener = _told()
-    study.enqueue_trial({BUILDER: "ps", "x": 0.0}, user_attrs={"origin": BASELINE})
+    study.enqueue_trial({BUILDER: "ps", "x": 0.0}, user_attrs={ORIGIN: BASELINE})
     study.tell(_ask(study), 0.1)
     refined = _ask(study)
     refined.set_user_attr(REFINED, "{}")
@@ -86,12 +86,12 @@ def test_times_are_on_the_footing_of_the_run_that_asks():
     for run, reference in (("slow", 2.0), ("fast", 1.0)):
         for batch in range(0, 60, 2):
             trial = _ask(study)
-            for name, value in (("run", run), ("batch", batch), ("reference", reference), ("price", 0.1)):
+            for name, value in ((RUN, run), (BATCH, batch), (REFERENCE, reference), (PRICE, 0.1)):
                 trial.set_user_attr(name, value)
-            trial.set_user_attr("steps", [[reference]])
+            trial.set_user_attr(STEPS, [[reference]])
             study.tell(trial, reference)
     trial = study.ask()
-    trial.set_user_attr("run", "fast")
+    trial.set_user_attr(RUN, "fast")
     trial._suggest("x", SPACE["x"])
     assert [one.value for one in listener.heard] == pytest.approx([1.0] * 60)
 
@@ -109,7 +109,7 @@ def test_the_gaussian_process_of_horovod_learns_of_sizes_that_were_given_up(tmp_
         trials.suggest(trial)
         places.append((math.log(trial.params[PARAMETER]) - low) / (high - low))
         seconds = 0.1 + (places[-1] - 0.7) ** 2
-        trial.set_user_attr("steps", [[seconds]])
+        trial.set_user_attr(STEPS, [[seconds]])
         if number < 2:
             study.tell(trial, seconds)
         else:

@@ -22,6 +22,8 @@ from lightning_autosync.workload import Workload
 
 MOST_OF_A_SOURCE = 48
 """Samples of one source whose errors are looked at; each has to be estimated."""
+MOST_OF_ALL = 480
+"""The same of all sources together, but two of each at least: the work of a proposal grows with the cube."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,7 @@ class Believer:
         """
         self._estimates.clear()
         self._transferred = None
+        self._residuals.forget_scales()  # errors are others from now on
         self._holdout = holdout
         logs = holdout.unseen(self._workload, self._cluster, [one.plan for one in candidates])
         self._unseen = dict(zip((one.signature for one in candidates), logs.tolist(), strict=True))
@@ -133,13 +136,14 @@ class Believer:
             tasks: dict[tuple[str, str], list[Sample]] = {}
             for sample in self._sources:
                 tasks.setdefault((sample.workload.fingerprint, sample.cluster.fingerprint), []).append(sample)
-            parts = [self._errors_of(samples, number) for number, samples in enumerate(tasks.values(), 1)]
+            most = max(2, min(MOST_OF_A_SOURCE, MOST_OF_ALL // len(tasks)))
+            parts = [self._errors_of(samples, number, most) for number, samples in enumerate(tasks.values(), 1)]
             joined: Any = tuple(numpy.concatenate(part) for part in zip(*parts, strict=True))
             self._transferred = joined
         return self._transferred
 
-    def _errors_of(self, samples: Sequence[Sample], task: int) -> tuple[Floats, Floats, Floats]:
-        chosen = _best_and_others(samples)
+    def _errors_of(self, samples: Sequence[Sample], task: int, most: int) -> tuple[Floats, Floats, Floats]:
+        chosen = _best_and_others(samples, most)
         workload, cluster = chosen[0].workload, chosen[0].cluster
         plans = [sample.plan for sample in chosen]
         if self._holdout is None:
@@ -152,9 +156,9 @@ class Believer:
         return features, errors, numpy.full(len(chosen), float(task))
 
 
-def _best_and_others(samples: Sequence[Sample]) -> list[Sample]:
-    """The fastest samples of a source, and as many of the others, drawn by a fixed seed."""
+def _best_and_others(samples: Sequence[Sample], most: int) -> list[Sample]:
+    """Up to ``most`` samples of a source: the fastest, and as many of the others, drawn by a fixed seed."""
     ordered = sorted(samples, key=lambda sample: sample.seconds)
-    half = MOST_OF_A_SOURCE // 2
+    half = most // 2
     others = ordered[half:]
     return ordered[:half] + random.Random(0).sample(others, min(len(others), half))

@@ -28,7 +28,8 @@ def evolve(
 ) -> dict[str, Any]:
     """A child of two of the best trials: each parameter from either, one of them, on average, drawn anew.
 
-    Running trials count as the worst value seen (constant liar), so that they have no children before they end.
+    Running trials count as the worst value seen (constant liar), so that they have no children before they end, unless
+    hardly any has ended.
     """
     ranked = _ranked(trials, direction, search_space)
     if len(ranked) < STARTUP:

@@ -6,8 +6,9 @@ import logging
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from random import Random
+from typing import Any
 
 import numpy
 from optuna.study import Study
@@ -65,19 +66,34 @@ class Sizes:
     """How much is bred and how often; as arguments of `AutoSyncSampler`.
 
     Raises:
-        ValueError: one is below 1.
+        ValueError: one is not a whole number, or below 1.
     """
 
-    population: int
-    batch: int
-    startup: int
-    refit: int
+    population: int = 384
+    batch: int = 8
+    startup: int = 8
+    refit: int = 25
     refine: int | None = None
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if value is not None and value < 1:
-                raise ValueError(f"{name}: must be at least 1, got {value!r}")
+            if value is None and name == "refine":
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name}: must be a whole number from 1 on, got {value!r}")
+
+    @classmethod
+    def check(cls, options: Mapping[str, Any]) -> None:
+        """See to it that these are names and values of some of the sizes.
+
+        Raises:
+            ValueError: they are not.
+        """
+        names = [one.name for one in fields(cls)]
+        for name in options:
+            if name not in names:
+                raise ValueError(f"{name}: not known; allowed: {', '.join(names)}")
+        cls(**options)
 
 
 @dataclass(frozen=True)
@@ -139,15 +155,19 @@ class Proposer:
         """Whether a proposal may take long: there is a simulator to train, or there are sources to estimate."""
         return self._holdout is not None or bool(self._sources.samples)
 
-    def propose(self, observations: Observations, number: int, refinable: bool = True) -> Proposal:
+    def is_prepared(self, number: int) -> bool:
+        """Whether `prepare` was last called for the trial with this number."""
+        return self._prepared_for == number
+
+    def propose(self, observations: Observations, number: int, given: Mapping[str, Value] | None = None) -> Proposal:
         """The next point to measure.
 
         Args:
             observations: what the study knows.
             number: of the trial that asks: while earlier ones are still choosing, it takes a later place.
-            refinable: whether it may be a plan that refines a point; not where others decide on parts of the point.
+            given: values of some parameters that others have decided on; then the plan is the point's own.
         """
-        if self._prepared_for != number:
+        if not self.is_prepared(number):
             self.prepare(observations, number)
         measured = self._measured(observations)
         self._believer.learn(measured)
@@ -156,12 +176,14 @@ class Proposer:
         if self._proposed % self._sizes.batch == 0:
             self._generate(taken, len(measured))
         self._proposed += 1
-        if not refinable:
-            taken |= {name for name, one in self._population.candidates.items() if one.refined}
+        given = given or {}
+        if given:
+            taken |= {name for name, one in self._population.candidates.items() if not _fits(one, given)}
         place = sum(other < number for other in self._alive(observations.choosing))
+        ready = self._ready(taken, place + 1, given)
         if len(measured) < self._sizes.startup and not self._sources.samples:
-            return self._begin(taken, [*pending, *(one for one, _ in measured.values())], place)
-        return self._choose(taken, pending, place)
+            return self._begin(ready, [*pending, *(one for one, _ in measured.values())], place)
+        return self._choose(ready, pending, place)
 
     def prepare(self, observations: Observations, number: int) -> None:
         """What may take long of the proposal for a trial: train the simulator, if that is due, estimate the sources."""
@@ -210,8 +232,9 @@ class Proposer:
     def _generate(self, taken: set[str], measured: int) -> None:
         """Breed what may be fast by rough prices, and have the best of it estimated; likewise what refines the best.
 
-        As candidates are chosen, so they are bred: what is little known of counts as fast as it may be. Else those
+        As candidates are chosen, so points are bred: what is little known of counts as fast as it may be. Else those
         that the simulator favours would fill the population, and where it is wrong of a kind would never be seen.
+        Refined are those that are believed to be the fastest.
         """
         population, believer = self._population, self._believer
         first = self._proposed == 0
@@ -230,18 +253,16 @@ class Proposer:
     def _promise(self, candidates: Sequence[Candidate]) -> Floats:
         return optimistic(self._believer.guess(candidates))
 
-    def _begin(self, taken: set[str], chosen: Sequence[Candidate], place: int) -> Proposal:
+    def _begin(self, ready: list[Candidate], chosen: Sequence[Candidate], place: int) -> Proposal:
         """One of the first: fast as the simulator has it, and unlike all before it."""
-        ready = self._ready(taken, place + 1)
         estimates, deviations = self._believer.estimate(ready)
         return _proposal(ready, Beliefs(estimates, 0 * deviations), chosen, place, STARTUP_ALIKENESS)
 
-    def _choose(self, taken: set[str], pending: Sequence[Candidate], place: int) -> Proposal:
+    def _choose(self, ready: list[Candidate], pending: Sequence[Candidate], place: int) -> Proposal:
         """One of the others: fast or uncertain by belief, and unlike what is being measured."""
-        ready = self._ready(taken, place + 1)
         return _proposal(ready, self._believer.believe(ready), pending, place, ALIKENESS)
 
-    def _ready(self, taken: set[str], count: int) -> list[Candidate]:
+    def _ready(self, taken: set[str], count: int, given: Mapping[str, Value]) -> list[Candidate]:
         """Candidates to choose from: those that are estimated; else any; where all plans were tried, those again."""
         free = self._free(taken)
         estimated = [one for one in free if self._believer.estimated(one)]
@@ -250,7 +271,7 @@ class Proposer:
         for _ in range(_DRAWS):
             if len(free) >= count:
                 break
-            self._population.add(self.space.draw(self._rng), "drawn")
+            self._population.add({**self.space.draw(self._rng), **given}, "drawn")
             free = self._free(taken)
         found = free or [one for one in self._population.candidates.values() if not one.refined]
         order = numpy.argsort(self._believer.rough(found), kind="stable")
@@ -258,6 +279,11 @@ class Proposer:
 
     def _free(self, taken: set[str]) -> list[Candidate]:
         return [one for one in self._population.candidates.values() if one.signature not in taken]
+
+
+def _fits(candidate: Candidate, given: Mapping[str, Value]) -> bool:
+    """Whether a candidate is a point's own plan, and the point has these values."""
+    return not candidate.refined and all(candidate.genome.get(name, value) == value for name, value in given.items())
 
 
 def _proposal(

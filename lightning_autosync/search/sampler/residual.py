@@ -66,6 +66,10 @@ class Residuals:
         self._factor = _factor(self._scales, likeness)
         self._weights = cho_solve((self._factor, True), errors)
 
+    def forget_scales(self) -> None:
+        """Have the scales chosen again at the next `fit`, however few errors came in since."""
+        self._fitted_to = 0
+
     def predict(self, features: Floats) -> tuple[Floats, Floats]:
         """Mean and standard deviation of the errors of plans of the task that is searched for, [n] each."""
         prior = _OFFSET**2 + self._scales.shares**2 * (features[:, :POOLED] ** 2).sum(axis=1) + self._scales.local**2

@@ -35,8 +35,9 @@ class AutoSyncSampler(BaseSampler):
     uncertain, and unlike what is being measured already. No plan is proposed twice.
 
     All that it knows of a study it reads from the storage, so that several threads, processes and machines may work on
-    one study, and an interrupted one goes on. Without a space, or for parameters that are none of the space's, it
-    evolves the best trials, whatever the parameters are.
+    one study, and an interrupted one goes on. A trial may be given some of its parameters (``study.enqueue_trial``); it
+    proposes the others to match. Parameters that are none of the space's are drawn at random. Without a space it
+    evolves the best trials, whatever their parameters are.
 
     Args:
         space: whose points the trials of a study are; see ``suggest``.
@@ -57,7 +58,7 @@ class AutoSyncSampler(BaseSampler):
 
     Raises:
         StudyError: a source is not a study of plans.
-        ValueError: a size is below 1.
+        ValueError: a size is not a whole number, or below 1.
     """
 
     def __init__(
@@ -68,11 +69,11 @@ class AutoSyncSampler(BaseSampler):
         source_studies: Sequence[Study] = (),
         source_samples: Sequence[Sample] = (),
         seed: int | None = None,
-        population: int = 384,
-        batch: int = 8,
-        startup: int = 8,
-        refit: int = 25,
-        refine: int | None = None,
+        population: int = Sizes.population,
+        batch: int = Sizes.batch,
+        startup: int = Sizes.startup,
+        refit: int = Sizes.refit,
+        refine: int | None = Sizes.refine,
         constants: Constants | None = None,
     ) -> None:
         self._space = space
@@ -112,18 +113,29 @@ class AutoSyncSampler(BaseSampler):
         """A point; it is published as a system attribute of the trial before it is returned.
 
         Raises:
-            ValueError: the study has several objectives, or wants its objective, a time, to be large.
+            ValueError: the study has several objectives, or wants its objective, a time, to be large; or only some of
+                the space's parameters are asked for.
         """
         self._raise_error_if_multi_objective(study)
-        if self._proposer is None or not _holds(search_space, self._proposer.space):
+        if self._proposer is None or not search_space.keys() <= self._proposer.space.parameters.keys():
             return self._evolve(study, trial, search_space)
+        if not search_space:
+            return {}
         if study.direction != StudyDirection.MINIMIZE:
             raise ValueError("AutoSyncSampler: a study of plans minimizes the seconds of a step")
+        space = self._proposer.space
+        if missing := sorted(space.parameters.keys() - search_space.keys()):
+            raise ValueError(
+                f"AutoSyncSampler: it proposes whole plans, and is not asked for {', '.join(missing)}; to fix these, "
+                "give them to each trial by study.enqueue_trial, in place of a PartialFixedSampler"
+            )
         with self._lock:
-            observations = Observations.of(study.get_trials(deepcopy=False), self._proposer.space, trial.number)
-            partly_given = bool(trial.system_attrs.get("fixed_params"))
-            proposal = self._proposer.propose(observations, trial.number, refinable=not partly_given)
-            self._publish(study, trial, proposal, self._proposer.space)
+            if self._proposer.takes_long and not self._proposer.is_prepared(trial.number):
+                # The study is read again afterwards: others may have gone on for minutes.
+                self._proposer.prepare(self._observed(study, trial.number), trial.number)
+            observations, given = self._observed(study, trial.number), trial.system_attrs.get("fixed_params", {})
+            proposal = self._proposer.propose(observations, trial.number, given)
+            self._publish(study, trial, proposal, space)
         return dict(proposal.point)
 
     def prepare(self, trials: Sequence[FrozenTrial], number: int) -> None:
@@ -159,6 +171,10 @@ class AutoSyncSampler(BaseSampler):
     def after_trial(self, study: Study, trial: FrozenTrial, state: TrialState, values: Sequence[float] | None) -> None:
         self._random.after_trial(study, trial, state, values)
 
+    def _observed(self, study: Study, number: int) -> Observations:
+        assert self._proposer is not None
+        return Observations.of(study.get_trials(deepcopy=False), self._proposer.space, number)
+
     def _evolve(self, study: Study, trial: FrozenTrial, search_space: Mapping[str, BaseDistribution]) -> dict[str, Any]:
         def draw(name: str, distribution: BaseDistribution) -> Any:
             return self._random.sample_independent(study, trial, name, distribution)
@@ -177,7 +193,3 @@ class AutoSyncSampler(BaseSampler):
             trial.user_attrs[name] = value  # a live trial keeps its own copy, as `Trial.set_user_attr` knows
         # Last: whoever sees the choice finds the others too.
         storage.set_trial_system_attr(trial._trial_id, CHOICE, encode(proposal.point, space))
-
-
-def _holds(search_space: Mapping[str, BaseDistribution], space: PlanSpace) -> bool:
-    return search_space.keys() == space.parameters.keys()

@@ -8,6 +8,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_
 from typing_extensions import Self
 
 from lightning_autosync.documents import Configuration, Index
+from lightning_autosync.search.sampler.proposer import Sizes
 from lightning_autosync.simulator.replay import Detail
 
 Name = Literal["autosync", "transfer", "random", "tpe", "gp", "horovod", "oracle"]
@@ -47,7 +48,7 @@ class Settings(Configuration):
         cores: that all ranks share.
         source: pair whose study ``transfer`` starts from, none of ``pairs``; None takes the pair before in ``pairs``.
         source_budget: trials of that study.
-        options: further arguments of `AutoSyncSampler`.
+        options: sizes that `AutoSyncSampler` takes as arguments, such as ``population``.
         runs: file of finished runs, one a line, to read and to go on with; it must be of the same settings but for
             ``pairs``, ``samplers`` and ``seeds``. None starts one in the run directory.
     """
@@ -82,6 +83,10 @@ class Settings(Configuration):
         itself = next((pair for pair in self.pairs if self._transfers and self.source_of(pair) == pair), None)
         if itself is not None:
             raise ValueError(f"source: '{itself}' would start from its own study; name a pair that is none of pairs")
+        try:
+            Sizes.check(self.options)
+        except ValueError as error:
+            raise ValueError(f"options: {error}") from None
         return self
 
     @property

@@ -8,6 +8,8 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from rich.console import Console
 
 from lightning_autosync.documents import held, write_text
@@ -98,9 +100,16 @@ def _write(outcome: Outcome, directory: Path, console: Console) -> None:
 
 def _interrupted(outcome: Outcome | None, directory: Path, console: Console) -> Interrupted:
     found = "interrupted before there was anything to write" if outcome is None else "interrupted"
-    line = f"{found}; to go on, give the same command with hydra.run.dir={shlex.quote(str(directory))}"
+    line = f"{found}; to go on, give the same command with {_again(directory)}"
     console.print(line, soft_wrap=True, highlight=False, markup=False)
     return Interrupted(outcome)
+
+
+def _again(directory: Path) -> str:
+    """The override by which the same command goes on; within a sweep that is one of the whole sweep."""
+    if HydraConfig.initialized() and HydraConfig.get().mode is RunMode.MULTIRUN:
+        return f"hydra.sweep.dir={shlex.quote(str(HydraConfig.get().sweep.dir))}"
+    return f"hydra.run.dir={shlex.quote(str(directory))}"
 
 
 def _quiet_optuna() -> None:

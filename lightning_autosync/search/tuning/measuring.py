@@ -12,11 +12,9 @@ from typing import Literal
 from lightning_autosync.bench.interleaving import turn_order
 from lightning_autosync.search.tuning.settings import TrialSettings
 from lightning_autosync.search.tuning.stage import Entrant, Stage, Steps, TrialError
+from lightning_autosync.simulator.dataset.sample import step_noise
 
 State = Literal["running", "complete", "pruned", "failed"]
-_ROBUST = 1.4826 * 1.2533
-"""From a median absolute deviation to a standard deviation, and from that to the median's standard error times root n
-(both for normal values)."""
 _LEAST_TURNS = 3
 """The first of which is a single step."""
 
@@ -74,12 +72,8 @@ class Course:
 
 
 def relative_error(steps: Sequence[float]) -> float:
-    """Standard error of the median over the median, from the median absolute deviation; infinite with one step."""
-    if len(steps) < 2:
-        return math.inf
-    median = statistics.median(steps)
-    deviation = statistics.median(abs(step - median) for step in steps)
-    return float(_ROBUST * deviation / len(steps) ** 0.5 / median)
+    """Standard error of the median over the median (`step_noise`); infinite with one step."""
+    return step_noise(steps) if len(steps) > 1 else math.inf
 
 
 class Rule:

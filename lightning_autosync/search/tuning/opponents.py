@@ -17,6 +17,7 @@ from lightning_autosync.plan import SyncPlan, compile_plan
 from lightning_autosync.plan.builders import build
 from lightning_autosync.plan.space import BUILDER, PlanSpace
 from lightning_autosync.search.drift import Drift
+from lightning_autosync.search.studies import answered
 from lightning_autosync.search.tuning.interruptions import uninterrupted
 from lightning_autosync.search.tuning.job import Job
 from lightning_autosync.search.tuning.measuring import Course, Rule, measure_in_turns
@@ -113,7 +114,7 @@ class Opponents:
         }
 
     def _measure(self, kind: Kind, orders: Mapping[str, Mapping[str, Any]]) -> None:
-        known = {one.name for one in self._standings if one.kind == kind and one.state != "failed"}
+        known = self._known(kind, orders)
         names = [name for name in orders if name not in known]
         if names:
             _log.info("measuring %s before the trials: %s", _PLURAL[kind], ", ".join(names))
@@ -125,6 +126,12 @@ class Opponents:
             reasons = "; ".join(f"{one.name}: {one.why}" for one in found if one.why)
             raise DocumentError(f"{_PLURAL[kind]}: none of them ran; {reasons}")
 
+    def _known(self, kind: Kind, orders: Mapping[str, Any]) -> set[str]:
+        """Names of those that need not be measured again; who was given up has to be, if none that is left ran."""
+        found = [one for one in self._standings if one.kind == kind and one.name in orders]
+        ran = {one.name for one in found if one.state == "complete"}
+        return ran | {one.name for one in found if one.state == "pruned"} if ran else ran
+
     def _play(self, kind: Kind, orders: Mapping[str, Mapping[str, Any]]) -> None:
         """One batch. What is known of other batches gives up nobody here: the machine may have drifted since."""
         courses = [Course(Entrant(name, order)) for name, order in orders.items()]
@@ -135,6 +142,7 @@ class Opponents:
         self._keep(kind, courses, reference)
 
     @uninterrupted()
+    @answered()
     def _keep(self, kind: Kind, courses: Sequence[Course], reference: Course | None) -> None:
         """Take in what a batch gave."""
         batch = 1 + max((*self._turns, *(one.batch for one in self._standings)), default=-1)

@@ -14,7 +14,8 @@ def this_process() -> str:
 
 
 def is_gone(process: str) -> bool:
-    """Whether the process of that name has ended; False of one that is elsewhere, of which nothing can be known."""
+    """Whether the process of that name has ended; False where nothing can be known: of one on another machine, or on
+    this one before it was started again."""
     number, _, place = process.partition("@")
     pid, _, begin = number.partition(".")
     if place != _place() or not pid.isdigit():
@@ -37,8 +38,12 @@ def _begin(pid: int) -> str:
 
 
 def _place() -> str:
-    """Where process numbers mean the same: the machine, and on Linux the namespace of its container."""
-    space = ""
+    """Where process numbers mean the same: the machine since it was started, and the namespace of its container.
+
+    Machines may have equal names, and all begin with the same namespace; what Linux drew when it started differs.
+    """
+    start = space = ""
     with suppress(OSError):
+        start = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         space = os.readlink("/proc/self/ns/pid")
-    return f"{socket.gethostname()}/{space}"
+    return f"{socket.gethostname()}/{start}/{space}"

@@ -59,11 +59,13 @@ class Run:
     def run(self) -> Outcome:
         """Tune.
 
-        An interruption, or an error after some trials came to a time, ends the search early, and the outcome says so.
+        An interruption, or an error after some trials came to a time, ends the search early, and the outcome says so;
+        where the study's storage does not answer any more, it tells of what was read from it last.
         With a budget that is spent already, only the last comparison is made.
 
         Raises:
             StudyError: the study is of another space, or cannot be opened.
+            StorageError: the study's storage does not answer, before any trial came to a time.
             TuningError: no DDP ran, or too many trials failed, before any trial came to a time.
             LaunchError: workers cannot be started; likewise.
         """
@@ -85,6 +87,8 @@ class Run:
                 _log.warning("interrupted; keeping what was found so far")
                 interrupted = True
             except AutoSyncError as error:
+                if isinstance(error, studies.StorageError):
+                    trials.lose()
                 if not ranked(trials.records(), trials.own):
                     raise
                 failure = reason(error)
@@ -153,11 +157,14 @@ class Run:
         return [plans[place] for place in seconds.argsort(kind="stable")]
 
     def _best_builder(self, trials: Trials, opponents: Opponents) -> Opponent | None:
-        """Of the trials that stand for a builder's plan, or of those measured beside the study."""
+        """Of the trials that stand for a builder's plan, or of those measured beside the study.
+
+        Those that were given up count, too: a plan of the search in the same batch may have been faster than all.
+        """
         records = trials.records()
         if not self._settings.search.tries_builders:
             return next(iter(opponents.fastest("builder", drift_of(records, trials.own))), None)
-        fastest = ranked(records, trials.own)
+        fastest = ranked(records, trials.own, states=("complete", "pruned"))
         found = [(record.builder, seconds) for record, seconds in fastest if record.builder is not None]
         return Opponent(*found[0]) if found else None
 

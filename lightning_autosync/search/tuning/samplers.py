@@ -6,7 +6,6 @@ import warnings
 
 import optuna
 
-from lightning_autosync.errors import AutoSyncError, DocumentError
 from lightning_autosync.plan.space import BUILDER, COMPOSED, PlanSpace
 from lightning_autosync.search.sampler import AutoSyncSampler
 from lightning_autosync.search.studies import distributions
@@ -30,7 +29,7 @@ def make_sampler(settings: SearchSettings, space: Space, sources: Sources) -> op
         sources: what ``autosync`` asks; the others ask nobody.
 
     Raises:
-        DocumentError: an argument that it does not take.
+        DocumentError: a source cannot be used, or the rates of the cluster's links are unknown.
     """
     if settings.sampler == "autosync":
         assert isinstance(space, PlanSpace)
@@ -53,17 +52,12 @@ def _of_optuna(settings: SearchSettings) -> optuna.samplers.BaseSampler:
 
 def _autosync(settings: SearchSettings, space: PlanSpace, sources: Sources) -> optuna.samplers.BaseSampler:
     space.cluster.require_measured()
-    try:
-        return AutoSyncSampler(
-            space,
-            estimator=sources.estimator,
-            source_studies=sources.studies,
-            source_samples=sources.samples,
-            seed=settings.seed,
-            constants=sources.constants,
-            **settings.options,
-        )
-    except AutoSyncError:  # of a source, which it names
-        raise
-    except (TypeError, ValueError) as error:
-        raise DocumentError(f"search.options: {' '.join(str(error).split())}") from None
+    return AutoSyncSampler(
+        space,
+        estimator=sources.estimator,
+        source_studies=sources.studies,
+        source_samples=sources.samples,
+        seed=settings.seed,
+        constants=sources.constants,
+        **settings.options,
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
@@ -10,11 +11,14 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_
 from lightning_autosync.bench import settings as bench
 from lightning_autosync.bench.fitting.settings import SimulatorSettings
 from lightning_autosync.documents import Count, Index, Record
+from lightning_autosync.plan import builders
+from lightning_autosync.search.sampler.proposer import Sizes
 from lightning_autosync.search.transfer import TransferSettings
 
 SamplerName = Literal["autosync", "random", "tpe", "gp", "horovod"]
 SIMULATED = ("autosync",)
 """Samplers that ask a simulator."""
+_NONE = TransferSettings()
 
 
 class SearchSettings(Record):
@@ -31,7 +35,8 @@ class SearchSettings(Record):
         baselines: the builders' plans are the first trials; else, and where they are no points of the sampler's space
             (``horovod``), they are measured before them, as DDP is.
         failures: trials of this run that may fail one after the other before it is given up.
-        options: further arguments of `AutoSyncSampler`.
+        options: sizes that `AutoSyncSampler` takes as arguments: ``population``, ``batch``, ``startup``, ``refit`` and
+            ``refine``.
     """
 
     sampler: SamplerName = "autosync"
@@ -46,6 +51,10 @@ class SearchSettings(Record):
     def _check(self) -> SearchSettings:
         if self.options and self.sampler not in SIMULATED:
             raise ValueError(f"options: are of the sampler 'autosync'; '{self.sampler}' takes none")
+        try:
+            Sizes.check(self.options)
+        except ValueError as error:
+            raise ValueError(f"options: {error}") from None
         return self
 
     @property
@@ -125,6 +134,24 @@ class Settings(bench.Settings):
     study: StudySettings = StudySettings()
     simulator: SimulatorSettings = SimulatorSettings(kind="replay")
     transfer: TransferSettings = TransferSettings()
+
+    @model_validator(mode="after")
+    def _check_sampler(self) -> Settings:
+        """What a sampler would not ask is refused, lest it be taken for a search that started with it."""
+        name = self.search.sampler
+        if name not in SIMULATED:
+            for field, unused in (("simulator", self.simulator.kind != "replay"), ("transfer", self.transfer != _NONE)):
+                if unused:
+                    raise ValueError(f"{field}: is for the sampler 'autosync'; '{name}' asks none")
+        return self
+
+    @model_validator(mode="after")
+    def _check_names(self) -> Settings:
+        """Contenders meet the finalists, which are called by their builders or their trials."""
+        for name in self.contenders:
+            if name in builders.BUILDERS or re.fullmatch(r"trial_\d+", name):
+                raise ValueError(f"contenders: '{name}' is what a finalist may be called; take another name")
+        return self
 
     @model_validator(mode="before")
     @classmethod

@@ -19,6 +19,7 @@ from lightning_autosync.search.sampler import AutoSyncSampler
 from lightning_autosync.search.studies import (
     BASELINE,
     BATCH,
+    BROKEN_OFF,
     ERROR,
     INTERRUPTED,
     ORIGIN,
@@ -29,6 +30,7 @@ from lightning_autosync.search.studies import (
     REFINED,
     RUN,
     STEPS,
+    answered,
     measured_steps,
     plan_of,
     suggest,
@@ -40,7 +42,7 @@ from lightning_autosync.search.tuning.measuring import Course
 from lightning_autosync.search.tuning.owner import is_gone, this_process
 from lightning_autosync.search.tuning.samplers import Space
 
-SECONDS, ELAPSED, OWNER = "seconds", "elapsed", "owner"
+SECONDS, ELAPSED, OWNER = "autosync:seconds", "autosync:elapsed", "autosync:owner"
 """Further user attributes of a trial: the median step; what the trial took; the process that it belongs to."""
 _STATES = {TrialState.COMPLETE: "complete", TrialState.PRUNED: "pruned", TrialState.FAIL: "failed"}
 
@@ -105,6 +107,8 @@ class Trials:
         run: the name of its directory (`identity`); a run that goes on ends what an interruption left of it.
         alone: whether nobody else works on the study, so that every trial that runs is a leftover.
         proposals: seconds that each proposal took.
+
+    Methods that read or write the study raise `StorageError` where its storage does not answer.
     """
 
     study: optuna.Study
@@ -113,12 +117,15 @@ class Trials:
     run: str
     alone: bool = False
     proposals: list[float] = field(default_factory=list)
+    _last: list[FrozenTrial] = field(default_factory=list, init=False, repr=False)
+    _is_lost: bool = field(default=False, init=False, repr=False)
 
     @property
     def own(self) -> str | None:
         """The run whose trials are this one's; None where all are."""
         return None if self.alone else self.run
 
+    @answered()
     def settle(self) -> int:
         """End the trials that an interruption left running, of this run or of a process that died; their number."""
         running = self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
@@ -128,6 +135,7 @@ class Trials:
                 self.interrupt(trial)
         return len(left)
 
+    @answered()
     def ask(self) -> optuna.Trial:
         """A new trial, whose parameters are still to be suggested."""
         begin = time.perf_counter()
@@ -146,6 +154,7 @@ class Trials:
             with self._proposing():
                 self.study.sampler.prepare(self._all(), trial.number)
 
+    @answered()
     def suggest(self, trial: optuna.Trial) -> None:
         """Give a new trial a value for each of its parameters."""
         with self._proposing():
@@ -164,6 +173,13 @@ class Trials:
         """The plan of the finished trial with this number."""
         return next(self.plan(trial) for trial in self.finished() if trial.number == number)
 
+    @answered()
+    def note(self, trial: optuna.Trial, name: str, value: Any) -> None:
+        """Give a trial a user attribute that it does not have yet."""
+        if name not in trial.user_attrs:
+            trial.set_user_attr(name, value)
+
+    @answered()
     def tell(self, trial: optuna.Trial, course: Course, batch: int, reference: float | None) -> None:
         """Keep what was measured, and end the trial; ``reference`` are the seconds of that plan in its ``batch``."""
         trial.set_user_attr(BATCH, batch)
@@ -185,21 +201,30 @@ class Trials:
         else:
             self._end(trial, TrialState.FAIL)
 
+    @answered()
     def fail(self, trial: optuna.Trial, why: str) -> None:
         """End a trial that was not measured."""
         trial.set_user_attr(ERROR, why)
         self._end(trial, TrialState.FAIL)
 
-    def interrupt(self, trial: optuna.Trial | FrozenTrial, why: str = INTERRUPTED) -> None:
+    @answered()
+    def interrupt(self, trial: optuna.Trial | FrozenTrial, why: str = BROKEN_OFF) -> None:
         """End a trial that was broken off by nothing of its plan's doing; the plan may be tried again."""
         for name, value in ((ERROR, why), (INTERRUPTED, True)):
             self.study._storage.set_trial_user_attr(trial._trial_id, name, value)
         self.study.tell(trial.number, state=TrialState.FAIL, skip_if_finished=True)
 
+    def lose(self) -> None:
+        """From now on what was read last counts, since the storage does not answer any more."""
+        self._is_lost = True
+
     @uninterrupted()
+    @answered()
     def finished(self) -> list[FrozenTrial]:
         """Those that ended, in whatever way, in order."""
-        return self.study.get_trials(deepcopy=False, states=tuple(_STATES))
+        if not self._is_lost:
+            self._last = self.study.get_trials(deepcopy=False, states=tuple(_STATES))
+        return self._last
 
     def records(self) -> list[Record]:
         """The same, as records."""
@@ -215,6 +240,7 @@ class Trials:
             self.study.tell(trial, value, state=state)
 
     @uninterrupted()
+    @answered()
     def _all(self) -> list[FrozenTrial]:
         return self.study.get_trials(deepcopy=False)
 
@@ -263,7 +289,10 @@ def drift_of(records: Sequence[Record], run: str | None = None) -> Drift:
 
 
 def ranked(
-    records: Sequence[Record], run: str | None = None, now: Mapping[int, float] | None = None
+    records: Sequence[Record],
+    run: str | None = None,
+    now: Mapping[int, float] | None = None,
+    states: Sequence[str] = ("complete",),
 ) -> list[tuple[Record, float]]:
     """Trials that ran to their end with their seconds (corrected where the machine drifted), fastest first.
 
@@ -273,11 +302,12 @@ def ranked(
         records: of the study.
         run: on whose footing the seconds are. None takes all trials to be of one run.
         now: as of `footing_of`.
+        states: of the trials; with ``pruned``, those that were given up come too.
     """
     footing = footing_of(records, run, now)
     by_plan: dict[str, list[tuple[Record, float]]] = {}
     for record in records:
-        if record.state == "complete" and record.seconds is not None and record.plan is not None:
+        if record.state in states and record.seconds is not None and record.plan is not None:
             seconds = footing.bring(None if run is None else record.run, record.number, record.seconds)
             by_plan.setdefault(record.plan, []).append((record, seconds))
     best = [(found[0][0], statistics.median(seconds for _, seconds in found)) for found in by_plan.values()]

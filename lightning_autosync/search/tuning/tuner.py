@@ -10,7 +10,7 @@ import optuna
 
 from lightning_autosync.errors import DocumentError
 from lightning_autosync.plan import SyncPlan, compile_plan
-from lightning_autosync.search.studies import INTERRUPTED, PREDICTED, PRICE
+from lightning_autosync.search.studies import BROKEN_OFF, PREDICTED, PRICE
 from lightning_autosync.search.tuning.errors import TuningError
 from lightning_autosync.search.tuning.interruptions import uninterrupted
 from lightning_autosync.search.tuning.job import Job
@@ -144,7 +144,7 @@ class Tuner:
         decided = [one for one in batch.pending if one.course.state != "running" and one.trial.number not in ended]
         self._tell(batch, decided)
         ended |= {one.trial.number for one in decided}
-        why = INTERRUPTED if isinstance(error, KeyboardInterrupt) else str(error)
+        why = BROKEN_OFF if isinstance(error, KeyboardInterrupt) else str(error)
         for trial in batch.asked:
             if trial.number not in ended:
                 self._trials.interrupt(trial, why)
@@ -166,8 +166,7 @@ class Tuner:
             return
         estimate = self._replay.estimate(self._job.workload, self._job.cluster, [plan])
         for name in (PRICE, PREDICTED):
-            if name not in trial.user_attrs:
-                trial.set_user_attr(name, float(estimate.seconds[0]))
+            self._trials.note(trial, name, float(estimate.seconds[0]))
 
     def _best_so_far(self, batch: Batch) -> float | None:
         """Seconds that a plan is compared with: those of the fastest trial as it would be now; None without one.
