@@ -29,6 +29,7 @@ from lightning_autosync.search.sampler.population import Candidate
 from lightning_autosync.search.sampler.residual import Residuals
 from lightning_autosync.simulator import Replay
 from lightning_autosync.simulator.dataset import Sample
+from lightning_autosync.simulator.dataset.sample import step_noise
 from lightning_autosync.simulator.learned import Estimate, ReplayEstimator
 from lightning_autosync.workload import Variable, Workload
 
@@ -347,6 +348,7 @@ class Memorizer:
 
     def __init__(self) -> None:
         self.known: dict[str, float] = {}
+        self.noise: dict[str, float] = {}
 
     def estimate(self, workload, cluster, plans) -> Estimate:
         known = ReplayEstimator().estimate(workload, cluster, plans).seconds
@@ -355,6 +357,7 @@ class Memorizer:
 
     def fit(self, samples) -> None:
         self.known |= {signature(sample.plan): sample.seconds for sample in samples}
+        self.noise |= {signature(sample.plan): sample.noise for sample in samples}
 
     def save(self, directory) -> None:
         raise NotImplementedError
@@ -365,6 +368,22 @@ def test_errors_of_a_simulator_are_those_on_plans_that_it_was_not_taught() -> No
     study = tune(sampler, 21, lambda plan: 2 * seconds(plan))
     late = study.trials[-1]  # the first after all others were learned by heart
     assert late.user_attrs[studies.PREDICTED] == pytest.approx(late.value, rel=0.1)
+
+
+def test_a_simulator_is_told_how_sure_a_time_is() -> None:
+    estimator = Memorizer()
+    study = optuna.create_study(sampler=AutoSyncSampler(SPACE, estimator=estimator, seed=0, refit=2, **SMALL))
+    expected = {}
+    for spread in (0.01, 0.03, 0.0):
+        trial = study.ask()
+        plan = SPACE.plan(studies.suggest(trial, SPACE))
+        steps = (0.1 - spread, 0.1, 0.1 + spread)
+        trial.set_user_attr(studies.STEPS, [steps])
+        study.tell(trial, 0.1)
+        expected[signature(plan)] = step_noise(steps)
+    assert len(estimator.noise) == 2  # the third trial was told after the training that it began with
+    assert estimator.noise == pytest.approx({name: expected[name] for name in estimator.noise})
+    assert min(estimator.noise.values()) > 0.04
 
 
 def test_errors_on_sources_are_those_of_plans_that_were_held_out_too() -> None:

@@ -11,7 +11,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from lightning_autosync.plan.space import PlanSpace, Value
 from lightning_autosync.search.drift import Footing
-from lightning_autosync.search.studies import REFINED, RUN, seconds_of, sight_of, was_interrupted
+from lightning_autosync.search.studies import REFINED, RUN, measured_steps, seconds_of, sight_of, was_interrupted
 
 CHOICE = "autosync:choice"
 """System attribute of a trial: the point that was chosen for it, there before its parameters are."""
@@ -38,6 +38,7 @@ class Observations:
 
     Attributes:
         measured: trials with a time, complete or stopped early: number, choice, and the logarithm of the seconds.
+        steps: seconds of each step of these, by number; of a trial that tells no steps, its time alone.
         pending: choices that are being measured now.
         tried: those of all other trials, which failed by themselves; interrupted ones may be tried again.
         choosing: numbers of the running trials whose choice is not known yet.
@@ -45,6 +46,7 @@ class Observations:
     """
 
     measured: list[tuple[int, Choice, float]] = field(default_factory=list)
+    steps: dict[int, tuple[float, ...]] = field(default_factory=dict)
     pending: list[Choice] = field(default_factory=list)
     tried: list[Choice] = field(default_factory=list)
     choosing: list[int] = field(default_factory=list)
@@ -74,8 +76,9 @@ class Observations:
         if (seconds := seconds_of(trial)) is None:
             self.tried.append(choice)
             return
-        seconds = self.footing.bring(trial.user_attrs.get(RUN), trial.number, seconds)
-        self.measured.append((trial.number, choice, math.log(seconds)))
+        factor = self.footing.bring(trial.user_attrs.get(RUN), trial.number, 1.0)
+        self.measured.append((trial.number, choice, math.log(factor * seconds)))
+        self.steps[trial.number] = tuple(factor * step for step in measured_steps(trial))
 
 
 def _footing(trials: Sequence[FrozenTrial], own: int) -> Footing:

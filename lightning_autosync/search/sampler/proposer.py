@@ -189,7 +189,7 @@ class Proposer:
         """What may take long of the proposal for a trial: train the simulator, if that is due, estimate the sources."""
         if not self._population.candidates:
             self._population.found(self._rng, self._sources.points)
-        self._train(self._measured(observations))
+        self._train(observations)
         self._believer.source_errors()
         self._prepared_for = number
 
@@ -211,23 +211,32 @@ class Proposer:
         made = (self._population.of(choice) for choice in choices)
         return [candidate for candidate in made if candidate is not None]
 
-    def _train(self, measured: Mapping[str, tuple[Candidate, float]]) -> None:
+    def _train(self, observations: Observations) -> None:
         """Train a simulator that learns: on the sources at first, then whenever enough trials came in."""
         if self._holdout is None:
             return
+        measured = self._measured(observations)
         first, elsewhere = self._trained is None, len(self._sources.samples)
         if not (first and elsewhere) and len(measured) - (self._trained or 0) < self._sizes.refit:
             return
-        own = [
-            Sample(self.space.workload, self.space.cluster, candidate.plan, (math.exp(seconds),), candidate.origin)
-            for candidate, seconds in measured.values()
-        ]
+        own = self._samples(observations)
         _log.info("training the simulator on %d measured plans, %d from elsewhere", len(own) + elsewhere, elsewhere)
         again = [one for one in self._population.candidates.values() if self._believer.estimated(one)]
         self._holdout.fit(own)
         self._believer.taught(self._holdout, [candidate for candidate, _ in measured.values()])
         self._believer.estimate(again)
         self._trained = len(measured)
+
+    def _samples(self, observations: Observations) -> list[Sample]:
+        """What was measured, a sample a plan with all steps that it made, which tell its noise."""
+        steps: dict[str, tuple[Candidate, list[float]]] = {}
+        for number, choice, _ in observations.measured:
+            if (candidate := self._population.of(choice)) is not None:
+                steps.setdefault(candidate.signature, (candidate, []))[1].extend(observations.steps[number])
+        return [
+            Sample(self.space.workload, self.space.cluster, candidate.plan, tuple(taken), candidate.origin)
+            for candidate, taken in steps.values()
+        ]
 
     def _generate(self, taken: set[str], measured: int) -> None:
         """Breed what may be fast by rough prices, and have the best of it estimated; likewise what refines the best.
