@@ -23,5 +23,9 @@ class WorkerError(AutoSyncError, RuntimeError):
         self.reason = reason
 
 
+class InputError(WorkerError):
+    """What ranks were given is wrong; the message says all, as if it had been found before they were asked."""
+
+
 class LaunchError(AutoSyncError, RuntimeError):
     """Workers cannot be started in the way asked for."""

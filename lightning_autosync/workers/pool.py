@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
-from lightning_autosync.workers.errors import LaunchError, WorkerError
+from lightning_autosync.workers.errors import InputError, LaunchError, WorkerError
 from lightning_autosync.workers.launch import Launch, LocalLaunch
 from lightning_autosync.workers.process import WorkerProcess
 
@@ -120,6 +120,7 @@ class WorkerPool:
             WorkerError: a rank raised. If every rank answered, the pool lives on, in a new process
                 group (subgroups made before are gone). Else, as when a rank died or did not answer
                 within ``timeout`` seconds, the pool is closed.
+            InputError: what is wrong is what the ranks were given.
         """
         with self._lock:
             if self.closed:
@@ -219,7 +220,11 @@ class WorkerPool:
 
     def _raised(self, failed: list[int], replies: dict[int, dict[str, Any]]) -> WorkerError:
         first = failed[0]
-        error = replies[first]["error"]
+        errors = [replies[rank]["error"] for rank in failed]
+        error = errors[0]
+        if all(one["input"] for one in errors):
+            said = "; ".join(dict.fromkeys(replies[rank]["error"]["message"] for rank in sorted(failed)))
+            return InputError(said, first, error["traceback"], error["type"], error["message"])
         message = f"rank {first} raised {error['type']}: {error['message']}{_others(failed[1:], replies)}"
         text = f"{message}\n\n{error['traceback']}{self._outputs([first])}"
         return WorkerError(text, first, error["traceback"], error["type"], error["message"])

@@ -8,7 +8,8 @@ its stderr:
 - ``{"action": "announce", "port": p}``: let ``env://`` lead to that store; whoever is called makes the group itself.
 - ``{"action": "call", "function": "package.module:name", "arguments": {...}}``: answers what it returns.
 
-An answer is ``{"result": ...}`` or ``{"error": {"type": ..., "message": ..., "traceback": ...}}``.
+An answer is ``{"result": ...}`` or ``{"error": {"type": ..., "message": ..., "traceback": ..., "input": ...}}``;
+the last says whether what was wrong is something that the user gave, of which the message says all.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import IO, Any, NoReturn, cast
 
+from lightning_autosync.errors import DocumentError
 from lightning_autosync.runtime.scheduling import set_batch_scheduling
 
 PR_SET_PDEATHSIG = 1
@@ -138,7 +140,12 @@ def answer(member: Member, order: dict[str, Any]) -> bytes:
     try:
         reply = json.dumps({"result": getattr(member, action)(**order)})
     except BaseException as error:  # SystemExit too: an order must not end the worker
-        details = {"type": type(error).__name__, "message": str(error), "traceback": traceback.format_exc()}
+        details = {
+            "type": type(error).__name__,
+            "message": str(error),
+            "traceback": traceback.format_exc(),
+            "input": isinstance(error, DocumentError),
+        }
         reply = json.dumps({"error": details})
     return reply.encode() + b"\n"
 

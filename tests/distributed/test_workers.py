@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_autosync.workers import LaunchError, LocalLaunch, WorkerError, WorkerPool
+from lightning_autosync.workers import InputError, LaunchError, LocalLaunch, WorkerError, WorkerPool
 
 HERE = Path(__file__).parent
 
@@ -68,6 +68,15 @@ def test_an_error_in_one_rank_leaves_the_pool_alive(pool):
     assert "about to fail" in str(caught.value)
     assert pool.run("worker_calls:sum_of_ranks") == [10.0] * 5
     assert pool.live().pids == before
+
+
+def test_wrong_input_is_told_once_and_without_a_traceback(pool):
+    with pytest.raises(InputError, match=r"^model\.data: missing$") as caught:
+        pool.run("worker_calls:refuse", by_rank=False)
+    assert (caught.value.kind, caught.value.reason) == ("DocumentError", "model.data: missing")
+    with pytest.raises(InputError, match=r"^model\.data: missing on rank 1; model\.data: missing on rank 3$"):
+        pool.run("worker_calls:refuse", ranks=[1, 3], by_rank=True)
+    assert pool.run("worker_calls:sum_of_ranks") == [10.0] * 5
 
 
 def test_exit_in_an_order_is_an_error_not_an_end(pool):

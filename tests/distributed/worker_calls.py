@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_autosync.errors import DocumentError
+
 
 def echo(**arguments: Any) -> dict[str, Any]:
     return {"rank": dist.get_rank(), **arguments}
@@ -28,6 +30,10 @@ def fail_on(rank: int) -> str:
         print("about to fail")
         raise ValueError(f"no luck on {rank}")
     return "fine"
+
+
+def refuse(by_rank: bool) -> None:
+    raise DocumentError(f"model.data: missing{f' on rank {dist.get_rank()}' if by_rank else ''}")
 
 
 def fail_before_all_reduce(rank: int) -> float:
