@@ -19,6 +19,7 @@ class Dialler:
 
     def __init__(self) -> None:
         self._threads: list[threading.Thread] = []
+        self._changing = threading.Lock()  # the mesh's thread calls, and whoever makes the mesh
         self._closed = threading.Event()
 
     def call(
@@ -41,15 +42,18 @@ class Dialler:
             else:
                 reached(found)
 
-        self._threads = [thread for thread in self._threads if thread.is_alive()]
         thread = threading.Thread(target=run, name="autosync-dial", daemon=True)
-        self._threads.append(thread)
-        thread.start()
+        with self._changing:
+            thread.start()
+            self._threads = [*(one for one in self._threads if one.is_alive()), thread]
 
     def hang_up(self) -> None:
         """Let calls end soon; who waits in one is told that it is no longer needed."""
         self._closed.set()
 
     def join(self) -> None:
-        for thread in self._threads:
+        """Wait until the last call has ended."""
+        with self._changing:
+            threads = self._threads
+        for thread in threads:
             thread.join()

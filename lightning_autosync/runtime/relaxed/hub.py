@@ -9,6 +9,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 
 from lightning_autosync.errors import ExchangeError
@@ -91,9 +92,13 @@ class Hub:
         if self._thread.is_alive():
             self.submit(self._peers.take_leave)
             self._thread.join()
+        self._peers.hang_up()
+        # What came too late for the thread: messages, which settle, and connections, which are closed.
+        for order in self._orders.close():
+            with suppress(ExchangeError):
+                order()
         self._peers.close()
         self._reception.close()
-        self._orders.close()
         self._selector.close()
 
     # The loop

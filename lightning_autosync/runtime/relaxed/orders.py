@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import socket
+import threading
 from collections import deque
 from collections.abc import Callable
+
+from lightning_autosync.errors import ExchangeError
 
 
 class Orders:
@@ -16,14 +19,22 @@ class Orders:
 
     def __init__(self) -> None:
         self._orders: deque[Callable[[], None]] = deque()
-        self._awake = False
+        self._awake = self._closed = False
+        self._submitting = threading.Lock()
         self._wake, self.woken = socket.socketpair()
         self.woken.setblocking(False)
 
     def submit(self, order: Callable[[], None]) -> None:
-        """Leave a call; from any thread."""
-        self._orders.append(order)
-        self._rouse()
+        """Leave a call; from any thread.
+
+        Raises:
+            ExchangeError: the queue is closed.
+        """
+        with self._submitting:
+            if self._closed:
+                raise ExchangeError("the mesh is closed")
+            self._orders.append(order)
+            self._rouse()
 
     def obey(self) -> None:
         """Make all calls that were left; where one raises, the thread wakes again for those behind it."""
@@ -46,6 +57,16 @@ class Orders:
             self._awake = True
             self._wake.send(b"\0")
 
-    def close(self) -> None:
-        self._wake.close()
-        self.woken.close()
+    def close(self) -> list[Callable[[], None]]:
+        """Take no more calls.
+
+        Returns:
+            Those that were left and not made.
+        """
+        with self._submitting:
+            self._closed = True
+            self._wake.close()
+            self.woken.close()
+            left = list(self._orders)
+            self._orders.clear()
+        return left

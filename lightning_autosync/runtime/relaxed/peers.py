@@ -374,10 +374,13 @@ class Peers:
         connected = [line for line in self.lines.values() if line.socket is not None]
         return time.monotonic() > self.closing or all(line.link.idle or line.link.peer_left for line in connected)
 
-    def close(self) -> None:
-        """Let go of all connections."""
+    def hang_up(self) -> None:
+        """Call nobody any more; every call has ended then."""
         self.dialler.hang_up()
         self.dialler.join()
+
+    def close(self) -> None:
+        """Let go of all connections."""
         for line in self.lines.values():
             line.link.abandon(ExchangeError("the mesh was closed"))
             if line.socket is not None:

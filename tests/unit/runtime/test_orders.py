@@ -6,6 +6,7 @@ import select
 
 import pytest
 
+from lightning_autosync.errors import ExchangeError
 from lightning_autosync.runtime.relaxed.orders import Orders
 
 
@@ -30,3 +31,14 @@ def test_calls_behind_one_that_raises_are_made_at_the_next_wake() -> None:
         assert not _is_woken(orders)
     finally:
         orders.close()
+
+
+def test_nothing_can_be_left_in_a_closed_queue() -> None:
+    orders, made = Orders(), []
+    orders.submit(lambda: made.append(0))
+    (left,) = orders.close()
+    with pytest.raises(ExchangeError, match="the mesh is closed"):
+        orders.submit(lambda: made.append(1))
+    assert made == []
+    left()
+    assert made == [0]
