@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy
 
@@ -51,6 +51,7 @@ class Replay:
         self._loads = LoadModel(self._network, self._forest, self._constants)
         self._clock = ComputeClock(workload, self._constants)
         self._names = self._network.channel_names()[: self._network.links]
+        self._numel = {variable.name: variable.numel for variable in workload.variables}
         self._speeds = [cluster.nodes[index].speed for index in cluster.rank_nodes]
 
     def predict(self, schedule: Schedule, detail: Detail = "auto") -> Prediction:
@@ -63,13 +64,12 @@ class Replay:
                 link in proportion to the rates that they would have alone; ``auto`` takes frames where there are few.
 
         Raises:
-            PlanError: the schedule is for another number of ranks.
+            PlanError: the schedule is for another number of ranks, or a message is not of this workload's variables.
+            ValueError: ``detail`` is none of these.
         """
-        if schedule.world_size != self._cluster.world_size:
-            raise PlanError(
-                f"schedule: it is for {schedule.world_size} ranks, cluster '{self._cluster.name}' has "
-                f"{self._cluster.world_size}"
-            )
+        self._check(schedule)
+        if detail not in get_args(Detail):
+            raise ValueError(f"detail: {detail!r} is not known; allowed: {', '.join(get_args(Detail))}")
         stages = self._stages(schedule)
         launch_costs = [0.0] * len(schedule.messages)
         for stage in stages:
@@ -95,6 +95,21 @@ class Replay:
             if abs(tokens - before).sum() <= _STEADY * self._network.burst.sum():
                 break
         return prediction
+
+    def _check(self, schedule: Schedule) -> None:
+        if schedule.world_size != self._cluster.world_size:
+            raise PlanError(
+                f"schedule: it is for {schedule.world_size} ranks, cluster '{self._cluster.name}' has "
+                f"{self._cluster.world_size}"
+            )
+        for message in schedule.messages:
+            if foreign := set(message.variables) - self._numel.keys():
+                raise PlanError(f"schedule: '{min(foreign)}' is no variable of workload '{self._workload.name}'")
+            if message.numel != (numel := sum(self._numel[name] for name in message.variables)):
+                raise PlanError(
+                    f"schedule: message '{message.name}' has {message.numel} elements, its variables in workload "
+                    f"'{self._workload.name}' have {numel}"
+                )
 
     def _stages(self, schedule: Schedule) -> list[Stage]:
         if self._network.ranks == 1:

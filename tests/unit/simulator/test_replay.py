@@ -160,6 +160,16 @@ def test_schedules_for_other_ranks_are_refused() -> None:
         replay(schedule(3, [all_reduce()]), workload(), one_switch(2))
 
 
+def test_schedules_of_other_models_are_refused() -> None:
+    with pytest.raises(PlanError, match="schedule: 'p' is no variable of workload 'many'"):
+        replay(compiled("all_reduce", BIG, CLUSTERS["equal"]), MANY, CLUSTERS["equal"])
+
+
+def test_a_detail_that_is_not_known_is_refused() -> None:
+    with pytest.raises(ValueError, match="detail: 'frame' is not known; allowed: auto, frames, fluid"):
+        replay(schedule(2, [all_reduce()]), workload(), one_switch(2), detail="frame")  # type: ignore[arg-type]
+
+
 def test_unknown_rates_are_refused() -> None:
     with pytest.raises(ClusterError, match="bandwidth: unknown"):
         Replay(workload(), ClusterSpec.uniform(nodes=2))
