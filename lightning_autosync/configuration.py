@@ -191,12 +191,14 @@ def _message(verb: str, overrides: Sequence[str], error: Exception) -> str:
         key = found[1]
         if "already at" in str(error):
             return f"{key}: is a key already; leave out the +"
-        return f"{key}: unknown key; {_allowed_beside(verb, key, overrides)}"
+        return _unknown(verb, key, overrides)
     return _first_line(error)
 
 
-def _allowed_beside(verb: str, key: str, overrides: Sequence[str]) -> str:
-    """The keys at the deepest part of ``key`` that there is, under the options that were chosen."""
+def _unknown(verb: str, key: str, overrides: Sequence[str]) -> str:
+    """What is to be said of a key that there is not: those beside it, or that it can be added to what is empty."""
+    from omegaconf import OmegaConf
+
     groups = [path.name for path in configuration_directory().iterdir() if path.is_dir()]
     chosen = [
         override
@@ -209,8 +211,13 @@ def _allowed_beside(verb: str, key: str, overrides: Sequence[str]) -> str:
         if not hasattr(node, "keys") or part not in node or not hasattr(node[part], "keys"):
             break
         node, place = node[part], f"{place}.{part}" if place else part
+    depth = place.count(".") + 1 if place else 0
+    under = ".".join(key.split(".")[: depth + 1])
+    beside: Any = OmegaConf.to_container(node)
+    if under != key and beside.get(under.rpartition(".")[2], "none") is None:
+        return f"{key}: there is nothing in {under} yet; to add it, write +{key}=..."
     names = sorted({*map(str, node), *([] if place else [name for name in groups if _has_group(verb, name)])})
-    return f"allowed{f' in {place}' if place else ''}: {', '.join(names)}"
+    return f"{key}: unknown key; allowed{f' in {place}' if place else ''}: {', '.join(names)}"
 
 
 def _has_group(verb: str, group: str) -> bool:

@@ -86,10 +86,17 @@ class Imported(Model):
 
     def _own_batches(self) -> Any:
         loader = getattr(self.module(), "train_dataloader", None)
+        why = ""
         try:
-            return loader() if loader is not None else None
+            found = loader() if loader is not None else None
         except Exception as error:  # Lightning's own raises its own class where nobody overrides it
-            raise DocumentError(f"model.data: missing; '{self.target}' has no batches of its own: {error}") from None
+            found, why = None, f": {error}"
+        if found is None:
+            raise DocumentError(
+                f"model.data: missing; '{self.target}' has no batches of its own, so give "
+                f"+model.data._target_=package.module.DataModule{why}"
+            )
+        return found
 
 
 class _Loss:

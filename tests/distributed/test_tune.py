@@ -168,6 +168,10 @@ def _wait_for_trials(journal: Path, count: int, running: subprocess.Popen[str]) 
         (("model=imported", "model._target_=nowhere.Net"), r"model: 'nowhere.Net': .*nowhere"),
         (("model=imported", "model._target_=torch.nn.Linear"), r"model: 'torch.nn.Linear': .*in_features"),
         (
+            ("model=imported", "model._target_=torch.nn.Linear", "+model.in_features=4", "+model.out_features=2"),
+            r"^model\.data: missing; 'torch\.nn\.Linear' has no batches of its own, so give \+model\.data\._target_=",
+        ),
+        (
             ("model=imported", "model._target_=os.getcwd"),
             r"model._target_: 'os.getcwd' is str, no Module",
         ),

@@ -21,6 +21,11 @@ from lightning_autosync.errors import DocumentError
         ("modell=flat", r"modell: unknown key; allowed: .*model"),
         ("model.speed=1", r"model.speed: unknown key; allowed in model: batch, kind, tensors, width$"),
         ("model=flat model.speed=1", r"model.speed: unknown key; allowed in model: kind, mib$"),
+        (
+            "model=imported model._target_=a.B model.data._target_=a.C",
+            r"there is nothing in model.data yet; .*\+model.data._",
+        ),
+        ("rounds.x=1", r"rounds.x: unknown key; allowed: "),
         ("ddp.buckets.first=1", r"ddp.buckets.first: unknown key; allowed in ddp: bucket_cap_mb"),
         ("model=foo", r"model: 'foo' is not known; allowed: .*digits, .*vgg_like$"),
         ("cluster=foo", r"cluster: 'foo' is not known; allowed: .*fat_node_star, .*two_sites_wan$"),

@@ -52,10 +52,15 @@ def collect(configuration: dict[str, Any], directory: Path) -> None:
             write_text(directory / "result.json", json.dumps(result) + "\n")
     progress = collector.progress
     rate = 60 * progress.measured / seconds
+    disturbed = ""
+    if progress.disturbed:
+        disturbed = (
+            f", {progress.disturbed} of them beside other load (more than quiet={settings.quiet:g} cores; a fit leaves "
+            "them out, and the next run measures them again)"
+        )
     Console().print(
-        f"{before} pairs were there, {progress.measured} measured ({rate:.0f} a minute), {progress.disturbed} of them "
-        f"beside other load (the next run measures these again), {len(progress.failed)} failed; the dataset is "
-        f"{writer.directory}",
+        f"{before} pairs were there, {progress.measured} measured ({rate:.0f} a minute){disturbed}, "
+        f"{len(progress.failed)} failed; the dataset is {writer.directory}",
         soft_wrap=True,
         highlight=False,
     )

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import optuna
 from pydantic import Field, model_validator
 
 from lightning_autosync.bench.validation.hosts import shared_hosts
@@ -88,6 +89,7 @@ def report(configuration: dict[str, Any], directory: Path) -> None:
         DocumentError: (or a subclass) a setting is wrong, or a run is missing, cut off or of another format.
     """
     settings = ReportSettings.parse(configuration)
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
     if settings.run is not None:
         runs = [TuningRun.load(Path(settings.run))]
         path = Path(settings.file) if settings.file else Path(settings.run) / REPORT
