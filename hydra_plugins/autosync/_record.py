@@ -10,6 +10,7 @@ import optuna
 from optuna.trial import FrozenTrial, TrialState
 
 from hydra_plugins.autosync._space import Space
+from hydra_plugins.autosync._study import of_sweep
 from lightning_autosync.documents import write_text
 
 FORMAT = "autosync-sweep/1"
@@ -17,7 +18,7 @@ FORMAT = "autosync-sweep/1"
 
 def write_record(study: optuna.Study, space: Space, directory: Path, compares: bool) -> None:
     """Write the file anew: the space, each trial, and, if trials are compared, the best of them."""
-    trials = study.get_trials(deepcopy=False)
+    trials = of_sweep(study)
     begun = [trial for trial in trials if trial.state is not TrialState.WAITING]
     complete = any(trial.state is TrialState.COMPLETE for trial in trials)
     record = {

@@ -12,12 +12,12 @@ from typing import Any, Literal
 import optuna
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 from optuna.storages import BaseStorage
-from optuna.trial import Trial, TrialState
+from optuna.trial import FrozenTrial, Trial, TrialState
 
 from hydra_plugins.autosync._errors import SweepError
 from hydra_plugins.autosync._space import Parameter, Space
 from lightning_autosync import documents
-from lightning_autosync.search import studies
+from lightning_autosync.search import storages
 
 Direction = Literal["minimize", "maximize"]
 
@@ -26,6 +26,8 @@ SPACE_KEY = "autosync:sweep"
 """Attribute of the study: what it is over."""
 PLACE_KEY = "autosync:sweep_directory"
 """Attribute of a trial: the directory of the sweep that runs it."""
+SURPLUS_KEY = "autosync:surplus"
+"""Attribute of a trial that is none of the sweep: sweeps that share a study may both have asked for a combination."""
 FIXED = "fixed_params"
 """Where Optuna keeps the values of a trial that was enqueued."""
 SECONDS = "seconds of the launch"
@@ -50,8 +52,8 @@ def open_storage(url: str | None, directory: Path) -> BaseStorage:
     path = directory / JOURNAL
     Path(f"{path}.lock").unlink(missing_ok=True)  # of a process that was killed while it wrote
     try:
-        return studies.open_storage(url or path)
-    except studies.StudyError as error:
+        return storages.open_storage(url or path)
+    except storages.StudyError as error:
         raise SweepError(f"hydra.sweeper.storage: {error}") from None
 
 
@@ -106,13 +108,23 @@ def enqueue_grid(study: optuna.Study, space: Space) -> int:
 
     It may have been interrupted at that, and a sampler may have chosen some of them before.
     """
-    trials = study.get_trials(deepcopy=False)
+    trials = of_sweep(study)
     # Not by Optuna's own `skip_if_exists`, to which numbers are the same that differ by a hundred thousandth.
-    had = {_values(trial.system_attrs.get(FIXED) or trial.params, space) for trial in trials}
+    had = {_values(_given(trial), space) for trial in trials}
     missing = [combination for combination in space.grid() if _values(combination, space) not in had]
     for combination in missing:
         study.enqueue_trial(combination)
     return len(trials) + len(missing)
+
+
+def of_sweep(study: optuna.Study) -> list[FrozenTrial]:
+    """The trials of a study, but for those that are surplus."""
+    return [trial for trial in study.get_trials(deepcopy=False) if SURPLUS_KEY not in trial.user_attrs]
+
+
+def _given(trial: FrozenTrial) -> Mapping[str, Any]:
+    """The values that a trial was enqueued with, or else those that it has come to."""
+    return trial.system_attrs.get(FIXED) or trial.params
 
 
 def _values(values: Mapping[str, Any], space: Space) -> tuple[Any, ...]:
@@ -132,17 +144,34 @@ def interrupted(study: optuna.Study, directory: Path, own: bool) -> list[Trial]:
     return [Trial(study, trial._trial_id) for trial in ours]
 
 
-def ask(study: optuna.Study, directory: Path) -> Trial:
-    """The next trial, marked as ours."""
-    trial = study.ask()
-    trial.set_user_attr(PLACE_KEY, _place(directory))
-    return trial
+def ask(study: optuna.Study, directory: Path, grid: Space | None = None) -> Trial | None:
+    """The next trial, marked as ours; of a ``grid`` one whose combination no other has, None where there is none left.
+
+    Sweeps on one study that begin at once find the same combinations missing, and each asks for all of them. Of equal
+    ones the trial with the lowest number is run.
+    """
+    while True:
+        trial = study.ask()
+        trial.set_user_attr(PLACE_KEY, _place(directory))
+        if grid is None or _is_first(study, trial.number, grid):
+            return trial
+        trial.set_user_attr(SURPLUS_KEY, True)
+        study.tell(trial, state=TrialState.PRUNED)
+        if not any(other.state is TrialState.WAITING for other in of_sweep(study)):
+            return None
+
+
+def _is_first(study: optuna.Study, number: int, grid: Space) -> bool:
+    """Whether a trial was enqueued, and no trial before it has its combination."""
+    trials = of_sweep(study)
+    own = next(trial for trial in trials if trial.number == number)
+    before = {_values(_given(trial), grid) for trial in trials if trial.number < number}
+    return FIXED in own.system_attrs and _values(own.system_attrs[FIXED], grid) not in before
 
 
 def started(study: optuna.Study) -> int:
     """Trials that were begun, however they ended."""
-    trials = study.get_trials(deepcopy=False)
-    return sum(trial.state is not TrialState.WAITING for trial in trials)
+    return sum(trial.state is not TrialState.WAITING for trial in of_sweep(study))
 
 
 def suggest(trial: Trial, parameter: Parameter) -> Any:

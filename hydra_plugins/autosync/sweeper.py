@@ -81,7 +81,7 @@ class OptunaSweeper(Sweeper):
             OmegaConf.save(self.config, directory / "multirun.yaml")
             study, n_trials = self._open(space, open_storage(self._storage, directory), directory)
             try:
-                for batch in self._batches(study, n_trials, directory):
+                for batch in self._batches(study, n_trials, directory, space if self._is_grid else None):
                     for run in _consecutive(self._composed(study, space, batch)):
                         self._run(study, run)
                         write_record(study, space, directory, self._compares)
@@ -90,6 +90,10 @@ class OptunaSweeper(Sweeper):
             write_record(study, space, directory, self._compares)
             self._report(study, directory)
 
+    @property
+    def _is_grid(self) -> bool:
+        return self._sampler is None or self._sampler.get("_target_") == _config.GRID
+
     def _open(self, space: Space, storage: Any, directory: Path) -> tuple[optuna.Study, int]:
         """The study, and the number of trials that it is to have."""
         import optuna
@@ -97,7 +101,7 @@ class OptunaSweeper(Sweeper):
         from hydra_plugins.autosync._study import enqueue_grid, hold_to_metric, open_study
 
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        grid = self._sampler is None or self._sampler.get("_target_") == _config.GRID
+        grid = self._is_grid
         if not grid and not self._compares:
             raise SweepError("hydra.sweeper.direction: missing; a sampler needs minimize or maximize")
         if not grid and self._n_trials is None:
@@ -114,7 +118,9 @@ class OptunaSweeper(Sweeper):
         _log.info("Sweep of %d trials; if interrupted it goes on with hydra.sweep.dir=%s", n_trials, directory)
         return study, n_trials
 
-    def _batches(self, study: optuna.Study, n_trials: int, directory: Path) -> Iterator[list[optuna.Trial]]:
+    def _batches(
+        self, study: optuna.Study, n_trials: int, directory: Path, grid: Space | None
+    ) -> Iterator[list[optuna.Trial]]:
         """Trials to run, ``n_jobs`` at a time; first those that were interrupted."""
         from hydra_plugins.autosync._study import ask, interrupted, started
 
@@ -122,7 +128,10 @@ class OptunaSweeper(Sweeper):
         while True:
             batch, again = again[: self._n_jobs], again[self._n_jobs :]
             room = min(self._n_jobs - len(batch), n_trials - started(study))
-            batch += [ask(study, directory) for _ in range(room)]
+            for _ in range(room):
+                if (trial := ask(study, directory, grid)) is None:
+                    break
+                batch.append(trial)
             if not batch:
                 return
             yield batch
@@ -196,12 +205,14 @@ class OptunaSweeper(Sweeper):
         """Say what was best, and fail if too much failed."""
         from optuna.trial import TrialState
 
+        from hydra_plugins.autosync._study import of_sweep
+
         complete = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
         if self._compares and complete:
             for best in study.best_trials:
                 _log.info("Best: trial %d, %s: %s", best.number, best.values, " ".join(best.user_attrs["overrides"]))
         failed = study.get_trials(deepcopy=False, states=(TrialState.FAIL,))
-        finished = sum(trial.state.is_finished() for trial in study.get_trials(deepcopy=False))
+        finished = sum(trial.state.is_finished() for trial in of_sweep(study))
         _log.info("%s", directory / "result.json")
         if failed and len(failed) > self._max_failure_rate * finished:
             lines = [f"  trial {trial.number}: {trial.user_attrs.get('error', 'unknown')}" for trial in failed]

@@ -133,6 +133,12 @@ class Drift:
         return {number: _around([self.turns[n] for n in numbers], place) for place, number in enumerate(numbers)}
 
 
+def run_with_turns(sights: Sequence[Sight], wanted: str | None) -> str | None:
+    """The wanted run, if the reference had a turn in it; else the first in which it had, if there is one."""
+    runs = [sight.run for sight in sights if sight.batch is not None and sight.reference is not None]
+    return wanted if wanted in runs or not runs else runs[0]
+
+
 class Footing:
     """Seconds of trials of several runs on the footing of one, by the reference that all of them measure.
 

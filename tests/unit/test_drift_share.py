@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from lightning_autosync.search.drift import Footing, Sight
+from lightning_autosync.search.drift import Footing, Sight, run_with_turns
 
 SECONDS = 0.1
 
@@ -89,3 +89,18 @@ def test_without_a_reference_nothing_is_brought_anywhere():
     footing = Footing.of(sights, "run")
     assert footing.base.level is None
     assert footing.bring("run", 3, 0.5) == 0.5
+
+
+def test_a_run_without_turns_gives_its_place_to_the_first_that_has_some():
+    broken_off = Sight("first", 0, None, None, None, None)
+    sights = [broken_off, *_sights(lambda _: 1.0, lambda _: 1.0)]
+    slower = [
+        sight._replace(run="slow", reference=2 * (sight.reference or 0.0), seconds=2 * (sight.seconds or 0.0))
+        for sight in sights[1:]
+    ]
+    everyone = [*sights, *slower]
+    assert run_with_turns(everyone, "first") == run_with_turns(everyone, "run") == "run"
+    assert run_with_turns(everyone, "slow") == "slow"
+    assert run_with_turns([broken_off], "first") == "first"
+    assert Footing.of(everyone, "first").bring("slow", 3, 2.0) == 2.0
+    assert Footing.of(everyone, run_with_turns(everyone, "first")).bring("slow", 3, 2.0) == pytest.approx(1.0, rel=0.06)

@@ -19,7 +19,8 @@ import pytest
 from optuna.storages.journal import JournalFileBackend
 from test_workers import wait_until_gone
 
-from hydra_plugins.autosync import _process
+from hydra_plugins.autosync import _process, _record, _study
+from hydra_plugins.autosync._space import read_space
 
 APPLICATION = Path(__file__).parents[1] / "sweep_app.py"
 SWEEPER = ("hydra/sweeper=autosync", "hydra.sweep.subdir=${hydra.job.num}", "hydra.output_subdir=null")
@@ -135,6 +136,25 @@ def test_a_grid_after_random_trials_has_every_combination(tmp_path: Path) -> Non
     found = [(trial["params"]["x"], trial["params"]["seed"]) for trial in record(tmp_path)["trials"]]
     assert set(found) == {(x, seed) for x in (1, 2, 3) for seed in (100000, 100001)}
     assert len(jobs(sweep(tmp_path, *space, *AIM))) == 0
+
+
+def test_sweeps_that_ask_for_the_same_combinations_share_them(tmp_path: Path) -> None:
+    space = read_space({}, ["x=1,2", "y=range(0,3)"])
+    study = optuna.create_study()
+    for combination in [*space.grid(), *space.grid()]:  # each of two had seen none of the other's
+        study.enqueue_trial(combination)
+    assert _study.enqueue_grid(study, space) == 12
+    asked = []
+    while (trial := _study.ask(study, tmp_path, space)) is not None:
+        asked.append(tuple(_study.suggest(trial, parameter) for parameter in space.parameters))
+        assert _study.started(study) == len(asked)
+    assert asked == [tuple(combination.values()) for combination in space.grid()]
+    assert len(_study.of_sweep(study)) == 6
+    assert _study.ask(study, tmp_path, space) is None
+    assert _study.enqueue_grid(study, space) == 6
+    (tmp_path / "sweep").mkdir()
+    _record.write_record(study, space, tmp_path / "sweep", False)
+    assert [trial["number"] for trial in record(tmp_path)["trials"]] == list(range(6))
 
 
 def test_values_of_two_kinds_are_not_put_into_one_study(tmp_path: Path) -> None:

@@ -15,10 +15,12 @@ import pytest
 import torch
 from learned_samples import CONSTANTS, drawn, plan_of, star, workload
 
+from lightning_autosync.bench.fitting import comparison
 from lightning_autosync.bench.fitting.accuracy import Accuracy, summary
 from lightning_autosync.bench.fitting.command import fit
-from lightning_autosync.bench.fitting.comparison import compare
+from lightning_autosync.bench.fitting.comparison import compare, judge
 from lightning_autosync.bench.fitting.encoding import encode_samples
+from lightning_autosync.bench.fitting.runs import FORMAT, Run
 from lightning_autosync.bench.fitting.settings import SPLITS, Settings, SimulatorSettings, SplitName
 from lightning_autosync.bench.fitting.splits import BLOCKS, cluster, divide, family, for_all
 from lightning_autosync.bench.fitting.spread import spread
@@ -26,6 +28,7 @@ from lightning_autosync.cluster import configuration_directory
 from lightning_autosync.documents import read_data
 from lightning_autosync.errors import DocumentError
 from lightning_autosync.plan import SyncPlan, compile_plan, signature
+from lightning_autosync.run_files import RunFile
 from lightning_autosync.simulator import Replay
 from lightning_autosync.simulator.dataset import Conditions, Dataset, Entry, Sample, Writer
 from lightning_autosync.simulator.learned import LearnedEstimator, load_simulator, training
@@ -142,13 +145,18 @@ def test_too_few_clusters_give_a_clear_error(grid: list[Sample]) -> None:
         divide(grid[:2], "trial", 0)
 
 
-def test_runs_are_of_one_division_after_the_other(grid: list[Sample]) -> None:
+def test_runs_are_of_one_division_after_the_other(grid: list[Sample], tmp_path: Path) -> None:
     few = grid[::7]
     settings = Settings.parse({**_configuration(Path("somewhere")), "compare": ["linear"], "splits": ["cluster"]})
     settings = settings.model_copy(update={"seed": 3, "seeds": 3})
-    runs = list(compare(settings, few, encode_samples(few, CONSTANTS, ("linear",), processes=1), CONSTANTS))
+    encoded = encode_samples(few, CONSTANTS, ("linear",), processes=1)
+    runs = list(compare(settings, few, encoded, CONSTANTS, empty_file(tmp_path)))
     assert [run.division for run in runs] == [0, 1, 2]
     assert [run.unseen for run in runs] == [divide(few, "cluster", 3, number).unseen for number in range(3)]
+
+
+def empty_file(directory: Path) -> RunFile[Run]:
+    return RunFile(directory / "runs.jsonl", FORMAT, "a comparison", {}, Run.of)
 
 
 def timed(target: Floats, pair: Sequence[int] = (), drift: float = 0.0, batch: Sequence[int] = ()) -> Examples:
@@ -354,7 +362,7 @@ def test_a_dataset_all_of_whose_samples_were_disturbed_says_so(tmp_path: Path) -
     with Writer(tmp_path / "samples") as writer:
         conditions = Conditions({"machine": "made up"}, disturbed=True)
         writer.append(Entry(sample, conditions) for sample in drawn(2, scene))
-    with pytest.raises(DocumentError, match=r"no sample of a synchronous plan; 2 were measured beside other load"):
+    with pytest.raises(DocumentError, match=r"measured undisturbed; 2 were measured beside other load: collect"):
         fit(_configuration(tmp_path / "samples"), tmp_path)
 
 
@@ -400,6 +408,43 @@ def test_the_command_leaves_a_simulator_and_a_result(
         (one - other).abs().max().item() for one, other in zip(_weights(simulator), _weights(further), strict=True)
     ]
     assert 0 < max(changed) < 0.2  # trained further, and gently
+
+
+def test_an_interrupted_comparison_goes_on(
+    dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = _configuration(dataset, splits=["trial"], compare=["replay", "linear"], simulator={"kind": "linear"})
+    fit(given, tmp_path / "whole")
+    whole = tmp_path / "whole" / "runs.jsonl"
+    header, *lines = whole.read_text().splitlines(keepends=True)
+    assert len(lines) == 4
+    runs = tmp_path / "runs.jsonl"
+    runs.write_text("".join([header, *lines[:3], lines[3][:20]]))  # cut off while the last line was written
+    judged = []
+
+    def judging(*arguments: Any) -> Any:
+        judged.append(arguments)
+        return judge(*arguments)
+
+    monkeypatch.setattr(comparison, "judge", judging)
+    fit({**given, "runs": str(runs)}, tmp_path / "again")
+    assert len(judged) == 1
+    kept, made = (path.read_text().splitlines() for path in (whole, runs))
+    assert made[:4] == kept[:4]
+    assert json.loads(made[4]) == {**json.loads(kept[4]), "seconds": json.loads(made[4])["seconds"]}
+    results = [json.loads((tmp_path / name / "result.json").read_text()) for name in ("whole", "again")]
+    assert results[0]["comparison"] == results[1]["comparison"]
+
+    for changes, field in (
+        ({"seed": 1}, "seed"),
+        ({"cores": 4}, "constants"),
+        ({"simulator": {"kind": "linear", "members": 2}}, "simulator linear"),
+    ):
+        with pytest.raises(DocumentError, match=rf"runs\.jsonl: {field}: its runs were made with .*give another file"):
+            fit({**given, **changes, "runs": str(runs)}, tmp_path / "other")
+    runs.write_text(header + "{}\n")
+    with pytest.raises(DocumentError, match=r"runs\.jsonl:2: not a run of a comparison of simulators"):
+        fit({**given, "runs": str(runs)}, tmp_path / "other")
 
 
 def _weights(simulator: LearnedEstimator) -> Sequence[Any]:

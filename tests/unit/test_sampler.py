@@ -3,31 +3,35 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
+import multiprocessing
 import pickle
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import numpy
 import optuna
 import pytest
 from clusters import uneven_cluster
+from optuna.trial import TrialState
 
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.plan import SyncPlan, builders, compile_plan, signature
 from lightning_autosync.plan.space import BUILDER, COMPOSED, PlanSpace
-from lightning_autosync.search import studies
+from lightning_autosync.search import storages, studies, tried
 from lightning_autosync.search.sampler import AutoSyncSampler
 from lightning_autosync.search.sampler.belief import Beliefs, Believer
 from lightning_autosync.search.sampler.choice import pick
 from lightning_autosync.search.sampler.features import Embedding, similarity
 from lightning_autosync.search.sampler.holdout import HoldOut
-from lightning_autosync.search.sampler.observations import CHOICE, Observations, decode, encode, point_of
-from lightning_autosync.search.sampler.population import Candidate
+from lightning_autosync.search.sampler.observations import CHOICE, Choice, Observations, decode, encode, point_of
+from lightning_autosync.search.sampler.population import Candidate, Population
 from lightning_autosync.search.sampler.residual import Residuals
-from lightning_autosync.simulator import Replay
+from lightning_autosync.simulator import Constants, Replay
 from lightning_autosync.simulator.dataset import Sample
 from lightning_autosync.simulator.dataset.sample import step_noise
 from lightning_autosync.simulator.learned import Estimate, ReplayEstimator
@@ -76,7 +80,7 @@ def test_it_learns_what_the_simulator_gets_wrong() -> None:
     drawn = [otherwise(SPACE.plan(SPACE.draw(rng))) for _ in range(200)]
     assert study.best_value < min(drawn)
     late = study.trials[-1]
-    assert late.user_attrs[studies.PREDICTED] == pytest.approx(late.value, rel=0.15)
+    assert late.user_attrs[tried.PREDICTED] == pytest.approx(late.value, rel=0.15)
 
 
 def test_no_plan_is_proposed_twice_and_failed_ones_never_again() -> None:
@@ -103,7 +107,7 @@ def test_only_a_plan_that_failed_by_itself_stays_tried(interrupted: bool) -> Non
     for _ in range(2):
         trial = study.ask()
         plans.append(signature(SPACE.plan(studies.suggest(trial, SPACE))))
-        trial.set_user_attr(studies.INTERRUPTED, interrupted)
+        trial.set_user_attr(tried.INTERRUPTED, interrupted)
         study.tell(trial, state=optuna.trial.TrialState.FAIL)
     assert (plans[0] == plans[1]) == interrupted
 
@@ -154,17 +158,69 @@ def test_two_processes_go_on_with_one_storage(tmp_path: Path) -> None:
     assert plans.count(taken) == 1
 
 
+def test_processes_that_propose_at_once_share_a_storage(tmp_path: Path) -> None:
+    """They begin at the same moment; two choices made within one may be equal, hardly any are."""
+    path = tmp_path / "one.journal"
+    studies.open_study(path, "one", SPACE)
+    context = multiprocessing.get_context("spawn")
+    barrier = context.Barrier(2)
+    workers = [context.Process(target=_go_on, args=(path, barrier, seed)) for seed in (0, 1)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(120)
+    assert [worker.exitcode for worker in workers] == [0, 0]
+    study = studies.open_study(path, "one", SPACE)
+    assert [trial.state for trial in study.trials] == [TrialState.COMPLETE] * 16
+    assert {trial.user_attrs["seed"] for trial in study.trials} == {0, 1}
+    plans = [signature(SPACE.plan(trial.params)) for trial in study.trials]
+    assert len(set(plans)) >= 12
+
+
+def _go_on(path: Path, barrier: Any, seed: int) -> None:
+    study = studies.open_study(path, "one", SPACE, sampler=AutoSyncSampler(SPACE, seed=seed, **SMALL))
+    barrier.wait(60)
+    for _ in range(8):
+        trial = study.ask()
+        trial.set_user_attr("seed", seed)
+        study.tell(trial, seconds(SPACE.plan(studies.suggest(trial, SPACE))))
+
+
 def test_where_some_parameters_are_given_it_proposes_the_others_to_match() -> None:
     fixed = {BUILDER: COMPOSED}
     study = optuna.create_study(sampler=AutoSyncSampler(SPACE, seed=0, refine=4, **SMALL))
     for _ in range(8):
         study.enqueue_trial(fixed)
     tune(study.sampler, 8, study=study)
-    assert all(trial.params[BUILDER] == COMPOSED and studies.REFINED not in trial.user_attrs for trial in study.trials)
+    assert all(trial.params[BUILDER] == COMPOSED and tried.REFINED not in trial.user_attrs for trial in study.trials)
     rng = Random(0)
     drawn = sorted(seconds(SPACE.plan({**SPACE.draw(rng), **fixed})) for _ in range(50))
     assert statistics.median(trial.value for trial in study.trials) < drawn[5]
     assert len({signature(SPACE.plan(trial.params)) for trial in study.trials}) == 8
+
+
+def test_what_is_given_again_is_priced_as_what_runs() -> None:
+    """There is one plan of that builder; from the second trial on none is left that was not tried."""
+    study = optuna.create_study(sampler=AutoSyncSampler(SPACE, seed=0, **SMALL))
+    point = next(point for point in SPACE.baselines() if point[BUILDER] == "partitioned_all_reduce")
+    for _ in range(3):
+        study.enqueue_trial({BUILDER: point[BUILDER]})
+    tune(study.sampler, 3, study=study)
+    for trial in study.trials:
+        assert trial.params[BUILDER] == point[BUILDER]
+        assert trial.user_attrs[tried.PREDICTED] == pytest.approx(trial.value, rel=0.1)
+
+
+def test_a_points_own_plan_goes_before_a_refinement_that_does_the_same() -> None:
+    population = Population(SPACE, Constants(), 16)
+    own, other = list(SPACE.coherent())[:2]
+    refined = population.of(Choice(SPACE.normal(other), json.dumps(SPACE.plan(own).to_dict())))
+    assert refined is not None
+    assert refined.refined
+    added = population.add(own, "drawn")
+    assert added is not None
+    assert not added.refined
+    assert population.candidates == {added.signature: added}
 
 
 @pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning")
@@ -367,7 +423,7 @@ def test_errors_of_a_simulator_are_those_on_plans_that_it_was_not_taught() -> No
     sampler = AutoSyncSampler(SPACE, estimator=Memorizer(), seed=0, refit=20, **SMALL)
     study = tune(sampler, 21, lambda plan: 2 * seconds(plan))
     late = study.trials[-1]  # the first after all others were learned by heart
-    assert late.user_attrs[studies.PREDICTED] == pytest.approx(late.value, rel=0.1)
+    assert late.user_attrs[tried.PREDICTED] == pytest.approx(late.value, rel=0.1)
 
 
 def test_a_simulator_is_told_how_sure_a_time_is() -> None:
@@ -378,7 +434,7 @@ def test_a_simulator_is_told_how_sure_a_time_is() -> None:
         trial = study.ask()
         plan = SPACE.plan(studies.suggest(trial, SPACE))
         steps = (0.1 - spread, 0.1, 0.1 + spread)
-        trial.set_user_attr(studies.STEPS, [steps])
+        trial.set_user_attr(tried.STEPS, [steps])
         study.tell(trial, 0.1)
         expected[signature(plan)] = step_noise(steps)
     assert len(estimator.noise) == 2  # the third trial was told after the training that it began with
@@ -496,13 +552,13 @@ def test_times_are_taken_as_the_reference_beside_them_shows_the_machine() -> Non
     for number in range(18):
         trial = study.ask()
         run, slow = ("other", 4.0) if number >= 12 else ("own", 2.0 if number >= 6 else 1.0)
-        for name, value in ((studies.RUN, run), (studies.BATCH, number), (studies.REFERENCE, slow)):
+        for name, value in ((tried.RUN, run), (tried.BATCH, number), (tried.REFERENCE, slow)):
             trial.set_user_attr(name, value)
         proposed.append(seconds(SPACE.plan(studies.suggest(trial, SPACE))))
-        trial.set_user_attr(studies.PRICE, proposed[-1])
+        trial.set_user_attr(tried.PRICE, proposed[-1])
         study.tell(trial, proposed[-1] * slow)
     asking = study.ask()
-    asking.set_user_attr(studies.RUN, "own")
+    asking.set_user_attr(tried.RUN, "own")
     found = Observations.of(study.get_trials(deepcopy=False), SPACE, asking.number)
     brought = numpy.exp([logarithm for _, _, logarithm in found.measured])
     assert brought == pytest.approx([1.5 * one for one in proposed])
@@ -512,8 +568,8 @@ def test_what_was_proposed_is_known_to_the_live_trial() -> None:
     study = optuna.create_study(sampler=AutoSyncSampler(SPACE, seed=0, **SMALL))
     trial = study.ask()
     plan = SPACE.plan(studies.suggest(trial, SPACE))
-    assert trial.user_attrs[studies.ORIGIN] in ("baseline", "coherent", "drawn", "evolved", "neighbour")
-    assert trial.user_attrs[studies.PREDICTED] == pytest.approx(seconds(plan))
+    assert trial.user_attrs[tried.ORIGIN] in (tried.BUILT, "coherent", "drawn", "evolved", "neighbour")
+    assert trial.user_attrs[tried.PREDICTED] == pytest.approx(seconds(plan))
     assert trial.user_attrs.items() <= study.trials[0].user_attrs.items()
 
 
@@ -528,18 +584,18 @@ def test_refined_plans_are_tried_in_place_of_their_points() -> None:
             trial = study.ask()
             point = studies.suggest(trial, SPACE)
             assert point == SPACE.normal(point)
-            plan = studies.plan_of(trial, SPACE)
-            assert (plan != SPACE.plan(point)) == (studies.REFINED in trial.user_attrs)
+            plan = tried.plan_of(trial, SPACE)
+            assert (plan != SPACE.plan(point)) == (tried.REFINED in trial.user_attrs)
             signatures.append(signature(plan))
             study.tell(trial, otherwise(plan))
 
     go_on(20)
     study.sampler = AutoSyncSampler(SPACE, seed=3, refine=6, **SMALL)
     go_on(20)
-    refined = [trial for trial in study.trials if studies.REFINED in trial.user_attrs]
+    refined = [trial for trial in study.trials if tried.REFINED in trial.user_attrs]
     assert len(refined) >= 5
     assert min(trial.number for trial in refined) >= 6
-    assert {trial.user_attrs[studies.ORIGIN] for trial in refined} == {"refined"}
+    assert {trial.user_attrs[tried.ORIGIN] for trial in refined} == {"refined"}
     assert len(set(signatures)) == len(signatures)
     assert [signature(sample.plan) for sample in studies.samples_of(study)] == signatures
 
@@ -551,7 +607,7 @@ def test_a_point_that_others_decide_on_is_not_refined() -> None:
     for _ in range(12):
         study.enqueue_trial({given: SPACE.parameters[given][1]})
     tune(sampler, 12, study=study)
-    assert not any(studies.REFINED in trial.user_attrs for trial in study.trials)
+    assert not any(tried.REFINED in trial.user_attrs for trial in study.trials)
 
 
 def test_a_refined_plan_that_is_none_gives_a_clear_error() -> None:
@@ -559,9 +615,9 @@ def test_a_refined_plan_that_is_none_gives_a_clear_error() -> None:
     trial = study.ask()
     studies.suggest(trial, SPACE)
     for text in ("{", "{}", "3"):
-        trial.set_user_attr(studies.REFINED, text)
-        with pytest.raises(studies.StudyError, match=r"trial 0: autosync:refined.*"):
-            studies.plan_of(trial, SPACE)
+        trial.set_user_attr(tried.REFINED, text)
+        with pytest.raises(storages.StudyError, match=r"trial 0: autosync:refined.*"):
+            tried.plan_of(trial, SPACE)
     study.tell(trial, 1.0)
     tune(study.sampler, 3, study=study)  # the sampler leaves it out
 

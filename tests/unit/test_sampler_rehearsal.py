@@ -13,7 +13,7 @@ from lightning_autosync.plan import compile_plan
 from lightning_autosync.search.simulated.command import rehearse
 from lightning_autosync.search.simulated.contest import Contest
 from lightning_autosync.search.simulated.outcome import standings
-from lightning_autosync.search.simulated.runs import Run, RunFile
+from lightning_autosync.search.simulated.runs import Run, run_file
 from lightning_autosync.search.simulated.settings import Settings
 from lightning_autosync.search.simulated.world import World
 from lightning_autosync.simulator import Replay
@@ -96,14 +96,14 @@ def test_wrong_settings_and_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(DocumentError, match="source: missing"):
         Settings.parse({"pairs": ["vgg16@four_equal"], "samplers": ["transfer"]})
     path = tmp_path / "runs.jsonl"
-    RunFile(path, Settings.parse(SMALL)).append(run("random", [1.0], [1.0], ["drawn"]))
+    run_file(path, Settings.parse(SMALL)).append(run("random", [1.0], [1.0], ["drawn"]))
     for line, message in (("{}", r"runs\.jsonl:3: not a run"), ("[", r"runs\.jsonl:3: not a line of")):
         path.write_text("".join([*path.read_text().splitlines(keepends=True)[:2], f"{line}\n"]))
         with pytest.raises(DocumentError, match=message):
-            RunFile(path, Settings.parse(SMALL))
+            run_file(path, Settings.parse(SMALL))
     path.write_text("{}\n")
     with pytest.raises(DocumentError, match=r"runs\.jsonl:1: format: missing; expected 'autosync-rehearsal-runs/3'"):
-        RunFile(path, Settings.parse(SMALL))
+        run_file(path, Settings.parse(SMALL))
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_a_pair_that_is_not_known_is_named_before_any_run(tmp_path: Path, field:
 )
 def test_runs_that_were_made_with_other_settings_are_refused(tmp_path: Path, field: str, value: object) -> None:
     path = tmp_path / "runs.jsonl"
-    RunFile(path, Settings.parse(SMALL)).append(run("random", [1.0], [1.0], ["drawn"]))
+    run_file(path, Settings.parse(SMALL)).append(run("random", [1.0], [1.0], ["drawn"]))
     with pytest.raises(DocumentError, match=rf"runs\.jsonl: {field}: its runs were made with .*give another file"):
         rehearse({**SMALL, field: value, "runs": str(path)}, tmp_path)
     more = {
@@ -135,17 +135,17 @@ def test_runs_that_were_made_with_other_settings_are_refused(tmp_path: Path, fie
         "samplers": ["random", "transfer", "tpe"],
         "pairs": [*SMALL["pairs"], "gpt@four_equal"],
     }
-    assert set(RunFile(path, Settings.parse(more)).runs) == {("m@c", "random", 0)}
+    assert set(run_file(path, Settings.parse(more)).runs) == {("m@c", "random", 0)}
 
 
 def test_a_run_of_transfer_from_another_source_is_refused(tmp_path: Path) -> None:
     path, settings = tmp_path / "runs.jsonl", Settings.parse(SMALL)
     first, second = SMALL["pairs"]
-    RunFile(path, settings).append(Run(first, "transfer", 0, [1.0], [1.0], ["drawn"], 1.0, 2.0, [0.1], second))
-    assert RunFile(path, settings).runs[first, "transfer", 0].source == second
+    run_file(path, settings).append(Run(first, "transfer", 0, [1.0], [1.0], ["drawn"], 1.0, 2.0, [0.1], second))
+    assert run_file(path, settings).runs[first, "transfer", 0].source == second
     elsewhere = Settings.parse({**SMALL, "source": "gpt@four_equal"})
     with pytest.raises(DocumentError, match=rf"source: .* on {first} started from '{second}', not 'gpt@four_equal'"):
-        RunFile(path, elsewhere)
+        run_file(path, elsewhere)
 
 
 def test_a_last_line_that_was_cut_off_is_dropped_and_its_run_made_again(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ from clusters import uneven_cluster
 from lightning_autosync.errors import DocumentError
 from lightning_autosync.plan import builders
 from lightning_autosync.plan.space import BUILDER, PlanSpace
-from lightning_autosync.search import studies
-from lightning_autosync.search.studies import StudyError, answered
+from lightning_autosync.search import storages, studies, tried
+from lightning_autosync.search.storages import StudyError, answered
 from lightning_autosync.search.tuning.buckets import BucketSpace
 from lightning_autosync.workload import Variable, Workload
 
@@ -36,7 +36,7 @@ def storage(tmp_path: Path) -> Path:
 def measure(study: optuna.Study, steps: list[list[float]]) -> optuna.Trial:
     trial = study.ask()
     studies.suggest(trial, SPACE)
-    trial.set_user_attr(studies.STEPS, steps)
+    trial.set_user_attr(tried.STEPS, steps)
     study.tell(trial, 2.0)
     return trial
 
@@ -78,7 +78,7 @@ def test_a_study_of_something_else_is_refused(storage: Path, other: PlanSpace, w
 
 def made_by_another(storage: Path, described_when_asked: pytest.MonkeyPatch | None) -> optuna.Study:
     """A study as it is between its making and its description, by a process that goes on when somebody waits for it."""
-    study = optuna.create_study(storage=studies.open_storage(storage), study_name="one")
+    study = optuna.create_study(storage=storages.open_storage(storage), study_name="one")
     if described_when_asked is not None:
         described_when_asked.setattr(studies.time, "sleep", lambda seconds: studies.describe(study, SPACE))
     return study
@@ -112,7 +112,7 @@ def test_other_times_of_the_same_variables_are_told_apart_from_another_model(sto
 
 
 def test_a_study_that_is_not_of_plans_is_refused(storage: Path) -> None:
-    foreign = optuna.create_study(storage=studies.open_storage(storage), study_name="one")
+    foreign = optuna.create_study(storage=storages.open_storage(storage), study_name="one")
     foreign.optimize(lambda trial: trial.suggest_float("x", 0, 1), n_trials=1)
     with pytest.raises(StudyError, match="none of plans"):
         studies.open_study(storage, "one", SPACE)
@@ -184,7 +184,7 @@ def test_a_study_of_another_format_is_refused(storage: Path) -> None:
 
 def test_what_a_storage_raises_is_one_error_of_ours() -> None:
     with (
-        pytest.raises(studies.StorageError, match=r"does not answer: OSError: .* the same command goes on"),
+        pytest.raises(storages.StorageError, match=r"does not answer: OSError: .* the same command goes on"),
         answered(),
     ):
         raise OSError(28, "No space left on device")
@@ -197,9 +197,9 @@ def test_baselines_come_first_once_and_say_so(storage: Path) -> None:
     assert len(study.trials) == len(SPACE.baselines())
     measure(study, [[2.0]])
     trial = study.trials[0]
-    assert trial.user_attrs[studies.ORIGIN] == studies.BASELINE
+    assert trial.user_attrs[tried.ORIGIN] == tried.BASELINE
     name = str(SPACE.baselines()[0][BUILDER])
-    assert studies.plan_of(trial, SPACE) == builders.build(name, WORKLOAD, SPACE.cluster)
+    assert tried.plan_of(trial, SPACE) == builders.build(name, WORKLOAD, SPACE.cluster)
     assert studies.samples_of(study)[0].kind == name
 
 
@@ -207,7 +207,7 @@ def test_points_whose_trials_were_interrupted_are_enqueued_again(storage: Path) 
     study = studies.open_study(storage, "one", SPACE)
     studies.enqueue_baselines(study, SPACE)
     interrupted, failed, measured = (study.ask() for _ in range(3))
-    interrupted.set_user_attr(studies.INTERRUPTED, True)
+    interrupted.set_user_attr(tried.INTERRUPTED, True)
     for trial in (interrupted, failed):
         study.tell(trial, state=optuna.trial.TrialState.FAIL)
     study.tell(measured, 1.0)
@@ -248,7 +248,7 @@ def test_a_trial_of_other_parameters_is_named() -> None:
     study = optuna.create_study()
     study.optimize(lambda trial: trial.suggest_float("x", 0, 1), n_trials=1)
     with pytest.raises(StudyError, match="trial 0: plan space: parameter"):
-        studies.plan_of(study.trials[0], SPACE)
+        tried.plan_of(study.trials[0], SPACE)
     assert issubclass(StudyError, DocumentError)
 
 
@@ -273,9 +273,9 @@ def test_baselines_are_there_before_a_study_says_what_it_is_about(
 def test_a_study_whose_maker_died_among_the_baselines_gets_the_rest(
     storage: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    study = optuna.create_study(storage=studies.open_storage(storage), study_name="one")
+    study = optuna.create_study(storage=storages.open_storage(storage), study_name="one")
     study.set_user_attr(studies.WORKLOAD, "{}")
-    studies.enqueue(study, SPACE.baselines()[:2], studies.BASELINE)
+    studies.enqueue(study, SPACE.baselines()[:2], tried.BASELINE)
     monkeypatch.setattr(studies, "_DESCRIBING", 0.1)
     found = studies.open_study(storage, "one", SPACE, first=SPACE.baselines())
     assert [trial.system_attrs["fixed_params"] for trial in found.trials] == SPACE.baselines()

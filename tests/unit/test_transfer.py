@@ -16,7 +16,7 @@ from lightning_autosync.errors import DocumentError
 from lightning_autosync.plan.space import BUILDER, PlanSpace
 from lightning_autosync.search import studies
 from lightning_autosync.search.sampler.transplant import carried_over, transplant
-from lightning_autosync.search.studies import StudyError
+from lightning_autosync.search.storages import StudyError
 from lightning_autosync.search.transfer import TransferSettings, load_transfer
 from lightning_autosync.search.tuning.buckets import BucketSpace
 from lightning_autosync.simulator.dataset import Sample

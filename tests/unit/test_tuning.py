@@ -15,7 +15,7 @@ from lightning_autosync.documents import write_data
 from lightning_autosync.errors import DocumentError
 from lightning_autosync.plan import SyncPlan, compile_plan
 from lightning_autosync.plan.space import BUILDER, COMPOSED, PlanSpace
-from lightning_autosync.search import studies
+from lightning_autosync.search import storages, studies, tried
 from lightning_autosync.search.tuning import stage as tuning_stage
 from lightning_autosync.search.tuning.buckets import PARAMETER, BucketSpace
 from lightning_autosync.search.tuning.errors import TuningError
@@ -217,11 +217,11 @@ def test_what_is_wrong_with_a_source_is_no_fault_of_the_options(tmp_path):
     study = old.trials().study
     trial = study.ask()
     studies.suggest(trial, old.space)
-    trial.set_user_attr(studies.REFINED, "no plan")
-    trial.set_user_attr(studies.STEPS, [[0.1]])
+    trial.set_user_attr(tried.REFINED, "no plan")
+    trial.set_user_attr(tried.STEPS, [[0.1]])
     study.tell(trial, 0.1)
     sources = replace(Sources.of(new.job), studies=[studies.load_study(old.storage, "tune")])
-    with pytest.raises(studies.StudyError, match=r"^trial 0: autosync:refined: not the JSON text of a plan"):
+    with pytest.raises(storages.StudyError, match=r"^trial 0: autosync:refined: not the JSON text of a plan"):
         make_sampler(new.settings.search, new.space, sources)
 
 
@@ -238,7 +238,7 @@ def test_a_study_of_another_space_is_refused():
     other.trials()
     smaller = other.job.workload.model_copy(update={"variables": other.job.workload.variables[:-2]})
     other.space = PlanSpace(smaller, other.job.cluster)
-    with pytest.raises(studies.StudyError, match="study 'tune': it is of another workload") as caught:
+    with pytest.raises(storages.StudyError, match="study 'tune': it is of another workload") as caught:
         other.trials()
     assert "\n" not in str(caught.value)
 

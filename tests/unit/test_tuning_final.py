@@ -119,8 +119,12 @@ def test_the_lines_claim_no_gain_that_was_not_shown():
         ("mysql+pymysql://me:a:b@host/trials", "mysql+pymysql://me:***@host/trials"),
         (
             "postgresql://host/trials?user=me&password=secret&sslmode=require",
-            "postgresql://host/trials?user=me&password=***&sslmode=require",
+            "postgresql://host/trials?password=***&sslmode=require&user=me",
         ),
+        ("postgresql+psycopg2://me@corp:secret@host/trials", "postgresql+psycopg2://me%40corp:***@host/trials"),
+        ("postgresql://host/trials?sslpassword=secret", "postgresql://host/trials?sslpassword=***"),
+        ("mysql://host/trials?a=b&Password=secret", "mysql://host/trials?Password=***&a=b"),
+        ("postgresql://me:secret@host:port/trials", "postgresql://me:***@host:port/trials"),
         ("sqlite:///runs/study.db", "sqlite:///runs/study.db"),
         ("runs/a:b@c/study.journal", "runs/a:b@c/study.journal"),
     ],

@@ -25,10 +25,10 @@ from tuning_world import World, configuration
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.plan import SyncPlan, compile_plan
 from lightning_autosync.plan.space import BUILDER
-from lightning_autosync.search import studies
+from lightning_autosync.search import storages
 from lightning_autosync.search.journal import Journal
 from lightning_autosync.search.sampler import AutoSyncSampler
-from lightning_autosync.search.studies import RUN
+from lightning_autosync.search.tried import RUN
 from lightning_autosync.search.tuning import run as tuning_run
 from lightning_autosync.search.tuning.command import STATUS, Interrupted, UnfinishedError, tune
 from lightning_autosync.search.tuning.errors import TuningError
@@ -326,5 +326,5 @@ def test_times_of_another_job_are_not_gone_on_with(tmp_path, changed, field):
     world.job.hold(study)
     world.job.hold(study)
     other = replace(world.job, settings=Settings.parse({**configuration(), **changed}))
-    with pytest.raises(studies.StudyError, match=f"{field}: study '.*' was measured with"):
+    with pytest.raises(storages.StudyError, match=f"{field}: study '.*' was measured with"):
         other.hold(study)

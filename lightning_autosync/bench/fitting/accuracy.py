@@ -57,7 +57,10 @@ class Accuracy:
             if len(target) > 1:
                 taus.append(kendall_tau(target.tolist(), guess.tolist()))
         if not counted:
-            raise DocumentError("dataset: no two plans of the test, of one workload on one cluster, can be told apart")
+            raise DocumentError(
+                "dataset: no two plans of the test, of one workload on one cluster, can be told apart: collect more, "
+                "or give compare=[] to fit without a comparison"
+            )
         errors = abs(numpy.exp(predicted - examples.target) - 1)
         return cls(
             ranking=right / counted,

@@ -12,14 +12,16 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress
 
-from lightning_autosync.bench.fitting.comparison import Run, compare, tabulate
+from lightning_autosync.bench.fitting.comparison import compare, tabulate
 from lightning_autosync.bench.fitting.encoding import encode_samples
+from lightning_autosync.bench.fitting.runs import Run, run_file
 from lightning_autosync.bench.fitting.settings import Settings
 from lightning_autosync.bench.fitting.splits import cluster, family, for_all
 from lightning_autosync.bench.fitting.table import tables
 from lightning_autosync.bench.validation.hosts import shared_hosts
 from lightning_autosync.documents import write_text
 from lightning_autosync.errors import DocumentError
+from lightning_autosync.run_files import RunFile, alone
 from lightning_autosync.simulator import Constants
 from lightning_autosync.simulator.dataset import Dataset, Sample
 from lightning_autosync.simulator.learned import LearnedEstimator, Simulator, load_simulator
@@ -31,20 +33,23 @@ FORMAT = "autosync-fit/2"
 def fit(configuration: dict[str, Any], directory: Path) -> None:
     """Fit one simulator to a whole dataset, after all have been judged on parts of it.
 
-    The fitted simulator is the folder ``simulator`` in ``directory``, beside ``result.json``.
+    The fitted simulator is the folder ``simulator`` in ``directory``, beside ``runs.jsonl`` (unless the settings name a
+    file) and ``result.json``.
 
     Raises:
-        AutoSyncError: a setting is wrong, or a part of the dataset cannot be read.
+        AutoSyncError: a setting is wrong, a part of the dataset cannot be read, or the runs in the file are of others.
     """
     settings = Settings.parse(configuration)
     samples, cores = _load(settings)
     start, constants = _start(settings, cores)
     console = Console()
-    with Progress(console=console, transient=True) as progress:
+    path = Path(settings.runs) if settings.runs else directory / "runs.jsonl"
+    with alone(path), Progress(console=console, transient=True) as progress:
+        file = run_file(path, settings, constants)
         begun = time.perf_counter()
         encoded = _encode(settings, samples, constants, progress)
         encoding = time.perf_counter() - begun
-        runs = _compare(settings, samples, encoded, constants, start, progress)
+        runs = _compare(settings, samples, encoded, constants, file, start, progress)
     fitted = directory / "simulator"
     begun = time.perf_counter()
     _fit(settings, samples, encoded, start or settings.simulator.build(constants, settings.seed)).save(fitted)
@@ -65,8 +70,11 @@ def _load(settings: Settings) -> tuple[list[Sample], set[float]]:
     samples = [sample for sample in dataset if sample.plan.has_schedule]
     if not samples:
         disturbed = len(Dataset.load(settings.dataset, disturbed=True)) - len(dataset)
-        why = f"; {disturbed} were measured beside other load (more than collect's quiet=)" if disturbed else ""
-        raise DocumentError(f"dataset: {', '.join(settings.dataset)}: no sample of a synchronous plan{why}")
+        what, why = "no sample of a synchronous plan", ""
+        if disturbed:
+            what = "no sample of a synchronous plan that was measured undisturbed"
+            why = f"; {disturbed} were measured beside other load: collect them again, or with a larger quiet="
+        raise DocumentError(f"dataset: {', '.join(settings.dataset)}: {what}{why}")
     return samples, {float(facts["cores"]) for facts in dataset.environments.values() if "cores" in facts}
 
 
@@ -106,6 +114,7 @@ def _compare(
     samples: Sequence[Sample],
     encoded: Mapping[str, Examples],
     constants: Constants,
+    file: RunFile[Run],
     start: LearnedEstimator | None,
     progress: Progress,
 ) -> list[Run]:
@@ -113,7 +122,7 @@ def _compare(
     total = settings.seeds * len(settings.splits) * len(set(settings.compare))
     task = progress.add_task("comparing", total=total)
     runs = []
-    for run in compare(settings, samples, encoded, constants, start):
+    for run in compare(settings, samples, encoded, constants, file, start):
         runs.append(run)
         progress.advance(task)
     return runs

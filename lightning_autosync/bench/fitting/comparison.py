@@ -5,40 +5,20 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy
 
 from lightning_autosync.bench.fitting.accuracy import Accuracy, summary
-from lightning_autosync.bench.fitting.settings import Settings, SimulatorSettings
+from lightning_autosync.bench.fitting.runs import Run
+from lightning_autosync.bench.fitting.settings import Settings
 from lightning_autosync.bench.fitting.splits import Split, divide
 from lightning_autosync.bench.fitting.spread import spread
+from lightning_autosync.run_files import RunFile
 from lightning_autosync.simulator import Constants
 from lightning_autosync.simulator.dataset import Sample
 from lightning_autosync.simulator.learned import LearnedEstimator, Simulator
 from lightning_autosync.simulator.learned.examples import Examples
-
-
-@dataclass(frozen=True)
-class Run:
-    """One simulator on one division.
-
-    Attributes:
-        split: how samples were divided.
-        division: its number, from 0 on; its networks are of the base seed and so many.
-        simulator: its kind.
-        unseen: clusters and families that only the test part has.
-        accuracy: on the test part.
-        seconds: of training.
-    """
-
-    split: str
-    division: int
-    simulator: str
-    unseen: tuple[str, ...]
-    accuracy: Accuracy
-    seconds: float
 
 
 def compare(
@@ -46,15 +26,19 @@ def compare(
     samples: Sequence[Sample],
     encoded: Mapping[str, Examples],
     constants: Constants,
+    file: RunFile[Run],
     start: LearnedEstimator | None = None,
 ) -> Iterator[Run]:
     """Run after run: all simulators on a division, then the next division; on as many cores as there are.
+
+    Runs that are in the file are read, the others added to it.
 
     Args:
         settings: of the fit.
         samples: that are divided.
         encoded: what each kind sees of them.
         constants: of the hosts.
+        file: of runs of the same samples and simulators.
         start: of its kind, which is trained further in place of an untrained one.
 
     Raises:
@@ -67,7 +51,14 @@ def compare(
         for how in settings.splits
     ]
     work = [(division, kind) for division in divisions for kind in dict.fromkeys(settings.compare)]
-    return spread(_Judge, (settings, encoded, constants, start), work, settings.processes)
+    known = [file.runs.get((division.how, division.number, kind)) for division, kind in work]
+    missing = [piece for piece, run in zip(work, known, strict=True) if run is None]
+    new = iter(spread(_Judge, (settings, encoded, constants, start), missing, settings.processes))
+    for run in known:
+        if run is None:
+            run = next(new)
+            file.append(run)
+        yield run
 
 
 class _Division(NamedTuple):
@@ -88,9 +79,7 @@ class _Judge:
     ) -> None:
         self._start = start
         self._seed = settings.seed
-        self._options = {kind: SimulatorSettings.shipped(kind) for kind in settings.compare}
-        if settings.simulator.kind in self._options:
-            self._options[settings.simulator.kind] = settings.simulator
+        self._options = settings.simulators
         self._encoded = encoded
         self._constants = constants
 

@@ -83,6 +83,7 @@ class Settings(Configuration):
             a plan, cluster or family is tested once before any is tested again (see `divide`).
         seed: by which plans, clusters and families are shuffled, and of the networks of the first division.
         processes: that encode samples and train; None takes one a core.
+        runs: file of the comparison's runs, to read and to go on with; None takes ``runs.jsonl`` in the run directory.
     """
 
     dataset: Annotated[tuple[str, ...], Field(min_length=1)]
@@ -95,6 +96,12 @@ class Settings(Configuration):
     seeds: PositiveInt = 5
     seed: Index = 0
     processes: PositiveInt | None = None
+    runs: str | None = None
+
+    @property
+    def simulators(self) -> dict[str, SimulatorSettings]:
+        """Those that can be compared, by kind: as shipped, but for the one that is fitted."""
+        return {kind: SimulatorSettings.shipped(kind) for kind in SIMULATORS} | {self.simulator.kind: self.simulator}
 
     @field_validator("dataset", mode="before")
     @classmethod

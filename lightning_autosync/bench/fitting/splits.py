@@ -134,7 +134,7 @@ def _draw(names: Sequence[str], what: str, seed: str, number: int | None) -> tup
     if len(names) < 3:
         raise DocumentError(
             f"splits: samples of {len(names)} {what} names are too few to keep some unseen ({', '.join(names)}); at "
-            "least 3 are needed"
+            "least 3 are needed: collect more, or give splits=[trial], or compare=[] to fit without a comparison"
         )
     blocks = min(BLOCKS, len(names))
     shuffles, block = divmod(number or 0, blocks)
@@ -156,5 +156,5 @@ def _checked(split: Split, count: int, tested: bool = True) -> Split:
     """The split if no part is empty; of parts to hold out those that are something and leave something."""
     held_out = tuple(part for part in split.held_out if 0 < len(part) < len(split.train))
     if not held_out or (tested and not len(split.test)):
-        raise DocumentError(f"splits: {count} samples are too few to train, to choose and to test on")
+        raise DocumentError(f"splits: {count} samples are too few to train, to choose and to test on; collect more")
     return replace(split, held_out=held_out)

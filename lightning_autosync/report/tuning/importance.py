@@ -79,7 +79,8 @@ def _of_points(whole: optuna.Study) -> optuna.Study:
     import optuna
     from optuna.trial import TrialState
 
-    from lightning_autosync.search.studies import RUN, footing_of_study, is_composed
+    from lightning_autosync.search.studies import footing_of_study
+    from lightning_autosync.search.tried import RUN, is_composed
 
     footing, study = footing_of_study(whole), optuna.create_study()
     for trial in whole.get_trials(states=(TrialState.COMPLETE,)):

@@ -10,8 +10,8 @@ from typing import NamedTuple
 from optuna.trial import FrozenTrial, TrialState
 
 from lightning_autosync.plan.space import PlanSpace, Value
-from lightning_autosync.search.drift import Footing
-from lightning_autosync.search.studies import REFINED, RUN, measured_steps, seconds_of, sight_of, was_interrupted
+from lightning_autosync.search.drift import Footing, run_with_turns
+from lightning_autosync.search.tried import REFINED, RUN, measured_steps, seconds_of, sight_of, was_interrupted
 
 CHOICE = "autosync:choice"
 """System attribute of a trial: the point that was chosen for it, there before its parameters are."""
@@ -83,7 +83,8 @@ class Observations:
 
 def _footing(trials: Sequence[FrozenTrial], own: int) -> Footing:
     run = next((trial.user_attrs.get(RUN) for trial in reversed(trials) if trial.number == own), None)
-    return Footing.of(map(sight_of, trials), run)
+    sights = [sight_of(trial) for trial in trials]
+    return Footing.of(sights, run_with_turns(sights, run))
 
 
 def choice_of(trial: FrozenTrial, space: PlanSpace) -> Choice | None:

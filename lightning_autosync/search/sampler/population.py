@@ -15,7 +15,7 @@ from lightning_autosync.plan import SyncPlan, compile_plan, signature
 from lightning_autosync.plan.space import Genome, PlanSpace, Refinement, Value
 from lightning_autosync.search.sampler.features import Embedding, Floats
 from lightning_autosync.search.sampler.observations import Choice
-from lightning_autosync.search.studies import refined_plan
+from lightning_autosync.search.tried import BUILT, refined_plan
 from lightning_autosync.simulator import Constants, Replay
 
 Score = Callable[[Sequence["Candidate"]], Floats]
@@ -87,7 +87,10 @@ class Population:
         if key not in self._known:
             made = self._make(point, origin)
             if made is not None:
-                made = self.candidates.setdefault(made.signature, made)
+                there = self.candidates.get(made.signature)
+                # A point's own plan goes before one that came about as a refinement: it can be a parent, and be given.
+                made = made if there is None or there.refined else there
+                self.candidates[made.signature] = made
             self._known[key] = made
         return self._known[key]
 
@@ -105,7 +108,7 @@ class Population:
         for genome in seeds:
             self.add(genome, "transferred")
         for genome in self.space.baselines():
-            self.add(genome, "baseline")
+            self.add(genome, BUILT)
         coherent = list(self.space.coherent())
         for genome in rng.sample(coherent, min(len(coherent), self._size // 4)):
             self.add(genome, "coherent")

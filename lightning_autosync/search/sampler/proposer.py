@@ -282,9 +282,14 @@ class Proposer:
                 break
             self._population.add({**self.space.draw(self._rng), **given}, "drawn")
             free = self._free(taken)
-        found = free or [one for one in self._population.candidates.values() if not one.refined]
+        found = free or self._again(given)
         order = numpy.argsort(self._believer.rough(found), kind="stable")
         return [found[index] for index in order[:count]]
+
+    def _again(self, given: Mapping[str, Value]) -> list[Candidate]:
+        """Points of which all plans were tried: those that have what is given, if there are any."""
+        points = [one for one in self._population.candidates.values() if not one.refined]
+        return [one for one in points if _fits(one, given)] or points
 
     def _free(self, taken: set[str]) -> list[Candidate]:
         return [one for one in self._population.candidates.values() if one.signature not in taken]

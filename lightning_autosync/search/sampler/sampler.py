@@ -19,12 +19,11 @@ from lightning_autosync.plan.space import PlanSpace
 from lightning_autosync.search.sampler import generic
 from lightning_autosync.search.sampler.observations import CHOICE, Observations, encode
 from lightning_autosync.search.sampler.proposer import Proposal, Proposer, Sizes, Sources
-from lightning_autosync.search.studies import ORIGIN, PREDICTED, REFINED, distributions
+from lightning_autosync.search.studies import distributions
+from lightning_autosync.search.tried import ORIGIN, PREDICTED, REFINED
 from lightning_autosync.simulator import Constants
 from lightning_autosync.simulator.dataset import Sample
 from lightning_autosync.simulator.learned import Estimator
-
-_FINISHED = (TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL)
 
 
 class AutoSyncSampler(BaseSampler):

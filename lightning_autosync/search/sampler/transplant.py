@@ -8,7 +8,8 @@ from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState
 
 from lightning_autosync.plan.space import BUILDER, Block, PlanSpace, Value
-from lightning_autosync.search.studies import RUN, footing_of_study, space_of
+from lightning_autosync.search.studies import footing_of_study, space_of
+from lightning_autosync.search.tried import RUN
 
 BEST = 12
 """Points of a study that are carried over."""

@@ -12,13 +12,14 @@ from random import Random
 
 import optuna
 
-from lightning_autosync.documents import held
 from lightning_autosync.errors import DocumentError
 from lightning_autosync.plan.space import PlanSpace
-from lightning_autosync.search.simulated.runs import Key, Run, RunFile
+from lightning_autosync.run_files import alone
+from lightning_autosync.search.simulated.runs import Key, Run, run_file
 from lightning_autosync.search.simulated.settings import Settings
 from lightning_autosync.search.simulated.world import Oracle, World
-from lightning_autosync.search.studies import BASELINE, ORIGIN, describe, enqueue, plan_of, suggest
+from lightning_autosync.search.studies import describe, enqueue, suggest
+from lightning_autosync.search.tried import BASELINE, ORIGIN, plan_of
 from lightning_autosync.search.tuning.buckets import BucketSpace
 from lightning_autosync.search.tuning.samplers import make_sampler
 from lightning_autosync.search.tuning.settings import SearchSettings
@@ -42,9 +43,8 @@ class Contest:
                 else, or another process is adding to it.
         """
         self._check_pairs()
-        refusal = DocumentError(f"{path}: another process is adding runs to it; let it end, or give another file")
-        with held(path.with_name(f".{path.name}.lock"), refusal):
-            file = RunFile(path, self._settings)
+        with alone(path):
+            file = run_file(path, self._settings)
             for pair, sampler, seed in self._keys():
                 run = file.runs.get((pair, sampler, seed))
                 if is_new := run is None:

@@ -11,7 +11,7 @@ import numpy
 from rich.table import Table
 
 from lightning_autosync.search.simulated.runs import Run
-from lightning_autosync.search.studies import BASELINE
+from lightning_autosync.search.tried import BASELINE
 
 NEARLY = 0.98
 """Share of the best known speed that counts as found."""

@@ -14,7 +14,7 @@ from lightning_autosync.bench.preparation import prepare
 from lightning_autosync.bench.settings import DDPOptions
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.plan import SyncPlan
-from lightning_autosync.search.studies import StudyError
+from lightning_autosync.search.storages import StudyError, answered
 from lightning_autosync.search.tuning.settings import Settings
 from lightning_autosync.workload import Workload
 
@@ -60,11 +60,13 @@ class Job:
         workloads = [Workload.from_dict(data, "profile") for data in found]
         return replace(self, workload=max(workloads, key=lambda one: one.forward_time + one.backward_time))
 
+    @answered()
     def hold(self, study: optuna.Study) -> None:
         """See to it that times of a study are of jobs like this one.
 
         Raises:
             StudyError: it is of another model or launch, or of workers that are scheduled otherwise.
+            StorageError: its storage does not answer.
         """
         settings = self.settings
         launch = "torchrun" if settings.within_job else settings.launch.kind

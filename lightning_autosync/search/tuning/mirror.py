@@ -11,7 +11,7 @@ from optuna.samplers import BaseSampler
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from lightning_autosync.search.drift import Footing
-from lightning_autosync.search.studies import RUN, is_composed, seconds_of, sight_of
+from lightning_autosync.search.tried import RUN, is_composed, seconds_of, sight_of
 
 
 class MirrorSampler(BaseSampler):

@@ -17,7 +17,7 @@ from lightning_autosync.plan import SyncPlan, compile_plan
 from lightning_autosync.plan.builders import build
 from lightning_autosync.plan.space import BUILDER, PlanSpace
 from lightning_autosync.search.drift import Drift
-from lightning_autosync.search.studies import answered
+from lightning_autosync.search.storages import answered
 from lightning_autosync.search.tuning.interruptions import uninterrupted
 from lightning_autosync.search.tuning.job import Job
 from lightning_autosync.search.tuning.measuring import Course, Rule, measure_in_turns
@@ -78,7 +78,8 @@ class Opponents:
         self._reference = reference
         self._study = study
         self._name = f"{OPPONENTS}:{digest(run)}"
-        kept = json.loads(study.user_attrs.get(self._name, "{}"))
+        with answered():
+            kept = json.loads(study.user_attrs.get(self._name, "{}"))
         self._standings = [Standing(**one) for one in kept.get("measured", ())]
         self._turns = {int(batch): float(seconds) for batch, seconds in kept.get("reference_by_batch", {}).items()}
 

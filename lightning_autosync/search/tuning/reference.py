@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import optuna
 
 from lightning_autosync.plan import SyncPlan
+from lightning_autosync.search.storages import answered
 from lightning_autosync.search.tuning.interruptions import uninterrupted
 from lightning_autosync.search.tuning.job import Job
 from lightning_autosync.search.tuning.measuring import Course
@@ -45,6 +46,7 @@ class Reference:
 
         Raises:
             LaunchError: workers cannot be started.
+            StorageError: the study's storage does not answer.
         """
         if (kept := _kept(study)) is not None:
             self._take(kept)
@@ -91,13 +93,17 @@ class Reference:
 
 
 @uninterrupted()
+@answered()
 def _kept(study: optuna.Study) -> SyncPlan | None:
     found = study.user_attrs.get(REFERENCE)
     return None if found is None else SyncPlan.from_dict(json.loads(found), f"study '{study.study_name}': {REFERENCE}")
 
 
 @uninterrupted()
+@answered()
 def _keep(study: optuna.Study, plan: SyncPlan) -> SyncPlan:
-    """The plan, or that of another process which chose at the same time and had the last word."""
+    """The plan, or that of another process which chose while this one measured, or just now with the last word."""
+    if (kept := _kept(study)) is not None:
+        return kept
     study.set_user_attr(REFERENCE, json.dumps(plan.to_dict()))
     return _kept(study) or plan

@@ -15,7 +15,7 @@ from lightning_autosync.errors import AutoSyncError
 from lightning_autosync.plan import SyncPlan
 from lightning_autosync.plan.builders import build
 from lightning_autosync.plan.space import PlanSpace
-from lightning_autosync.search import studies
+from lightning_autosync.search import storages, studies, tried
 from lightning_autosync.search.tuning.buckets import BucketSpace
 from lightning_autosync.search.tuning.errors import TuningError
 from lightning_autosync.search.tuning.final import Final, compare
@@ -84,10 +84,10 @@ class Run:
                 tuner.run()
                 final = self._compare(stage, trials, opponents)
             except KeyboardInterrupt:
-                _log.warning("interrupted; keeping what was found so far")
+                _log.warning("interrupted")
                 interrupted = True
             except AutoSyncError as error:
-                if isinstance(error, studies.StorageError):
+                if isinstance(error, storages.StorageError):
                     trials.lose()
                 if not ranked(trials.records(), trials.own):
                     raise
@@ -113,7 +113,7 @@ class Run:
         """The job with the times of its model: those that the study has, or measured now."""
         if not self._job.measured_model:
             return self._job
-        with suppress(studies.StudyError):
+        with suppress(storages.StudyError):
             known = studies.workload_of(studies.load_study(self._storage, self._settings.study.name))
             if known.variables_fingerprint == self._job.workload.variables_fingerprint:
                 return replace(self._job, workload=known)
@@ -136,7 +136,7 @@ class Run:
         study.sampler = make_sampler(self._seeded(trials), space, self._sources)
         if left := trials.settle():
             _log.info("%d trials of an interrupted session have failed; their plans may be tried again", left)
-        studies.enqueue(study, first, studies.BASELINE)  # once more those that were interrupted
+        studies.enqueue(study, first, tried.BASELINE)  # once more those that were interrupted
         return trials
 
     def _seeded(self, trials: Trials) -> SearchSettings:
@@ -192,11 +192,13 @@ class Run:
 
     def _best(self, trials: Trials, final: Final | None) -> Best | None:
         """The winner of the last comparison, or else the fastest trial."""
-        fastest = ranked(trials.records(), trials.own)
+        records = trials.records()
         if final is None:
+            fastest = ranked(records, trials.own)
             return _best_of(*fastest[0], trials) if fastest else None
         plan = final.plans[final.winner]
-        found = [record for record, _ in fastest if record.plan == plan.fingerprint]
+        tried_ones = ranked(records, trials.own, states=("complete", "pruned"))
+        found = [record for record, _ in tried_ones if record.plan == plan.fingerprint]
         if found:
             return replace(_best_of(found[0], final.seconds, trials), plan=plan)
         return Best(None, "baseline", final.seconds, plan, final.winner)

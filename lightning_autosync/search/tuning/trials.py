@@ -16,10 +16,13 @@ from lightning_autosync.plan import SyncPlan
 from lightning_autosync.plan.space import BUILDER, COMPOSED
 from lightning_autosync.search.drift import Drift, Footing, Sight
 from lightning_autosync.search.sampler import AutoSyncSampler
-from lightning_autosync.search.studies import (
+from lightning_autosync.search.storages import answered
+from lightning_autosync.search.studies import suggest
+from lightning_autosync.search.tried import (
     BASELINE,
     BATCH,
     BROKEN_OFF,
+    BUILT,
     ERROR,
     INTERRUPTED,
     ORIGIN,
@@ -30,10 +33,8 @@ from lightning_autosync.search.studies import (
     REFINED,
     RUN,
     STEPS,
-    answered,
     measured_steps,
     plan_of,
-    suggest,
     was_interrupted,
 )
 from lightning_autosync.search.tuning.buckets import BucketSpace
@@ -131,8 +132,7 @@ class Trials:
         running = self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
         left = [trial for trial in running if self._is_left(trial)]
         for trial in left:
-            with suppress(optuna.exceptions.UpdateFinishedTrialError):  # another process has done so
-                self.interrupt(trial)
+            self.interrupt(trial)
         return len(left)
 
     @answered()
@@ -210,9 +210,10 @@ class Trials:
     @answered()
     def interrupt(self, trial: optuna.Trial | FrozenTrial, why: str = BROKEN_OFF) -> None:
         """End a trial that was broken off by nothing of its plan's doing; the plan may be tried again."""
-        for name, value in ((ERROR, why), (INTERRUPTED, True)):
-            self.study._storage.set_trial_user_attr(trial._trial_id, name, value)
-        self.study.tell(trial.number, state=TrialState.FAIL, skip_if_finished=True)
+        with suppress(optuna.exceptions.UpdateFinishedTrialError):  # another process has ended it
+            for name, value in ((ERROR, why), (INTERRUPTED, True)):
+                self.study._storage.set_trial_user_attr(trial._trial_id, name, value)
+            self.study.tell(trial.number, state=TrialState.FAIL)
 
     def lose(self) -> None:
         """From now on what was read last counts, since the storage does not answer any more."""
@@ -276,7 +277,7 @@ def footing_of(records: Sequence[Record], run: str | None = None, now: Mapping[i
             reference=record.reference,
             seconds=record.seconds,
             price=record.price,
-            baseline=record.origin == BASELINE,
+            baseline=record.origin in (BASELINE, BUILT),
         )
         for record in records
     )

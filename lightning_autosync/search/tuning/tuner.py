@@ -10,7 +10,7 @@ import optuna
 
 from lightning_autosync.errors import DocumentError
 from lightning_autosync.plan import SyncPlan, compile_plan
-from lightning_autosync.search.studies import BROKEN_OFF, PREDICTED, PRICE
+from lightning_autosync.search.tried import BROKEN_OFF, PREDICTED, PRICE
 from lightning_autosync.search.tuning.errors import TuningError
 from lightning_autosync.search.tuning.interruptions import uninterrupted
 from lightning_autosync.search.tuning.job import Job
@@ -83,6 +83,9 @@ class Tuner:
 
     def run(self) -> None:
         """Spend the budget; trials that were interrupted count for nothing.
+
+        Of several processes on one study each may begin a last batch while the others' are under way; whether those
+        ever end cannot be known of another machine, so they are not counted.
 
         Raises:
             TuningError: too many trials failed one after the other.

@@ -1,0 +1,103 @@
+"""Files of runs with which a command goes on where it was interrupted."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Hashable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
+
+from lightning_autosync.documents import append_lines, check_format, held
+from lightning_autosync.errors import DocumentError
+
+
+class Keyed(Protocol):
+    """A dataclass of plain data that says which run it is."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def key(self) -> Hashable: ...
+
+
+Run = TypeVar("Run", bound=Keyed)
+
+REMEDY = "go on with the settings that the file has, or give another file as runs=FILE"
+
+
+class RunFile(Generic[Run]):
+    """What runs have in common in the first line, then a run a line; a last line that was cut off counts for nothing.
+
+    Args:
+        path: of the file; made with the first run that is added.
+        form: its format, as in ``autosync-rehearsal-runs/3``.
+        what: the runs are of, as in ``a rehearsal``, for messages.
+        settings: plain data that a run made now would follow from, but for its key.
+        make: a run from its plain data; raises TypeError where it is none.
+
+    Attributes:
+        runs: those in it, by key; the last of a key counts.
+
+    Raises:
+        DocumentError: its runs were made with other settings (the message names the field), or it is something else.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        form: str,
+        what: str,
+        settings: Mapping[str, Any],
+        make: Callable[[dict[str, Any]], Run],
+    ) -> None:
+        self._path = path
+        self._form, self._settings = form, settings
+        self._what = what
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
+        whole = [line for line in lines if line.endswith("\n")]
+        self._has_header = bool(whole)
+        if whole:
+            self._check(self._data(whole[0], 1))
+        self.runs: dict[Hashable, Run] = {}
+        for number, line in enumerate(whole[1:], 2):
+            try:
+                run = make(self._data(line, number))
+            except TypeError:
+                raise DocumentError(f"{path}:{number}: not a run of {what}") from None
+            self.runs[run.key] = run
+
+    def append(self, run: Run) -> None:
+        """Add a run."""
+        header = [] if self._has_header else [{"format": self._form, "settings": self._settings}]
+        append_lines(self._path, "".join(json.dumps(line) + "\n" for line in (*header, asdict(run))))
+        self._has_header = True
+
+    def _data(self, line: str, number: int) -> dict[str, Any]:
+        try:
+            data = json.loads(line)
+        except ValueError:
+            data = None
+        if not isinstance(data, dict):
+            raise DocumentError(f"{self._path}:{number}: not a line of {self._what}'s runs")
+        return data
+
+    def _check(self, header: Mapping[str, Any]) -> None:
+        check_format(header.get("format"), self._form, f"{self._path}:1", DocumentError)
+        theirs = header.get("settings")
+        if not isinstance(theirs, dict):
+            raise DocumentError(f"{self._path}:1: settings: expected a mapping of fields, got {type(theirs).__name__}")
+        for name, value in self._settings.items():
+            if (found := theirs.get(name)) != value:
+                raise DocumentError(f"{self._path}: {name}: its runs were made with {found!r}, not {value!r}; {REMEDY}")
+
+
+def alone(path: Path) -> AbstractContextManager[None]:
+    """Within the block no other process adds runs to the file.
+
+    Raises:
+        DocumentError: one does, as the block begins.
+    """
+    refusal = DocumentError(f"{path}: another process is adding runs to it; let it end, or give another file")
+    return held(path.with_name(f".{path.name}.lock"), refusal)

@@ -1,0 +1,94 @@
+"""Storages of Optuna studies: journal files and databases, and one error for what they raise."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import optuna
+from optuna.exceptions import OptunaError
+from optuna.storages import RDBStorage
+from sqlalchemy.engine import make_url
+from sqlalchemy.exc import ArgumentError, SQLAlchemyError
+
+from lightning_autosync.errors import DocumentError
+from lightning_autosync.search.journal import Journal
+
+_JOURNALS = (".journal", ".log", ".jsonl")
+
+
+class StudyError(DocumentError):
+    """A study cannot be opened, or is not about what it should be."""
+
+
+class StorageError(StudyError):
+    """A storage of studies does not answer, or not any more."""
+
+
+def open_storage(storage: str | os.PathLike[str]) -> optuna.storages.BaseStorage:
+    """A storage: a URL opens a database, anything else is the path of a journal file, made where there is none.
+
+    Raises:
+        StudyError: it cannot be opened.
+    """
+    text = os.fspath(storage)
+    try:
+        if "://" in text:
+            # A connection that the database dropped meanwhile is opened again and ends no run.
+            return optuna.storages.get_storage(RDBStorage(text, engine_kwargs={"pool_pre_ping": True}))
+        if Path(text).suffix not in _JOURNALS:
+            raise StudyError(f"{text}: a storage is a URL, or a journal file named *{', *'.join(_JOURNALS)}")
+        Path(text).parent.mkdir(parents=True, exist_ok=True)
+        return optuna.storages.JournalStorage(Journal(text))
+    except StudyError:
+        raise
+    except Exception as error:  # what drivers and the journal's reader raise is as various as they are
+        raise StudyError(
+            f"{without_password(text)}: cannot be opened as a storage of studies: {in_a_line(error)}"
+        ) from None
+
+
+@contextmanager
+def answered() -> Iterator[None]:
+    """What a storage raises within the block, as various as databases and file systems are, is one error of ours.
+
+    Raises:
+        StorageError: the storage did not answer.
+    """
+    try:
+        yield
+    except (OptunaError, SQLAlchemyError, OSError) as error:
+        raise StorageError(
+            f"the study's storage does not answer: {in_a_line(error)}; once it does, the same command goes on"
+        ) from error
+
+
+def without_password(storage: str) -> str:
+    """The address of a storage with stars for the password in it, if there is one."""
+    if "://" not in storage:
+        return storage
+    try:
+        shown = make_url(storage).render_as_string(hide_password=True)
+    except (ArgumentError, ValueError):  # no address: whatever could be a password goes
+        shown = re.sub(r"(://[^:]*):.*@", r"\1:***@", storage)
+    return re.sub(r"([?&][^=&]*password[^=&]*=)[^&]*", r"\1***", shown, flags=re.IGNORECASE)
+
+
+def missing_file(storage: str) -> str | None:
+    """The file that a storage would be in, if it is to be in one and is not there; to open SQLite's would make it."""
+    if "://" not in storage:
+        return None if Path(storage).is_file() else storage
+    with suppress(ArgumentError, ValueError):  # which opening it tells of
+        url = make_url(storage)
+        path = url.database or ":memory:"
+        if url.get_backend_name() == "sqlite" and not path.startswith((":memory:", "file:")):
+            return None if Path(path).is_file() else path
+    return None
+
+
+def in_a_line(error: Exception) -> str:
+    """An error's type and message, in one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]

@@ -1,0 +1,61 @@
+"""Several processes on one study, and a storage that does not answer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import optuna
+import pytest
+from optuna.trial import TrialState
+from tuning_world import World
+
+from lightning_autosync.plan.builders import build
+from lightning_autosync.search import storages, studies
+from lightning_autosync.search.tried import BASELINE
+from lightning_autosync.search.tuning.opponents import Opponents
+from lightning_autosync.search.tuning.reference import _keep
+
+
+def test_a_trial_that_another_process_ends_first_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = optuna.storages.InMemoryStorage()
+    left = World(storage=storage).trials(run="here", alone=False).ask()
+    read = optuna.Study.get_trials
+
+    def get_trials(study: optuna.Study, *arguments: Any, **named: Any) -> Any:
+        found = read(study, *arguments, **named)
+        if named.get("states") == (TrialState.RUNNING,):
+            study.tell(left.number, state=TrialState.FAIL)
+        return found
+
+    monkeypatch.setattr(optuna.Study, "get_trials", get_trials)
+    trials = World(storage=storage).trials(run="here", alone=False)
+    (record,) = trials.records()
+    assert (record.state, record.interrupted) == ("failed", False)
+
+
+def test_a_reference_that_another_process_has_kept_stays() -> None:
+    study, job = optuna.create_study(), World().job
+    ours, theirs = (build(name, job.workload, job.cluster) for name in ("ps", "all_reduce"))
+    assert _keep(study, theirs).fingerprint == theirs.fingerprint
+    assert _keep(study, ours).fingerprint == theirs.fingerprint
+
+
+def test_a_storage_that_does_not_answer_is_one_error_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World()
+    study = world.trials().study
+    plan = build("ps", world.job.workload, world.job.cluster)
+
+    def silent(*arguments: Any, **named: Any) -> Any:
+        raise optuna.exceptions.StorageInternalError("gone")
+
+    for name in ("get_study_user_attrs", "set_study_user_attr", "get_all_trials"):
+        monkeypatch.setattr(study._storage, name, silent)
+    stage: Any = None
+    for asking in (
+        lambda: world.job.hold(study),
+        lambda: _keep(study, plan),
+        lambda: Opponents(world.job, stage, stage, study, None),
+        lambda: studies.enqueue(study, [], BASELINE),
+    ):
+        with pytest.raises(storages.StorageError, match="does not answer: StorageInternalError: gone"):
+            asking()
