@@ -171,13 +171,16 @@ def measure(name: str, steps: int) -> list[float]:
     return [end - start for start, end in pairwise(times)]
 
 
-def deviation(name: str, reference: str) -> float:
-    """How far a contender's gradients are from the reference's: length of the difference over length.
+def keep_gradients(name: str) -> None:
+    """Let a contender do a forward and backward of the first batch, for others to be compared with by `deviation`."""
+    _references[name] = _gradients(_live[name])
 
-    Both must be at the same weights, as before their first step; each does a forward and backward of the first batch.
+
+def deviation(name: str, reference: str) -> float:
+    """How far a contender's gradients are from the kept ones of a reference: length of the difference over length.
+
+    Both must be at the same weights, as before their first step, and see the first batch.
     """
-    if reference not in _references:
-        _references[reference] = _gradients(_live[reference])
     found, expected = _gradients(_live[name]), _references[reference]
     difference = sum(float((a - b).square().sum()) for a, b in zip(found, expected, strict=True))
     length = sum(float(gradient.square().sum()) for gradient in expected)

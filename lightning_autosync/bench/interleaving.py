@@ -15,12 +15,27 @@ from lightning_autosync.bench.preparation import Preparation, prepare
 from lightning_autosync.bench.result import Measurement, Result, Round
 from lightning_autosync.bench.settings import Settings
 from lightning_autosync.cluster import ClusterSpec
-from lightning_autosync.workers import WorkerPool
+from lightning_autosync.workers import InputError, WorkerError, WorkerPool
 from lightning_autosync.workers.check import measured_links
 from lightning_autosync.workers.link_check import LinkCheck
 
 _WORKER = "lightning_autosync.bench"
 _log = logging.getLogger(__name__)
+
+
+class ContenderError(WorkerError):
+    """A worker failed in the turn of a contender. What was wrong input says so itself, in its own words.
+
+    Attributes:
+        contender: its name.
+        failure: what the workers said.
+    """
+
+    def __init__(self, contender: str, failure: WorkerError) -> None:
+        message = str(failure) if isinstance(failure, InputError) else f"contender '{contender}': {failure}"
+        super().__init__(message, failure.rank, failure.traceback, failure.kind, failure.reason)
+        self.contender = contender
+        self.failure = failure
 
 
 class Pool(Protocol):
@@ -46,7 +61,7 @@ def run_bench(settings: Settings, keep: Callable[[Result], None] | None = None) 
     Raises:
         DocumentError: a contender, the cluster or a plan is wrong.
         LaunchError: the workers cannot be started in the way asked for.
-        WorkerError: a worker failed.
+        WorkerError: a worker failed; in the turn of a contender a `ContenderError`.
     """
     preparation = prepare(settings)
     with _pool(settings, preparation.cluster) as (pool, links):
@@ -70,7 +85,7 @@ def play(
         keep: as for `run_bench`.
 
     Raises:
-        WorkerError: a worker failed.
+        WorkerError: as for `run_bench`.
     """
     machines = sorted({tuple(one) for one in pool.run(f"{_WORKER}.conditions:machine")})
     here = settings.launch.kind != "ssh" and machines == [conditions.machine()]
@@ -126,23 +141,34 @@ class _Bench:
         """
         _log.info("warming up %d contenders on %d ranks", len(self._names), self._pool.world_size)
         for name in self._names:
-            self._pool.run(f"{_WORKER}.contenders:set_up", **self._orders[name])
-        for name in self._names[1:]:
-            found = self._pool.run(f"{_WORKER}.contenders:deviation", name=name, reference=self._names[0])
+            with _turn(name):
+                self._pool.run(f"{_WORKER}.contenders:set_up", **self._orders[name])
+        reference, *others = self._names
+        if others:
+            with _turn(reference):
+                self._pool.run(f"{_WORKER}.contenders:keep_gradients", name=reference)
+        for name in others:
+            with _turn(name):
+                found = self._pool.run(f"{_WORKER}.contenders:deviation", name=name, reference=reference)
             self._deviations[name] = max(found)
         for name in self._names:
-            self._measure(name, self._settings.warm_up)
+            with _turn(name):
+                self._measure(name, self._settings.warm_up)
 
     def play_round(self, number: int) -> None:
         """One turn for each contender."""
         for name in turn_order(self._names, number):
-            before = self._bytes_sent()
-            if self._load is not None:
-                self._load.restart()
-            self._rounds[name].append(self._measure(name, self._settings.steps))
-            self._foreign[name].append(None if self._load is None else self._load.foreign_cores())
-            self._sent[name].append(self._per_step(before, self._bytes_sent()))
+            with _turn(name):
+                self._take_turn(name)
         _log.info("round %d of %d", number + 1, self._settings.rounds)
+
+    def _take_turn(self, name: str) -> None:
+        before = self._bytes_sent()
+        if self._load is not None:
+            self._load.restart()
+        self._rounds[name].append(self._measure(name, self._settings.steps))
+        self._foreign[name].append(None if self._load is None else self._load.foreign_cores())
+        self._sent[name].append(self._per_step(before, self._bytes_sent()))
 
     def measurements(self) -> dict[str, Measurement]:
         """What was found."""
@@ -169,6 +195,15 @@ class _Bench:
         if before is None or after is None:
             return None
         return (after - before) / self._settings.steps / self._pool.world_size
+
+
+@contextmanager
+def _turn(contender: str) -> Iterator[None]:
+    """Whatever fails within, it is in that contender's turn."""
+    try:
+        yield
+    except WorkerError as failure:
+        raise ContenderError(contender, failure) from None
 
 
 def _all_or_none(values: list[float | None]) -> list[float] | None:

@@ -41,13 +41,15 @@ class Final:
     Attributes:
         winner: the plan to run; it may be the builder's.
         ddp: the best DDP.
-        builder: the best builder; None if none ran.
+        builder: the best builder; None if none ran, or if it was left out.
+        left_out: why plans are not in it that should have been, by name.
     """
 
     contenders: Mapping[str, Contender]
     winner: str
     ddp: str
     builder: str | None
+    left_out: Mapping[str, str]
 
     @classmethod
     def read(cls, data: Mapping[str, Any], where: str) -> Final:
@@ -58,8 +60,9 @@ class Final:
         """
         try:
             contenders = {str(name): _contender(name, one) for name, one in data["contenders"].items()}
+            left_out = {str(name): str(why) for name, why in data.get("left_out", {}).items()}
             opponents = data["opponents"]
-            made = cls(contenders, data["winner"], opponents["ddp"], opponents.get("builder"))
+            made = cls(contenders, data["winner"], opponents["ddp"], opponents.get("builder"), left_out)
             missing = {made.winner, made.ddp, made.builder or made.ddp} - contenders.keys()
         except KeyError as error:
             raise DocumentError(f"{where}: final: {error} is missing") from None

@@ -55,7 +55,9 @@ def _claims(final: Final) -> Iterator[str]:
     if (rounds := len(final.best.rounds)) < LEAST_ROUNDS:
         yield f"{rounds} rounds are too few to claim that: take rounds={LEAST_ROUNDS} or more."
     if final.builder == final.winner:
-        yield "In these rounds no plan that was searched beat this builder's."
+        yield "In the rounds before, which choose, no plan that was searched beat this builder's."
+    for name, why in final.left_out.items():
+        yield f"{name} failed at that and was left out: {why}."
 
 
 def _loose_times(run: TuningRun) -> Iterator[str]:

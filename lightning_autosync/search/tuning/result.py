@@ -85,7 +85,7 @@ class Outcome:
         ddp, builder: the best ones as measured before or during the search, on the footing of the trials; None where
             none ran.
         best: the answer; None if no plan came to a time.
-        final: the last comparison; None if the run was interrupted or workers failed in it.
+        final: the last comparison; None if the run was interrupted or came to none because workers failed.
         pace: how fast it went.
         interrupted: whether somebody ended it.
         failure: why the search or the last comparison could not go on; None if they came to their end.
@@ -170,7 +170,8 @@ class Outcome:
             return [*lines, "it was not compared with its opponents side by side: run the same command to go on"]
         lines += [_standing(self.final, *one) for one in self.final.opponents.items() if one[1] != self.final.winner]
         if self.final.winner == self.final.builder:
-            lines.append("no plan that was searched beats this builder's")
+            lines.append("no plan that was searched beats this builder's in the rounds that choose")
+        lines += [f"{name} failed at that and was left out: {why}" for name, why in self.final.left_out.items()]
         return lines
 
     def _count(self) -> list[str]:

@@ -18,8 +18,9 @@ from lightning_autosync.plan.space import PlanSpace
 from lightning_autosync.search import storages, studies, tried
 from lightning_autosync.search.tuning.buckets import BucketSpace
 from lightning_autosync.search.tuning.errors import TuningError
-from lightning_autosync.search.tuning.final import Final, compare
+from lightning_autosync.search.tuning.final import Final
 from lightning_autosync.search.tuning.job import Job
+from lightning_autosync.search.tuning.last_comparison import compare
 from lightning_autosync.search.tuning.opponents import Opponent, Opponents, builder_plans
 from lightning_autosync.search.tuning.reference import Reference
 from lightning_autosync.search.tuning.result import Best, Outcome, Pace

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 
 from lightning_autosync.bench import conditions
-from lightning_autosync.bench.interleaving import play
+from lightning_autosync.bench.interleaving import ContenderError, play
 from lightning_autosync.bench.preparation import prepare
 from lightning_autosync.bench.result import Result
 from lightning_autosync.bench.settings import Settings
 from lightning_autosync.bench.table import remarks, title
 from lightning_autosync.cluster import ClusterSpec
+from lightning_autosync.workers import InputError, WorkerError
 
 
 class FarPool:
@@ -23,16 +25,21 @@ class FarPool:
     world_size = 2
     pids = (os.getpid(),)
 
-    def __init__(self, machines: list[tuple[str, str]]) -> None:
+    def __init__(self, machines: list[tuple[str, str]], errors: Mapping[str, WorkerError] | None = None) -> None:
         self._machines = machines
+        self._errors = errors or {}
 
     def run(self, function: str, /, *, ranks: Any = None, **arguments: Any) -> list[Any]:
         addressed = list(range(self.world_size) if ranks is None else ranks)
+        for what in (arguments.get("name"), function.rpartition(":")[2]):
+            if what in self._errors:
+                raise self._errors[what]
         answers = {
             "machine": lambda rank: list(self._machines[rank]),
             "load_average": lambda rank: [7.0, 6.0, 5.0],
             "describe_worker": lambda rank: {"machine": self._machines[rank][1], "cores": 64},
             "bytes_sent": lambda rank: 1000,
+            "keep_gradients": lambda rank: None,
             "deviation": lambda rank: 0.0,
             "measure": lambda rank: [0.1] * arguments["steps"],
             "set_up": lambda rank: None,
@@ -43,7 +50,7 @@ class FarPool:
         """Nothing to end."""
 
 
-def played(launch: str, machines: list[tuple[str, str]]) -> Result:
+def played(launch: str, machines: list[tuple[str, str]], errors: Mapping[str, WorkerError] | None = None) -> Result:
     settings = Settings.parse(
         {
             "model": {"kind": "flat", "mib": 1.0},
@@ -53,7 +60,7 @@ def played(launch: str, machines: list[tuple[str, str]]) -> Result:
             "rounds": 2,
         }
     )
-    return play(settings, prepare(settings), FarPool(machines))
+    return play(settings, prepare(settings), FarPool(machines, errors))
 
 
 @pytest.mark.parametrize(
@@ -79,3 +86,26 @@ def test_the_load_of_this_machine_is_watched() -> None:
     found = played("local", [conditions.machine()] * 2)
     assert found.foreign_cores is not None
     assert title(found).endswith("loopback")
+
+
+def test_an_error_names_the_contender_unless_what_it_was_given_is_wrong() -> None:
+    machines = [("b", "farther")] * 2
+    with pytest.raises(ContenderError, match=r"^contender 'byteps': rank 1 died$") as caught:
+        played("local", machines, {"byteps": WorkerError("rank 1 died", 1, "a traceback", "OSError", "gone")})
+    assert (caught.value.contender, caught.value.rank, caught.value.kind) == ("byteps", 1, "OSError")
+    with pytest.raises(ContenderError, match=r"^model\.data: missing$") as caught:
+        played("local", machines, {"byteps": InputError("model.data: missing", 1)})
+    assert isinstance(caught.value.failure, InputError)
+
+
+def test_what_fails_in_the_gradients_of_the_reference_is_not_blamed_on_others() -> None:
+    failing = WorkerError("rank 0 raised AssertionError", 0)
+    with pytest.raises(ContenderError) as caught:
+        played("local", [("b", "farther")] * 2, {"keep_gradients": failing})
+    assert caught.value.contender == "ddp"
+
+
+def test_what_fails_right_behind_a_contenders_steps_is_in_its_turn() -> None:
+    with pytest.raises(ContenderError) as caught:
+        played("local", [("b", "farther")] * 2, {"bytes_sent": WorkerError("rank 0 died", 0)})
+    assert caught.value.contender == "ddp"

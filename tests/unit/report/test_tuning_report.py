@@ -211,8 +211,14 @@ def test_a_builder_that_wins_is_told(changed: Changed) -> None:
 
     said = words(changed(lose))
     assert re.search(r"The best plan, of builder \w+, takes", said)
-    assert "In these rounds no plan that was searched beat this builder's." in said
+    assert "In the rounds before, which choose, no plan that was searched beat this builder's." in said
     assert "best hand-made builder" not in said
+
+
+def test_a_plan_that_was_left_out_is_told(changed: Changed) -> None:
+    said = words(changed(lambda data: data["final"].update(left_out={"trial_9": "rank 1 died"})))
+    assert "trial_9 failed at that and was left out: rank 1 died." in said
+    assert "left out" not in words(changed(lambda data: None))
 
 
 def test_without_a_last_comparison_nothing_is_claimed(changed: Changed) -> None:
