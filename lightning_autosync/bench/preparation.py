@@ -188,7 +188,7 @@ def _plan(contender: Contender, workload: Workload, cluster: ClusterSpec, shares
 def _builder(name: str) -> Callable[..., Any]:
     module, separator, function = name.partition(":")
     if not separator:
-        return partial(builders.build, name) if name not in builders.BUILDERS else builders.BUILDERS[name]
+        return partial(builders.build, name)
     try:
         build: Callable[..., Any] = getattr(import_module(module), function)
     except (ImportError, AttributeError) as error:
@@ -197,5 +197,5 @@ def _builder(name: str) -> Callable[..., Any]:
 
 
 def _arguments(build: Callable[..., Any]) -> list[str] | None:
-    """Names of the parameters after the first two, workload and cluster; None where the function checks them."""
+    """Names of the parameters after workload and cluster; None for a builder of ours, which checks them itself."""
     return None if isinstance(build, partial) else list(inspect.signature(build).parameters)[2:]

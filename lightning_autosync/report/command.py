@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ from pydantic import Field, ValidationError
 
 from lightning_autosync.cluster import ClusterSpec, resolve_cluster
 from lightning_autosync.documents import Record, describe_validation_error
-from lightning_autosync.errors import DocumentError, PlanError
+from lightning_autosync.errors import DocumentError
 from lightning_autosync.plan import SyncPlan, builders
 from lightning_autosync.report.predict import predict as predict_step
 from lightning_autosync.simulator import Constants
@@ -72,15 +71,4 @@ def _plan(settings: PredictSettings, workload: Workload, cluster: ClusterSpec) -
         if settings.arguments:
             raise DocumentError(f"arguments: '{settings.plan}' is a file and takes none")
         return SyncPlan.load(settings.plan)
-    if settings.plan in builders.BUILDERS:
-        parameters = inspect.signature(builders.BUILDERS[settings.plan]).parameters.values()
-        allowed = [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
-        for name in settings.arguments:
-            if name not in allowed:
-                raise PlanError(f"arguments.{name}: builder '{settings.plan}' takes {', '.join(allowed)}")
-    try:
-        return builders.build(settings.plan, workload, cluster, **settings.arguments)
-    except ValidationError as error:
-        raise PlanError(f"arguments: {describe_validation_error(error)}") from None
-    except TypeError as error:
-        raise PlanError(f"arguments: {error}") from None
+    return builders.build(settings.plan, workload, cluster, **settings.arguments)

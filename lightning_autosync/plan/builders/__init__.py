@@ -15,6 +15,7 @@ from lightning_autosync.plan.builders.all_reduce import (
     partitioned_all_reduce,
     random_axis_partitioned_all_reduce,
 )
+from lightning_autosync.plan.builders.arguments import checked, told_of
 from lightning_autosync.plan.builders.links import hierarchical, packed_trees, parallax
 from lightning_autosync.plan.builders.parameter_server import (
     byteps,
@@ -66,13 +67,15 @@ def find(name: str) -> Callable[..., SyncPlan]:
     return known[name]
 
 
-def build(name: str, workload: Workload, cluster: ClusterSpec, **arguments: Any) -> SyncPlan:
+def build(name: str, workload: Workload, cluster: ClusterSpec, /, **arguments: Any) -> SyncPlan:
     """The plan of the builder with this name.
 
     Raises:
-        PlanError: there is no such builder.
+        PlanError: there is no such builder, or it does not take these arguments, each or together.
     """
-    return find(name)(workload, cluster, **arguments)
+    builder = find(name)
+    with told_of(builder):
+        return builder(workload, cluster, **checked(builder, arguments))
 
 
 __all__ = ["BUILDERS", "RELAXED_BUILDERS", "build", "find", *BUILDERS, *RELAXED_BUILDERS]

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
+from typing import Any
 
 from lightning_autosync.cluster import ClusterSpec
+from lightning_autosync.documents import Count, Integer
 from lightning_autosync.errors import PlanError
 from lightning_autosync.plan.builders.grouping import (
     MIB,
@@ -24,10 +27,10 @@ def all_reduce(
     cluster: ClusterSpec,
     *,
     topology: Topology = "native",
-    bucket_bytes: int = 25 * MIB,
-    first_bucket_bytes: int = MIB,
-    chunk_size: int | None = None,
-    compressor: Compressor | str = "none",
+    bucket_bytes: Count = 25 * MIB,
+    first_bucket_bytes: Count = MIB,
+    chunk_size: Count | None = None,
+    compressor: Compressor | Mapping[str, Any] | str = "none",
 ) -> SyncPlan:
     """Fused all-reduce: DDP's buckets, or AutoDist's AllReduce if ``chunk_size`` is given.
 
@@ -68,7 +71,7 @@ def partitioned_all_reduce(workload: Workload, cluster: ClusterSpec, *, topology
 
 
 def random_axis_partitioned_all_reduce(
-    workload: Workload, cluster: ClusterSpec, *, topology: Topology = "native", seed: int = 0
+    workload: Workload, cluster: ClusterSpec, *, topology: Topology = "native", seed: Integer = 0
 ) -> SyncPlan:
     """AutoDist's RandomAxisPartitionAR: as PartitionedAR, along a random axis longer than 1."""
     draw = random.Random(seed)

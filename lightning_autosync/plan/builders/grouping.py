@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from lightning_autosync.cluster import ClusterSpec
+from lightning_autosync.errors import PlanError
 from lightning_autosync.plan.spec import Group, SyncPlan
 from lightning_autosync.workload import Variable, Workload
 
@@ -31,7 +32,12 @@ def fused_groups(variables: Sequence[Variable], limits: Sequence[int], prefix: s
     """Groups of dense variables that close when they reach a limit; row-wise variables travel alone.
 
     ``limits`` are bytes: one for the first group of each element type, ..., the last for all that follow.
+
+    Raises:
+        PlanError: one is below 1.
     """
+    if min(limits) < 1:
+        raise PlanError(f"bucket_bytes: {min(limits)} is below 1")
     dense = [variable for variable in variables if variable.kind == "dense"]
     number = 0
     for dtype in dict.fromkeys(variable.dtype for variable in dense):

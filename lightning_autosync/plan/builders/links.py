@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from lightning_autosync.cluster import ClusterSpec, pack_trees
+from lightning_autosync.documents import Count
 from lightning_autosync.plan.builders.grouping import MIB, fused_groups, in_ready_order, make_plan
 from lightning_autosync.plan.builders.parameter_server import ps_load_balancing
 from lightning_autosync.plan.spec import SyncPlan, Topology, WeightedTree
@@ -14,7 +15,7 @@ def parallax(
     cluster: ClusterSpec,
     *,
     topology: Topology | None = None,
-    bucket_bytes: int = 25 * MIB,
+    bucket_bytes: Count = 25 * MIB,
 ) -> SyncPlan:
     """Parallax (EuroSys 2019): dense variables by fused all-reduce, row-wise ones by balanced parameter servers.
 
@@ -33,7 +34,7 @@ def hierarchical(
     cluster: ClusterSpec,
     *,
     topology: Topology = "hierarchical",
-    bucket_bytes: int = 25 * MIB,
+    bucket_bytes: Count = 25 * MIB,
 ) -> SyncPlan:
     """Fused all-reduce in two levels: inside a node (or a rack of one-device nodes) first, then between them.
 
@@ -51,7 +52,7 @@ def packed_trees(
     cluster: ClusterSpec,
     *,
     topology: Topology = "packed",
-    bucket_bytes: int = 25 * MIB,
+    bucket_bytes: Count = 25 * MIB,
 ) -> SyncPlan:
     """Fused messages split over several spanning trees, in the proportions that use the link graph best.
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from lightning_autosync.cluster import ClusterSpec, server_shares
+from lightning_autosync.documents import Count, Index
 from lightning_autosync.errors import PlanError
 from lightning_autosync.plan.builders.grouping import (
     MIB,
@@ -20,8 +21,13 @@ from lightning_autosync.plan.spec import Group, Partition, SyncPlan, Topology
 from lightning_autosync.workload import Variable, Workload
 
 
-def ps(workload: Workload, cluster: ClusterSpec, *, topology: Topology = "star", server: int = 0) -> SyncPlan:
-    """AutoDist's PS: one server for everything."""
+def ps(workload: Workload, cluster: ClusterSpec, *, topology: Topology = "star", server: Index = 0) -> SyncPlan:
+    """AutoDist's PS: one server for everything.
+
+    Raises:
+        PlanError: ``server`` is no rank of the cluster.
+    """
+    _check_ranks("server", [server], cluster)
     return make_plan(
         workload,
         cluster,
@@ -34,7 +40,7 @@ def ps_load_balancing(
     cluster: ClusterSpec,
     *,
     topology: Topology = "star",
-    servers: Sequence[int] | None = None,
+    servers: Sequence[Index] | None = None,
 ) -> SyncPlan:
     """AutoDist's PSLoadBalancing: each variable goes to the server with the fewest bytes so far."""
     loads = _Loads(cluster, servers)
@@ -47,7 +53,7 @@ def partitioned_ps(
     cluster: ClusterSpec,
     *,
     topology: Topology = "star",
-    servers: Sequence[int] | None = None,
+    servers: Sequence[Index] | None = None,
 ) -> SyncPlan:
     """AutoDist's PartitionedPS: cut along axis 0 into the smallest divisor's count of shards, each balanced."""
     loads = _Loads(cluster, servers)
@@ -63,7 +69,7 @@ def uneven_partitioned_ps(
     cluster: ClusterSpec,
     *,
     topology: Topology = "star",
-    servers: Sequence[int] | None = None,
+    servers: Sequence[Index] | None = None,
 ) -> SyncPlan:
     """AutoDist's UnevenPartitionedPS: as PartitionedPS, with the smallest count that does not divide the axis."""
     loads = _Loads(cluster, servers)
@@ -75,7 +81,7 @@ def uneven_partitioned_ps(
 
 
 def byteps(
-    workload: Workload, cluster: ClusterSpec, *, topology: Topology = "star", bucket_bytes: int = 25 * MIB
+    workload: Workload, cluster: ClusterSpec, *, topology: Topology = "star", bucket_bytes: Count = 25 * MIB
 ) -> SyncPlan:
     """Fused messages cut over all ranks in proportion to what their links can carry.
 
@@ -109,12 +115,19 @@ class _Loads:
         self._loads = dict.fromkeys(servers if servers is not None else range(cluster.world_size), 0.0)
         if not self._loads:
             raise PlanError("servers: at least one rank is needed")
+        _check_ranks("servers", self._loads, cluster)
 
     def add(self, size: float) -> int:
         """The least loaded server, which takes ``size`` bytes."""
         server = min(self._loads, key=lambda rank: (self._loads[rank], rank))
         self._loads[server] += size
         return server
+
+
+def _check_ranks(argument: str, ranks: Iterable[int], cluster: ClusterSpec) -> None:
+    for rank in ranks:
+        if rank not in range(cluster.world_size):
+            raise PlanError(f"{argument}: rank {rank} is out of range; the cluster has {cluster.world_size} ranks")
 
 
 def _served(variable: Variable, placement: Sequence[int], topology: Topology) -> Group:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from lightning_autosync.cluster import ClusterSpec
+from lightning_autosync.documents import Count, Index, Integer
 from lightning_autosync.errors import PlanError
 from lightning_autosync.plan.builders.all_reduce import all_reduce
 from lightning_autosync.plan.builders.parameter_server import byteps
@@ -16,7 +19,7 @@ def partial_reduce(
     workload: Workload,
     cluster: ClusterSpec,
     *,
-    group_size: int | None = None,
+    group_size: Annotated[Integer, Field(ge=2)] | None = None,
     weighting: Literal["constant", "dynamic"] = "dynamic",
 ) -> SyncPlan:
     """Partial Reduce (SIGMOD 2021): after each step, the workers that are ready average their models.
@@ -42,7 +45,7 @@ def partial_reduce(
 
 
 def periodic(
-    workload: Workload, cluster: ClusterSpec, *, period: int = 8, outer: OuterKind = "averaging", warmup: int = 0
+    workload: Workload, cluster: ClusterSpec, *, period: Count = 8, outer: OuterKind = "averaging", warmup: Index = 0
 ) -> SyncPlan:
     """Local SGD: replicas step alone and average every ``period`` steps, after ``warmup`` steps that all average."""
     return _with(
@@ -51,7 +54,7 @@ def periodic(
     )
 
 
-def bounded_staleness(workload: Workload, cluster: ClusterSpec, *, staleness: int = 3) -> SyncPlan:
+def bounded_staleness(workload: Workload, cluster: ClusterSpec, *, staleness: Index = 3) -> SyncPlan:
     """Stale synchronous parallel (Ho et al., 2013): servers update; nobody runs more than ``staleness`` steps ahead."""
     return _with(byteps(workload, cluster), Consistency(mode="bounded_staleness", staleness=staleness))
 

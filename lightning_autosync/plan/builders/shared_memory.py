@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from lightning_autosync.cluster import ClusterSpec
+from lightning_autosync.documents import Count
 from lightning_autosync.plan.builders.grouping import MIB, fused_groups, in_ready_order, lone_group, make_plan
 from lightning_autosync.plan.spec import SyncPlan
 from lightning_autosync.workload import Workload
 
 
-def shared_memory(workload: Workload, cluster: ClusterSpec, *, bucket_bytes: int = 100 * MIB) -> SyncPlan:
+def shared_memory(workload: Workload, cluster: ClusterSpec, *, bucket_bytes: Count = 100 * MIB) -> SyncPlan:
     """Dense variables fused in memory that all ranks map; row-wise variables by the backend.
 
     There is no idle wire to overlap with, and each message costs two hand-overs between the ranks, so messages are

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from clusters import shared_nodes, uneven_cluster
 
+from lightning_autosync.errors import PlanError
 from lightning_autosync.plan import builders, compile_plan
 from lightning_autosync.plan.schedule import AllReduce, AllToAll, TreeTransfer
 from lightning_autosync.plan.trees import Tree
@@ -123,3 +126,47 @@ def test_rerooting_keeps_the_edges() -> None:
             {frozenset((rank, parent)) for rank, parent in enumerate(t.parents) if parent >= 0} for t in (tree, hung)
         ]
         assert edges[0] == edges[1]
+
+
+@pytest.mark.parametrize(
+    ("builder", "arguments", "message"),
+    [
+        ("all_reduce", {"bucket_bytes": -5}, "builder 'all_reduce': bucket_bytes: Input should be greater than 0"),
+        ("all_reduce", {"bucket_bytes": "hello"}, "builder 'all_reduce': bucket_bytes: .*valid integer"),
+        ("all_reduce", {"topology": "foo"}, "builder 'all_reduce': topology: .*'native'.*'foo'"),
+        (
+            "all_reduce",
+            {"compressor": {"kind": "zip"}},
+            r"'all_reduce': compressor\.kind: .*'int8'.*\(got 'zip'\)$",
+        ),
+        ("all_reduce", {"compressor": "zip"}, r"builder 'all_reduce': compressor\.kind: .*\(got 'zip'\)$"),
+        (
+            "all_reduce",
+            {"compressor": "fp16", "topology": "shared_memory"},
+            "topology: 'shared_memory' sends nothing",
+        ),
+        ("all_reduce", {"speed": 1}, "builder 'all_reduce' has no argument 'speed'; it takes topology, bucket_bytes,"),
+        ("all_reduce", {"cluster": 1}, "builder 'all_reduce' has no argument 'cluster'"),
+        ("random_axis_partitioned_all_reduce", {"seed": "x"}, "seed: .*valid integer"),
+        ("ps", {"server": 2}, r"^server: rank 2 is out of range; the cluster has 2 ranks$"),
+        ("ps", {"server": True}, "builder 'ps': server: .*valid integer"),
+        ("ps_load_balancing", {"servers": [0, 7]}, "^servers: rank 7 is out of range"),
+        ("ps_load_balancing", {"servers": []}, "^servers: at least one rank"),
+        ("partial_reduce", {"group_size": 1}, "builder 'partial_reduce': group_size: .*2"),
+        ("periodic", {"period": 0}, "builder 'periodic': period: "),
+        ("asynchronous", {"staleness": 1}, "'asynchronous' has no argument 'staleness'; it takes none"),
+    ],
+)
+def test_arguments_that_a_builder_does_not_take(builder: str, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(PlanError, match=message) as caught:
+        builders.build(builder, workload(4, 3), uneven_cluster(2), **arguments)
+    assert "\n" not in str(caught.value)
+
+
+def test_given_arguments_are_those_of_the_function() -> None:
+    asked = (workload(100, 10, 20, 30), uneven_cluster(2))
+    arguments = {"bucket_bytes": 150, "topology": "ring", "compressor": {"kind": "powersgd", "rank": 2}}
+    assert builders.build("all_reduce", *asked, **arguments) == builders.all_reduce(*asked, **arguments)
+    assert builders.build("all_reduce", *asked, compressor="fp16") == builders.all_reduce(*asked, compressor="fp16")
+    with pytest.raises(PlanError, match="bucket_bytes: 0 is below 1"):
+        builders.all_reduce(*asked, bucket_bytes=0)

@@ -1,0 +1,46 @@
+"""Arguments of builders that a user gives: their names, types and bounds are those of the function's signature."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, get_type_hints
+
+from pydantic import ValidationError, create_model
+
+from lightning_autosync.documents import Record, describe_validation_error
+from lightning_autosync.errors import PlanError
+
+
+def checked(builder: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments as the builder takes them.
+
+    Raises:
+        PlanError: the builder has no argument of that name.
+        ValidationError: a value is not what it takes.
+    """
+    hints = get_type_hints(builder, include_extras=True)
+    parameters = inspect.signature(builder).parameters.values()
+    taken = {one.name: one.default for one in parameters if one.kind is one.KEYWORD_ONLY}
+    for name in arguments:
+        if name not in taken:
+            raise PlanError(
+                f"builder '{builder.__name__}' has no argument '{name}'; it takes {', '.join(taken) or 'none'}"
+            )
+    fields: dict[str, Any] = {name: (hints[name], default) for name, default in taken.items()}
+    record = create_model(builder.__name__, __base__=Record, **fields)(**arguments)
+    return {name: getattr(record, name) for name in arguments}
+
+
+@contextmanager
+def told_of(builder: Callable[..., Any]) -> Iterator[None]:
+    """Whatever is found to be wrong within is an error of ours that names the builder.
+
+    Raises:
+        PlanError: something was.
+    """
+    try:
+        yield
+    except ValidationError as error:
+        raise PlanError(f"builder '{builder.__name__}': {describe_validation_error(error)}") from None
