@@ -168,7 +168,8 @@ def read_data(path: str | os.PathLike[str], error: type[DocumentError] = Documen
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as cause:
-        raise error(f"{path}: cannot be read: {cause}") from None
+        why = cause.strerror if isinstance(cause, OSError) else cause  # the error itself names the file again
+        raise error(f"{path}: cannot be read: {why}") from None
     language = "JSON" if path.suffix == ".json" else "YAML"
     try:
         if language == "JSON":

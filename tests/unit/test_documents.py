@@ -45,6 +45,12 @@ def test_not_text(tmp_path: Path) -> None:
         read_data(path)
 
 
+def test_no_such_file(tmp_path: Path) -> None:
+    with pytest.raises(DocumentError) as caught:
+        read_data(tmp_path / "a.yaml")
+    assert str(caught.value) == f"{tmp_path / 'a.yaml'}: cannot be read: No such file or directory"
+
+
 def test_documents_raise_their_own_error(tmp_path: Path) -> None:
     path = tmp_path / "plan.yaml"
     path.write_text("format: autosync-plan/1\nworld_size: 2\nworld_size: 4\n")

@@ -185,5 +185,20 @@ def _flat(data: dict[str, Any], prefix: str = "") -> dict[str, str]:
     """Nested mappings with dotted keys."""
     made: dict[str, str] = {}
     for key, value in data.items():
-        made |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": str(value)}
+        made |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": _said(value)}
     return made
+
+
+def _said(value: Any) -> str:
+    match value:
+        case list():
+            return ", ".join(map(_said, value))
+        case dict():
+            return " ".join(f"{key}={_said(one)}" for key, one in value.items())
+        case None:
+            return "none"
+        case bool():
+            return "yes" if value else "no"
+        case float():
+            return f"{value:.4g}"
+    return str(value)

@@ -14,6 +14,7 @@ def summary_row(run: TuningRun) -> dict[str, Any]:
 
     ``over_ddp`` and ``over_builder`` say how many times as fast as these the best plan is (``median``, ``low``,
     ``high``, paired by round of the last comparison); None where that was not measured.
+    ``left_out`` names plans that failed in that comparison, and why.
     """
     final = run.final
     builder = None if final is None else final.builder
@@ -27,6 +28,7 @@ def summary_row(run: TuningRun) -> dict[str, Any]:
         "seconds": None if run.result.best is None else run.best_seconds,
         "over_ddp": None if final is None else asdict(final.speedup(final.ddp)),
         "over_builder": None if final is None or builder is None else asdict(final.speedup(builder)),
+        "left_out": {} if final is None else dict(final.left_out),
         "bound_share": None if run.result.best is None else bound_share(run),
         "hit_rate": run.hit_rate,
         "trials_to_98_percent": run.trials_to_98,

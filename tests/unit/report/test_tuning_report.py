@@ -221,6 +221,15 @@ def test_a_plan_that_was_left_out_is_told(changed: Changed) -> None:
     assert "left out" not in words(changed(lambda data: None))
 
 
+def test_the_environment_is_told_in_words(changed: Changed) -> None:
+    load = {"before": 0.123456, "after": None}
+    environment = {"cores": 2, "machines": ["a", "b"], "swap": False, "load": load, "ranks": 1}
+    directory = changed(lambda data: data.update(environment=environment))
+    write_report(TuningRun.load(directory), directory / "report.html")
+    text = " ".join(Page((directory / "report.html").read_text()).text.split())
+    assert "Environment cores 2 machines a, b swap no load.before 0.1235 load.after none ranks 1" in text
+
+
 def test_without_a_last_comparison_nothing_is_claimed(changed: Changed) -> None:
     directory = changed(lambda data: data.update(final=None, interrupted=True))
     said = words(directory)
@@ -316,6 +325,7 @@ def test_the_verb_writes_the_report_beside_the_run_and_sums_up(kept: Path, tmp_p
     assert row["seconds"] == run.final.best.median
     assert 0 < row["bound_share"] < 1.1
     assert row["hit_rate"] == run.hit_rate
+    assert row["left_out"] == {}
 
 
 @pytest.mark.parametrize(
