@@ -176,6 +176,7 @@ def _wait_for_trials(journal: Path, count: int, running: subprocess.Popen[str]) 
             r"model._target_: 'os.getcwd' is str, no Module",
         ),
         (("search=tpe", "search.budget=none"), r"search.budget: "),
+        (("ranks=1",), r"^ranks: one rank has nothing to synchronize; a search needs two or more$"),
         (("launch=torchrun",), r"launch=torchrun: this process is not one of a torchrun job"),
     ],
 )

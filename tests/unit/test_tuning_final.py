@@ -29,7 +29,7 @@ from lightning_autosync.workers.link_check import LinkCheck
 TIMES = {
     "ddp": ([3.0] * 5, [2.5] * 5),
     "ddp_view": ([2.9] * 5, [3.5, 3.5, 3.5, 3.6, 3.5]),
-    "builder": ([1.2] * 5, [1.2] * 5),
+    "ps": ([1.2] * 5, [1.2] * 5),
     "lucky": ([1.0] * 5, [1.3, 1.1, 1.3, 1.3, 1.3]),
     "steady": ([1.1] * 5, [1.1] * 5),
 }
@@ -56,7 +56,7 @@ def played(job: Job, settings: BenchSettings, times: Mapping[str, Sequence[float
 
 def final_of(times: Mapping[str, tuple[list[float], list[float]]]) -> tuple[Job, Final]:
     world = World()
-    contenders = {name: {"plan": "x.yaml"} for name in ("builder", "lucky", "steady")}
+    contenders = {name: {"plan": "x.yaml"} for name in ("ps", "lucky", "steady")}
     rounds = len(times["ddp"][0])
     settings = BenchSettings.parse(
         {
@@ -68,23 +68,23 @@ def final_of(times: Mapping[str, tuple[list[float], list[float]]]) -> tuple[Job,
     )
     result = played(world.job, settings, {name: [*chosen, *judged] for name, (chosen, judged) in times.items()})
     plan = build("all_reduce", world.job.workload, world.job.cluster)
-    return world.job, Final.of(result, dict.fromkeys(contenders, plan), "builder", ("ddp", "ddp_view"))
+    return world.job, Final.of(result, dict.fromkeys(contenders, plan), ("ddp", "ddp_view"))
 
 
 def test_what_was_only_lucky_while_it_was_chosen_is_not_praised_for_that():
     _, final = final_of(TIMES)
     assert (final.winner, final.ddp) == ("lucky", "ddp_view")
     assert final.seconds == 1.3
-    assert final.ratio("builder").median == pytest.approx(1.3 / 1.2)
+    assert final.ratio("ps").median == pytest.approx(1.3 / 1.2)
     assert final.gains("ddp_view")
-    assert not final.gains("builder")
+    assert not final.gains("ps")
 
 
 def test_a_gain_is_claimed_only_where_the_whole_interval_is_below_one():
     close = {**TIMES, "lucky": ([1.0] * 5, [1.1, 1.25, 1.1, 1.25, 1.1])}
     _, final = final_of(close)
-    assert final.ratio("builder").median < 1 < final.ratio("builder").high
-    assert not final.gains("builder")
+    assert final.ratio("ps").median < 1 < final.ratio("ps").high
+    assert not final.gains("ps")
     for count in (1, 4):
         few = {name: (chosen[:count], judged[:count]) for name, (chosen, judged) in TIMES.items()}
         assert not final_of(few)[1].gains("ddp_view")  # by chance all of a few rounds fall on one side
@@ -93,7 +93,24 @@ def test_a_gain_is_claimed_only_where_the_whole_interval_is_below_one():
 def test_the_builder_stays_unless_a_plan_beats_it_where_it_is_chosen():
     slower = {**TIMES, "lucky": ([1.21] * 5, [0.5] * 5), "steady": ([1.3] * 5, [0.5] * 5)}
     _, final = final_of(slower)
-    assert final.winner == "builder"
+    assert final.winner == final.builder == "ps"
+
+
+def test_of_several_builders_the_one_that_wins_where_it_is_chosen_is_the_best():
+    world = World()
+    times = {"ddp": [3.0] * 4, "ps": [1.2] * 4, "byteps": [1.1, 1.1, 1.4, 1.4], "trial_7": [1.15, 1.15, 1.0, 1.0]}
+    contenders = {name: {"plan": "x.yaml"} for name in times if name != "ddp"}
+    asked = {name: value for name, value in configuration().items() if name != "search"}
+    settings = BenchSettings.parse({**asked, "contenders": contenders, "rounds": 4})
+    plans = dict.fromkeys(contenders, build("ps", world.job.workload, world.job.cluster))
+    final = Final.of(played(world.job, settings, times), plans, ["ddp"])
+    assert final.winner == final.builder == "byteps"
+    best = Best(3, "baseline", final.seconds, plans["byteps"], "byteps")
+    lines = Outcome(world.job, "x", [], None, None, best, final, Pace(None, (), 1.0, 0), False).lines()
+    assert "no plan that was searched beats this builder's in the rounds that choose" in lines
+    assert not any("best builder" in line for line in lines)
+    without = Final.of(played(world.job, settings, {**times, "byteps": [1.3] * 4}), plans, ["ddp"])
+    assert (without.winner, without.builder) == ("trial_7", "ps")
 
 
 def test_the_result_is_of_the_judging_rounds_and_keeps_those_that_chose():
@@ -105,9 +122,9 @@ def test_the_result_is_of_the_judging_rounds_and_keeps_those_that_chose():
     }
     assert data["choosing"]["round_seconds"] == {name: chosen for name, (chosen, _) in TIMES.items()}
     kinds = {name: one["kind"] for name, one in data["contenders"].items()}
-    assert kinds == {"ddp": "ddp", "ddp_view": "ddp", "builder": "builder", "lucky": "plan", "steady": "finalist"}
+    assert kinds == {"ddp": "ddp", "ddp_view": "ddp", "ps": "builder", "lucky": "plan", "steady": "finalist"}
     assert (data["winner"], data["best_ddp"]) == ("lucky", "ddp_view")
-    assert data["opponents"] == {"ddp": "ddp_view", "builder": "builder"}
+    assert data["opponents"] == {"ddp": "ddp_view", "builder": "ps"}
     assert data["winner_over"]["ddp"]["median"] == pytest.approx(1.3 / 3.5)
     assert data["contenders"]["lucky"]["ratio_to_best_ddp"] == data["winner_over"]["ddp"]
     assert data["gains"] == {"ddp": True, "builder": False}
@@ -121,7 +138,7 @@ def test_the_lines_claim_no_gain_that_was_not_shown():
     assert lines[0] == "best plan: trial 7 (evolved), 1300.00 ms a step"
     assert lines[1].startswith("it takes 0.371 [")
     assert lines[1].endswith("of the time of the best DDP, ddp_view")
-    assert lines[2].endswith("of the time of the best builder, builder, which is no gain")
+    assert lines[2].endswith("of the time of the best builder, ps, which is no gain")
     _, single = final_of({name: (chosen[:1], judged[:1]) for name, (chosen, judged) in TIMES.items()})
     lines = Outcome(job, "x.journal", [], Opponent("ddp", 1.0), None, best, single, pace, False).lines()
     assert lines[1].endswith("of the time of the best DDP, ddp_view, in too few rounds to tell")
@@ -176,7 +193,7 @@ def test_several_settings_of_ddp_come_to_it_and_as_many_rounds_choose_as_judge(t
     monkeypatch.setattr(last_comparison, "play", play)
     plans = {"ps": build("ps", job.workload, job.cluster)}
     rivals = ["ddp_5_view", "ddp_1", "ddp_5"]
-    found = compare(job, _Restarted(), plans, "ps", rivals, tmp_path)
+    found = compare(job, _Restarted(), plans, rivals, tmp_path)
     assert seen == {"rounds": 4, "orders": [*rivals, "ps"], "contenders": [*rivals, "ps"]}
     assert os.listdir(tmp_path / "finalists") == ["ps.yaml"]
     assert (found.choice.settings.rounds, found.result.settings.rounds) == (2, 2)
@@ -193,7 +210,7 @@ def test_a_last_comparison_that_fails_twice_is_no_success(tmp_path, monkeypatch)
     monkeypatch.setattr(last_comparison, "play", play)
     rivals = [options.name for options in job.settings.ddp.options()]
     with pytest.raises(TuningError, match=r"the last comparison failed twice: .*session 1"):
-        compare(job, workers, {"ps": build("ps", job.workload, job.cluster)}, "ps", rivals, tmp_path)
+        compare(job, workers, {"ps": build("ps", job.workload, job.cluster)}, rivals, tmp_path)
     assert workers.restarts == 1
 
 
@@ -209,7 +226,7 @@ def test_a_plan_that_fails_twice_is_left_out_of_the_last_comparison(tmp_path, mo
 
     monkeypatch.setattr(last_comparison, "play", play)
     plan, workers = build("ps", job.workload, job.cluster), _Restarted()
-    found = compare(job, workers, {"ps": plan, "hanging": plan, "sound": plan}, "ps", ["ddp"], tmp_path)
+    found = compare(job, workers, {"ps": plan, "hanging": plan, "sound": plan}, ["ddp"], tmp_path)
     assert asked == [["ddp", "ps", "hanging", "sound"]] * 2 + [["ddp", "ps", "sound"]]
     assert workers.restarts == 2
     assert set(found.plans) == {"ps", "sound"}
@@ -217,7 +234,7 @@ def test_a_plan_that_fails_twice_is_left_out_of_the_last_comparison(tmp_path, mo
     best = Best(7, "evolved", found.seconds, plan, None)
     lines = Outcome(job, "x", [], None, None, best, found, Pace(None, (), 1.0, 0), False).lines()
     assert "hanging failed at that and was left out: rank 1 died" in lines
-    without = compare(job, workers, {"hanging": plan, "sound": plan}, "hanging", ["ddp"], tmp_path)
+    without = compare(job, workers, {"hanging": plan, "sound": plan}, ["ddp"], tmp_path)
     assert (without.winner, without.builder) == ("sound", None)
 
 
@@ -230,7 +247,7 @@ def test_a_last_comparison_of_which_every_plan_fails_is_no_success(tmp_path, mon
     monkeypatch.setattr(last_comparison, "play", play)
     plan, workers = build("ps", job.workload, job.cluster), _Restarted()
     with pytest.raises(TuningError, match=r"failed with every plan; the last: contender 'ps': rank 1 died"):
-        compare(job, workers, {"ps": plan, "other": plan}, "ps", ["ddp"], tmp_path)
+        compare(job, workers, {"ps": plan, "other": plan}, ["ddp"], tmp_path)
     assert workers.restarts == 4
 
 
@@ -244,7 +261,7 @@ def test_a_plan_that_workers_refuse_is_left_out_at_once(tmp_path, monkeypatch):
 
     monkeypatch.setattr(last_comparison, "play", play)
     plan, workers = build("ps", job.workload, job.cluster), _Restarted()
-    found = compare(job, workers, {"ps": plan, "foreign": plan}, "ps", ["ddp"], tmp_path)
+    found = compare(job, workers, {"ps": plan, "foreign": plan}, ["ddp"], tmp_path)
     assert found.left_out == {"foreign": "schedule: there is no parameter 'x'"}
     assert workers.restarts == 1
 
@@ -258,4 +275,4 @@ def test_a_rival_that_fails_twice_ends_the_last_comparison(tmp_path, monkeypatch
     monkeypatch.setattr(last_comparison, "play", play)
     plan, workers = build("ps", job.workload, job.cluster), _Restarted()
     with pytest.raises(TuningError, match="the last comparison failed twice: contender 'ddp': rank 1 died"):
-        compare(job, workers, {"ps": plan, "other": plan}, "ps", ["ddp"], tmp_path)
+        compare(job, workers, {"ps": plan, "other": plan}, ["ddp"], tmp_path)

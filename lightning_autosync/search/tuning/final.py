@@ -1,7 +1,8 @@
 """What the last comparison says: of the best plans, the best builder and the best of DDP in interleaved rounds.
 
 The fastest of several is partly the luckiest of the rounds in which it was chosen. So the first half of the rounds
-chooses the winner and the setting of DDP that it is compared with; the second half judges, and only its ratios count.
+chooses the winner, and the builder and the setting of DDP that it is compared with; the second half judges, and only
+its ratios count.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from lightning_autosync.bench.result import Measurement, Result
 from lightning_autosync.bench.statistics import Interval, relative_medians
 from lightning_autosync.bench.table import EXACT
 from lightning_autosync.plan import SyncPlan
+from lightning_autosync.plan.builders import BUILDERS
 
 LEAST_ROUNDS = 5
 """Judging rounds below which nothing is claimed: all of four fall on one side by chance too often."""
@@ -28,7 +30,6 @@ class Final:
         choice: as of a bench, of the rounds that choose.
         result: the same of those that judge.
         plans: those that could win, by name.
-        builder: the name among them of the best builder; None if none ran, or if it was left out.
         rivals: names of DDP's settings, one or more.
         left_out: why plans are not among them that should have been, by name.
     """
@@ -36,7 +37,6 @@ class Final:
     choice: Result
     result: Result
     plans: Mapping[str, SyncPlan]
-    builder: str | None
     rivals: Sequence[str]
     left_out: Mapping[str, str] = field(default_factory=dict)
 
@@ -45,33 +45,43 @@ class Final:
         cls,
         played: Result,
         plans: Mapping[str, SyncPlan],
-        builder: str | None,
         rivals: Sequence[str],
         left_out: Mapping[str, str] | None = None,
     ) -> Final:
         """From one bench, half of whose rounds choose."""
         half = played.settings.rounds // 2
         choice, result = _rounds(played, 0, half), _rounds(played, half, 2 * half)
-        return cls(choice, result, plans, builder if builder in plans else None, rivals, left_out or {})
+        return cls(choice, result, plans, rivals, left_out or {})
 
     @cached_property
     def winner(self) -> str:
-        """The fastest plan of the choosing rounds, each time relative to its round; the builder's unless it beats that.
-
-        An exact plan whose gradients are not DDP's is not taken, unless that holds for all.
-        """
-        found, classes = self.choice.measurements, self.choice.classes
-        sound = [name for name in self.plans if classes[name] != "exact" or found[name].deviation <= EXACT]
-        times = relative_medians({name: found[name].times for name in sound or self.plans})
-        fastest = min(times, key=times.__getitem__)
-        if self.builder in times and self.choice.ratio(fastest, self.builder).median >= 1:
+        """The fastest plan of the choosing rounds; the best builder's unless it beats that."""
+        fastest = self._fastest(self._sound)
+        if self.builder in self._sound and self.choice.ratio(fastest, self.builder).median >= 1:
             return self.builder
         return fastest
 
     @cached_property
+    def builder(self) -> str | None:
+        """The fastest builder's plan of the choosing rounds; None if there was none, or if all were left out."""
+        built = [name for name in self.plans if name in BUILDERS]
+        return self._fastest([name for name in built if name in self._sound] or built) if built else None
+
+    @cached_property
     def ddp(self) -> str:
-        """The fastest setting of DDP of the choosing rounds, likewise."""
-        times = relative_medians({name: self.choice.measurements[name].times for name in self.rivals})
+        """The fastest setting of DDP of the choosing rounds."""
+        return self._fastest(self.rivals)
+
+    @cached_property
+    def _sound(self) -> list[str]:
+        """Plans that can win: not an exact one whose gradients are not DDP's, unless that holds for all."""
+        found, classes = self.choice.measurements, self.choice.classes
+        sound = [name for name in self.plans if classes[name] != "exact" or found[name].deviation <= EXACT]
+        return sound or list(self.plans)
+
+    def _fastest(self, names: Sequence[str]) -> str:
+        """Of some contenders in the choosing rounds, each time relative to its round."""
+        times = relative_medians({name: self.choice.measurements[name].times for name in names})
         return min(times, key=times.__getitem__)
 
     @property

@@ -13,6 +13,7 @@ from lightning_autosync.bench.interleaving import Pool
 from lightning_autosync.bench.preparation import prepare
 from lightning_autosync.bench.settings import DDPOptions
 from lightning_autosync.cluster import ClusterSpec
+from lightning_autosync.errors import DocumentError
 from lightning_autosync.plan import SyncPlan
 from lightning_autosync.search.storages import StudyError, answered
 from lightning_autosync.search.tuning.settings import Settings
@@ -47,6 +48,8 @@ class Job:
             DocumentError: any of them.
         """
         prepared = prepare(settings)
+        if prepared.cluster.world_size < 2:
+            raise DocumentError("ranks: one rank has nothing to synchronize; a search needs two or more")
         return cls(settings, prepared.cluster, prepared.workload)
 
     @property

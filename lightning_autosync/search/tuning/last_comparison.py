@@ -32,9 +32,7 @@ class Workers(Protocol):
     def restart(self) -> None: ...
 
 
-def compare(
-    job: Job, stage: Workers, plans: Mapping[str, SyncPlan], builder: str | None, rivals: Sequence[str], directory: Path
-) -> Final:
+def compare(job: Job, stage: Workers, plans: Mapping[str, SyncPlan], rivals: Sequence[str], directory: Path) -> Final:
     """Measure plans and settings of DDP in turns, once more where a worker fails.
 
     A plan that fails twice, or that workers refuse, is left out.
@@ -42,8 +40,7 @@ def compare(
     Args:
         job: what is tuned; its settings say how many rounds judge, and as many before them choose.
         stage: its live workers.
-        plans: the finalists, the builder's among them, by name.
-        builder: its name.
+        plans: the finalists by name; builders' have the builder's.
         rivals: names of DDP's settings, one or more.
         directory: of the run; ``finalists/NAME.yaml`` appear in it.
 
@@ -66,7 +63,7 @@ def compare(
             failures.note(error, left)
             stage.restart()
         else:
-            return Final.of(played, left, builder, rivals, failures.left_out)
+            return Final.of(played, left, rivals, failures.left_out)
     raise TuningError(f"the last comparison failed with every plan; the last: {failures.last}")
 
 

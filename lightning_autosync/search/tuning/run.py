@@ -177,11 +177,10 @@ class Run:
             raise TuningError(f"none of {len(records)} trials came to a time; the last: {_last_error(records)}")
         rivals = [one.name for one in opponents.fastest("ddp", drift_of(records, trials.own))[:RIVALS]]
         _log.info("%d plans and %s in twice %d rounds", len(plans), ", ".join(rivals), self._settings.rounds)
-        name = None if builder is None else builder.name
-        return compare(self._job, stage, plans, name, rivals, self._directory)
+        return compare(self._job, stage, plans, rivals, self._directory)
 
     def _finalists(self, trials: Trials, builder: Opponent | None) -> dict[str, SyncPlan]:
-        """The builder's plan and the fastest others, by name."""
+        """The best builder's plan and the fastest others, builders' among them or not, by name."""
         plans = {}
         if builder is not None:
             plans[builder.name] = build(builder.name, self._job.workload, self._job.cluster)
