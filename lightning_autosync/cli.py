@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import tempfile
 from collections.abc import Callable
@@ -48,6 +49,9 @@ def main() -> None:
         run_verb(verb)
     except AutoSyncError as error:
         sys.exit(f"autosync {verb}: {error}")
+    except KeyboardInterrupt:  # verbs that keep what was done until then say so themselves
+        print(f"autosync {verb}: interrupted", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)
 
 
 def usage() -> str:

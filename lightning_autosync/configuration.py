@@ -214,8 +214,10 @@ def _unknown(verb: str, key: str, overrides: Sequence[str]) -> str:
     depth = place.count(".") + 1 if place else 0
     under = ".".join(key.split(".")[: depth + 1])
     beside: Any = OmegaConf.to_container(node)
-    if under != key and beside.get(under.rpartition(".")[2], "none") is None:
-        return f"{key}: there is nothing in {under} yet; to add it, write +{key}=..."
+    if beside and under != key and beside.get(under.rpartition(".")[2], "none") is None:
+        place, beside = under, {}
+    if not beside:
+        return f"{key}: there is nothing in {place} yet; to add it, write +{key}=..."
     names = sorted({*map(str, node), *([] if place else [name for name in groups if _has_group(verb, name)])})
     return f"{key}: unknown key; allowed{f' in {place}' if place else ''}: {', '.join(names)}"
 

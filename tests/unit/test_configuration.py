@@ -42,6 +42,27 @@ def test_one_line_names_the_key_and_what_is_allowed(line: str, message: str) -> 
     assert "\n" not in str(caught.value)
 
 
+def test_what_is_empty_can_be_added_to() -> None:
+    for key in ("arguments.topology", "arguments.compressor.kind"):
+        with pytest.raises(DocumentError) as caught:
+            check_overrides("predict", [f"{key}=ring"])
+        assert str(caught.value) == f"{key}: there is nothing in arguments yet; to add it, write +{key}=..."
+
+
+def test_a_verb_that_is_interrupted_says_so_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(verb: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("lightning_autosync.cli.run_verb", interrupted)
+    monkeypatch.setattr(sys, "argv", ["autosync", "fit"])
+    with pytest.raises(SystemExit) as caught:
+        main()
+    assert caught.value.code == 130
+    assert capsys.readouterr().err == "autosync fit: interrupted\n"
+
+
 @pytest.mark.parametrize(
     "line",
     [

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import multiprocessing
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -312,6 +314,13 @@ def test_work_is_spread_in_order_and_errors_come_through(processes: int) -> None
     assert next(answers) == 1
     with pytest.raises(ValueError, match="invalid literal"):
         list(answers)
+
+
+def test_work_that_is_given_up_leaves_no_process_at_it() -> None:
+    answers = spread(partial, (time.sleep,), [0, 3600, 3600], 2)
+    assert next(answers) is None
+    answers.close()  # as an interruption does
+    assert not multiprocessing.active_children()
 
 
 def test_cores_are_those_that_samples_were_measured_on(tmp_path: Path) -> None:

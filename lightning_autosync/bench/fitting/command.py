@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -28,6 +29,7 @@ from lightning_autosync.simulator.learned import LearnedEstimator, Simulator, lo
 from lightning_autosync.simulator.learned.examples import Examples
 
 FORMAT = "autosync-fit/2"
+_log = logging.getLogger(__name__)
 
 
 def fit(configuration: dict[str, Any], directory: Path) -> None:
@@ -105,6 +107,7 @@ def _encode(
     settings: Settings, samples: Sequence[Sample], constants: Constants, progress: Progress
 ) -> dict[str, Examples]:
     kinds = tuple(dict.fromkeys((*settings.compare, settings.simulator.kind)))
+    _log.info("encoding %d samples", len(samples))
     task = progress.add_task("encoding", total=len(samples))
     return encode_samples(samples, constants, kinds, settings.processes, lambda count: progress.advance(task, count))
 
@@ -133,6 +136,7 @@ def _fit(
 ) -> Simulator:
     """Train on all samples; each network is kept from some, by which its epoch is chosen."""
     if isinstance(simulator, LearnedEstimator):
+        _log.info("training %d networks on all %d samples", simulator.members, len(samples))
         split = for_all(samples, settings.seed, simulator.members)
         simulator.fit_encoded(encoded[settings.simulator.kind], split.held_out)
     return simulator

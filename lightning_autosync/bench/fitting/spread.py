@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any, TypeVar
@@ -33,11 +34,14 @@ def spread(
         return
     # A fork would copy torch's threads half-way through whatever they do.
     context = multiprocessing.get_context("spawn")
+    others = set(multiprocessing.active_children())
     with ProcessPoolExecutor(count, context, _prepare, (make, arguments)) as pool:
         try:
             yield from pool.map(_answer, work)
         except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)  # an interrupted command does not finish all pieces first
+            for process in set(multiprocessing.active_children()) - others:
+                process.terminate()  # an interrupted command does not finish the pieces that were begun
+            pool.shutdown(cancel_futures=True)
             raise
 
 
@@ -46,6 +50,7 @@ _there: Callable[[Any], Any]
 
 def _prepare(make: Callable[..., Callable[[Any], Any]], arguments: tuple[Any, ...]) -> None:
     global _there
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C at the terminal is for the process that started this one
     _there = make(*arguments)
 
 

@@ -32,11 +32,13 @@ def partial_reduce(
         weighting: whether weights depend on staleness.
 
     Raises:
-        PlanError: there are fewer ranks than a group needs.
+        PlanError: there are fewer ranks than a group needs, or than ``group_size``.
     """
     ranks = cluster.world_size
     if ranks < 2:
         raise PlanError("partial_reduce: a group needs two ranks, the cluster has one")
+    if group_size is not None and group_size > ranks:
+        raise PlanError(f"group_size: {group_size} is above the number of ranks, {ranks}")
     chosen = group_size or max([size for size in range(2, ranks // 2 + 1) if ranks % size == 0], default=2)
     return _with(
         all_reduce(workload, cluster),

@@ -153,6 +153,7 @@ def test_rerooting_keeps_the_edges() -> None:
         ("ps_load_balancing", {"servers": [0, 7]}, "^servers: rank 7 is out of range"),
         ("ps_load_balancing", {"servers": []}, "^servers: at least one rank"),
         ("partial_reduce", {"group_size": 1}, "builder 'partial_reduce': group_size: .*2"),
+        ("partial_reduce", {"group_size": 3}, "^group_size: 3 is above the number of ranks, 2$"),
         ("periodic", {"period": 0}, "builder 'periodic': period: "),
         ("asynchronous", {"staleness": 1}, "'asynchronous' has no argument 'staleness'; it takes none"),
     ],
