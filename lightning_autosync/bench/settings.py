@@ -13,7 +13,7 @@ from lightning_autosync.cluster import Rate
 from lightning_autosync.documents import Configuration, Count, Record
 from lightning_autosync.workers.launch_settings import LaunchSettings
 
-BucketCap = Literal["default"] | PositiveFloat
+BucketCap = Annotated[PositiveFloat | Literal["default"], Field(union_mode="left_to_right")]
 Hook = Literal["fp16", "bf16", "powersgd", "post_local_sgd"]
 Class = Literal["exact", "low precision", "relaxed or lossy"]
 """Contenders of different classes are not compared: they do not compute the same."""

@@ -361,7 +361,8 @@ def test_what_others_told_meanwhile_is_not_learned_within_a_proposal() -> None:
     assert estimator.inner.taught == [3]
 
 
-def test_sources_are_estimated_beforehand() -> None:
+def test_sources_are_estimated_beforehand(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "lightning_autosync")
     source_space = PlanSpace(layers(20, "deep"), uneven_cluster(3))
     source = optuna.create_study()
     studies.describe(source, source_space)
@@ -377,6 +378,7 @@ def test_sources_are_estimated_beforehand() -> None:
             return super().estimate(workload, cluster, plans)
 
     sampler = AutoSyncSampler(SPACE, estimator=Asked(), source_studies=[source], **SMALL)
+    assert "from elsewhere: 1 measured plans, 1 of the best points carried over" in caplog.messages
     study = optuna.create_study(sampler=sampler)
     trial = study.ask()
     sampler.prepare(study.get_trials(), trial.number)

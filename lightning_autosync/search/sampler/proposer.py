@@ -116,7 +116,11 @@ class Sources:
             StudyError: one is not a study of plans.
         """
         of_studies = [sample for study in studies for sample in samples_of(study)]
-        return cls([*samples, *of_studies], [point for study in studies for point in carried_over(study, space)])
+        points = [point for study in studies for point in carried_over(study, space)]
+        if studies or samples:
+            measured = len(of_studies) + len(samples)
+            _log.info("from elsewhere: %d measured plans, %d of the best points carried over", measured, len(points))
+        return cls([*samples, *of_studies], points)
 
 
 class Proposer:
