@@ -217,9 +217,10 @@ def _unknown(verb: str, key: str, overrides: Sequence[str]) -> str:
     if beside and under != key and beside.get(under.rpartition(".")[2], "none") is None:
         place, beside = under, {}
     if not beside:
-        return f"{key}: there is nothing in {place} yet; to add it, write +{key}=..."
+        return f"{key}: there is nothing in {place} yet; if it takes further keys, write +{key}=..."
     names = sorted({*map(str, node), *([] if place else [name for name in groups if _has_group(verb, name)])})
-    return f"{key}: unknown key; allowed{f' in {place}' if place else ''}: {', '.join(names)}"
+    add = f"; to add one, write +{key}=..." if place == "contenders" else ""
+    return f"{key}: unknown key; allowed{f' in {place}' if place else ''}: {', '.join(names)}{add}"
 
 
 def _has_group(verb: str, group: str) -> bool:

@@ -162,14 +162,19 @@ def _render_location(location: tuple[int | str, ...], data: Any) -> str:
     return text
 
 
-def read_data(path: str | os.PathLike[str], error: type[DocumentError] = DocumentError) -> Any:
-    """Plain data from a YAML or JSON file, in which no mapping has a key twice."""
-    path = Path(path)
+def read_text(path: Path, error: type[DocumentError] = DocumentError) -> str:
+    """The text of a file, of which ``error`` says that it cannot be read."""
     try:
-        text = path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as cause:
         why = cause.strerror if isinstance(cause, OSError) else cause  # the error itself names the file again
         raise error(f"{path}: cannot be read: {why}") from None
+
+
+def read_data(path: str | os.PathLike[str], error: type[DocumentError] = DocumentError) -> Any:
+    """Plain data from a YAML or JSON file, in which no mapping has a key twice."""
+    path = Path(path)
+    text = read_text(path, error)
     language = "JSON" if path.suffix == ".json" else "YAML"
     try:
         if language == "JSON":
@@ -247,9 +252,16 @@ def held(path: Path, refusal: Exception) -> Iterator[None]:
     """Keep other processes from holding the same file within the block; however this one ends, it is free again.
 
     ``refusal`` is raised if another process holds it.
+
+    Raises:
+        DocumentError: there can be no such file.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w") as file:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("w")
+    except OSError as cause:
+        raise DocumentError(f"{path}: cannot be written: {cause.strerror}") from None
+    with file:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:  # systems differ in which

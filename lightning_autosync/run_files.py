@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
-from lightning_autosync.documents import append_lines, check_format, held
+from lightning_autosync.documents import append_lines, check_format, held, read_text
 from lightning_autosync.errors import DocumentError
 
 
@@ -55,7 +55,7 @@ class RunFile(Generic[Run]):
         self._path = path
         self._form, self._settings = form, settings
         self._what = what
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
+        lines = read_text(path).splitlines(keepends=True) if path.exists() else []
         whole = [line for line in lines if line.endswith("\n")]
         self._has_header = bool(whole)
         if whole:
@@ -97,7 +97,7 @@ def alone(path: Path) -> AbstractContextManager[None]:
     """Within the block no other process adds runs to the file.
 
     Raises:
-        DocumentError: one does, as the block begins.
+        DocumentError: one does, as the block begins, or there can be no file.
     """
     refusal = DocumentError(f"{path}: another process is adding runs to it; let it end, or give another file")
     return held(path.with_name(f".{path.name}.lock"), refusal)

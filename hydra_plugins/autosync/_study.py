@@ -141,7 +141,10 @@ def interrupted(study: optuna.Study, directory: Path, own: bool) -> list[Trial]:
     """
     running = study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
     ours = [trial for trial in running if own or trial.user_attrs.get(PLACE_KEY) == _place(directory)]
-    return [Trial(study, trial._trial_id) for trial in ours]
+    for trial in ours:
+        if SURPLUS_KEY in trial.user_attrs:  # it ended before it could tell of it
+            study.tell(trial.number, state=TrialState.PRUNED, skip_if_finished=True)
+    return [Trial(study, trial._trial_id) for trial in ours if SURPLUS_KEY not in trial.user_attrs]
 
 
 def ask(study: optuna.Study, directory: Path, grid: Space | None = None) -> Trial | None:

@@ -74,7 +74,9 @@ def without_password(storage: str) -> str:
         shown = make_url(storage).render_as_string(hide_password=True)
     except (ArgumentError, ValueError):  # no address: whatever could be a password goes
         shown = re.sub(r"(://[^:]*):.*@", r"\1:***@", storage)
-    return re.sub(r"([?&][^=&]*password[^=&]*=)[^&]*", r"\1***", shown, flags=re.IGNORECASE)
+    # Of several @ the last ends what is secret, wherever others take it to end.
+    shown = re.sub(r"(://[^/?]*:)[^/?]*@", r"\1***@", shown)
+    return re.sub(r"([?&][^=&]*pass(?:word|wd)[^=&]*=)[^&]*", r"\1***", shown, flags=re.IGNORECASE)
 
 
 def missing_file(storage: str) -> str | None:

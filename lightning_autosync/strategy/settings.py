@@ -194,7 +194,7 @@ def _bucket_bytes(megabytes: float | None, plan: SyncPlan | str | None) -> int |
         raise ValueError("bucket_cap_mb: the plan states its messages itself; leave this argument out")
     if not megabytes > 0:
         raise ValueError(f"bucket_cap_mb: {megabytes} is not above 0")
-    return int(megabytes * MIB)
+    return max(1, int(megabytes * MIB))
 
 
 def _is_launched() -> bool:

@@ -15,9 +15,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
-from lightning_autosync.workers.errors import InputError, LaunchError, WorkerError
+from lightning_autosync.workers.errors import LaunchError, WorkerError
 from lightning_autosync.workers.launch import Launch, LocalLaunch
 from lightning_autosync.workers.process import WorkerProcess
+from lightning_autosync.workers.replies import wrong_input
 
 GRACE = 5.0  # seconds for the other ranks to answer after one has raised
 RENEWAL = 15.0  # seconds for all ranks to meet in a new process group
@@ -219,12 +220,12 @@ class WorkerPool:
                 raise self._died(worker.rank, replies)
 
     def _raised(self, failed: list[int], replies: dict[int, dict[str, Any]]) -> WorkerError:
+        errors = {rank: replies[rank]["error"] for rank in failed}
+        return wrong_input(errors, replies) or self._told(failed, replies)
+
+    def _told(self, failed: list[int], replies: dict[int, dict[str, Any]]) -> WorkerError:
         first = failed[0]
-        errors = [replies[rank]["error"] for rank in failed]
-        error = errors[0]
-        if all(one["input"] for one in errors):
-            said = "; ".join(dict.fromkeys(replies[rank]["error"]["message"] for rank in sorted(failed)))
-            return InputError(said, first, error["traceback"], error["type"], error["message"])
+        error = replies[first]["error"]
         message = f"rank {first} raised {error['type']}: {error['message']}{_others(failed[1:], replies)}"
         text = f"{message}\n\n{error['traceback']}{self._outputs([first])}"
         return WorkerError(text, first, error["traceback"], error["type"], error["message"])
@@ -243,7 +244,7 @@ class WorkerPool:
         if not failed:
             message = f"no answer from {names} within {self.timeout:g} s; the pool is closed"
             return WorkerError(message + self._outputs(ranks), ranks[0])
-        cause = self._raised(failed, replies)
+        cause = self._told(failed, replies)
         message = f"{cause}\n\nno answer from {names} within {GRACE:g} s of that; the pool is closed"
         return WorkerError(message + self._outputs(ranks), cause.rank, cause.traceback, cause.kind, cause.reason)
 

@@ -8,8 +8,7 @@ its stderr:
 - ``{"action": "announce", "port": p}``: let ``env://`` lead to that store; whoever is called makes the group itself.
 - ``{"action": "call", "function": "package.module:name", "arguments": {...}}``: answers what it returns.
 
-An answer is ``{"result": ...}`` or ``{"error": {"type": ..., "message": ..., "traceback": ..., "input": ...}}``;
-the last says whether what was wrong is something that the user gave, of which the message says all.
+An answer is ``{"result": ...}`` or ``{"error": ...}``, as :mod:`~lightning_autosync.workers.replies` has it.
 """
 
 from __future__ import annotations
@@ -24,13 +23,12 @@ import queue
 import signal
 import sys
 import threading
-import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from typing import IO, Any, NoReturn, cast
 
-from lightning_autosync.errors import DocumentError
 from lightning_autosync.runtime.scheduling import set_batch_scheduling
+from lightning_autosync.workers.replies import describe
 
 PR_SET_PDEATHSIG = 1
 
@@ -140,13 +138,7 @@ def answer(member: Member, order: dict[str, Any]) -> bytes:
     try:
         reply = json.dumps({"result": getattr(member, action)(**order)})
     except BaseException as error:  # SystemExit too: an order must not end the worker
-        details = {
-            "type": type(error).__name__,
-            "message": str(error),
-            "traceback": traceback.format_exc(),
-            "input": isinstance(error, DocumentError),
-        }
-        reply = json.dumps({"error": details})
+        reply = json.dumps({"error": describe(error)})
     return reply.encode() + b"\n"
 
 

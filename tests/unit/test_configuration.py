@@ -27,6 +27,10 @@ from lightning_autosync.errors import DocumentError
         ),
         ("rounds.x=1", r"rounds.x: unknown key; allowed: "),
         ("ddp.buckets.first=1", r"ddp.buckets.first: unknown key; allowed in ddp: bucket_cap_mb"),
+        (
+            "contenders.new.builder=ps",
+            r"unknown key; allowed in contenders: native; to add one, write \+contenders.new",
+        ),
         ("model=foo", r"model: 'foo' is not known; allowed: .*digits, .*vgg_like$"),
         ("cluster=foo", r"cluster: 'foo' is not known; allowed: .*fat_node_star, .*two_sites_wan$"),
         ("experiment=foo", r"experiment: 'foo' is not known; allowed: .*fat_star_4"),
@@ -46,7 +50,8 @@ def test_what_is_empty_can_be_added_to() -> None:
     for key in ("arguments.topology", "arguments.compressor.kind"):
         with pytest.raises(DocumentError) as caught:
             check_overrides("predict", [f"{key}=ring"])
-        assert str(caught.value) == f"{key}: there is nothing in arguments yet; to add it, write +{key}=..."
+        said = f"{key}: there is nothing in arguments yet; if it takes further keys, write +{key}=..."
+        assert str(caught.value) == said
 
 
 def test_a_verb_that_is_interrupted_says_so_in_one_line(

@@ -157,6 +157,14 @@ def test_sweeps_that_ask_for_the_same_combinations_share_them(tmp_path: Path) ->
     assert [trial["number"] for trial in record(tmp_path)["trials"]] == list(range(6))
 
 
+def test_a_surplus_trial_of_a_sweep_that_was_killed_is_not_run_again(tmp_path: Path) -> None:
+    study = optuna.create_study()
+    study.ask()
+    study.ask().set_user_attr(_study.SURPLUS_KEY, True)
+    assert [trial.number for trial in _study.interrupted(study, tmp_path, own=True)] == [0]
+    assert [trial.state for trial in study.trials] == [optuna.trial.TrialState.RUNNING, optuna.trial.TrialState.PRUNED]
+
+
 def test_values_of_two_kinds_are_not_put_into_one_study(tmp_path: Path) -> None:
     assert sweep(tmp_path, "+x=1,2", *AIM).returncode == 0
     without = sweep(tmp_path, "+x=1,2")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import multiprocessing
+import signal
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -30,7 +31,7 @@ from lightning_autosync.cluster import configuration_directory
 from lightning_autosync.documents import read_data
 from lightning_autosync.errors import DocumentError
 from lightning_autosync.plan import SyncPlan, compile_plan, signature
-from lightning_autosync.run_files import RunFile
+from lightning_autosync.run_files import RunFile, alone
 from lightning_autosync.simulator import Replay
 from lightning_autosync.simulator.dataset import Conditions, Dataset, Entry, Sample, Writer
 from lightning_autosync.simulator.learned import LearnedEstimator, load_simulator, training
@@ -321,6 +322,22 @@ def test_work_that_is_given_up_leaves_no_process_at_it() -> None:
     assert next(answers) is None
     answers.close()  # as an interruption does
     assert not multiprocessing.active_children()
+
+
+def test_processes_at_work_do_not_hear_of_a_ctrl_c() -> None:
+    look = signal.pthread_sigmask, signal.SIG_BLOCK
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    assert list(spread(partial, look, [(), ()], 2)) == [before | {signal.SIGINT}] * 2
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
+
+
+def test_a_file_of_runs_that_cannot_be_is_one_error(tmp_path: Path) -> None:
+    (tmp_path / "runs").write_bytes(b"\xff\n")
+    for path, message in ((tmp_path, "Is a directory$"), (tmp_path / "runs", "invalid start byte$")):
+        with pytest.raises(DocumentError, match=f"^{path}: cannot be read: .*{message}"):
+            RunFile(path, FORMAT, "a comparison", {}, Run.of)
+    with pytest.raises(DocumentError, match=r"lock: cannot be written: "), alone(tmp_path / "runs" / "a.jsonl"):
+        pass
 
 
 def test_cores_are_those_that_samples_were_measured_on(tmp_path: Path) -> None:

@@ -156,6 +156,8 @@ def test_the_lines_claim_no_gain_that_was_not_shown():
         ),
         ("postgresql+psycopg2://me@corp:secret@host/trials", "postgresql+psycopg2://me%40corp:***@host/trials"),
         ("postgresql://host/trials?sslpassword=secret", "postgresql://host/trials?sslpassword=***"),
+        ("mysql+pymysql://host/trials?passwd=secret", "mysql+pymysql://host/trials?passwd=***"),
+        ("postgresql://me:sec@ret@host/trials", "postgresql://me:***@host/trials"),
         ("mysql://host/trials?a=b&Password=secret", "mysql://host/trials?Password=***&a=b"),
         ("postgresql://me:secret@host:port/trials", "postgresql://me:***@host:port/trials"),
         ("sqlite:///runs/study.db", "sqlite:///runs/study.db"),

@@ -11,7 +11,7 @@ from tuning_world import World
 
 from lightning_autosync.plan.builders import build
 from lightning_autosync.search import storages, studies
-from lightning_autosync.search.tried import BASELINE
+from lightning_autosync.search.tried import BASELINE, INTERRUPTED
 from lightning_autosync.search.tuning.opponents import Opponents
 from lightning_autosync.search.tuning.reference import _keep
 
@@ -31,6 +31,22 @@ def test_a_trial_that_another_process_ends_first_is_left_as_it_is(monkeypatch: p
     trials = World(storage=storage).trials(run="here", alone=False)
     (record,) = trials.records()
     assert (record.state, record.interrupted) == ("failed", False)
+
+
+def test_a_trial_that_another_process_ends_in_the_midst_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = optuna.storages.InMemoryStorage()
+    trials = World(storage=storage).trials(run="here", alone=False)
+    left = trials.ask()
+    write = storage.set_trial_user_attr
+
+    def set_trial_user_attr(number: int, name: str, value: Any) -> None:
+        write(number, name, value)
+        if name == INTERRUPTED:
+            storage.set_trial_state_values(number, TrialState.FAIL)
+
+    monkeypatch.setattr(storage, "set_trial_user_attr", set_trial_user_attr)
+    trials.interrupt(left)
+    assert trials.study.trials[left.number].state == TrialState.FAIL
 
 
 def test_a_reference_that_another_process_has_kept_stays() -> None:

@@ -197,7 +197,7 @@ def _plan(name: str, method: Method, workload: Workload, cluster: ClusterSpec) -
         if method.consistency is not None:
             plan = SyncPlan.from_dict({**plan.to_dict(), "consistency": method.consistency.model_dump()}, source="plan")
         return plan
-    except (AutoSyncError, TypeError) as error:
+    except AutoSyncError as error:
         raise DocumentError(f"methods.{name}: {error}") from None
 
 

@@ -70,6 +70,6 @@ def run_file(path: Path, settings: Settings, constants: Constants) -> RunFile[Ru
         "start": settings.start and read_header(settings.start).weights,
         "seed": settings.seed,
         "constants": constants.to_dict(),
-        **{f"simulator {kind}": one.model_dump(mode="json") for kind, one in settings.simulators.items()},
+        **{f"simulator {kind}": settings.simulators[kind].model_dump(mode="json") for kind in settings.compare},
     }
     return RunFile(path, FORMAT, "a comparison of simulators", common, Run.of)

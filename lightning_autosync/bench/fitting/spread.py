@@ -6,6 +6,7 @@ import multiprocessing
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from lightning_autosync.workers.cores import usable_cores
@@ -37,7 +38,9 @@ def spread(
     others = set(multiprocessing.active_children())
     with ProcessPoolExecutor(count, context, _prepare, (make, arguments)) as pool:
         try:
-            yield from pool.map(_answer, work)
+            with _without_interrupts():
+                answers = pool.map(_answer, work)
+            yield from answers
         except BaseException:
             for process in set(multiprocessing.active_children()) - others:
                 process.terminate()  # an interrupted command does not finish the pieces that were begun
@@ -45,12 +48,21 @@ def spread(
             raise
 
 
+@contextmanager
+def _without_interrupts() -> Iterator[None]:
+    """Processes started in the block never hear of a Ctrl-C, which is for the one that started them; it does after."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 _there: Callable[[Any], Any]
 
 
 def _prepare(make: Callable[..., Callable[[Any], Any]], arguments: tuple[Any, ...]) -> None:
     global _there
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C at the terminal is for the process that started this one
     _there = make(*arguments)
 
 

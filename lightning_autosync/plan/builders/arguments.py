@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, get_type_hints
 
+import numpy
 from pydantic import ValidationError, create_model
 
 from lightning_autosync.documents import Record, describe_validation_error
@@ -14,7 +15,7 @@ from lightning_autosync.errors import PlanError
 
 
 def checked(builder: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments as the builder takes them.
+    """The arguments as the builder takes them; whole numbers may be written as 4e6, and be numpy's.
 
     Raises:
         PlanError: the builder has no argument of that name.
@@ -29,18 +30,24 @@ def checked(builder: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[s
                 f"builder '{builder.__name__}' has no argument '{name}'; it takes {', '.join(taken) or 'none'}"
             )
     fields: dict[str, Any] = {name: (hints[name], default) for name, default in taken.items()}
-    record = create_model(builder.__name__, __base__=Record, **fields)(**arguments)
+    plain = {name: _plain(value) for name, value in arguments.items()}
+    record = create_model(builder.__name__, __base__=Record, **fields)(**plain)
     return {name: getattr(record, name) for name in arguments}
 
 
 @contextmanager
 def told_of(builder: Callable[..., Any]) -> Iterator[None]:
-    """Whatever is found to be wrong within is an error of ours that names the builder.
+    """Wherever types refuse a value within, the error is ours and names the builder.
 
     Raises:
-        PlanError: something was.
+        PlanError: they did.
     """
     try:
         yield
     except ValidationError as error:
         raise PlanError(f"builder '{builder.__name__}': {describe_validation_error(error)}") from None
+
+
+def _plain(value: Any) -> Any:
+    value = value.tolist() if isinstance(value, numpy.generic | numpy.ndarray) else value
+    return int(value) if isinstance(value, float) and value.is_integer() else value

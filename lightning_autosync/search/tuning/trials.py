@@ -213,7 +213,7 @@ class Trials:
         with suppress(optuna.exceptions.UpdateFinishedTrialError):  # another process has ended it
             for name, value in ((ERROR, why), (INTERRUPTED, True)):
                 self.study._storage.set_trial_user_attr(trial._trial_id, name, value)
-            self.study.tell(trial.number, state=TrialState.FAIL)
+            self.study.tell(trial.number, state=TrialState.FAIL, skip_if_finished=True)
 
     def lose(self) -> None:
         """From now on what was read last counts, since the storage does not answer any more."""

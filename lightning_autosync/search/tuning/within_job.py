@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import sys
-import traceback
 from collections.abc import Iterable
 from contextlib import suppress
 from datetime import timedelta
@@ -18,6 +17,7 @@ import torch.distributed as dist
 
 from lightning_autosync.runtime.scheduling import set_batch_scheduling
 from lightning_autosync.workers import LaunchError, WorkerError
+from lightning_autosync.workers.replies import describe, wrong_input
 from lightning_autosync.workers.worker import resolve
 
 _IDLE = timedelta(seconds=5)
@@ -65,7 +65,7 @@ class JobRank:
                 return {"result": self._renew()}
             return {"result": json.loads(json.dumps(resolve(order["function"])(**order["arguments"])))}
         except Exception as error:
-            return {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
+            return {"error": describe(error)}
 
     def follow(self) -> None:
         """Carry out rank 0's orders until it says that there are no more."""
@@ -129,7 +129,7 @@ class JobPool:
         """As `WorkerPool.run`; ranks that are not addressed do nothing.
 
         Raises:
-            WorkerError: a rank raised, or did not answer in time.
+            WorkerError: a rank raised, or did not answer in time; what was wrong input is an `InputError`.
         """
         addressed = list(range(self.world_size) if ranks is None else ranks)
         return self._exchange({"action": "call", "function": function, "arguments": arguments}, addressed)
@@ -157,11 +157,14 @@ class JobPool:
         replies |= {rank: json.loads(store.get(key)) for rank, key in keys.items()}
         for key in (f"order/{number}", *keys.values()):
             store.delete_key(key)
-        failed = [rank for rank, reply in replies.items() if "error" in reply]
-        if failed:
-            first = replies[failed[0]]
-            raise WorkerError(f"rank {failed[0]} raised {first['error']}", failed[0], first.get("traceback", ""))
+        if errors := {rank: reply["error"] for rank, reply in sorted(replies.items()) if "error" in reply}:
+            raise wrong_input(errors, addressed) or _raised(*next(iter(errors.items())))
         return [replies[rank]["result"] for rank in addressed]
+
+
+def _raised(rank: int, error: dict[str, Any]) -> WorkerError:
+    message = f"rank {rank} raised {error['type']}: {error['message']}"
+    return WorkerError(message, rank, error["traceback"], error["type"], error["message"])
 
 
 def do_nothing() -> None:

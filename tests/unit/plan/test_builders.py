@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy
 import pytest
 from clusters import shared_nodes, uneven_cluster
 
@@ -169,5 +170,8 @@ def test_given_arguments_are_those_of_the_function() -> None:
     arguments = {"bucket_bytes": 150, "topology": "ring", "compressor": {"kind": "powersgd", "rank": 2}}
     assert builders.build("all_reduce", *asked, **arguments) == builders.all_reduce(*asked, **arguments)
     assert builders.build("all_reduce", *asked, compressor="fp16") == builders.all_reduce(*asked, compressor="fp16")
-    with pytest.raises(PlanError, match="bucket_bytes: 0 is below 1"):
+    whole = builders.build("all_reduce", *asked, bucket_bytes=1.5e2, first_bucket_bytes=numpy.int64(80))
+    assert whole == builders.all_reduce(*asked, bucket_bytes=150, first_bucket_bytes=80)
+    assert builders.build("ps_load_balancing", *asked, servers=numpy.array([1])).groups[0].placement == (1,)
+    with pytest.raises(PlanError, match="a message of 0 bytes: a size must be 1 or more"):
         builders.all_reduce(*asked, bucket_bytes=0)
