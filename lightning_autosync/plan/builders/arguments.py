@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, get_type_hints
 
 import numpy
@@ -21,17 +22,12 @@ def checked(builder: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[s
         PlanError: the builder has no argument of that name.
         ValidationError: a value is not what it takes.
     """
-    hints = get_type_hints(builder, include_extras=True)
-    parameters = inspect.signature(builder).parameters.values()
-    taken = {one.name: one.default for one in parameters if one.kind is one.KEYWORD_ONLY}
+    form = _form(builder)
     for name in arguments:
-        if name not in taken:
-            raise PlanError(
-                f"builder '{builder.__name__}' has no argument '{name}'; it takes {', '.join(taken) or 'none'}"
-            )
-    fields: dict[str, Any] = {name: (hints[name], default) for name, default in taken.items()}
-    plain = {name: _plain(value) for name, value in arguments.items()}
-    record = create_model(builder.__name__, __base__=Record, **fields)(**plain)
+        if name not in form.model_fields:
+            taken = ", ".join(form.model_fields) or "none"
+            raise PlanError(f"builder '{builder.__name__}' has no argument '{name}'; it takes {taken}")
+    record = form(**{name: _plain(value) for name, value in arguments.items()})
     return {name: getattr(record, name) for name in arguments}
 
 
@@ -46,6 +42,17 @@ def told_of(builder: Callable[..., Any]) -> Iterator[None]:
         yield
     except ValidationError as error:
         raise PlanError(f"builder '{builder.__name__}': {describe_validation_error(error)}") from None
+
+
+@cache
+def _form(builder: Callable[..., Any]) -> type[Record]:
+    """The keyword arguments of a builder as a record; made once, for a search builds plans all the time."""
+    hints = get_type_hints(builder, include_extras=True)
+    parameters = inspect.signature(builder).parameters.values()
+    fields: dict[str, Any] = {
+        one.name: (hints[one.name], one.default) for one in parameters if one.kind is one.KEYWORD_ONLY
+    }
+    return create_model(builder.__name__, __base__=Record, **fields)
 
 
 def _plain(value: Any) -> Any:
