@@ -35,6 +35,7 @@ from lightning_autosync.runtime.exchanges import (
     two_level_groups,
 )
 from lightning_autosync.runtime.exchanges.staging import StagedExchange, StagedRowExchange
+from lightning_autosync.runtime.layout import real_view
 from lightning_autosync.runtime.pacing import pacing_rates
 from lightning_autosync.runtime.rendezvous import connect_pairs, gather_json
 from lightning_autosync.runtime.shared_memory import SharedMemory
@@ -59,8 +60,10 @@ class Assembly:
         group: dist.ProcessGroup | None,
         cluster: ClusterSpec | None,
         timeout: float,
+        gradient_as_bucket_view: bool = False,
     ) -> None:
         self._parameters = parameters
+        self._as_views = gradient_as_bucket_view
         self._group = group
         self._timeout = timeout
         self._rank = dist.get_rank(group)
@@ -141,16 +144,15 @@ class Assembly:
             buffer = self._shared.buffer(message.index, self._rank, dtype)
         else:
             buffer = torch.zeros(message.numel + message.tail, dtype=dtype, device=device)
-        return DenseBucket(
-            message, parameters, buffer, self._dense_exchange(message, buffer, parameters), self._world_size
-        )
+        exchange = self._dense_exchange(message, buffer, parameters)
+        return DenseBucket(message, parameters, buffer, exchange, self._world_size, self._as_views)
 
     def _dense_exchange(self, message: Message, buffer: Tensor, parameters: list[nn.Parameter]) -> Exchange:
         if len(message.rounds) == 1:
             return self._one_round(message, 0, buffer)
         exchange = LowRankExchange(
             message,
-            [tuple(parameter.shape) for parameter in parameters],
+            [tuple(real_view(parameter).shape) for parameter in parameters],
             buffer,
             self._world_size,
             lambda number, factors: self._one_round(message, number, factors),
@@ -181,8 +183,8 @@ class Assembly:
 
     def _in_shared_memory(self, message: Message, dtype: torch.dtype) -> Exchange:
         assert self._shared is not None
-        buffers = [self._shared.buffer(message.index, rank, dtype) for rank in range(self._world_size)]
-        return SharedMemoryExchange(message, buffers, self._rank, self._shared.handover, self._timeout)
+        *buffers, result = (self._shared.buffer(message.index, place, dtype) for place in range(self._world_size + 1))
+        return SharedMemoryExchange(message, buffers, result, self._rank, self._shared.handover, self._timeout)
 
     def _on_trees(self, message: Message, number: int, buffer: Tensor) -> Exchange:
         assert self._transport is not None
@@ -230,7 +232,7 @@ def _check_parameters(message: Message, parameters: Mapping[str, nn.Parameter]) 
         raise PlanError(f"{where}: topology 'shared_memory' is for parameters on the CPU, these are on {device}")
     for name in message.variables:
         parameter = parameters[name]
-        if parameter.dtype != getattr(torch, message.dtype) or parameter.device != device:
+        if real_view(parameter).dtype != getattr(torch, message.dtype) or parameter.device != device:
             raise PlanError(
                 f"{where}: it carries {message.dtype} on {device}; '{name}' is {parameter.dtype} on {parameter.device}"
             )

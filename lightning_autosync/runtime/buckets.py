@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NoReturn
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from lightning_autosync.errors import ExchangeError, PlanError
 from lightning_autosync.plan.schedule import Message
 from lightning_autosync.runtime.exchanges import Exchange, RowExchange, Rows
-from lightning_autosync.runtime.layout import variable_views
+from lightning_autosync.runtime.layout import real_view, same_layout, variable_views
 
 
 class Bucket(ABC):
@@ -25,27 +26,48 @@ class Bucket(ABC):
         active: whether it takes part in this backward pass; the same on every rank.
         missing: gradients still to come in this backward pass.
         started: whether the exchange has begun in this backward pass.
+        arrivals: how often each parameter's gradient is accumulated in a backward pass, before it is packed; more
+            than once only in a static graph whose modules run several times under reentrant checkpointing.
     """
 
-    def __init__(self, message: Message, parameters: list[nn.Parameter]) -> None:
+    def __init__(self, message: Message, parameters: list[nn.Parameter], world_size: int) -> None:
         self.message = message
         self.parameters = parameters
         self.active = False
         self.missing = 0
         self.started = False
+        self.arrivals = [1] * len(parameters)
+        self._world_size = world_size
+        self._trainable = [True] * len(parameters)
+        self._changed = False
 
-    def arm(self) -> None:
-        """Begin a backward pass: every parameter that can get a gradient is waited for."""
-        self.missing = sum(parameter.requires_grad for parameter in self.parameters)
-        self.active = self.missing > 0
+    def arm(self, changed: bool = False) -> None:
+        """Begin a backward pass: every parameter that can get a gradient is waited for.
+
+        Args:
+            changed: whether this rank's parameters are no longer those that the ranks agreed on. Then it takes part
+                as they last agreed, and says so to the other ranks: see `change_seen`.
+        """
+        self._changed = changed
+        if not changed:
+            self._trainable = [parameter.requires_grad for parameter in self.parameters]
+        self.active = any(self._trainable)
+        self.missing = sum(
+            trainable and times > 0 for trainable, times in zip(self._trainable, self.arrivals, strict=True)
+        )
         self.started = False
 
     def _refuse_second(self, place: int) -> NoReturn:
         raise ExchangeError(
             f"the gradient of parameter '{self.message.variables[place]}' arrived twice before it was synchronized: "
-            "activation checkpointing needs use_reentrant=False, and a backward pass that ended with an error cannot "
-            "be followed by another"
+            "a module that runs several times under activation checkpointing needs use_reentrant=False or "
+            "static_graph=True, and a backward pass that ended with an error cannot be followed by another"
         )
+
+    @property
+    @abstractmethod
+    def change_seen(self) -> bool:
+        """Whether some rank took part in this pass with changed parameters; equal on all ranks. After `finish`."""
 
     @abstractmethod
     def watch(self, completed: Callable[[], None] | None) -> None:
@@ -76,7 +98,10 @@ class Bucket(ABC):
 
 
 class DenseBucket(Bucket):
-    """Gradients side by side in one flat buffer; after a step they are views of it.
+    """Gradients side by side in one flat buffer.
+
+    As in DDP, ``parameter.grad`` stays the user's own tensor, into which the mean is copied, unless views are asked
+    for: then it is a view of the buffer after each step.
 
     Args:
         message: a dense message.
@@ -84,6 +109,7 @@ class DenseBucket(Bucket):
         buffer: [numel + tail] on the parameters' device.
         exchange: sums the buffer.
         world_size: number of ranks.
+        as_views: whether gradients become views of the buffer, where it holds them in their parameter's layout.
     """
 
     def __init__(
@@ -93,39 +119,52 @@ class DenseBucket(Bucket):
         buffer: Tensor,
         exchange: Exchange,
         world_size: int,
+        as_views: bool = False,
     ) -> None:
-        super().__init__(message, parameters)
+        super().__init__(message, parameters, world_size)
         self.exchange = exchange
         # Multiplying by a tensor saves a microsecond a parameter; a narrow type would round the share itself.
         exact = buffer.device.type == "cpu" and buffer.dtype.itemsize >= 4
         self._share = torch.tensor(1.0 / world_size, dtype=buffer.dtype) if exact else 1.0 / world_size
         self._buffer = buffer
+        self._result = buffer if exchange.result is None else exchange.result
+        # Compressors see matrices in their own layout; what is only summed may lie as the parameters do.
+        keep = message.axis == 0 and message.compressor.kind == "none"
+        self._views = variable_views(parameters, buffer, message.axis, keep)
+        self._sums = self._views
+        if self._result is not buffer:
+            self._sums = variable_views(parameters, self._result, message.axis, keep)
+        self._as_view = [
+            as_views and not parameter.is_complex() and same_layout(parameter, view)
+            for parameter, view in zip(parameters, self._views, strict=True)
+        ]
         self._counts = buffer[message.numel :]
-        self._views = variable_views(parameters, buffer, message.axis)
         self._filled = [False] * len(parameters)
         self._packers = [self.packer(place) for place in range(len(parameters))]
 
-    def arm(self) -> None:
-        super().arm()
+    def arm(self, changed: bool = False) -> None:
+        super().arm(changed)
         self._filled[:] = [False] * len(self.parameters)
 
     def packer(self, place: int) -> Callable[[], None]:
         parameter, view = self.parameters[place], self._views[place]
-        filled, share, multiply = self._filled, self._share, torch.mul
+        filled, share, multiply, pointer = self._filled, self._share, torch.mul, view.data_ptr()
 
         def pack() -> None:
             if filled[place]:
                 self._refuse_second(place)
+            filled[place] = True
             gradient = parameter.grad
-            assert gradient is not None
-            if gradient is view:
+            if gradient is None:
+                # An autograd function returned None for it: it was used, and its gradient is zero.
+                view.zero_()
+            elif gradient.is_sparse:
+                self._refuse_sparse(place)
+            elif gradient.data_ptr() == pointer:
                 view.mul_(share)
             else:
-                if gradient.is_sparse:
-                    self._refuse_sparse(place)
-                multiply(gradient.detach() if gradient.requires_grad else gradient, share, out=view)
-                parameter.grad = view
-            filled[place] = True
+                gradient = gradient.detach() if gradient.requires_grad else gradient
+                multiply(real_view(gradient), share, out=view)
 
         return pack
 
@@ -143,6 +182,9 @@ class DenseBucket(Bucket):
         self._counts.fill_(1.0)
         if not all(self._filled):
             self._fill_rest()
+        if self._changed:
+            # Ranks without a change add at most 1 each, so the sum is negative if any rank changed.
+            self._counts.fill_(-self._world_size)
         self.exchange.start()
 
     def resume(self) -> None:
@@ -150,14 +192,37 @@ class DenseBucket(Bucket):
 
     def finish(self) -> None:
         self.exchange.wait()
-        if not all(self._filled):
+        if self._result is not self._buffer and any(self._as_view):
+            self._buffer.copy_(self._result)
+        targets, sums = [], []
+        with torch.no_grad():
             for place, parameter in enumerate(self.parameters):
-                used_somewhere = self._filled[place] or float(self._counts[place]) > 0
-                if parameter.requires_grad and used_somewhere:
-                    parameter.grad = self._views[place]
+                if not self._filled[place] and not self._used_elsewhere(place):
+                    continue
+                gradient = parameter.grad
+                if self._as_view[place]:
+                    view = self._views[place]
+                    if gradient is None or gradient.data_ptr() != view.data_ptr():
+                        # An alias of its own: the user may give the gradient other data.
+                        parameter.grad = view.detach()
+                    continue
+                if gradient is None:
+                    gradient = parameter.grad = torch.empty_like(parameter)
+                targets.append(gradient.detach())
+                sums.append(_like(gradient, self._sums[place]))
+            if targets:
+                torch._foreach_copy_(targets, sums)
+
+    @property
+    def change_seen(self) -> bool:
+        return float(self._result[-1]) < 0
 
     def finite(self) -> bool:
-        return _finite(self._buffer)
+        return _finite(self._result)
+
+    def _used_elsewhere(self, place: int) -> bool:
+        """Whether a parameter that got no gradient on this rank got one on another."""
+        return self.parameters[place].requires_grad and float(self._result[self.message.numel + place]) > 0
 
     def _fill_rest(self) -> None:
         for place, parameter in enumerate(self.parameters):
@@ -167,7 +232,7 @@ class DenseBucket(Bucket):
                 # Accumulated before, untouched in this pass: it counts as it stands, as with DDP.
                 self._packers[place]()
                 continue
-            if parameter.grad is self._views[place]:
+            if parameter.grad is not None and parameter.grad.data_ptr() == self._views[place].data_ptr():
                 # Frozen since its last step: its gradient stays what it is, elsewhere.
                 parameter.grad = parameter.grad.clone()
             self._views[place].zero_()
@@ -185,7 +250,7 @@ class RowBucket(Bucket):
     """
 
     def __init__(self, message: Message, parameter: nn.Parameter, exchange: RowExchange, world_size: int) -> None:
-        super().__init__(message, [parameter])
+        super().__init__(message, [parameter], world_size)
         self.exchange = exchange
         self._share = 1.0 / world_size
         self._parameter = parameter
@@ -194,8 +259,8 @@ class RowBucket(Bucket):
         self._total: Rows | None = None
         self._sparse_layout = message.sparse
 
-    def arm(self) -> None:
-        super().arm()
+    def arm(self, changed: bool = False) -> None:
+        super().arm(changed)
         self._own = self._total = None
         self._sparse_layout = self.message.sparse
 
@@ -226,11 +291,12 @@ class RowBucket(Bucket):
         self.started = True
         if self._own is None and self._parameter.requires_grad and self._parameter.grad is not None:
             self._pack()
-        if self._own is None:
+        own = self._own
+        if own is None:
             none = self._parameter.new_empty(0, self._width)
-            self.exchange.start(Rows(none.new_empty(0, dtype=torch.int64), none, gradients=0))
-        else:
-            self.exchange.start(self._own)
+            own = Rows(none.new_empty(0, dtype=torch.int64), none, gradients=0)
+        # Ranks without a change add at most 1 each, so the sum is negative if any rank changed.
+        self.exchange.start(replace(own, gradients=-self._world_size) if self._changed else own)
 
     def resume(self) -> None:
         self.exchange.resume()
@@ -238,7 +304,7 @@ class RowBucket(Bucket):
     def finish(self) -> None:
         self._total = total = self.exchange.wait()
         parameter = self._parameter
-        if total.gradients and parameter.requires_grad:
+        if total.gradients > 0 and parameter.requires_grad:
             if self._sparse_layout:
                 parameter.grad = self._sparse(total)
             else:
@@ -246,6 +312,10 @@ class RowBucket(Bucket):
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
                 parameter.grad[total.indices] = total.values.view(-1, *parameter.shape[1:])
+
+    @property
+    def change_seen(self) -> bool:
+        return self._total is not None and self._total.gradients < 0
 
     def finite(self) -> bool:
         return self._total is None or _finite(self._total.values)
@@ -259,6 +329,11 @@ class RowBucket(Bucket):
 def touched_rows(table: Tensor) -> Tensor:
     """Indices, ascending, of the rows of ``table`` [rows, width] that are not all zero."""
     return table.any(dim=1).nonzero().view(-1)
+
+
+def _like(gradient: Tensor, values: Tensor) -> Tensor:
+    """Values of a buffer in the form of the gradient: pairs of reals as complex numbers where that has them."""
+    return torch.complex(values[..., 0], values[..., 1]) if gradient.is_complex() else values
 
 
 def _finite(values: Tensor) -> bool:

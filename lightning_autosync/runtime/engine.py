@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Literal
 
+import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.autograd import Variable
+from torch.autograd.graph import Node
 
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.errors import ExchangeError
@@ -25,7 +27,8 @@ class Engine:
 
     A message starts when the last of its gradients is ready. Messages on trees start at once; collectives start in
     schedule order, which must be the same on every rank. Gradients are divided by the number of ranks before they
-    are summed, so what appears in ``parameter.grad`` is DDP's mean.
+    are summed, so what appears in ``parameter.grad`` is DDP's mean. As in DDP, hooks that users register on gradients
+    run before the engine reads them.
 
     Args:
         parameters: name and parameter, as in ``named_parameters()``; each variable of the schedule must be there.
@@ -36,11 +39,18 @@ class Engine:
         timeout: seconds to wait for other ranks before an `ExchangeError`.
         waits: when messages are waited for: at the end of ``backward``, or by the caller, before ``parameters`` are
             used again, so that they travel beside the next forward pass (see `finish_message`, `GroupedOptimizer`).
+        gradient_as_bucket_view: as of ``DistributedDataParallel``: whether gradients become views of the engine's
+            buffers, which saves memory. By default ``parameter.grad`` stays the user's own tensor.
+        static_graph: as of ``DistributedDataParallel``: whether each backward pass accumulates each gradient as often
+            as the first one did, so that a module may run several times under reentrant checkpointing.
 
     Attributes:
         schedule: what is exchanged.
         enabled: whether backward passes synchronize; off while gradients are accumulated locally.
         deferred: whether the caller runs `finish` after backward; else the engine does so when autograd is done.
+        changed: whether this rank's parameters are no longer those that the ranks agreed on, so that the next
+            backward pass must tell the other ranks.
+        on_change: called on every rank after a pass in which some rank had ``changed`` set.
 
     Raises:
         PlanError: the schedule is for other parameters or another number of ranks, or differs between ranks.
@@ -56,30 +66,42 @@ class Engine:
         cluster: ClusterSpec | None = None,
         timeout: float = 1800.0,
         waits: Waits = "backward",
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
     ) -> None:
         if waits not in ("backward", "parameters"):
             raise ValueError(f"waits: {waits!r} is not known; allowed: 'backward' or 'parameters'")
         self.schedule = schedule
         self.enabled = True
         self.deferred = False
+        self.changed = False
+        self.on_change: Callable[[], None] | None = None
+        self._change_seen = False
         self._armed = False
         self._interruption = ""
         self._next = 0
         self._recorder: Recorder | None = None
         self._pending: dict[int, Bucket] = {}
         self._finite = True
+        self._watches_changes = False
+        self._on_accelerator = any(parameter.device.type != "cpu" for _, parameter in parameters)
         self._loss_scale: float | None = None
         self._end_of_backward = self.finish if waits == "backward" else self.launch
-        self._assembly = Assembly(dict(parameters), schedule, group, cluster, timeout)
+        self._assembly = Assembly(dict(parameters), schedule, group, cluster, timeout, gradient_as_bucket_view)
         self._buckets = self._assembly.buckets
         self._memory = CompressorMemory(
             [(bucket.message, bucket.parameters) for bucket in self._buckets], self._assembly.memories()
         )
-        self._handles = [
-            parameter.register_post_accumulate_grad_hook(self._hook(bucket, place))
-            for bucket in self._buckets
-            for place, parameter in enumerate(bucket.parameters)
-        ]
+        self._graph = _StaticGraph(self._buckets) if static_graph else None
+        self._accumulators = []
+        self._handles = []
+        for bucket in self._buckets:
+            for place, parameter in enumerate(bucket.parameters):
+                # A hook on the node that accumulates the gradient runs after the user's hooks on the parameter,
+                # whenever those were registered. The node lives only as long as somebody refers to it.
+                accumulator = _gradient_accumulator(parameter)
+                self._accumulators.append(accumulator)
+                self._handles.append(accumulator.register_hook(self._hook(bucket, place)))
 
     def finish(self) -> None:
         """Wait until every gradient of this backward pass holds the mean over ranks.
@@ -90,9 +112,29 @@ class Engine:
         Raises:
             ExchangeError: a peer was lost or did not answer in time.
         """
+        if self.changed and self.enabled and not self._armed:
+            # None of the parameters that ranks agreed on got a gradient; the others wait all the same.
+            self._arm()
         self.launch()
         for index in list(self._pending):
             self.finish_message(index)
+        if self._change_seen:
+            self._change_seen = False
+            if self.on_change is not None:
+                self.on_change()
+
+    def synchronize(self) -> None:
+        """Exchange the gradients as they stand now, without a backward pass.
+
+        Raises:
+            ExchangeError: a peer was lost or did not answer in time.
+        """
+        deferred, self.deferred = self.deferred, True
+        try:
+            self._arm()
+            self.finish()
+        finally:
+            self.deferred = deferred
 
     def launch(self) -> None:
         """Send what is left of this backward pass, without waiting for sums.
@@ -108,6 +150,8 @@ class Engine:
         self._finite = True
         if self._recorder is not None:
             self._recorder.end_backward()
+        if self._graph is not None:
+            self._graph.end_pass()
         self._pending = {bucket.message.index: bucket for bucket in self._buckets if bucket.active}
         for bucket in self._pending.values():
             if not bucket.started:
@@ -134,6 +178,8 @@ class Engine:
             return
         bucket.finish()
         del self._pending[index]
+        if self._watches_changes:
+            self._change_seen = self._change_seen or bucket.change_seen
         if self._recorder is not None:
             self._recorder.finish(index)
         if self._loss_scale is not None and self._memory.has_residuals:
@@ -200,16 +246,19 @@ class Engine:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        self._accumulators = []
         self._assembly.close()
 
-    def _hook(self, bucket: Bucket, place: int) -> Callable[[Tensor], None]:
-        pack = bucket.packer(place)
+    def _hook(self, bucket: Bucket, place: int) -> Callable[..., None]:
+        pack, graph = bucket.packer(place), self._graph
 
-        def on_gradient(_: Tensor) -> None:
+        def on_gradient(*_: object) -> None:
             if not self.enabled:
                 return
             if not self._armed or self._interruption:
                 self._arm()
+            if graph is not None and not graph.arrived(bucket, place):
+                return
             pack()
             bucket.missing -= 1
             if bucket.missing == 0:
@@ -231,8 +280,13 @@ class Engine:
         self._next = 0
         if self._recorder is not None:
             self._recorder.end_forward()
+        self._change_seen = False
         for bucket in self._buckets:
-            bucket.arm()
+            bucket.arm(self.changed)
+        # Reading what was summed waits for an accelerator, so there only a rank that changed itself does.
+        self._watches_changes = self.on_change is not None and (self.changed or not self._on_accelerator)
+        if self._graph is not None:
+            self._graph.begin_pass()
         if not self.deferred:
             Variable._execution_engine.queue_callback(self._end_of_backward)
 
@@ -261,3 +315,50 @@ class Engine:
         if self._recorder is not None:
             self._recorder.start(bucket.message.index)
         bucket.start()
+
+
+class _StaticGraph:
+    """How often each gradient is accumulated in a pass: learned in the first one, counted down in all others."""
+
+    def __init__(self, buckets: Sequence[Bucket]) -> None:
+        self._buckets = buckets
+        self._learned = False
+        self._left: dict[Bucket, list[int]] = {}
+
+    def begin_pass(self) -> None:
+        """A backward pass begins; what was learned is what each bucket waits for."""
+        self._left = {
+            bucket: list(bucket.arrivals) if self._learned else [0] * len(bucket.arrivals) for bucket in self._buckets
+        }
+
+    def arrived(self, bucket: Bucket, place: int) -> bool:
+        """Count a gradient; whether it is complete now."""
+        left = self._left[bucket]
+        if not self._learned:
+            left[place] += 1
+            return False
+        left[place] -= 1
+        if left[place] < 0:
+            raise ExchangeError(
+                f"static_graph=True: the gradient of parameter '{bucket.message.variables[place]}' was accumulated "
+                f"more often than in the first pass ({bucket.arrivals[place]}); leave static_graph out if the graph "
+                "changes between steps"
+            )
+        return left[place] == 0
+
+    def end_pass(self) -> None:
+        """A backward pass has ended."""
+        if not self._learned:
+            self._learned = True
+            for bucket, counted in self._left.items():
+                bucket.arrivals = counted
+
+
+def _gradient_accumulator(parameter: nn.Parameter) -> Node:
+    """The node of autograd that accumulates the gradient of a parameter."""
+    with torch.enable_grad():
+        function = parameter.view_as(parameter).grad_fn
+    assert function is not None
+    accumulator = function.next_functions[0][0]
+    assert accumulator is not None
+    return accumulator

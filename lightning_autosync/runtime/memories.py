@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_autosync.plan.encoding import low_rank_layout
 from lightning_autosync.plan.schedule import Message
-from lightning_autosync.runtime.layout import variable_views
+from lightning_autosync.runtime.layout import real_view, variable_views
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ def _by_variable(message: Message, parameters: list[nn.Parameter], tensors: Mapp
         for name, view in zip(message.variables, views, strict=True):
             found[name]["residual"] = view
     if "factors" in tensors:
-        shapes = [tuple(parameter.shape) for parameter in parameters]
+        shapes = [tuple(real_view(parameter).shape) for parameter in parameters]
         for name, factor in zip(message.variables, low_rank_layout(shapes, message.compressor.rank)[0], strict=True):
             part = tensors["factors"][factor.second : factor.second + factor.second_numel]
             if factor.rank:

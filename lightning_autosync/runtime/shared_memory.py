@@ -28,7 +28,7 @@ from lightning_autosync.runtime.rendezvous import connect_pairs, gather_json
 
 
 class SharedMemory:
-    """A region of memory for every rank, all of them mapped by all ranks; made collectively.
+    """A region of memory for every rank and one for the sums, all of them mapped by all ranks; made collectively.
 
     Args:
         sizes: bytes of each buffer in a region, by number; the same on every rank.
@@ -51,20 +51,21 @@ class SharedMemory:
             self._offsets[number] = self._region
             self._region += -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
         ranks = dist.get_world_size(group)
-        if fault := sharing_fault(ranks * self._region, group):
+        size = (ranks + 1) * self._region
+        if fault := sharing_fault(size, group):
             raise PlanError(f"schedule: topology 'shared_memory': {fault}")
         name = f"\0autosync-{secrets.token_hex(16)}"
         sockets = connect_pairs(combinations(range(ranks), 2), group, name, timeout)
         with ExitStack() as undo:
             for connection in sockets.values():
                 undo.enter_context(connection)
-            mapping = _map(ranks * self._region, sockets, group, timeout)
+            mapping = _map(size, sockets, group, timeout)
             undo.pop_all()
         self._memory = torch.frombuffer(mapping, dtype=torch.uint8)
         self.handover = Handover(sockets)
 
     def buffer(self, number: int, rank: int, dtype: torch.dtype) -> Tensor:
-        """A rank's buffer; zeros until it is written to."""
+        """A rank's buffer, or that of the sums for the number of ranks; zeros until it is written to."""
         start = rank * self._region + self._offsets[number]
         return self._memory[start : start + self._sizes[number]].view(dtype)
 

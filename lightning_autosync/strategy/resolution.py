@@ -105,7 +105,7 @@ def memory_fault(module: nn.Module, nodes: int, devices: int, group: dist.Proces
     if nodes > 1:
         return f"the ranks are on {nodes} nodes"
     size = sum(parameter.numel() * parameter.itemsize for parameter in module.parameters())
-    return sharing_fault(devices * size, group)
+    return sharing_fault((devices + 1) * size, group)
 
 
 def large_tables(module: nn.Module) -> set[str]:

@@ -33,7 +33,8 @@ def describe(module: nn.Module, name: str | None = None) -> Workload:
     """The workload of ``module`` as far as its parameters tell: all times are unknown.
 
     A parameter that only embeddings with ``sparse=True`` hold is ``sparse``; all others are
-    ``dense``, as only a run shows which rows it touches (see ``capture``).
+    ``dense``, as only a run shows which rows it touches (see ``capture``). A complex parameter is
+    described as reals with a last axis of two, the real and the imaginary part.
 
     Args:
         module: any module, a ``LightningModule`` included.
@@ -50,7 +51,7 @@ def describe(module: nn.Module, name: str | None = None) -> Workload:
     variables = tuple(
         Variable(
             name=variable_name,
-            shape=tuple(parameter.shape),
+            shape=(*parameter.shape, 2) if parameter.is_complex() else tuple(parameter.shape),
             dtype=dtype_name(variable_name, parameter),
             kind="sparse" if all(_is_sparse_embedding(owner) for owner in owners[parameter]) else "dense",
         )
@@ -71,12 +72,12 @@ def parameter_owners(module: nn.Module) -> dict[Tensor, list[nn.Module]]:
 
 
 def dtype_name(variable: str, tensor: Tensor) -> DType:
-    """The document's name of a tensor's dtype.
+    """The document's name of a tensor's dtype; of a complex one, that of its parts.
 
     Raises:
         WorkloadError: if gradients of this dtype are not synchronized.
     """
-    name = str(tensor.dtype).removeprefix("torch.")
+    name = str(tensor.dtype.to_real()).removeprefix("torch.")
     if name not in DTYPE_BYTES:
         raise WorkloadError(f"variable '{variable}': dtype {name} is not one of {', '.join(DTYPE_BYTES)}")
     return name  # type: ignore[return-value]  # membership in DTYPE_BYTES is what DType lists

@@ -63,9 +63,10 @@ def engine(
     workload: Workload | None = None,
     two_level: bool = False,
     waits: Waits = "backward",
+    **options: bool,
 ) -> Iterator[Engine]:
     schedule = compile_plan(plan, workload or describe(module), cluster, two_level_collectives=two_level)
-    running = Engine(variable_names(module), schedule, group=group, timeout=30.0, waits=waits)
+    running = Engine(variable_names(module), schedule, group=group, timeout=30.0, waits=waits, **options)
     try:
         yield running
     finally:

@@ -14,12 +14,18 @@ from lightning_autosync.errors import ExchangeError
 
 
 class Exchange(ABC):
-    """Sums a buffer over all ranks, in place.
+    """Sums a buffer over all ranks, in place unless ``result`` says otherwise.
 
     The engine calls ``start`` when the own contribution is in the buffer, then ``resume`` and ``wait`` at the end of
     backward, each for all messages in schedule order: so whatever a step launches on the backend is launched in the
     same order on every rank.
+
+    Attributes:
+        result: where the sum appears, if not in the buffer itself. It is the exchange's own, to be read until the
+            next ``start`` and never written to.
     """
+
+    result: Tensor | None = None
 
     @abstractmethod
     def start(self) -> None:
