@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,9 +29,12 @@ def broadcast_tensors(tensors: Iterable[Tensor], group: dist.ProcessGroup | None
 
 
 def structure_digest(module: nn.Module) -> str:
-    """Equal on two ranks if parameters and buffers have the same names, shapes, dtypes and trainability."""
-    tensors = [*module.named_parameters(), *module.named_buffers()]
-    return digest([[name, list(tensor.shape), str(tensor.dtype), tensor.requires_grad] for name, tensor in tensors])
+    """Equal on two ranks if parameters and buffers have the same names, shapes, dtypes and trainability.
+
+    Strides of parameters count too: gradients travel in the order in which they lie in memory.
+    """
+    parameters = [[name, *_form(tensor), list(tensor.stride())] for name, tensor in module.named_parameters()]
+    return digest([*parameters, *([name, *_form(tensor)] for name, tensor in module.named_buffers())])
 
 
 class BufferBroadcast:
@@ -60,6 +64,10 @@ class BufferBroadcast:
         # Looked up each time, for modules may replace their buffers. `data` keeps autograd out: a graph that
         # saved running statistics never reads them in training mode, and must not see them as modified.
         broadcast_tensors([buffer.data for buffer in self._module.buffers()], self._group)
+
+
+def _form(tensor: Tensor) -> list[Any]:
+    return [list(tensor.shape), str(tensor.dtype), tensor.requires_grad]
 
 
 def _chunks(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:

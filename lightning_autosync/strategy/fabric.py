@@ -42,6 +42,7 @@ class SynchronizedModule(nn.Module):
     def _prepare(self) -> None:
         if self.training and torch.is_grad_enabled():
             self.replica.before_training()
+            self.replica.before_synchronization()
         else:
             self.replica.before_evaluation()
         # The scale moves between steps only. Fabric forbids `loss.backward()` to strategies with a backward of their

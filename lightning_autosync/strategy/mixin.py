@@ -62,11 +62,13 @@ class AutoSyncMixin(_Base):
             unknown.
         scheduling: ``batch`` puts ranks that compute on CPUs under Linux's SCHED_BATCH, which lets small messages
             through faster where ranks share cores; None leaves the system's scheduling as it is.
-        arguments: those of ``DDPStrategy``. ``bucket_cap_mb`` and ``broadcast_buffers`` mean what they mean
-            there; ``find_unused_parameters``, ``static_graph`` and ``gradient_as_bucket_view`` are accepted
-            and not needed. Where ranks need not march in step, ``heartbeat`` (`HeartbeatSettings`, or some of them by
-            name) says when a silent rank is given up, ``stall`` the seconds without progress after which the average
-            of a group is, and ``timeout`` how long ranks wait for each other when they meet.
+        arguments: those of ``DDPStrategy``. ``bucket_cap_mb``, ``broadcast_buffers``, ``gradient_as_bucket_view`` and
+            ``static_graph`` mean what they mean there; ``find_unused_parameters`` is accepted and not needed. Every
+            ``check_replicas`` synchronized backward passes (1000 by default, 0 for never), and when training ends,
+            the weights of all ranks are compared. Where ranks need not march in step, ``heartbeat``
+            (`HeartbeatSettings`, or some of them by name) says when a silent rank is given up, ``stall`` the seconds
+            without progress after which the average of a group is, and ``timeout`` how long ranks wait for each other
+            when they meet.
 
     Raises:
         TypeError: an argument is unknown.
@@ -216,6 +218,8 @@ class AutoSyncMixin(_Base):
 
     def on_train_end(self) -> None:
         self.end_pass()
+        if isinstance(self._replica, Replica):
+            self._replica.end_training()
         super().on_train_end()
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:

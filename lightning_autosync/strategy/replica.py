@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import nn
@@ -17,10 +18,16 @@ from lightning_autosync.plan import Schedule, SyncPlan
 from lightning_autosync.runtime import Engine
 from lightning_autosync.runtime.broadcast import BufferBroadcast, broadcast_tensors
 from lightning_autosync.runtime.memories import Memories
+from lightning_autosync.runtime.rendezvous import gather_json, group_device
+from lightning_autosync.runtime.replica_check import ReplicaCheck
+from lightning_autosync.runtime.watch import ParameterWatch, difference
 from lightning_autosync.strategy.checkpoint import gather_state, own_state, warn_left_out
 from lightning_autosync.strategy.resolution import Resolution, memory_fault, resolve_together
 from lightning_autosync.strategy.settings import Settings
 from lightning_autosync.workload import variable_names
+
+_CALM = 100
+"""Passes without a change after which ranks no longer compare their parameters before each pass."""
 
 
 class Replica:
@@ -51,9 +58,14 @@ class Replica:
         self._shape = (nodes, devices)
         self._group = group
         self._memory: Memories = {}
+        self._planned: dict[str, nn.Parameter] = {}
         self._resolution = self._resolve()
         broadcast_tensors([tensor.data for tensor in (*module.parameters(), *module.buffers())], group)
         self._buffers = BufferBroadcast(module, group) if settings.broadcast_buffers else None
+        self._watch = ParameterWatch(module)
+        self._agreed = self._watch.digest()
+        self._comparing, self._calm = False, 0
+        self._check = ReplicaCheck(settings.check_replicas, group) if settings.check_replicas else None
         self._engine: Engine | None = self._start()
 
     @property
@@ -76,9 +88,39 @@ class Replica:
 
     def before_training(self) -> None:
         """Call before each forward pass of training."""
-        self.follow_unfreezing()
         if self._buffers is not None and self._engine is not None:
             self._buffers.before_training(self._engine.enabled)
+
+    def before_synchronization(self) -> None:
+        """Call before each backward pass of training: do ranks still train the same parameters, with equal weights?
+
+        Where this rank's parameters changed, the pass itself tells the other ranks, at no cost to the passes without
+        a change. From then on, as with networks that are frozen in turn, ranks compare digests before each pass, until
+        there has been no change for a while.
+
+        Raises:
+            ExchangeError: (on every rank) weights differ between ranks.
+            PlanError: (on every rank) parameters changed on some ranks only, or the user's plan does not have them.
+        """
+        engine = self._engine
+        if engine is None or not engine.enabled:
+            return
+        changed = self._watch.changed()
+        if self._comparing:
+            self._compare()
+        else:
+            engine.changed = changed
+        if self._check is not None:
+            self._check.count(self._planned)
+
+    def end_training(self) -> None:
+        """Call when training ends, on all ranks: weights must be equal.
+
+        Raises:
+            ExchangeError: (on every rank) they are not.
+        """
+        if self._check is not None and self._engine is not None:
+            self._check.run(self._planned)
 
     def before_evaluation(self) -> None:
         """Call before validation."""
@@ -100,7 +142,7 @@ class Replica:
         Args:
             scaler: what scales the loss.
         """
-        self.follow_unfreezing()
+        self.before_synchronization()
         self.follow_scaler(scaler)
         engine = self._engine
         if engine is None:
@@ -130,30 +172,6 @@ class Replica:
         finally:
             self._set_enabled(before)
 
-    def follow_unfreezing(self) -> None:
-        """Take parameters that were unfrozen since into the plan; costs nothing where none are frozen.
-
-        What compressors remember stays, but for variables that the new plan treats in another way.
-
-        Raises:
-            PlanError: the user's own plan does not have them.
-        """
-        if not any(parameter.requires_grad for parameter in self._frozen):
-            return
-        if self._settings.fixed:
-            planned = {name for group in self.plan.groups for name in group.variables}
-            new = [name for name, _ in variable_names(self._module) if name not in planned]
-            raise PlanError(
-                f"{self._settings.source}: groups: parameter '{new[0]}' was unfrozen but is in no group "
-                f"({len(new)} such); make the plan for the model as it is after unfreezing, or give none"
-            )
-        enabled = self._set_enabled(True)
-        self.close()
-        self._resolution = self._resolve()
-        self._engine = self._start()
-        self._engine.enabled = enabled
-        warn_left_out(self._engine.load_state_dict(self._memory), "the plan was made anew after unfreezing")
-
     def gather_state(self) -> dict[str, Any] | None:
         """What compressors remember on all ranks, for a checkpoint; see `checkpoint.gather_state`."""
         state = self._memory if self._engine is None else self._engine.state_dict()
@@ -173,27 +191,96 @@ class Replica:
         self._engine.close()
         self._engine = None
 
+    def _compare(self) -> None:
+        """Raise if parameters differ between ranks, and follow a change that all ranks made."""
+        own = self._watch.digest()
+        extremes = torch.tensor([own, -own], dtype=torch.int64, device=group_device(self._group))
+        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=self._group)
+        largest, smallest = int(extremes[0]), -int(extremes[1])
+        if largest != smallest:
+            self._refuse_differences()
+        self._calm = self._calm + 1 if own == self._agreed else 0
+        self._comparing = self._calm < _CALM
+        if own != self._agreed:
+            self._accept_change()
+
+    def _follow_change(self) -> None:
+        """After a pass in which some rank's parameters had changed: all ranks' must have, and alike.
+
+        Then this pass is synchronized once more, with all that trains now.
+        """
+        self._refuse_differences()
+        self._comparing, self._calm = True, 0
+        self._accept_change()
+        assert self._engine is not None
+        self._engine.synchronize()
+
+    def _refuse_differences(self) -> None:
+        if found := difference(gather_json(self._watch.facts(), self._group)):
+            raise PlanError(
+                f"model: {found}; ranks that train different parameters would drift apart: change the model on all "
+                "ranks alike, at the same step"
+            )
+
+    def _accept_change(self) -> None:
+        """The parameters of all ranks changed alike: plan anew if the plan does not have all that train now."""
+        assert self._engine is not None
+        self._engine.changed = False
+        self._watch.accept()
+        self._agreed = self._watch.digest()
+        current = dict(variable_names(self._module, also=set(self._planned.values())))
+        if current.keys() == self._planned.keys() and all(
+            self._planned[name] is parameter for name, parameter in current.items()
+        ):
+            return
+        self._plan_anew(current)
+
+    def _plan_anew(self, current: Mapping[str, nn.Parameter]) -> None:
+        """Make a plan for the parameters ``current``, and an engine for it.
+
+        What compressors remember stays, but for variables that the new plan treats in another way.
+        """
+        new = [name for name in current if name not in self._planned]
+        if new and self._settings.fixed:
+            raise PlanError(
+                f"{self._settings.source}: groups: parameter '{new[0]}' was unfrozen or added but is in no group "
+                f"({len(new)} such); make the plan for the model as it is then, or give none"
+            )
+        assert self._engine is not None
+        enabled, scale = self._engine.enabled, self._engine.loss_scale
+        self.close()
+        self._resolution = self._resolve()
+        self._engine = self._start()
+        self._engine.enabled, self._engine.loss_scale = enabled, scale
+        warn_left_out(self._engine.load_state_dict(self._memory), "the plan was made anew for other parameters")
+
     def _resolve(self) -> Resolution:
         # Groups for two levels are made of the default group; a further module has a group of its own.
         two_level = self._group is None and dist.get_backend() == "nccl"
         unshared = memory_fault(self._module, *self._shape, self._group)
-        return resolve_together(self._settings, self._module, *self._shape, two_level, unshared, self._group)
+        trained = set(self._planned.values())
+        return resolve_together(self._settings, self._module, *self._shape, two_level, unshared, self._group, trained)
 
     def _start(self) -> Engine:
-        self._frozen = [parameter for parameter in self._module.parameters() if not parameter.requires_grad]
+        # A parameter that has trained stays in the plan while it is frozen: networks that train in turn share one.
+        self._planned = dict(variable_names(self._module, also=set(self._planned.values())))
         found = self._resolution
         rank_zero_info(
             f"AutoSync: plan {found.plan.fingerprint} ({found.plan.semantics}, "
             f"{found.plan.world_size} ranks, {len(found.plan.groups)} messages, "
             f"{found.workload.bytes / 1e6:.3g} MB): {found.reason}"
         )
-        return Engine(
-            variable_names(self._module),
+        engine = Engine(
+            list(self._planned.items()),
             self.schedule,
             group=self._group,
             cluster=found.cluster,
             timeout=self._settings.timeout,
+            gradient_as_bucket_view=self._settings.gradient_as_bucket_view,
+            static_graph=self._settings.static_graph,
         )
+        engine.on_change = self._follow_change
+        return engine
 
     def _set_enabled(self, enabled: bool) -> bool:
         """Switch the engine; returns what it was."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Container
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +43,7 @@ def resolve_together(
     two_level_collectives: bool = False,
     unshared: str = "",
     group: dist.ProcessGroup | None = None,
+    also: Container[nn.Parameter] = (),
 ) -> Resolution:
     """As `resolve`, on all ranks of ``group`` (None is the default one) with one result; collective.
 
@@ -53,12 +54,15 @@ def resolve_together(
 
     def identify(resolution: Resolution) -> dict[str, str]:
         return {
-            "model (names, shapes and dtypes of parameters and buffers)": structure_digest(module),
+            "model (names, shapes, dtypes and strides of parameters and buffers)": structure_digest(module),
             "plan": resolution.plan.fingerprint,
             "cluster": resolution.cluster.fingerprint,
         }
 
-    return agree(lambda: resolve(settings, module, nodes, devices, two_level_collectives, unshared), identify, group)
+    def find() -> Resolution:
+        return resolve(settings, module, nodes, devices, two_level_collectives, unshared, also)
+
+    return agree(find, identify, group)
 
 
 def resolve(
@@ -68,6 +72,7 @@ def resolve(
     devices: int,
     two_level_collectives: bool = False,
     unshared: str = "",
+    also: Container[nn.Parameter] = (),
 ) -> Resolution:
     """Find the plan for a module and compile it, the same on every rank.
 
@@ -78,6 +83,7 @@ def resolve(
         devices: ranks on each.
         two_level_collectives: as for `compile_plan`.
         unshared: why the ranks cannot share memory; see `memory_fault`.
+        also: frozen parameters that the plan covers too, for they train at times.
 
     Raises:
         DocumentError: (or a subclass) plan, model, cluster and job do not fit each other.
@@ -85,12 +91,12 @@ def resolve(
     if settings.fault is not None:
         raise settings.fault
     cluster = _cluster(settings, nodes, devices)
-    workload = describe(module)
+    workload = describe(module, also=also)
     if isinstance(settings.plan, SyncPlan):
         plan, reason = settings.plan, f"given as '{settings.source}'"
-        workload = _by_rows(workload, large_tables(module) & _alone(plan))
+        workload = _by_rows(workload, large_tables(module, also) & _alone(plan))
     else:
-        workload = _by_rows(workload, large_tables(module))
+        workload = _by_rows(workload, large_tables(module, also))
         on_cpu = all(parameter.device.type == "cpu" for parameter in module.parameters())
         plan, reason = _make_plan(settings, workload, cluster, on_cpu, unshared)
         check_semantics(plan.semantics, settings.semantics, settings.source)
@@ -108,12 +114,12 @@ def memory_fault(module: nn.Module, nodes: int, devices: int, group: dist.Proces
     return sharing_fault((devices + 1) * size, group)
 
 
-def large_tables(module: nn.Module) -> set[str]:
+def large_tables(module: nn.Module, also: Container[nn.Parameter] = ()) -> set[str]:
     """Weights of large dense embeddings that no other module holds: a step touches few of their rows."""
     owners = parameter_owners(module)
     return {
         name
-        for name, parameter in variable_names(module)
+        for name, parameter in variable_names(module, also)
         if len(owners[parameter]) == 1
         and isinstance(owners[parameter][0], EMBEDDINGS)
         and not owners[parameter][0].sparse

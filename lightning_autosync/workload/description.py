@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Container
 from itertools import chain
 
 from torch import Tensor, nn
@@ -16,20 +17,20 @@ COMPILED = "_orig_mod"
 """The attribute under which ``torch.compile`` keeps the module that it wraps."""
 
 
-def variable_names(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+def variable_names(module: nn.Module, also: Container[nn.Parameter] = ()) -> list[tuple[str, nn.Parameter]]:
     """The trainable parameters and the names that plans know them by.
 
-    They come in ``named_parameters()`` order: frozen ones are left out, tied ones appear once, and
-    compiling the module or a part of it changes no name.
+    They come in ``named_parameters()`` order: frozen ones are left out but for those in ``also``, tied ones appear
+    once, and compiling the module or a part of it changes no name.
     """
     return [
         (".".join(part for part in name.split(".") if part != COMPILED), parameter)
         for name, parameter in module.named_parameters()
-        if parameter.requires_grad
+        if parameter.requires_grad or parameter in also
     ]
 
 
-def describe(module: nn.Module, name: str | None = None) -> Workload:
+def describe(module: nn.Module, name: str | None = None, also: Container[nn.Parameter] = ()) -> Workload:
     """The workload of ``module`` as far as its parameters tell: all times are unknown.
 
     A parameter that only embeddings with ``sparse=True`` hold is ``sparse``; all others are
@@ -39,6 +40,7 @@ def describe(module: nn.Module, name: str | None = None) -> Workload:
     Args:
         module: any module, a ``LightningModule`` included.
         name: name of the workload; the class name by default.
+        also: frozen parameters that it describes too, for they train at times.
 
     Raises:
         WorkloadError: if nothing is trainable, a dtype cannot be synchronized, or a lazy part has
@@ -55,7 +57,7 @@ def describe(module: nn.Module, name: str | None = None) -> Workload:
             dtype=dtype_name(variable_name, parameter),
             kind="sparse" if all(_is_sparse_embedding(owner) for owner in owners[parameter]) else "dense",
         )
-        for variable_name, parameter in variable_names(module)
+        for variable_name, parameter in variable_names(module, also)
     )
     if not variables:
         raise WorkloadError(f"{title(module)}: has no trainable parameter, so nothing to synchronize")

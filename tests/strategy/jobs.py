@@ -255,11 +255,11 @@ def thawed() -> dict[str, Any]:
             F.cross_entropy(module(inputs + dist.get_rank()), labels).backward()
         before = remembered()
         module.body.requires_grad_(True)
-        replica.before_training()
+        replica._accept_change()
         after = remembered()
         dist.barrier()
         replica.close()
-    told = [str(warning.message) for warning in caught if "unfreezing" in str(warning.message)]
+    told = [str(warning.message) for warning in caught if "made anew" in str(warning.message)]
     return {"before": before, "after": after, "warnings": told}
 
 

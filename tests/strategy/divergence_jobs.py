@@ -1,0 +1,146 @@
+"""What ranks do in tests of replicas that begin to differ: something changes in training, on some ranks or on all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import models
+import torch
+import torch.distributed as dist
+from jobs import distance, make_trainer, replicas_equal
+from lightning.pytorch import seed_everything
+from lightning.pytorch.strategies import DDPStrategy
+from torch import nn
+
+from lightning_autosync import AutoSyncStrategy
+from lightning_autosync.errors import AutoSyncError
+from lightning_autosync.strategy import replica as replica_module
+
+CHANGE_AT = 3
+"""Batches before the change."""
+
+
+class Changing(models.Plain):
+    """Trains, and does something to itself once."""
+
+    def __init__(self, change: Callable[[Changing], None], ranks: list[int]) -> None:
+        super().__init__()
+        self._change, self._ranks = change, ranks
+
+    def on_train_batch_start(self, batch: Any, index: int) -> None:
+        if self.trainer.global_step == CHANGE_AT and dist.get_rank() in self._ranks:
+            self._change(self)
+
+
+class EditsGradient(Changing):
+    def on_train_batch_start(self, batch: Any, index: int) -> None:
+        pass
+
+    def on_after_backward(self) -> None:
+        if self.trainer.global_step == CHANGE_AT and dist.get_rank() in self._ranks:
+            self._change(self)
+
+
+def replace(module: Changing) -> None:
+    module.head.weight = nn.Parameter(module.head.weight.detach().clone())
+    module.trainer.optimizers[0].add_param_group({"params": [module.head.weight]})
+
+
+def add_layer(module: Changing) -> None:
+    torch.manual_seed(5)
+    module.body = nn.Sequential(module.body, nn.Linear(8, 8, bias=False))
+
+
+def freeze(module: Changing) -> None:
+    module.head.bias.requires_grad_(False)
+
+
+def assign(module: Changing) -> None:
+    state = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    module.load_state_dict(state, assign=True)
+    module.trainer.optimizers[0].param_groups[0]["params"] = list(module.parameters())
+
+
+def learning_rate(module: Changing) -> None:
+    module.trainer.optimizers[0].param_groups[0]["lr"] *= 3
+
+
+def weight(module: Changing) -> None:
+    with torch.no_grad():
+        module.head.bias[0] += 0.5
+
+
+def gradient(module: Changing) -> None:
+    module.head.bias.grad[0] += 0.5
+
+
+CHANGES = {change.__name__: change for change in (replace, add_layer, freeze, assign, learning_rate, weight, gradient)}
+
+
+def change(name: str, where: list[int], **strategy: Any) -> str | float:
+    """The error of training in which the ranks ``where`` change something; without one, how far replicas are apart."""
+    seed_everything(3)
+    kind = EditsGradient if name == "gradient" else Changing
+    module = kind(CHANGES[name], where)
+    try:
+        make_trainer(AutoSyncStrategy(**strategy)).fit(module)
+    except AutoSyncError as error:
+        return f"{type(error).__name__}: {error}"
+    worst = 0.0
+    for tensor in module.parameters():
+        first = tensor.detach().clone()
+        dist.broadcast(first, src=0)
+        worst = max(worst, float((first - tensor.detach()).abs().max()))
+    return worst
+
+
+class InTurn(models.Plain):
+    """Two parts, of which one trains while the other is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.body.requires_grad_(False)
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.body, self.head)]
+
+    def training_step(self, batch: Any, index: int) -> None:
+        inputs, labels = batch
+        for part, other, optimizer in zip(
+            (self.body, self.head), (self.head, self.body), self.optimizers(), strict=True
+        ):
+            part.requires_grad_(True)
+            other.requires_grad_(False)
+            optimizer.zero_grad()
+            self.manual_backward(nn.functional.cross_entropy(self(inputs), labels))
+            optimizer.step()
+
+
+def in_turn(**strategy: Any) -> dict[str, float]:
+    """How far networks that are frozen in turn end from DDP's, and how often a plan was made."""
+    trained = []
+    plans = 0
+
+    class Counted(replica_module.Engine):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            nonlocal plans
+            plans += 1
+            super().__init__(*arguments, **options)
+
+    own, replica_module.Engine = replica_module.Engine, Counted  # type: ignore[misc]
+    try:
+        for method in (AutoSyncStrategy(**strategy), DDPStrategy(find_unused_parameters=True)):
+            seed_everything(3)
+            module = InTurn()
+            if isinstance(method, DDPStrategy):
+                module.requires_grad_(True)  # DDP leaves out what is frozen when it begins
+            make_trainer(method).fit(module)
+            trained.append(module)
+    finally:
+        replica_module.Engine = own  # type: ignore[misc]
+    return {"distance": distance(*trained), "plans": plans}
+
+
+__all__ = ["change", "in_turn", "replicas_equal"]

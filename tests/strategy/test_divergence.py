@@ -1,0 +1,59 @@
+"""Replicas never differ silently: what changes on all ranks alike is followed, what changes on some is an error."""
+
+from __future__ import annotations
+
+import pytest
+
+PLANS = [{}, {"plan": "all_reduce"}, {"plan": "packed_trees"}]
+
+
+@pytest.mark.parametrize("strategy", PLANS)
+@pytest.mark.parametrize("change", ["replace", "add_layer", "freeze", "assign"])
+def test_parameters_that_change_on_all_ranks_are_followed(duo, change: str, strategy: dict[str, str]) -> None:
+    assert duo.run("divergence_jobs:change", name=change, where=[0, 1], **strategy) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("strategy", PLANS)
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ("replace", "parameter 'head.weight' was replaced by another tensor on rank 1, but not on rank 0"),
+        ("add_layer", "parameter 'body.weight' is there on rank 0, but not on rank 1"),
+        ("freeze", "parameter 'head.bias': requires_grad is False on rank 1, and True on rank 0"),
+        ("assign", "parameter 'body.weight' was replaced by another tensor on rank 1, but not on rank 0"),
+    ],
+)
+def test_parameters_that_change_on_one_rank_are_an_error_on_all(duo, change, expected, strategy) -> None:
+    found = duo.run("divergence_jobs:change", name=change, where=[1], **strategy)
+    assert found[0] == found[1]
+    assert found[0].startswith("PlanError: model: " + expected)
+
+
+@pytest.mark.parametrize("change", ["learning_rate", "weight", "gradient"])
+def test_weights_that_differ_are_an_error_on_all_ranks(duo, change: str) -> None:
+    first, second = duo.run("divergence_jobs:change", name=change, where=[1], check_replicas=2)
+    assert first == second
+    assert first.startswith("ExchangeError: replicas differ: the weights of ")
+    assert "'head.bias'" in first
+    assert "on rank 1 are not those of rank 0" in first
+    assert "equal after 2 synchronized backward passes and differ after 4" in first or (
+        "equal after 4 synchronized" in first
+    )
+
+
+def test_weights_are_compared_when_training_ends(duo) -> None:
+    found = duo.run("divergence_jobs:change", name="weight", where=[1])
+    assert all("replicas differ: the weights of 'head.bias'" in error for error in found)
+
+
+def test_the_comparison_of_weights_can_be_left_out(duo) -> None:
+    first, second = duo.run("divergence_jobs:change", name="weight", where=[1], check_replicas=0)
+    assert first == 0.0
+    assert second > 0.1
+
+
+@pytest.mark.parametrize("strategy", PLANS)
+def test_networks_that_are_frozen_in_turn_keep_their_engine(duo, strategy: dict[str, str]) -> None:
+    for found in duo.run("divergence_jobs:in_turn", **strategy):
+        assert found["distance"] < 1e-6
+        assert found["plans"] <= 2
