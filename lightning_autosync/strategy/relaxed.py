@@ -19,6 +19,7 @@ from lightning_autosync.runtime.relaxed.averaging_worker import AveragingWorker
 from lightning_autosync.runtime.relaxed.base import Synchronizer
 from lightning_autosync.runtime.relaxed.opening import open_synchronizer
 from lightning_autosync.runtime.relaxed.work import SharedWork
+from lightning_autosync.runtime.watch import ParameterWatch
 from lightning_autosync.strategy.collectives import refused_collectives
 from lightning_autosync.strategy.job_mesh import Underway, announce_job, can_return, open_mesh, withdraw_job
 from lightning_autosync.strategy.lockstep import check_module
@@ -98,6 +99,7 @@ class RelaxedReplica:
         self._buffers = BufferBroadcast(module) if self.in_step and settings.broadcast_buffers else None
         self._accumulating = False
         self._frozen: list[nn.Parameter] = []
+        self._watch = ParameterWatch(module)
         self._checkpoint = RelaxedCheckpoint(self._mesh, found.plan.consistency.mode, self.served, settings.timeout)
         self._settled = True
         self._unmet = self.returning
@@ -161,6 +163,7 @@ class RelaxedReplica:
                 f"{len(optimizers)}; allowed: one, with parameter groups"
             )
         self._frozen = [parameter for parameter in self._module.parameters() if not parameter.requires_grad]
+        self._watch.accept()
         found = self._resolution
         self._synchronizer = open_synchronizer(
             found.plan,
@@ -201,8 +204,14 @@ class RelaxedReplica:
         """Call before each forward pass of training.
 
         Raises:
-            PlanError: a parameter was unfrozen since `start`.
+            PlanError: a parameter was unfrozen, added, removed or replaced since `start`.
         """
+        if self._watch.changed() and (replaced := self._watch.replaced()):
+            raise PlanError(
+                f"model: parameter '{replaced[0]}' was added, removed or replaced; under "
+                f"'{self.plan.consistency.mode}' those that train are the same from the beginning: change the model "
+                "before fit(), or fit() again"
+            )
         if any(parameter.requires_grad for parameter in self._frozen):
             raise PlanError(
                 f"model: a parameter was unfrozen; under '{self.plan.consistency.mode}' those that train are the same "

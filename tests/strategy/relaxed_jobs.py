@@ -57,6 +57,7 @@ class Learner(LightningModule):
         momentum: float = 0.0,
         norm: bool = False,
         thaw: bool = False,
+        replace: bool = False,
         running: bool = False,
         late: float = 0.0,
         adam: bool = False,
@@ -70,7 +71,7 @@ class Learner(LightningModule):
         if running:
             layers.insert(1, nn.BatchNorm1d(8, momentum=None))
         self.layers = nn.Sequential(*layers)
-        self.slow, self.how, self.momentum, self.thaw = slow, log, momentum, thaw
+        self.slow, self.how, self.momentum, self.thaw, self.replace = slow, log, momentum, thaw, replace
         self.late, self.adam, self.plateau, self.cycle = late, adam, plateau, cycle
         self.automatic_optimization = log != "manual"
         self.layers[0].bias.requires_grad_(not thaw)
@@ -88,6 +89,8 @@ class Learner(LightningModule):
             self.trainer.strategy.barrier("the start of an epoch")
         if self.thaw and self.current_epoch == 1:
             self.layers[0].bias.requires_grad_(True)
+        if self.replace and self.current_epoch == 1:
+            self.layers[0].bias = nn.Parameter(torch.zeros(8))
 
     def training_step(self, batch: Any, _: int) -> Tensor:
         inputs, targets, indices = batch

@@ -226,6 +226,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"learner": {"thaw": True}, "consistency": "partial_reduce"},
         "PlanError: model: a parameter was unfrozen",
     ),
+    "replacing": (
+        {"learner": {"replace": True}, "consistency": "partial_reduce"},
+        "PlanError: model: parameter 'layers.0.bias' was added, removed or replaced",
+    ),
 }
 
 
