@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -10,13 +12,16 @@ from typing import Any
 
 import yaml
 
-from lightning_autosync.cluster import configuration_directory
-from lightning_autosync.errors import DocumentError
+from lightning_autosync.cluster import ClusterSpec, configuration_directory
+from lightning_autosync.documents import read_data, write_text
+from lightning_autosync.errors import ClusterError, DocumentError
 
 WIDTH = 120
 _FILES = (".yaml", ".yml", ".json")
 _OF_VERBS = re.compile(r"\((\w+(?:, \w+)*)\) ")
 """How an option's first comment begins if it is for some verbs only: ``# (converge, train) What it is.``"""
+_INTERPOLATION = re.compile(r"(\\*)\$\{")
+"""How an interpolation of OmegaConf begins, with the backslashes before it."""
 _WRONG_KEY = re.compile(r"Could not (?:override|append to config|delete from config)[^']*'([^']+)'")
 
 
@@ -68,7 +73,7 @@ def with_own_clusters(arguments: Sequence[str], folder: Path) -> list[str]:
     """The arguments with files given as ``cluster=FILE`` made options of that name, in ``folder`` for Hydra to find.
 
     Raises:
-        DocumentError: a file is not there.
+        DocumentError: a file is not there, or is no cluster.
     """
     made, found = [], False
     for argument in arguments:
@@ -88,10 +93,24 @@ def _as_option(choice: str, folder: Path) -> str:
     path = Path(choice)
     if not path.is_file():
         raise DocumentError(f"cluster: there is no file {choice}")
+    # Hydra takes directives and targets from the files of its groups, so it gets the checked values alone. What it is
+    # given may be a link that tells files of one name apart; errors name the user's own file.
+    source = os.readlink(path) if path.parent == folder else choice
+    data = read_data(path, ClusterError, source)
+    ClusterSpec.from_dict(data, source)
     (folder / "cluster").mkdir(exist_ok=True)
     # YAML holds JSON too, and Hydra reads only what ends so.
-    (folder / "cluster" / f"{path.stem}.yaml").write_text(path.read_text())
+    write_text(folder / "cluster" / f"{path.stem}.yaml", json.dumps(_without_interpolation(data)))
     return path.stem
+
+
+def _without_interpolation(data: Any) -> Any:
+    """Plain data in which OmegaConf finds nothing to replace: each ``${`` stays as it is written."""
+    if isinstance(data, dict):
+        return {key: _without_interpolation(value) for key, value in data.items()}
+    if isinstance(data, list):
+        return [_without_interpolation(value) for value in data]
+    return _INTERPOLATION.sub(r"\1\1\\${", data) if isinstance(data, str) else data
 
 
 def _check_verb(verb: str, overrides: Sequence[str]) -> None:

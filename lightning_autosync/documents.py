@@ -26,7 +26,13 @@ DocumentType = TypeVar("DocumentType", bound="Document")
 RecordType = TypeVar("RecordType", bound="Record")
 ConfigurationType = TypeVar("ConfigurationType", bound="Configuration")
 
-Integer = Annotated[int, Strict()]
+MOST_BYTES = 64 * 2**20
+"""Of a document's file."""
+MOST_VALUES = 1_000_000
+"""Of a YAML document whose aliases are written out."""
+LARGEST = 2**53
+"""The largest whole number in a document: beyond, floats would not tell neighbours apart."""
+Integer = Annotated[int, Strict(), Field(ge=-LARGEST, le=LARGEST)]
 """A whole number; neither ``true`` nor ``\"2\"`` is one."""
 Index = Annotated[Integer, Field(ge=0)]
 """A whole number from 0 on."""
@@ -162,32 +168,46 @@ def _render_location(location: tuple[int | str, ...], data: Any) -> str:
     return text
 
 
-def read_text(path: Path, error: type[DocumentError] = DocumentError) -> str:
-    """The text of a file, of which ``error`` says that it cannot be read."""
+def read_text(path: Path, error: type[DocumentError] = DocumentError, source: str | None = None) -> str:
+    """The text of a file, of which ``error`` says that it cannot be read; ``source`` names it there."""
+    source = source or str(path)
     try:
+        size = path.stat().st_size
+        if size > MOST_BYTES:
+            raise error(f"{source}: {size} bytes; allowed: {MOST_BYTES} at most")
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as cause:
         why = cause.strerror if isinstance(cause, OSError) else cause  # the error itself names the file again
-        raise error(f"{path}: cannot be read: {why}") from None
+        raise error(f"{source}: cannot be read: {why}") from None
 
 
-def read_data(path: str | os.PathLike[str], error: type[DocumentError] = DocumentError) -> Any:
-    """Plain data from a YAML or JSON file, in which no mapping has a key twice."""
+def read_data(
+    path: str | os.PathLike[str], error: type[DocumentError] = DocumentError, source: str | None = None
+) -> Any:
+    """Plain data from a YAML or JSON file, in which no mapping has a key twice; ``source`` names it in errors."""
     path = Path(path)
-    text = read_text(path, error)
+    source = source or str(path)
+    text = read_text(path, error, source)
     language = "JSON" if path.suffix == ".json" else "YAML"
     try:
         if language == "JSON":
             return json.loads(text, object_pairs_hook=_mapping)
         return yaml.load(text, _Loader)
     except RecursionError:
-        raise error(f"{path}: not valid {language}: nested too deeply") from None
+        raise error(f"{source}: not valid {language}: nested too deeply") from None
     except Exception as cause:  # PyYAML lets out whatever its conversions of scalars raise
-        raise error(f"{path}: not valid {language}: {' '.join(str(cause).split())}") from None
+        why = " ".join(str(cause).split()).replace('in "<unicode string>", line', "at line")
+        raise error(f"{source}: not valid {language}: {why}") from None
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses a mapping that has a key twice, of which PyYAML would keep the last."""
+    """Refuses a mapping that has a key twice, of which PyYAML would keep the last, and aliases that multiply."""
+
+    def get_single_node(self) -> yaml.Node | None:
+        node: yaml.Node | None = super().get_single_node()
+        if node is not None and (count := _expanded(node, {})) > MOST_VALUES:
+            raise ValueError(f"its aliases stand for {count} values; allowed: {MOST_VALUES} at most")
+        return node
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         # Checked before merge keys (<<) are resolved: what they bring in may well be overridden.
@@ -199,6 +219,28 @@ class _Loader(yaml.SafeLoader):
                     raise ValueError(f"key '{key.value}' is given twice (line {key.start_mark.line + 1})")
                 seen.add((key.tag, key.value))
         return node
+
+
+def _expanded(node: yaml.Node, known: dict[int, int | None]) -> int:
+    """Values of a node when each alias is written out.
+
+    Args:
+        node: with all below it.
+        known: the results so far, by identity; None for a node that is being counted.
+    """
+    if id(node) in known:
+        count = known[id(node)]
+        if count is None:
+            raise ValueError(f"an alias stands for a part of itself (line {node.start_mark.line + 1})")
+        return count
+    known[id(node)] = None
+    parts: list[yaml.Node] = []
+    if isinstance(node, yaml.SequenceNode):
+        parts = node.value
+    elif isinstance(node, yaml.MappingNode):
+        parts = [part for pair in node.value for part in pair]
+    known[id(node)] = count = 1 + sum(_expanded(part, known) for part in parts)
+    return count
 
 
 def _mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

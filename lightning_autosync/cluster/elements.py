@@ -11,6 +11,10 @@ from lightning_autosync.cluster.units import Bytes, Rate, Seconds
 from lightning_autosync.documents import Count, Record
 
 Name = Annotated[str, Field(pattern=r"^\S+$")]
+MOST_NODES = 4096
+"""Of a cluster."""
+MOST_RANKS = 16384
+"""Of a cluster: devices of all nodes."""
 Address = Annotated[str, Field(pattern=r"^[^\s-]\S*$")]
 """A host name or an IP address. Commands take it as a word, which must not be read as an option of theirs."""
 
@@ -27,8 +31,8 @@ class Node(Record):
 
     name: Name
     address: Address | None = None
-    devices: Count = 1
-    speed: float = Field(default=1.0, gt=0)
+    devices: Annotated[Count, Field(le=MOST_RANKS)] = 1
+    speed: float = Field(default=1.0, ge=1e-6, le=1e6)
     memory: Bytes | None = None
 
 

@@ -10,10 +10,11 @@ A cluster file may name one shape in place of its nodes::
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import Field, ValidationError, model_validator
 
+from lightning_autosync.cluster.elements import MOST_NODES, MOST_RANKS
 from lightning_autosync.cluster.units import Rate, Seconds
 from lightning_autosync.documents import Count, Record, describe_validation_error
 
@@ -21,7 +22,7 @@ from lightning_autosync.documents import Count, Record, describe_validation_erro
 class Shape(Record):
     """A regular cluster in few numbers. ``latency`` is that of one link; ``devices`` is per node."""
 
-    devices: Count = 1
+    devices: Annotated[Count, Field(le=MOST_RANKS)] = 1
     latency: Seconds = 0.0
 
     @abstractmethod
@@ -38,7 +39,7 @@ class Shape(Record):
 class Uniform(Shape):
     """Equal nodes on one switch; without ``bandwidth`` only the shape is known."""
 
-    nodes: Count
+    nodes: Annotated[Count, Field(le=MOST_NODES)]
     bandwidth: Rate | None = None
 
     def expand(self) -> dict[str, Any]:
@@ -48,7 +49,7 @@ class Uniform(Shape):
 class Star(Shape):
     """One switch and one node per entry of ``bandwidths`` (of its link, either way)."""
 
-    bandwidths: tuple[Rate, ...] = Field(min_length=1)
+    bandwidths: tuple[Rate, ...] = Field(min_length=1, max_length=MOST_NODES)
 
     def expand(self) -> dict[str, Any]:
         return _one_switch(self, list(self.bandwidths))
@@ -57,8 +58,8 @@ class Star(Shape):
 class Racks(Shape):
     """Racks of equal nodes, each with its switch, and an uplink from every rack to a core switch."""
 
-    racks: Count
-    nodes_per_rack: Count
+    racks: Annotated[Count, Field(le=MOST_NODES)]
+    nodes_per_rack: Annotated[Count, Field(le=MOST_NODES)]
     bandwidth: Rate | None = None
     uplink: Rate | None = None
 
@@ -66,6 +67,8 @@ class Racks(Shape):
     def _check_rates(self) -> Racks:
         if (self.bandwidth is None) != (self.uplink is None):
             raise ValueError("bandwidth and uplink: state both or neither")
+        if self.racks * self.nodes_per_rack > MOST_NODES:
+            raise ValueError(f"racks x nodes_per_rack: {self.racks * self.nodes_per_rack}; allowed: {MOST_NODES} nodes")
         return self
 
     def expand(self) -> dict[str, Any]:

@@ -8,10 +8,16 @@ from typing import Any, ClassVar
 
 from pydantic import Field, model_validator
 
-from lightning_autosync.cluster.elements import Link, Name, Node
+from lightning_autosync.cluster.elements import MOST_NODES, Link, Name, Node
 from lightning_autosync.cluster.shapes import SHAPES, expand_short_form
 from lightning_autosync.cluster.units import Rate, Seconds
-from lightning_autosync.cluster.validation import check_connected, check_links, check_names, check_rank_order
+from lightning_autosync.cluster.validation import (
+    check_connected,
+    check_links,
+    check_names,
+    check_rank_order,
+    check_size,
+)
 from lightning_autosync.documents import Document
 from lightning_autosync.errors import ClusterError
 
@@ -39,7 +45,7 @@ class ClusterSpec(Document):
     ERROR: ClassVar[type[ClusterError]] = ClusterError
 
     name: str = Field(min_length=1)
-    nodes: tuple[Node, ...] = Field(min_length=1)
+    nodes: tuple[Node, ...] = Field(min_length=1, max_length=MOST_NODES)
     switches: tuple[Name, ...] = ()
     links: tuple[Link, ...] = ()
     local_bandwidth: Rate = LOCAL_BANDWIDTH
@@ -134,14 +140,18 @@ class ClusterSpec(Document):
         Those that tell nothing apart are left out.
         """
         names = [self.nodes[index].name for index in self.rank_nodes]
-        switch_of = {name: self._switch_of(name) for name in names}
-        groupings = (_group(names), _group([switch_of[name] for name in names]))
+        switch_of = self._first_switches()
+        groupings = (_group(names), _group([switch_of.get(name, name) for name in names]))
         return tuple(groups for groups in groupings if 1 < len(groups) < self.world_size)
 
-    def _switch_of(self, name: str) -> str:
-        """The first switch that the node is linked to; the node itself if there is none."""
-        ends = [{link.a: link.b, link.b: link.a}.get(name) for link in self.links]
-        return next((end for end in ends if end in self.switches), None) or name
+    def _first_switches(self) -> dict[str, str]:
+        """The first switch that each node is linked to; nodes without one are left out."""
+        switches, found = set(self.switches), dict[str, str]()
+        for link in self.links:
+            for end, other in ((link.a, link.b), (link.b, link.a)):
+                if other in switches:
+                    found.setdefault(end, other)
+        return found
 
     def with_rank_order(self, rank_order: Sequence[str] | None) -> ClusterSpec:
         """The same machines with their ranks placed as given (the node's name of each rank)."""
@@ -187,6 +197,7 @@ class ClusterSpec(Document):
 
     @model_validator(mode="after")
     def _check(self) -> ClusterSpec:
+        check_size(self.nodes)
         check_names(self.nodes, self.switches)
         check_links(self.nodes, self.switches, self.links)
         check_connected(self.nodes, self.switches, self.links)

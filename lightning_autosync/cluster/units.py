@@ -34,9 +34,22 @@ SECONDS_UNITS: Mapping[str, float] = {
 _QUANTITY = re.compile(r"([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*([^\d\s]*)")
 
 
+LARGEST_RATE = 1e18
+"""Bytes/s."""
+SMALLEST_RATE = 1e-3
+"""Bytes/s."""
+LONGEST = 1e6
+"""Seconds."""
+LARGEST_SIZE = 1e18
+"""Bytes."""
+
+
 def parse_rate(value: Any) -> float:
-    """A rate in bytes/s, more than zero; ``ValueError`` otherwise."""
-    return _above_zero(_parse(value, RATE_UNITS, "a rate such as '200 Mbit/s' or '1.5 GiB/s'"))
+    """A rate in bytes/s from `SMALLEST_RATE` to `LARGEST_RATE`; ``ValueError`` otherwise."""
+    rate = _above_zero(_parse(value, RATE_UNITS, "a rate such as '200 Mbit/s' or '1.5 GiB/s'"))
+    if not SMALLEST_RATE <= rate <= LARGEST_RATE:
+        raise ValueError(f"must be {SMALLEST_RATE:g} to {LARGEST_RATE:g} bytes/s")
+    return rate
 
 
 def parse_seconds(value: Any) -> float:
@@ -44,19 +57,24 @@ def parse_seconds(value: Any) -> float:
     seconds = _parse(value, SECONDS_UNITS, "a time such as '50 us' or '1.5 ms'")
     if seconds < 0:
         raise ValueError("must be zero or more")
+    if seconds > LONGEST:
+        raise ValueError(f"must be {LONGEST:g} s at most")
     return seconds
 
 
 def parse_bytes(value: Any) -> float:
     """A size in bytes, more than zero; ``ValueError`` otherwise."""
-    return _above_zero(_parse(value, BYTES_UNITS, "a size such as '16 GiB' or '500 MB'"))
+    size = _above_zero(_parse(value, BYTES_UNITS, "a size such as '16 GiB' or '500 MB'"))
+    if size > LARGEST_SIZE:
+        raise ValueError(f"must be {LARGEST_SIZE:g} bytes at most")
+    return size
 
 
 def _parse(value: Any, units: Mapping[str, float], expected: str) -> float:
     if isinstance(value, str):
         number = _parse_text(value, units, expected)
     elif isinstance(value, int | float) and not isinstance(value, bool):
-        number = float(value)
+        number = float(value) if abs(value) < 1e300 else math.inf
     else:
         raise ValueError(f"expected a number or {expected}")
     if not math.isfinite(number):
@@ -87,6 +105,12 @@ def _schema(description: str, **limits: float) -> WithJsonSchema:
     return WithJsonSchema({"anyOf": [number, {"type": "string"}], "description": description})
 
 
-Rate = Annotated[float, BeforeValidator(parse_rate), _schema("bytes/s, or with a unit", exclusiveMinimum=0)]
-Seconds = Annotated[float, BeforeValidator(parse_seconds), _schema("seconds, or with a unit", minimum=0)]
-Bytes = Annotated[float, BeforeValidator(parse_bytes), _schema("bytes, or with a unit", exclusiveMinimum=0)]
+Rate = Annotated[
+    float, BeforeValidator(parse_rate), _schema("bytes/s, or with a unit", minimum=SMALLEST_RATE, maximum=LARGEST_RATE)
+]
+Seconds = Annotated[
+    float, BeforeValidator(parse_seconds), _schema("seconds, or with a unit", minimum=0, maximum=LONGEST)
+]
+Bytes = Annotated[
+    float, BeforeValidator(parse_bytes), _schema("bytes, or with a unit", exclusiveMinimum=0, maximum=LARGEST_SIZE)
+]

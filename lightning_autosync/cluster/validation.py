@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import networkx
 
-from lightning_autosync.cluster.elements import Link, Node
+from lightning_autosync.cluster.elements import MOST_RANKS, Link, Node
 
 
 def check_names(nodes: Sequence[Node], switches: Sequence[str]) -> None:
@@ -19,6 +19,12 @@ def check_names(nodes: Sequence[Node], switches: Sequence[str]) -> None:
         if name in seen:
             raise ValueError(f"{field}: '{name}' is taken; nodes and switches need different names")
         seen.add(name)
+
+
+def check_size(nodes: Sequence[Node]) -> None:
+    """There are no more ranks than anything here is made for."""
+    if (ranks := sum(node.devices for node in nodes)) > MOST_RANKS:
+        raise ValueError(f"nodes: {ranks} devices in all; allowed: {MOST_RANKS} at most")
 
 
 def check_links(nodes: Sequence[Node], switches: Sequence[str], links: Sequence[Link]) -> None:

@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, NonNegativeFloat, model_validator
 
-from lightning_autosync.documents import Document, Index, Record, digest
+from lightning_autosync.documents import LARGEST, Document, Index, Record, digest
 from lightning_autosync.errors import DocumentError, WorkloadError
 
 DType = Literal["float64", "float32", "float16", "bfloat16"]
@@ -20,6 +20,12 @@ DTYPE_BYTES: dict[str, int] = {"float64": 8, "float32": 4, "float16": 2, "bfloat
 
 ROW_SPARSE_SHARE = 0.5
 """A dense gradient counts as row-sparse when a step touches less than this share of its rows."""
+
+MOST_AXES = 64
+"""Of a variable; torch has no more."""
+LONGEST = 1e12
+"""Seconds of anything that a step does."""
+Time = Annotated[NonNegativeFloat, Field(le=LONGEST)]
 
 READY_SLACK = 0.01
 """Share of the backward time by which a ready time may exceed it: hand-written times are rounded."""
@@ -45,10 +51,10 @@ class Variable(Record):
     """
 
     name: Name
-    shape: tuple[Index, ...]
+    shape: Annotated[tuple[Index, ...], Field(max_length=MOST_AXES)]
     dtype: DType = "float32"
     kind: Kind = "dense"
-    ready: NonNegativeFloat | None = None
+    ready: Time | None = None
     rows: NonNegativeFloat | None = None
 
     @property
@@ -68,6 +74,8 @@ class Variable(Record):
 
     @model_validator(mode="after")
     def _check_rows(self) -> Variable:
+        if self.numel > LARGEST:
+            raise ValueError(f"'{self.name}' has more than {LARGEST} elements")
         if self.kind != "dense" and not self.shape:
             raise ValueError(f"'{self.name}' is a scalar and so has no rows; kind must be 'dense'")
         if self.rows is None:
@@ -95,9 +103,9 @@ class Workload(Document):
 
     name: Name
     variables: Annotated[tuple[Variable, ...], Field(min_length=1)]
-    forward_time: NonNegativeFloat = 0.0
-    backward_time: NonNegativeFloat = 0.0
-    optimizer_time: NonNegativeFloat = 0.0
+    forward_time: Time = 0.0
+    backward_time: Time = 0.0
+    optimizer_time: Time = 0.0
 
     @property
     def bytes(self) -> int:
@@ -145,6 +153,8 @@ class Workload(Document):
 
     @model_validator(mode="after")
     def _check_variables(self) -> Workload:
+        if self.bytes > LARGEST:
+            raise ValueError(f"variables: {self.bytes} bytes in all; allowed: {LARGEST} at most")
         name, count = Counter(variable.name for variable in self.variables).most_common(1)[0]
         if count > 1:
             raise ValueError(f"variables: '{name}' is named {count} times; names must be unique")

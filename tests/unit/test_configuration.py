@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import re
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import yaml
+from omegaconf import OmegaConf
 
 from lightning_autosync.cli import VERBS, main
+from lightning_autosync.cli_arguments import prepared
 from lightning_autosync.cluster import configuration_directory
 from lightning_autosync.configuration import check_overrides, help_text, with_own_clusters
 from lightning_autosync.errors import DocumentError
@@ -109,17 +114,69 @@ def test_every_verb_has_help(verb: str) -> None:
     assert f"usage: autosync {verb} key=value" in help_text(verb, VERBS[verb][1])
 
 
+CLUSTER = "format: autosync-cluster/1\nname: {name}\nuniform: {{nodes: 2}}\n"
+
+
 def test_a_file_of_a_cluster_becomes_an_option(tmp_path: Path) -> None:
-    (tmp_path / "mine.yaml").write_text("name: mine")
+    (tmp_path / "mine.yaml").write_text(CLUSTER.format(name="mine"))
     folder = tmp_path / "found"
     folder.mkdir()
     arguments = ["-m", f"cluster={tmp_path}/mine.yaml,one_node", "ranks=2"]
     expected = ["-m", "cluster=mine,one_node", "ranks=2", "--config-dir", str(folder)]
     assert with_own_clusters(arguments, folder) == expected
-    assert (folder / "cluster" / "mine.yaml").read_text() == "name: mine"
+    found = yaml.safe_load((folder / "cluster" / "mine.yaml").read_text())
+    assert found == {"format": "autosync-cluster/1", "name": "mine", "uniform": {"nodes": 2}}
     assert with_own_clusters(["cluster=one_node"], folder) == ["cluster=one_node"]
     with pytest.raises(DocumentError, match=r"cluster: there is no file other\.yaml"):
         with_own_clusters(["cluster=other.yaml"], folder)
+
+
+def test_a_file_of_a_cluster_gives_values_and_runs_nothing(tmp_path: Path) -> None:
+    trap = tmp_path / "trap"
+    harmful = tmp_path / "harmful.yaml"
+    harmful.write_text(
+        "# @package _global_\n"
+        "hydra:\n  callbacks:\n    own:\n      _target_: subprocess.run\n"
+        f"      args: [touch, {trap}]\n" + CLUSTER.format(name="harmful")
+    )
+    command = [sys.executable, "-m", "lightning_autosync.cli", "predict", f"cluster={harmful}", "plan=all_reduce"]
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert ended.returncode == 1
+    assert ended.stderr == f"autosync predict: {harmful}: hydra: unknown field\n"
+    assert not trap.exists()
+
+
+@pytest.mark.parametrize("name", ["${hydra:runtime.cwd}", "a\\\\${b}", "${oc.env:HOME}", "$x {y}"])
+def test_nothing_in_a_file_of_a_cluster_is_replaced(tmp_path: Path, name: str) -> None:
+    (tmp_path / "mine.json").write_text(json.dumps({**yaml.safe_load(CLUSTER.format(name="x")), "name": name}))
+    folder = tmp_path / "found"
+    folder.mkdir()
+    with_own_clusters([f"cluster={tmp_path}/mine.json"], folder)
+    composed = OmegaConf.load(folder / "cluster" / "mine.yaml")
+    assert OmegaConf.to_container(composed, resolve=True)["name"] == name
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"\xff\xfe\x00", "cannot be read: 'utf-8' codec can't decode"),
+        (b"name: [1, 2\nb", "not valid YAML: .* at line 2"),
+        (b"- one\n- two\n", "expected a mapping of fields, got list"),
+        (b"format: autosync-cluster/1\nname: ${b}\nuniform: {nodes: 10000000}", "uniform.nodes: .* 4096"),
+    ],
+)
+def test_errors_name_the_users_own_file(tmp_path: Path, content: bytes, words: str) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_bytes(content)
+    folder = tmp_path / "found"
+    folder.mkdir()
+    with pytest.raises(DocumentError, match=f"^{path}: {words}"):
+        with_own_clusters([f"cluster={path}"], folder)
+    # Files of one name are told apart by links; errors name the files all the same.
+    (tmp_path / "one_node.yaml").write_bytes(content)
+    arguments = prepared([f"cluster={tmp_path}/one_node.yaml"], folder)
+    with pytest.raises(DocumentError, match=f"^{tmp_path}/one_node.yaml: {words}"):
+        with_own_clusters(arguments, folder)
 
 
 def test_what_is_missing_is_named() -> None:

@@ -45,7 +45,10 @@ MALFORMED: list[tuple[Any, str]] = [
     ({**HEAD, "nodes": [{"name": "a", "gpus": 2}]}, "nodes[0].gpus: unknown field"),
     ({**HEAD, "nodes": [{"name": "a b"}]}, "nodes[0].name: String should match"),
     ({**HEAD, "nodes": [{"name": "a", "devices": 0}]}, "nodes[0].devices: Input should be greater than 0"),
-    ({**HEAD, "nodes": [{"name": "a", "speed": 0}]}, "nodes[0].speed: Input should be greater than 0"),
+    (
+        {**HEAD, "nodes": [{"name": "a", "speed": 0}]},
+        "nodes[0].speed: Input should be greater than or equal to 0.000001",
+    ),
     ({**HEAD, "nodes": [{"name": "a", "memory": "16 Gib"}]}, "nodes[0].memory: unknown unit 'Gib'"),
     ({**HEAD, "nodes": [{"name": "a"}, {"name": "a"}]}, "nodes[1].name: 'a' is taken"),
     ({**PAIR, "switches": ["b"]}, "switches[0]: 'b' is taken"),

@@ -75,6 +75,13 @@ def test_a_lazy_module_is_an_error() -> None:
         describe(nn.LazyLinear(3))
 
 
-def test_a_complex_parameter_is_an_error() -> None:
-    with pytest.raises(WorkloadError, match="variable 'weight': dtype complex64 is not one of float64"):
-        describe(nn.Linear(2, 2, dtype=torch.complex64))
+def test_a_complex_parameter_is_described_as_reals() -> None:
+    weight, bias = describe(nn.Linear(2, 3, dtype=torch.complex64)).variables
+    assert (weight.shape, weight.dtype) == ((3, 2, 2), "float32")
+    assert (bias.shape, bias.dtype) == ((3, 2), "float32")
+
+
+def test_a_parameter_of_another_dtype_is_an_error() -> None:
+    module = nn.Linear(2, 2).to(torch.float8_e4m3fn)
+    with pytest.raises(WorkloadError, match="variable 'weight': dtype float8_e4m3fn is not one of float64"):
+        describe(module)
