@@ -109,7 +109,7 @@ class PlanContender(Contender):
         return self.module
 
     def backward(self, batch: int = 0) -> None:
-        self._buffers.before_training(synchronizing=True)
+        self._buffers.before_forward(synchronizes=True)
         super().backward(batch)
 
     def close(self) -> None:

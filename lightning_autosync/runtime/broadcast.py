@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_autosync.documents import digest
+from lightning_autosync.workload import shared_buffers, shared_parameters
 
 CHUNK = 256 * 1024 * 1024
 """Bytes, about, that are flattened at a time."""
@@ -33,12 +34,12 @@ def structure_digest(module: nn.Module) -> str:
 
     Strides of parameters count too: gradients travel in the order in which they lie in memory.
     """
-    parameters = [[name, *_form(tensor), list(tensor.stride())] for name, tensor in module.named_parameters()]
-    return digest([*parameters, *([name, *_form(tensor)] for name, tensor in module.named_buffers())])
+    parameters = [[name, *_form(tensor), list(tensor.stride())] for name, tensor in shared_parameters(module)]
+    return digest([*parameters, *([name, *_form(tensor)] for name, tensor in shared_buffers(module))])
 
 
 class BufferBroadcast:
-    """Buffers follow rank 0, as with DDP: before the first forward pass after each synchronized step.
+    """Buffers follow rank 0, as with DDP: in the first forward pass after one that is for a synchronized backward pass.
 
     In between ranks may differ, as the running statistics of normalization layers do.
     """
@@ -46,24 +47,19 @@ class BufferBroadcast:
     def __init__(self, module: nn.Module, group: dist.ProcessGroup | None = None) -> None:
         self._module = module
         self._group = group
-        self._changed = True
-        self._step_begins = True
+        self._due = True
 
-    def before_training(self, synchronizing: bool) -> None:
-        """Call before a training forward; ``synchronizing`` is False while gradients are only accumulated."""
-        if self._step_begins:
-            self.before_evaluation()
-        self._changed = True
-        self._step_begins = synchronizing
+    def before_forward(self, synchronizes: bool) -> None:
+        """Call before each forward pass, of training and evaluation alike.
 
-    def before_evaluation(self) -> None:
-        """Make buffers equal if training may have changed them."""
-        if not self._changed:
-            return
-        self._changed = False
-        # Looked up each time, for modules may replace their buffers. `data` keeps autograd out: a graph that
-        # saved running statistics never reads them in training mode, and must not see them as modified.
-        broadcast_tensors([buffer.data for buffer in self._module.buffers()], self._group)
+        Args:
+            synchronizes: whether a synchronized backward pass may follow.
+        """
+        if self._due:
+            # Looked up each time, for modules may replace their buffers. `data` keeps autograd out: a graph that
+            # saved running statistics never reads them in training mode, and must not see them as modified.
+            broadcast_tensors([buffer.data for _, buffer in shared_buffers(self._module)], self._group)
+        self._due = synchronizes
 
 
 def _form(tensor: Tensor) -> list[Any]:

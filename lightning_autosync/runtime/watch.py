@@ -10,6 +10,8 @@ from typing import Any
 
 from torch import nn
 
+from lightning_autosync.workload import shared_parameters
+
 Facts = dict[str, dict[str, Any]]
 """What ranks must have in common, by parameter."""
 
@@ -26,7 +28,7 @@ class ParameterWatch:
     hundred parameters. Shapes and dtypes it looks at now and then.
 
     Args:
-        module: whose parameters, in whatever submodule.
+        module: whose parameters, in whatever submodule; not those that it tells DDP to ignore.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -41,7 +43,7 @@ class ParameterWatch:
         """Whether parameters came, went, were replaced, frozen or unfrozen, or got another shape or dtype."""
         if self._same():
             return False
-        found = dict(self._module.named_parameters())
+        found = dict(shared_parameters(self._module))
         alike = (
             self._identical(found)
             and _trainable(self._parameters) == self._trainable
@@ -54,13 +56,13 @@ class ParameterWatch:
 
     def replaced(self) -> list[str]:
         """Names of the parameters that came, went or were replaced."""
-        found = dict(self._module.named_parameters())
+        found = dict(shared_parameters(self._module))
         names = [*self._accepted, *(name for name in found if name not in self._accepted)]
         return [name for name in names if found.get(name) is not self._accepted.get(name)]
 
     def accept(self) -> None:
         """From now on, the parameters as they are now are the ones to keep."""
-        found = dict(self._module.named_parameters())
+        found = dict(shared_parameters(self._module))
         if not self._identical(found):
             for name in self.replaced():
                 self._replacements[name] = self._replacements.get(name, -1) + 1
@@ -79,12 +81,12 @@ class ParameterWatch:
                 "requires_grad": parameter.requires_grad,
                 "replacements": self._replacements.get(name, -1) + (name in replaced),
             }
-            for name, parameter in self._module.named_parameters()
+            for name, parameter in shared_parameters(self._module)
         }
 
     def digest(self) -> int:
         """A number of 63 bits that is equal on two ranks if their `facts` are."""
-        found = dict(self._module.named_parameters())
+        found = dict(shared_parameters(self._module))
         if not self._identical(found):
             return _digest(self.facts())
         # Who freezes parameters in turn comes back to few combinations.
@@ -118,7 +120,7 @@ class ParameterWatch:
         self._holders = [own for own, _, _ in places]
         self._keys = [key for _, key, _ in places]
         self._held = [held for _, _, held in places]
-        self._parameters = [held for held in self._held if isinstance(held, nn.Parameter)]
+        self._parameters = [parameter for _, parameter in shared_parameters(self._module)]
         self._trainable = _trainable(self._parameters)
         self._forms = list(map(_FORM, self._parameters))
 

@@ -16,35 +16,37 @@ from lightning_autosync.plan import Semantics
 from lightning_autosync.runtime.scheduling import set_batch_scheduling
 from lightning_autosync.strategy.checkpoint import KEY
 from lightning_autosync.strategy.replica import Replica
-from lightning_autosync.strategy.settings import ClusterArgument, PlanArgument, Scheduling, read_settings
+from lightning_autosync.strategy.settings import (
+    CHECK_REPLICAS,
+    DEFAULT_TIMEOUT,
+    ClusterArgument,
+    PlanArgument,
+    Scheduling,
+    StartMethod,
+    Timeout,
+    read_settings,
+)
+from lightning_autosync.strategy.wrapper import SynchronizedModule, accumulation
 
 
-class SynchronizedModule(nn.Module):
-    """What Fabric calls in place of the user's module, so that every forward pass comes by here.
+class FabricModule(SynchronizedModule):
+    """What Fabric calls in place of the user's module.
 
     Attributes:
-        module: the user's module.
-        replica: what keeps it equal on all ranks.
         scaler: what Fabric scales losses with, if anything does.
     """
 
-    def __init__(self, module: nn.Module, replica: Replica, scaler: GradScaler | None) -> None:
-        super().__init__()
-        self.scaler = scaler
-        self.module = module
-        self.replica = replica
+    replica: Replica
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self._prepare()
-        return self.module(*args, **kwargs)
+    def __init__(self, module: nn.Module, replica: Replica, scaler: GradScaler | None) -> None:
+        super().__init__(module, replica)
+        self.scaler = scaler
 
     @torch.compiler.disable
-    def _prepare(self) -> None:
+    def _before_forward(self) -> None:
+        self.replica.before_forward(self.replica.enabled and torch.is_grad_enabled())
         if self.training and torch.is_grad_enabled():
-            self.replica.before_training()
             self.replica.before_synchronization()
-        else:
-            self.replica.before_evaluation()
         # The scale moves between steps only. Fabric forbids `loss.backward()` to strategies with a backward of their
         # own, so the forward pass is where to ask for it.
         self.replica.follow_scaler(self.scaler)
@@ -64,9 +66,24 @@ class AutoSyncFabricStrategy(DDPStrategy):
         semantics: Semantics = "exact",
         cluster: ClusterArgument = None,
         scheduling: Scheduling = "batch",
-        **arguments: Any,
+        *,
+        bucket_cap_mb: float | None = None,
+        broadcast_buffers: bool | None = None,
+        forward_sync_buffers: bool | None = None,
+        find_unused_parameters: bool = False,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+        check_replicas: int = CHECK_REPLICAS,
+        accelerator: Any = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: Any = None,
+        checkpoint_io: Any = None,
+        precision: Any = None,
+        process_group_backend: str | None = None,
+        timeout: Timeout = DEFAULT_TIMEOUT,
+        start_method: StartMethod = "popen",
     ) -> None:
-        self._settings, launch = read_settings(plan, semantics, cluster, scheduling, arguments)
+        self._settings, launch = read_settings(locals())
         if not self._settings.scheduled:
             raise PlanError(
                 f"{self._settings.source}: replicas that do not march in step need the Trainer's hooks; use it, or "
@@ -81,14 +98,14 @@ class AutoSyncFabricStrategy(DDPStrategy):
             set_batch_scheduling()
         super().setup_environment()
 
-    def setup_module(self, module: nn.Module) -> SynchronizedModule:
+    def setup_module(self, module: nn.Module) -> FabricModule:
         self._forget(module)
         # Backward may complete messages of two modules in another order on each rank: each module has its own
         # group.
         group = dist.new_group() if self._replicas else None
         replica = Replica(module, self._settings, self.num_nodes, self.num_processes, group)
         self._replicas.append(replica)
-        return SynchronizedModule(module, replica, getattr(self.precision, "scaler", None))
+        return FabricModule(module, replica, getattr(self.precision, "scaler", None))
 
     def _forget(self, module: nn.Module) -> None:
         """Close the engine of a module that is set up again: its gradients must not be exchanged twice."""
@@ -131,17 +148,17 @@ class _AccumulationControl:
     """Fabric's ``no_backward_sync``."""
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
-        if not isinstance(module, SynchronizedModule):
+        if not isinstance(module, FabricModule):
             raise TypeError(f"no_backward_sync: expected a module that Fabric set up, got {type(module).__name__}")
-        return module.replica.accumulation() if enabled else nullcontext()
+        return accumulation(module.replica) if enabled else nullcontext()
 
 
 def _unwrap(module: nn.Module) -> nn.Module:
-    return module.module if isinstance(module, SynchronizedModule) else module
+    return module.module if isinstance(module, FabricModule) else module
 
 
 def _replicas_in(state: Any) -> dict[str, Replica]:
     """The replicas of the modules in a checkpoint's state, by name."""
     if not isinstance(state, dict):
         return {}
-    return {name: value.replica for name, value in state.items() if isinstance(value, SynchronizedModule)}
+    return {name: value.replica for name, value in state.items() if isinstance(value, FabricModule)}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_warn
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_autosync.plan import Schedule, Semantics, SyncPlan
@@ -36,14 +36,20 @@ from lightning_autosync.strategy.relaxed import RelaxedReplica
 from lightning_autosync.strategy.replica import Replica
 from lightning_autosync.strategy.schedules import ProgressSchedules
 from lightning_autosync.strategy.settings import (
+    CHECK_REPLICAS,
+    DEFAULT_TIMEOUT,
     ClusterArgument,
+    HeartbeatArgument,
     PlanArgument,
     Scheduling,
     Settings,
+    StartMethod,
+    Timeout,
     read_settings,
 )
 from lightning_autosync.strategy.shared_data import describe_equal_shares, share_data
 from lightning_autosync.strategy.world import begin_alone, told_of_loss
+from lightning_autosync.strategy.wrapper import SynchronizedModule, accumulation
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import DDPStrategy as _Base
@@ -62,19 +68,27 @@ class AutoSyncMixin(_Base):
             unknown.
         scheduling: ``batch`` puts ranks that compute on CPUs under Linux's SCHED_BATCH, which lets small messages
             through faster where ranks share cores; None leaves the system's scheduling as it is.
-        arguments: those of ``DDPStrategy``. ``bucket_cap_mb``, ``broadcast_buffers``, ``gradient_as_bucket_view`` and
-            ``static_graph`` mean what they mean there; ``find_unused_parameters`` is accepted and not needed. Every
-            ``check_replicas`` synchronized backward passes (1000 by default, 0 for never), and when training ends,
-            the weights of all ranks are compared. Where ranks need not march in step, ``heartbeat``
-            (`HeartbeatSettings`, or some of them by name) says when a silent rank is given up, ``stall`` the seconds
-            without progress after which the average of a group is, and ``timeout`` how long ranks wait for each other
-            when they meet.
+        bucket_cap_mb: MiB of a fused message; None for the builder's own size.
+        broadcast_buffers: as of ``DistributedDataParallel``: whether buffers follow rank 0, from the beginning on.
+        forward_sync_buffers: as of ``DistributedDataParallel``: whether they do so later than at the beginning.
+        find_unused_parameters: accepted and not needed: unused parameters are always found.
+        gradient_as_bucket_view: as of ``DistributedDataParallel``.
+        static_graph: as of ``DistributedDataParallel``.
+        check_replicas: synchronized backward passes after which the weights of all ranks are compared again, which
+            they also are when training ends; 0 for never.
+        heartbeat: when a silent rank is given up, by name (see `HeartbeatSettings`), under plans whose ranks run
+            asynchronously.
+        stall: seconds without progress after which the average of a group is given up, under such plans.
+        timeout: seconds, or a ``timedelta``, for which ranks wait for each other.
+        accelerator: this and all arguments not listed here are those of Lightning's ``DDPStrategy``;
+            ``ddp_comm_*`` and ``model_averaging_period`` are refused, for plans state compression and averaging.
 
     Raises:
-        TypeError: an argument is unknown.
         ValueError: an argument has a value that is not allowed, or no meaning here.
         DocumentError: (or a subclass) a plan or cluster is wrong.
     """
+
+    model: nn.Module | None
 
     def __init__(
         self,
@@ -82,9 +96,30 @@ class AutoSyncMixin(_Base):
         semantics: Semantics = "exact",
         cluster: ClusterArgument = None,
         scheduling: Scheduling = "batch",
-        **arguments: Any,
+        *,
+        bucket_cap_mb: float | None = None,
+        broadcast_buffers: bool | None = None,
+        forward_sync_buffers: bool | None = None,
+        find_unused_parameters: bool = False,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+        check_replicas: int = CHECK_REPLICAS,
+        heartbeat: HeartbeatArgument = None,
+        stall: float | None = None,
+        accelerator: Any = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: Any = None,
+        checkpoint_io: Any = None,
+        precision_plugin: Any = None,
+        process_group_backend: str | None = None,
+        timeout: Timeout = DEFAULT_TIMEOUT,
+        start_method: StartMethod = "popen",
+        ddp_comm_hook: Any = None,
+        ddp_comm_state: Any = None,
+        ddp_comm_wrapper: Any = None,
+        model_averaging_period: int | None = None,
     ) -> None:
-        settings, launch = read_settings(plan, semantics, cluster, scheduling, arguments)
+        settings, launch = read_settings(locals())
         super().__init__(**launch)
         self._settings: Settings = settings
         self._replica: Replica | RelaxedReplica | None = None
@@ -127,6 +162,7 @@ class AutoSyncMixin(_Base):
         else:
             self._replica = RelaxedReplica(*place, self.global_rank, self._job)
             self._job = None
+        self.model = SynchronizedModule(self.model, self._replica)
 
     def setup_optimizers(self, trainer: Any) -> None:
         relaxed = self._relaxed
@@ -197,8 +233,6 @@ class AutoSyncMixin(_Base):
             self._replica.before_training(args)
             with self._replica.forward():
                 return super().training_step(*args, **kwargs)
-        assert self._replica is not None
-        self._replica.before_training()
         return super().training_step(*args, **kwargs)
 
     def begin_pass(self) -> None:
@@ -213,8 +247,7 @@ class AutoSyncMixin(_Base):
 
     def on_validation_start(self) -> None:
         super().on_validation_start()
-        if self._replica is not None:
-            self._replica.before_evaluation()
+        self.end_pass()
 
     def on_train_end(self) -> None:
         self.end_pass()
@@ -276,7 +309,7 @@ class AutoSyncMixin(_Base):
     def block_backward_sync(self) -> Iterator[None]:
         """Inside, backward passes only accumulate gradients on this rank."""
         assert self._replica is not None
-        with self._replica.accumulation():
+        with accumulation(self._replica):
             yield
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
@@ -348,6 +381,8 @@ class AutoSyncMixin(_Base):
 
     def teardown(self) -> None:
         self._close()
+        if isinstance(self.model, SynchronizedModule):
+            self.model = self.lightning_module
         super().teardown()
 
     def _close(self) -> None:

@@ -29,7 +29,7 @@ from lightning_autosync.strategy.resolution import resolve_together
 from lightning_autosync.strategy.settings import Settings
 from lightning_autosync.strategy.shared_data import batch_size
 from lightning_autosync.strategy.world import World
-from lightning_autosync.workload import variable_names
+from lightning_autosync.workload import IGNORED, variable_names
 
 UNEVEN = ("partial_reduce", "asynchronous")
 """Modes in which a fast rank is not held up by a slow one, so that they should not have equal shares of the data."""
@@ -77,6 +77,11 @@ class RelaxedReplica:
         self._resolution = found = resolve_together(settings, module, nodes, devices)
         if not self.in_step:
             check_module(module)
+        if ignored := getattr(module, IGNORED, ()):
+            raise PlanError(
+                f"model: {IGNORED} names '{next(iter(ignored))}', but '{found.plan.consistency.mode}' averages all "
+                "parameters and buffers; allowed with plans that synchronize gradients"
+            )
         broadcast_tensors([tensor.data for tensor in (*module.parameters(), *module.buffers())])
         self.returning = job is not None
         opened = open_mesh(found, settings, rank, job)
@@ -97,7 +102,8 @@ class RelaxedReplica:
         self.after_meeting: Callable[[], None] | None = None
         self._synchronizer: Synchronizer | None = None
         self._buffers = BufferBroadcast(module) if self.in_step and settings.broadcast_buffers else None
-        self._accumulating = False
+        self.enabled = True
+        """Whether a backward pass ends a step, and does not only accumulate gradients."""
         self._frozen: list[nn.Parameter] = []
         self._watch = ParameterWatch(module)
         self._checkpoint = RelaxedCheckpoint(self._mesh, found.plan.consistency.mode, self.served, settings.timeout)
@@ -221,8 +227,6 @@ class RelaxedReplica:
         if not self._apart and not self.in_step:
             self._guard.enter_context(refused_collectives(self._refused_call))
         self._apart = True
-        if self._buffers is not None:
-            self._buffers.before_training(not self._accumulating)
         self._samples += batch_size(batch)
 
     @contextmanager
@@ -287,25 +291,15 @@ class RelaxedReplica:
                 "that there is"
             )
 
-    def before_evaluation(self) -> None:
-        """Call before validation."""
-        self.settle()
+    def before_forward(self, synchronizes: bool) -> None:
+        """Call before each forward pass; ``synchronizes`` if a step may follow."""
         if self._buffers is not None:
-            self._buffers.before_evaluation()
+            self._buffers.before_forward(synchronizes)
 
     @contextmanager
     def backward(self, scaler: Any = None) -> Iterator[None]:
         """Around a backward pass, which stays on this rank."""
         yield
-
-    @contextmanager
-    def accumulation(self) -> Iterator[None]:
-        """Around a backward pass whose gradients are kept for a later step."""
-        before, self._accumulating = self._accumulating, True
-        try:
-            yield
-        finally:
-            self._accumulating = before
 
     @contextmanager
     def stepping(self, optimizer: Optimizer) -> Iterator[None]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_info
-from torch import nn
+from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
@@ -24,7 +24,7 @@ from lightning_autosync.runtime.watch import ParameterWatch, difference
 from lightning_autosync.strategy.checkpoint import gather_state, own_state, warn_left_out
 from lightning_autosync.strategy.resolution import Resolution, memory_fault, resolve_together
 from lightning_autosync.strategy.settings import Settings
-from lightning_autosync.workload import variable_names
+from lightning_autosync.workload import shared_buffers, shared_parameters, variable_names
 
 _CALM = 100
 """Passes without a change after which ranks no longer compare their parameters before each pass."""
@@ -60,7 +60,7 @@ class Replica:
         self._memory: Memories = {}
         self._planned: dict[str, nn.Parameter] = {}
         self._resolution = self._resolve()
-        broadcast_tensors([tensor.data for tensor in (*module.parameters(), *module.buffers())], group)
+        broadcast_tensors(_initial_state(module, settings.initial_buffers), group)
         self._buffers = BufferBroadcast(module, group) if settings.broadcast_buffers else None
         self._watch = ParameterWatch(module)
         self._agreed = self._watch.digest()
@@ -86,10 +86,20 @@ class Replica:
         """The engine; None after `close`."""
         return self._engine
 
-    def before_training(self) -> None:
-        """Call before each forward pass of training."""
+    @property
+    def enabled(self) -> bool:
+        """Whether backward passes synchronize gradients, and do not only accumulate them."""
+        return self._engine is not None and self._engine.enabled
+
+    @enabled.setter
+    def enabled(self, enabled: bool) -> None:
+        if self._engine is not None:
+            self._engine.enabled = enabled
+
+    def before_forward(self, synchronizes: bool) -> None:
+        """Call before each forward pass; ``synchronizes`` if a synchronized backward pass may follow."""
         if self._buffers is not None and self._engine is not None:
-            self._buffers.before_training(self._engine.enabled)
+            self._buffers.before_forward(synchronizes)
 
     def before_synchronization(self) -> None:
         """Call before each backward pass of training: do ranks still train the same parameters, with equal weights?
@@ -121,11 +131,6 @@ class Replica:
         """
         if self._check is not None and self._engine is not None:
             self._check.run(self._planned)
-
-    def before_evaluation(self) -> None:
-        """Call before validation."""
-        if self._buffers is not None and self._engine is not None:
-            self._buffers.before_evaluation()
 
     def follow_scaler(self, scaler: GradScaler | None) -> None:
         """Call before each backward pass with what scales its loss, if anything does."""
@@ -162,15 +167,6 @@ class Replica:
     def stepping(self, optimizer: Optimizer) -> Iterator[None]:
         """Around an optimizer's step, which needs nothing: gradients are means over ranks already."""
         yield
-
-    @contextmanager
-    def accumulation(self) -> Iterator[None]:
-        """Backward passes inside only accumulate gradients locally."""
-        before = self._set_enabled(False)
-        try:
-            yield
-        finally:
-            self._set_enabled(before)
 
     def gather_state(self) -> dict[str, Any] | None:
         """What compressors remember on all ranks, for a checkpoint; see `checkpoint.gather_state`."""
@@ -282,9 +278,8 @@ class Replica:
         engine.on_change = self._follow_change
         return engine
 
-    def _set_enabled(self, enabled: bool) -> bool:
-        """Switch the engine; returns what it was."""
-        if self._engine is None:
-            return enabled
-        before, self._engine.enabled = self._engine.enabled, enabled
-        return before
+
+def _initial_state(module: nn.Module, buffers: bool) -> list[Tensor]:
+    """What all ranks take over from rank 0 before they train."""
+    found = [parameter.data for _, parameter in shared_parameters(module)]
+    return found + [buffer.data for _, buffer in shared_buffers(module)] if buffers else found

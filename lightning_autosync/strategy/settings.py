@@ -17,7 +17,10 @@ from lightning_autosync.runtime.relaxed.patience import STALL, read_heartbeat, r
 
 PlanArgument = SyncPlan | str | os.PathLike[str] | None
 ClusterArgument = ClusterSpec | str | os.PathLike[str] | None
+HeartbeatArgument = HeartbeatSettings | dict[str, float] | None
 Scheduling = Literal["batch"] | None
+StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
+Timeout = timedelta | float | None
 
 MIB = 1024 * 1024
 CHECK_REPLICAS = 1000
@@ -37,11 +40,8 @@ _LAUNCH = (
     "start_method",
 )
 """Arguments that Lightning's DDPStrategy handles itself."""
-_HONOURED = ("bucket_cap_mb", "broadcast_buffers", "gradient_as_bucket_view", "static_graph", "check_replicas")
 _PATIENCE = ("heartbeat", "stall")
 """Arguments of plans without a schedule: when a silent rank is given up, and when a group is."""
-_NEEDLESS = ("find_unused_parameters",)
-"""Arguments of DDP that state what the engine does anyway."""
 _REFUSED = ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period")
 _RANK_VARIABLES = (
     "RANK",
@@ -64,7 +64,8 @@ class Settings:
         semantics: the highest level allowed.
         cluster: where the job runs; None if nothing is known of it.
         bucket_bytes: bytes of a fused message; None for the builder's own.
-        broadcast_buffers: whether buffers follow rank 0.
+        initial_buffers: whether buffers are those of rank 0 when training begins.
+        broadcast_buffers: whether they follow rank 0 from then on.
         gradient_as_bucket_view: whether gradients become views of the engine's buffers, as of DDP.
         static_graph: whether all backward passes are alike, as of DDP.
         check_replicas: synchronized backward passes between two comparisons of all ranks' weights; 0 for none.
@@ -80,6 +81,7 @@ class Settings:
     semantics: Semantics = "exact"
     cluster: ClusterSpec | None = None
     bucket_bytes: int | None = None
+    initial_buffers: bool = True
     broadcast_buffers: bool = True
     gradient_as_bucket_view: bool = False
     static_graph: bool = False
@@ -103,56 +105,63 @@ class Settings:
         return self.plan not in builders.RELAXED_BUILDERS
 
 
-def read_settings(
-    plan: PlanArgument,
-    semantics: Semantics,
-    cluster: ClusterArgument,
-    scheduling: Scheduling,
-    arguments: Mapping[str, Any],
-) -> tuple[Settings, dict[str, Any]]:
+def read_settings(arguments: Mapping[str, Any]) -> tuple[Settings, dict[str, Any]]:
     """The settings, and what of ``arguments`` is for Lightning's own DDPStrategy.
 
     A file that cannot be used is an error here, unless this process was launched as one rank of several: the
     others may be able to read theirs, and must not wait for a rank that has left. Then the error comes at
     setup, everywhere.
 
+    Args:
+        arguments: those of a strategy, by name; names that are no arguments are left alone.
+
     Raises:
-        TypeError: an argument is unknown.
         ValueError: an argument has a value that is not allowed, or no meaning here.
         DocumentError: a plan or cluster is wrong.
     """
-    launch, options = _split(arguments)
-    if not isinstance(launch.get("timeout"), timedelta | None):
+    if refused := [name for name in _REFUSED if arguments.get(name) is not None]:
+        raise ValueError(
+            f"{', '.join(refused)}: no DistributedDataParallel is there to take it; "
+            "compress gradients by the `compressor` of the plan's groups"
+        )
+    launch = {name: arguments[name] for name in _LAUNCH if name in arguments}
+    if not isinstance(launch["timeout"], timedelta | None):
         launch["timeout"] = timedelta(seconds=read_seconds("timeout", launch["timeout"]))
+    semantics, scheduling = arguments["semantics"], arguments["scheduling"]
     if semantics not in SEMANTICS:
         raise ValueError(f"semantics: {semantics!r} is not one of {', '.join(SEMANTICS)}")
     if scheduling not in (None, "batch"):
         raise ValueError(f"scheduling: {scheduling!r} is not known; allowed: 'batch' or None")
+    follows = arguments["broadcast_buffers"] is not False
+    later = arguments["forward_sync_buffers"]
+    stall = arguments.get("stall")
     settings = Settings(
         semantics=semantics,
         scheduling=scheduling,
-        broadcast_buffers=options.get("broadcast_buffers", True) is not False,
-        gradient_as_bucket_view=bool(options.get("gradient_as_bucket_view")),
-        static_graph=bool(options.get("static_graph")),
-        check_replicas=_read_passes(options.get("check_replicas")),
-        timeout=(launch.get("timeout") or DEFAULT_TIMEOUT).total_seconds(),
-        heartbeat=read_heartbeat(options.get("heartbeat")),
-        stall=STALL if options.get("stall") is None else read_seconds("stall", options["stall"]),
+        initial_buffers=follows or later is not None,
+        broadcast_buffers=follows if later is None else bool(later),
+        gradient_as_bucket_view=bool(arguments["gradient_as_bucket_view"]),
+        static_graph=bool(arguments["static_graph"]),
+        check_replicas=_read_passes(arguments["check_replicas"]),
+        timeout=(launch["timeout"] or DEFAULT_TIMEOUT).total_seconds(),
+        heartbeat=read_heartbeat(arguments.get("heartbeat")),
+        stall=STALL if stall is None else read_seconds("stall", stall),
     )
     try:
-        found, source = _read_plan(plan)
+        found, source = _read_plan(arguments["plan"])
         if isinstance(found, SyncPlan):
             check_semantics(found.semantics, semantics, source)
         elif found in builders.RELAXED_BUILDERS:
             check_semantics("relaxed", semantics, source)
-        where = None if cluster is None else resolve_cluster(cluster)
+        where = None if arguments["cluster"] is None else resolve_cluster(arguments["cluster"])
     except DocumentError as error:
         if not _is_launched():
             raise
         return replace(settings, fault=error), launch
-    size = _bucket_bytes(options.get("bucket_cap_mb"), found)
+    size = _bucket_bytes(arguments["bucket_cap_mb"], found)
     settings = replace(settings, plan=found, source=source, cluster=where, bucket_bytes=size)
-    if settings.scheduled and (needless := [name for name in _PATIENCE if options.get(name) is not None]):
+    needless = [name for name in _PATIENCE if arguments.get(name) is not None]
+    if settings.scheduled and needless:
         raise ValueError(
             f"{needless[0]}: no meaning here, for ranks march in step; allowed with plans whose ranks need not, or "
             "whose servers step (`served`)"
@@ -162,8 +171,6 @@ def read_settings(
 
 def _read_passes(value: Any) -> int:
     """``check_replicas``: a number of passes; 0 or False for never."""
-    if value is None:
-        return CHECK_REPLICAS
     if not isinstance(value, int) or value < 0 or value is True:
         raise ValueError(f"check_replicas: {value!r} is not a number of backward passes; allowed: 0 (never), 1, 2, ...")
     return int(value)
@@ -176,20 +183,6 @@ def check_semantics(found: Semantics, allowed: Semantics, source: str) -> None:
             f"{source}: the plan's semantics are '{found}', allowed is '{allowed}' at most; "
             f"state semantics='{found}' to train with it"
         )
-
-
-def _split(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    refused = [name for name in _REFUSED if arguments.get(name) is not None]
-    if refused:
-        raise ValueError(
-            f"{', '.join(refused)}: no DistributedDataParallel is there to take it; "
-            "compress gradients by the `compressor` of the plan's groups"
-        )
-    unknown = sorted(set(arguments) - {*_LAUNCH, *_HONOURED, *_PATIENCE, *_NEEDLESS, *_REFUSED})
-    if unknown:
-        raise TypeError(f"AutoSyncStrategy has no argument {', '.join(map(repr, unknown))}")
-    launch = {name: value for name, value in arguments.items() if name in _LAUNCH}
-    return launch, {name: value for name, value in arguments.items() if name in _HONOURED + _PATIENCE}
 
 
 def _read_plan(value: PlanArgument) -> tuple[SyncPlan | str | None, str]:

@@ -4,7 +4,23 @@ from __future__ import annotations
 
 from lightning_autosync.workload import catalogue
 from lightning_autosync.workload.capture import capture
-from lightning_autosync.workload.description import describe, variable_names
+from lightning_autosync.workload.description import (
+    IGNORED,
+    describe,
+    shared_buffers,
+    shared_parameters,
+    variable_names,
+)
 from lightning_autosync.workload.spec import Variable, Workload
 
-__all__ = ["Variable", "Workload", "capture", "catalogue", "describe", "variable_names"]
+__all__ = [
+    "IGNORED",
+    "Variable",
+    "Workload",
+    "capture",
+    "catalogue",
+    "describe",
+    "shared_buffers",
+    "shared_parameters",
+    "variable_names",
+]

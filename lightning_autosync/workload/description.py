@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Container
+from collections.abc import Container, Iterator
 from itertools import chain
 
 from torch import Tensor, nn
@@ -17,15 +17,32 @@ COMPILED = "_orig_mod"
 """The attribute under which ``torch.compile`` keeps the module that it wraps."""
 
 
+IGNORED = "_ddp_params_and_buffers_to_ignore"
+"""The attribute in which a module names the parameters and buffers that ranks do not share, as for DDP."""
+
+
+def shared_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """``named_parameters()`` but for those that the module tells DDP to ignore."""
+    ignored = frozenset(getattr(module, IGNORED, ()))
+    return (found for found in module.named_parameters() if found[0] not in ignored)
+
+
+def shared_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """``named_buffers()`` but for those that the module tells DDP to ignore."""
+    ignored = frozenset(getattr(module, IGNORED, ()))
+    return (found for found in module.named_buffers() if found[0] not in ignored)
+
+
 def variable_names(module: nn.Module, also: Container[nn.Parameter] = ()) -> list[tuple[str, nn.Parameter]]:
     """The trainable parameters and the names that plans know them by.
 
-    They come in ``named_parameters()`` order: frozen ones are left out but for those in ``also``, tied ones appear
-    once, and compiling the module or a part of it changes no name.
+    They come in ``named_parameters()`` order: frozen ones are left out but for those in ``also``, and so are those
+    that the module tells DDP to ignore; tied ones appear once, and compiling the module or a part of it changes no
+    name.
     """
     return [
         (".".join(part for part in name.split(".") if part != COMPILED), parameter)
-        for name, parameter in module.named_parameters()
+        for name, parameter in shared_parameters(module)
         if parameter.requires_grad or parameter in also
     ]
 
