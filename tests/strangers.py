@@ -6,9 +6,10 @@ import os
 import random
 import socket
 import struct
+import threading
 import time
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 SECRET = b"known to all processes of a test"
@@ -103,6 +104,24 @@ def visit(address: Address, kind: str) -> bool:
             return True
     except OSError:
         return False
+
+
+@contextmanager
+def listening_as(behave: Callable[[socket.socket], object]) -> Iterator[Address]:
+    """Something else that listens."""
+    with socket.create_server(("127.0.0.1", 0)) as server, ExitStack() as held:
+
+        def serve() -> None:
+            while True:
+                try:
+                    connection = held.enter_context(server.accept()[0])
+                    behave(connection)
+                except OSError:
+                    return
+
+        threading.Thread(target=serve, daemon=True).start()
+        yield server.getsockname()
+        server.shutdown(socket.SHUT_RDWR)
 
 
 def listening(pids: Iterable[int]) -> set[Address]:

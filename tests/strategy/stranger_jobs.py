@@ -38,7 +38,7 @@ class Paced(Plain):
         self.steps = 0
 
     def training_step(self, batch: Any, index: int) -> Tensor:
-        awaited = self.strangers * self.steps // self.all_steps
+        awaited = self.strangers * self.steps // (self.all_steps - 1)  # all of them before the last
         self.steps += 1
         while int(self.progress.read_text() or 0) < awaited:
             time.sleep(0.02)

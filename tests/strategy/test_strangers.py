@@ -118,7 +118,7 @@ def test_strangers_change_nothing(
     among, storm = run(trio, kind, strangers, tmp_path / "among")
     took = time.monotonic() - begun
     print(f"{kind}: {storm.come} strangers in {took:.0f} s, {dict(storm.kinds)}, at {dict(storm.places)}")
-    assert storm.come >= strangers * (STEPS * EPOCHS - 1) // (STEPS * EPOCHS)
+    assert storm.come >= strangers
     assert [each["steps"] for each in among] == [STEPS * EPOCHS] * RANKS
     assert len({each["digest"] for each in among}) == 1
     assert among == alone

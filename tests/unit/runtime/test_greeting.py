@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
-from strangers import KINDS, SECRET, claim, visit
+from strangers import KINDS, SECRET, claim, listening_as, visit
 
 from lightning_autosync.errors import ExchangeError
 from lightning_autosync.runtime import door as door_module
@@ -57,24 +57,6 @@ def served(secret: bytes = SECRET, patience: float = 20.0) -> Iterator[tuple[tup
         thread.join()
         door.close()
         selector.close()
-
-
-@contextmanager
-def listening_as(behave: Callable[[socket.socket], Any]) -> Iterator[tuple[str, int]]:
-    """Something else that listens."""
-    with socket.create_server((HOST, 0)) as server, ExitStack() as held:
-
-        def serve() -> None:
-            while True:
-                try:
-                    connection = held.enter_context(server.accept()[0])
-                    behave(connection)
-                except OSError:
-                    return
-
-        threading.Thread(target=serve, daemon=True).start()
-        yield server.getsockname()
-        server.shutdown(socket.SHUT_RDWR)
 
 
 def test_who_knows_the_secret_is_let_in_and_hears_it_of_the_other() -> None:

@@ -6,8 +6,7 @@ import os
 import socket
 
 import pytest
-from strangers import listening
-from test_greeting import listening_as
+from strangers import listening, listening_as
 
 from lightning_autosync.errors import ExchangeError
 from lightning_autosync.runtime import store as stores
