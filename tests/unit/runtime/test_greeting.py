@@ -174,7 +174,7 @@ def test_slow_strangers_do_not_keep_ranks_apart(monkeypatch: pytest.MonkeyPatch)
         thread.start()
     all_offered.wait()
     with ExitStack() as held:
-        for number in range(60):
+        for number in range(300):
             stranger = held.enter_context(socket.socket())
             stranger.setblocking(False)
             stranger.connect_ex(tuple(offers[1 + number % 2][0]))
