@@ -188,3 +188,10 @@ def test_slow_strangers_do_not_keep_ranks_apart(monkeypatch: pytest.MonkeyPatch)
     for sockets in found.values():
         for connection in sockets.values():
             connection.close()
+
+
+def test_a_burst_of_callers_fits_into_the_queue() -> None:
+    """More than there are ranks, before anybody looks; who does not fit would have to come again a second later."""
+    with rendezvous.listen(HOST) as listener, ExitStack() as held:
+        for _ in range(100):
+            held.enter_context(socket.create_connection(listener.getsockname(), timeout=0.9))
