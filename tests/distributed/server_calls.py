@@ -88,7 +88,7 @@ def serves(plan: SyncPlan, store: dist.Store) -> bool:
     if rank < plan.world_size:
         return False
     if rank < plan.world_size + plan.servers:
-        serve(store, rank, plan.world_size + plan.servers, address="127.0.0.1", timeout=TIMEOUT)
+        serve(store, rank, plan.world_size + plan.servers, secret=SECRET, address="127.0.0.1", timeout=TIMEOUT)
     return True
 
 
