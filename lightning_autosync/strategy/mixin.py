@@ -17,7 +17,7 @@ from lightning_autosync.runtime import Engine
 from lightning_autosync.runtime.scheduling import set_batch_scheduling
 from lightning_autosync.strategy.checkpoint import KEY
 from lightning_autosync.strategy.estimates import estimated_epochs, planned_progress
-from lightning_autosync.strategy.job_mesh import Underway, find_job
+from lightning_autosync.strategy.job_mesh import Underway, check_way_back, find_job
 from lightning_autosync.strategy.lockstep import (
     check_one_loader,
     check_shared_epoch,
@@ -357,6 +357,7 @@ class AutoSyncMixin(_Base):
     def _look_for_job(self) -> None:
         """Whether this process was started again, and the other ranks are underway without it."""
         assert self.cluster_environment is not None
+        check_way_back()
         if self.node_rank * self.num_processes + self.local_rank == 0:
             return
         self._job = find_job(self.cluster_environment.main_address, self._settings.timeout)

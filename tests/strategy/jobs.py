@@ -47,9 +47,9 @@ QUIET = {
 
 
 def make_trainer(strategy: Any, plugins: tuple[Any, ...] = (), **arguments: Any) -> Trainer:
-    arguments = {"max_epochs": 2, **QUIET, **arguments}
+    arguments = {"max_epochs": 2, "devices": 2, **QUIET, **arguments}
     plugins = (TorchElasticEnvironment(), *plugins)
-    return Trainer(accelerator="cpu", devices=2, plugins=list(plugins), strategy=strategy, **arguments)
+    return Trainer(accelerator="cpu", plugins=list(plugins), strategy=strategy, **arguments)
 
 
 def fit(model: str, strategy: Any, plugins: tuple[Any, ...] = (), **arguments: Any) -> Any:
