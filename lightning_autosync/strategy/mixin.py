@@ -14,17 +14,20 @@ from torch.optim import Optimizer
 
 from lightning_autosync.plan import Schedule, Semantics, SyncPlan
 from lightning_autosync.runtime import Engine
+from lightning_autosync.runtime.lifeline import Lifeline
 from lightning_autosync.runtime.scheduling import set_batch_scheduling
 from lightning_autosync.strategy.checkpoint import KEY
 from lightning_autosync.strategy.estimates import estimated_epochs, planned_progress
+from lightning_autosync.strategy.greeting import meet
 from lightning_autosync.strategy.job_mesh import Underway, find_job
 from lightning_autosync.strategy.lockstep import (
     check_one_loader,
     check_shared_epoch,
     check_trainer,
+    end_by_signal,
     leave_lockstep,
 )
-from lightning_autosync.strategy.meetings import EpochMeetings
+from lightning_autosync.strategy.meetings import EpochMeetings, ErrorReport, put_first
 from lightning_autosync.strategy.position import (
     check_return,
     count_steps,
@@ -88,6 +91,7 @@ class AutoSyncMixin(_Base):
         super().__init__(**launch)
         self._settings: Settings = settings
         self._replica: Replica | RelaxedReplica | None = None
+        self._lifeline: Lifeline | None = None
         self._job: Underway | None = None
         """That this process comes back to."""
         self._skipped = 0
@@ -114,6 +118,17 @@ class AutoSyncMixin(_Base):
         if not self._settings.scheduled and not dist.is_initialized():
             self._look_for_job()
         super().setup_environment()
+        self._lifeline = meet(self._settings)
+
+    def setup(self, trainer: Any) -> None:
+        leave_lockstep(trainer)
+        end_by_signal(trainer, self._on_sigterm)
+        put_first(trainer, ErrorReport())
+        super().setup(trainer)
+
+    def _on_sigterm(self) -> None:
+        if self._lifeline is not None:
+            self._lifeline.terminate()
 
     def configure_ddp(self) -> None:
         assert self.model is not None
@@ -123,7 +138,7 @@ class AutoSyncMixin(_Base):
             self._prepare_trainer()
         place = self.model, self._settings, self.num_nodes, self.num_processes
         if self._settings.scheduled:
-            self._replica = Replica(*place)
+            self._replica = Replica(*place, watched=True)
         else:
             self._replica = RelaxedReplica(*place, self.global_rank, self._job)
             self._job = None
@@ -311,10 +326,7 @@ class AutoSyncMixin(_Base):
         return self._replica if isinstance(self._replica, RelaxedReplica) else None
 
     def _prepare_trainer(self) -> None:
-        leave_lockstep(self._trainer)
-        callbacks = self._trainer.callbacks
-        if not any(isinstance(callback, EpochMeetings) for callback in callbacks):
-            callbacks.insert(0, EpochMeetings())
+        put_first(self._trainer, EpochMeetings())
 
     @property
     def _trainer(self) -> Any:
@@ -346,8 +358,20 @@ class AutoSyncMixin(_Base):
         """Whether Lightning is where all ranks come in any case, as before training and around validation."""
         return not self._trainer.training
 
+    def on_exception(self, exception: BaseException) -> None:
+        self.tell_others(exception)
+        super().on_exception(exception)
+
+    def tell_others(self, exception: BaseException) -> None:
+        """This rank ends with an error: let the others name it."""
+        if self._lifeline is not None:
+            self._lifeline.fail(exception)
+
     def teardown(self) -> None:
         self._close()
+        if self._lifeline is not None:
+            self._lifeline.close()
+            self._lifeline = None
         super().teardown()
 
     def _close(self) -> None:
