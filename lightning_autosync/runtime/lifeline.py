@@ -11,14 +11,16 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import re
 import selectors
 import socket
 import sys
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
 from weakref import WeakSet
@@ -114,7 +116,8 @@ class Inquiry:
         elsewhere = sorted(rank for rank, waiting in self._waiting.items() if waiting is None)
         if self._late and elsewhere:
             return Verdict(elsewhere[0], "it is alive, but does not come: it is busy, or stuck, with something else")
-        return Verdict(None, "")
+        why = "all ranks are there and answer" + (", but wait for each other in different calls" if self._late else "")
+        return Verdict(None, why)
 
 
 class _Connection:
@@ -157,7 +160,46 @@ class _Connection:
             del self._unsent[: self.socket.send(self._unsent)]
 
 
-class Lifeline:
+class Watch(ABC):
+    """What a process looks at while it waits for other ranks.
+
+    Attributes:
+        timeout: seconds that ranks wait for each other.
+        patience: seconds before the end of that time at which to `wonder`.
+    """
+
+    timeout: float
+    patience: float = _PATIENCE
+
+    @abstractmethod
+    def look(self) -> None:
+        """Call now and then while waiting.
+
+        Raises:
+            ExchangeError: a rank is lost, or this one is to end.
+        """
+
+    @abstractmethod
+    def explain(self, cause: str, late: bool = False) -> ExchangeError:
+        """Why an exchange with other ranks failed: an error that names the rank at fault, where one is.
+
+        Args:
+            cause: what this rank saw.
+            late: whether it waited for as long as it may.
+        """
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """Around a wait for other ranks."""
+        return nullcontext()
+
+    def wonder(self) -> None:  # noqa: B027 - not all have somebody to ask
+        """The time-out is near: find out who is there, so that the verdict is known when it is over."""
+
+    def fail(self, error: BaseException) -> None:  # noqa: B027 - as before
+        """This rank ends with an error of its own, or with one that another has caused: tell all."""
+
+
+class Lifeline(Watch):
     """One rank's end of the connections; see the module.
 
     Args:
@@ -197,11 +239,6 @@ class Lifeline:
     # For the threads that wait
 
     def look(self) -> None:
-        """Call now and then while waiting.
-
-        Raises:
-            ExchangeError: a rank is lost, or this one is to end.
-        """
         if self.verdict is not None:
             raise self._error(self.verdict, "")
         if self._terminated is not None and time.monotonic() - self._terminated > self.patience:
@@ -209,7 +246,6 @@ class Lifeline:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Around a wait for other ranks."""
         before, self._waiting_since = self._waiting_since, self._waiting_since or time.monotonic()
         try:
             yield
@@ -217,30 +253,22 @@ class Lifeline:
             self._waiting_since = before
 
     def wonder(self) -> None:
-        """The time-out is near: find out who is there, so that the verdict is known when it is over."""
         self._submit(self._begin)
 
     def explain(self, cause: str, late: bool = False) -> ExchangeError:
-        """Why an exchange with other ranks failed: an error that names the rank at fault, where one is.
-
-        Args:
-            cause: what this rank saw.
-            late: whether it waited for as long as it may.
-        """
         self._submit(lambda: self._ask(late))
         deadline = time.monotonic() + 3 * self.patience
         while not self._known.wait(self.patience / 10) and time.monotonic() < deadline:
             since = self._unanswered
             if since is not None and time.monotonic() - since > self.patience:
-                self._judge(Verdict(0, _SILENT))
-        return self._error(self.verdict or Verdict(None, ""), cause)
+                self._submit(lambda: self._tell(Verdict(0, _SILENT)))
+        return self._error(self.verdict or Verdict(None, "no rank is known to be lost"), cause)
 
     def fail(self, error: BaseException) -> None:
-        """This rank ends with an error of its own, or with one that another has caused: tell all."""
         if self._closed:
             return
-        kind = type(error).__name__
-        why = "it got a SIGTERM" if kind == "SIGTERMException" else f"it ended with {kind}: {error}"
+        terminated = self._terminated is not None
+        why = "it got a SIGTERM" if terminated else f"it ended with {type(error).__name__}: {error}"
         culprit = error.peer if isinstance(error, PeerLost) else self.rank
         why = error.why if isinstance(error, PeerLost) else why
         self._submit(lambda: self._tell(Verdict(culprit, why[: _LONGEST // 16])))
@@ -270,7 +298,7 @@ class Lifeline:
 
     def _error(self, verdict: Verdict, cause: str) -> ExchangeError:
         if verdict.rank is None:
-            return ExchangeError(f"{cause or verdict.why}; every rank is there and answers")
+            return ExchangeError(f"{cause or 'an exchange failed'}; {verdict.why}")
         if verdict.why == _ENDED and f"rank {verdict.rank} " in cause:
             return ExchangeError(cause)
         if verdict.rank == self.rank:
@@ -397,11 +425,13 @@ class Lifeline:
             connection.close()
 
 
-_lines: list[Lifeline] = []
-"""Those that are open; the last one watches what this process waits for."""
+_lines: list[Watch] = []
+"""Those that are open; what this process waits for, it looks at the last one."""
 _ends: WeakSet[Lifeline] = WeakSet()
 _POINT_TO_POINT = {int(kind) for kind in (OpType.SEND, OpType.RECV, OpType.RECVANYSOURCE)}
 """Works that cannot be asked whether they are complete."""
+_PLACE = re.compile(r"^\[\S+\] ")
+"""Where in its own source a backend found an error."""
 _plain_wait = dist.Work.wait
 
 
@@ -424,6 +454,18 @@ def open_lifeline(group: dist.ProcessGroup | None, timeout: float, address: str 
         return None
     edges = [(0, other) for other in range(1, size)]
     return Lifeline(rank, connect_pairs(edges, group, address, min(timeout, _CONNECT_TIMEOUT)), timeout)
+
+
+@contextmanager
+def watching(watch: Watch) -> Iterator[None]:
+    """Inside, whoever waits for other ranks looks at ``watch``."""
+    _lines.append(watch)
+    _watch_works()
+    try:
+        yield
+    finally:
+        _lines.remove(watch)
+        _watch_works()
 
 
 def wait_watched(ready: Callable[[float], bool], what: str, timeout: float) -> None:
@@ -485,13 +527,16 @@ def _watch_works() -> None:
 def _wait(work: Any, *arguments: Any, **options: Any) -> Any:
     if arguments or options or not _lines or work._get_op_type() in _POINT_TO_POINT:
         return _plain_wait(work, *arguments, **options)
+    began, timeout = time.monotonic(), _lines[-1].timeout
     try:
-        wait_watched(lambda seconds: _complete(work, seconds), "a collective call", _lines[-1].timeout)
+        wait_watched(lambda seconds: _complete(work, seconds), "a collective call", timeout)
         return _plain_wait(work)
     except ExchangeError:
         raise
     except RuntimeError as cause:
-        raise explained(f"a collective call failed: {str(cause).splitlines()[0]}") from cause
+        # The backend's own time-out may come a little before.
+        late = time.monotonic() - began > 0.9 * timeout
+        raise explained(f"a collective call failed: {_PLACE.sub('', str(cause).splitlines()[0])}", late) from cause
 
 
 def _complete(work: dist.Work, seconds: float) -> bool:

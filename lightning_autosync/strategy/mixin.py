@@ -46,7 +46,7 @@ from lightning_autosync.strategy.settings import (
     read_settings,
 )
 from lightning_autosync.strategy.shared_data import describe_equal_shares, share_data
-from lightning_autosync.strategy.world import begin_alone, told_of_loss
+from lightning_autosync.strategy.world import begin_alone
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import DDPStrategy as _Base
@@ -349,8 +349,7 @@ class AutoSyncMixin(_Base):
         if relaxed is None:
             yield
             return
-        relaxed.before_collective(what, self._at_meeting, each_step)
-        with told_of_loss(what):
+        with relaxed.together(what, self._at_meeting, each_step):
             yield
 
     @property

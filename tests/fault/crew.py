@@ -86,7 +86,10 @@ class Crew:
         self._answers: dict[int, Connection] = {}
         self._forks = multiprocessing.get_context("forkserver")
         self._forks.set_forkserver_preload(
-            ["torch.distributed", "torch._dynamo", "lightning_autosync.runtime.relaxed.opening"]
+            [
+                *("torch.distributed", "torch._dynamo", "lightning_autosync.runtime.relaxed.opening"),
+                *("lightning.pytorch", "torchmetrics", "lightning_autosync.strategy.lightning"),
+            ]
         )
 
     def __enter__(self) -> Crew:
@@ -131,6 +134,9 @@ class Crew:
 
     def stop(self, rank: int) -> None:
         self._signal(rank, signal.SIGSTOP)
+
+    def terminate(self, rank: int) -> None:
+        self._signal(rank, signal.SIGTERM)
 
     def go_on(self, rank: int) -> None:
         self._signal(rank, signal.SIGCONT)
