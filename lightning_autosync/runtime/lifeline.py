@@ -432,6 +432,8 @@ _POINT_TO_POINT = {int(kind) for kind in (OpType.SEND, OpType.RECV, OpType.RECVA
 """Works that cannot be asked whether they are complete."""
 _PLACE = re.compile(r"^\[\S+\] ")
 """Where in its own source a backend found an error."""
+_UNDER_WAY = "Operation timed out!"
+"""What a work's ``wait`` says when the time that it was given is over."""
 _plain_wait = dist.Work.wait
 
 
@@ -530,21 +532,28 @@ def _wait(work: Any, *arguments: Any, **options: Any) -> Any:
     began, timeout = time.monotonic(), _lines[-1].timeout
     try:
         wait_watched(lambda seconds: _complete(work, seconds), "a collective call", timeout)
-        return _plain_wait(work)
     except ExchangeError:
         raise
     except RuntimeError as cause:
         # The backend's own time-out may come a little before.
         late = time.monotonic() - began > 0.9 * timeout
         raise explained(f"a collective call failed: {_PLACE.sub('', str(cause).splitlines()[0])}", late) from cause
+    return True
 
 
-def _complete(work: dist.Work, seconds: float) -> bool:
-    """Wait for ``seconds`` at most; whether the backend is done, be it with an error."""
-    if not work.is_completed():
-        with suppress(RuntimeError):
-            _plain_wait(work, timedelta(seconds=seconds))
-    return work.is_completed()
+def _complete(work: Any, seconds: float) -> bool:
+    """Whether ``work`` is complete, after ``seconds`` at most; not all kinds can be asked for that without a wait.
+
+    Raises:
+        RuntimeError: it failed.
+    """
+    try:
+        _plain_wait(work, timedelta(seconds=seconds))
+    except RuntimeError as cause:
+        if _UNDER_WAY not in str(cause):
+            raise
+        return False
+    return True
 
 
 def _after_fork() -> None:

@@ -368,7 +368,7 @@ class RelaxedReplica:
         """Keep count of who is lost, and say so where that has changed."""
         absent = set(range(self.plan.world_size)) - met
         # A loss may be known there before this rank hears of it; and who leaves in good order is not lost at all.
-        for rank in absent:
+        for rank in absent if self.served else ():
             self._lost.setdefault(rank, "it did not come to the meeting of all")
         if absent != self._absent:
             self._absent = absent

@@ -86,10 +86,7 @@ class Crew:
         self._answers: dict[int, Connection] = {}
         self._forks = multiprocessing.get_context("forkserver")
         self._forks.set_forkserver_preload(
-            [
-                *("torch.distributed", "torch._dynamo", "lightning_autosync.runtime.relaxed.opening"),
-                *("lightning.pytorch", "torchmetrics", "lightning_autosync.strategy.lightning"),
-            ]
+            ["torch.distributed", "torch._dynamo", "lightning_autosync.runtime.relaxed.opening"]
         )
 
     def __enter__(self) -> Crew:

@@ -55,7 +55,8 @@ def test_every_survivor_names_the_rank(kind: str, how: str) -> None:
     check(survivors(how, size=4 if kind == "two-level native" else 3, kind=kind), how)
 
 
-@pytest.mark.parametrize("how", ["kill", pytest.param("stop", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["kill", "stop"])
 def test_the_first_rank_is_named_too(how: str) -> None:
     check(survivors(how, victim=0, kind="native"), how, 0)
 
@@ -94,7 +95,8 @@ def test_a_sigterm_ends_a_rank_that_waits_for_a_stopped_one() -> None:
     assert "rank 2 is lost: it got a SIGTERM" in told["error"]
 
 
-@pytest.mark.parametrize("victim", [VICTIM, pytest.param(0, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [VICTIM, 0])
 def test_a_rank_that_goes_on_too_late_learns_why_it_was_given_up(victim: int) -> None:
     with crew_of("train", 3, kind="native", how="stop", victim=victim, timeout=TIMEOUT) as crew:
         crew.wait_for("reached", 3)
