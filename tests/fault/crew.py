@@ -132,6 +132,9 @@ class Crew:
     def stop(self, rank: int) -> None:
         self._signal(rank, signal.SIGSTOP)
 
+    def terminate(self, rank: int) -> None:
+        self._signal(rank, signal.SIGTERM)
+
     def go_on(self, rank: int) -> None:
         self._signal(rank, signal.SIGCONT)
 
