@@ -47,8 +47,8 @@ def main() -> None:
     sys.argv = [f"autosync {verb}", *sys.argv[2:]]
     try:
         run_verb(verb)
-    except AutoSyncError as error:
-        sys.exit(f"autosync {verb}: {error}")
+    except (AutoSyncError, OSError) as error:
+        sys.exit(f"autosync {verb}: {in_a_line(error)}")
     except KeyboardInterrupt:  # verbs that keep what was done until then say so themselves
         print(f"autosync {verb}: interrupted", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)
@@ -66,6 +66,10 @@ def run_verb(verb: str) -> None:
         print(help_text(verb, VERBS[verb][1]))
         return
     with tempfile.TemporaryDirectory(prefix="autosync-") as folder:
+        if any("://" in argument for argument in sys.argv):
+            from lightning_autosync.search.passwords import by_environment
+
+            sys.argv[1:] = by_environment(sys.argv[1:])
         sys.argv[1:] = with_own_clusters(prepared(sys.argv[1:], Path(folder)), Path(folder))
         check_overrides(verb, sys.argv[1:])
         if TORCHRUN in sys.argv:
@@ -95,9 +99,21 @@ def _run(verb: str) -> None:
             if hydra_configuration.mode is RunMode.MULTIRUN or _is_reported(hydra_configuration):
                 raise  # a failed trial is the sweeper's to tell
             # Hydra would wrap it in its own report and a traceback.
-            sys.exit(f"autosync {verb}: {error}")
+            sys.exit(f"autosync {verb}: {in_a_line(error)}")
 
     hydra.main(version_base="1.3", config_path=str(configuration_directory()), config_name=verb)(application)()
+
+
+def in_a_line(error: AutoSyncError | OSError) -> str:
+    """What went wrong, and with which file; passwords of databases are left out."""
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    text = str(error)
+    if "://" in text:
+        from lightning_autosync.search.passwords import without_passwords
+
+        return without_passwords(text)
+    return text
 
 
 def _is_reported(configuration: Any) -> bool:

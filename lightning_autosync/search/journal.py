@@ -56,7 +56,7 @@ class Turn(JournalFileSymlinkLock):
 
     def acquire(self) -> bool:
         """Wait for the turn."""
-        file = open(self._lock_target_file, "ab")
+        file = open(self._lock_target_file, "ab")  # noqa: SIM115 - open for as long as the turn lasts
         try:
             with suppress(OSError):  # a file system without such locks; Optuna's own is left then
                 fcntl.flock(file, fcntl.LOCK_EX)
