@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import signal
 import sys
 import tempfile
@@ -13,7 +15,7 @@ from typing import Any
 from lightning_autosync.cli_arguments import prepared, with_override
 from lightning_autosync.cluster import configuration_directory
 from lightning_autosync.configuration import check_overrides, help_text, with_own_clusters
-from lightning_autosync.errors import AutoSyncError
+from lightning_autosync.errors import AutoSyncError, UnwritableError
 
 VERBS = {
     "bench": ("lightning_autosync.report.bench", "measure contenders side by side on this machine"),
@@ -45,8 +47,10 @@ def main() -> None:
         print(f"autosync: '{verb}' is not a verb\n\n{usage()}", file=sys.stderr)
         sys.exit(2)
     sys.argv = [f"autosync {verb}", *sys.argv[2:]]
+    logging.raiseExceptions = False  # a log on a full disk is not worth a traceback for each of its lines
     try:
         run_verb(verb)
+        _flush_output()
     except (AutoSyncError, OSError) as error:
         sys.exit(f"autosync {verb}: {in_a_line(error)}")
     except KeyboardInterrupt:  # verbs that keep what was done until then say so themselves
@@ -80,8 +84,10 @@ def run_verb(verb: str) -> None:
 def _run(verb: str) -> None:
     import hydra
     from hydra.core.hydra_config import HydraConfig
+    from hydra.errors import CompactHydraException
     from hydra.types import RunMode
     from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
 
     function: Callable[[dict[str, Any], Path], Any] = getattr(import_module(VERBS[verb][0]), verb)
 
@@ -95,25 +101,45 @@ def _run(verb: str) -> None:
             if ended.code or not _is_reported(hydra_configuration):
                 raise
             return None  # a rank that only follows; its launcher has to hear that it ended well
-        except AutoSyncError as error:
+        except (AutoSyncError, OSError) as error:
             if hydra_configuration.mode is RunMode.MULTIRUN or _is_reported(hydra_configuration):
                 raise  # a failed trial is the sweeper's to tell
-            # Hydra would wrap it in its own report and a traceback.
+            # Hydra would print the line's overrides before it.
             sys.exit(f"autosync {verb}: {in_a_line(error)}")
 
-    hydra.main(version_base="1.3", config_path=str(configuration_directory()), config_name=verb)(application)()
+    # Hydra shall raise what it meets, as a full disk, and not print it with a traceback and exit.
+    os.environ.setdefault("HYDRA_FULL_ERROR", "1")
+    try:
+        hydra.main(version_base="1.3", config_path=str(configuration_directory()), config_name=verb)(application)()
+    except (CompactHydraException, OmegaConfBaseException) as error:
+        cause = error.__cause__
+        sys.exit("\n".join([str(error), *([str(cause)] if isinstance(cause, OmegaConfBaseException) else [])]))
 
 
 def in_a_line(error: AutoSyncError | OSError) -> str:
-    """What went wrong, and with which file; passwords of databases are left out."""
-    if isinstance(error, OSError) and error.filename is not None:
-        return f"{error.filename}: {error.strerror}"
+    """What went wrong, and with which file, without passwords of databases."""
     text = str(error)
+    if isinstance(error, OSError) and error.strerror is not None:
+        where = error.filename or "standard output or a file of the run directory"
+        text = f"{where}: {error.strerror}"
     if "://" in text:
         from lightning_autosync.search.passwords import without_passwords
 
         return without_passwords(text)
     return text
+
+
+def _flush_output() -> None:
+    """Print what is left to be printed, which Python would do at its end, with an error of its own.
+
+    Raises:
+        UnwritableError: it cannot be.
+    """
+    try:
+        sys.stdout.flush()
+    except OSError as cause:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise UnwritableError(f"standard output: {cause.strerror}") from None
 
 
 def _is_reported(configuration: Any) -> bool:
