@@ -120,7 +120,7 @@ def in_a_line(error: AutoSyncError | OSError) -> str:
     """What went wrong, and with which file, without passwords of databases."""
     text = str(error)
     if isinstance(error, OSError) and error.strerror is not None:
-        where = error.filename or "standard output or a file of the run directory"
+        where = error.filename2 or error.filename or "standard output or a file of the run directory"
         text = f"{where}: {error.strerror}"
     if "://" in text:
         from lightning_autosync.search.passwords import without_passwords

@@ -125,7 +125,9 @@ def _disk_of(directory: str) -> Iterator[None]:
     except OSError as cause:
         if cause.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
             raise
-        raise UnwritableError(f"{cause.filename or directory}: cannot be written: {cause.strerror}") from cause
+        raise UnwritableError(
+            f"{cause.filename2 or cause.filename or directory}: cannot be written: {cause.strerror}"
+        ) from cause
 
 
 def _model(part: Part) -> L.LightningModule:
