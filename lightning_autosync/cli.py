@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import sys
 import tempfile
 from collections.abc import Callable
@@ -12,9 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from lightning_autosync.cli_arguments import prepared, with_override
-from lightning_autosync.cluster import configuration_directory
-from lightning_autosync.configuration import check_overrides, help_text, with_own_clusters
+from lightning_autosync import interrupts
 from lightning_autosync.errors import AutoSyncError, UnwritableError
 
 VERBS = {
@@ -38,7 +35,11 @@ TORCHRUN = "hydra/launcher=autosync_torchrun"
 
 
 def main() -> None:
-    """Run the verb that the command line names; the rest of the line is Hydra's."""
+    """Run the verb that the command line names; the rest of the line is Hydra's.
+
+    Whatever takes long to import is imported once a Ctrl-C is heard.
+    """
+    interrupts.end_at_once()
     if len(sys.argv) < 2 or sys.argv[1] in ("-h", "--help"):
         print(usage())
         sys.exit(0 if len(sys.argv) > 1 else 2)
@@ -54,8 +55,11 @@ def main() -> None:
     except (AutoSyncError, OSError) as error:
         sys.exit(f"autosync {verb}: {in_a_line(error)}")
     except KeyboardInterrupt:  # verbs that keep what was done until then say so themselves
+        interrupts.end_at_once()
         print(f"autosync {verb}: interrupted", file=sys.stderr)
-        sys.exit(128 + signal.SIGINT)
+        sys.exit(interrupts.STATUS)
+    finally:
+        interrupts.end_at_once()
 
 
 def usage() -> str:
@@ -66,10 +70,14 @@ def usage() -> str:
 
 def run_verb(verb: str) -> None:
     """Compose the verb's configuration and call its function, once or, in a sweep, for every combination."""
+    from lightning_autosync.cli_arguments import prepared, with_override
+    from lightning_autosync.configuration import check_overrides, help_text, with_own_clusters
+
     if {"-h", "--help"} & set(sys.argv[1:]):
         print(help_text(verb, VERBS[verb][1]))
         return
     with tempfile.TemporaryDirectory(prefix="autosync-") as folder:
+        interrupts.remove_at_end(folder)
         if any("://" in argument for argument in sys.argv):
             from lightning_autosync.search.passwords import by_environment
 
@@ -88,6 +96,8 @@ def _run(verb: str) -> None:
     from hydra.types import RunMode
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
+
+    from lightning_autosync.cluster import configuration_directory
 
     function: Callable[[dict[str, Any], Path], Any] = getattr(import_module(VERBS[verb][0]), verb)
 
@@ -110,10 +120,12 @@ def _run(verb: str) -> None:
     # Hydra shall raise what it meets, as a full disk, and not print it with a traceback and exit.
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
     try:
+        interrupts.raise_again()
         hydra.main(version_base="1.3", config_path=str(configuration_directory()), config_name=verb)(application)()
     except (CompactHydraException, OmegaConfBaseException) as error:
         cause = error.__cause__
-        sys.exit("\n".join([str(error), *([str(cause)] if isinstance(cause, OmegaConfBaseException) else [])]))
+        print(error, *([cause] if isinstance(cause, OmegaConfBaseException) else []), sep="\n", file=sys.stderr)
+        sys.exit(getattr(error, "status", 1))
 
 
 def in_a_line(error: AutoSyncError | OSError) -> str:

@@ -17,7 +17,7 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from hydra_plugins.autosync import _config
-from hydra_plugins.autosync._errors import SweepError, refuse_within_rank
+from hydra_plugins.autosync._errors import SweepError, SweepInterrupted, refuse_within_rank
 
 if TYPE_CHECKING:
     import optuna
@@ -87,7 +87,7 @@ class OptunaSweeper(Sweeper):
                         self._run(study, run)
                         write_record(study, space, directory, self._compares)
             except KeyboardInterrupt:
-                raise SweepError(f"interrupted; the sweep goes on with hydra.sweep.dir={directory}") from None
+                raise SweepInterrupted(f"interrupted; the sweep goes on with hydra.sweep.dir={directory}") from None
             write_record(study, space, directory, self._compares)
             self._report(study, directory)
 

@@ -33,7 +33,7 @@ from lightning_autosync.search.storages import open_storage
 HEARTBEAT = HeartbeatSettings(interval=0.2, shortest=2.0, longest=4.0, redial=2.0)
 TIMEOUT = 6.0
 """Seconds that a rank waits for others; a busy machine may well keep one waiting for some."""
-EPOCHS, BATCHES = 3, 4
+EPOCHS, BATCHES, BATCH = 3, 4, 16
 STEPS = EPOCHS * BATCHES
 """Of each rank; there is a checkpoint after each epoch."""
 PACE = 0.005
@@ -123,7 +123,8 @@ class Digits(LightningModule):
         return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
 
     def train_dataloader(self) -> Any:
-        return DataLoader(TensorDataset(IMAGES, LABELS), batch_size=16)
+        count = self.trainer.world_size * BATCHES * BATCH
+        return DataLoader(TensorDataset(IMAGES[:count], LABELS[:count]), batch_size=BATCH)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
@@ -176,7 +177,6 @@ def _trainer(mode: str, size: int, folder: str, wrong: bool) -> Trainer:
         strategy=strategy,
         callbacks=[ModelCheckpoint(folder, every_n_epochs=1, save_top_k=-1)],
         max_epochs=EPOCHS,
-        limit_train_batches=BATCHES,
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,

@@ -6,6 +6,7 @@ import json
 import os
 import shlex
 import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from rich.console import Console
 
 from lightning_autosync.documents import as_yaml, held, write_text
 from lightning_autosync.errors import UnwritableError
+from lightning_autosync.interrupts import STATUS
 from lightning_autosync.search.tuning.errors import TuningError
 from lightning_autosync.search.tuning.result import Outcome
 from lightning_autosync.search.tuning.run import Run
@@ -24,8 +26,6 @@ from lightning_autosync.search.tuning.within_job import require_job, serve
 PLAN, WORKLOAD, CLUSTER = "plan.yaml", "workload.yaml", "cluster.yaml"
 RESULT = "result.json"
 _LOCK = ".tune.lock"
-STATUS = 130
-"""Exit status after a Ctrl-C: 128 and the number of SIGINT, as shells have it."""
 
 
 class Interrupted(SystemExit):
@@ -72,9 +72,9 @@ def tune(configuration: dict[str, Any], directory: Path) -> Outcome:
             serve(settings.timeout, settings.scheduling == "batch")
     console = Console()
     refusal = TuningError(f"{directory}: another process is at work on this run; let it end first")
-    with held(directory / _LOCK, refusal):
+    with held(directory / _LOCK, refusal), ExitStack() as saving:
         try:
-            outcome = Run(settings, directory).run()
+            outcome = Run(settings, directory, saving).run()
         except KeyboardInterrupt:
             raise _interrupted(None, directory, console) from None
         if outcome.interrupted and all(record.interrupted for record in outcome.records):
