@@ -5,12 +5,16 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import time
 from contextlib import suppress
 from typing import IO, Any
 
 from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
 
 from lightning_autosync.documents import append_lines
+
+PATIENCE = 60.0
+"""Seconds for which a process may keep its turn, which it needs for a few milliseconds."""
 
 
 class Journal(JournalFileBackend):
@@ -55,11 +59,18 @@ class Turn(JournalFileSymlinkLock):
         self._file: IO[bytes] | None = None
 
     def acquire(self) -> bool:
-        """Wait for the turn."""
+        """Wait for the turn.
+
+        Raises:
+            TimeoutError: it did not come in `PATIENCE` seconds.
+        """
         file = open(self._lock_target_file, "ab")  # noqa: SIM115 - open for as long as the turn lasts
         try:
-            with suppress(OSError):  # a file system without such locks; Optuna's own is left then
-                fcntl.flock(file, fcntl.LOCK_EX)
+            self._wait(file)
+        except BaseException:
+            file.close()
+            raise
+        try:
             self._remove(self._lock_file)
             self._link()
         except BaseException:
@@ -84,6 +95,29 @@ class Turn(JournalFileSymlinkLock):
             file, self._file = self._file, None
             if file is not None:
                 file.close()
+
+    def _wait(self, file: IO[bytes]) -> None:
+        """Have the kernel's lock.
+
+        Raises:
+            TimeoutError: another process had it for too long; it may be stopped.
+        """
+        deadline, pause = time.monotonic() + PATIENCE, 0.001
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise TimeoutError(
+                        f"{self._lock_target_file}: another process has been writing to it for {PATIENCE:g} s; is it "
+                        "stopped?"
+                    ) from None
+                time.sleep(pause)
+                pause = min(2 * pause, 0.05)
+            except OSError:  # a file system without such locks; Optuna's own is left then
+                return
+            else:
+                return
 
     def _link(self) -> None:
         try:

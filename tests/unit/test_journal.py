@@ -65,6 +65,16 @@ def test_a_study_goes_on_at_once_after_a_kill(path):
     assert len(optuna.storages.JournalStorage(JournalFileBackend(str(path))).get_all_trials(0)) == 1
 
 
+def test_who_waits_for_a_stopped_process_is_told(path, monkeypatch):
+    monkeypatch.setattr("lightning_autosync.search.journal.PATIENCE", 0.1)
+    stopped = Turn(str(path))
+    stopped.acquire()
+    with pytest.raises(TimeoutError, match="another process has been writing to it for "):
+        Journal(str(path)).append_logs([{"op": 1}])
+    stopped.release()
+    Journal(str(path)).append_logs([{"op": 1}])
+
+
 def test_processes_of_optuna_alone_take_turns_with_ours(path):
     theirs, ours = JournalFileSymlinkLock(str(path)), Turn(str(path))
     order: list[str] = []
