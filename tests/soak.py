@@ -69,7 +69,7 @@ from lightning_autosync.run_files import RunFile, alone  # noqa: E402
 FORMAT = "autosync-soak/1"
 KINDS = (KILL, STOP, PAUSE, DELAY, CUT, DISK, EXCEPTION, WRONG_RANK, WRONG_PLAN, WRONG_MODEL)
 OF_STUDIES = (KILL, PAUSE, DISK)
-BOUND = 2 * TIMEOUT + 24
+BOUND = 2 * TIMEOUT + 48
 """Seconds within which a job has to end: two time-outs, and what a busy machine needs."""
 CLOSE = 1e-5
 """By which weights of an exact job may differ from the undisturbed one's, for the order of sums."""

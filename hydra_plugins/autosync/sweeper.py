@@ -224,7 +224,7 @@ def _hide_passwords(config: DictConfig) -> None:
     """The storage's address, where it has a password, is not for the files and command lines that come of a config."""
     sweeper: Any = OmegaConf.to_container(config.hydra.sweeper)
     storage = sweeper.get("storage")
-    given = [str(line) for line in config.hydra.overrides.hydra]
+    given: Any = OmegaConf.to_container(config.hydra.overrides.hydra)  # as they were given, with interpolations
     if not any("://" in text for text in (str(storage), *given)):
         return
     from lightning_autosync.search.passwords import by_environment, has_password, in_environment
