@@ -20,7 +20,7 @@ from typing import IO, Annotated, Any, ClassVar, TypeVar
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError
 
-from lightning_autosync.errors import DocumentError
+from lightning_autosync.errors import DocumentError, UnwritableError
 
 DocumentType = TypeVar("DocumentType", bound="Document")
 RecordType = TypeVar("RecordType", bound="Record")
@@ -254,11 +254,13 @@ def _mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def write_data(path: str | os.PathLike[str], data: Any) -> None:
     """Write plain data as YAML, or as JSON if the name ends so."""
-    if Path(path).suffix == ".json":
-        text = json.dumps(data, indent=2) + "\n"
-    else:
-        text = yaml.safe_dump(data, sort_keys=False, width=120, default_flow_style=None)
-    write_text(path, text)
+    write_text(path, json.dumps(data, indent=2) + "\n" if Path(path).suffix == ".json" else as_yaml(data))
+
+
+def as_yaml(data: Any) -> str:
+    """Plain data as YAML."""
+    text: str = yaml.safe_dump(data, sort_keys=False, width=120, default_flow_style=None)
+    return text
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
@@ -269,16 +271,32 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
 def write_bytes(path: str | os.PathLike[str], content: bytes) -> None:
     """As `write_text`, for a file that is not text."""
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
     # Not by tempfile, whose files only their owner may read, whatever the umask.
     aside = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with aside.open("xb") as file:
+                file.write(content)
+            os.replace(aside, path)
+        except BaseException:
+            aside.unlink(missing_ok=True)
+            raise
+
+
+@contextmanager
+def writing(path: str | os.PathLike[str]) -> Iterator[None]:
+    """What the system raises within the block is told of the file.
+
+    Raises:
+        UnwritableError: in place of an ``OSError``.
+    """
     try:
-        with aside.open("xb") as file:
-            file.write(content)
-        os.replace(aside, path)
-    except BaseException:
-        aside.unlink(missing_ok=True)
+        yield
+    except UnwritableError:
         raise
+    except OSError as cause:
+        raise UnwritableError(f"{os.fspath(path)}: cannot be written: {cause.strerror or cause}") from None
 
 
 def identity(directory: Path) -> str:
@@ -296,13 +314,11 @@ def held(path: Path, refusal: Exception) -> Iterator[None]:
     ``refusal`` is raised if another process holds it.
 
     Raises:
-        DocumentError: there can be no such file.
+        UnwritableError: there can be no such file.
     """
-    try:
+    with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         file = path.open("w")
-    except OSError as cause:
-        raise DocumentError(f"{path}: cannot be written: {cause.strerror}") from None
     with file:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -318,10 +334,11 @@ def append_lines(path: str | os.PathLike[str], lines: str) -> None:
     that share a file take turns by a lock of their own.
     """
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a+b") as file:
-        file.truncate(_end_of_lines(file))
-        file.write(lines.encode())
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a+b") as file:
+            file.truncate(_end_of_lines(file))
+            file.write(lines.encode())
 
 
 def _end_of_lines(file: IO[bytes]) -> int:

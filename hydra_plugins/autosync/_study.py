@@ -44,15 +44,13 @@ def held(directory: Path) -> AbstractContextManager[None]:
 
 
 def open_storage(url: str | None, directory: Path) -> BaseStorage:
-    """The database of the URL, or a journal in the directory, which must be held.
+    """The database of the URL, or a journal in the directory.
 
     Raises:
         SweepError: it cannot be opened.
     """
-    path = directory / JOURNAL
-    Path(f"{path}.lock").unlink(missing_ok=True)  # of a process that was killed while it wrote
     try:
-        return storages.open_storage(url or path)
+        return storages.open_storage(url or directory / JOURNAL)
     except storages.StudyError as error:
         raise SweepError(f"hydra.sweeper.storage: {error}") from None
 

@@ -20,13 +20,13 @@ from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.documents import check_format
 from lightning_autosync.plan.space import Genome, PlanSpace, Value
 from lightning_autosync.search.drift import Footing, run_with_turns
+from lightning_autosync.search.passwords import without_password
 from lightning_autosync.search.storages import (
     StudyError,
     answered,
     in_a_line,
     missing_file,
     open_storage,
-    without_password,
 )
 from lightning_autosync.search.tried import (
     BASELINE,

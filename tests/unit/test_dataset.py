@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from plans import plans
 
 from lightning_autosync.cluster import ClusterSpec
-from lightning_autosync.errors import DocumentError
+from lightning_autosync.errors import DocumentError, UnwritableError
 from lightning_autosync.plan import SyncPlan, builders
 from lightning_autosync.simulator.dataset import Conditions, Dataset, Entry, Sample, Writer, sample_key
 from lightning_autosync.simulator.dataset.journal import JOURNAL
@@ -474,10 +474,10 @@ def test_killed_in_the_first_flush(tmp_path: Path, cut: str, monkeypatch: pytest
     before.append([entry(), entry(priority=7, cluster=OTHER)])
     with monkeypatch.context() as patched:
         patched.setattr("os.replace", replace_until(cut))
-        with pytest.raises(InterruptedError):
+        with pytest.raises(UnwritableError):
             before.flush()
         os.close(before._lock)
-        with pytest.raises(InterruptedError):  # once more, while it recovers
+        with pytest.raises(UnwritableError):  # once more, while it recovers
             Writer(tmp_path)
     assert not (tmp_path / MANIFEST).exists()
     there = parts_of(tmp_path)

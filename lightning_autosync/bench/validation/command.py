@@ -53,8 +53,8 @@ def validate(configuration: dict[str, Any], directory: Path) -> None:
         "plan": by(priced, lambda one: one.case.kind),
         PAIR: by(priced, lambda one: one.case.pair),
     }
-    write_text(directory / "result.json", json.dumps(_result(settings, constants, priced, tables)) + "\n")
     _print(priced, tables)
+    write_text(directory / "result.json", json.dumps(_result(settings, constants, priced, tables)) + "\n")
 
 
 def price(cases: list[Case], constants_of: Callable[[Case], Constants]) -> dict[str, float]:
