@@ -17,6 +17,7 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 from hydra_plugins.autosync._errors import SweepError
 from hydra_plugins.autosync._space import Parameter, Space
 from lightning_autosync import documents
+from lightning_autosync.documents import shown
 from lightning_autosync.search import storages
 
 Direction = Literal["minimize", "maximize"]
@@ -69,20 +70,23 @@ def open_study(
         study_name=name, storage=storage, sampler=sampler, directions=list(directions), load_if_exists=True
     )
     here = {**space.to_dict(), "directions": list(directions)}
-    there = study.user_attrs.get(SPACE_KEY)
-    if there is None and not study.trials:
+    found = study.user_attrs.get(SPACE_KEY)
+    there = found if isinstance(found, dict) else {}
+    if found is None and not study.trials:
         study.set_user_attr(SPACE_KEY, here)
-    elif there is None or json.loads(json.dumps(here)) != there:
+    elif json.loads(json.dumps(here)) != there:
         raise SweepError(
-            f"study '{name}': it is over something else ({_difference(there or {}, here)}); "
+            f"study '{name}': it is over something else ({_difference(there, here)}); "
             "take another hydra.sweep.dir, or start with the same keys to go on with it"
         )
     return study
 
 
 def _difference(there: dict[str, Any], here: dict[str, Any]) -> str:
-    part = next(part for part in ("directions", "fixed", "parameters") if there.get(part) != here[part])
-    return f"{part}: {json.dumps(there.get(part))} there, {json.dumps(here[part])} here"
+    part = next((part for part in ("directions", "fixed", "parameters") if there.get(part) != here[part]), None)
+    if part is None:
+        return f"it says {shown(there)}"
+    return f"{part}: {shown(there.get(part))} there, {json.dumps(here[part])} here"
 
 
 def hold_to_metric(study: optuna.Study, compares: bool) -> None:

@@ -3,11 +3,29 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Generator
 from typing import Any
 
 from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
+from pydantic import ConfigDict, Field
 
-from lightning_autosync.documents import append_lines
+from lightning_autosync.documents import Record, append_lines, checked
+
+
+class _Line(Record):
+    """What of a line Optuna takes as it is, so that it would show only where somebody asks for it."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    study_name: str = ""
+    user_attr: dict[str, Any] = Field(default_factory=dict)
+    user_attrs: dict[str, Any] = Field(default_factory=dict)
+    system_attr: dict[str, Any] = Field(default_factory=dict)
+    system_attrs: dict[str, Any] = Field(default_factory=dict)
+    value: float | None = None
+    values: tuple[float, ...] | None = None
+    intermediate_value: float = 0.0
+    intermediate_values: dict[str, float] = Field(default_factory=dict)
 
 
 class Journal(JournalFileBackend):
@@ -25,6 +43,16 @@ class Journal(JournalFileBackend):
         self._path = path
         self._turn = JournalFileSymlinkLock(path)
         super().__init__(path, self._turn)
+
+    def read_logs(self, log_number_from: int) -> Generator[dict[str, Any], None, None]:
+        """The lines from one on.
+
+        Raises:
+            DocumentError: a line is not one of a journal.
+        """
+        for number, log in enumerate(super().read_logs(log_number_from), log_number_from + 1):
+            checked(_Line, log, f"{self._path}:{number}")
+            yield log
 
     def append_logs(self, logs: list[dict[str, Any]]) -> None:
         """Write lines at the end of the file, after what a process that was killed in the midst of one left whole."""
