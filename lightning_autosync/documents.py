@@ -32,7 +32,9 @@ ConfigurationType = TypeVar("ConfigurationType", bound="Configuration")
 
 MOST_BYTES = 16 * 2**20
 """Of a document's file, or of a line of a file that has a document a line."""
-MOST_VALUES = 1_000_000
+MOST_YAML_BYTES = 4 * 2**20
+"""Of a file of YAML, whose reader takes a second a megabyte."""
+MOST_VALUES = 500_000
 """Of a document, the aliases of YAML written out."""
 MOST_NODES = 100_000
 """Of a YAML document as it is written: each takes a kilobyte while it is read. JSON has no such limit."""
@@ -205,9 +207,9 @@ def read_text(path: Path, error: type[DocumentError] = DocumentError, source: st
     """The text of a file, of which ``error`` says that it cannot be read; ``source`` names it there."""
     source = source or str(path)
     try:
-        size = path.stat().st_size
-        if size > MOST_BYTES:
-            raise error(f"{source}: {size} bytes; allowed: {MOST_BYTES} at most")
+        size, most = path.stat().st_size, MOST_BYTES if path.suffix == ".json" else MOST_YAML_BYTES
+        if size > most:
+            raise error(f"{source}: {size} bytes; allowed: {most} at most ({MOST_BYTES} of JSON)")
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as cause:
         why = cause.strerror if isinstance(cause, OSError) else cause  # the error itself names the file again
@@ -322,26 +324,32 @@ def _from_json(text: str) -> Any:
 
 def _unfit(data: Any, finite: bool) -> str | None:
     """The first thing in plain data that no document has, by field; None where there is none."""
-    pending: list[tuple[Any, Any, int]] = [(data, None, 0)]
-    while pending:
-        value, place, level = pending.pop()
-        why = _wrong(value, finite) if level <= MOST_LEVELS else f"nested too deeply; allowed: {MOST_LEVELS} levels"
+    if (why := _wrong(data, finite)) is not None:
+        return why
+    place: list[int | str] = []
+    levels = [_parts(data)]  # not all values at once: a document may have many
+    while levels:
+        key, value = next(levels[-1], (None, None))
+        if key is None:
+            levels.pop()
+            place = place[: len(levels) - 1]
+            continue
+        why = _wrong(value, finite)
+        if len(levels) > MOST_LEVELS:
+            why = f"nested too deeply; allowed: {MOST_LEVELS} levels"
         if why is not None:
-            location = _render_location(_route(place), None)
-            return f"{shortened(location)}: {why}" if location else why
-        if isinstance(value, dict):
-            pending += [(value[key], (place, key), level + 1) for key in reversed(value)]
-        elif isinstance(value, list):
-            pending += [(value[number], (place, number), level + 1) for number in range(len(value) - 1, -1, -1)]
+            return f"{shortened(_render_location((*place, key), None))}: {why}"
+        if isinstance(value, dict | list):
+            place.append(key)
+            levels.append(_parts(value))
     return None
 
 
-def _route(place: Any) -> tuple[int | str, ...]:
-    found: list[int | str] = []
-    while place is not None:
-        place, part = place
-        found.insert(0, part)
-    return tuple(found)
+def _parts(value: Any) -> Iterator[tuple[Any, Any]]:
+    """What is in a value, by key or number."""
+    if isinstance(value, dict):
+        return iter(value.items())
+    return enumerate(value) if isinstance(value, list) else iter(())
 
 
 def _wrong(value: Any, finite: bool) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal
@@ -128,11 +128,13 @@ def of_sweep(study: optuna.Study) -> list[FrozenTrial]:
 
 def _given(trial: FrozenTrial) -> Mapping[str, Any]:
     """The values that a trial was enqueued with, or else those that it has come to."""
-    return trial.system_attrs.get(FIXED) or trial.params
+    found = trial.system_attrs.get(FIXED)
+    return found if found and isinstance(found, dict) else trial.params
 
 
 def _values(values: Mapping[str, Any], space: Space) -> tuple[Any, ...]:
-    return tuple(values.get(parameter.name) for parameter in space.parameters)
+    found = [values.get(parameter.name) for parameter in space.parameters]
+    return tuple(value if isinstance(value, Hashable) else shown(value) for value in found)
 
 
 def interrupted(study: optuna.Study, directory: Path, own: bool) -> list[Trial]:
@@ -173,7 +175,7 @@ def _is_first(study: optuna.Study, number: int, grid: Space) -> bool:
     trials = of_sweep(study)
     own = next(trial for trial in trials if trial.number == number)
     before = {_values(_given(trial), grid) for trial in trials if trial.number < number}
-    return FIXED in own.system_attrs and _values(own.system_attrs[FIXED], grid) not in before
+    return FIXED in own.system_attrs and _values(_given(own), grid) not in before
 
 
 def started(study: optuna.Study) -> int:

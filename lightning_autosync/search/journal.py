@@ -10,6 +10,7 @@ from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
 from pydantic import ConfigDict, Field
 
 from lightning_autosync.documents import Record, append_lines, checked
+from lightning_autosync.errors import DocumentError
 
 
 class _Line(Record):
@@ -50,9 +51,15 @@ class Journal(JournalFileBackend):
         Raises:
             DocumentError: a line is not one of a journal.
         """
-        for number, log in enumerate(super().read_logs(log_number_from), log_number_from + 1):
-            checked(_Line, log, f"{self._path}:{number}")
-            yield log
+        number = log_number_from
+        try:
+            for number, log in enumerate(super().read_logs(log_number_from), log_number_from + 1):
+                checked(_Line, log, f"{self._path}:{number}")
+                yield log
+        except DocumentError:
+            raise
+        except ValueError as error:
+            raise DocumentError(f"{self._path}:{number + 1}: not a line of a journal: {error}") from None
 
     def append_logs(self, logs: list[dict[str, Any]]) -> None:
         """Write lines at the end of the file, after what a process that was killed in the midst of one left whole."""
