@@ -101,6 +101,7 @@ class Kind:
         covers: modules of the package whose readers are called by that.
         names: what an error names, if not the file: of studies in databases there is none.
         seal: makes checksums agree with a changed file, so that what reads it is reached at all.
+        share: of the mutations, relative to the other kinds: less of what takes long.
     """
 
     make: Made
@@ -108,6 +109,7 @@ class Kind:
     covers: tuple[str, ...]
     names: tuple[str, ...] = ()
     seal: Callable[[Path], None] | None = None
+    share: float = 1.0
 
 
 def _price(workload: Workload, cluster: ClusterSpec, plan: SyncPlan, constants: Constants | None = None) -> None:
@@ -636,7 +638,7 @@ KINDS: dict[str, Kind] = {
         names=_STUDY,
     ),
     "tuning run": Kind(_make_run, _read_run, ("report.tuning.document", "report.tuning.final")),
-    "tuning run, report": Kind(_make_run, _read_report, ("report.tuning.plan_view",)),
+    "tuning run, report": Kind(_make_run, _read_report, ("report.tuning.plan_view",), share=0.1),
     "timelines": Kind(_make_timelines, _read_timelines, ("report.timelines_file",)),
     "rates": Kind(_make_rates, _read_rates, ("bench.convergence.result",)),
     "runs of a rehearsal": Kind(_make_rehearsal, _read_rehearsal, ("run_files", "search.simulated.runs")),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import math
 import re
 import resource
 import shutil
@@ -212,9 +213,14 @@ def play(name: str, count: int, folder: Path) -> Fuzzer:
     return fuzzer
 
 
+def _count(name: str, total: int) -> int:
+    """How many of the mutations are of a kind."""
+    return math.ceil(total * KINDS[name].share / sum(kind.share for kind in KINDS.values()))
+
+
 @pytest.mark.parametrize("name", KINDS)
 def test_mutated(name: str, tmp_path: Path) -> None:
-    fuzzer = play(name, SHORT // len(KINDS), tmp_path / "fuzz")
+    fuzzer = play(name, _count(name, SHORT), tmp_path / "fuzz")
     assert fuzzer.leaks == {}
 
 
@@ -222,7 +228,7 @@ def test_mutated(name: str, tmp_path: Path) -> None:
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", KINDS)
 def test_mutated_often(name: str, tmp_path: Path) -> None:
-    fuzzer = play(name, -(-LONG // len(KINDS)), tmp_path / "fuzz")
+    fuzzer = play(name, _count(name, LONG), tmp_path / "fuzz")
     assert fuzzer.leaks == {}
 
 
