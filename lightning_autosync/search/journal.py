@@ -6,12 +6,32 @@ import fcntl
 import json
 import os
 import time
+from collections.abc import Generator
 from contextlib import suppress
 from typing import IO, Any
 
 from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
+from pydantic import ConfigDict, Field
 
-from lightning_autosync.documents import append_lines
+from lightning_autosync.documents import Record, append_lines, checked
+from lightning_autosync.errors import DocumentError
+
+
+class _Line(Record):
+    """What of a line Optuna takes as it is, so that it would show only where somebody asks for it."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    study_name: str = ""
+    user_attr: dict[str, Any] = Field(default_factory=dict)
+    user_attrs: dict[str, Any] = Field(default_factory=dict)
+    system_attr: dict[str, Any] = Field(default_factory=dict)
+    system_attrs: dict[str, Any] = Field(default_factory=dict)
+    value: float | None = None
+    values: tuple[float, ...] | None = None
+    intermediate_value: float = 0.0
+    intermediate_values: dict[str, float] = Field(default_factory=dict)
+
 
 PATIENCE = 60.0
 """Seconds for which a process may keep its turn, which it needs for a few milliseconds."""
@@ -32,6 +52,22 @@ class Journal(JournalFileBackend):
         self._path = path
         self._turn = Turn(path)
         super().__init__(path, self._turn)
+
+    def read_logs(self, log_number_from: int) -> Generator[dict[str, Any], None, None]:
+        """The lines from one on.
+
+        Raises:
+            DocumentError: a line is not one of a journal.
+        """
+        number = log_number_from
+        try:
+            for number, log in enumerate(super().read_logs(log_number_from), log_number_from + 1):
+                checked(_Line, log, f"{self._path}:{number}")
+                yield log
+        except DocumentError:
+            raise
+        except ValueError as error:
+            raise DocumentError(f"{self._path}:{number + 1}: not a line of a journal: {error}") from None
 
     def append_logs(self, logs: list[dict[str, Any]]) -> None:
         """Write lines at the end of the file, after what a process that was killed in the midst of one left whole."""

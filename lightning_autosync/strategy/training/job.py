@@ -114,7 +114,7 @@ def _train_by_slurm(
     if not launch.wait:
         return None
     results(job)
-    found: dict[str, Any] = read_data(directory / "result.json")
+    found: dict[str, Any] = read_data(directory / "result.json", finite=False)
     return found
 
 
