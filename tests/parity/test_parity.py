@@ -31,6 +31,7 @@ SELECTION = {
     "parameter: with gaps": "default",
     "parameter: complex": "ring",
     "parameter: empty": "trees",
+    "parameter: expanded": "native",
     "buffers of all kinds": "native",
     "tied weights": "servers",
     "unused layers: by rank and step": "default",
