@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from importlib.metadata import version
 from typing import Any
 
@@ -11,8 +12,26 @@ from lightning_autosync.errors import ExchangeError
 from lightning_autosync.plan import SyncPlan
 from lightning_autosync.runtime.lifeline import Lifeline, open_lifeline
 from lightning_autosync.runtime.rendezvous import gather_json
+from lightning_autosync.runtime.roll_call import Meeting, roll_call
 from lightning_autosync.strategy.agreement import agree
 from lightning_autosync.strategy.settings import Settings
+
+
+def all_called(environment: Any, settings: Settings) -> AbstractContextManager[None]:
+    """Around the forming of the process group and `meet`: see `roll_call`.
+
+    Args:
+        environment: Lightning's ``ClusterEnvironment``, which knows this process's rank by now.
+    """
+    return roll_call(
+        Meeting(
+            environment.main_address,
+            environment.main_port,
+            environment.global_rank(),
+            environment.world_size(),
+            settings.timeout,
+        )
+    )
 
 
 def meet(settings: Settings) -> Lifeline | None:

@@ -18,7 +18,7 @@ from lightning_autosync.runtime.lifeline import Lifeline
 from lightning_autosync.runtime.scheduling import set_batch_scheduling
 from lightning_autosync.strategy.checkpoint import KEY
 from lightning_autosync.strategy.estimates import estimated_epochs, planned_progress
-from lightning_autosync.strategy.greeting import meet
+from lightning_autosync.strategy.greeting import all_called, meet
 from lightning_autosync.strategy.job_mesh import Underway, check_way_back, find_job
 from lightning_autosync.strategy.lockstep import (
     check_one_loader,
@@ -152,8 +152,10 @@ class AutoSyncMixin(_Base):
             set_batch_scheduling()
         if not self._settings.scheduled and not dist.is_initialized():
             self._look_for_job()
-        super().setup_environment()
-        self._lifeline = meet(self._settings)
+        self.set_world_ranks()
+        with all_called(self.cluster_environment, self._settings):
+            super().setup_environment()
+            self._lifeline = meet(self._settings)
 
     def setup(self, trainer: Any) -> None:
         leave_lockstep(trainer)
