@@ -42,7 +42,8 @@ def meet(settings: Settings) -> Lifeline | None:
     in exchanges.
 
     Returns:
-        What tells who is lost; None for one rank, and where ranks need not march in step: they keep watch themselves.
+        What tells who is lost; None for one rank. Where ranks need not march in step, they keep watch themselves once
+        their mesh is open, and close this.
 
     Raises:
         ExchangeError: (on every rank) versions differ.
@@ -51,7 +52,7 @@ def meet(settings: Settings) -> Lifeline | None:
     """
     _compare_versions(gather_json(own_versions()))
     agree(lambda: _usable(settings), _rules)
-    return open_lifeline(None, settings.timeout) if settings.scheduled else None
+    return open_lifeline(None, settings.timeout)
 
 
 def own_versions() -> dict[str, str]:

@@ -179,6 +179,7 @@ class AutoSyncMixin(_Base):
         else:
             self._replica = RelaxedReplica(*place, self.global_rank, self._job)
             self._job = None
+            self._close_lifeline()  # who is lost, their mesh tells from here on
         self.model = SynchronizedModule(self.model, self._replica)
 
     def setup_optimizers(self, trainer: Any) -> None:
@@ -401,15 +402,20 @@ class AutoSyncMixin(_Base):
         """This rank ends with an error: let the others name it."""
         if self._lifeline is not None:
             self._lifeline.fail(exception)
+        if self._relaxed is not None:
+            self._relaxed.fail(exception)
 
     def teardown(self) -> None:
         self._close()
-        if self._lifeline is not None:
-            self._lifeline.close()
-            self._lifeline = None
+        self._close_lifeline()
         if isinstance(self.model, SynchronizedModule):
             self.model = self.lightning_module
         super().teardown()
+
+    def _close_lifeline(self) -> None:
+        if self._lifeline is not None:
+            self._lifeline.close()
+            self._lifeline = None
 
     def _close(self) -> None:
         if self._replica is not None:
