@@ -143,6 +143,7 @@ def train(
     fault: dict[str, Any] | None,
 ) -> dict[str, Any]:
     """Train `STEPS` steps in a mode of `PLANS`; how it ended, and the weights (base64 of float32)."""
+    store.add("begun", 1)
     injection = Injection(fault, rank, store)
     if injection.is_of(WRONG_RANK):
         rank = (rank + 1) % size
@@ -195,6 +196,7 @@ def keep_study(
     store: dist.TCPStore, rank: int, size: int, rejoin: bool, path: str, fault: dict[str, Any] | None
 ) -> dict[str, Any]:
     """Tell `TRIALS` trials to a study that all ranks share; count those that it has taken."""
+    store.add("begun", 1)
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     injection, error = Injection(fault, rank, store), ""
     try:
