@@ -71,6 +71,8 @@ KINDS = (KILL, STOP, PAUSE, DELAY, CUT, DISK, EXCEPTION, WRONG_RANK, WRONG_PLAN,
 OF_STUDIES = (KILL, PAUSE, DISK)
 BOUND = 2 * TIMEOUT + 48
 """Seconds within which a job has to end: two time-outs, and what a busy machine needs."""
+START = 300
+"""Seconds that its processes may take to start, before that."""
 CLOSE = 1e-5
 """By which weights of an exact job may differ from the undisturbed one's, for the order of sums."""
 _NAMED = re.compile(r"\branks? ((?:\d+(?:, | and )?)+)")
@@ -183,7 +185,10 @@ class Soak:
 
     def _follow(self, job: crews.Crew, fault: Fault) -> tuple[dict[int, Any], list[int]]:
         """What the ranks answer that are not dead or stopped for good, and which of them did not end."""
-        deadline, resumed = time.monotonic() + BOUND, None
+        resumed, begun = None, time.monotonic()
+        while job.count("begun") < fault.size and time.monotonic() < begun + START:
+            time.sleep(0.05)
+        deadline = time.monotonic() + BOUND
         waiting = {rank for rank in range(fault.size) if rank != fault.rank or fault.kind not in (KILL, STOP)}
         found: dict[int, Any] = {}
         while waiting and time.monotonic() < deadline:
@@ -281,10 +286,6 @@ def table(seen: Iterable[Seen]) -> Table:
     return made
 
 
-def _make(data: dict[str, Any]) -> Seen:
-    return Seen(**data)
-
-
 def main(arguments: Iterable[str]) -> int:
     """Run what the log lacks; print the table; the exit status."""
     given = {"faults": "1000", "seed": "0", "log": "soak.jsonl", "beside": "3", "kinds": "", "modes": ""}
@@ -303,7 +304,7 @@ def main(arguments: Iterable[str]) -> int:
     seed, console = int(given["seed"]), Console(width=None if sys.stdout.isatty() else 150)
     with alone(Path(given["log"])):
         settings = {"seed": seed, "kinds": kinds, "modes": modes, "steps": STEPS, "trials": TRIALS, "timeout": TIMEOUT}
-        log = RunFile(Path(given["log"]), FORMAT, "a soak", settings, _make)
+        log = RunFile(Path(given["log"]), FORMAT, "a soak", settings, Seen)
         faults = [Fault.draw(seed, number, kinds, modes) for number in range(int(given["faults"]))]
         soak, writing, begin = Soak(), Lock(), time.monotonic()
 

@@ -65,6 +65,7 @@ class Inquiry:
         self._pinged: dict[int, float] = {}
         self._waiting: dict[int, float | None] = {}
         self._asked: float | None = None
+        self._first = 0
         self._late = False
 
     def unasked(self, now: float) -> list[int]:
@@ -73,9 +74,10 @@ class Inquiry:
         self._pinged.update(dict.fromkeys(fresh, now))
         return fresh
 
-    def ask(self, now: float, late: bool) -> None:
-        """Somebody wants a verdict; ``late`` if it has waited for as long as it may."""
-        self._asked = now if self._asked is None else self._asked
+    def ask(self, now: float, late: bool, rank: int) -> None:
+        """A rank wants a verdict; ``late`` if it has waited for as long as it may."""
+        if self._asked is None:
+            self._asked, self._first = now, rank
         self._late = self._late or late
 
     def answered(self, rank: int, waiting: float | None) -> None:
@@ -117,8 +119,12 @@ class Inquiry:
         elsewhere = sorted(rank for rank, waiting in self._waiting.items() if waiting is None)
         if self._late and elsewhere:
             return Verdict(elsewhere[0], "it is alive, but does not come: it is busy, or stuck, with something else")
-        why = "all ranks are there and answer" + (", but wait for each other in different calls" if self._late else "")
-        return Verdict(None, why)
+        if self._late:
+            different = "all ranks are there and answer, but wait for each other in different calls"
+            return Verdict(None, f"{different}; the first whose time was over is rank {self._first}")
+        return Verdict(
+            None, f"all ranks are there and answer; rank {self._first} was the first whose connection failed"
+        )
 
 
 class _Connection:
@@ -350,7 +356,7 @@ class Lifeline(Watch):
             case {"ask": late} if self._inquiry is not None:
                 if self.verdict is not None:
                     connection.send({"verdict": [*self.verdict]})
-                self._ask(bool(late))
+                self._ask(bool(late), rank)
             case {"wonder": _} if self._inquiry is not None:
                 connection.send({"here": True})
                 self._begin()
@@ -369,13 +375,13 @@ class Lifeline(Watch):
         for rank in self._inquiry.unasked(time.monotonic()):
             self._connections[rank].send({"are you there": True})
 
-    def _ask(self, late: bool) -> None:
+    def _ask(self, late: bool, rank: int = 0) -> None:
         if self.verdict is not None:
             return
         if self._inquiry is not None:
             self._begin()
             self._inquiry.answered(0, None if self._waiting_since is None else 0.0)
-            self._inquiry.ask(time.monotonic(), late)
+            self._inquiry.ask(time.monotonic(), late, rank)
         elif self._first_left:
             self._judge(Verdict(0, _ENDED))
         else:

@@ -17,7 +17,7 @@ from lightning_autosync.errors import PlanError
 from lightning_autosync.plan import Semantics
 from lightning_autosync.runtime.scheduling import set_batch_scheduling
 from lightning_autosync.strategy.checkpoint import KEY
-from lightning_autosync.strategy.greeting import meet
+from lightning_autosync.strategy.greeting import all_called, meet
 from lightning_autosync.strategy.replica import Replica
 from lightning_autosync.strategy.settings import (
     CHECK_REPLICAS,
@@ -100,8 +100,10 @@ class AutoSyncFabricStrategy(DDPStrategy):
     def setup_environment(self) -> None:
         if self._settings.scheduling == "batch" and self.root_device.type == "cpu":
             set_batch_scheduling()
-        super().setup_environment()
-        line = meet(self._settings)
+        self._set_world_ranks()
+        with all_called(self.cluster_environment, self._settings):
+            super().setup_environment()
+            line = meet(self._settings)
         if line is not None:
             # Fabric has no end at which all scripts come by.
             self._farewell = weakref.finalize(self, line.close)

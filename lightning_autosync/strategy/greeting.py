@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from importlib.metadata import version
 from typing import Any
 
@@ -11,8 +12,26 @@ from lightning_autosync.errors import ExchangeError
 from lightning_autosync.plan import SyncPlan
 from lightning_autosync.runtime.lifeline import Lifeline, open_lifeline
 from lightning_autosync.runtime.rendezvous import gather_json
+from lightning_autosync.runtime.roll_call import Meeting, roll_call
 from lightning_autosync.strategy.agreement import agree
 from lightning_autosync.strategy.settings import Settings
+
+
+def all_called(environment: Any, settings: Settings) -> AbstractContextManager[None]:
+    """Around the forming of the process group and `meet`: see `roll_call`.
+
+    Args:
+        environment: Lightning's ``ClusterEnvironment``, which knows this process's rank by now.
+    """
+    return roll_call(
+        Meeting(
+            environment.main_address,
+            environment.main_port,
+            environment.global_rank(),
+            environment.world_size(),
+            settings.timeout,
+        )
+    )
 
 
 def meet(settings: Settings) -> Lifeline | None:
@@ -23,7 +42,8 @@ def meet(settings: Settings) -> Lifeline | None:
     in exchanges.
 
     Returns:
-        What tells who is lost; None for one rank, and where ranks need not march in step: they keep watch themselves.
+        What tells who is lost; None for one rank. Where ranks need not march in step, they keep watch themselves once
+        their mesh is open, and close this.
 
     Raises:
         ExchangeError: (on every rank) versions differ.
@@ -32,7 +52,7 @@ def meet(settings: Settings) -> Lifeline | None:
     """
     _compare_versions(gather_json(own_versions()))
     agree(lambda: _usable(settings), _rules)
-    return open_lifeline(None, settings.timeout) if settings.scheduled else None
+    return open_lifeline(None, settings.timeout)
 
 
 def own_versions() -> dict[str, str]:

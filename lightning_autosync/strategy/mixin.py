@@ -18,7 +18,7 @@ from lightning_autosync.runtime.lifeline import Lifeline
 from lightning_autosync.runtime.scheduling import set_batch_scheduling
 from lightning_autosync.strategy.checkpoint import KEY
 from lightning_autosync.strategy.estimates import estimated_epochs, planned_progress
-from lightning_autosync.strategy.greeting import meet
+from lightning_autosync.strategy.greeting import all_called, meet
 from lightning_autosync.strategy.job_mesh import Underway, check_way_back, find_job
 from lightning_autosync.strategy.lockstep import (
     check_one_loader,
@@ -152,8 +152,10 @@ class AutoSyncMixin(_Base):
             set_batch_scheduling()
         if not self._settings.scheduled and not dist.is_initialized():
             self._look_for_job()
-        super().setup_environment()
-        self._lifeline = meet(self._settings)
+        self.set_world_ranks()
+        with all_called(self.cluster_environment, self._settings):
+            super().setup_environment()
+            self._lifeline = meet(self._settings)
 
     def setup(self, trainer: Any) -> None:
         leave_lockstep(trainer)
@@ -177,6 +179,7 @@ class AutoSyncMixin(_Base):
         else:
             self._replica = RelaxedReplica(*place, self.global_rank, self._job)
             self._job = None
+            self._close_lifeline()  # who is lost, their mesh tells from here on
         self.model = SynchronizedModule(self.model, self._replica)
 
     def setup_optimizers(self, trainer: Any) -> None:
@@ -399,15 +402,20 @@ class AutoSyncMixin(_Base):
         """This rank ends with an error: let the others name it."""
         if self._lifeline is not None:
             self._lifeline.fail(exception)
+        if self._relaxed is not None:
+            self._relaxed.fail(exception)
 
     def teardown(self) -> None:
         self._close()
-        if self._lifeline is not None:
-            self._lifeline.close()
-            self._lifeline = None
+        self._close_lifeline()
         if isinstance(self.model, SynchronizedModule):
             self.model = self.lightning_module
         super().teardown()
+
+    def _close_lifeline(self) -> None:
+        if self._lifeline is not None:
+            self._lifeline.close()
+            self._lifeline = None
 
     def _close(self) -> None:
         if self._replica is not None:

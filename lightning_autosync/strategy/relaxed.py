@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from lightning_autosync.plan import SyncPlan
 from lightning_autosync.runtime.broadcast import BufferBroadcast, broadcast_tensors
 from lightning_autosync.runtime.relaxed.averaging_worker import AveragingWorker
 from lightning_autosync.runtime.relaxed.base import Synchronizer
+from lightning_autosync.runtime.relaxed.mesh import Mail
 from lightning_autosync.runtime.relaxed.opening import open_synchronizer
 from lightning_autosync.runtime.relaxed.work import SharedWork
 from lightning_autosync.runtime.watch import ParameterWatch
@@ -35,6 +36,11 @@ UNEVEN = ("partial_reduce", "asynchronous")
 """Modes in which a fast rank is not held up by a slow one, so that they should not have equal shares of the data."""
 AVERAGING = ("partial_reduce", "periodic")
 """Modes in which each rank steps its own optimizer; in the others servers step, and keep the optimizer's state."""
+
+_FAILED = "rank failed"
+"""Message of a rank that ends with an error."""
+_LONGEST_REASON = 4096
+"""Characters of an error that others are told."""
 
 
 class RelaxedReplica:
@@ -89,7 +95,7 @@ class RelaxedReplica:
         self._lost: dict[int, str] = {}
         self._world: World | None = None
         if not self.served:
-            self._world = World(store, rank, found.plan.world_size, settings.timeout, self._lost)
+            self._world = World(store, rank, found.plan.world_size, settings.timeout, self._lost, self.fail)
             if rank == 0:
                 announce_job(opened)
         self._store: dist.TCPStore | None = store
@@ -98,6 +104,7 @@ class RelaxedReplica:
         """As at the last meeting."""
         self._mesh.on_loss(self._lost.__setitem__)
         self._mesh.on_join(self._forget_loss)
+        self._mesh.subscribe(_FAILED, self._hear_of_failure)
         self.work = SharedWork(self._mesh, found.plan.world_size, settings.timeout)
         self.share: int | None = None
         self.after_meeting: Callable[[], None] | None = None
@@ -296,8 +303,7 @@ class RelaxedReplica:
     def together(self, what: str, at_meeting: bool, each_step: bool = False) -> Iterator[None]:
         """Around a collective call; see `before_collective`."""
         self.before_collective(what, at_meeting, each_step)
-        lost = self._lost.copy if self._world is None else self._world.lost
-        with told_of_loss(what, lost, self._settings.timeout):
+        with told_of_loss(what, self._lost_now, self._settings.timeout, self.fail):
             yield
 
     def before_forward(self, synchronizes: bool) -> None:
@@ -354,6 +360,22 @@ class RelaxedReplica:
             self._world.follow(self._synchronizer.meeting)
         if self.after_meeting is not None:
             self.after_meeting()
+
+    def fail(self, error: BaseException) -> None:
+        """This rank ends with an error: let the others name it, unless it is they who caused it."""
+        if self._mesh.closed or (self._lost_now() and isinstance(error, ExchangeError)):
+            return
+        why = f"it ended with {type(error).__name__}: {error}"[:_LONGEST_REASON]
+        for peer in self._mesh.live - {self._mesh.rank}:
+            with suppress(ExchangeError):  # it is lost as well
+                self._mesh.send(peer, _FAILED, {"why": why})
+
+    def _lost_now(self) -> dict[int, str]:
+        """Ranks that collective calls wait for, and are lost."""
+        return self._lost.copy() if self._world is None else self._world.lost()
+
+    def _hear_of_failure(self, mail: Mail) -> None:
+        self._lost.setdefault(mail.sender, str(mail.header.get("why")))
 
     def _forget_loss(self, rank: int) -> None:
         self._lost.pop(rank, None)

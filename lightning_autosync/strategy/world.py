@@ -13,6 +13,8 @@ from lightning_autosync.errors import ExchangeError
 from lightning_autosync.runtime.lifeline import Watch, watching
 from lightning_autosync.runtime.relaxed.averaging_worker import Meeting
 
+Tell = Callable[[ExchangeError], None]
+
 
 class World:
     """Forms the group anew whenever others meet than did before.
@@ -26,10 +28,13 @@ class World:
         size: ranks of the job, which the group holds at first, unless this process came back: see `begin_alone`.
         timeout: seconds that the others may take to form the group, or to answer in it.
         lost: ranks that are lost now, and why; it changes on another thread.
+        tell: lets the others know that this rank ends.
     """
 
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout: float, lost: dict[int, str]) -> None:
-        self._rank, self._timeout, self._lost = rank, timedelta(seconds=timeout), lost
+    def __init__(
+        self, store: dist.Store, rank: int, size: int, timeout: float, lost: dict[int, str], tell: Tell
+    ) -> None:
+        self._rank, self._timeout, self._lost, self._tell = rank, timedelta(seconds=timeout), lost, tell
         complete = dist.get_world_size() == size
         self._visits = dict.fromkeys(range(size), 1) if complete else {}
         # Each training counts its meetings from one; who comes back takes part in that which its predecessor counted.
@@ -50,7 +55,8 @@ class World:
             return
         self._visits = meeting.visits
         backend, there = dist.get_backend(), sorted(meeting.visits)
-        with told_of_loss("the new process group of those who are there", self.lost, self._timeout.total_seconds()):
+        what = "the new process group of those who are there"
+        with told_of_loss(what, self.lost, self._timeout.total_seconds(), self._tell):
             dist.destroy_process_group()
             dist.init_process_group(
                 backend,
@@ -73,37 +79,46 @@ class LossWatch(Watch):
         what: that which errors name.
         lost: tells which of those who met are lost, and why.
         timeout: seconds that they wait for each other.
+        tell: lets the others know that this rank ends, where it knows of none that is lost.
     """
 
-    def __init__(self, what: str, lost: Callable[[], Mapping[int, str]], timeout: float) -> None:
+    def __init__(self, what: str, lost: Callable[[], Mapping[int, str]], timeout: float, tell: Tell) -> None:
         self.timeout = timeout
-        self._what, self._lost = what, lost
+        self._what, self._lost, self._tell = what, lost, tell
 
     def look(self) -> None:
         if self._lost():
             raise self.explain("")
 
     def explain(self, cause: str, late: bool = False) -> ExchangeError:
-        deadline = time.monotonic() + self.patience
-        while not self._lost() and time.monotonic() < deadline:  # the backend may notice it first
-            time.sleep(self.patience / 50)
+        if not self._await_loss():  # the backend may notice it first
+            # Nobody is lost, but a connection is, and who has noticed it ends.
+            self._tell(ExchangeError(cause))
+            self._await_loss()
         told = "; ".join(f"rank {rank} is lost ({why})" for rank, why in sorted(self._lost().items()))
         return ExchangeError(
             f"{self._what} was interrupted ({told or cause}): a rank that is lost while all wait for each other ends "
             "the job; go on from the last checkpoint"
         )
 
+    def _await_loss(self) -> bool:
+        deadline = time.monotonic() + self.patience
+        while not self._lost() and time.monotonic() < deadline:
+            time.sleep(self.patience / 50)
+        return bool(self._lost())
+
 
 @contextmanager
-def told_of_loss(what: str, lost: Callable[[], Mapping[int, str]], timeout: float) -> Iterator[None]:
+def told_of_loss(what: str, lost: Callable[[], Mapping[int, str]], timeout: float, tell: Tell) -> Iterator[None]:
     """Around a collective call: if a rank is lost, an error that names it and says what to do.
 
     Args:
         what: that which errors name.
         lost: tells which of those who make the call are lost, and why.
         timeout: seconds that they wait for each other.
+        tell: see `LossWatch`.
     """
-    watch = LossWatch(what, lost, timeout)
+    watch = LossWatch(what, lost, timeout, tell)
     try:
         with watching(watch):
             yield

@@ -23,6 +23,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 from sklearn.datasets import load_digits
+from strangers import SECRET
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -142,11 +143,19 @@ def train(
     fault: dict[str, Any] | None,
 ) -> dict[str, Any]:
     """Train `STEPS` steps in a mode of `PLANS`; how it ended, and the weights (base64 of float32)."""
+    store.add("begun", 1)
     injection = Injection(fault, rank, store)
     if injection.is_of(WRONG_RANK):
         rank = (rank + 1) % size
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in (place | {"AUTOSYNC_PORT": meeting_port}).items()})
+    place: dict[str, Any] = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": size,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
+    place |= {"AUTOSYNC_PORT": meeting_port, "AUTOSYNC_SECRET": SECRET.decode()}
+    os.environ.update({name: str(value) for name, value in place.items()})
     handle = os.open(os.devnull, os.O_WRONLY)
     os.dup2(handle, 1)  # Lightning and torch tell at length of what comes here on purpose
     os.dup2(handle, 2)
@@ -187,6 +196,7 @@ def keep_study(
     store: dist.TCPStore, rank: int, size: int, rejoin: bool, path: str, fault: dict[str, Any] | None
 ) -> dict[str, Any]:
     """Tell `TRIALS` trials to a study that all ranks share; count those that it has taken."""
+    store.add("begun", 1)
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     injection, error = Injection(fault, rank, store), ""
     try:

@@ -96,3 +96,14 @@ def test_a_loss_while_all_wait_for_each_other_is_a_clear_error(tmp_path: Path) -
     found = survivors(tmp_path, "kill", where="validation")
     assert all("ExchangeError" in seen["error"] and "go on from the last checkpoint" in seen["error"] for seen in found)
     assert all(seen["took"] < BOUND and seen["finite"] for seen in found)
+
+
+def test_an_error_while_all_wait_for_each_other_is_told_to_the_others(tmp_path: Path) -> None:
+    with crew_of(tmp_path, where="error in validation") as crew:
+        found = [crew.result(rank, 80.0) for rank in OTHERS]
+    assert all(f"rank {VICTIM} is lost (it ended with ValueError: no luck)" in seen["error"] for seen in found)
+
+
+def test_a_loss_before_the_mesh_is_open_is_named(tmp_path: Path) -> None:
+    found = survivors(tmp_path, "kill", where="setup")
+    assert all(f"rank {VICTIM} is lost: its process has ended" in seen["error"] for seen in found)

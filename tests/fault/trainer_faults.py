@@ -28,7 +28,7 @@ EPOCHS = 3
 
 
 class Trained(LightningModule):
-    """A linear model of which one rank stands still in the middle of a step, or of validation.
+    """A linear model of which one rank stands still before training, in the middle of a step, or of validation.
 
     Validation asks all ranks, by Lightning's own reduction and by a metric that calls ``torch.distributed`` itself.
     """
@@ -39,6 +39,10 @@ class Trained(LightningModule):
         self.mean = MeanMetric()
         self.store, self.returns, self.where, self.steps = store, returns, where, 0
         self.rates: list[float] = []
+
+    def setup(self, stage: str) -> None:
+        if self.global_rank == VICTIM and self.where == "setup":
+            self.stand_still()
 
     def training_step(self, batch: Any, _: int) -> Tensor:
         self.steps += 1
@@ -51,8 +55,11 @@ class Trained(LightningModule):
         return self.layer(batch[0]).square().mean()
 
     def validation_step(self, batch: Any, _: int) -> None:
-        if self.global_rank == VICTIM and not self.trainer.sanity_checking and self.where == "validation":
-            self.stand_still()
+        if self.global_rank == VICTIM and not self.trainer.sanity_checking:
+            if self.where == "validation":
+                self.stand_still()
+            elif self.where == "error in validation":
+                raise ValueError("no luck")
         score = self.layer(batch[0]).square().mean()
         self.mean(score)
         self.log("reduced", score, sync_dist=True)

@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from lightning_autosync.errors import ExchangeError
+from lightning_autosync.errors import ExchangeError, PeerLost
+from lightning_autosync.runtime.lifeline import explained, wait_watched
 from lightning_autosync.runtime.secret import seal, unseal
 
 
@@ -35,22 +36,41 @@ def sign_in(
         ExchangeError: the store does not answer, some rank does not sign in within ``timeout`` seconds, or it did with
             another secret.
     """
-    limit = timedelta(seconds=timeout)
     try:
         turn = store.add(f"mesh/opened/{rank}", 0 if rejoin else 1)
         book = dist.PrefixStore(f"mesh/{turn}", store)
         incarnation = book.add(f"incarnation/{rank}", 1)
         book.set(f"address/{rank}", seal(secret, _place(turn, rank), json.dumps(address)))
         others = [other for other in range(size) if other != rank]
-        book.wait([f"address/{other}" for other in others], limit)
+        _await_others(book, others, timeout)
         # Before the addresses: what listens there may be newer than thought, never older.
         incarnations = {other: book.add(f"incarnation/{other}", 0) for other in others}
         addresses = {other: _address(secret, turn, other, book.get(f"address/{other}")) for other in others}
         return Entry(incarnation, addresses, incarnations)
     except ExchangeError:
         raise
-    except (dist.DistError, RuntimeError, ValueError) as cause:
-        raise ExchangeError(f"rank {rank} of {size} found no peers in the store: {cause}") from None
+    except (RuntimeError, ValueError) as cause:
+        raise explained(f"rank {rank} of {size} found no peers in the store: {cause}") from None
+
+
+def _await_others(book: dist.Store, others: list[int], timeout: float) -> None:
+    def there(seconds: float) -> bool:
+        try:
+            book.wait([f"address/{other}" for other in others], timedelta(seconds=seconds))
+        except dist.DistStoreError:
+            return False
+        return True
+
+    try:
+        wait_watched(there, "the mesh", timeout)
+    except PeerLost:
+        raise
+    except ExchangeError:
+        missing = [str(other) for other in others if not book.check([f"address/{other}"])]
+        if not missing:
+            raise
+        who = f"rank{'s' if len(missing) > 1 else ''} {', '.join(missing)}"
+        raise ExchangeError(f"{who} did not come to the mesh in {timeout:g} s") from None
 
 
 def _place(turn: int, rank: int) -> str:

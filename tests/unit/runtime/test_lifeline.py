@@ -23,7 +23,7 @@ def inquiry(late: bool = True) -> Inquiry:
     found = Inquiry({1, 2}, PATIENCE)
     assert found.unasked(0.0) == [1, 2]
     assert found.unasked(0.1) == []
-    found.ask(0.1, late)
+    found.ask(0.1, late, 1)
     return found
 
 
@@ -59,6 +59,18 @@ def test_who_has_ended_is_named() -> None:
     found.answered(1, 8.0)
     found.leave(2)
     assert found.verdict(1.0) == Verdict(2, "it has ended, while others go on")
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_where_nobody_is_at_fault_the_first_to_notice_is_named(late: bool) -> None:
+    found = inquiry(late)
+    found.answered(1, 8.0)
+    found.answered(2, 8.0)
+    found.ask(0.2, late, 2)
+    verdict = found.verdict(1.0)
+    assert verdict is not None
+    assert verdict.rank is None
+    assert "rank 1" in verdict.why
 
 
 def test_nothing_is_concluded_before_somebody_asks() -> None:

@@ -1,0 +1,48 @@
+"""Ranks that do not come to a job, come twice or are lost while it begins are named on all others."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+import pytest
+from crew import HOST, Crew
+
+
+def told(*ranks: int | None, **options: Any) -> list[Any]:
+    """What those say who come, as the ranks that they take themselves for."""
+    with socket.create_server((HOST, 0)) as free:
+        port = free.getsockname()[1]
+    with Crew("roll_calls:come", len(ranks), port=port, ranks=list(ranks), **options) as crew:
+        there = [place for place, rank in enumerate(ranks) if rank is not None and rank != options.get("dies")]
+        return [crew.result(place, 60.0) for place in there]
+
+
+def test_all_come() -> None:
+    assert told(0, 1, 2, timeout=60.0) == [3, 3, 3]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "error"),
+    [
+        ((0, 1, None), "rank 2 did not come (in 2 s)"),
+        ((0, None, None), "ranks 1, 2 did not come (in 2 s)"),
+        ((None, 1, 2), "rank 0 did not come (in 2 s)"),
+    ],
+)
+def test_who_does_not_come_is_named(ranks: tuple[int | None, ...], error: str) -> None:
+    assert all(seen.startswith(error) for seen in told(*ranks))
+
+
+@pytest.mark.parametrize("twice", [0, 2])
+def test_who_comes_twice_is_named_at_once(twice: int) -> None:
+    # The test would not end in time if they waited for the rank that is missing.
+    for seen in told(*{0: (0, 0, 2), 2: (0, 2, 2)}[twice], timeout=200.0):
+        assert seen.startswith(f"two processes came as rank {twice}; so far, rank")
+        assert "a RANK of its own" in seen
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_who_is_lost_while_the_group_forms_is_named(lost: int) -> None:
+    for seen in told(0, 1, 2, dies=lost):
+        assert f"rank {lost} {'is' if lost == 0 else 'was'} lost" in seen
