@@ -524,7 +524,18 @@ def report(error: BaseException) -> None:
 
 def _watch_works() -> None:
     """While a lifeline is open, whoever waits for a collective call looks at it now and then."""
-    dist.Work.wait = _wait if _lines else _plain_wait  # type: ignore[method-assign, assignment]
+    watched = _lines and _waits_in_slices()
+    dist.Work.wait = _wait if watched else _plain_wait  # type: ignore[method-assign, assignment]
+
+
+def _waits_in_slices() -> bool:
+    """Whether works of the default group can be waited for in slices of time.
+
+    Gloo's can. With NCCL, a wait that has a time-out blocks the process, and aborts the group when the time is over.
+    """
+    if not dist.is_initialized():
+        return True
+    return {pair.rpartition(":")[2] for pair in dist.get_backend_config().split(",")} == {"gloo"}
 
 
 def _wait(work: Any, *arguments: Any, **options: Any) -> Any:

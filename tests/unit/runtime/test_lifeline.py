@@ -14,6 +14,7 @@ import torch.distributed as dist
 from lightning_autosync.errors import ExchangeError, PeerLost
 from lightning_autosync.runtime import lifeline
 from lightning_autosync.runtime.lifeline import Inquiry, Lifeline, Verdict, explained, wait_watched
+from lightning_autosync.strategy.world import LossWatch
 
 PATIENCE = 2.0
 
@@ -139,6 +140,15 @@ def test_torch_is_left_alone_when_all_are_closed(ends: tuple[Lifeline, Lifeline]
     for end in ends:
         end.close()
     assert dist.Work.wait is lifeline._plain_wait
+
+
+@pytest.mark.parametrize("backend", ["cuda:nccl", "cpu:gloo,cuda:nccl"])
+def test_a_backend_of_gpus_is_left_alone(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL takes a wait of limited time for one that blocks, and aborts the group at its end."""
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_backend_config", lambda: backend)
+    with lifeline.watching(LossWatch("a step", dict, 4.0)):
+        assert dist.Work.wait is lifeline._plain_wait
 
 
 def test_a_forked_child_does_not_hide_that_its_parent_died() -> None:
