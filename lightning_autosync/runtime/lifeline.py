@@ -147,7 +147,7 @@ class _Connection:
         self._unread = bytearray(rest)
         try:
             found = [json.loads(line) for line in lines]
-        except ValueError:
+        except (ValueError, RecursionError):
             found = [None]
         if len(rest) > _LONGEST or not all(isinstance(message, dict) for message in found):
             self.lost = "it sent what is no message"
@@ -216,7 +216,8 @@ class Lifeline(Watch):
         self.verdict: Verdict | None = None
         self._known, self._parted = threading.Event(), threading.Event()
         self._inquiry = Inquiry(set(sockets), self.patience) if rank == 0 else None
-        self._waiting_since: float | None = None
+        self._waits: dict[object, float] = {}
+        """Since when each thread that waits does so."""
         self._terminated: float | None = None
         self._unanswered: float | None = None
         """Since when rank 0 owes an answer."""
@@ -247,11 +248,12 @@ class Lifeline(Watch):
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        before, self._waiting_since = self._waiting_since, self._waiting_since or time.monotonic()
+        wait = object()
+        self._waits[wait] = time.monotonic()
         try:
             yield
         finally:
-            self._waiting_since = before
+            del self._waits[wait]
 
     def wonder(self) -> None:
         self._submit(self._begin)
@@ -305,6 +307,11 @@ class Lifeline(Watch):
         if verdict.rank == self.rank:
             return ExchangeError(f"the other ranks have given up this one, rank {self.rank}: {verdict.why}")
         return PeerLost(verdict.rank, verdict.why)
+
+    @property
+    def _waiting_since(self) -> float | None:
+        """Since when this rank waits for others, on whatever thread; None if it does not."""
+        return min(self._waits.copy().values(), default=None)
 
     # On the thread
 

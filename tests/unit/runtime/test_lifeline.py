@@ -107,8 +107,9 @@ def test_who_takes_leave_is_not_at_fault_until_somebody_misses_it(
     assert "it has ended, while others go on" in str(ends[1 - leaving].explain("a barrier failed"))
 
 
-def test_nonsense_ends_the_connection_only(ends: tuple[Lifeline, Lifeline]) -> None:
-    ends[1]._connections[0].socket.send(b'[1, 2]\n{"are you there"\n')
+@pytest.mark.parametrize("nonsense", [b'[1, 2]\n{"are you there"\n', b"[" * 10_000 + b"\n"])
+def test_nonsense_ends_the_connection_only(ends: tuple[Lifeline, Lifeline], nonsense: bytes) -> None:
+    ends[1]._connections[0].socket.send(nonsense)
     assert wait_for_verdict(ends[0]) == Verdict(1, "it sent what is no message")
 
 
@@ -121,6 +122,16 @@ def test_a_wait_ends_with_the_verdict(ends: tuple[Lifeline, Lifeline]) -> None:
 def test_a_wait_in_vain_says_for_what_and_how_long() -> None:
     with pytest.raises(ExchangeError, match=r"a message: no answer from the other ranks in 0\.3 s"):
         wait_watched(lambda seconds: bool(time.sleep(seconds)), "a message", 0.3)
+
+
+def test_a_rank_waits_while_any_of_its_threads_does(ends: tuple[Lifeline, Lifeline]) -> None:
+    one, other = ends[0].waiting(), ends[0].waiting()
+    one.__enter__()
+    other.__enter__()
+    one.__exit__(None, None, None)
+    assert ends[0]._waiting_since is not None
+    other.__exit__(None, None, None)
+    assert ends[0]._waiting_since is None
 
 
 def test_a_sigterm_ends_a_wait_that_does_not_end_by_itself(ends: tuple[Lifeline, Lifeline]) -> None:
