@@ -351,8 +351,8 @@ class _StaticGraph:
         return left[place] == 0
 
     def end_pass(self) -> None:
-        """A backward pass has ended."""
-        if not self._learned:
+        """A backward pass has ended; one without a gradient was none (see `Engine.synchronize`)."""
+        if not self._learned and any(map(any, self._left.values())):
             self._learned = True
             for bucket, counted in self._left.items():
                 bucket.arrivals = counted

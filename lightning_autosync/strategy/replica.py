@@ -162,7 +162,8 @@ class Replica:
             yield
             engine.finish()
         except BaseException as error:
-            engine.interrupt(error)
+            if engine.enabled:  # else no other rank takes part
+                engine.interrupt(error)
             raise
         finally:
             engine.deferred = False
