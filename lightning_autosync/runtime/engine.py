@@ -53,6 +53,7 @@ class Engine:
         changed: whether this rank's parameters are no longer those that the ranks agreed on, so that the next
             backward pass must tell the other ranks.
         on_change: called on every rank after a pass in which some rank had ``changed`` set.
+        on_pass: called on every rank after each other synchronized pass, which `finish` has ended.
 
     Raises:
         PlanError: the schedule is for other parameters or another number of ranks, or differs between ranks.
@@ -79,6 +80,7 @@ class Engine:
         self.deferred = False
         self.changed = False
         self.on_change: Callable[[], None] | None = None
+        self.on_pass: Callable[[], None] | None = None
         self._change_seen = False
         self._armed = False
         self._interruption = ""
@@ -118,6 +120,7 @@ class Engine:
         if self.changed and self.enabled and not self._armed:
             # None of the parameters that ranks agreed on got a gradient; the others wait all the same.
             self._arm()
+        passed = self._armed or bool(self._pending)
         self.launch()
         for index in list(self._pending):
             self.finish_message(index)
@@ -125,6 +128,8 @@ class Engine:
             self._change_seen = False
             if self.on_change is not None:
                 self.on_change()
+        elif passed and self.on_pass is not None:
+            self.on_pass()
 
     def synchronize(self) -> None:
         """Exchange the gradients as they stand now, without a backward pass.
