@@ -203,10 +203,12 @@ class DenseBucket(Bucket):
                 gradient = parameter.grad
                 if self._as_view[place]:
                     view = self._views[place]
-                    if gradient is None or gradient.data_ptr() != view.data_ptr():
+                    if gradient is not None and gradient.data_ptr() == view.data_ptr():
+                        continue
+                    if view.dtype == parameter.dtype:  # else it has just changed
                         # An alias of its own: the user may give the gradient other data.
                         parameter.grad = view.detach()
-                    continue
+                        continue
                 if gradient is None:
                     gradient = parameter.grad = torch.empty_like(parameter)
                 targets.append(gradient.detach())

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd import Variable
 from torch.autograd.graph import Node
+from torch.utils.hooks import RemovableHandle
 
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.errors import ExchangeError
@@ -98,8 +99,16 @@ class Engine:
             [(bucket.message, bucket.parameters) for bucket in self._buckets], self._assembly.memories()
         )
         self._graph = _StaticGraph(self._buckets) if static_graph else None
-        self._accumulators = []
-        self._handles = []
+        self._accumulators: list[Node] = []
+        self._handles: list[RemovableHandle] = []
+        self.renew_hooks()
+
+    def renew_hooks(self) -> None:
+        """Follow the parameters' gradients anew: where one got another dtype, autograd accumulates elsewhere.
+
+        Not during a backward pass.
+        """
+        self._remove_hooks()
         for bucket in self._buckets:
             for place, parameter in enumerate(bucket.parameters):
                 # A hook on the node that accumulates the gradient runs after the user's hooks on the parameter,
@@ -252,11 +261,14 @@ class Engine:
 
     def close(self) -> None:
         """Remove the hooks and close the connections; gradients stay as they are."""
+        self._remove_hooks()
+        self._assembly.close()
+
+    def _remove_hooks(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles = []
         self._accumulators = []
-        self._assembly.close()
 
     def _hook(self, bucket: Bucket, place: int) -> Callable[..., None]:
         pack, graph = bucket.packer(place), self._graph
@@ -365,8 +377,11 @@ class _StaticGraph:
 
 def _gradient_accumulator(parameter: nn.Parameter) -> Node:
     """The node of autograd that accumulates the gradient of a parameter."""
+    trains = parameter.requires_grad
     with torch.enable_grad():
-        function = parameter.view_as(parameter).grad_fn
+        # Of a parameter that is frozen for now it is the same node when that trains again.
+        function = parameter.requires_grad_().view_as(parameter).grad_fn
+    parameter.requires_grad_(trains)
     assert function is not None
     accumulator = function.next_functions[0][0]
     assert accumulator is not None

@@ -123,6 +123,8 @@ class Replica:
             self._compare()
         else:
             engine.changed = changed
+            if changed:
+                engine.renew_hooks()
 
     def end_training(self) -> None:
         """Call when training ends, on all ranks: weights must be equal.
@@ -237,7 +239,8 @@ class Replica:
         self._agreed = self._watch.digest()
         current = dict(variable_names(self._module, also=set(self._planned.values())))
         if current.keys() == self._planned.keys() and all(
-            self._planned[name] is parameter for name, parameter in current.items()
+            self._planned[name] is parameter and self._dtypes[name] == parameter.dtype
+            for name, parameter in current.items()
         ):
             return
         self._plan_anew(current)
@@ -271,6 +274,7 @@ class Replica:
     def _start(self) -> Engine:
         # A parameter that has trained stays in the plan while it is frozen: networks that train in turn share one.
         self._planned = dict(variable_names(self._module, also=set(self._planned.values())))
+        self._dtypes = {name: parameter.dtype for name, parameter in self._planned.items()}
         own = {name for name, parameter in self._planned.items() if parameter in shortened_rows(self._module)}
         if own and not self._compared:
             rank_zero_warn(

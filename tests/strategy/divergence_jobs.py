@@ -173,6 +173,32 @@ def unused_when_changed(**settings: Any) -> list[float]:
     return found
 
 
+def one_for_another() -> list[float]:
+    """Gradients of a part that begins to train as another one is frozen."""
+    module, replica = _replica()
+    _step(module, replica, ["shared", "mine"])
+    module["mine"].requires_grad_(False)
+    module["late"].requires_grad_(True)
+    _step(module, replica, ["shared", "late"])
+    dist.barrier()
+    replica.close()
+    return [float(module[part].weight.grad[0, 0]) for part in ("shared", "late")]
+
+
+def other_dtype(**settings: Any) -> list[float]:
+    """A gradient where each rank has another, in every pass after the parameters got another dtype."""
+    module, replica = _replica(**settings)
+    found = []
+    for dtype in (torch.float32, torch.float64, torch.float64, torch.bfloat16):
+        module.to(dtype).zero_grad()
+        with replica.backward():
+            (module["shared"](torch.ones(1, 3, dtype=dtype)).sum() * dist.get_rank()).backward()
+        found.append(float(module["shared"].weight.grad[0, 0]))
+    dist.barrier()
+    replica.close()
+    return found
+
+
 def error_while_accumulating() -> float:
     """A gradient after an error in a pass of which no other rank knows."""
     module, replica = _replica()

@@ -67,5 +67,14 @@ def test_a_gradient_of_one_rank_is_the_mean_when_another_part_begins_to_train(du
     assert duo.run("divergence_jobs:unused_when_changed", **arguments) == [[0.5, 0.5, 1.0]] * 2
 
 
+def test_a_part_may_begin_to_train_as_another_is_frozen(duo) -> None:
+    assert duo.run("divergence_jobs:one_for_another") == [[1.0, 1.0]] * 2
+
+
+@pytest.mark.parametrize("strategy", [*PLANS, {"gradient_as_bucket_view": True}])
+def test_parameters_that_get_another_dtype_are_synchronized(duo, strategy) -> None:
+    assert duo.run("divergence_jobs:other_dtype", **strategy) == [[0.5] * 4] * 2
+
+
 def test_an_error_while_gradients_are_accumulated_is_the_ranks_own(duo) -> None:
     assert duo.run("divergence_jobs:error_while_accumulating") == [1.0, 1.0]
