@@ -7,6 +7,7 @@ import shutil
 import signal
 import sys
 import threading
+from contextlib import suppress
 from types import FrameType
 from typing import Any
 
@@ -48,7 +49,8 @@ def remove_at_end(folder: str) -> None:
 def _end(number: int, frame: FrameType | None) -> None:
     for folder in _folders:
         shutil.rmtree(folder, ignore_errors=True)
-    os.write(2, f"{os.path.basename(sys.argv[0])}: interrupted\n".encode())
+    with suppress(OSError):  # nobody reads it
+        os.write(2, f"{os.path.basename(sys.argv[0])}: interrupted\n".encode())
     os._exit(STATUS)
 
 

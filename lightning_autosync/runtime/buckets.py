@@ -183,8 +183,9 @@ class DenseBucket(Bucket):
         if not all(self._filled):
             self._fill_rest()
         if self._changed:
-            # Ranks without a change add at most 1 each, so the sum is negative if any rank changed.
-            self._counts.fill_(-self._world_size)
+            # Ranks without a change add at most 1 each, so the sum is negative if any rank changed. Where all did, it
+            # still tells which gradients there are: see `_used_elsewhere`.
+            self._counts.add_(1.0).mul_(-self._world_size)
         self.exchange.start()
 
     def resume(self) -> None:
@@ -202,10 +203,12 @@ class DenseBucket(Bucket):
                 gradient = parameter.grad
                 if self._as_view[place]:
                     view = self._views[place]
-                    if gradient is None or gradient.data_ptr() != view.data_ptr():
+                    if gradient is not None and gradient.data_ptr() == view.data_ptr():
+                        continue
+                    if view.dtype == parameter.dtype:  # else it has just changed
                         # An alias of its own: the user may give the gradient other data.
                         parameter.grad = view.detach()
-                    continue
+                        continue
                 if gradient is None:
                     gradient = parameter.grad = torch.empty_like(parameter)
                 targets.append(gradient.detach())
@@ -222,7 +225,11 @@ class DenseBucket(Bucket):
 
     def _used_elsewhere(self, place: int) -> bool:
         """Whether a parameter that got no gradient on this rank got one on another."""
-        return self.parameters[place].requires_grad and float(self._result[self.message.numel + place]) > 0
+        if not self.parameters[place].requires_grad:
+            return False
+        count, size = float(self._result[self.message.numel + place]), self._world_size
+        # Where all ranks changed, those without the gradient added -size each, and those with it twice as much.
+        return count > 0 or count < -size * (size + 0.5)
 
     def _fill_rest(self) -> None:
         for place, parameter in enumerate(self.parameters):

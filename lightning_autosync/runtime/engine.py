@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd import Variable
 from torch.autograd.graph import Node
+from torch.utils.hooks import RemovableHandle
 
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.errors import ExchangeError
@@ -53,6 +54,7 @@ class Engine:
         changed: whether this rank's parameters are no longer those that the ranks agreed on, so that the next
             backward pass must tell the other ranks.
         on_change: called on every rank after a pass in which some rank had ``changed`` set.
+        on_pass: called on every rank after each other synchronized pass, which `finish` has ended.
 
     Raises:
         PlanError: the schedule is for other parameters or another number of ranks, or differs between ranks.
@@ -79,6 +81,7 @@ class Engine:
         self.deferred = False
         self.changed = False
         self.on_change: Callable[[], None] | None = None
+        self.on_pass: Callable[[], None] | None = None
         self._change_seen = False
         self._armed = False
         self._interruption = ""
@@ -96,8 +99,16 @@ class Engine:
             [(bucket.message, bucket.parameters) for bucket in self._buckets], self._assembly.memories()
         )
         self._graph = _StaticGraph(self._buckets) if static_graph else None
-        self._accumulators = []
-        self._handles = []
+        self._accumulators: list[Node] = []
+        self._handles: list[RemovableHandle] = []
+        self.renew_hooks()
+
+    def renew_hooks(self) -> None:
+        """Follow the parameters' gradients anew: where one got another dtype, autograd accumulates elsewhere.
+
+        Not during a backward pass.
+        """
+        self._remove_hooks()
         for bucket in self._buckets:
             for place, parameter in enumerate(bucket.parameters):
                 # A hook on the node that accumulates the gradient runs after the user's hooks on the parameter,
@@ -118,6 +129,7 @@ class Engine:
         if self.changed and self.enabled and not self._armed:
             # None of the parameters that ranks agreed on got a gradient; the others wait all the same.
             self._arm()
+        passed = self._armed or bool(self._pending)
         self.launch()
         for index in list(self._pending):
             self.finish_message(index)
@@ -125,6 +137,8 @@ class Engine:
             self._change_seen = False
             if self.on_change is not None:
                 self.on_change()
+        elif passed and self.on_pass is not None:
+            self.on_pass()
 
     def synchronize(self) -> None:
         """Exchange the gradients as they stand now, without a backward pass.
@@ -247,11 +261,14 @@ class Engine:
 
     def close(self) -> None:
         """Remove the hooks and close the connections; gradients stay as they are."""
+        self._remove_hooks()
+        self._assembly.close()
+
+    def _remove_hooks(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles = []
         self._accumulators = []
-        self._assembly.close()
 
     def _hook(self, bucket: Bucket, place: int) -> Callable[..., None]:
         pack, graph = bucket.packer(place), self._graph
@@ -351,8 +368,8 @@ class _StaticGraph:
         return left[place] == 0
 
     def end_pass(self) -> None:
-        """A backward pass has ended."""
-        if not self._learned:
+        """A backward pass has ended; one without a gradient was none (see `Engine.synchronize`)."""
+        if not self._learned and any(map(any, self._left.values())):
             self._learned = True
             for bucket, counted in self._left.items():
                 bucket.arrivals = counted
@@ -360,8 +377,11 @@ class _StaticGraph:
 
 def _gradient_accumulator(parameter: nn.Parameter) -> Node:
     """The node of autograd that accumulates the gradient of a parameter."""
+    trains = parameter.requires_grad
     with torch.enable_grad():
-        function = parameter.view_as(parameter).grad_fn
+        # Of a parameter that is frozen for now it is the same node when that trains again.
+        function = parameter.requires_grad_().view_as(parameter).grad_fn
+    parameter.requires_grad_(trains)
     assert function is not None
     accumulator = function.next_functions[0][0]
     assert accumulator is not None

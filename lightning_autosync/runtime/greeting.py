@@ -117,7 +117,7 @@ def call(
             raise ConnectionError("what listens there is no process of a job")
         theirs, own = opening[len(BANNER) :], secrets.token_bytes(_RANDOM)
         tag = _tag(secret, b"caller", theirs, own, claim)
-        connection.sendall(_LENGTH.pack(len(claim)) + own + tag + claim)
+        wait.say(_LENGTH.pack(len(claim)) + own + tag + claim)
         head = wait.receive(_LENGTH.size + _TAG)
         length = _LENGTH.unpack_from(head)[0]
         if length > _LONGEST_ANSWER:
@@ -171,6 +171,13 @@ class _Patience:
                 raise _Settled
             if time.monotonic() > self._deadline:
                 raise TimeoutError("no answer")
+
+    def say(self, data: bytes) -> None:
+        """Send what fits into an empty queue."""
+        try:
+            self._connection.sendall(data)
+        except ConnectionError:
+            raise HungUp("it hung up") from None
 
     def receive(self, size: int) -> bytes:
         """The next ``size`` bytes."""

@@ -153,7 +153,7 @@ class _Connection:
         self._unread = bytearray(rest)
         try:
             found = [json.loads(line) for line in lines]
-        except ValueError:
+        except (ValueError, RecursionError):
             found = [None]
         if len(rest) > _LONGEST or not all(isinstance(message, dict) for message in found):
             self.lost = "it sent what is no message"
@@ -222,7 +222,8 @@ class Lifeline(Watch):
         self.verdict: Verdict | None = None
         self._known, self._parted = threading.Event(), threading.Event()
         self._inquiry = Inquiry(set(sockets), self.patience) if rank == 0 else None
-        self._waiting_since: float | None = None
+        self._waits: dict[object, float] = {}
+        """Since when each thread that waits does so."""
         self._terminated: float | None = None
         self._unanswered: float | None = None
         """Since when rank 0 owes an answer."""
@@ -253,11 +254,12 @@ class Lifeline(Watch):
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        before, self._waiting_since = self._waiting_since, self._waiting_since or time.monotonic()
+        wait = object()
+        self._waits[wait] = time.monotonic()
         try:
             yield
         finally:
-            self._waiting_since = before
+            del self._waits[wait]
 
     def wonder(self) -> None:
         self._submit(self._begin)
@@ -311,6 +313,11 @@ class Lifeline(Watch):
         if verdict.rank == self.rank:
             return ExchangeError(f"the other ranks have given up this one, rank {self.rank}: {verdict.why}")
         return PeerLost(verdict.rank, verdict.why)
+
+    @property
+    def _waiting_since(self) -> float | None:
+        """Since when this rank waits for others, on whatever thread; None if it does not."""
+        return min(self._waits.copy().values(), default=None)
 
     # On the thread
 
@@ -530,7 +537,18 @@ def report(error: BaseException) -> None:
 
 def _watch_works() -> None:
     """While a lifeline is open, whoever waits for a collective call looks at it now and then."""
-    dist.Work.wait = _wait if _lines else _plain_wait  # type: ignore[method-assign, assignment]
+    watched = _lines and _waits_in_slices()
+    dist.Work.wait = _wait if watched else _plain_wait  # type: ignore[method-assign, assignment]
+
+
+def _waits_in_slices() -> bool:
+    """Whether works of the default group can be waited for in slices of time.
+
+    Gloo's can. With NCCL, a wait that has a time-out blocks the process, and aborts the group when the time is over.
+    """
+    if not dist.is_initialized():
+        return True
+    return {pair.rpartition(":")[2] for pair in dist.get_backend_config().split(",")} == {"gloo"}
 
 
 def _wait(work: Any, *arguments: Any, **options: Any) -> Any:

@@ -37,7 +37,7 @@ class ReplicaCheck:
         self._warned = False
 
     def count(self, parameters: Mapping[str, Tensor]) -> None:
-        """A synchronized backward pass begins: check the weights if that is due.
+        """A synchronized backward pass took place, and no step yet: check the weights if that is due.
 
         Args:
             parameters: by name; the same names on all ranks.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import operator
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 from torch import nn
@@ -17,6 +17,7 @@ Facts = dict[str, dict[str, Any]]
 
 
 _FORM = operator.attrgetter("shape", "dtype")
+_DTYPE = operator.attrgetter("dtype")
 _DETAIL_EVERY = 32
 """Looks between two at what hardly ever changes."""
 
@@ -25,7 +26,7 @@ class ParameterWatch:
     """Remembers the parameters of a module, and tells when they are others.
 
     `changed` is asked in every step. It looks only at what it remembers: some ten microseconds for a
-    hundred parameters. Shapes and dtypes it looks at now and then.
+    hundred parameters. Shapes, which autograd does not let change, it looks at now and then.
 
     Args:
         module: whose parameters, in whatever submodule; not those that it tells DDP to ignore.
@@ -36,7 +37,7 @@ class ParameterWatch:
         self._accepted: dict[str, nn.Parameter] = {}
         self._replacements: dict[str, int] = {}
         self._looks = 0
-        self._digests: dict[tuple[bool, ...], int] = {}
+        self._digests: dict[Hashable, int] = {}
         self.accept()
 
     def changed(self) -> bool:
@@ -90,10 +91,10 @@ class ParameterWatch:
         if not self._identical(found):
             return _digest(self.facts())
         # Who freezes parameters in turn comes back to few combinations.
-        trainable = tuple(parameter.requires_grad for parameter in found.values())
-        if trainable not in self._digests:
-            self._digests[trainable] = _digest(self.facts())
-        return self._digests[trainable]
+        state = tuple((parameter.requires_grad, *_FORM(parameter)) for parameter in found.values())
+        if state not in self._digests:
+            self._digests[state] = _digest(self.facts())
+        return self._digests[state]
 
     def _same(self) -> bool:
         """Whether all is as `accept` found it; `map` keeps these loops out of the interpreter."""
@@ -102,6 +103,7 @@ class ParameterWatch:
             list(map(len, self._containers)) == self._sizes
             and all(map(operator.is_, map(dict.get, self._holders, self._keys), self._held))
             and _trainable(self._parameters) == self._trainable
+            and list(map(_DTYPE, self._parameters)) == self._dtypes
             and (self._looks % _DETAIL_EVERY != 0 or list(map(_FORM, self._parameters)) == self._forms)
         )
 
@@ -123,6 +125,7 @@ class ParameterWatch:
         self._held = [held for _, _, held in places]
         self._parameters = [parameter for _, parameter in shared_parameters(self._module)]
         self._trainable = _trainable(self._parameters)
+        self._dtypes = list(map(_DTYPE, self._parameters))
         self._forms = list(map(_FORM, self._parameters))
 
 

@@ -102,15 +102,11 @@ class Turn(JournalFileSymlinkLock):
         """
         file = open(self._lock_target_file, "ab")  # noqa: SIM115 - open for as long as the turn lasts
         try:
-            self._wait(file)
+            if self._wait(file):
+                self._take()
+            else:
+                super().acquire()
         except BaseException:
-            file.close()
-            raise
-        try:
-            self._remove(self._lock_file)
-            self._link()
-        except BaseException:
-            self._remove(self._lock_file)
             file.close()
             raise
         self._file = file
@@ -132,8 +128,17 @@ class Turn(JournalFileSymlinkLock):
             if file is not None:
                 file.close()
 
-    def _wait(self, file: IO[bytes]) -> None:
-        """Have the kernel's lock.
+    def _take(self) -> None:
+        """Make the link, after that of a dead process is removed; call with the kernel's lock."""
+        try:
+            self._remove(self._lock_file)
+            self._link()
+        except BaseException:
+            self._remove(self._lock_file)
+            raise
+
+    def _wait(self, file: IO[bytes]) -> bool:
+        """Have the kernel's lock; False where the file system has no such locks, so that Optuna's own is left.
 
         Raises:
             TimeoutError: another process had it for too long; it may be stopped.
@@ -150,10 +155,10 @@ class Turn(JournalFileSymlinkLock):
                     ) from None
                 time.sleep(pause)
                 pause = min(2 * pause, 0.05)
-            except OSError:  # a file system without such locks; Optuna's own is left then
-                return
+            except OSError:
+                return False
             else:
-                return
+                return True
 
     def _link(self) -> None:
         try:

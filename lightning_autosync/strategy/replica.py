@@ -106,14 +106,13 @@ class Replica:
             self._buffers.before_forward(synchronizes)
 
     def before_synchronization(self) -> None:
-        """Call before each backward pass of training: do ranks still train the same parameters, with equal weights?
+        """Call before each backward pass of training: do ranks still train the same parameters?
 
         Where this rank's parameters changed, the pass itself tells the other ranks, at no cost to the passes without
         a change. From then on, as with networks that are frozen in turn, ranks compare digests before each pass, until
         there has been no change for a while.
 
         Raises:
-            ExchangeError: (on every rank) weights differ between ranks.
             PlanError: (on every rank) parameters changed on some ranks only, or the user's plan does not have them.
         """
         engine = self._engine
@@ -124,8 +123,8 @@ class Replica:
             self._compare()
         else:
             engine.changed = changed
-        if self._check is not None:
-            self._check.count(self._compared)
+            if changed:
+                engine.renew_hooks()
 
     def end_training(self) -> None:
         """Call when training ends, on all ranks: weights must be equal.
@@ -150,6 +149,10 @@ class Replica:
 
         Args:
             scaler: what scales the loss.
+
+        Raises:
+            ExchangeError: (on every rank) weights differ between ranks.
+            PlanError: as of `before_synchronization`.
         """
         self.before_synchronization()
         self.follow_scaler(scaler)
@@ -162,7 +165,8 @@ class Replica:
             yield
             engine.finish()
         except BaseException as error:
-            engine.interrupt(error)
+            if engine.enabled:  # else no other rank takes part
+                engine.interrupt(error)
             raise
         finally:
             engine.deferred = False
@@ -190,6 +194,11 @@ class Replica:
         self._memory = self._engine.state_dict()
         self._engine.close()
         self._engine = None
+
+    def _check_weights(self) -> None:
+        # Forward passes, unlike synchronized backward passes, need not be as many on each rank.
+        if self._check is not None:
+            self._check.count(self._compared)
 
     def _compare(self) -> None:
         """Raise if parameters differ between ranks, and follow a change that all ranks made."""
@@ -230,7 +239,8 @@ class Replica:
         self._agreed = self._watch.digest()
         current = dict(variable_names(self._module, also=set(self._planned.values())))
         if current.keys() == self._planned.keys() and all(
-            self._planned[name] is parameter for name, parameter in current.items()
+            self._planned[name] is parameter and self._dtypes[name] == parameter.dtype
+            for name, parameter in current.items()
         ):
             return
         self._plan_anew(current)
@@ -264,6 +274,7 @@ class Replica:
     def _start(self) -> Engine:
         # A parameter that has trained stays in the plan while it is frozen: networks that train in turn share one.
         self._planned = dict(variable_names(self._module, also=set(self._planned.values())))
+        self._dtypes = {name: parameter.dtype for name, parameter in self._planned.items()}
         own = {name for name, parameter in self._planned.items() if parameter in shortened_rows(self._module)}
         if own and not self._compared:
             rank_zero_warn(
@@ -287,7 +298,7 @@ class Replica:
             static_graph=self._settings.static_graph,
             watched=self._watched,
         )
-        engine.on_change = self._follow_change
+        engine.on_change, engine.on_pass = self._follow_change, self._check_weights
         return engine
 
 

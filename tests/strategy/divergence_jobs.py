@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,9 @@ from torch import nn
 from lightning_autosync import AutoSyncStrategy
 from lightning_autosync.errors import AutoSyncError
 from lightning_autosync.strategy import replica as replica_module
+from lightning_autosync.strategy.replica import Replica
+from lightning_autosync.strategy.settings import Settings
+from lightning_autosync.strategy.wrapper import accumulation
 
 CHANGE_AT = 3
 """Batches before the change."""
@@ -143,4 +147,67 @@ def in_turn(**strategy: Any) -> dict[str, float]:
     return {"distance": distance(*trained), "plans": plans}
 
 
-__all__ = ["change", "in_turn", "replicas_equal"]
+def _step(module: nn.ModuleDict, replica: Replica, parts: list[str]) -> None:
+    module.zero_grad()
+    with replica.backward():
+        sum(module[part](torch.ones(1, 3)).sum() for part in parts).backward()
+
+
+def _replica(**settings: Any) -> tuple[nn.ModuleDict, Replica]:
+    module = nn.ModuleDict({name: nn.Linear(3, 2, bias=False) for name in ("shared", "mine", "late")})
+    module["late"].requires_grad_(False)
+    return module, Replica(module, Settings(**settings), 1, 2)
+
+
+def unused_when_changed(**settings: Any) -> list[float]:
+    """A gradient that only rank 0 has: in a usual pass, and in the one in which another part begins to train."""
+    module, replica = _replica(**settings)
+    used = ["shared", "mine"] if dist.get_rank() == 0 else ["shared"]
+    _step(module, replica, used)
+    found = [float(module["mine"].weight.grad[0, 0])]
+    module["late"].requires_grad_(True)
+    _step(module, replica, [*used, "late"])
+    found += [float(module[part].weight.grad[0, 0]) for part in ("mine", "late")]
+    dist.barrier()
+    replica.close()
+    return found
+
+
+def one_for_another() -> list[float]:
+    """Gradients of a part that begins to train as another one is frozen."""
+    module, replica = _replica()
+    _step(module, replica, ["shared", "mine"])
+    module["mine"].requires_grad_(False)
+    module["late"].requires_grad_(True)
+    _step(module, replica, ["shared", "late"])
+    dist.barrier()
+    replica.close()
+    return [float(module[part].weight.grad[0, 0]) for part in ("shared", "late")]
+
+
+def other_dtype(**settings: Any) -> list[float]:
+    """A gradient where each rank has another, in every pass after the parameters got another dtype."""
+    module, replica = _replica(**settings)
+    found = []
+    for dtype in (torch.float32, torch.float64, torch.float64, torch.bfloat16):
+        module.to(dtype).zero_grad()
+        with replica.backward():
+            (module["shared"](torch.ones(1, 3, dtype=dtype)).sum() * dist.get_rank()).backward()
+        found.append(float(module["shared"].weight.grad[0, 0]))
+    dist.barrier()
+    replica.close()
+    return found
+
+
+def error_while_accumulating() -> float:
+    """A gradient after an error in a pass of which no other rank knows."""
+    module, replica = _replica()
+    with contextlib.suppress(MemoryError), accumulation(replica), replica.backward():
+        raise MemoryError
+    _step(module, replica, ["shared"])
+    dist.barrier()
+    replica.close()
+    return float(module["shared"].weight.grad[0, 0])
+
+
+__all__ = ["change", "error_while_accumulating", "in_turn", "replicas_equal", "unused_when_changed"]

@@ -448,6 +448,22 @@ def fabric_twice() -> list[float]:
     return module.weight.grad.flatten().tolist()
 
 
+def fabric_looks() -> list[float]:
+    """Weights after steps between which rank 0 alone runs the module once more, as for a picture of its output."""
+    fabric = make_fabric(AutoSyncFabricStrategy(check_replicas=1, timeout=5.0))
+    module = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(module.weight)
+    wrapped, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.5))
+    for _ in range(3):
+        fabric.backward(wrapped(torch.full((1, 1), dist.get_rank() + 1.0)).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+        if dist.get_rank() == 0:
+            wrapped(torch.ones(1, 1))
+    fabric.strategy.teardown()
+    return module.weight.flatten().tolist()
+
+
 def fabric_scales() -> dict[str, list[float]]:
     """The scale of each loss, and the one that the engine was told."""
     plan = builders.all_reduce(describe(models.Plain()), ClusterSpec.uniform(1, 2), compressor="int8")

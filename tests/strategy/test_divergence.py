@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 PLANS = [{}, {"plan": "all_reduce"}, {"plan": "packed_trees"}]
+WAYS = [*PLANS, {"static_graph": True}]
 
 
-@pytest.mark.parametrize("strategy", PLANS)
+@pytest.mark.parametrize("strategy", WAYS)
 @pytest.mark.parametrize("change", ["replace", "add_layer", "freeze", "assign"])
 def test_parameters_that_change_on_all_ranks_are_followed(duo, change: str, strategy: dict[str, str]) -> None:
     assert duo.run("divergence_jobs:change", name=change, where=[0, 1], **strategy) == [0.0, 0.0]
@@ -57,3 +58,23 @@ def test_networks_that_are_frozen_in_turn_keep_their_engine(duo, strategy: dict[
     for found in duo.run("divergence_jobs:in_turn", **strategy):
         assert found["distance"] < 1e-6
         assert found["plans"] <= 2
+
+
+@pytest.mark.parametrize("as_view", [False, True])
+@pytest.mark.parametrize("plan", [None, "all_reduce", "packed_trees"])
+def test_a_gradient_of_one_rank_is_the_mean_when_another_part_begins_to_train(duo, plan, as_view: bool) -> None:
+    arguments = {"plan": plan, "gradient_as_bucket_view": as_view}
+    assert duo.run("divergence_jobs:unused_when_changed", **arguments) == [[0.5, 0.5, 1.0]] * 2
+
+
+def test_a_part_may_begin_to_train_as_another_is_frozen(duo) -> None:
+    assert duo.run("divergence_jobs:one_for_another") == [[1.0, 1.0]] * 2
+
+
+@pytest.mark.parametrize("strategy", [*PLANS, {"gradient_as_bucket_view": True}])
+def test_parameters_that_get_another_dtype_are_synchronized(duo, strategy) -> None:
+    assert duo.run("divergence_jobs:other_dtype", **strategy) == [[0.5] * 4] * 2
+
+
+def test_an_error_while_gradients_are_accumulated_is_the_ranks_own(duo) -> None:
+    assert duo.run("divergence_jobs:error_while_accumulating") == [1.0, 1.0]

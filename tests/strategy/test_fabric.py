@@ -28,6 +28,10 @@ def test_a_module_may_be_set_up_again(duo) -> None:
     assert duo.run("jobs:fabric_twice") == [[1.5], [1.5]]
 
 
+def test_a_rank_may_run_a_module_more_often_than_others(duo) -> None:
+    assert duo.run("jobs:fabric_looks") == [[-1.25], [-1.25]]
+
+
 def test_resumed_training_equals_uninterrupted(duo, tmp_path) -> None:
     for found in duo.run("jobs:fabric_resume", folder=str(tmp_path)):
         assert found == {"distance": 0.0, "step": 2, "remainder": []}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -99,6 +100,28 @@ def test_processes_of_optuna_alone_take_turns_with_ours(path):
     ours.release()
     theirs.acquire()
     theirs.release()
+
+
+def test_turns_are_taken_where_the_kernel_keeps_no_locks(path, monkeypatch):
+    def refused(file, operation):
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr("fcntl.flock", refused)
+    first, second, order = Turn(str(path)), Turn(str(path)), []
+
+    def wait() -> None:
+        second.acquire()
+        order.append("second")
+        second.release()
+
+    first.acquire()
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    waiting.join(0.2)
+    order.append("first")
+    first.release()
+    waiting.join()
+    assert order == ["first", "second"]
 
 
 def test_no_line_is_lost_among_several_processes(path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import selectors
 import socket
 import threading
@@ -143,6 +144,28 @@ def test_who_is_hung_up_on_calls_again() -> None:
         assert found is not None
         found[0].close()
     assert claims == [b"it is me"]
+
+
+def test_who_is_hung_up_on_before_it_speaks_calls_again() -> None:
+    """On a socket of the machine, unlike TCP, a caller learns at once that nobody listens any more."""
+    name, heard = "\0autosync-test-" + secrets.token_hex(8), threading.Event()
+
+    def settled() -> bool:
+        return heard.is_set()
+
+    with rendezvous.listen(name) as listener:
+
+        def hang_up() -> None:
+            for _ in range(2):
+                caller, _ = listener.accept()
+                caller.sendall(greeting.BANNER + bytes(16))
+                caller.close()
+            heard.set()
+
+        thread = threading.Thread(target=hang_up)
+        thread.start()
+        assert greeting.call_until([name], SECRET, b"it is me", soon(), settled) is None
+        thread.join()
 
 
 def test_slow_strangers_do_not_keep_ranks_apart(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from lightning_autosync.errors import ExchangeError, PeerLost
 from lightning_autosync.runtime import lifeline
 from lightning_autosync.runtime.lifeline import Inquiry, Lifeline, Verdict, explained, wait_watched
+from lightning_autosync.strategy.world import LossWatch
 
 PATIENCE = 2.0
 
@@ -118,8 +119,9 @@ def test_who_takes_leave_is_not_at_fault_until_somebody_misses_it(
     assert "it has ended, while others go on" in str(ends[1 - leaving].explain("a barrier failed"))
 
 
-def test_nonsense_ends_the_connection_only(ends: tuple[Lifeline, Lifeline]) -> None:
-    ends[1]._connections[0].socket.send(b'[1, 2]\n{"are you there"\n')
+@pytest.mark.parametrize("nonsense", [b'[1, 2]\n{"are you there"\n', b"[" * 10_000 + b"\n"])
+def test_nonsense_ends_the_connection_only(ends: tuple[Lifeline, Lifeline], nonsense: bytes) -> None:
+    ends[1]._connections[0].socket.send(nonsense)
     assert wait_for_verdict(ends[0]) == Verdict(1, "it sent what is no message")
 
 
@@ -132,6 +134,16 @@ def test_a_wait_ends_with_the_verdict(ends: tuple[Lifeline, Lifeline]) -> None:
 def test_a_wait_in_vain_says_for_what_and_how_long() -> None:
     with pytest.raises(ExchangeError, match=r"a message: no answer from the other ranks in 0\.3 s"):
         wait_watched(lambda seconds: bool(time.sleep(seconds)), "a message", 0.3)
+
+
+def test_a_rank_waits_while_any_of_its_threads_does(ends: tuple[Lifeline, Lifeline]) -> None:
+    one, other = ends[0].waiting(), ends[0].waiting()
+    one.__enter__()
+    other.__enter__()
+    one.__exit__(None, None, None)
+    assert ends[0]._waiting_since is not None
+    other.__exit__(None, None, None)
+    assert ends[0]._waiting_since is None
 
 
 def test_a_sigterm_ends_a_wait_that_does_not_end_by_itself(ends: tuple[Lifeline, Lifeline]) -> None:
@@ -151,6 +163,15 @@ def test_torch_is_left_alone_when_all_are_closed(ends: tuple[Lifeline, Lifeline]
     for end in ends:
         end.close()
     assert dist.Work.wait is lifeline._plain_wait
+
+
+@pytest.mark.parametrize("backend", ["cuda:nccl", "cpu:gloo,cuda:nccl"])
+def test_a_backend_of_gpus_is_left_alone(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL takes a wait of limited time for one that blocks, and aborts the group at its end."""
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_backend_config", lambda: backend)
+    with lifeline.watching(LossWatch("a step", dict, 4.0)):
+        assert dist.Work.wait is lifeline._plain_wait
 
 
 def test_a_forked_child_does_not_hide_that_its_parent_died() -> None:
