@@ -38,7 +38,15 @@ def has_password(value: Any) -> bool:
     if not isinstance(value, str) or "://" not in value or "${" in value:
         return False
     secret = re.compile(r"://[^/?]*:[^/?]+@|[?&][^=&]*pass(?:word|wd)[^=&]*=[^&]", re.IGNORECASE)
-    return secret.search(value) is not None
+    return secret.search(value) is not None or _has_one_for_drivers(value)
+
+
+def _has_one_for_drivers(address: str) -> bool:
+    """Whether SQLAlchemy finds a password, which may have characters that others would have escaped."""
+    try:
+        return bool(make_url(address).password)
+    except (ArgumentError, ValueError):
+        return False
 
 
 def by_environment(arguments: Sequence[str]) -> list[str]:

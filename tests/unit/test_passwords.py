@@ -22,6 +22,7 @@ SECRET = "hunter2%40x"
 ADDRESSES = [
     f"postgresql://user:{SECRET}@host/db",
     f"postgresql+psycopg2://user:{SECRET}@host:5432/db?sslmode=require",
+    f"postgresql://user:a/{SECRET}@host/db",
     f"postgresql://host/db?user=me&password={SECRET}",
     f"mysql://host/db?passwd={SECRET}&charset=utf8",
 ]
