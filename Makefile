@@ -9,10 +9,10 @@ READY  := $(VENV)/.ready
 demo: $(READY)
 	$(BIN)/python examples/demo.py
 
-# Unit tests side by side; the others start processes of their own, which use all cores.
+# The others than unit tests start processes of their own, which wait for each other much of the time.
 test: $(READY)
 	$(BIN)/python -m pytest -q -m "not slow" -n 2 tests/unit
-	$(BIN)/python -m pytest -q -m "not slow" --ignore tests/unit
+	$(BIN)/python -m pytest -q -m "not slow" -n 3 --dist loadfile --ignore tests/unit
 
 test-all: $(READY)
 	$(BIN)/python -m pytest -q

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Iterable, Iterator
@@ -16,6 +17,7 @@ from lightning_autosync.workers import WorkerPool
 
 TESTS = Path(__file__).parent
 WORLD_SIZE = 5
+RANK_VARIABLES = ("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "SLURM_PROCID")
 
 torch.set_num_threads(1)  # tensors here are small, and tests' own workers want the other cores
 
@@ -50,6 +52,14 @@ def own_interrupts() -> Iterator[None]:
     yield
     signal.signal(signal.SIGINT, before[0])
     sys.unraisablehook = before[1]
+
+
+@pytest.fixture(autouse=True)
+def own_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launchers leave in the environment which rank a process is; the next test's process is none."""
+    for name in list(os.environ):
+        if name in RANK_VARIABLES or name.startswith("TORCHELASTIC_"):
+            monkeypatch.delenv(name)
 
 
 @pytest.fixture(scope="session")
