@@ -15,6 +15,7 @@ Domain = tuple[Value, ...]
 
 JOIN = "join"
 """Method of a block that travels with its home, which may join another in turn."""
+ASPECTS = ("method", "servers", "bucket", "compressor", "aggregate", "priority", "segment")
 WHOLE = 0
 """Bucket without a limit: the block and all that joined it make one message."""
 PARTS = (2, 4, 8, 16)
