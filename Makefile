@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: demo test test-all lint clean
+.PHONY: demo test test-all parity lint clean
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
@@ -16,6 +16,10 @@ test: $(READY)
 
 test-all: $(READY)
 	$(BIN)/python -m pytest -q
+
+# Pairs of jobs under DDP and under AutoSync, with a table of how they ended.
+parity: $(READY)
+	$(BIN)/python -m tests.parity
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -1,8 +1,8 @@
 """Plans for how data-parallel Lightning jobs synchronize: ``Trainer(strategy="autosync")``.
 
 Importing the package registers its strategies, whether Lightning was imported before or is imported later. It
-loads neither Lightning nor torch by itself: every public name below comes from its room when it is first
-asked for.
+loads neither Lightning nor torch by itself: every public name below is imported when it is first used, and
+``__version__`` is read from the installed package's metadata then.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from lightning_autosync.strategy.lightning import AutoSyncStrategy
     from lightning_autosync.workload import Workload
 
+    __version__: str
+
 _HOMES = {
     "AutoSyncFabricStrategy": "strategy.fabric",
     "AutoSyncStrategy": "strategy.lightning",
@@ -28,17 +30,29 @@ _HOMES = {
     "builders": "plan",
 }
 
-__all__ = ["AutoSyncFabricStrategy", "AutoSyncStrategy", "ClusterSpec", "SyncPlan", "Workload", "builders"]
+__all__ = [
+    "AutoSyncFabricStrategy",
+    "AutoSyncStrategy",
+    "ClusterSpec",
+    "SyncPlan",
+    "Workload",
+    "__version__",
+    "builders",
+]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import version  # its import takes as long as that of the rest of this module
+
+        return version("lightning-autosync")
     if name not in _HOMES:
         raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
     return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES})
+    return sorted({*globals(), *__all__})
 
 
 register_strategies()

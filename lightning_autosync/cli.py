@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import signal
+import logging
+import os
 import sys
 import tempfile
 from collections.abc import Callable
@@ -10,10 +11,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from lightning_autosync.cli_arguments import prepared, with_override
-from lightning_autosync.cluster import configuration_directory
-from lightning_autosync.configuration import check_overrides, help_text, with_own_clusters
-from lightning_autosync.errors import AutoSyncError
+from lightning_autosync import interrupts
+from lightning_autosync.errors import AutoSyncError, UnwritableError
 
 VERBS = {
     "bench": ("lightning_autosync.report.bench", "measure contenders side by side on this machine"),
@@ -36,7 +35,11 @@ TORCHRUN = "hydra/launcher=autosync_torchrun"
 
 
 def main() -> None:
-    """Run the verb that the command line names; the rest of the line is Hydra's."""
+    """Run the verb that the command line names; the rest of the line is Hydra's.
+
+    Whatever takes long to import is imported once a Ctrl-C is heard.
+    """
+    interrupts.end_at_once()
     if len(sys.argv) < 2 or sys.argv[1] in ("-h", "--help"):
         print(usage())
         sys.exit(0 if len(sys.argv) > 1 else 2)
@@ -45,13 +48,18 @@ def main() -> None:
         print(f"autosync: '{verb}' is not a verb\n\n{usage()}", file=sys.stderr)
         sys.exit(2)
     sys.argv = [f"autosync {verb}", *sys.argv[2:]]
+    logging.raiseExceptions = False  # a log on a full disk is not worth a traceback for each of its lines
     try:
         run_verb(verb)
-    except AutoSyncError as error:
-        sys.exit(f"autosync {verb}: {error}")
+        _flush_output()
+    except (AutoSyncError, OSError) as error:
+        sys.exit(f"autosync {verb}: {in_a_line(error)}")
     except KeyboardInterrupt:  # verbs that keep what was done until then say so themselves
+        interrupts.end_at_once()
         print(f"autosync {verb}: interrupted", file=sys.stderr)
-        sys.exit(128 + signal.SIGINT)
+        sys.exit(interrupts.STATUS)
+    finally:
+        interrupts.end_at_once()
 
 
 def usage() -> str:
@@ -62,10 +70,18 @@ def usage() -> str:
 
 def run_verb(verb: str) -> None:
     """Compose the verb's configuration and call its function, once or, in a sweep, for every combination."""
+    from lightning_autosync.cli_arguments import prepared, with_override
+    from lightning_autosync.configuration import check_overrides, help_text, with_own_clusters
+
     if {"-h", "--help"} & set(sys.argv[1:]):
         print(help_text(verb, VERBS[verb][1]))
         return
     with tempfile.TemporaryDirectory(prefix="autosync-") as folder:
+        interrupts.remove_at_end(folder)
+        if any("://" in argument for argument in sys.argv):
+            from lightning_autosync.search.passwords import by_environment
+
+            sys.argv[1:] = by_environment(sys.argv[1:])
         sys.argv[1:] = with_own_clusters(prepared(sys.argv[1:], Path(folder)), Path(folder))
         check_overrides(verb, sys.argv[1:])
         if TORCHRUN in sys.argv:
@@ -76,8 +92,12 @@ def run_verb(verb: str) -> None:
 def _run(verb: str) -> None:
     import hydra
     from hydra.core.hydra_config import HydraConfig
+    from hydra.errors import CompactHydraException
     from hydra.types import RunMode
     from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    from lightning_autosync.cluster import configuration_directory
 
     function: Callable[[dict[str, Any], Path], Any] = getattr(import_module(VERBS[verb][0]), verb)
 
@@ -91,13 +111,47 @@ def _run(verb: str) -> None:
             if ended.code or not _is_reported(hydra_configuration):
                 raise
             return None  # a rank that only follows; its launcher has to hear that it ended well
-        except AutoSyncError as error:
+        except (AutoSyncError, OSError) as error:
             if hydra_configuration.mode is RunMode.MULTIRUN or _is_reported(hydra_configuration):
                 raise  # a failed trial is the sweeper's to tell
-            # Hydra would wrap it in its own report and a traceback.
-            sys.exit(f"autosync {verb}: {error}")
+            # Hydra would print the line's overrides before it.
+            sys.exit(f"autosync {verb}: {in_a_line(error)}")
 
-    hydra.main(version_base="1.3", config_path=str(configuration_directory()), config_name=verb)(application)()
+    # Hydra shall raise what it meets, as a full disk, and not print it with a traceback and exit.
+    os.environ.setdefault("HYDRA_FULL_ERROR", "1")
+    try:
+        interrupts.raise_again()
+        hydra.main(version_base="1.3", config_path=str(configuration_directory()), config_name=verb)(application)()
+    except (CompactHydraException, OmegaConfBaseException) as error:
+        cause = error.__cause__
+        print(error, *([cause] if isinstance(cause, OmegaConfBaseException) else []), sep="\n", file=sys.stderr)
+        sys.exit(getattr(error, "status", 1))
+
+
+def in_a_line(error: AutoSyncError | OSError) -> str:
+    """What went wrong, and with which file, without passwords of databases."""
+    text = str(error)
+    if isinstance(error, OSError) and error.strerror is not None:
+        where = error.filename2 or error.filename or "standard output or a file of the run directory"
+        text = f"{where}: {error.strerror}"
+    if "://" in text:
+        from lightning_autosync.search.passwords import without_passwords
+
+        return without_passwords(text)
+    return text
+
+
+def _flush_output() -> None:
+    """Print what is left to be printed, which Python would do at its end, with an error of its own.
+
+    Raises:
+        UnwritableError: it cannot be.
+    """
+    try:
+        sys.stdout.flush()
+    except OSError as cause:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise UnwritableError(f"standard output: {cause.strerror}") from None
 
 
 def _is_reported(configuration: Any) -> bool:

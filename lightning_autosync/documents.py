@@ -9,27 +9,43 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
+import math
 import os
+import re
 import secrets
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
-from typing import IO, Annotated, Any, ClassVar, TypeVar
+from typing import IO, Annotated, Any, ClassVar, TypeVar, cast
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, Strict, TypeAdapter, ValidationError
 
-from lightning_autosync.errors import DocumentError
+from lightning_autosync.errors import DocumentError, UnwritableError
 
+Kind = TypeVar("Kind")
 DocumentType = TypeVar("DocumentType", bound="Document")
 RecordType = TypeVar("RecordType", bound="Record")
 ConfigurationType = TypeVar("ConfigurationType", bound="Configuration")
 
-MOST_BYTES = 64 * 2**20
-"""Of a document's file."""
-MOST_VALUES = 1_000_000
-"""Of a YAML document whose aliases are written out."""
+MOST_BYTES = 16 * 2**20
+"""Of a document's file, or of a line of a file that has a document a line."""
+MOST_YAML_BYTES = 4 * 2**20
+"""Of a file of YAML, whose reader takes a second a megabyte."""
+MOST_VALUES = 500_000
+"""Of a document, the aliases of YAML written out."""
+MOST_NODES = 100_000
+"""Of a YAML document as it is written: each takes a kilobyte while it is read. JSON has no such limit."""
+MOST_LEVELS = 64
+"""Of lists and mappings within each other."""
+LARGEST_NUMBER = 1e60
+"""Of a document, where no field says less: what is made of a few such numbers is still finite."""
+MOST_DIGITS = 400
+"""Of a number in YAML, which reads longer ones in quadratic time."""
+LEAST, LONGEST = 1e-12, 1e9
+"""Seconds of anything that was measured."""
 LARGEST = 2**53
 """The largest whole number in a document: beyond, floats would not tell neighbours apart."""
 Integer = Annotated[int, Strict(), Field(ge=-LARGEST, le=LARGEST)]
@@ -38,6 +54,16 @@ Index = Annotated[Integer, Field(ge=0)]
 """A whole number from 0 on."""
 Count = Annotated[Integer, Field(gt=0)]
 """A whole number from 1 on."""
+Taken = Annotated[float, Field(ge=LEAST, le=LONGEST)]
+"""Seconds that something took, as measured."""
+Spent = Annotated[float, Field(ge=0, le=LONGEST)]
+"""The same of what may be nothing."""
+Moment = Annotated[float, Field(ge=-LONGEST, le=LONGEST)]
+"""Seconds from some beginning."""
+_SHOWN = 100
+"""Characters of a wrong value that an error shows."""
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 _BLOCK = 1 << 16
 """Bytes that are looked through at once for the end of a line."""
 
@@ -53,6 +79,10 @@ class Record(BaseModel):
         for name in copy.__dict__.keys() - type(self).model_fields.keys():
             del copy.__dict__[name]
         return copy
+
+
+PLAIN = ConfigDict(extra="forbid", allow_inf_nan=False)
+"""Of dataclasses that `checked` makes (their ``__pydantic_config__``): as strict as records are."""
 
 
 class Configuration(Record):
@@ -132,9 +162,14 @@ def check_format(found: Any, expected: str, where: str, error: type[DocumentErro
     if found is None:
         raise error(f"{where}: format: missing; expected '{expected}'")
     found_name, _, found_version = str(found).rpartition("/")
-    if found_name == name and found_version.isdigit() and int(found_version) > int(version):
+    if (
+        found_name == name
+        and found_version.isdecimal()
+        and len(found_version) < 9
+        and int(found_version) > int(version)
+    ):
         raise error(f"{where}: format: '{found}' was written by a newer release; this one reads '{expected}'")
-    raise error(f"{where}: format: '{found}' is not readable here; expected '{expected}'")
+    raise error(f"{where}: format: {shown(found)} is not readable here; expected '{expected}'")
 
 
 def describe_validation_error(error: ValidationError, data: Any = None) -> str:
@@ -143,16 +178,16 @@ def describe_validation_error(error: ValidationError, data: Any = None) -> str:
     # A list whose only item is wrong is also reported as too short; the item's own error says more.
     problems = [problem for problem in problems if problem["type"] != "too_short"] or problems
     first = problems[0]
-    message = first["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
+    message = shortened(first["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, "), 5 * _SHOWN)
     if first["type"] == "extra_forbidden":
         message = "unknown field"
     elif first["type"] == "missing":
         message = "missing"
     elif "input" in first and not isinstance(first["input"], dict | list):
-        message += f" (got {first['input']!r})"
+        message += f" (got {shown(first['input'])})"
     location = _render_location(first["loc"], data)
     rest = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-    return f"{location}: {message}{rest}" if location else f"{message}{rest}"
+    return f"{shortened(location, 3 * _SHOWN)}: {message}{rest}" if location else f"{message}{rest}"
 
 
 def _render_location(location: tuple[int | str, ...], data: Any) -> str:
@@ -172,9 +207,9 @@ def read_text(path: Path, error: type[DocumentError] = DocumentError, source: st
     """The text of a file, of which ``error`` says that it cannot be read; ``source`` names it there."""
     source = source or str(path)
     try:
-        size = path.stat().st_size
-        if size > MOST_BYTES:
-            raise error(f"{source}: {size} bytes; allowed: {MOST_BYTES} at most")
+        size, most = path.stat().st_size, MOST_BYTES if path.suffix == ".json" else MOST_YAML_BYTES
+        if size > most:
+            raise error(f"{source}: {size} bytes; allowed: {most} at most ({MOST_BYTES} of JSON)")
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as cause:
         why = cause.strerror if isinstance(cause, OSError) else cause  # the error itself names the file again
@@ -182,26 +217,191 @@ def read_text(path: Path, error: type[DocumentError] = DocumentError, source: st
 
 
 def read_data(
-    path: str | os.PathLike[str], error: type[DocumentError] = DocumentError, source: str | None = None
+    path: str | os.PathLike[str],
+    error: type[DocumentError] = DocumentError,
+    source: str | None = None,
+    *,
+    finite: bool = True,
 ) -> Any:
-    """Plain data from a YAML or JSON file, in which no mapping has a key twice; ``source`` names it in errors."""
+    """Plain data from a YAML or JSON file.
+
+    That is None, bool, int, float, str, lists and mappings by text, no key twice, within the limits of this module.
+
+    Args:
+        path: of the file.
+        error: what is raised.
+        source: names it in errors, in place of the path.
+        finite: whether infinities and what is no number are refused: not of results of which only a part is read.
+
+    Raises:
+        DocumentError: (``error``) the file cannot be read, or has something else in it.
+    """
     path = Path(path)
     source = source or str(path)
     text = read_text(path, error, source)
-    language = "JSON" if path.suffix == ".json" else "YAML"
+    if path.suffix == ".json":
+        return parse_json(text, source, error, finite=finite)
+    return _parsed(lambda: yaml.load(text, _Loader), "YAML", source, error, finite)
+
+
+def parse_json(text: Any, source: str, error: type[DocumentError] = DocumentError, *, finite: bool = True) -> Any:
+    """Plain data, as of `read_data`, from JSON text that is in no file of its own; ``source`` says where it is.
+
+    Raises:
+        DocumentError: (``error``) it is no such text.
+    """
+    if not isinstance(text, str):
+        raise error(f"{source}: not valid JSON: expected text, got {type(text).__name__}")
+    return _parsed(lambda: _from_json(text), "JSON", source, error, finite)
+
+
+def whole_lines(path: Path, error: type[DocumentError] = DocumentError) -> Iterator[tuple[str, str]]:
+    """Where each line of a file is, and what it says; none if there is no file.
+
+    A last line that an interruption cut off is left out.
+
+    Raises:
+        DocumentError: (``error``) the file cannot be read, or a line is too long or no text.
+    """
+    if not path.exists():
+        return
     try:
-        if language == "JSON":
-            return json.loads(text, object_pairs_hook=_mapping)
-        return yaml.load(text, _Loader)
+        with path.open("rb") as file:
+            for number, line in enumerate(iter(lambda: file.readline(MOST_BYTES + 1), b""), 1):
+                if len(line) > MOST_BYTES:
+                    raise error(f"{path}:{number}: a line of more than {MOST_BYTES} bytes; allowed: so many at most")
+                if not line.endswith(b"\n"):
+                    return
+                yield f"{path}:{number}", _decoded(line, f"{path}:{number}", error)
+    except OSError as cause:
+        raise error(f"{path}: cannot be read: {cause.strerror}") from None
+
+
+def _decoded(line: bytes, source: str, error: type[DocumentError]) -> str:
+    try:
+        return line.decode()
+    except UnicodeDecodeError as cause:
+        raise error(f"{source}: cannot be read: {cause}") from None
+
+
+def checked(kind: type[Kind], data: Any, source: str, error: type[DocumentError] = DocumentError) -> Kind:
+    """A value of a kind (a dataclass, a mapping of records, ...) from plain data; ``source`` says where that is.
+
+    Raises:
+        DocumentError: (``error``) the first thing wrong, by field.
+    """
+    try:
+        return cast("Kind", _adapter(cast("Hashable", kind)).validate_python(data))
+    except ValidationError as wrong:
+        raise error(f"{source}: {describe_validation_error(wrong, data)}") from None
+
+
+@cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
+
+
+def _parsed(parse: Callable[[], Any], language: str, source: str, error: type[DocumentError], finite: bool) -> Any:
+    try:
+        data = parse()
     except RecursionError:
         raise error(f"{source}: not valid {language}: nested too deeply") from None
     except Exception as cause:  # PyYAML lets out whatever its conversions of scalars raise
         why = " ".join(str(cause).split()).replace('in "<unicode string>", line', "at line")
-        raise error(f"{source}: not valid {language}: {why}") from None
+        raise error(f"{source}: not valid {language}: {shortened(why, 3 * _SHOWN)}") from None
+    if (unfit := _unfit(data, finite)) is not None:
+        raise error(f"{source}: {unfit}")
+    return data
+
+
+def _from_json(text: str) -> Any:
+    # Of each value there is a character before it. Most of them are not within texts, so that this is near enough.
+    count = 1 + sum(text.count(mark) for mark in ",[{")
+    if count > MOST_VALUES:
+        raise ValueError(f"it has some {count} values; allowed: {MOST_VALUES} at most")
+    return json.loads(text, object_pairs_hook=_mapping)
+
+
+def _unfit(data: Any, finite: bool) -> str | None:
+    """The first thing in plain data that no document has, by field; None where there is none."""
+    if (why := _wrong(data, finite)) is not None:
+        return why
+    place: list[int | str] = []
+    levels = [_parts(data)]  # not all values at once: a document may have many
+    while levels:
+        key, value = next(levels[-1], (None, None))
+        if key is None:
+            levels.pop()
+            place = place[: len(levels) - 1]
+            continue
+        why = _wrong(value, finite)
+        if len(levels) > MOST_LEVELS:
+            why = f"nested too deeply; allowed: {MOST_LEVELS} levels"
+        if why is not None:
+            return f"{shortened(_render_location((*place, key), None))}: {why}"
+        if isinstance(value, dict | list):
+            place.append(key)
+            levels.append(_parts(value))
+    return None
+
+
+def _parts(value: Any) -> Iterator[tuple[Any, Any]]:
+    """What is in a value, by key or number."""
+    if isinstance(value, dict):
+        return iter(value.items())
+    return enumerate(value) if isinstance(value, list) else iter(())
+
+
+def _wrong(value: Any, finite: bool) -> str | None:
+    """Why a value, apart from what is in it, is in no document; None if it may be in one."""
+    if isinstance(value, dict):
+        wrong = next((key for key in value if not isinstance(key, str) or not _is_text(key)), None)
+        return None if wrong is None else f"a key is no text: {shown(wrong)}; put it in quotes"
+    if isinstance(value, str):
+        return None if _is_text(value) else "half a character (a lone surrogate), which is no text"
+    if value is None or isinstance(value, bool | list):
+        return None
+    if not isinstance(value, int | float):
+        return f"it reads as a {type(value).__name__}; put it in quotes"
+    if isinstance(value, float) and not math.isfinite(value):
+        return f"{value} is not finite" if finite else None
+    return None if abs(value) <= LARGEST_NUMBER else f"a number beyond {LARGEST_NUMBER:g}"
+
+
+def _is_text(value: str) -> bool:
+    return value.isascii() or not _SURROGATE.search(value)
+
+
+def shown(value: Any) -> str:
+    """A wrong value as errors show it."""
+    try:
+        return shortened(repr(value))
+    except ValueError:  # Python refuses to write very long numbers
+        return f"a number of {value.bit_length()} bits"
+
+
+def shortened(text: str, most: int = _SHOWN) -> str:
+    """The beginning of a text that may be long."""
+    return text if len(text) <= most else f"{text[:most]}..."
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses a mapping that has a key twice, of which PyYAML would keep the last, and aliases that multiply."""
+    """Refuses a mapping that has a key twice, of which PyYAML would keep the last, and what is small only as a file."""
+
+    _nodes = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        self._nodes += 1
+        if self._nodes > MOST_NODES:
+            raise ValueError(f"it has more than {MOST_NODES} values; JSON may have more")
+        node: yaml.Node | None = super().compose_node(parent, index)
+        return node
+
+    def compose_scalar_node(self, anchor: Any) -> yaml.ScalarNode:
+        node: yaml.ScalarNode = super().compose_scalar_node(anchor)
+        if node.tag in _NUMBERS and len(node.value) > MOST_DIGITS:
+            raise ValueError(f"a number of {len(node.value)} digits (line {node.start_mark.line + 1})")
+        return node
 
     def get_single_node(self) -> yaml.Node | None:
         node: yaml.Node | None = super().get_single_node()
@@ -254,11 +454,13 @@ def _mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def write_data(path: str | os.PathLike[str], data: Any) -> None:
     """Write plain data as YAML, or as JSON if the name ends so."""
-    if Path(path).suffix == ".json":
-        text = json.dumps(data, indent=2) + "\n"
-    else:
-        text = yaml.safe_dump(data, sort_keys=False, width=120, default_flow_style=None)
-    write_text(path, text)
+    write_text(path, json.dumps(data, indent=2) + "\n" if Path(path).suffix == ".json" else as_yaml(data))
+
+
+def as_yaml(data: Any) -> str:
+    """Plain data as YAML."""
+    text: str = yaml.safe_dump(data, sort_keys=False, width=120, default_flow_style=None)
+    return text
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
@@ -269,16 +471,32 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
 def write_bytes(path: str | os.PathLike[str], content: bytes) -> None:
     """As `write_text`, for a file that is not text."""
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
     # Not by tempfile, whose files only their owner may read, whatever the umask.
     aside = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with aside.open("xb") as file:
+                file.write(content)
+            os.replace(aside, path)
+        except BaseException:
+            aside.unlink(missing_ok=True)
+            raise
+
+
+@contextmanager
+def writing(path: str | os.PathLike[str]) -> Iterator[None]:
+    """What the system raises within the block is told of the file.
+
+    Raises:
+        UnwritableError: in place of an ``OSError``.
+    """
     try:
-        with aside.open("xb") as file:
-            file.write(content)
-        os.replace(aside, path)
-    except BaseException:
-        aside.unlink(missing_ok=True)
+        yield
+    except UnwritableError:
         raise
+    except OSError as cause:
+        raise UnwritableError(f"{os.fspath(path)}: cannot be written: {cause.strerror or cause}") from None
 
 
 def identity(directory: Path) -> str:
@@ -296,13 +514,11 @@ def held(path: Path, refusal: Exception) -> Iterator[None]:
     ``refusal`` is raised if another process holds it.
 
     Raises:
-        DocumentError: there can be no such file.
+        UnwritableError: there can be no such file.
     """
-    try:
+    with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         file = path.open("w")
-    except OSError as cause:
-        raise DocumentError(f"{path}: cannot be written: {cause.strerror}") from None
     with file:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -318,10 +534,11 @@ def append_lines(path: str | os.PathLike[str], lines: str) -> None:
     that share a file take turns by a lock of their own.
     """
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a+b") as file:
-        file.truncate(_end_of_lines(file))
-        file.write(lines.encode())
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a+b") as file:
+            file.truncate(_end_of_lines(file))
+            file.write(lines.encode())
 
 
 def _end_of_lines(file: IO[bytes]) -> int:

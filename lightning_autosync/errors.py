@@ -11,6 +11,10 @@ class DocumentError(AutoSyncError, ValueError):
     """A file or a value handed in cannot be used."""
 
 
+class UnwritableError(DocumentError, OSError):
+    """A file cannot be written: its disk is full or read-only, or its folder is no folder."""
+
+
 class ClusterError(DocumentError):
     """A cluster description is wrong or does not fit the job."""
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Hashable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
-from lightning_autosync.documents import append_lines, check_format, held, read_text
+from lightning_autosync.documents import append_lines, check_format, checked, held, parse_json, shown, whole_lines
 from lightning_autosync.errors import DocumentError
 
 
@@ -24,6 +24,7 @@ class Keyed(Protocol):
 
 Run = TypeVar("Run", bound=Keyed)
 
+_Fields = dict[str, Any]
 REMEDY = "go on with the settings that the file has, or give another file as runs=FILE"
 
 
@@ -35,7 +36,7 @@ class RunFile(Generic[Run]):
         form: its format, as in ``autosync-rehearsal-runs/3``.
         what: the runs are of, as in ``a rehearsal``, for messages.
         settings: plain data that a run made now would follow from, but for its key.
-        make: a run from its plain data; raises TypeError where it is none.
+        kind: of its runs.
 
     Attributes:
         runs: those in it, by key; the last of a key counts.
@@ -50,38 +51,26 @@ class RunFile(Generic[Run]):
         form: str,
         what: str,
         settings: Mapping[str, Any],
-        make: Callable[[dict[str, Any]], Run],
+        kind: type[Run],
     ) -> None:
         self._path = path
         self._form, self._settings = form, settings
-        self._what = what
-        lines = read_text(path).splitlines(keepends=True) if path.exists() else []
-        whole = [line for line in lines if line.endswith("\n")]
-        self._has_header = bool(whole)
-        if whole:
-            self._check(self._data(whole[0], 1))
+        self._has_header = False
         self.runs: dict[Hashable, Run] = {}
-        for number, line in enumerate(whole[1:], 2):
-            try:
-                run = make(self._data(line, number))
-            except TypeError:
-                raise DocumentError(f"{path}:{number}: not a run of {what}") from None
-            self.runs[run.key] = run
+        for where, line in whole_lines(path):
+            data = checked(_Fields, parse_json(line, f"{where}: not a line of {what}'s runs"), where)
+            if self._has_header:
+                run = checked(kind, data, f"{where}: not a run of {what}")
+                self.runs[run.key] = run
+            else:
+                self._check(data)
+                self._has_header = True
 
     def append(self, run: Run) -> None:
         """Add a run."""
         header = [] if self._has_header else [{"format": self._form, "settings": self._settings}]
         append_lines(self._path, "".join(json.dumps(line) + "\n" for line in (*header, asdict(run))))
         self._has_header = True
-
-    def _data(self, line: str, number: int) -> dict[str, Any]:
-        try:
-            data = json.loads(line)
-        except ValueError:
-            data = None
-        if not isinstance(data, dict):
-            raise DocumentError(f"{self._path}:{number}: not a line of {self._what}'s runs")
-        return data
 
     def _check(self, header: Mapping[str, Any]) -> None:
         check_format(header.get("format"), self._form, f"{self._path}:1", DocumentError)
@@ -90,7 +79,9 @@ class RunFile(Generic[Run]):
             raise DocumentError(f"{self._path}:1: settings: expected a mapping of fields, got {type(theirs).__name__}")
         for name, value in self._settings.items():
             if (found := theirs.get(name)) != value:
-                raise DocumentError(f"{self._path}: {name}: its runs were made with {found!r}, not {value!r}; {REMEDY}")
+                raise DocumentError(
+                    f"{self._path}: {name}: its runs were made with {shown(found)}, not {value!r}; {REMEDY}"
+                )
 
 
 def alone(path: Path) -> AbstractContextManager[None]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -39,6 +41,15 @@ class SharedPool:
     def close(self) -> None:
         if self._pool is not None:
             self._pool.close()
+
+
+@pytest.fixture(autouse=True)
+def own_interrupts() -> Iterator[None]:
+    """A command that a test runs in this process changes what a Ctrl-C does."""
+    before = signal.getsignal(signal.SIGINT), sys.unraisablehook
+    yield
+    signal.signal(signal.SIGINT, before[0])
+    sys.unraisablehook = before[1]
 
 
 @pytest.fixture(scope="session")

@@ -11,6 +11,16 @@ class SweepError(CompactHydraException):
     """A sweep cannot be begun or went wrong; Hydra prints the message alone."""
 
 
+class SweepInterrupted(SweepError):  # noqa: N818 - an event, named as one
+    """Somebody ended a sweep with a Ctrl-C.
+
+    Attributes:
+        status: exit status, as shells have it.
+    """
+
+    status = 130
+
+
 def refuse_within_rank() -> None:
     """Refuse to sweep in a process that was launched as one rank of several.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal
@@ -17,6 +17,7 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 from hydra_plugins.autosync._errors import SweepError
 from hydra_plugins.autosync._space import Parameter, Space
 from lightning_autosync import documents
+from lightning_autosync.documents import shown
 from lightning_autosync.search import storages
 
 Direction = Literal["minimize", "maximize"]
@@ -44,15 +45,13 @@ def held(directory: Path) -> AbstractContextManager[None]:
 
 
 def open_storage(url: str | None, directory: Path) -> BaseStorage:
-    """The database of the URL, or a journal in the directory, which must be held.
+    """The database of the URL, or a journal in the directory.
 
     Raises:
         SweepError: it cannot be opened.
     """
-    path = directory / JOURNAL
-    Path(f"{path}.lock").unlink(missing_ok=True)  # of a process that was killed while it wrote
     try:
-        return storages.open_storage(url or path)
+        return storages.open_storage(url or directory / JOURNAL)
     except storages.StudyError as error:
         raise SweepError(f"hydra.sweeper.storage: {error}") from None
 
@@ -69,20 +68,23 @@ def open_study(
         study_name=name, storage=storage, sampler=sampler, directions=list(directions), load_if_exists=True
     )
     here = {**space.to_dict(), "directions": list(directions)}
-    there = study.user_attrs.get(SPACE_KEY)
-    if there is None and not study.trials:
+    found = study.user_attrs.get(SPACE_KEY)
+    there = found if isinstance(found, dict) else {}
+    if found is None and not study.trials:
         study.set_user_attr(SPACE_KEY, here)
-    elif there is None or json.loads(json.dumps(here)) != there:
+    elif json.loads(json.dumps(here)) != there:
         raise SweepError(
-            f"study '{name}': it is over something else ({_difference(there or {}, here)}); "
+            f"study '{name}': it is over something else ({_difference(there, here)}); "
             "take another hydra.sweep.dir, or start with the same keys to go on with it"
         )
     return study
 
 
 def _difference(there: dict[str, Any], here: dict[str, Any]) -> str:
-    part = next(part for part in ("directions", "fixed", "parameters") if there.get(part) != here[part])
-    return f"{part}: {json.dumps(there.get(part))} there, {json.dumps(here[part])} here"
+    part = next((part for part in ("directions", "fixed", "parameters") if there.get(part) != here[part]), None)
+    if part is None:
+        return f"it says {shown(there)}"
+    return f"{part}: {shown(there.get(part))} there, {json.dumps(here[part])} here"
 
 
 def hold_to_metric(study: optuna.Study, compares: bool) -> None:
@@ -124,11 +126,13 @@ def of_sweep(study: optuna.Study) -> list[FrozenTrial]:
 
 def _given(trial: FrozenTrial) -> Mapping[str, Any]:
     """The values that a trial was enqueued with, or else those that it has come to."""
-    return trial.system_attrs.get(FIXED) or trial.params
+    found = trial.system_attrs.get(FIXED)
+    return found if found and isinstance(found, dict) else trial.params
 
 
 def _values(values: Mapping[str, Any], space: Space) -> tuple[Any, ...]:
-    return tuple(values.get(parameter.name) for parameter in space.parameters)
+    found = [values.get(parameter.name) for parameter in space.parameters]
+    return tuple(value if isinstance(value, Hashable) else shown(value) for value in found)
 
 
 def interrupted(study: optuna.Study, directory: Path, own: bool) -> list[Trial]:
@@ -169,7 +173,7 @@ def _is_first(study: optuna.Study, number: int, grid: Space) -> bool:
     trials = of_sweep(study)
     own = next(trial for trial in trials if trial.number == number)
     before = {_values(_given(trial), grid) for trial in trials if trial.number < number}
-    return FIXED in own.system_attrs and _values(own.system_attrs[FIXED], grid) not in before
+    return FIXED in own.system_attrs and _values(_given(own), grid) not in before
 
 
 def started(study: optuna.Study) -> int:

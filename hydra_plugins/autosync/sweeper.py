@@ -14,10 +14,10 @@ from hydra.core.utils import JobReturn, JobStatus
 from hydra.plugins.launcher import Launcher
 from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 from hydra_plugins.autosync import _config
-from hydra_plugins.autosync._errors import SweepError, refuse_within_rank
+from hydra_plugins.autosync._errors import SweepError, SweepInterrupted, refuse_within_rank
 
 if TYPE_CHECKING:
     import optuna
@@ -62,6 +62,7 @@ class OptunaSweeper(Sweeper):
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         refuse_within_rank()
+        _hide_passwords(config)
         self.config = config
         self.hydra_context = hydra_context
         self.launcher: Launcher = Plugins.instance().instantiate_launcher(
@@ -86,7 +87,7 @@ class OptunaSweeper(Sweeper):
                         self._run(study, run)
                         write_record(study, space, directory, self._compares)
             except KeyboardInterrupt:
-                raise SweepError(f"interrupted; the sweep goes on with hydra.sweep.dir={directory}") from None
+                raise SweepInterrupted(f"interrupted; the sweep goes on with hydra.sweep.dir={directory}") from None
             write_record(study, space, directory, self._compares)
             self._report(study, directory)
 
@@ -217,6 +218,21 @@ class OptunaSweeper(Sweeper):
         if failed and len(failed) > self._max_failure_rate * finished:
             lines = [f"  trial {trial.number}: {trial.user_attrs.get('error', 'unknown')}" for trial in failed]
             raise SweepError("\n".join([f"{len(failed)} of {finished} trials failed:", *lines]))
+
+
+def _hide_passwords(config: DictConfig) -> None:
+    """The storage's address, where it has a password, is not for the files and command lines that come of a config."""
+    sweeper: Any = OmegaConf.to_container(config.hydra.sweeper)
+    storage = sweeper.get("storage")
+    given: Any = OmegaConf.to_container(config.hydra.overrides.hydra)  # as they were given, with interpolations
+    if not any("://" in text for text in (str(storage), *given)):
+        return
+    from lightning_autosync.search.passwords import by_environment, has_password, in_environment
+
+    with open_dict(config.hydra):
+        config.hydra.overrides.hydra = by_environment(given)
+        if has_password(storage):
+            config.hydra.sweeper.storage = in_environment(storage)
 
 
 def _directions(direction: Any) -> list[Direction]:

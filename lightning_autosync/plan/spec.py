@@ -12,7 +12,6 @@ from pydantic import (
     AfterValidator,
     Field,
     GetJsonSchemaHandler,
-    PositiveFloat,
     field_serializer,
     field_validator,
     model_validator,
@@ -22,7 +21,8 @@ from pydantic_core import CoreSchema
 from typing_extensions import Self
 
 from lightning_autosync.cluster import Bytes
-from lightning_autosync.documents import Count, Document, Index, Integer, Record
+from lightning_autosync.cluster.elements import MOST_RANKS
+from lightning_autosync.documents import LONGEST, Count, Document, Index, Integer, Record
 from lightning_autosync.errors import DocumentError, PlanError
 from lightning_autosync.plan.trees import check_parents
 
@@ -51,6 +51,11 @@ TopologyName = Annotated[str, AfterValidator(_registered), _TopologySchema()]
 Semantics = Literal["exact", "compressed", "relaxed"]
 CompressorKind = Literal["none", "fp16", "bf16", "int8", "topk", "powersgd"]
 
+MOST_SHARDS = 65536
+"""Of a message."""
+MOST_WEIGHT = 1e15
+"""Of a shard or a tree, relative to the others."""
+
 SEMANTICS: tuple[Semantics, ...] = ("exact", "compressed", "relaxed")
 
 
@@ -69,8 +74,8 @@ class Compressor(Record):
     kind: CompressorKind = "none"
     error_feedback: bool = True
     ratio: Annotated[float, Field(gt=0, le=1)] = 0.01
-    rank: Count = 2
-    block: Count = 256
+    rank: Annotated[Count, Field(le=MOST_SHARDS)] = 2
+    block: Annotated[Count, Field(le=2**31)] = 256
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
@@ -95,8 +100,8 @@ class Partition(Record):
     """
 
     axis: Index | None = None
-    shards: Count
-    weights: tuple[Annotated[float, Field(ge=0)], ...] | None = None
+    shards: Annotated[Count, Field(le=MOST_SHARDS)]
+    weights: tuple[Annotated[float, Field(ge=0, le=MOST_WEIGHT)], ...] | None = None
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -111,7 +116,7 @@ class Partition(Record):
 class WeightedTree(Record):
     """A spanning tree that carries ``weight`` of a ``packed`` message; ``parents[r]`` is -1 at the root."""
 
-    weight: PositiveFloat
+    weight: Annotated[float, Field(ge=1 / MOST_WEIGHT, le=MOST_WEIGHT)]
     parents: tuple[Annotated[Integer, Field(ge=-1)], ...]
 
     @field_validator("parents")
@@ -148,7 +153,7 @@ class Group(Record):
     trees: Annotated[tuple[WeightedTree, ...], Field(min_length=1)] | None = None
     compressor: Compressor = Compressor()
     local_aggregation: bool = False
-    priority: Integer = 0
+    priority: Annotated[Integer, Field(ge=-(2**31), le=2**31)] = 0
     segment: Annotated[Bytes, Field(ge=1024)] | None = None
 
     @property
@@ -229,13 +234,13 @@ class Consistency(Record):
     weighting: Literal["constant", "dynamic"] | None = None
     period: Count | None = None
     outer: OuterKind | None = None
-    wait: Annotated[float, Field(ge=0)] | None = None
+    wait: Annotated[float, Field(ge=0, le=LONGEST)] | None = None
     isolation: Count | None = None
     momentum: Literal["local", "average"] | None = None
     warmup: Index | None = None
     fragments: Count | None = None
     overhead: Annotated[float, Field(gt=0, lt=1)] | None = None
-    outer_lr: PositiveFloat | None = None
+    outer_lr: Annotated[float, Field(gt=0, le=1e6)] | None = None
     outer_momentum: Annotated[float, Field(ge=0, lt=1)] | None = None
     alpha: Annotated[float, Field(gt=0, le=1)] | None = None
 
@@ -296,8 +301,8 @@ class SyncPlan(Document):
     ERROR: ClassVar[type[DocumentError]] = PlanError
 
     workload: str | None = None
-    world_size: Count
-    servers: Index = 0
+    world_size: Annotated[Count, Field(le=MOST_RANKS)]
+    servers: Annotated[Index, Field(le=MOST_RANKS)] = 0
     consistency: Consistency = Consistency()
     groups: Annotated[tuple[Group, ...], Field(min_length=1)]
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from typing import Any
 
-from lightning_autosync.documents import check_format, read_data, write_text
+from lightning_autosync.documents import check_format, checked, read_data, write_text
 from lightning_autosync.errors import DocumentError
-from lightning_autosync.simulator import MessageSpan, Span, Timeline
+from lightning_autosync.simulator import Timeline
 
 FORMAT = "autosync-timelines/1"
 TIMELINES = "timelines.json"
@@ -32,16 +31,4 @@ def load_timelines(path: str | os.PathLike[str]) -> dict[str, Timeline]:
     if not isinstance(data, dict):
         raise DocumentError(f"{path}: expected a mapping of fields, got {type(data).__name__}")
     check_format(data.get("format"), FORMAT, str(path), DocumentError)
-    try:
-        return {title: _timeline(one) for title, one in data["timelines"].items()}
-    except (AttributeError, KeyError, TypeError) as error:
-        raise DocumentError(f"{path}: timelines: not as written by this package: {error!r}") from None
-
-
-def _timeline(data: Mapping[str, Any]) -> Timeline:
-    return Timeline(
-        float(data["step_time"]),
-        tuple(MessageSpan(**span) for span in data["messages"]),
-        tuple(tuple(Span(**span) for span in spans) for spans in data["compute"]),
-        dict(data["links"]),
-    )
+    return checked(dict[str, Timeline], data.get("timelines"), f"{path}: timelines")

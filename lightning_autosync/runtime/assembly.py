@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 
@@ -36,6 +37,7 @@ from lightning_autosync.runtime.exchanges import (
 )
 from lightning_autosync.runtime.exchanges.staging import StagedExchange, StagedRowExchange
 from lightning_autosync.runtime.layout import real_view
+from lightning_autosync.runtime.lifeline import open_lifeline
 from lightning_autosync.runtime.pacing import pacing_rates
 from lightning_autosync.runtime.rendezvous import connect_pairs, gather_json
 from lightning_autosync.runtime.shared_memory import SharedMemory
@@ -61,6 +63,7 @@ class Assembly:
         cluster: ClusterSpec | None,
         timeout: float,
         gradient_as_bucket_view: bool = False,
+        watched: bool = False,
     ) -> None:
         self._parameters = parameters
         self._as_views = gradient_as_bucket_view
@@ -74,8 +77,12 @@ class Assembly:
         self._memories: dict[str, dict[str, Tensor]] = {}
         self._waiter: ThreadPoolExecutor | None = None
         self._shared: SharedMemory | None = None
-        self._transport = self._connect(schedule, cluster)
+        self._transport: Transport | None = None
+        address = _own_address(cluster, self._rank)
+        alone = watched or (address is None and "MASTER_ADDR" not in os.environ)
+        self._lifeline = None if alone else open_lifeline(group, timeout, address)
         try:
+            self._transport = self._connect(schedule, cluster, address)
             self._shared = self._share(schedule)
             self._two_level = self._two_level_groups(schedule)
             self.buckets = [self._bucket(message) for message in schedule.messages]
@@ -100,6 +107,8 @@ class Assembly:
             self._transport.close()
         if self._shared is not None:
             self._shared.close()
+        if self._lifeline is not None:
+            self._lifeline.close()
 
     def _two_level_groups(self, schedule: Schedule) -> TwoLevelGroups | None:
         transfers = (
@@ -112,12 +121,10 @@ class Assembly:
             raise PlanError("schedule: collectives in two levels need the default process group")
         return two_level_groups(two_level.places)
 
-    def _connect(self, schedule: Schedule, cluster: ClusterSpec | None) -> Transport | None:
+    def _connect(self, schedule: Schedule, cluster: ClusterSpec | None, address: str | None) -> Transport | None:
         if not any(message.on_trees for message in schedule.messages):
             return None
         edges = schedule.tree_edges()
-        node = cluster.nodes[cluster.rank_nodes[self._rank]] if cluster is not None else None
-        address = node.address if node is not None else None
         sockets = connect_pairs(edges, self._group, address, min(self._timeout, _CONNECT_TIMEOUT))
         if cluster is None or not cluster.measured:
             return Transport(sockets)
@@ -219,6 +226,11 @@ class Assembly:
     def _remember(self, message: Message, exchange: AllReduceExchange | AllToAllExchange | TreeExchange) -> None:
         if exchange.residual is not None:
             self._memories.setdefault(message.name, {})["residual"] = exchange.residual.values
+
+
+def _own_address(cluster: ClusterSpec | None, rank: int) -> str | None:
+    """Where the cluster says that this rank listens, if it does."""
+    return None if cluster is None else cluster.nodes[cluster.rank_nodes[rank]].address
 
 
 def _check_parameters(message: Message, parameters: Mapping[str, nn.Parameter]) -> None:

@@ -23,7 +23,7 @@ def broadcast_tensors(tensors: Iterable[Tensor], group: dist.ProcessGroup | None
     """
     source = dist.get_global_rank(group, 0) if group is not None else 0
     for chunk in _chunks(tensors):
-        flat = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in chunk])
+        flat = torch.cat([tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in chunk])
         dist.broadcast(flat, src=source, group=group)
         if dist.get_rank(group) != 0:
             _scatter(flat, chunk)

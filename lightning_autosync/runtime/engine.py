@@ -16,6 +16,7 @@ from lightning_autosync.errors import ExchangeError
 from lightning_autosync.plan.schedule import Schedule
 from lightning_autosync.runtime.assembly import Assembly
 from lightning_autosync.runtime.buckets import Bucket
+from lightning_autosync.runtime.lifeline import report
 from lightning_autosync.runtime.memories import CompressorMemory, Memories, check_scale
 from lightning_autosync.runtime.tracing import Recorder
 
@@ -43,6 +44,7 @@ class Engine:
             buffers, which saves memory. By default ``parameter.grad`` stays the user's own tensor.
         static_graph: as of ``DistributedDataParallel``: whether each backward pass accumulates each gradient as often
             as the first one did, so that a module may run several times under reentrant checkpointing.
+        watched: whether the caller has a `Lifeline` open for all ranks, so that the engine needs none.
 
     Attributes:
         schedule: what is exchanged.
@@ -68,6 +70,7 @@ class Engine:
         waits: Waits = "backward",
         gradient_as_bucket_view: bool = False,
         static_graph: bool = False,
+        watched: bool = False,
     ) -> None:
         if waits not in ("backward", "parameters"):
             raise ValueError(f"waits: {waits!r} is not known; allowed: 'backward' or 'parameters'")
@@ -87,7 +90,7 @@ class Engine:
         self._on_accelerator = any(parameter.device.type != "cpu" for _, parameter in parameters)
         self._loss_scale: float | None = None
         self._end_of_backward = self.finish if waits == "backward" else self.launch
-        self._assembly = Assembly(dict(parameters), schedule, group, cluster, timeout, gradient_as_bucket_view)
+        self._assembly = Assembly(dict(parameters), schedule, group, cluster, timeout, gradient_as_bucket_view, watched)
         self._buckets = self._assembly.buckets
         self._memory = CompressorMemory(
             [(bucket.message, bucket.parameters) for bucket in self._buckets], self._assembly.memories()
@@ -201,6 +204,7 @@ class Engine:
     def interrupt(self, cause: BaseException) -> None:
         """A backward pass ended with an error on this rank: what its messages hold is unknown, so none can follow."""
         self._interruption = f"{type(cause).__name__}: {cause}"
+        report(cause)
 
     @property
     def bytes_sent(self) -> int:

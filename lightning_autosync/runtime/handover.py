@@ -13,8 +13,10 @@ import socket
 import struct
 import time
 from collections.abc import Mapping
+from typing import NoReturn
 
 from lightning_autosync.errors import ExchangeError
+from lightning_autosync.runtime.lifeline import explained, wait_watched
 
 _RECORD = struct.Struct("=II")
 _LEAVE = 2**32 - 1
@@ -96,17 +98,12 @@ class Handover:
         Raises:
             ExchangeError: a peer was lost, has left, or did not answer in ``timeout`` seconds.
         """
-        deadline: float | None = None
-        while missing := [peer for peer in self._peers if peer.steps.get(mark, 0) < step or peer.unsent]:
-            now = time.monotonic()
-            deadline = now + timeout if deadline is None else deadline
-            self._check(missing, mark, step)
-            if now >= deadline:
-                self._fail(
-                    f"{what}: no answer from the other ranks in {timeout:g} s; one of them is stuck, or they do not "
-                    "run the same steps"
-                )
-            self._serve(deadline - now)
+        if self._error is not None:
+            raise self._error
+        try:
+            wait_watched(lambda seconds: self._reached(mark, step, seconds), what, timeout)
+        except ExchangeError as error:
+            self._fail(error)
 
     def close(self) -> None:
         """Take leave of the peers and close the connections."""
@@ -120,6 +117,18 @@ class Handover:
             peer.socket.close()
         self._peers = []
         self._selector.close()
+
+    def _reached(self, mark: int, step: int, seconds: float) -> bool:
+        """Whether every peer has announced ``mark`` in ``step``, after ``seconds`` at most."""
+        deadline: float | None = None
+        while missing := [peer for peer in self._peers if peer.steps.get(mark, 0) < step or peer.unsent]:
+            now = time.monotonic()
+            deadline = now + seconds if deadline is None else deadline
+            self._check(missing, mark, step)
+            if now >= deadline:
+                return False
+            self._serve(deadline - now)
+        return True
 
     def _serve(self, timeout: float) -> None:
         for peer in self._peers:
@@ -136,17 +145,15 @@ class Handover:
                 self._selector.unregister(peer.socket)
 
     def _check(self, missing: list[_Peer], mark: int, step: int) -> None:
-        if self._error is not None:
-            raise self._error
         for peer in missing:
             if peer.gone == "left":
-                self._fail(f"rank {peer.rank} has ended after step {peer.steps.get(mark, 0)}; this is step {step}")
+                raise explained(f"rank {peer.rank} has ended after step {peer.steps.get(mark, 0)}; this is step {step}")
             if peer.gone:
-                self._fail(f"lost the connection to rank {peer.rank}: {peer.gone}")
+                raise explained(f"lost the connection to rank {peer.rank}: {peer.gone}")
 
-    def _fail(self, why: str) -> None:
+    def _fail(self, error: ExchangeError) -> NoReturn:
         """Give up for good; the other ranks learn it from lost connections."""
-        self._error = ExchangeError(why)
+        self._error = error
         for peer in self._peers:
             peer.socket.close()
-        raise self._error
+        raise error

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import secrets
+import selectors
 import socket
-import struct
 import time
 from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any
 
@@ -16,10 +18,13 @@ import torch
 import torch.distributed as dist
 
 from lightning_autosync.errors import ExchangeError
+from lightning_autosync.runtime import greeting
+from lightning_autosync.runtime.door import Door, Visitor
 
-_HELLO = struct.Struct("<16sI")
-_HELLO_TIMEOUT = 2.0
-"""Seconds that whoever connects may take to say who it is."""
+_GREETING_TIMEOUT = 10.0
+"""Seconds that whoever connects may take to say who it is; others are heard meanwhile."""
+_LOOK = 0.1
+"""Seconds between looks at the calls of the own."""
 
 
 def group_device(group: dist.ProcessGroup | None) -> torch.device:
@@ -62,10 +67,10 @@ def connect_pairs(
     address: str | None,
     timeout: float,
 ) -> dict[int, socket.socket]:
-    """Open one connection for every pair of ranks, collectively; returns this rank's, by peer.
+    """Open one connection for every pair of ranks, collectively; returns this rank's, by peer, blocking.
 
-    The higher rank of a pair listens on its own address; the lower one dials and names a secret that rank 0 drew, so
-    that strangers are turned away. The network itself is trusted, as it is by the backends' own connections.
+    The higher rank of a pair listens on its own address, the lower one dials. Both prove that they know a secret that
+    rank 0 drew and handed out over the group, so that strangers are turned away; see `greeting`.
 
     Args:
         edges: pairs of ranks, lower first.
@@ -83,28 +88,108 @@ def connect_pairs(
     with ExitStack() as cleanup:
         listener, fault = None, ""
         try:
-            listener = cleanup.enter_context(listen(address or own_address(), len(edges)))
+            listener = cleanup.enter_context(listen(address or own_address()))
         except (OSError, ExchangeError) as cause:
             fault = str(cause)
         own = _endpoint(listener) if listener is not None else None
-        offers = gather_json([own, fault, secrets.token_hex(16) if rank == 0 else ""], group)
+        offers = gather_json([own, fault, secrets.token_hex(32) if rank == 0 else ""], group)
         for other, (_, problem, _) in enumerate(offers):
             if problem:
                 raise ExchangeError(f"rank {other} cannot listen for its peers: {problem}")
         assert listener is not None
-        secret = bytes.fromhex(offers[0][2])
-        sockets: dict[int, socket.socket] = {}
-        undo = cleanup.enter_context(ExitStack())
-        for low, high in edges:
-            if low == rank:
-                sockets[high] = undo.enter_context(_dial(offers[high][0], high, _HELLO.pack(secret, rank), deadline))
+        secret = str(offers[0][2]).encode()
         expected = {low for low, high in edges if high == rank}
-        while expected:
-            peer, connection = _accept(listener, secret, expected, deadline)
-            sockets[peer] = undo.enter_context(connection)
-            expected.remove(peer)
-        undo.pop_all()
+        meeting = _Meeting(listener, secret, rank, expected, deadline)
+        cleanup.callback(meeting.close)
+        sockets = meeting.run({high: offers[high][0] for low, high in edges if low == rank})
+    for connection in sockets.values():
+        connection.setblocking(True)
     return sockets
+
+
+class _Meeting:
+    """One rank's calls to its peers, and theirs to it, all at the same time.
+
+    Args:
+        listener: where peers call.
+        expected: who will.
+        deadline: for all (seconds of `time.monotonic`).
+    """
+
+    def __init__(self, listener: socket.socket, secret: bytes, rank: int, expected: set[int], deadline: float) -> None:
+        self._secret, self._rank, self._expected, self._deadline = secret, rank, expected, deadline
+        self._selector = selectors.DefaultSelector()
+        self._door = Door(listener, self._selector, secret, _GREETING_TIMEOUT, self._admit)
+        self._sockets: dict[int, socket.socket] = {}
+        self._over = False
+
+    def run(self, targets: dict[int, list[Any]]) -> dict[int, socket.socket]:
+        """Call those at ``targets`` and be called; the connections, which are the caller's then.
+
+        Raises:
+            ExchangeError: one is missing in the end.
+        """
+        with ThreadPoolExecutor(max(1, len(targets))) as callers:
+            calls = {peer: callers.submit(self._dial, target, peer) for peer, target in targets.items()}
+            try:
+                self._be_called(calls)
+                for peer, made in calls.items():
+                    self._sockets[peer] = made.result()
+            except BaseException:
+                self._over = True
+                for made in calls.values():
+                    made.add_done_callback(_hang_up)
+                raise
+        sockets, self._sockets = self._sockets, {}
+        return sockets
+
+    def close(self) -> None:
+        """Take no more calls; connections that were not handed out are closed."""
+        self._door.close()
+        self._selector.close()
+        for connection in self._sockets.values():
+            connection.close()
+
+    def _be_called(self, calls: dict[int, Future[socket.socket]]) -> None:
+        while missing := self._expected - self._sockets.keys():
+            now = time.monotonic()
+            for made in calls.values():
+                if made.done():
+                    made.result()
+            if now > self._deadline:
+                raise ExchangeError(f"no connection from rank {', '.join(map(str, sorted(missing)))} in time")
+            for key, _ in self._selector.select(min(_LOOK, self._deadline - now)):
+                key.data()
+            self._door.tick(now)
+
+    def _admit(self, visitor: Visitor) -> None:
+        try:
+            peer = json.loads(visitor.claim)
+            if type(peer) is not int or peer not in self._expected:
+                raise ValueError("not one of those that call")
+            visitor.answer(b"")
+        except (OSError, ValueError, RecursionError):
+            visitor.connection.close()
+            return
+        if peer in self._sockets:  # it calls again, as it did not hear the answer
+            self._sockets[peer].close()
+        self._sockets[peer] = visitor.connection
+
+    def _dial(self, target: list[Any], peer: int) -> socket.socket:
+        claim = json.dumps(self._rank).encode()
+        try:
+            found = greeting.call_until(target, self._secret, claim, self._deadline, lambda: self._over)
+        except OSError as cause:
+            place = ":".join(map(str, target)).lstrip("\0")
+            raise ExchangeError(f"rank {peer} cannot be reached at {place}: {cause}") from None
+        if found is None:
+            raise ExchangeError(f"rank {peer} was called in vain")
+        return found[0]
+
+
+def _hang_up(made: Future[socket.socket]) -> None:
+    if not made.cancelled() and made.exception() is None:
+        made.result().close()
 
 
 def _endpoint(listener: socket.socket) -> list[Any]:
@@ -113,69 +198,25 @@ def _endpoint(listener: socket.socket) -> list[Any]:
     return [name.decode()] if isinstance(name, bytes) else list(name[:2])
 
 
-def listen(address: str, backlog: int) -> socket.socket:
-    """A socket that listens on a free port of ``address``.
+def listen(address: str, port: int = 0) -> socket.socket:
+    """A socket that listens on ``address`` only, with as long a queue as the system allows.
+
+    Args:
+        address: of this machine; or with a NUL in front a name in Linux's abstract socket namespace.
+        port: 0 takes a free one.
 
     Raises:
-        ExchangeError: the address is not this machine's.
+        ExchangeError: the address is not this machine's, or the port is taken.
     """
     if address.startswith("\0"):
         listener = socket.socket(socket.AF_UNIX)
         listener.bind(address)
-        listener.listen(max(1, backlog))
+        listener.listen(socket.SOMAXCONN)
         return listener
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
-        return socket.create_server((address, 0), family=family, backlog=max(1, backlog))
+        return socket.create_server((address, port), family=family, backlog=socket.SOMAXCONN)
     except OSError as cause:
+        if cause.errno == errno.EADDRINUSE:
+            raise ExchangeError(f"{address}: port {port} is taken by another process") from None
         raise ExchangeError(f"{address}: {cause}; a node's address in the cluster is the node's own") from None
-
-
-def _dial(target: list[Any], peer: int, hello: bytes, deadline: float) -> socket.socket:
-    try:
-        connection = _open(target, max(0.1, deadline - time.monotonic()))
-        connection.sendall(hello)
-    except OSError as cause:
-        place = ":".join(map(str, target)).lstrip("\0")
-        raise ExchangeError(f"rank {peer} cannot be reached at {place}: {cause}") from None
-    return connection
-
-
-def _open(target: list[Any], timeout: float) -> socket.socket:
-    if len(target) == 2:
-        return socket.create_connection(tuple(target), timeout=timeout)
-    connection = socket.socket(socket.AF_UNIX)
-    connection.settimeout(timeout)
-    connection.connect(target[0])
-    return connection
-
-
-def _accept(listener: socket.socket, secret: bytes, expected: set[int], deadline: float) -> tuple[int, socket.socket]:
-    while (remaining := deadline - time.monotonic()) > 0:
-        listener.settimeout(remaining)
-        try:
-            connection, _ = listener.accept()
-        except TimeoutError:
-            break
-        offered, peer = _read_hello(connection)
-        if secrets.compare_digest(offered, secret) and peer in expected:
-            return peer, connection
-        connection.close()
-    missing = ", ".join(map(str, sorted(expected)))
-    raise ExchangeError(f"no connection from rank {missing} in time")
-
-
-def _read_hello(connection: socket.socket) -> tuple[bytes, int]:
-    """Secret and rank of whoever connected; an empty secret if it does not say."""
-    connection.settimeout(_HELLO_TIMEOUT)
-    hello = b""
-    try:
-        while len(hello) < _HELLO.size:
-            part = connection.recv(_HELLO.size - len(hello))
-            if not part:
-                return b"", -1
-            hello += part
-    except OSError:
-        return b"", -1
-    secret, peer = _HELLO.unpack(hello)
-    return secret, peer

@@ -112,8 +112,9 @@ class ParameterWatch:
 
     def _remember_places(self) -> None:
         modules = list(self._module.modules())
+        # Those of compiled TorchScript, which nobody changes, are no dictionaries.
         self._containers: list[dict[str, Any]] = [
-            own for module in modules for own in (module._parameters, module._modules)
+            own for module in modules for own in (module._parameters, module._modules) if isinstance(own, dict)
         ]
         self._sizes = list(map(len, self._containers))
         places = [(own, key, held) for own in self._containers for key, held in own.items() if held is not None]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -16,6 +15,7 @@ from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
 from lightning_autosync.errors import DocumentError
 from lightning_autosync.search.journal import Journal
+from lightning_autosync.search.passwords import without_password, without_passwords
 
 _JOURNALS = (".journal", ".log", ".jsonl")
 
@@ -66,19 +66,6 @@ def answered() -> Iterator[None]:
         ) from error
 
 
-def without_password(storage: str) -> str:
-    """The address of a storage with stars for the password in it, if there is one."""
-    if "://" not in storage:
-        return storage
-    try:
-        shown = make_url(storage).render_as_string(hide_password=True)
-    except (ArgumentError, ValueError):  # no address: whatever could be a password goes
-        shown = re.sub(r"(://[^:]*):.*@", r"\1:***@", storage)
-    # Of several @ the last ends what is secret, wherever others take it to end.
-    shown = re.sub(r"(://[^/?]*:)[^/?]*@", r"\1***@", shown)
-    return re.sub(r"([?&][^=&]*pass(?:word|wd)[^=&]*=)[^&]*", r"\1***", shown, flags=re.IGNORECASE)
-
-
 def missing_file(storage: str) -> str | None:
     """The file that a storage would be in, if it is to be in one and is not there; to open SQLite's would make it."""
     if "://" not in storage:
@@ -92,5 +79,5 @@ def missing_file(storage: str) -> str | None:
 
 
 def in_a_line(error: Exception) -> str:
-    """An error's type and message, in one line."""
-    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+    """An error's type and message, in one line, without passwords."""
+    return without_passwords(" ".join(f"{type(error).__name__}: {error}".split()))[:300]

@@ -10,23 +10,25 @@ import json
 import os
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 import optuna
 from optuna.distributions import CategoricalDistribution
 from optuna.trial import TrialState
+from pydantic import Field
 
 from lightning_autosync.cluster import ClusterSpec
-from lightning_autosync.documents import check_format
+from lightning_autosync.documents import Index, Record, check_format, checked, parse_json, shortened
 from lightning_autosync.plan.space import Genome, PlanSpace, Value
+from lightning_autosync.plan.spec import Semantics
 from lightning_autosync.search.drift import Footing, run_with_turns
+from lightning_autosync.search.passwords import without_password
 from lightning_autosync.search.storages import (
     StudyError,
     answered,
     in_a_line,
     missing_file,
     open_storage,
-    without_password,
 )
 from lightning_autosync.search.tried import (
     BASELINE,
@@ -38,6 +40,7 @@ from lightning_autosync.search.tried import (
     measured_steps,
     plan_of,
     sight_of,
+    told,
     was_interrupted,
 )
 from lightning_autosync.simulator.dataset import Sample
@@ -47,6 +50,8 @@ FORMAT = "autosync-study/2"
 """What the attributes below are called and mean."""
 SPACE, WORKLOAD, CLUSTER, SEMANTICS = "autosync:space", "autosync:workload", "autosync:cluster", "autosync:semantics"
 """User attributes of a study: format, fingerprint and sizes of its space, and its documents as JSON text."""
+MOST_RUNS, MOST_LONE = 64, 1024
+"""Of a study's space: `PlanSpace` makes 4 and 6 unless it is told otherwise."""
 _DESCRIBING = 5.0
 """Seconds that a study's maker has for saying what it is about; after that it is taken to be dead."""
 _LOOK = 0.05
@@ -156,8 +161,8 @@ def check(study: optuna.Study, space: PlanSpace) -> None:
     theirs = {
         "workload": workload_of(study).fingerprint,
         "cluster": cluster_of(study).fingerprint,
-        "semantics": _attribute(study, SEMANTICS),
-        "space": _sizes(study)["fingerprint"],
+        "semantics": _semantics(study),
+        "space": _sizes(study).fingerprint,
     }
     names = {
         "workload": (workload_of(study).name, space.workload.name),
@@ -212,12 +217,20 @@ def _await_description(study: optuna.Study) -> None:
 
 def workload_of(study: optuna.Study) -> Workload:
     """The workload that a study is about."""
-    return Workload.from_dict(json.loads(_attribute(study, WORKLOAD)), f"study '{study.study_name}'")
+    return Workload.from_dict(_document(study, WORKLOAD), _where(study, WORKLOAD))
 
 
 def cluster_of(study: optuna.Study) -> ClusterSpec:
     """The cluster that a study is about."""
-    return ClusterSpec.from_dict(json.loads(_attribute(study, CLUSTER)), f"study '{study.study_name}'")
+    return ClusterSpec.from_dict(_document(study, CLUSTER), _where(study, CLUSTER))
+
+
+def _document(study: optuna.Study, name: str) -> Any:
+    return parse_json(_attribute(study, name), _where(study, name), StudyError)
+
+
+def _where(study: optuna.Study, name: str | None = None) -> str:
+    return f"study '{study.study_name}'" + (f": {name}" if name else "")
 
 
 def space_of(study: optuna.Study) -> PlanSpace:
@@ -227,17 +240,16 @@ def space_of(study: optuna.Study) -> PlanSpace:
         StudyError: the study is not one of plans, or of a release whose spaces differ.
     """
     sizes = _sizes(study)
-    semantics = _attribute(study, SEMANTICS)
-    if sizes["runs"] < 1:
+    if sizes.runs < 1:
         raise StudyError(
             f"study '{study.study_name}': its trials are sizes of buckets (search=horovod) and no points of a space of "
             "plans; studies of the other samplers can be read here"
         )
-    space = PlanSpace(workload_of(study), cluster_of(study), semantics, sizes["runs"], sizes["lone"])
-    if space.fingerprint != sizes["fingerprint"]:
+    space = PlanSpace(workload_of(study), cluster_of(study), _semantics(study), sizes.runs, sizes.lone)
+    if space.fingerprint != sizes.fingerprint:
         raise StudyError(
-            f"study '{study.study_name}': its space is {sizes['fingerprint']}, this release makes {space.fingerprint} "
-            "of the same workload and cluster; go on with the release that began it"
+            f"study '{study.study_name}': its space is {shortened(sizes.fingerprint)}, this release makes "
+            f"{space.fingerprint} of the same workload and cluster; go on with the release that began it"
         )
     return space
 
@@ -276,7 +288,7 @@ def samples_of(study: optuna.Study) -> list[Sample]:
     samples = []
     for trial in study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED)):
         if steps := measured_steps(trial):
-            plan, factor = plan_of(trial, space), footing.bring(trial.user_attrs.get(RUN), trial.number, 1.0)
+            plan, factor = plan_of(trial, space), footing.bring(told(trial, RUN), trial.number, 1.0)
             brought = tuple(factor * seconds for seconds in steps)
             try:
                 samples.append(Sample(space.workload, space.cluster, plan, brought, kind_of(trial)))
@@ -291,11 +303,27 @@ def footing_of_study(study: optuna.Study) -> Footing:
     return Footing.of(sights, run_with_turns(sights, sights[0].run if sights else None))
 
 
-def _sizes(study: optuna.Study) -> dict[str, Any]:
+class _Sizes(Record):
+    """What a study says of its space."""
+
+    format: str
+    fingerprint: str
+    runs: Annotated[Index, Field(le=MOST_RUNS)]
+    lone: Annotated[Index, Field(le=MOST_LONE)]
+
+
+def _sizes(study: optuna.Study) -> _Sizes:
     """What a study says of its space, in the format of this release."""
-    sizes: dict[str, Any] = _attribute(study, SPACE)
-    check_format(sizes.get("format"), FORMAT, f"study '{study.study_name}'", StudyError)
-    return sizes
+    sizes = _attribute(study, SPACE)
+    found = sizes.get("format") if isinstance(sizes, dict) else None
+    check_format(found, FORMAT, _where(study), StudyError)
+    return checked(_Sizes, sizes, _where(study, SPACE), StudyError)
+
+
+def _semantics(study: optuna.Study) -> Semantics:
+    kind: Any = Semantics
+    made: Semantics = checked(kind, _attribute(study, SEMANTICS), _where(study, SEMANTICS), StudyError)
+    return made
 
 
 def _attribute(study: optuna.Study, name: str) -> Any:

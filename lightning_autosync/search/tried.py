@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from contextlib import suppress
 from typing import Any, Protocol
 
 from optuna.trial import FrozenTrial, TrialState
 
+from lightning_autosync.documents import LONGEST, Index, Taken, checked, parse_json
 from lightning_autosync.errors import PlanError
 from lightning_autosync.plan import SyncPlan
 from lightning_autosync.plan.space import BUILDER, COMPOSED, Genome, PlanSpace
@@ -29,6 +29,14 @@ RUN, BATCH, REFERENCE, PRICE = "autosync:run", "autosync:batch", "autosync:refer
 step of the study's reference plan, measured beside that batch, and those of the trial's plan as the replay says."""
 BASELINE, BUILT = "baseline", "builder"
 """Origins of points that stand for a builder's plan: of those tried in front, and of what a sampler proposes."""
+_SAID: dict[str, Any] = {
+    **dict.fromkeys((ORIGIN, PLAN, REFINED, ERROR, RUN), str),
+    **dict.fromkeys((PREDICTED, REFERENCE, PRICE), Taken),
+    STEPS: list[list[Taken]],
+    INTERRUPTED: bool,
+    BATCH: Index,
+}
+"""What each of them is."""
 
 
 class Tried(Protocol):
@@ -63,55 +71,59 @@ def refined_plan(text: str) -> SyncPlan:
     Raises:
         PlanError: it is none.
     """
-    try:
-        data = json.loads(text)
-    except (TypeError, ValueError) as error:
-        raise PlanError(f"{REFINED}: not the JSON text of a plan: {error}") from None
-    return SyncPlan.from_dict(data, REFINED)
+    return SyncPlan.from_dict(parse_json(text, REFINED, PlanError), REFINED)
 
 
 def sight_of(trial: FrozenTrial) -> Sight:
     """What a trial tells of drift."""
     steps = measured_steps(trial) if trial.state.is_finished() else ()
-    batch = trial.user_attrs.get(BATCH)
     return Sight(
-        run=trial.user_attrs.get(RUN),
+        run=told(trial, RUN),
         number=trial.number,
-        batch=batch if isinstance(batch, int) else None,
-        reference=_seconds(trial, REFERENCE),
+        batch=told(trial, BATCH),
+        reference=told(trial, REFERENCE),
         seconds=statistics.median(steps) if steps else None,
-        price=_seconds(trial, PRICE),
+        price=told(trial, PRICE),
         baseline=trial.user_attrs.get(ORIGIN) in (BASELINE, BUILT),
     )
 
 
-def _seconds(trial: FrozenTrial, name: str) -> float | None:
-    """An attribute that is a time; None if it is none."""
+def told(trial: Tried, name: str) -> Any:
+    """What a trial says by one of the attributes above; None if it does not say it.
+
+    Raises:
+        StudyError: it says something else.
+    """
     value = trial.user_attrs.get(name)
-    return float(value) if isinstance(value, int | float) and 0 < value < float("inf") else None
+    return None if value is None else checked(_SAID[name], value, f"trial {trial.number}: {name}", StudyError)
+
+
+def time_of(value: Any) -> float | None:
+    """A value that Optuna keeps, if it can be the seconds of a step."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if is_number and 0 < value <= LONGEST else None
 
 
 def measured_steps(trial: FrozenTrial) -> tuple[float, ...]:
     """Seconds of each measured step of the slowest rank; of a trial without, its value alone; empty if it has none."""
-    if by_rank := [steps for steps in trial.user_attrs.get(STEPS, ()) if steps]:
+    if by_rank := [steps for steps in told(trial, STEPS) or () if steps]:
         return tuple(max(by_rank, key=statistics.median))
     value = trial.value if trial.state == TrialState.COMPLETE else None
     if value is None:
         with suppress(ValueError):
             value = trial.intermediate_values[max(trial.intermediate_values)]
-    return (float(value),) if value is not None and 0 < value < float("inf") else ()
+    seconds = time_of(value)
+    return () if seconds is None else (seconds,)
 
 
 def seconds_of(trial: FrozenTrial) -> float | None:
     """Seconds of a step of a trial's plan: its value, or, if it was given up, the median of the steps that it made;
     None where it has no time."""
     if trial.state == TrialState.COMPLETE and trial.value is not None:
-        seconds = trial.value
-    elif trial.state == TrialState.PRUNED and (steps := measured_steps(trial)):
-        seconds = statistics.median(steps)
-    else:
-        return None
-    return seconds if 0 < seconds < float("inf") else None
+        return time_of(trial.value)
+    if trial.state == TrialState.PRUNED and (steps := measured_steps(trial)):
+        return statistics.median(steps)
+    return None
 
 
 def is_composed(trial: FrozenTrial) -> bool:
@@ -126,11 +138,11 @@ def was_interrupted(trial: FrozenTrial) -> bool:
 
 def given_point(trial: FrozenTrial) -> Genome:
     """The point that a trial was given, or else the one that it has come to."""
-    found: Genome = trial.system_attrs.get("fixed_params", trial.params)
-    return found
+    found = trial.system_attrs.get("fixed_params")
+    return found if isinstance(found, dict) else trial.params
 
 
 def kind_of(trial: FrozenTrial) -> str:
     """How a trial's point came about, or the builder that it stands for."""
-    origin = str(trial.user_attrs.get(ORIGIN, "drawn"))
-    return str(trial.params[BUILDER]) if origin in (BASELINE, BUILT) else origin
+    origin = str(told(trial, ORIGIN) or "drawn")
+    return str(trial.params.get(BUILDER, origin)) if origin in (BASELINE, BUILT) else origin

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat
+from pydantic import Field
 
 from lightning_autosync.cluster.framing import FRAMING
-from lightning_autosync.documents import Document, Record
+from lightning_autosync.documents import Document, Integer, Record
+
+FASTEST = 1e30
+"""Bytes/s of hosts that cost nothing."""
+Cores = Annotated[float, Field(ge=1e-3, le=1e6)]
+"""How many cores ranks share."""
+_Rate = Annotated[float, Field(ge=1, le=FASTEST)]
+_Cost = Annotated[float, Field(ge=0, le=1e3)]
 
 
 class CodecRates(Record):
@@ -16,12 +23,12 @@ class CodecRates(Record):
     ``rows`` is the merging of touched rows; for ``powersgd`` the bytes are those of the matrices.
     """
 
-    fp16: PositiveFloat = 2.9e9
-    bf16: PositiveFloat = 49e9
-    int8: PositiveFloat = 7.2e9
-    topk: PositiveFloat = 0.52e9
-    powersgd: PositiveFloat = 4.6e9
-    rows: PositiveFloat = 1.3e9
+    fp16: _Rate = 2.9e9
+    bf16: _Rate = 49e9
+    int8: _Rate = 7.2e9
+    topk: _Rate = 0.52e9
+    powersgd: _Rate = 4.6e9
+    rows: _Rate = 1.3e9
 
     def seconds_per_byte(self, kind: str) -> float:
         """Seconds a byte for a compressor's kind or ``rows``; ``none`` costs nothing."""
@@ -74,31 +81,31 @@ class Constants(Document):
 
     FORMAT: ClassVar[str] = "autosync-constants/1"
 
-    framing: Annotated[float, Field(ge=1)] = FRAMING
-    message_cost: NonNegativeFloat = 23e-6
-    message_delay: NonNegativeFloat = 0.43e-6
-    pair_cost: NonNegativeFloat = 33e-6
-    collective_cost: NonNegativeFloat = 38e-6
-    frame_cost: NonNegativeFloat = 8.8e-6
-    wake_up: NonNegativeFloat = 0.0
-    gradient_cost: NonNegativeFloat = 13e-6
-    host_cost: NonNegativeFloat = 0.28e-9
-    merge_cost: NonNegativeFloat = 60e-6
-    sharing_loss: NonNegativeFloat = 0.0012
-    burst: NonNegativeFloat = 0.0
-    copy_rate: PositiveFloat = 26e9
-    scan_rate: PositiveFloat = 2e9
-    reduce_rate: PositiveFloat = 26e9
+    framing: Annotated[float, Field(ge=1, le=1e3)] = FRAMING
+    message_cost: _Cost = 23e-6
+    message_delay: _Cost = 0.43e-6
+    pair_cost: _Cost = 33e-6
+    collective_cost: _Cost = 38e-6
+    frame_cost: _Cost = 8.8e-6
+    wake_up: _Cost = 0.0
+    gradient_cost: _Cost = 13e-6
+    host_cost: _Cost = 0.28e-9
+    merge_cost: _Cost = 60e-6
+    sharing_loss: _Cost = 0.0012
+    burst: Annotated[float, Field(ge=0, le=1e18)] = 0.0
+    copy_rate: _Rate = 26e9
+    scan_rate: _Rate = 2e9
+    reduce_rate: _Rate = 26e9
     encode: CodecRates = CodecRates()
     decode: CodecRates = CodecRates(fp16=72e9, bf16=67e9, int8=19e9, topk=37e9, powersgd=2.5e9, rows=8.3e9)
-    cores: PositiveFloat | None = None
-    collectives: Annotated[int, Field(ge=1)] = 2
+    cores: Cores | None = None
+    collectives: Annotated[Integer, Field(ge=1, le=1024)] = 2
     accelerated: bool = False
 
     @classmethod
     def ideal(cls) -> Constants:
         """Hosts that cost nothing: only links and their latencies remain."""
-        free = CodecRates(**dict.fromkeys(CodecRates.model_fields, 1e30))
+        free = CodecRates(**dict.fromkeys(CodecRates.model_fields, FASTEST))
         return cls(
             framing=1,
             message_cost=0,
@@ -111,9 +118,9 @@ class Constants(Document):
             host_cost=0,
             merge_cost=0,
             sharing_loss=0,
-            copy_rate=1e30,
-            scan_rate=1e30,
-            reduce_rate=1e30,
+            copy_rate=FASTEST,
+            scan_rate=FASTEST,
+            reduce_rate=FASTEST,
             encode=free,
             decode=free,
         )

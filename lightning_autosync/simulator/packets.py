@@ -14,6 +14,8 @@ from lightning_autosync.simulator.network import Floats, Integers
 
 Indices = NDArray[numpy.int64]
 
+_ROUNDING = 1e-12
+"""Share of a channel that is always free."""
 _EPSILON = 1e-12
 """Seconds between two events that are one."""
 
@@ -261,10 +263,12 @@ def _fill(lines: Lines, state: _State, capacities: Floats) -> None:
             growing += 1
             _add(lines, state, line, 1.0, load)
     while growing:
-        least = numpy.inf
+        least, before = numpy.inf, growing
         for channel in range(len(load)):
-            if load[channel] > 1e-18 and residual[channel] < least * load[channel]:
-                least = residual[channel] / load[channel]
+            # Rounding may leave less than nothing, and then nobody would move any more.
+            room = max(residual[channel], capacities[channel] * _ROUNDING)
+            if load[channel] > 1e-18 and room < least * load[channel]:
+                least = room / load[channel]
         for line in range(len(state.current)):
             if (
                 state.current[line] >= 0
@@ -278,6 +282,12 @@ def _fill(lines: Lines, state: _State, capacities: Floats) -> None:
                 growing -= 1
                 _add(lines, state, line, -1.0, load)
                 _add(lines, state, line, -state.rate[line], residual)
+        if growing == before:
+            # Where costs differ by many orders, rounding leaves loads on channels of which nobody asks anything.
+            load[:] = 0.0
+            for line in range(len(state.current)):
+                if state.current[line] >= 0 and state.rate[line] == -1.0:
+                    _add(lines, state, line, 1.0, load)
 
 
 @numba.njit(cache=True)

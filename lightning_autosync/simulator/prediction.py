@@ -4,19 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
 import numpy
 from numpy.typing import NDArray
+from pydantic import ConfigDict, Field
+
+from lightning_autosync.documents import PLAIN, Moment, Spent
+
+Share = Annotated[float, Field(ge=0, le=1e6)]
 
 
 @dataclass(frozen=True)
 class Span:
     """Something that lasts; seconds from the beginning of the step."""
 
+    __pydantic_config__: ClassVar[ConfigDict] = PLAIN
+
     name: str
-    start: float
-    end: float
+    start: Moment
+    end: Moment
 
     @property
     def seconds(self) -> float:
@@ -28,7 +35,7 @@ class MessageSpan(Span):
     """A message: ``ready`` when its last gradient is there on every rank, ``start`` when bytes first move, ``end``
     when the last rank has the sum."""
 
-    ready: float
+    ready: Moment
 
 
 @dataclass(frozen=True)
@@ -43,10 +50,12 @@ class Timeline:
             what its rate carries in the step that it does carry. Empty where that is not known.
     """
 
-    step_time: float
+    __pydantic_config__: ClassVar[ConfigDict] = PLAIN
+
+    step_time: Spent
     messages: tuple[MessageSpan, ...]
     compute: tuple[tuple[Span, ...], ...]
-    links: Mapping[str, float]
+    links: Mapping[str, Share]
 
     def to_dict(self) -> dict[str, Any]:
         """The timeline as plain data."""

@@ -7,8 +7,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_warn
+from pydantic import ConfigDict
 from torch import Tensor
 
+from lightning_autosync.documents import Count, Record, checked, shortened, shown
+from lightning_autosync.errors import PlanError
 from lightning_autosync.runtime.memories import Memories, Memory
 from lightning_autosync.runtime.rendezvous import group_device
 
@@ -42,24 +45,63 @@ def gather_state(state: Memories, group: dist.ProcessGroup | None = None) -> dic
     return {"format": FORMAT, "world_size": dist.get_world_size(group), "variables": gathered}
 
 
-def own_state(entry: dict[str, Any], group: dist.ProcessGroup | None = None) -> Memories:
+class _Variable(Record):
+    """What is remembered of a variable; tensors [ranks, ...]."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
+
+    compressor: dict[str, Any]
+    tensors: dict[str, Tensor]
+
+
+class _Entry(Record):
+    """What `gather_state` returns."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
+
+    format: str
+    world_size: Count
+    variables: dict[str, _Variable]
+
+
+def format_of(entry: Any) -> str:
+    """The format of a checkpoint's entry.
+
+    Raises:
+        PlanError: it is none.
+    """
+    if not isinstance(entry, dict) or not isinstance(entry.get("format"), str):
+        raise PlanError(f"checkpoint: {KEY}: format: missing; expected '{FORMAT}' or '{RELAXED_FORMAT}'")
+    return str(entry["format"])
+
+
+def own_state(entry: Any, group: dist.ProcessGroup | None = None) -> Memories:
     """This rank's part of a checkpoint's entry; empty if replicas did not march in step, and, with a warning, if it is
     for other ranks or versions.
+
+    Raises:
+        PlanError: it is no such entry; the message names the field.
     """
-    if entry.get("format") == RELAXED_FORMAT:
+    found, world_size = format_of(entry), dist.get_world_size(group)
+    if found == RELAXED_FORMAT:
         return {}
-    world_size = dist.get_world_size(group)
-    found = (entry.get("format"), entry.get("world_size"))
-    if found != (FORMAT, world_size):
+    if (found, entry.get("world_size")) != (FORMAT, world_size):
         rank_zero_warn(
-            f"the checkpoint holds compressor state of {found[1]} ranks ({found[0]}); this job has {world_size} "
-            f"({FORMAT}), so compressors start anew"
+            f"the checkpoint holds compressor state of {shown(entry.get('world_size'))} ranks ({shortened(found)}); "
+            f"this job has {world_size} ({FORMAT}), so compressors start anew"
         )
         return {}
-    rank = dist.get_rank(group)
+    variables, rank = checked(_Entry, entry, f"checkpoint: {KEY}", PlanError).variables, dist.get_rank(group)
+    for name, memory in variables.items():
+        for key, tensor in memory.tensors.items():
+            if tensor.shape[:1] != (world_size,):
+                raise PlanError(
+                    f"checkpoint: {KEY}: variables.{name}.tensors.{key}: its shape is {list(tensor.shape)}; expected "
+                    f"{world_size} ranks first"
+                )
     return {
-        name: Memory(memory["compressor"], {key: tensor[rank] for key, tensor in memory["tensors"].items()})
-        for name, memory in entry["variables"].items()
+        name: Memory(memory.compressor, {key: tensor[rank] for key, tensor in memory.tensors.items()})
+        for name, memory in variables.items()
     }
 
 

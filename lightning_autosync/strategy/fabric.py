@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -15,6 +17,7 @@ from lightning_autosync.errors import PlanError
 from lightning_autosync.plan import Semantics
 from lightning_autosync.runtime.scheduling import set_batch_scheduling
 from lightning_autosync.strategy.checkpoint import KEY
+from lightning_autosync.strategy.greeting import meet
 from lightning_autosync.strategy.replica import Replica
 from lightning_autosync.strategy.settings import (
     CHECK_REPLICAS,
@@ -92,18 +95,23 @@ class AutoSyncFabricStrategy(DDPStrategy):
         super().__init__(**launch)
         self._backward_sync_control = _AccumulationControl()
         self._replicas: list[Replica] = []
+        self._farewell: Callable[[], Any] | None = None
 
     def setup_environment(self) -> None:
         if self._settings.scheduling == "batch" and self.root_device.type == "cpu":
             set_batch_scheduling()
         super().setup_environment()
+        line = meet(self._settings)
+        if line is not None:
+            # Fabric has no end at which all scripts come by.
+            self._farewell = weakref.finalize(self, line.close)
 
     def setup_module(self, module: nn.Module) -> FabricModule:
         self._forget(module)
         # Backward may complete messages of two modules in another order on each rank: each module has its own
         # group.
         group = dist.new_group() if self._replicas else None
-        replica = Replica(module, self._settings, self.num_nodes, self.num_processes, group)
+        replica = Replica(module, self._settings, self.num_nodes, self.num_processes, group, watched=True)
         self._replicas.append(replica)
         return FabricModule(module, replica, getattr(self.precision, "scaler", None))
 
@@ -137,6 +145,8 @@ class AutoSyncFabricStrategy(DDPStrategy):
     def teardown(self) -> None:
         for replica in self._replicas:
             replica.close()
+        if self._farewell is not None:
+            self._farewell()
         super().teardown()
 
     @classmethod

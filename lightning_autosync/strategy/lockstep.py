@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -14,10 +15,35 @@ SIGNAL_CHECK = "_broadcast_sigterm_tensor"
 
 
 def leave_lockstep(trainer: Any) -> None:
-    """Let each rank look at its own signals only, as Lightning does at the end of each batch in any case."""
+    """Let each rank look at its own signals only, as Lightning does at the end of each batch in any case.
+
+    What one rank does after a signal, the others learn by its lifeline or mesh.
+    """
     loop = trainer.fit_loop.epoch_loop
     if hasattr(loop, SIGNAL_CHECK):
         setattr(loop, SIGNAL_CHECK, _nothing)
+
+
+def end_by_signal(trainer: Any, told: Callable[[], None]) -> None:
+    """Let a SIGTERM end this rank with its batch, as with Lightning, but without asking the others.
+
+    Lightning's own handler makes a collective call, in whatever call the process may be just then: another rank would
+    take it for an answer.
+
+    Args:
+        trainer: before it registers its handlers.
+        told: called at the signal.
+    """
+    connector = trainer._signal_connector
+
+    def notice(signum: int, _: object) -> None:
+        launcher = trainer.strategy.launcher
+        if not connector.received_sigterm and launcher is not None:
+            launcher.kill(signum)
+        connector.received_sigterm = True
+        told()
+
+    connector._sigterm_notifier_fn = notice
 
 
 def check_trainer(trainer: Any, consistency: Consistency, scaler: Any) -> None:

@@ -14,17 +14,20 @@ from torch.optim import Optimizer
 
 from lightning_autosync.plan import Schedule, Semantics, SyncPlan
 from lightning_autosync.runtime import Engine
+from lightning_autosync.runtime.lifeline import Lifeline
 from lightning_autosync.runtime.scheduling import set_batch_scheduling
 from lightning_autosync.strategy.checkpoint import KEY
 from lightning_autosync.strategy.estimates import estimated_epochs, planned_progress
-from lightning_autosync.strategy.job_mesh import Underway, find_job
+from lightning_autosync.strategy.greeting import meet
+from lightning_autosync.strategy.job_mesh import Underway, check_way_back, find_job
 from lightning_autosync.strategy.lockstep import (
     check_one_loader,
     check_shared_epoch,
     check_trainer,
+    end_by_signal,
     leave_lockstep,
 )
-from lightning_autosync.strategy.meetings import EpochMeetings
+from lightning_autosync.strategy.meetings import EpochMeetings, ErrorReport, put_first
 from lightning_autosync.strategy.position import (
     check_return,
     count_steps,
@@ -48,7 +51,7 @@ from lightning_autosync.strategy.settings import (
     read_settings,
 )
 from lightning_autosync.strategy.shared_data import describe_equal_shares, share_data
-from lightning_autosync.strategy.world import begin_alone, told_of_loss
+from lightning_autosync.strategy.world import begin_alone
 from lightning_autosync.strategy.wrapper import SynchronizedModule, accumulation
 
 if TYPE_CHECKING:
@@ -123,6 +126,7 @@ class AutoSyncMixin(_Base):
         super().__init__(**launch)
         self._settings: Settings = settings
         self._replica: Replica | RelaxedReplica | None = None
+        self._lifeline: Lifeline | None = None
         self._job: Underway | None = None
         """That this process comes back to."""
         self._skipped = 0
@@ -149,6 +153,17 @@ class AutoSyncMixin(_Base):
         if not self._settings.scheduled and not dist.is_initialized():
             self._look_for_job()
         super().setup_environment()
+        self._lifeline = meet(self._settings)
+
+    def setup(self, trainer: Any) -> None:
+        leave_lockstep(trainer)
+        end_by_signal(trainer, self._on_sigterm)
+        put_first(trainer, ErrorReport())
+        super().setup(trainer)
+
+    def _on_sigterm(self) -> None:
+        if self._lifeline is not None:
+            self._lifeline.terminate()
 
     def configure_ddp(self) -> None:
         assert self.model is not None
@@ -158,7 +173,7 @@ class AutoSyncMixin(_Base):
             self._prepare_trainer()
         place = self.model, self._settings, self.num_nodes, self.num_processes
         if self._settings.scheduled:
-            self._replica = Replica(*place)
+            self._replica = Replica(*place, watched=True)
         else:
             self._replica = RelaxedReplica(*place, self.global_rank, self._job)
             self._job = None
@@ -344,10 +359,7 @@ class AutoSyncMixin(_Base):
         return self._replica if isinstance(self._replica, RelaxedReplica) else None
 
     def _prepare_trainer(self) -> None:
-        leave_lockstep(self._trainer)
-        callbacks = self._trainer.callbacks
-        if not any(isinstance(callback, EpochMeetings) for callback in callbacks):
-            callbacks.insert(0, EpochMeetings())
+        put_first(self._trainer, EpochMeetings())
 
     @property
     def _trainer(self) -> Any:
@@ -357,6 +369,7 @@ class AutoSyncMixin(_Base):
     def _look_for_job(self) -> None:
         """Whether this process was started again, and the other ranks are underway without it."""
         assert self.cluster_environment is not None
+        check_way_back()
         if self.node_rank * self.num_processes + self.local_rank == 0:
             return
         self._job = find_job(self.cluster_environment.main_address, self._settings.timeout)
@@ -370,8 +383,7 @@ class AutoSyncMixin(_Base):
         if relaxed is None:
             yield
             return
-        relaxed.before_collective(what, self._at_meeting, each_step)
-        with told_of_loss(what):
+        with relaxed.together(what, self._at_meeting, each_step):
             yield
 
     @property
@@ -379,8 +391,20 @@ class AutoSyncMixin(_Base):
         """Whether Lightning is where all ranks come in any case, as before training and around validation."""
         return not self._trainer.training
 
+    def on_exception(self, exception: BaseException) -> None:
+        self.tell_others(exception)
+        super().on_exception(exception)
+
+    def tell_others(self, exception: BaseException) -> None:
+        """This rank ends with an error: let the others name it."""
+        if self._lifeline is not None:
+            self._lifeline.fail(exception)
+
     def teardown(self) -> None:
         self._close()
+        if self._lifeline is not None:
+            self._lifeline.close()
+            self._lifeline = None
         if isinstance(self.model, SynchronizedModule):
             self.model = self.lightning_module
         super().teardown()

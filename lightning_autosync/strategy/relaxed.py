@@ -28,7 +28,7 @@ from lightning_autosync.strategy.relaxed_checkpoint import RelaxedCheckpoint
 from lightning_autosync.strategy.resolution import resolve_together
 from lightning_autosync.strategy.settings import Settings
 from lightning_autosync.strategy.shared_data import batch_size
-from lightning_autosync.strategy.world import World
+from lightning_autosync.strategy.world import World, told_of_loss
 from lightning_autosync.workload import IGNORED, variable_names
 
 UNEVEN = ("partial_reduce", "asynchronous")
@@ -86,17 +86,18 @@ class RelaxedReplica:
         self.returning = job is not None
         opened = open_mesh(found, settings, rank, job)
         self._mesh, store = opened.mesh, opened.store
+        self._lost: dict[int, str] = {}
         self._world: World | None = None
         if not self.served:
-            self._world = World(store, rank, found.plan.world_size, settings.timeout)
+            self._world = World(store, rank, found.plan.world_size, settings.timeout, self._lost)
             if rank == 0:
                 announce_job(opened)
         self._store: dist.TCPStore | None = store
         self._desk: PositionDesk | None = None
-        self._lost: dict[int, str] = {}
         self._absent: set[int] = set()
         """As at the last meeting."""
         self._mesh.on_loss(self._lost.__setitem__)
+        self._mesh.on_join(self._forget_loss)
         self.work = SharedWork(self._mesh, found.plan.world_size, settings.timeout)
         self.share: int | None = None
         self.after_meeting: Callable[[], None] | None = None
@@ -291,6 +292,14 @@ class RelaxedReplica:
                 "that there is"
             )
 
+    @contextmanager
+    def together(self, what: str, at_meeting: bool, each_step: bool = False) -> Iterator[None]:
+        """Around a collective call; see `before_collective`."""
+        self.before_collective(what, at_meeting, each_step)
+        lost = self._lost.copy if self._world is None else self._world.lost
+        with told_of_loss(what, lost, self._settings.timeout):
+            yield
+
     def before_forward(self, synchronizes: bool) -> None:
         """Call before each forward pass; ``synchronizes`` if a step may follow."""
         if self._buffers is not None:
@@ -346,11 +355,14 @@ class RelaxedReplica:
         if self.after_meeting is not None:
             self.after_meeting()
 
+    def _forget_loss(self, rank: int) -> None:
+        self._lost.pop(rank, None)
+
     def _note_absence(self, met: frozenset[int]) -> None:
         """Keep count of who is lost, and say so where that has changed."""
         absent = set(range(self.plan.world_size)) - met
         # A loss may be known there before this rank hears of it; and who leaves in good order is not lost at all.
-        for rank in absent:
+        for rank in absent if self.served else ():
             self._lost.setdefault(rank, "it did not come to the meeting of all")
         if absent != self._absent:
             self._absent = absent

@@ -5,18 +5,43 @@ from __future__ import annotations
 import io
 from collections.abc import Iterable
 from contextlib import suppress
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
+from pydantic import Field, field_validator
 from torch import Tensor
 from torch.optim import Optimizer
+from typing_extensions import NotRequired, TypedDict
 
+from lightning_autosync.documents import Record, checked, shortened
 from lightning_autosync.errors import PeerLost, PlanError
 from lightning_autosync.runtime.relaxed.base import Synchronizer
 from lightning_autosync.runtime.relaxed.mesh import Mesh
-from lightning_autosync.strategy.checkpoint import RELAXED_FORMAT
+from lightning_autosync.strategy.checkpoint import KEY, RELAXED_FORMAT, format_of
 from lightning_autosync.strategy.served_state import state_by_name, with_state
+
+
+class _Rank(TypedDict):
+    """What a rank keeps: of its synchronizer, and of its optimizer where servers do not."""
+
+    synchronizer: dict[str, Any]
+    optimizer: NotRequired[dict[str, Any]]
+
+
+class _Entry(Record):
+    """What `RelaxedCheckpoint.gather` returns."""
+
+    format: str
+    plan: Annotated[str, Field(max_length=64)]
+    ranks: dict[int, _Rank]
+
+    @field_validator("ranks")
+    @classmethod
+    def _check_ranks(cls, ranks: dict[int, _Rank]) -> dict[int, _Rank]:
+        if 0 not in ranks:
+            raise ValueError("rank 0 is missing, as which ranks go on that are not in it")
+        return ranks
 
 
 class RelaxedCheckpoint:
@@ -48,8 +73,20 @@ class RelaxedCheckpoint:
             synchronizer.load_state_dict({**position, "optimizer": state_by_name(optimizer, self._names)})
             optimizer.state.clear()
         elif loaded is not None:
-            synchronizer.load_state_dict(loaded["synchronizer"])
-            optimizer.load_state_dict(loaded["optimizer"])
+            try:
+                synchronizer.load_state_dict(loaded["synchronizer"])
+                optimizer.load_state_dict(loaded["optimizer"])
+            except (
+                LookupError,
+                TypeError,
+                ValueError,
+                AttributeError,
+                RuntimeError,
+            ) as cause:
+                raise PlanError(
+                    f"checkpoint: {KEY}: ranks: the state of '{self._mode}' or of the optimizer does "
+                    f"not fit: {shortened(f'{type(cause).__name__}: {cause}', 300)}"
+                ) from None
 
     def end(self) -> None:
         """The synchronizer is closed."""
@@ -93,18 +130,23 @@ class RelaxedCheckpoint:
         anew, as after ``steps`` steps.
 
         Raises:
-            PlanError: the entry is of another version.
+            PlanError: the entry is of another version, or none; the message names the field.
         """
-        kind = str((entry or {}).get("format", ""))
+        kind = "" if entry is None else format_of(entry)
         if entry is not None and kind != RELAXED_FORMAT and kind.startswith(RELAXED_FORMAT.split("/")[0] + "/"):
             raise PlanError(
-                f"checkpoint: its state is '{kind}', and this version reads '{RELAXED_FORMAT}'; go on with the version "
-                "that made it, or load its weights alone"
+                f"checkpoint: its state is '{shortened(kind)}', and this version reads '{RELAXED_FORMAT}'; go on with "
+                "the version that made it, or load its weights alone"
             )
-        found = entry["plan"] if entry is not None and kind == RELAXED_FORMAT else "a plan in step, exact or compressed"
-        if entry is not None and found == self._mode:
-            ranks = entry["ranks"]
-            self._loaded = ranks.get(self._mesh.rank, ranks[0])
+        found, ranks = "a plan in step, exact or compressed", dict[int, Any]()
+        if kind == RELAXED_FORMAT:
+            state = checked(_Entry, entry, f"checkpoint: {KEY}", PlanError)
+            found, ranks = state.plan, state.ranks
+        if ranks and found == self._mode:
+            own = ranks.get(self._mesh.rank, ranks[0])
+            if not self._served and "optimizer" not in own:
+                raise PlanError(f"checkpoint: {KEY}: ranks: no optimizer's state, which every rank of '{found}' has")
+            self._loaded = own
         elif self._served:
             self._loaded = {"synchronizer": {"step": steps, "progress": float(steps)}}
         else:

@@ -39,6 +39,7 @@ class Replica:
         nodes: number of the job's nodes.
         devices: ranks on each.
         group: process group of all ranks; None is the default one.
+        watched: whether the strategy has a `Lifeline` open.
 
     Raises:
         DocumentError: (or a subclass, on every rank) plan, model, cluster and job do not fit each other.
@@ -52,8 +53,10 @@ class Replica:
         nodes: int,
         devices: int,
         group: dist.ProcessGroup | None = None,
+        watched: bool = False,
     ) -> None:
         self._module = module
+        self._watched = watched
         self._settings = settings
         self._shape = (nodes, devices)
         self._group = group
@@ -274,6 +277,7 @@ class Replica:
             timeout=self._settings.timeout,
             gradient_as_bucket_view=self._settings.gradient_as_bucket_view,
             static_graph=self._settings.static_graph,
+            watched=self._watched,
         )
         engine.on_change = self._follow_change
         return engine

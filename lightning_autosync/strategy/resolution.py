@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_autosync.cluster import ClusterSpec
-from lightning_autosync.errors import ClusterError
+from lightning_autosync.errors import ClusterError, PlanError
 from lightning_autosync.plan import Schedule, SyncPlan, builders, compile_plan
 from lightning_autosync.runtime.broadcast import structure_digest
 from lightning_autosync.runtime.shared_memory import sharing_fault
@@ -90,6 +90,7 @@ def resolve(
     """
     if settings.fault is not None:
         raise settings.fault
+    _check_memory(module)
     cluster = _cluster(settings, nodes, devices)
     workload = describe(module, also=also)
     if isinstance(settings.plan, SyncPlan):
@@ -125,6 +126,16 @@ def large_tables(module: nn.Module, also: Container[nn.Parameter] = ()) -> set[s
         and not owners[parameter][0].sparse
         and parameter.shape[0] >= LARGE_TABLE
     }
+
+
+def _check_memory(module: nn.Module) -> None:
+    """Refuse parameters that cannot be written to, before one rank alone fails at it and the others wait."""
+    for name, parameter in module.named_parameters():
+        if any(size > 1 and stride == 0 for size, stride in zip(parameter.shape, parameter.stride(), strict=True)):
+            raise PlanError(
+                f"model: parameter '{name}' was expanded: several of its elements share one place in memory; "
+                "clone() it first"
+            )
 
 
 def _cluster(settings: Settings, nodes: int, devices: int) -> ClusterSpec:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 
 import torch.distributed as dist
 
 from lightning_autosync.errors import ExchangeError
+from lightning_autosync.runtime.lifeline import Watch, watching
 from lightning_autosync.runtime.relaxed.averaging_worker import Meeting
 
 
@@ -23,15 +25,20 @@ class World:
         rank: this process's in the job; in a group without all, it has another.
         size: ranks of the job, which the group holds at first, unless this process came back: see `begin_alone`.
         timeout: seconds that the others may take to form the group, or to answer in it.
+        lost: ranks that are lost now, and why; it changes on another thread.
     """
 
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout: float) -> None:
-        self._rank, self._timeout = rank, timedelta(seconds=timeout)
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: float, lost: dict[int, str]) -> None:
+        self._rank, self._timeout, self._lost = rank, timedelta(seconds=timeout), lost
         complete = dist.get_world_size() == size
         self._visits = dict.fromkeys(range(size), 1) if complete else {}
         # Each training counts its meetings from one; who comes back takes part in that which its predecessor counted.
         training = store.add(f"world/trainings/{rank}", int(complete))
         self._store = dist.PrefixStore(f"world/{training}", store)
+
+    def lost(self) -> dict[int, str]:
+        """Ranks of the group that are lost, and why."""
+        return {rank: why for rank, why in self._lost.copy().items() if rank in self._visits}
 
     def follow(self, meeting: Meeting) -> None:
         """Let the group be those who met; all of them call this.
@@ -43,7 +50,7 @@ class World:
             return
         self._visits = meeting.visits
         backend, there = dist.get_backend(), sorted(meeting.visits)
-        with told_of_loss("the new process group of those who are there"):
+        with told_of_loss("the new process group of those who are there", self.lost, self._timeout.total_seconds()):
             dist.destroy_process_group()
             dist.init_process_group(
                 backend,
@@ -59,17 +66,50 @@ def begin_alone(backend: str) -> None:
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
 
+class LossWatch(Watch):
+    """Ends what all who met do together, once one of them is lost.
+
+    Args:
+        what: that which errors name.
+        lost: tells which of those who met are lost, and why.
+        timeout: seconds that they wait for each other.
+    """
+
+    def __init__(self, what: str, lost: Callable[[], Mapping[int, str]], timeout: float) -> None:
+        self.timeout = timeout
+        self._what, self._lost = what, lost
+
+    def look(self) -> None:
+        if self._lost():
+            raise self.explain("")
+
+    def explain(self, cause: str, late: bool = False) -> ExchangeError:
+        deadline = time.monotonic() + self.patience
+        while not self._lost() and time.monotonic() < deadline:  # the backend may notice it first
+            time.sleep(self.patience / 50)
+        told = "; ".join(f"rank {rank} is lost ({why})" for rank, why in sorted(self._lost().items()))
+        return ExchangeError(
+            f"{self._what} was interrupted ({told or cause}): a rank that is lost while all wait for each other ends "
+            "the job; go on from the last checkpoint"
+        )
+
+
 @contextmanager
-def told_of_loss(what: str) -> Iterator[None]:
-    """Around a collective call: what its backend says of a lost rank becomes an error that says what to do."""
+def told_of_loss(what: str, lost: Callable[[], Mapping[int, str]], timeout: float) -> Iterator[None]:
+    """Around a collective call: if a rank is lost, an error that names it and says what to do.
+
+    Args:
+        what: that which errors name.
+        lost: tells which of those who make the call are lost, and why.
+        timeout: seconds that they wait for each other.
+    """
+    watch = LossWatch(what, lost, timeout)
     try:
-        yield
+        with watching(watch):
+            yield
     except ExchangeError:
         raise
     except RuntimeError as cause:
         if not isinstance(cause, dist.DistError) and "gloo" not in str(cause).lower():
             raise
-        raise ExchangeError(
-            f"{what} was interrupted ({str(cause).splitlines()[0]}): a rank that is lost while all wait for each other "
-            "ends the job; go on from the last checkpoint"
-        ) from cause
+        raise watch.explain(str(cause).splitlines()[0]) from cause

@@ -121,14 +121,10 @@ class Member:
         return resolve(function)(**arguments)
 
     def _connect(self, port: int) -> Any:
-        self._store = self._dist.TCPStore(
-            os.environ["MASTER_ADDR"],
-            port,
-            self._world_size,
-            is_master=self._rank == 0,
-            timeout=self._timeout,
-            wait_for_workers=False,
-        )
+        from lightning_autosync.runtime.store import find_store, open_store
+
+        connect = open_store if self._rank == 0 else find_store
+        self._store = connect(os.environ["MASTER_ADDR"], port, self._timeout.total_seconds())
         return self._store
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from strangers import SECRET
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -110,7 +111,7 @@ class Trainee:
         optimizer = torch.optim.SGD(self.module.parameters(), lr=LR, momentum=self._momentum)
         store = dist.PrefixStore(f"{self._key}-{part}", self._store)
         with (
-            closing(Mesh.open(store, self._rank, self._size, address="127.0.0.1")) as mesh,
+            closing(Mesh.open(store, self._rank, self._size, secret=SECRET, address="127.0.0.1")) as mesh,
             closing(make_worker(mesh, self.module, self._settings)) as worker,
         ):
             self._load(worker, optimizer)

@@ -15,6 +15,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from recommender import ROWS, Recommender, workload_of
+from strangers import SECRET
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from training import Net, batches, distance, subgroup
@@ -57,7 +58,9 @@ def worker(
     **options: Any,
 ) -> Iterator[ParameterServer]:
     layout = server_layout(plan, workload or describe(module))
-    mesh = Mesh.open(store, dist.get_rank(), layout.workers + layout.servers, address="127.0.0.1", timeout=TIMEOUT)
+    mesh = Mesh.open(
+        store, dist.get_rank(), layout.workers + layout.servers, secret=SECRET, address="127.0.0.1", timeout=TIMEOUT
+    )
     with closing(mesh):
         running = ParameterServer(
             mesh,
@@ -85,7 +88,7 @@ def serves(plan: SyncPlan, store: dist.Store) -> bool:
     if rank < plan.world_size:
         return False
     if rank < plan.world_size + plan.servers:
-        serve(store, rank, plan.world_size + plan.servers, address="127.0.0.1", timeout=TIMEOUT)
+        serve(store, rank, plan.world_size + plan.servers, secret=SECRET, address="127.0.0.1", timeout=TIMEOUT)
     return True
 
 

@@ -212,7 +212,7 @@ def test_nothing_is_left_when_a_worker_is_killed():
 
 def test_nothing_is_left_when_set_up_fails():
     with pytest.raises(LaunchError, match="tc"):
-        EmulatedLaunch(ClusterSpec.uniform(3, bandwidth=1e25))
+        EmulatedLaunch(ClusterSpec.uniform(3, bandwidth=1e-3))
     assert not own_namespaces()
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import yaml
+from strangers import SECRET
 from torch import nn
 
 from lightning_autosync.errors import AutoSyncError
@@ -24,6 +25,11 @@ from lightning_autosync.runtime.relaxed.server.command import serve
 from lightning_autosync.workload import describe, variable_names
 
 COMMAND = [sys.executable, "-c", "from lightning_autosync.cli import main; main()", "serve"]
+
+
+@pytest.fixture(autouse=True)
+def _secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AUTOSYNC_SECRET", SECRET.decode())
 
 
 def start(directory: Path, **settings: Any) -> subprocess.Popen[str]:
@@ -54,7 +60,7 @@ def test_a_worker_trains_on_a_server_process(tmp_path: Path) -> None:
                 ],
             }
         )
-        mesh = Mesh.open(store, 0, 2, address="127.0.0.1", timeout=60.0)
+        mesh = Mesh.open(store, 0, 2, secret=SECRET, address="127.0.0.1", timeout=60.0)
         optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
         layout = server_layout(plan, describe(module))
         running = ParameterServer(mesh, variable_names(module), layout, optimizer, plan.consistency, timeout=30.0)
@@ -97,4 +103,4 @@ def test_time_outs_reach_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     whole = {"host": "127.0.0.1", "port": store.port, "rank": 0, "size": 1, "address": None, "timeout": 9}
     serve({**whole, "heartbeat": {"longest": 44.0}}, tmp_path)
-    assert given == {"address": None, "timeout": 9.0, "heartbeat": HeartbeatSettings(longest=44.0)}
+    assert given == {"secret": SECRET, "address": None, "timeout": 9.0, "heartbeat": HeartbeatSettings(longest=44.0)}

@@ -156,7 +156,7 @@ def test_an_interrupted_run_keeps_what_it_found(tmp_path):
 def _wait_for_trials(journal: Path, count: int, running: subprocess.Popen[str]) -> None:
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline and running.poll() is None:
-        if journal.exists() and journal.read_text().count('"seconds"') >= count:
+        if journal.exists() and journal.read_text().count('autosync:seconds"') >= count:
             return
         time.sleep(0.2)
     raise AssertionError(f"not so many trials; exit status {running.poll()}")

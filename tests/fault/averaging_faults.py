@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from relaxed_calls import NormedNet, digest, local_step, make_worker
+from strangers import SECRET
 from training import batches
 
 from lightning_autosync.errors import ExchangeError
@@ -29,7 +30,9 @@ def train(
     data = list(batches(rank, 40, torch.float64))
     module = NormedNet().double()
     while True:
-        mesh = Mesh.open(store, rank, size, address="127.0.0.1", heartbeat=HEARTBEAT, timeout=60.0, rejoin=came > 0)
+        mesh = Mesh.open(
+            store, rank, size, secret=SECRET, address="127.0.0.1", heartbeat=HEARTBEAT, timeout=60.0, rejoin=came > 0
+        )
         worker = make_worker(mesh, module, settings)
         optimizer = torch.optim.SGD(module.parameters(), lr=0.01, momentum=0.9)
         try:

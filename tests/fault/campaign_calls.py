@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from crew import drop_on_signal, slow_on_signal
 from relaxed_calls import NormedNet, digest, local_step
+from strangers import SECRET
 from torch import Tensor, nn
 from training import batches
 
@@ -85,7 +86,9 @@ class Trainee:
 
 
 def open_mesh(store: dist.Store, rank: int, size: int, rejoin: bool) -> Mesh:
-    mesh = Mesh.open(store, rank, size, address="127.0.0.1", heartbeat=HEARTBEAT, timeout=TIMEOUT, rejoin=rejoin)
+    mesh = Mesh.open(
+        store, rank, size, secret=SECRET, address="127.0.0.1", heartbeat=HEARTBEAT, timeout=TIMEOUT, rejoin=rejoin
+    )
     drop_on_signal(mesh, rank, store)
     slow_on_signal(mesh, store)
     return mesh

@@ -41,6 +41,8 @@ the process send only `SLOW_RATE` for `SLOW_SECONDS`."""
 SLOW_RATE = 100_000
 """Bytes a second on each connection of a slow rank."""
 SLOW_SECONDS = 1.5
+PRELOADED = ["torch.distributed", "torch._dynamo", "lightning_autosync.runtime.relaxed.opening"]
+"""What the server of forks imports, once; who adds to it does so before the first crew."""
 _MAX_PACING_RATE = 47
 """Linux's SO_MAX_PACING_RATE, which the ``socket`` module does not name."""
 
@@ -85,9 +87,7 @@ class Crew:
         self._processes: dict[int, ForkServerProcess] = {}
         self._answers: dict[int, Connection] = {}
         self._forks = multiprocessing.get_context("forkserver")
-        self._forks.set_forkserver_preload(
-            ["torch.distributed", "torch._dynamo", "lightning_autosync.runtime.relaxed.opening"]
-        )
+        self._forks.set_forkserver_preload(PRELOADED)
 
     def __enter__(self) -> Crew:
         with socket.create_server((HOST, 0)) as free:
@@ -131,6 +131,9 @@ class Crew:
 
     def stop(self, rank: int) -> None:
         self._signal(rank, signal.SIGSTOP)
+
+    def terminate(self, rank: int) -> None:
+        self._signal(rank, signal.SIGTERM)
 
     def go_on(self, rank: int) -> None:
         self._signal(rank, signal.SIGCONT)

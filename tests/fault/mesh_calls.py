@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from crew import drop_on_signal
+from strangers import SECRET
 from torch import Tensor
 
 from lightning_autosync.errors import ExchangeError, Expelled, GroupBroken, MeshTimeout, PeerLost
@@ -21,7 +22,9 @@ QUICK = HeartbeatSettings(interval=0.1, shortest=2.0, longest=4.0, redial=2.0)
 
 
 def join(store: dist.Store, rank: int, size: int, rejoin: bool) -> Mesh:
-    mesh = Mesh.open(store, rank, size, address="127.0.0.1", heartbeat=QUICK, timeout=30.0, rejoin=rejoin)
+    mesh = Mesh.open(
+        store, rank, size, secret=SECRET, address="127.0.0.1", heartbeat=QUICK, timeout=30.0, rejoin=rejoin
+    )
     drop_on_signal(mesh, rank, store)
     store.add("joined", 1)
     return mesh

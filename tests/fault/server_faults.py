@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from strangers import SECRET
 from torch import nn
 from training import Net, batches
 
@@ -34,7 +35,9 @@ def train(
 ) -> dict[str, Any]:
     """Train for a while, then drain; says how it ended, with what weights, and how long the last call took."""
     made = SyncPlan.from_dict(plan)
-    mesh = Mesh.open(store, rank, size, address="127.0.0.1", heartbeat=HEARTBEAT, timeout=30.0, rejoin=rejoin)
+    mesh = Mesh.open(
+        store, rank, size, secret=SECRET, address="127.0.0.1", heartbeat=HEARTBEAT, timeout=30.0, rejoin=rejoin
+    )
     if rank >= made.world_size:
         server = ShardServer(mesh)
         store.add("joined", 1)
@@ -85,7 +88,9 @@ def train(
 
 def await_setup(store: dist.Store, rank: int, size: int, rejoin: bool) -> dict[str, Any]:
     """Rank 1 serves, and rank 0 never tells it what."""
-    mesh = Mesh.open(store, rank, size, address="127.0.0.1", heartbeat=HEARTBEAT, timeout=30.0, rejoin=rejoin)
+    mesh = Mesh.open(
+        store, rank, size, secret=SECRET, address="127.0.0.1", heartbeat=HEARTBEAT, timeout=30.0, rejoin=rejoin
+    )
     if rank == 0:
         store.add("joined", 1)
         time.sleep(600.0)

@@ -14,6 +14,7 @@ from averaging_faults import HEARTBEAT
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
+from strangers import SECRET
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
@@ -93,8 +94,16 @@ def train(
         again: whether all train for one more epoch, with a Trainer of its own.
         interval: share of an epoch after which to validate.
     """
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in (place | {"AUTOSYNC_PORT": meeting_port}).items()})
+    place: dict[str, Any] = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": size,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
+    place |= {"AUTOSYNC_PORT": meeting_port}
+    place["AUTOSYNC_SECRET"] = SECRET.decode()
+    os.environ.update({name: str(value) for name, value in place.items()})
     best = ModelCheckpoint(folder, monitor="metric", save_top_k=1, save_last=True)
     stopping = EarlyStopping("reduced", patience=EPOCHS)
     trainer = make_trainer(plan, size, [best, stopping], EPOCHS, interval)

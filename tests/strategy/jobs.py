@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from lightning_autosync import AutoSyncFabricStrategy, AutoSyncStrategy, builders
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.plan import Compressor, compile_plan
-from lightning_autosync.strategy import resolution
+from lightning_autosync.strategy import greeting, resolution
 from lightning_autosync.strategy.replica import Replica
 from lightning_autosync.strategy.resolution import Resolution
 from lightning_autosync.strategy.settings import Settings
@@ -47,9 +47,9 @@ QUIET = {
 
 
 def make_trainer(strategy: Any, plugins: tuple[Any, ...] = (), **arguments: Any) -> Trainer:
-    arguments = {"max_epochs": 2, **QUIET, **arguments}
+    arguments = {"max_epochs": 2, "devices": 2, **QUIET, **arguments}
     plugins = (TorchElasticEnvironment(), *plugins)
-    return Trainer(accelerator="cpu", devices=2, plugins=list(plugins), strategy=strategy, **arguments)
+    return Trainer(accelerator="cpu", plugins=list(plugins), strategy=strategy, **arguments)
 
 
 def fit(model: str, strategy: Any, plugins: tuple[Any, ...] = (), **arguments: Any) -> Any:
@@ -284,6 +284,15 @@ def error_of(model: str, **strategy: Any) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "none"
+
+
+def error_of_meeting(odd: int, versions: dict[str, str], arguments: dict[str, Any]) -> str:
+    """What ``fit`` raises where rank ``odd`` has other versions or arguments than the others."""
+    own = greeting.own_versions()
+    if dist.get_rank() != odd:
+        versions, arguments = {}, {}
+    with mock.patch.object(greeting, "own_versions", return_value=own | versions):
+        return error_of("Plain", **arguments)
 
 
 def broken_backward(victim: int) -> dict[str, Any]:

@@ -303,12 +303,12 @@ def patience() -> dict[str, float]:
     return seen
 
 
-def against_ddp_by_a_server(port: int) -> float:
+def against_ddp_by_a_server(port: int, secret: str) -> float:
     """How far a training whose parameters lie on one process of ``autosync serve`` ends from DDP."""
     names = tuple(name for name, _ in Learner().named_parameters())
     group = Group(name="all", variables=names, architecture="parameter_server", topology="star", placement=(2,))
     plan = SyncPlan(world_size=2, servers=1, consistency=Consistency(served=True), groups=(group,))
-    with mock.patch.dict(os.environ, {STORE_PORT: str(port)}):
+    with mock.patch.dict(os.environ, {STORE_PORT: str(port), "AUTOSYNC_SECRET": secret}):
         ours = fit(AutoSyncStrategy(plan=plan), {"momentum": 0.9}, max_epochs=2)
     return distance(ours, fit(DDPStrategy(), {"momentum": 0.9}, max_epochs=2))
 

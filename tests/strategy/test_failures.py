@@ -132,7 +132,9 @@ def test_a_parameter_unfrozen_outside_the_users_plan(duo, tmp_path) -> None:
 def test_a_backward_pass_that_breaks_off_on_one_rank_ends_all(duo, victim: int) -> None:
     found = duo.run("jobs:broken_backward", victim=victim)
     assert found[victim]["error"] == "MemoryError: no memory for this gradient"
-    assert found[1 - victim]["error"] == f"ExchangeError: rank {victim} has ended after step 2; this is step 3"
+    assert found[1 - victim]["error"] == (
+        f"PeerLost: rank {victim} is lost: it ended with MemoryError: no memory for this gradient"
+    )
     for rank in found:
         assert rank["closed"]
         assert rank["seconds"] < 10
@@ -140,3 +142,25 @@ def test_a_backward_pass_that_breaks_off_on_one_rank_ends_all(duo, victim: int) 
 
 def test_nothing_to_train(duo) -> None:
     same_error(duo.run("jobs:error_of", model="AllFrozen"), "WorkloadError", "no trainable parameter")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("torch", "1.0"), ("lightning-autosync", "9"), ("the plan's format", "autosync-plan/2")]
+)
+def test_versions_that_differ_between_ranks(duo, name: str, value: str) -> None:
+    found = duo.run("jobs:error_of_meeting", odd=1, versions={name: value}, arguments={})
+    same_error(found, f"ExchangeError: ranks run different versions of {name}: ", f"on rank 0; {value} on rank 1")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"plan": "partial_reduce", "semantics": "relaxed"}, "consistency of the plan"),
+        ({"broadcast_buffers": False}, "broadcast_buffers: rank {odd} has another than rank 0 (False, not True)"),
+        ({"check_replicas": 7}, "check_replicas"),
+        ({"static_graph": True}, "static_graph"),
+    ],
+)
+def test_settings_that_differ_between_ranks(duo, arguments: dict[str, object], words: str) -> None:
+    found = duo.run("jobs:error_of_meeting", odd=1, versions={}, arguments=arguments)
+    same_error(found, "PlanError", words.format(odd=1), "rank 1 has another than rank 0")

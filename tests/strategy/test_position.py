@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
+from strangers import SECRET
 
 from lightning_autosync.errors import ExchangeError
 from lightning_autosync.runtime.relaxed.heartbeat import HeartbeatSettings
@@ -23,7 +24,7 @@ def meshes() -> Iterator[list[Mesh]]:
     store, opened = dist.HashStore(), {}
 
     def run(rank: int) -> None:
-        opened[rank] = Mesh.open(store, rank, 2, address="127.0.0.1", heartbeat=PATIENT, timeout=20.0)
+        opened[rank] = Mesh.open(store, rank, 2, secret=SECRET, address="127.0.0.1", heartbeat=PATIENT, timeout=20.0)
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
     for thread in threads:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from plans import plans
 
 from lightning_autosync.cluster import ClusterSpec
-from lightning_autosync.errors import DocumentError
+from lightning_autosync.errors import DocumentError, UnwritableError
 from lightning_autosync.plan import SyncPlan, builders
 from lightning_autosync.simulator.dataset import Conditions, Dataset, Entry, Sample, Writer, sample_key
 from lightning_autosync.simulator.dataset.journal import JOURNAL
@@ -226,7 +226,10 @@ def test_killed_between_manifest_and_journal(tmp_path: Path) -> None:
 
 def test_a_spoilt_journal_is_told(tmp_path: Path) -> None:
     (tmp_path / JOURNAL).write_text("nonsense\n{}\n")
-    with pytest.raises(DocumentError, match=r"journal.jsonl:1: not a row: Expecting value: .*; delete the line"):
+    with pytest.raises(
+        DocumentError,
+        match=r"journal.jsonl:1: not a row: its text: not valid JSON: .*; delete the line",
+    ):
         Writer(tmp_path)
     (tmp_path / JOURNAL).unlink()
     Writer(tmp_path).close()  # the lock was given back
@@ -252,7 +255,6 @@ def line(table: object, row: object) -> str:
         (line("samples", {**entry().row(), "steps": [0.1, None]}), r"steps\[1\]: None is not a time"),
         (line("documents", {"kind": "cluster", "fingerprint": "0123"}), r"row\.document: missing"),
         (line("documents", {"kind": [], "fingerprint": "0123", "document": ""}), r"row\.kind: "),
-        ("\xff", r"'utf-8' codec can't decode"),
     ],
 )
 def test_a_line_that_is_no_row_is_told(tmp_path: Path, spoilt: str, message: str) -> None:
@@ -262,6 +264,12 @@ def test_a_line_that_is_no_row_is_told(tmp_path: Path, spoilt: str, message: str
     with (tmp_path / JOURNAL).open("ab") as file:
         file.write(spoilt.encode("latin-1") + b"\n")
     with pytest.raises(DocumentError, match=rf"journal.jsonl:5: not a row: {message}.*; delete the line"):
+        Writer(tmp_path)
+
+
+def test_a_line_that_is_no_text_is_told(tmp_path: Path) -> None:
+    (tmp_path / JOURNAL).write_bytes(b"\xff\n")
+    with pytest.raises(DocumentError, match=r"journal.jsonl:1: cannot be read: 'utf-8' codec can't decode"):
         Writer(tmp_path)
 
 
@@ -394,7 +402,7 @@ def test_a_document_that_is_none_is_told(tmp_path: Path) -> None:
     (tmp_path / JOURNAL).write_text("".join(line("documents", row) + "\n" for row in rows))
     with Writer(tmp_path) as writer:
         writer.append([entry()])
-    with pytest.raises(DocumentError, match=r"workload [0-9a-f]{12}: its document is not valid JSON"):
+    with pytest.raises(DocumentError, match=r"documents-00000.parquet: row 0: workload [0-9a-f]{12}: not valid JSON"):
         Dataset.load(tmp_path)[0]
 
 
@@ -474,10 +482,10 @@ def test_killed_in_the_first_flush(tmp_path: Path, cut: str, monkeypatch: pytest
     before.append([entry(), entry(priority=7, cluster=OTHER)])
     with monkeypatch.context() as patched:
         patched.setattr("os.replace", replace_until(cut))
-        with pytest.raises(InterruptedError):
+        with pytest.raises(UnwritableError):
             before.flush()
         os.close(before._lock)
-        with pytest.raises(InterruptedError):  # once more, while it recovers
+        with pytest.raises(UnwritableError):  # once more, while it recovers
             Writer(tmp_path)
     assert not (tmp_path / MANIFEST).exists()
     there = parts_of(tmp_path)

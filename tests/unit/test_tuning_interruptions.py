@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from itertools import cycle
 from typing import Any
@@ -305,7 +306,7 @@ def test_every_sampler_has_the_same_opponents(search, tmp_path, monkeypatch):
     world = World()
     asked = staged(monkeypatch, world, PricedStage(world.price))
     tuned = {**configuration(**search), "ddp": {"bucket_cap_mb": ["default", 1, 5, 100]}}
-    outcome = tuning_run.Run(Settings.parse(tuned), tmp_path).run()
+    outcome = tuning_run.Run(Settings.parse(tuned), tmp_path, ExitStack()).run()
     plans = {str(point[BUILDER]): world.space.plan(point) for point in world.space.baselines()}
     best = min(plans, key=lambda name: world.plan_price(plans[name]))
     assert outcome.builder is not None

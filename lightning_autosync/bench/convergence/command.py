@@ -34,16 +34,17 @@ def converge(configuration: dict[str, Any], directory: Path) -> None:
         console = Console(width=FILE_WIDTH)
     if settings.isolation is not None:
         survey = simulate_groups(settings)
-        write_text(directory / "result.json", json.dumps(survey.to_dict()) + "\n")
         console.print(survey_table(survey))
-        for line in [*survey_remarks(survey), f"{directory / 'result.json'}"]:
+        for line in survey_remarks(survey):
             console.print(line, soft_wrap=True, highlight=False)
+        write_text(directory / "result.json", json.dumps(survey.to_dict()) + "\n")
+        console.print(f"{directory / 'result.json'}", soft_wrap=True, highlight=False)
         return
     result = compare(settings)
-    write_text(directory / "result.json", json.dumps(result.to_dict()) + "\n")
-    draw(result, directory / "result.png")
     for speed in result.settings.chosen_speeds:
         console.print(result_table(result, speed))
     for line in remarks(result):
         console.print(line, soft_wrap=True, highlight=False)
+    write_text(directory / "result.json", json.dumps(result.to_dict()) + "\n")
+    draw(result, directory / "result.png")
     console.print(f"{directory / 'result.json'}, {directory / 'result.png'}", soft_wrap=True, highlight=False)

@@ -24,6 +24,7 @@ from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.errors import ExchangeError
 from lightning_autosync.runtime.relaxed.averaging import GroupAverage
 from lightning_autosync.runtime.relaxed.mesh import Mesh
+from lightning_autosync.runtime.secret import common_secret
 from lightning_autosync.workers import WorkerPool
 from lightning_autosync.workers.launch_settings import LaunchSettings
 
@@ -81,7 +82,7 @@ def measure(size: int, megabytes: float, rounds: int, key: str) -> list[list[flo
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     store = dist.PrefixStore(key, dist.distributed_c10d._get_default_store())
-    mesh = Mesh.open(store, rank, ranks)
+    mesh = Mesh.open(store, rank, ranks, secret=common_secret())
     ways: list[Any] = [_MeshWay(mesh), _GlooWay(store, rank)]
     model = torch.randn(int(megabytes * 1e6 / 4), generator=torch.Generator().manual_seed(rank))
     found = []

@@ -6,9 +6,9 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import PositiveFloat
+from pydantic import Field, PositiveFloat
 
 from lightning_autosync.bench.convergence.settings import Settings
 from lightning_autosync.documents import Configuration, Record, check_format, read_data
@@ -225,7 +225,7 @@ class _Footing(Record, extra="ignore"):
 
 class _Earlier(Configuration, extra="ignore"):
     settings: _Footing
-    rates: dict[str, PositiveFloat]
+    rates: dict[str, Annotated[PositiveFloat, Field(le=1e6)]]
 
 
 def load_rates(path: str, settings: Settings) -> dict[str, float]:
@@ -238,7 +238,7 @@ def load_rates(path: str, settings: Settings) -> dict[str, float]:
     Raises:
         DocumentError: the file is not a result, or one of another task, number of workers or momentum.
     """
-    data = read_data(path)
+    data = read_data(path, finite=False)  # a training that diverged has no final metric
     check_format(data.get("format") if isinstance(data, dict) else None, FORMAT, path, DocumentError)
     try:
         earlier = _Earlier.parse(data)

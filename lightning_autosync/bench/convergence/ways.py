@@ -21,6 +21,7 @@ from lightning_autosync.runtime.relaxed.averaging_worker import Group
 from lightning_autosync.runtime.relaxed.mesh import Mesh
 from lightning_autosync.runtime.relaxed.opening import open_synchronizer
 from lightning_autosync.runtime.relaxed.partial_reduce import PartialReduce
+from lightning_autosync.runtime.secret import common_secret
 from lightning_autosync.workload import Workload, variable_names
 
 
@@ -149,7 +150,8 @@ class RelaxedWay(Way):
     ) -> None:
         self.forward, self.optimizer = module, optimizer
         self.groups: list[Group] = []
-        self._mesh = Mesh.open(store, dist.get_rank(), dist.get_world_size(), timeout=timeout)
+        place = dist.get_rank(), dist.get_world_size()
+        self._mesh = Mesh.open(store, *place, secret=common_secret(), timeout=timeout)
         try:
             self._synchronizer = open_synchronizer(
                 plan, workload, module, self._mesh, optimizer=optimizer, cluster=cluster, timeout=timeout

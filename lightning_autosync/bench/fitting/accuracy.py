@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import statistics
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, fields
+from typing import Any, ClassVar
 
 import numpy
 from numpy.typing import NDArray
+from pydantic import ConfigDict
 
 from lightning_autosync.bench.validation.accuracy import kendall_tau
+from lightning_autosync.documents import PLAIN
 from lightning_autosync.errors import DocumentError
 from lightning_autosync.simulator.learned.examples import Examples
 from lightning_autosync.simulator.learned.training import told_apart
@@ -27,6 +29,8 @@ class Accuracy:
         tau: Kendall's tau-b, the mean over workloads and clusters, nothing left out.
         median, p90: of the relative errors of the seconds.
     """
+
+    __pydantic_config__: ClassVar[ConfigDict] = PLAIN
 
     ranking: float
     left_out: float
@@ -71,7 +75,7 @@ class Accuracy:
         )
 
 
-METRICS = tuple(Accuracy.__dataclass_fields__)
+METRICS = tuple(field.name for field in fields(Accuracy))
 
 
 def summary(runs: list[Accuracy]) -> dict[str, Any]:

@@ -77,7 +77,7 @@ def _load(settings: Settings) -> tuple[list[Sample], set[float]]:
             what = "no sample of a synchronous plan that was measured undisturbed"
             why = f"; {disturbed} were measured beside other load: collect them again, or with a larger quiet="
         raise DocumentError(f"dataset: {', '.join(settings.dataset)}: {what}{why}")
-    return samples, {float(facts["cores"]) for facts in dataset.environments.values() if "cores" in facts}
+    return samples, dataset.cores
 
 
 def _start(settings: Settings, cores: set[float]) -> tuple[LearnedEstimator | None, Constants]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import ClassVar
+
+from pydantic import ConfigDict
 
 from lightning_autosync.bench.fitting.accuracy import Accuracy
 from lightning_autosync.bench.fitting.settings import Settings
-from lightning_autosync.documents import digest
+from lightning_autosync.documents import PLAIN, Index, Spent, digest
 from lightning_autosync.run_files import RunFile
 from lightning_autosync.simulator import Constants
 from lightning_autosync.simulator.dataset.manifest import load_manifest
@@ -30,27 +32,19 @@ class Run:
         seconds: of training.
     """
 
+    __pydantic_config__: ClassVar[ConfigDict] = PLAIN
+
     split: str
-    division: int
+    division: Index
     simulator: str
     unseen: tuple[str, ...]
     accuracy: Accuracy
-    seconds: float
+    seconds: Spent
 
     @property
     def key(self) -> tuple[str, int, str]:
         """Which of the runs it is."""
         return self.split, self.division, self.simulator
-
-    @classmethod
-    def of(cls, data: dict[str, Any]) -> Run:
-        """The run that plain data tells of.
-
-        Raises:
-            TypeError: of none.
-        """
-        run = cls(**data)
-        return cls(**{**data, "unseen": tuple(run.unseen), "accuracy": Accuracy(**data["accuracy"])})
 
 
 def run_file(path: Path, settings: Settings, constants: Constants) -> RunFile[Run]:
@@ -72,4 +66,4 @@ def run_file(path: Path, settings: Settings, constants: Constants) -> RunFile[Ru
         "constants": constants.to_dict(),
         **{f"simulator {kind}": settings.simulators[kind].model_dump(mode="json") for kind in settings.compare},
     }
-    return RunFile(path, FORMAT, "a comparison of simulators", common, Run.of)
+    return RunFile(path, FORMAT, "a comparison of simulators", common, Run)

@@ -41,7 +41,7 @@ def validate(configuration: dict[str, Any], directory: Path) -> None:
     cases = draw_cases(settings)
     path = Path(settings.measurements) if settings.measurements else directory / "measurements.jsonl"
     found = measure_cases(cases, price(cases, lambda _: constants), settings, path)
-    predicted = price(cases, lambda case: constants if settings.constants else _hosts_of(found[case.key], constants))
+    predicted = price(cases, lambda case: constants if settings.constants else hosts_of(found[case.key], constants))
     priced = [
         Priced(case, one.seconds, predicted[case.key], one.foreign_cores, one.noise)
         for case, one in ((case, found[case.key]) for case in cases)
@@ -53,8 +53,8 @@ def validate(configuration: dict[str, Any], directory: Path) -> None:
         "plan": by(priced, lambda one: one.case.kind),
         PAIR: by(priced, lambda one: one.case.pair),
     }
-    write_text(directory / "result.json", json.dumps(_result(settings, constants, priced, tables)) + "\n")
     _print(priced, tables)
+    write_text(directory / "result.json", json.dumps(_result(settings, constants, priced, tables)) + "\n")
 
 
 def price(cases: list[Case], constants_of: Callable[[Case], Constants]) -> dict[str, float]:
@@ -71,9 +71,9 @@ def price(cases: list[Case], constants_of: Callable[[Case], Constants]) -> dict[
     return seconds
 
 
-def _hosts_of(measurement: Measurement, default: Constants) -> Constants:
+def hosts_of(measurement: Measurement, default: Constants) -> Constants:
     """As probed when it was measured."""
-    return default if measurement.hosts is None else Constants.from_dict(dict(measurement.hosts), source="hosts")
+    return default if measurement.hosts is None else Constants.from_dict(measurement.hosts, source="hosts")
 
 
 def _result(

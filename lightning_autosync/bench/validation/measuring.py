@@ -11,15 +11,18 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, ClassVar
+
+from pydantic import ConfigDict, Field
 
 from lightning_autosync.bench.load import LoadMeter
 from lightning_autosync.bench.validation.cases import Case
 from lightning_autosync.bench.validation.hosts import probed_hosts
 from lightning_autosync.bench.validation.settings import Settings
 from lightning_autosync.cluster import ClusterSpec
-from lightning_autosync.documents import append_lines
+from lightning_autosync.documents import PLAIN, Index, Spent, Taken, append_lines, checked, parse_json, whole_lines
 from lightning_autosync.errors import DocumentError
+from lightning_autosync.simulator import Constants
 from lightning_autosync.simulator.dataset.sample import step_noise
 from lightning_autosync.workers import EmulatedLaunch, WorkerPool
 from lightning_autosync.workers.check import measured_links
@@ -42,12 +45,14 @@ class Measurement:
         hosts: the hosts' constants of the time as a document; None where they were not probed.
     """
 
+    __pydantic_config__: ClassVar[ConfigDict] = PLAIN
+
     key: str
-    steps: Sequence[Sequence[float]]
-    foreign_cores: float | None
+    steps: Annotated[list[Annotated[list[Taken], Field(min_length=1)]], Field(min_length=1)]
+    foreign_cores: Spent | None
     scheduling: str
-    warm_up: int
-    hosts: Mapping[str, Any] | None = None
+    warm_up: Index
+    hosts: dict[str, Any] | None = None
 
     @property
     def seconds(self) -> float:
@@ -71,14 +76,11 @@ def load_measurements(path: Path) -> dict[str, Measurement]:
         DocumentError: a line is something else.
     """
     found: dict[str, Measurement] = {}
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
-    for number, line in enumerate(lines):
-        if number == len(lines) - 1 and not line.endswith("\n"):
-            break
-        try:
-            measurement = Measurement(**json.loads(line))
-        except (TypeError, ValueError):
-            raise DocumentError(f"{path}:{number + 1}: not a measurement; expected key, steps, ...") from None
+    for where, line in whole_lines(path):
+        what = f"{where}: not a measurement"
+        measurement = checked(Measurement, parse_json(line, what), what)
+        if measurement.hosts is not None:
+            Constants.from_dict(measurement.hosts, f"{where}: hosts")
         found[measurement.key] = measurement
     return found
 

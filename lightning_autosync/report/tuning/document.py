@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Field, NonNegativeFloat, PositiveFloat
+from pydantic import ConfigDict, Field
 
-from lightning_autosync.documents import Document, Index, Record, check_format, read_data
+from lightning_autosync.documents import Document, Index, Record, Spent, Taken, check_format, read_data
 from lightning_autosync.errors import DocumentError
 
 RESULT = "result.json"
@@ -39,13 +39,13 @@ class Trial(Record):
     number: Index
     origin: str
     state: State
-    seconds: PositiveFloat | None = None
-    predicted: PositiveFloat | None = None
-    steps: tuple[float | tuple[float, ...], ...] | None = None
-    elapsed: NonNegativeFloat | None = None
+    seconds: Taken | None = None
+    predicted: Taken | None = None
+    steps: tuple[Spent | tuple[Spent, ...], ...] | None = None
+    elapsed: Spent | None = None
     error: str | None = None
     builder: str | None = None
-    corrected: PositiveFloat | None = None
+    corrected: Taken | None = None
     interrupted: bool = False
 
 
@@ -55,7 +55,7 @@ class Opponent(Record):
     model_config = _LENIENT
 
     name: str
-    seconds: PositiveFloat
+    seconds: Taken
 
 
 class Opponents(Record):
@@ -74,7 +74,7 @@ class Best(Record):
 
     number: Index | None = None
     origin: str
-    seconds: PositiveFloat
+    seconds: Taken
     plan: dict[str, Any]
     builder: str | None = None
 
@@ -100,10 +100,10 @@ class Timing(Record):
 
     model_config = _LENIENT
 
-    trials_per_minute: NonNegativeFloat | None = None
-    sampler_seconds: NonNegativeFloat | None = None
-    sampler_seconds_by_proposal: tuple[NonNegativeFloat, ...] = ()
-    wall_seconds: NonNegativeFloat | None = None
+    trials_per_minute: Spent | None = None
+    sampler_seconds: Spent | None = None
+    sampler_seconds_by_proposal: tuple[Spent, ...] = ()
+    wall_seconds: Spent | None = None
 
 
 class Reference(Record):
@@ -116,7 +116,7 @@ class Reference(Record):
 
     model_config = _LENIENT
 
-    reference_by_trial: dict[int, PositiveFloat] = Field(default_factory=dict)
+    reference_by_trial: dict[int, Taken] = Field(default_factory=dict)
     share: Annotated[float, Field(ge=0, le=1)] = 1.0
 
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
+
+from pydantic import ConfigDict, Field
 
 from lightning_autosync.bench.statistics import Interval, paired_ratio
+from lightning_autosync.documents import Record, Taken, checked
 from lightning_autosync.errors import DocumentError
 
 Kind = Literal["plan", "builder", "finalist", "ddp", "contender"]
@@ -34,6 +37,36 @@ class Contender:
         return statistics.median(self.rounds)
 
 
+_LENIENT = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
+"""A run tells more of its last comparison than a report shows."""
+
+
+class _Measured(Record):
+    model_config = _LENIENT
+
+    kind: Kind
+    exactness: str = Field(alias="class")
+    rounds: tuple[Taken, ...] = Field(alias="round_seconds", min_length=1)
+
+
+class _Opponents(Record):
+    model_config = _LENIENT
+
+    ddp: str
+    builder: str | None = None
+
+
+class _Told(Record):
+    """What a tuning run writes."""
+
+    model_config = _LENIENT
+
+    contenders: dict[str, _Measured]
+    winner: str
+    opponents: _Opponents
+    left_out: dict[str, str] = Field(default_factory=dict)
+
+
 @dataclass(frozen=True)
 class Final:
     """All contenders by name, and which of them play a part in the summary.
@@ -58,16 +91,12 @@ class Final:
         Raises:
             DocumentError: a field is missing or wrong.
         """
-        try:
-            contenders = {str(name): _contender(name, one) for name, one in data["contenders"].items()}
-            left_out = {str(name): str(why) for name, why in data.get("left_out", {}).items()}
-            opponents = data["opponents"]
-            made = cls(contenders, data["winner"], opponents["ddp"], opponents.get("builder"), left_out)
-            missing = {made.winner, made.ddp, made.builder or made.ddp} - contenders.keys()
-        except KeyError as error:
-            raise DocumentError(f"{where}: final: {error} is missing") from None
-        except (AttributeError, TypeError, ValueError) as error:
-            raise DocumentError(f"{where}: final: {error}") from None
+        told = checked(_Told, data, f"{where}: final")
+        contenders = {
+            name: Contender(name, one.kind, one.exactness, one.rounds) for name, one in told.contenders.items()
+        }
+        made = cls(contenders, told.winner, told.opponents.ddp, told.opponents.builder, told.left_out)
+        missing = {made.winner, made.ddp, made.builder or made.ddp} - contenders.keys()
         if missing or len({len(one.rounds) for one in contenders.values()}) != 1:
             lacking = f"no contender is named '{min(missing)}'" if missing else "contenders have unequal rounds"
             raise DocumentError(f"{where}: final.contenders: {lacking}")
@@ -86,12 +115,3 @@ class Final:
         reference = self.contenders[self.ddp].rounds
         ordered = sorted(self.contenders.values(), key=lambda one: one.median)
         return [(one, paired_ratio(one.rounds, reference)) for one in ordered]
-
-
-def _contender(name: str, data: Mapping[str, Any]) -> Contender:
-    rounds = tuple(float(seconds) for seconds in data["round_seconds"])
-    if not rounds or min(rounds) <= 0:
-        raise ValueError(f"contenders.{name}.round_seconds: expected seconds above zero, got {list(rounds)}")
-    if data["kind"] not in get_args(Kind):
-        raise ValueError(f"contenders.{name}.kind: {data['kind']!r} is not one of {', '.join(get_args(Kind))}")
-    return Contender(name, data["kind"], str(data["class"]), rounds)

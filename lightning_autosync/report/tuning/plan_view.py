@@ -7,11 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_autosync.bench.validation.hosts import shared_hosts
+from lightning_autosync.documents import Record, checked
+from lightning_autosync.errors import PlanError
 from lightning_autosync.plan import Schedule, SyncPlan, compile_plan
 from lightning_autosync.report.figures.cluster import Traffic
 from lightning_autosync.report.figures.plan import method_of, reducers
+from lightning_autosync.report.tuning.document import RESULT
 from lightning_autosync.report.tuning.run import TuningRun
 from lightning_autosync.simulator import Constants, Prediction, Replay
+from lightning_autosync.simulator.constants import Cores
 
 
 @dataclass(frozen=True)
@@ -31,7 +35,10 @@ class PlanView:
         """
         if run.plan is None:
             return None
-        schedule = compile_plan(run.plan, run.workload, run.cluster)
+        try:
+            schedule = compile_plan(run.plan, run.workload, run.cluster)
+        except PlanError as error:
+            raise PlanError(f"{run.directory / RESULT}: best.{error}") from None
         if not run.cluster.measured:
             return cls(run.plan, schedule, None)
         replay = Replay(run.workload, run.cluster, _constants(run))
@@ -79,7 +86,15 @@ def _constants(run: TuningRun) -> Constants:
     Raises:
         DocumentError: the file of constants that the run was told is not there any more.
     """
-    path, cores = run.result.settings.get("constants"), run.result.environment.get("cores")
+    told = {"constants": run.result.settings.get("constants"), "cores": run.result.environment.get("cores")}
+    hosts = checked(_Hosts, told, str(run.directory / RESULT))
     if run.emulated_links and run.paced:
-        return shared_hosts(path, cores)
-    return Constants() if path is None else Constants.load(path)
+        return shared_hosts(hosts.constants, hosts.cores)
+    return Constants() if hosts.constants is None else Constants.load(hosts.constants)
+
+
+class _Hosts(Record):
+    """What a run tells of the constants of its hosts."""
+
+    constants: str | None
+    cores: Cores | None

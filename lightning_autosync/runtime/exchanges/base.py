@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_autosync.errors import ExchangeError
+from lightning_autosync.runtime.lifeline import explained, wait_watched
 
 
 class Exchange(ABC):
@@ -69,14 +70,10 @@ class Completion:
         self._done.set()
 
     def wait(self) -> None:
-        finished = self._error is not None or self._done.wait(self._timeout)
+        if self._error is None:
+            wait_watched(self._done.wait, self._what, self._timeout)
         if self._error is not None:
-            raise self._error
-        if not finished:
-            raise ExchangeError(
-                f"{self._what}: no answer from the other ranks in {self._timeout:g} s; one of them is stuck, or they "
-                "do not run the same steps"
-            )
+            raise explained(self._error) from self._error
 
 
 def byte_view(tensor: Tensor) -> memoryview:

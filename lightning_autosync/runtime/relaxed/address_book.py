@@ -1,29 +1,30 @@
-"""What the processes of a mesh must know before they can call each other, kept in a torch store."""
+"""What the processes of a mesh must know before they can call each other, kept in a torch store.
+
+The store is open to whoever reaches it. So what says where to call is sealed with the job's secret, which is not in it.
+"""
 
 from __future__ import annotations
 
 import json
-import secrets
 from datetime import timedelta
 from typing import NamedTuple
 
 import torch.distributed as dist
 
 from lightning_autosync.errors import ExchangeError
+from lightning_autosync.runtime.secret import seal, unseal
 
 
 class Entry(NamedTuple):
-    """A process's place in the book: its incarnation, the job's secret, and where the others listen, under which
-    incarnations at least."""
+    """A process's place in the book: its incarnation, and where the others listen, under which of theirs at least."""
 
     incarnation: int
-    secret: str
     addresses: dict[int, tuple[str, int]]
     incarnations: dict[int, int]
 
 
 def sign_in(
-    store: dist.Store, rank: int, size: int, address: tuple[str, int], *, rejoin: bool, timeout: float
+    store: dist.Store, secret: bytes, rank: int, size: int, address: tuple[str, int], *, rejoin: bool, timeout: float
 ) -> Entry:
     """Write the own address into the store and read the others'.
 
@@ -31,26 +32,31 @@ def sign_in(
     order, rounds agree. Whoever rejoins takes part in the round that its predecessor counted.
 
     Raises:
-        ExchangeError: the store does not answer, or some rank does not sign in within ``timeout`` seconds.
+        ExchangeError: the store does not answer, some rank does not sign in within ``timeout`` seconds, or it did with
+            another secret.
     """
     limit = timedelta(seconds=timeout)
     try:
         turn = store.add(f"mesh/opened/{rank}", 0 if rejoin else 1)
         book = dist.PrefixStore(f"mesh/{turn}", store)
         incarnation = book.add(f"incarnation/{rank}", 1)
-        if rank == 0 and not rejoin:
-            book.set("secret", secrets.token_hex(16))
-        book.set(f"address/{rank}", json.dumps(address))
+        book.set(f"address/{rank}", seal(secret, _place(turn, rank), json.dumps(address)))
         others = [other for other in range(size) if other != rank]
-        book.wait(["secret", *(f"address/{other}" for other in others)], limit)
+        book.wait([f"address/{other}" for other in others], limit)
         # Before the addresses: what listens there may be newer than thought, never older.
         incarnations = {other: book.add(f"incarnation/{other}", 0) for other in others}
-        addresses = {other: _address(book.get(f"address/{other}")) for other in others}
-        return Entry(incarnation, book.get("secret").decode(), addresses, incarnations)
-    except (dist.DistError, RuntimeError) as cause:
+        addresses = {other: _address(secret, turn, other, book.get(f"address/{other}")) for other in others}
+        return Entry(incarnation, addresses, incarnations)
+    except ExchangeError:
+        raise
+    except (dist.DistError, RuntimeError, ValueError) as cause:
         raise ExchangeError(f"rank {rank} of {size} found no peers in the store: {cause}") from None
 
 
-def _address(text: bytes) -> tuple[str, int]:
-    host, port = json.loads(text)
+def _place(turn: int, rank: int) -> str:
+    return f"address of rank {rank} in mesh {turn}"
+
+
+def _address(secret: bytes, turn: int, rank: int, text: bytes) -> tuple[str, int]:
+    host, port = json.loads(unseal(secret, _place(turn, rank), text.decode()))
     return str(host), int(port)

@@ -232,9 +232,12 @@ class GroupAverage:
             raise ExchangeError(f"rank {mail.sender} gave up: {mail.header['why']}")
         index = int(mail.header["chunk"])
         chunk = current.chunks[index] if current.has(index) else Chunk(0, 0, ())
-        values = torch.frombuffer(mail.payload, dtype=current.buffer.dtype)
-        if values.numel() != chunk.end - chunk.begin:
+        size = (chunk.end - chunk.begin) * current.buffer.element_size()
+        if not size or mail.payload.nbytes != size:
             raise ExchangeError(f"rank {mail.sender} averages a buffer of another size or type")
+        if mail.sender not in current.members or index not in current.missing:
+            raise ExchangeError(f"rank {mail.sender} sent a part of the average that nobody wants of it")
+        values = torch.frombuffer(mail.payload, dtype=current.buffer.dtype)
         if mail.kind == _PART:
             current.parts[index][current.members.index(mail.sender)] = values
             if len(current.parts[index]) == len(current.members) - 1:

@@ -106,7 +106,9 @@ class Coordinator:
 
     def handle(self, rank: int, kind: str, header: dict[str, Any], now: float) -> list[Order]:
         """What follows from a worker's message that came at ``now`` (seconds, from any origin)."""
-        worker = self._workers[rank]
+        worker = self._workers.get(rank)
+        if worker is None:
+            return [Order(rank, "stop", {"reason": f"rank {rank} is none of the {len(self._workers)} workers"})]
         if self.stopped is not None:
             return [Order(rank, "stop", {"reason": self.stopped})]
         if worker.phase is Phase.ABSENT and kind not in ("start", "leave"):

@@ -15,9 +15,10 @@ Missed = Callable[[OSError], None]
 
 
 class Dialler:
-    """Makes calls until closed."""
+    """Makes calls, with the job's secret, until closed."""
 
-    def __init__(self) -> None:
+    def __init__(self, secret: bytes) -> None:
+        self._secret = secret
         self._threads: list[threading.Thread] = []
         self._changing = threading.Lock()  # the mesh's thread calls, and whoever makes the mesh
         self._closed = threading.Event()
@@ -36,7 +37,7 @@ class Dialler:
 
         def run() -> None:
             try:
-                found = dial_until(address, hello, deadline, lambda: settled() or self._closed.is_set())
+                found = dial_until(address, self._secret, hello, deadline, lambda: settled() or self._closed.is_set())
             except OSError as cause:
                 missed(cause)
             else:

@@ -13,6 +13,7 @@ from contextlib import suppress
 from functools import partial
 
 from lightning_autosync.errors import ExchangeError
+from lightning_autosync.runtime.door import Door
 from lightning_autosync.runtime.relaxed.heartbeat import HeartbeatSettings
 from lightning_autosync.runtime.relaxed.line import Line
 from lightning_autosync.runtime.relaxed.link import ProtocolError
@@ -20,7 +21,6 @@ from lightning_autosync.runtime.relaxed.membership import Membership
 from lightning_autosync.runtime.relaxed.messages import Mail, Message
 from lightning_autosync.runtime.relaxed.orders import Orders
 from lightning_autosync.runtime.relaxed.peers import DOUBT, HEARD, LOST, Events, Peers
-from lightning_autosync.runtime.relaxed.reception import Reception
 
 _TURN = 512 * 1024
 """Bytes that one peer may send or be sent before the others get their turn."""
@@ -38,7 +38,7 @@ class Hub:
         self,
         members: Membership,
         listener: socket.socket,
-        secret: str,
+        secret: bytes,
         settings: HeartbeatSettings,
         events: Events,
         largest: int,
@@ -51,7 +51,7 @@ class Hub:
         self._peers = Peers(
             members, settings, events, self._orders, self._selector, secret, self._address, largest, self._delivered
         )
-        self._reception = Reception(listener, self._selector, secret, settings.redial, self._peers.answer)
+        self._door = Door(listener, self._selector, secret, settings.redial, self._peers.answer)
         self._tick_at = self._looked_at = time.monotonic()
         self._selector.register(self._orders.woken, selectors.EVENT_READ, self._orders.obey)
         self._thread = threading.Thread(target=self._serve, name="autosync-mesh", daemon=True)
@@ -98,7 +98,7 @@ class Hub:
             with suppress(ExchangeError):
                 order()
         self._peers.close()
-        self._reception.close()
+        self._door.close()
         self._selector.close()
 
     # The loop
@@ -142,7 +142,7 @@ class Hub:
         self._tick_at = self._looked_at + self._settings.interval / 2
         self._peers.tick(self._looked_at)
         self._flush()
-        self._reception.tick(self._looked_at)
+        self._door.tick(self._looked_at)
 
     def _flush(self) -> None:
         while self._peers.unwritten:

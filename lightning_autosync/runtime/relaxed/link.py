@@ -14,7 +14,10 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from lightning_autosync.errors import ExchangeError
+from lightning_autosync.runtime.relaxed.headers import header_fault
 from lightning_autosync.runtime.relaxed.messages import LARGEST_HEADER, Mail, Message, Sent, cut, payload_size
 
 _HEAD = struct.Struct("<BIQ")
@@ -291,18 +294,27 @@ class Link:
     def _room(self, kind: str, header: dict[str, Any], size: int) -> memoryview:
         place = self._place(kind, header, size)
         if place is None:
-            return memoryview(bytearray(size))
+            return self._new_room(size)
         if place.nbytes != size:
             raise ProtocolError(f"rank {self.peer} sent {size} bytes of {kind!r} where {place.nbytes} were expected")
         return place.cast("B")
 
+    def _new_room(self, size: int) -> memoryview:
+        """Memory that the system provides as the payload comes, however large the peer says that it will be."""
+        try:
+            return np.empty(size, dtype=np.uint8).data
+        except MemoryError:
+            raise ProtocolError(f"rank {self.peer} announced {size} bytes, which do not fit into memory") from None
+
     def _parse(self, text: memoryview) -> tuple[str, dict[str, Any]]:
         try:
             kind, header = json.loads(bytes(text))
-        except (ValueError, TypeError) as cause:
+        except (ValueError, TypeError, RecursionError) as cause:
             raise ProtocolError(f"rank {self.peer} sent a message without a proper header: {cause}") from None
         if not isinstance(kind, str) or not isinstance(header, dict):
             raise ProtocolError(f"rank {self.peer} sent a message without a kind or a header")
+        if fault := header_fault(kind, header):
+            raise ProtocolError(f"rank {self.peer} sent a message of kind {kind!r} with a header of no use: {fault}")
         return kind, header
 
 

@@ -60,6 +60,7 @@ class Mesh:
         rank: int,
         size: int,
         *,
+        secret: bytes,
         address: str | None = None,
         timeout: float = 60.0,
         heartbeat: HeartbeatSettings | None = None,
@@ -70,6 +71,7 @@ class Mesh:
 
         Args:
             store: any torch store that all share; needed only while opening.
+            secret: one for all processes; see `secret.common_secret`.
             address: the own address in the cluster's network; by default the one that faces ``MASTER_ADDR``.
             timeout: seconds that meeting may take.
             largest: payload bytes that a message may have at most.
@@ -80,14 +82,15 @@ class Mesh:
             ExchangeError: a peer that is needed could not be met in time.
         """
         deadline = time.monotonic() + timeout
-        listener = listen(address or own_address(), size)
+        listener = listen(address or own_address())
         try:
-            entry = sign_in(store, rank, size, listener.getsockname()[:2], rejoin=rejoin, timeout=timeout)
+            place = listener.getsockname()[:2]
+            entry = sign_in(store, secret, rank, size, place, rejoin=rejoin, timeout=timeout)
         except ExchangeError:
             listener.close()
             raise
         mesh = cls(rank, size, entry.incarnation)
-        mesh._hub = Hub(mesh._members, listener, entry.secret, heartbeat or HeartbeatSettings(), mesh, largest)
+        mesh._hub = Hub(mesh._members, listener, secret, heartbeat or HeartbeatSettings(), mesh, largest)
         # A script may end without closing what it opened; peers must not take that for a loss.
         atexit.register(mesh.close)
         for peer, target in entry.addresses.items():

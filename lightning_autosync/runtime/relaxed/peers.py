@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from lightning_autosync.errors import ExchangeError, Expelled, PeerLost
+from lightning_autosync.runtime.door import Visitor
 from lightning_autosync.runtime.relaxed import handshake
 from lightning_autosync.runtime.relaxed.dialling import Dialler
 from lightning_autosync.runtime.relaxed.handshake import Answer, Hello
@@ -68,7 +69,7 @@ class Peers:
         events: Events,
         orders: Orders,
         selector: selectors.BaseSelector,
-        secret: str,
+        secret: bytes,
         address: tuple[str, int],
         largest: int,
         deliver: Callable[[Mail], None],
@@ -79,9 +80,9 @@ class Peers:
         self.closing = math.inf
         self._members, self._settings, self._events = members, settings, events
         self._orders, self._selector = orders, selector
-        self._secret, self._address, self._largest, self._deliver = secret, address, largest, deliver
+        self._address, self._largest, self._deliver = address, largest, deliver
         self._reasons: dict[int, str] = {}
-        self.dialler = Dialler()
+        self.dialler = Dialler(secret)
 
     def post(self, peer: int, message: Message) -> None:
         """Queue a message; it settles with an error if the peer is gone."""
@@ -112,19 +113,22 @@ class Peers:
         missed = partial(self._not_joined, peer, incarnation)
         self._dial(peer, address, hello, timeout, lambda: self._members.status(peer) is not Status.UNKNOWN, missed)
 
-    def answer(self, guest: socket.socket, hello: Hello) -> None:
+    def answer(self, visitor: Visitor) -> None:
         """A process that knows the secret has connected."""
-        if self.closing < math.inf or self.error is not None:
+        guest = visitor.connection
+        try:
+            hello = handshake.decode_hello(visitor.claim)
+            if self.closing < math.inf or self.error is not None:
+                verdict = handshake.ENDED
+            else:
+                verdict = self._members.judge(hello)
+            resumed = hello.purpose == handshake.RESUME
+            received = self.lines[hello.rank].link.received if verdict == handshake.WELCOME and resumed else 0
+            answer = Answer(verdict, self._members.incarnation, received, self._members.incarnations())
+            visitor.answer(handshake.encode(answer))
+        except (OSError, ExchangeError):
             guest.close()
             return
-        verdict = self._members.judge(hello)
-        resumed = hello.purpose == handshake.RESUME
-        received = self.lines[hello.rank].link.received if verdict == handshake.WELCOME and resumed else 0
-        answer = Answer(verdict, self._members.incarnation, received, self._members.incarnations())
-        try:
-            guest.sendall(handshake.encode(answer))
-        except OSError:
-            verdict = handshake.EXPELLED
         if verdict != handshake.WELCOME:
             guest.close()
         elif resumed:
@@ -201,7 +205,7 @@ class Peers:
 
     def _hello(self, purpose: str, target: int, received: int) -> Hello:
         members = self._members
-        return Hello(self._secret, purpose, members.rank, members.incarnation, target, received, *self._address)
+        return Hello(purpose, members.rank, members.incarnation, target, received, *self._address)
 
     def _dial(
         self,

@@ -11,7 +11,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from lightning_autosync.plan.space import PlanSpace, Value
 from lightning_autosync.search.drift import Footing, run_with_turns
-from lightning_autosync.search.tried import REFINED, RUN, measured_steps, seconds_of, sight_of, was_interrupted
+from lightning_autosync.search.tried import REFINED, RUN, measured_steps, seconds_of, sight_of, told, was_interrupted
 
 CHOICE = "autosync:choice"
 """System attribute of a trial: the point that was chosen for it, there before its parameters are."""
@@ -76,13 +76,13 @@ class Observations:
         if (seconds := seconds_of(trial)) is None:
             self.tried.append(choice)
             return
-        factor = self.footing.bring(trial.user_attrs.get(RUN), trial.number, 1.0)
+        factor = self.footing.bring(told(trial, RUN), trial.number, 1.0)
         self.measured.append((trial.number, choice, math.log(factor * seconds)))
         self.steps[trial.number] = tuple(factor * step for step in measured_steps(trial))
 
 
 def _footing(trials: Sequence[FrozenTrial], own: int) -> Footing:
-    run = next((trial.user_attrs.get(RUN) for trial in reversed(trials) if trial.number == own), None)
+    run = next((told(trial, RUN) for trial in reversed(trials) if trial.number == own), None)
     sights = [sight_of(trial) for trial in trials]
     return Footing.of(sights, run_with_turns(sights, run))
 
@@ -90,15 +90,15 @@ def _footing(trials: Sequence[FrozenTrial], own: int) -> Footing:
 def choice_of(trial: FrozenTrial, space: PlanSpace) -> Choice | None:
     """What a trial tries; None if it is unknown."""
     point = point_of(trial, space)
-    return None if point is None else Choice(point, trial.user_attrs.get(REFINED))
+    return None if point is None else Choice(point, told(trial, REFINED))
 
 
 def point_of(trial: FrozenTrial, space: PlanSpace) -> Point | None:
     """The point of a trial: its parameters, what it was given, or what was chosen for it; None if it is unknown."""
-    fixed = trial.system_attrs.get("fixed_params", {})
+    fixed = trial.system_attrs.get("fixed_params")
     choice = trial.system_attrs.get(CHOICE)
     chosen = decode(str(choice), space) if choice is not None else {}
-    known: Mapping[str, Value] = {**(chosen or {}), **fixed, **trial.params}
+    known: Mapping[str, Value] = {**(chosen or {}), **(fixed if isinstance(fixed, dict) else {}), **trial.params}
     if all(known.get(name) in domain for name, domain in space.parameters.items()):
         return {name: known[name] for name in space.parameters}
     return None

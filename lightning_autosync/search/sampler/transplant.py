@@ -9,7 +9,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from lightning_autosync.plan.space import BUILDER, Block, PlanSpace, Value
 from lightning_autosync.search.studies import footing_of_study, space_of
-from lightning_autosync.search.tried import RUN
+from lightning_autosync.search.tried import RUN, seconds_of, told
 
 BEST = 12
 """Points of a study that are carried over."""
@@ -25,9 +25,9 @@ def carried_over(study: Study, space: PlanSpace, count: int = BEST) -> list[dict
     trials = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
 
     def brought(trial: FrozenTrial) -> float:
-        return footing.bring(trial.user_attrs.get(RUN), trial.number, trial.value or 0.0)
+        return footing.bring(told(trial, RUN), trial.number, seconds_of(trial) or 0.0)
 
-    ranked = sorted((trial for trial in trials if trial.value is not None), key=brought)
+    ranked = sorted((trial for trial in trials if seconds_of(trial) is not None), key=brought)
     made: dict[tuple[Value, ...], dict[str, Value]] = {}
     for trial in ranked:
         if source.parameters.keys() <= trial.params.keys() and len(made) < count:

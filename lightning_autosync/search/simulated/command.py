@@ -46,7 +46,7 @@ def rehearse(configuration: dict[str, Any], directory: Path) -> None:
         "emulated": {"links": False, "compute": False, "replayed": True},
         "standings": [one.to_dict() for one in found],
     }
+    Console(width=160).print(table(found))
     write_text(directory / "result.json", json.dumps(result) + "\n")
     for ending in ("png", "svg"):
         draw(found, directory / f"curves.{ending}")
-    Console(width=160).print(table(found))

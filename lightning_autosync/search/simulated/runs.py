@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy
+from pydantic import ConfigDict
 
+from lightning_autosync.documents import PLAIN, Integer, Spent, Taken
 from lightning_autosync.errors import DocumentError
 from lightning_autosync.run_files import REMEDY, RunFile
 from lightning_autosync.search.simulated.settings import Settings
@@ -37,15 +39,17 @@ class Run:
         source: pair whose study it started from; None for none.
     """
 
+    __pydantic_config__: ClassVar[ConfigDict] = PLAIN
+
     pair: str
     sampler: str
-    seed: int
-    seconds: list[float]
-    measured: list[float]
+    seed: Integer
+    seconds: list[Taken]
+    measured: list[Taken]
     origins: list[str]
-    best: float
-    builder: float
-    overhead: list[float]
+    best: Taken
+    builder: Taken
+    overhead: list[Spent]
     source: str | None = None
 
     @property
@@ -78,10 +82,20 @@ def run_file(path: Path, settings: Settings) -> RunFile[Run]:
         DocumentError: its runs were made with other settings, or it is something else.
     """
     fixed = settings.model_dump(mode="json", exclude=set(_FREE))
-    file = RunFile(path, FORMAT, "a rehearsal", fixed, lambda data: Run(**data))
+    file = RunFile(path, FORMAT, "a rehearsal", fixed, Run)
     for run in file.runs.values():
+        _check_trials(run, path)
         _check_source(run, settings, path)
     return file
+
+
+def _check_trials(run: Run, path: Path) -> None:
+    lengths = [len(found) for found in (run.seconds, run.measured, run.origins, run.overhead)]
+    if min(lengths) != max(lengths) or not lengths[0]:
+        raise DocumentError(
+            f"{path}: {run.sampler} on {run.pair}, seed {run.seed}: seconds, measured, origins, overhead have "
+            f"{', '.join(map(str, lengths))} trials; expected equally many, one at least"
+        )
 
 
 def _check_source(run: Run, settings: Settings, path: Path) -> None:

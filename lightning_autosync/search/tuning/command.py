@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,9 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from rich.console import Console
 
-from lightning_autosync.documents import held, write_text
+from lightning_autosync.documents import as_yaml, held, write_text
+from lightning_autosync.errors import UnwritableError
+from lightning_autosync.interrupts import STATUS
 from lightning_autosync.search.tuning.errors import TuningError
 from lightning_autosync.search.tuning.result import Outcome
 from lightning_autosync.search.tuning.run import Run
@@ -22,8 +26,6 @@ from lightning_autosync.search.tuning.within_job import require_job, serve
 PLAN, WORKLOAD, CLUSTER = "plan.yaml", "workload.yaml", "cluster.yaml"
 RESULT = "result.json"
 _LOCK = ".tune.lock"
-STATUS = 130
-"""Exit status after a Ctrl-C: 128 and the number of SIGINT, as shells have it."""
 
 
 class Interrupted(SystemExit):
@@ -58,6 +60,7 @@ def tune(configuration: dict[str, Any], directory: Path) -> Outcome:
 
     Raises:
         AutoSyncError: a setting is wrong, workers cannot be started, or too many trials failed.
+        UnwritableError: a file cannot be written; the best plan was printed, and its place elsewhere is in the message.
         UnfinishedError: the same, after all files were written for the trials that came to a time.
         Interrupted: by a Ctrl-C, after all files were written for what was found until then.
     """
@@ -69,14 +72,17 @@ def tune(configuration: dict[str, Any], directory: Path) -> Outcome:
             serve(settings.timeout, settings.scheduling == "batch")
     console = Console()
     refusal = TuningError(f"{directory}: another process is at work on this run; let it end first")
-    with held(directory / _LOCK, refusal):
+    with held(directory / _LOCK, refusal), ExitStack() as saving:
         try:
-            outcome = Run(settings, directory).run()
+            outcome = Run(settings, directory, saving).run()
         except KeyboardInterrupt:
             raise _interrupted(None, directory, console) from None
         if outcome.interrupted and all(record.interrupted for record in outcome.records):
             raise _interrupted(None, directory, console)
-        _write(outcome, directory, console)
+        try:
+            _write(outcome, directory, console)
+        except UnwritableError as error:
+            raise _kept_elsewhere(outcome, error, console) from None
     if outcome.interrupted:
         raise _interrupted(outcome, directory, console)
     if outcome.failure is not None:
@@ -86,16 +92,36 @@ def tune(configuration: dict[str, Any], directory: Path) -> Outcome:
 
 def _write(outcome: Outcome, directory: Path, console: Console) -> None:
     """The files, and what they say in short; the workload and the cluster are there for `autosync predict`."""
-    files = [RESULT]
-    write_text(directory / RESULT, json.dumps(outcome.to_dict()) + "\n")
-    if outcome.best is not None:
-        outcome.best.plan.save(directory / PLAN)
-        outcome.job.workload.save(directory / WORKLOAD)
-        outcome.job.cluster.save(directory / CLUSTER)
-        files.insert(0, PLAN)
     for line in outcome.lines():
         console.print(line, soft_wrap=True, highlight=False)
+    files = _files(outcome, directory)
     console.print(", ".join(str(directory / name) for name in files), soft_wrap=True, highlight=False)
+
+
+def _files(outcome: Outcome, directory: Path) -> list[str]:
+    """Write them, first what matters most; their names."""
+    files = [RESULT]
+    if outcome.best is not None:
+        outcome.best.plan.save(directory / PLAN)
+        files.insert(0, PLAN)
+    write_text(directory / RESULT, json.dumps(outcome.to_dict()) + "\n")
+    if outcome.best is not None:
+        outcome.job.workload.save(directory / WORKLOAD)
+        outcome.job.cluster.save(directory / CLUSTER)
+    return files
+
+
+def _kept_elsewhere(outcome: Outcome, error: UnwritableError, console: Console) -> UnwritableError:
+    """Print the best plan, and write the files to the folder for temporary ones; an error that says where they are."""
+    if outcome.best is None:
+        return error
+    console.print(as_yaml(outcome.best.plan.to_dict()), soft_wrap=True, highlight=False, markup=False)
+    try:
+        folder = Path(tempfile.mkdtemp(prefix="autosync-tune-"))
+        _files(outcome, folder)
+    except OSError as again:  # UnwritableError is one
+        return UnwritableError(f"{error}; the best plan is printed above, and kept nowhere ({again})")
+    return UnwritableError(f"{error}; the best plan is printed above, and kept as {folder / PLAN}")
 
 
 def _interrupted(outcome: Outcome | None, directory: Path, console: Console) -> Interrupted:

@@ -13,6 +13,7 @@ from lightning_autosync.bench.interleaving import Pool
 from lightning_autosync.bench.preparation import prepare
 from lightning_autosync.bench.settings import DDPOptions
 from lightning_autosync.cluster import ClusterSpec
+from lightning_autosync.documents import checked, parse_json, shown
 from lightning_autosync.errors import DocumentError
 from lightning_autosync.plan import SyncPlan
 from lightning_autosync.search.storages import StudyError, answered
@@ -23,6 +24,7 @@ PACED = ("paced", "flat")
 """Kinds of models whose times are known, since they compute by the clock or not at all."""
 JOB = "autosync:job"
 """User attribute of a study: what its times depend on beside workload and cluster, as JSON text."""
+_Facts = dict[str, Any]
 _PROFILE = "lightning_autosync.search.tuning.profile:profile"
 
 
@@ -75,12 +77,13 @@ class Job:
         launch = "torchrun" if settings.within_job else settings.launch.kind
         model = settings.model.model_dump(mode="json")
         own = {"model": model, "launch": launch, "scheduling": settings.scheduling}
-        kept = json.loads(study.user_attrs.get(JOB, "{}"))
+        where = f"study '{study.study_name}': {JOB}"
+        kept: Any = checked(_Facts, parse_json(study.user_attrs.get(JOB, "{}"), where, StudyError), where, StudyError)
         for name, value in own.items():
             if name in kept and kept[name] != value:
                 raise StudyError(
-                    f"{name}: study '{study.study_name}' was measured with {kept[name]!r}, not {value!r}; give that or "
-                    "another study.name or hydra.run.dir"
+                    f"{name}: study '{study.study_name}' was measured with {shown(kept[name])}, not {value!r}; give "
+                    "that or another study.name or hydra.run.dir"
                 )
         study.set_user_attr(JOB, json.dumps(own))
 

@@ -7,17 +7,18 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import optuna
+from pydantic import ConfigDict, Field
 
-from lightning_autosync.documents import digest
+from lightning_autosync.documents import PLAIN, Index, Record, Taken, checked, digest, parse_json
 from lightning_autosync.errors import DocumentError
 from lightning_autosync.plan import SyncPlan, compile_plan
 from lightning_autosync.plan.builders import build
 from lightning_autosync.plan.space import BUILDER, PlanSpace
 from lightning_autosync.search.drift import Drift
-from lightning_autosync.search.storages import answered
+from lightning_autosync.search.storages import StudyError, answered
 from lightning_autosync.search.tuning.interruptions import uninterrupted
 from lightning_autosync.search.tuning.job import Job
 from lightning_autosync.search.tuning.measuring import Course, Rule, measure_in_turns
@@ -51,12 +52,21 @@ class Standing:
         why: it failed or was pruned.
     """
 
+    __pydantic_config__: ClassVar[ConfigDict] = PLAIN
+
     kind: Kind
     name: str
-    batch: int
+    batch: Index
     state: str
-    seconds: float | None
+    seconds: Taken | None
     why: str | None
+
+
+class _Kept(Record):
+    """What a study keeps of them."""
+
+    measured: tuple[Standing, ...] = ()
+    reference_by_batch: dict[int, Taken] = Field(default_factory=dict)
 
 
 class Opponents:
@@ -79,9 +89,10 @@ class Opponents:
         self._study = study
         self._name = f"{OPPONENTS}:{digest(run)}"
         with answered():
-            kept = json.loads(study.user_attrs.get(self._name, "{}"))
-        self._standings = [Standing(**one) for one in kept.get("measured", ())]
-        self._turns = {int(batch): float(seconds) for batch, seconds in kept.get("reference_by_batch", {}).items()}
+            text = study.user_attrs.get(self._name, "{}")
+        where = f"study '{study.study_name}': {self._name}"
+        kept = checked(_Kept, parse_json(text, where, StudyError), where, StudyError)
+        self._standings, self._turns = list(kept.measured), dict(kept.reference_by_batch)
 
     def measure(self, builders: Mapping[str, SyncPlan]) -> None:
         """Measure every setting of DDP and the plans of ``builders``, but for those that are known already.

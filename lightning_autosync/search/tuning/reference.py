@@ -8,8 +8,9 @@ from collections.abc import Sequence
 
 import optuna
 
+from lightning_autosync.documents import parse_json
 from lightning_autosync.plan import SyncPlan
-from lightning_autosync.search.storages import answered
+from lightning_autosync.search.storages import StudyError, answered
 from lightning_autosync.search.tuning.interruptions import uninterrupted
 from lightning_autosync.search.tuning.job import Job
 from lightning_autosync.search.tuning.measuring import Course
@@ -95,8 +96,8 @@ class Reference:
 @uninterrupted()
 @answered()
 def _kept(study: optuna.Study) -> SyncPlan | None:
-    found = study.user_attrs.get(REFERENCE)
-    return None if found is None else SyncPlan.from_dict(json.loads(found), f"study '{study.study_name}': {REFERENCE}")
+    found, where = study.user_attrs.get(REFERENCE), f"study '{study.study_name}': {REFERENCE}"
+    return None if found is None else SyncPlan.from_dict(parse_json(found, where, StudyError), where)
 
 
 @uninterrupted()

@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning_autosync.plan import SyncPlan
 from lightning_autosync.search.drift import Drift
-from lightning_autosync.search.storages import without_password
+from lightning_autosync.search.passwords import without_password
 from lightning_autosync.search.tuning.final import Final
 from lightning_autosync.search.tuning.job import Job
 from lightning_autosync.search.tuning.opponents import Opponent

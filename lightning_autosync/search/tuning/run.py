@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from lightning_autosync.search import storages, studies, tried
 from lightning_autosync.search.tuning.buckets import BucketSpace
 from lightning_autosync.search.tuning.errors import TuningError
 from lightning_autosync.search.tuning.final import Final
+from lightning_autosync.search.tuning.interruptions import uninterrupted
 from lightning_autosync.search.tuning.job import Job
 from lightning_autosync.search.tuning.last_comparison import compare
 from lightning_autosync.search.tuning.opponents import Opponent, Opponents, builder_plans
@@ -44,12 +45,14 @@ class Run:
     Args:
         settings: what is asked.
         directory: of the run; with the same one, a run goes on.
+        saving: after an interruption it holds back further ones, until the caller has written what was found.
 
     Raises:
         DocumentError: the model, the cluster, the simulator or a source of transfer is wrong.
     """
 
-    def __init__(self, settings: Settings, directory: Path) -> None:
+    def __init__(self, settings: Settings, directory: Path, saving: ExitStack) -> None:
+        self._saving = saving
         self._settings = settings
         self._directory = directory
         self._storage = settings.study.storage or str(directory / JOURNAL)
@@ -85,6 +88,7 @@ class Run:
                 tuner.run()
                 final = self._compare(stage, trials, opponents)
             except KeyboardInterrupt:
+                self._saving.enter_context(uninterrupted())
                 _log.warning("interrupted")
                 interrupted = True
             except AutoSyncError as error:

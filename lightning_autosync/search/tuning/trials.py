@@ -35,6 +35,8 @@ from lightning_autosync.search.tried import (
     STEPS,
     measured_steps,
     plan_of,
+    time_of,
+    told,
     was_interrupted,
 )
 from lightning_autosync.search.tuning.buckets import BucketSpace
@@ -71,25 +73,24 @@ class Record:
     @classmethod
     def of(cls, trial: FrozenTrial) -> Record:
         """What its attributes say."""
-        attributes = trial.user_attrs
         steps = measured_steps(trial)
-        builder = COMPOSED if REFINED in attributes else trial.params.get(BUILDER, COMPOSED)
+        builder = COMPOSED if REFINED in trial.user_attrs else trial.params.get(BUILDER, COMPOSED)
         return cls(
             number=trial.number,
-            origin=str(attributes.get(ORIGIN, "unknown")),
+            origin=told(trial, ORIGIN) or "unknown",
             state=_STATES[trial.state],
-            seconds=attributes.get(SECONDS) if steps else None,
-            predicted=attributes.get(PREDICTED),
-            steps=attributes.get(STEPS, []),
-            elapsed=attributes.get(ELAPSED),
-            error=attributes.get(ERROR),
+            seconds=time_of(trial.user_attrs.get(SECONDS)) if steps else None,
+            predicted=told(trial, PREDICTED),
+            steps=told(trial, STEPS) or [],
+            elapsed=time_of(trial.user_attrs.get(ELAPSED)),
+            error=told(trial, ERROR),
             builder=None if builder == COMPOSED else str(builder),
-            plan=attributes.get(PLAN),
-            reference=attributes.get(REFERENCE),
-            batch=attributes.get(BATCH),
-            run=attributes.get(RUN),
+            plan=told(trial, PLAN),
+            reference=told(trial, REFERENCE),
+            batch=told(trial, BATCH),
+            run=told(trial, RUN),
             interrupted=was_interrupted(trial),
-            price=attributes.get(PRICE),
+            price=told(trial, PRICE),
         )
 
     def to_dict(self) -> dict[str, Any]:

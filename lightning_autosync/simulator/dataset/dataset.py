@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, overload
 
 from lightning_autosync.cluster import ClusterSpec
+from lightning_autosync.documents import checked, parse_json
 from lightning_autosync.errors import DocumentError
+from lightning_autosync.simulator.constants import Cores
 from lightning_autosync.simulator.dataset.entry import COLUMNS, DOCUMENTS, PAIR, row_sample, row_steps
 from lightning_autosync.simulator.dataset.manifest import Manifest, load_manifest
 from lightning_autosync.simulator.dataset.sample import Sample, step_noise
 from lightning_autosync.simulator.dataset.tables import no_rows, read_table
 from lightning_autosync.workload import Workload
 
-Documents = Mapping[tuple[str, str], str]
-"""JSON text by kind (workload, cluster, environment) and fingerprint."""
+Documents = Mapping[tuple[str, str], tuple[str, str]]
+"""By kind (workload, cluster, environment) and fingerprint, JSON text and where it is."""
+_Facts = dict[str, Any]
 _SOURCE = "source"
 """Column of where a row is: file and number, from 0."""
 
@@ -59,13 +61,13 @@ class Dataset(Sequence[Sample]):
         import pyarrow
 
         folders = [Path(paths)] if isinstance(paths, str | os.PathLike) else [Path(path) for path in paths]
-        documents: dict[tuple[str, str], str] = {}
+        documents: dict[tuple[str, str], tuple[str, str]] = {}
         tables: list[Any] = []
         for folder in folders:
             manifest = load_manifest(folder)
             for part in manifest.of("documents"):
-                rows = read_table(folder, part).to_pylist()
-                documents |= {(row["kind"], row["fingerprint"]): row["document"] for row in rows}
+                rows = _placed(read_table(folder, part), str(folder / part.file)).to_pylist()
+                documents |= {(row["kind"], row["fingerprint"]): (row["document"], row[_SOURCE]) for row in rows}
             tables.append(_samples(folder, manifest, disturbed))
         samples = pyarrow.concat_tables([_placed(no_rows("samples"), ""), *tables])
         _check_documents(samples, documents, folders)
@@ -110,8 +112,12 @@ class Dataset(Sequence[Sample]):
             DocumentError: the steps of a row are not those of a sample.
         """
         frame = self._rows.select(list(COLUMNS)).to_pandas()
-        for kind in ("workload", "cluster"):
-            names = {of: self._plain(kind, of)["name"] for of in frame[kind].unique()}
+        named: dict[str, Callable[[str], Workload | ClusterSpec]] = {
+            "workload": self._workload,
+            "cluster": self._cluster,
+        }
+        for kind, find in named.items():
+            names = {of: find(of).name for of in frame[kind].unique()}
             frame[f"{kind}_name"] = frame[kind].map(names).astype("string")
         ranks = {of: self._cluster(of).world_size for of in frame["cluster"].unique()}
         frame["ranks"] = frame["cluster"].map(ranks)
@@ -127,25 +133,38 @@ class Dataset(Sequence[Sample]):
     def environments(self) -> dict[str, dict[str, Any]]:
         """What samples ran on, by fingerprint."""
         found = sorted(set(self._rows["environment"].to_pylist()))
-        return {fingerprint: self._plain("environment", fingerprint) for fingerprint in found}
+        return {fingerprint: checked(_Facts, *self._plain("environment", fingerprint)) for fingerprint in found}
+
+    @property
+    def cores(self) -> set[float]:
+        """How many cores the ranks shared, of the environments that say so.
+
+        Raises:
+            DocumentError: one says something else.
+        """
+        made = set()
+        for fingerprint, facts in self.environments.items():
+            if "cores" in facts:
+                _, where = self._plain("environment", fingerprint)
+                kind: Any = Cores
+                made.add(float(checked(kind, facts["cores"], f"{where}: cores")))
+        return made
 
     def _workload(self, fingerprint: str) -> Workload:
         if fingerprint not in self._workloads:
-            plain = self._plain("workload", fingerprint)
-            self._workloads[fingerprint] = Workload.from_dict(plain, source=f"workload {fingerprint}")
+            self._workloads[fingerprint] = Workload.from_dict(*self._plain("workload", fingerprint))
         return self._workloads[fingerprint]
 
     def _cluster(self, fingerprint: str) -> ClusterSpec:
         if fingerprint not in self._clusters:
-            plain = self._plain("cluster", fingerprint)
-            self._clusters[fingerprint] = ClusterSpec.from_dict(plain, source=f"cluster {fingerprint}")
+            self._clusters[fingerprint] = ClusterSpec.from_dict(*self._plain("cluster", fingerprint))
         return self._clusters[fingerprint]
 
-    def _plain(self, kind: str, fingerprint: str) -> Any:
-        try:
-            return json.loads(self._documents[kind, fingerprint])
-        except (TypeError, ValueError) as cause:
-            raise DocumentError(f"{kind} {fingerprint}: its document is not valid JSON: {cause}") from None
+    def _plain(self, kind: str, fingerprint: str) -> tuple[Any, str]:
+        """A document as plain data, and where it is."""
+        text, place = self._documents[kind, fingerprint]
+        where = f"{place}: {kind} {fingerprint}"
+        return parse_json(text, where), where
 
 
 def _samples(folder: Path, manifest: Manifest, disturbed: bool) -> Any:

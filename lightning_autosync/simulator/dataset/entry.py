@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from lightning_autosync.cluster import ClusterSpec
-from lightning_autosync.documents import canonical, digest, digest_text
+from lightning_autosync.documents import canonical, digest, digest_text, parse_json
 from lightning_autosync.errors import DocumentError
 from lightning_autosync.plan import SyncPlan
 from lightning_autosync.simulator.dataset.sample import Sample, check_steps
@@ -116,11 +115,7 @@ def row_sample(row: Row, workload: Workload, cluster: ClusterSpec, where: str) -
     Raises:
         DocumentError: the plan is not one, or a time is none.
     """
-    try:
-        plain = json.loads(row["plan"])
-    except (TypeError, ValueError) as cause:
-        raise DocumentError(f"{where}: plan: not valid JSON: {cause}") from None
-    plan = SyncPlan.from_dict(plain, source=f"{where}: plan")
+    plan = SyncPlan.from_dict(parse_json(row["plan"], f"{where}: plan"), source=f"{where}: plan")
     steps, told = row_steps(row["steps"], where), (row["kind"], row["replayed"], row["environment"], row["reference"])
     try:
         return Sample(workload, cluster, plan, steps, *told)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from lightning_autosync.documents import append_lines
+from lightning_autosync.documents import append_lines, parse_json, whole_lines
 from lightning_autosync.errors import DocumentError
 from lightning_autosync.simulator.dataset.sample import check_steps
 from lightning_autosync.simulator.dataset.tables import check_row
@@ -28,15 +28,12 @@ def read_rows(path: Path) -> Iterator[Line]:
     Raises:
         DocumentError: a line is something else.
     """
-    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-    for number, line in enumerate(lines, start=1):
-        if number == len(lines) and not line.endswith(b"\n"):
-            return
+    for where, line in whole_lines(path):
         try:
-            yield _row(json.loads(line))
+            yield _row(parse_json(line, "its text"))
         except ValueError as cause:
             raise DocumentError(
-                f"{path}:{number}: not a row: {cause}; delete the line, the pairs that need it are measured again"
+                f"{where}: not a row: {cause}; delete the line, the pairs that need it are measured again"
             ) from None
 
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from lightning_autosync.cluster import ClusterSpec
+from lightning_autosync.documents import LEAST, LONGEST
 from lightning_autosync.plan import SyncPlan
 from lightning_autosync.workload import Workload
+
+_TIMES = f"it must be finite and above 0 seconds, from {LEAST:g} to {LONGEST:g}"
 
 
 @dataclass(frozen=True)
@@ -43,8 +45,9 @@ class Sample:
 
     def __post_init__(self) -> None:
         check_steps(self.steps)
-        if self.reference is not None and not is_time(self.reference):
-            raise ValueError(f"reference: {self.reference} is not a time; it must be finite and above 0 seconds")
+        for name, seconds in (("replayed", self.replayed), ("reference", self.reference)):
+            if seconds is not None and not is_time(seconds):
+                raise ValueError(f"{name}: {seconds} is not a time; {_TIMES}")
 
     @cached_property
     def seconds(self) -> float:
@@ -59,7 +62,7 @@ class Sample:
 
 def is_time(seconds: float) -> bool:
     """Whether a number of seconds can be that of a step."""
-    return math.isfinite(seconds) and seconds > 0
+    return LEAST <= seconds <= LONGEST
 
 
 def check_steps(steps: Sequence[float | None]) -> None:
@@ -72,7 +75,7 @@ def check_steps(steps: Sequence[float | None]) -> None:
         raise ValueError("steps: none; a sample has at least one")
     for number, seconds in enumerate(steps):
         if seconds is None or not is_time(seconds):
-            raise ValueError(f"steps[{number}]: {seconds} is not a time; it must be finite and above 0 seconds")
+            raise ValueError(f"steps[{number}]: {seconds} is not a time; {_TIMES}")
 
 
 def step_noise(steps: Sequence[float]) -> float:

@@ -7,6 +7,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+from lightning_autosync.documents import shortened, shown
 from lightning_autosync.errors import DocumentError
 from lightning_autosync.simulator.dataset.manifest import MANIFEST, TABLES, Part, Table, read_part
 
@@ -16,6 +17,8 @@ _PAGE = 16 * 2**20
 """Bytes of a page, which is compressed as a whole: large enough for all plans of a part."""
 _NULLABLE = frozenset({"replayed", "reference", "foreign_cores", "load"})
 """Columns of what may be unknown."""
+_TOLD_BY_ROW = frozenset({"plan", "steps"})
+"""Columns of which each is looked at when its sample is asked for."""
 
 
 def schema(table: Table) -> Any:
@@ -73,7 +76,7 @@ def check_row(table: Any, row: Any) -> None:
     import pyarrow
 
     if table not in TABLES:
-        raise ValueError(f"table: {table!r} is none of {', '.join(TABLES)}")
+        raise ValueError(f"table: {shown(table)} is none of {', '.join(TABLES)}")
     if not isinstance(row, dict):
         raise ValueError("row: not a mapping of columns")
     for field in schema(table):
@@ -83,7 +86,7 @@ def check_row(table: Any, row: Any) -> None:
         try:
             pyarrow.array([value], field.type)
         except (pyarrow.ArrowException, OverflowError) as cause:
-            raise ValueError(f"row.{field.name}: {cause}") from None
+            raise ValueError(f"row.{field.name}: {shortened(str(cause), 300)}") from None
 
 
 def read_table(directory: Path, part: Part) -> Any:
@@ -116,10 +119,15 @@ def from_parquet(table: Table, content: bytes, source: str) -> Any:
     columns = schema(table)
     try:
         # Dictionaries of different parts differ, so that values are decoded here.
-        return parquet.read_table(BytesIO(content)).select(columns.names).cast(_decoded(columns))
+        rows = parquet.read_table(BytesIO(content)).select(columns.names).cast(_decoded(columns))
+        rows.validate(full=True)
     except (pyarrow.ArrowException, KeyError, OSError) as cause:  # OSError: damaged within the file
-        reason = str(cause).partition("\n")[0]
+        reason = shortened(str(cause).partition("\n")[0], 300)
         raise DocumentError(f"{source}: not a table of {table} of this version: {reason}") from None
+    for name in columns.names:
+        if name not in _NULLABLE | _TOLD_BY_ROW and rows[name].null_count:
+            raise DocumentError(f"{source}: {name}: missing in {rows[name].null_count} of {rows.num_rows} rows")
+    return rows
 
 
 def no_rows(table: Table) -> Any:

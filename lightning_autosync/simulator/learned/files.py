@@ -34,7 +34,7 @@ class Header(Document):
     FORMAT: ClassVar[str] = "autosync-simulator/3"
     ERROR: ClassVar[type[DocumentError]] = SimulatorError
 
-    kind: str
+    kind: Annotated[str, Field(max_length=64)]
     constants: Constants = Constants()
     settings: dict[str, Any] = Field(default_factory=dict)
     weights: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None

@@ -8,17 +8,17 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy
 import torch
 from numpy.typing import NDArray
-from pydantic import PositiveInt, ValidationError
+from pydantic import Field, ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
 from lightning_autosync.cluster import ClusterSpec
-from lightning_autosync.documents import Index, Record, describe_validation_error
+from lightning_autosync.documents import Count, Index, Record, describe_validation_error
 from lightning_autosync.plan import SyncPlan
 from lightning_autosync.simulator.constants import Constants
 from lightning_autosync.simulator.dataset.sample import Sample
@@ -42,6 +42,8 @@ from lightning_autosync.workload import Workload
 Floats = NDArray[numpy.float64]
 Integers = NDArray[numpy.int64]
 
+MOST_MEMBERS, MOST_FEATURES = 64, 4096
+"""Of a saved ensemble: its networks, and the numbers in each of their inputs."""
 _MOST = 16384
 """Encoded plans that are kept, some 20 kilobytes each; all of a dataset, since it is gone through again and again."""
 _OBSERVED = 2048
@@ -53,9 +55,9 @@ _LINES = "lines"
 class Shape(Record):
     """What a file says of an ensemble: as the arguments of `LearnedEstimator`, and the numbers of its features."""
 
-    members: PositiveInt
+    members: Annotated[Count, Field(le=MOST_MEMBERS)]
     network: dict[str, Any]
-    features: dict[str, PositiveInt]
+    features: dict[str, Annotated[Count, Field(le=MOST_FEATURES)]]
     training: Training
     tuning: Training
     seed: Index
@@ -199,6 +201,10 @@ class LearnedEstimator:
         made = cls._described(header, Path(directory) / HEADER)
         path, content = read_weights(directory, header)
         try:
+            made._build(len(content))
+        except SimulatorError as error:
+            raise SimulatorError(f"{path}: {error}") from None
+        try:
             _fill(made._tensors(), content)
         except SimulatorError as error:
             raise SimulatorError(f"{path}: these are not the weights of this simulator: {error}") from None
@@ -206,7 +212,7 @@ class LearnedEstimator:
 
     @classmethod
     def _described(cls, header: Header, path: Path) -> LearnedEstimator:
-        """What a header, read from ``path``, describes, with weights drawn at random."""
+        """What a header, read from ``path``, describes, without its networks."""
         if header.kind not in KINDS:
             raise SimulatorError(f"{path}: kind: expected one of {', '.join(KINDS)}; got '{header.kind}'")
         kind = KINDS[header.kind]
@@ -222,7 +228,6 @@ class LearnedEstimator:
             header.kind, header.constants, shape.members, shape.network, shape.training, shape.tuning, shape.seed
         )
         made._features = shape.features
-        made._build()
         return made
 
     def _tensors(self) -> dict[str, torch.Tensor]:
@@ -245,11 +250,18 @@ class LearnedEstimator:
             seed=self.seed,
         )
 
-    def _build(self) -> None:
+    def _build(self, available: int | None = None) -> None:
+        """Make the networks, their weights drawn at random.
+
+        Raises:
+            SimulatorError: all of them have more than ``available`` bytes; none but the first is made then.
+        """
         self.networks = []
         for number in range(self.members):
             with _seeded(self.seed * self.members + number):
                 self.networks.append(self.kind.network(self._features, self.sizes))
+            if available is not None and (needed := self.members * _bytes(self.networks[0])) > available:
+                raise SimulatorError(f"{available} bytes; {self.members} networks of these sizes take {needed}")
 
     def _encode(self, scene: Scene, key: tuple[str, str], plan: SyncPlan) -> tuple[Any, float]:
         """What this kind sees of a plan, and the logarithm of the seconds to which it adds."""
@@ -261,6 +273,10 @@ class LearnedEstimator:
                 self._encoded.popitem(last=False)
         self._encoded.move_to_end(whole)
         return self._encoded[whole]
+
+
+def _bytes(network: Network) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in network.state_dict().values())
 
 
 def _fill(own: Mapping[str, torch.Tensor], content: bytes) -> None:

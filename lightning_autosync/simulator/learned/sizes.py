@@ -11,6 +11,9 @@ from pydantic import Field
 
 from lightning_autosync.documents import Count, Record
 
+Width = Annotated[Count, Field(le=256)]
+Layers = Annotated[Count, Field(le=8)]
+
 
 class LinearSizes(Record):
     """There are none: it has a weight for each feature."""
@@ -25,9 +28,9 @@ class RecurrentSizes(Record):
         layers: of the LSTM [3].
     """
 
-    hidden: Count = 32
-    state: Count = 48
-    layers: Count = 2
+    hidden: Width = 32
+    state: Width = 48
+    layers: Layers = 2
 
 
 class AttentionSizes(Record):
@@ -39,9 +42,9 @@ class AttentionSizes(Record):
         layers: of attention.
     """
 
-    hidden: Count = 32
-    heads: Count = 4
-    layers: Count = 2
+    hidden: Width = 32
+    heads: Layers = 4
+    layers: Layers = 2
 
 
 class HeteroSizes(Record):
@@ -53,6 +56,6 @@ class HeteroSizes(Record):
         dropout: share of the read-out that is left out in training, below 1.
     """
 
-    hidden: Count = 32
-    layers: Count = 2
+    hidden: Width = 32
+    layers: Layers = 2
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.1

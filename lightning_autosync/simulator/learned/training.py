@@ -5,12 +5,12 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy
 import torch
 from numpy.typing import NDArray
-from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import nn
 
 from lightning_autosync.documents import Index, Record
@@ -48,12 +48,12 @@ class Training(Record):
     """
 
     part: Literal["all", "head"] = "all"
-    epochs: PositiveInt = 20
-    least_steps: Index = 100
-    learning_rate: PositiveFloat = 2e-3
-    weight_decay: NonNegativeFloat = 1e-3
-    batch: PositiveInt = 192
-    sharpness: PositiveFloat = 10.0
+    epochs: Annotated[PositiveInt, Field(le=100_000)] = 20
+    least_steps: Annotated[Index, Field(le=10_000_000)] = 100
+    learning_rate: Annotated[PositiveFloat, Field(le=1e3)] = 2e-3
+    weight_decay: Annotated[NonNegativeFloat, Field(le=1e3)] = 1e-3
+    batch: Annotated[PositiveInt, Field(le=1_000_000)] = 192
+    sharpness: Annotated[PositiveFloat, Field(le=1e6)] = 10.0
 
 
 TUNING = Training(part="head", epochs=10, learning_rate=1e-3)

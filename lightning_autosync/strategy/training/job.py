@@ -12,7 +12,7 @@ from lightning_autosync import errors
 from lightning_autosync.bench.preparation import make_cluster
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.documents import read_data, write_text
-from lightning_autosync.errors import DocumentError
+from lightning_autosync.errors import DocumentError, UnwritableError
 from lightning_autosync.plan import SyncPlan, builders
 from lightning_autosync.strategy.training.settings import Settings
 from lightning_autosync.workers import WorkerError, WorkerPool
@@ -93,6 +93,8 @@ def _train_by_workers(
 
 def _plain(error: WorkerError) -> Exception:
     """What a rank refused, as the error that it raised; anything else as it is."""
+    if error.kind == UnwritableError.__name__:
+        return UnwritableError(f"rank {error.rank}: {error.reason}")
     kind = getattr(errors, error.kind, None)
     if isinstance(kind, type) and issubclass(kind, DocumentError):
         return kind(error.reason)
@@ -112,7 +114,7 @@ def _train_by_slurm(
     if not launch.wait:
         return None
     results(job)
-    found: dict[str, Any] = read_data(directory / "result.json")
+    found: dict[str, Any] = read_data(directory / "result.json", finite=False)
     return found
 
 

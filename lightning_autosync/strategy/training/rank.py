@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import statistics
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -21,7 +24,7 @@ from lightning.pytorch.strategies import DDPStrategy, Strategy
 from lightning_autosync.bench.recipes import model_of
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.documents import write_text
-from lightning_autosync.errors import ClusterError, DocumentError
+from lightning_autosync.errors import ClusterError, DocumentError, UnwritableError
 from lightning_autosync.plan import SyncPlan
 from lightning_autosync.runtime.rendezvous import gather_json
 from lightning_autosync.strategy.lightning import AutoSyncStrategy
@@ -103,10 +106,28 @@ def train_part(part: Part) -> dict[str, Any] | None:
     times = StepTimes()
     trainer = _trainer(part, times)
     begin = time.perf_counter()
-    trainer.fit(model, data, ckpt_path=settings.checkpoint)
+    with _disk_of(part.directory):
+        trainer.fit(model, data, ckpt_path=settings.checkpoint)
     seconds = time.perf_counter() - begin
     by_rank = gather_json(times.seconds) if dist.is_initialized() else [times.seconds]
     return _result(part, trainer, seconds, by_rank) if trainer.is_global_zero else None
+
+
+@contextmanager
+def _disk_of(directory: str) -> Iterator[None]:
+    """Within the block a full or read-only disk, which loggers and checkpoints meet, is told of in one line.
+
+    Raises:
+        UnwritableError: there was one; it names the directory where the system names no file.
+    """
+    try:
+        yield
+    except OSError as cause:
+        if cause.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+            raise
+        raise UnwritableError(
+            f"{cause.filename2 or cause.filename or directory}: cannot be written: {cause.strerror}"
+        ) from cause
 
 
 def _model(part: Part) -> L.LightningModule:

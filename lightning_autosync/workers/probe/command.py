@@ -45,12 +45,6 @@ def probe(configuration: dict[str, Any], directory: Path) -> None:
     truth = settings.emulated_cluster()
     cluster = ClusterSpec.from_dict(answer["cluster"], source="probe")
     result = {**answer, "settings": settings.model_dump(mode="json"), "links": link_rows(cluster, truth)}
-    write_text(directory / "result.json", json.dumps(result) + "\n")
-    files = ["result.json", "cluster.yaml"]
-    cluster.save(directory / "cluster.yaml")
-    if answer["constants"] is not None:
-        Constants.from_dict(answer["constants"]).save(directory / "constants.yaml")
-        files.append("constants.yaml")
     console = Console()
     if not console.is_terminal:
         console = Console(width=FILE_WIDTH)
@@ -59,6 +53,12 @@ def probe(configuration: dict[str, Any], directory: Path) -> None:
         console.print(pairs_table(answer))
         console.print(links_table(cluster, truth))
     console.print(f"{answer['transfers']} transfers, {answer['seconds']:.0f} s", highlight=False)
+    write_text(directory / "result.json", json.dumps(result) + "\n")
+    files = ["result.json", "cluster.yaml"]
+    cluster.save(directory / "cluster.yaml")
+    if answer["constants"] is not None:
+        Constants.from_dict(answer["constants"]).save(directory / "constants.yaml")
+        files.append("constants.yaml")
     console.print(", ".join(str(directory / name) for name in files), soft_wrap=True, highlight=False)
 
 

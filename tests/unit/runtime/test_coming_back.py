@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from strangers import SECRET
 
 from lightning_autosync.errors import ExchangeError
 from lightning_autosync.plan import Consistency
@@ -23,6 +24,7 @@ from lightning_autosync.runtime.relaxed.partial_reduce import PartialReduce
 from lightning_autosync.runtime.relaxed.periodic import Periodic
 from lightning_autosync.runtime.relaxed.server.wire import pack
 from lightning_autosync.runtime.relaxed.tensors import ModelTensors
+from lightning_autosync.runtime.secret import seal
 
 HOST = "127.0.0.1"
 PATIENT = HeartbeatSettings(interval=0.5, shortest=20.0, longest=30.0)
@@ -32,7 +34,7 @@ def open_all(store: dist.Store, size: int) -> list[Mesh]:
     meshes: list[Any] = [None] * size
 
     def run(rank: int) -> None:
-        meshes[rank] = Mesh.open(store, rank, size, address=HOST, heartbeat=PATIENT, timeout=20.0)
+        meshes[rank] = Mesh.open(store, rank, size, secret=SECRET, address=HOST, heartbeat=PATIENT, timeout=20.0)
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
     for thread in threads:
@@ -54,9 +56,9 @@ def test_who_comes_back_does_not_wait_for_one_that_is_gone(black_hole: tuple[str
     first, second, third = open_all(store, 3)
     second.close()
     third.close()
-    store.set("mesh/1/address/1", json.dumps(black_hole))
+    store.set("mesh/1/address/1", seal(SECRET, "address of rank 1 in mesh 1", json.dumps(black_hole)))
     begun = time.monotonic()
-    again = Mesh.open(store, 2, 3, address=HOST, heartbeat=PATIENT, timeout=60.0, rejoin=True)
+    again = Mesh.open(store, 2, 3, secret=SECRET, address=HOST, heartbeat=PATIENT, timeout=60.0, rejoin=True)
     assert time.monotonic() - begun < 20.0
     assert again.live == {0, 2}
     begun = time.monotonic()
@@ -69,9 +71,9 @@ def test_who_comes_back_does_not_settle_for_a_part_of_the_living(black_hole: tup
     store = dist.HashStore()
     first, second, third = open_all(store, 3)
     third.close()
-    store.set("mesh/1/address/1", json.dumps(black_hole))
+    store.set("mesh/1/address/1", seal(SECRET, "address of rank 1 in mesh 1", json.dumps(black_hole)))
     with pytest.raises(ExchangeError, match="rank 2 could not meet its peers: rank 1"):
-        Mesh.open(store, 2, 3, address=HOST, heartbeat=PATIENT, timeout=1.5, rejoin=True)
+        Mesh.open(store, 2, 3, secret=SECRET, address=HOST, heartbeat=PATIENT, timeout=1.5, rejoin=True)
     second.close()
     first.close()
 

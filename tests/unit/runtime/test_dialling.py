@@ -5,6 +5,8 @@ from __future__ import annotations
 import socket
 import threading
 
+from strangers import SECRET
+
 from lightning_autosync.runtime.relaxed.dialling import Dialler
 from lightning_autosync.runtime.relaxed.handshake import JOIN, Hello
 
@@ -13,8 +15,8 @@ def test_closing_waits_for_every_call_whoever_made_it() -> None:
     """Nobody accepts, so that a call goes on until its dialler hangs up."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = listener.getsockname()[:2]
-        hello = Hello("secret", JOIN, 0, 1, 0, 0, *address)
-        dialler, told = Dialler(), []
+        hello = Hello(JOIN, 0, 1, 0, 0, *address)
+        dialler, told = Dialler(SECRET), []
 
         def call() -> None:
             for _ in range(5):

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from strangers import KINDS, SECRET, claim, visit
 
 from lightning_autosync.errors import ExchangeError, Expelled, GroupBroken, MeshTimeout, PeerLost
 from lightning_autosync.runtime.relaxed import handshake
@@ -36,7 +37,9 @@ def together(size: int, play: Callable[[Mesh], Any], **settings: Any) -> list[An
 
     def run(rank: int) -> None:
         try:
-            with contextlib.closing(Mesh.open(store, rank, size, address=HOST, timeout=30.0, **options)) as mesh:
+            with contextlib.closing(
+                Mesh.open(store, rank, size, secret=SECRET, address=HOST, timeout=30.0, **options)
+            ) as mesh:
                 met.wait()  # one that has met its peers is not yet one whose peers have met each other
                 found[rank] = play(mesh)
         except Exception as error:
@@ -109,25 +112,20 @@ def test_waiting_has_an_end() -> None:
     assert together(2, play) == ["no message of kind nothing in 0.05 s"] * 2
 
 
-def _greeting(text: bytes) -> bytes:
-    return handshake._LENGTH.pack(len(text)) + text
+def test_strangers_are_turned_away_and_take_nobody_with_them() -> None:
+    """Nor does who knows the secret and says nonsense."""
 
-
-def test_strangers_are_turned_away() -> None:
     def play(mesh: Mesh) -> bytes:
         if mesh.rank == 0:
             address = mesh._hub._address
-            lone = b'["\\ud800", "join", 1, 1, 1, 1, "h", 1]'
-            for words in (
-                b"GET / HTTP/1.1\r\n\r\n" * 100,
-                b"\xff\xff",
-                b"\x02\x00[]",
-                _greeting(lone),
-                _greeting(b"[" * 1500),
-            ):
+            for kind in KINDS:
+                assert visit(address, kind)
+            lone, unknown = b'["\\ud800", 1, 1, 1, 1, "h", 1]', b'["join", 7, 1, 0, 0, "h", 1]'
+            for words in (b"\xff\xff", b"[]", b"[" * 1000, lone, unknown):
                 with socket.create_connection(address, timeout=10.0) as stranger:
-                    stranger.sendall(words)
-                    assert stranger.recv(100) == b""
+                    stranger.sendall(claim(stranger.recv(24), SECRET, words))
+                    while stranger.recv(1000):
+                        pass
             mesh.send(1, "done")
         else:
             mesh.receive("done", sender=0, timeout=20.0)
@@ -252,8 +250,7 @@ def test_a_process_that_is_away_all_the_time_still_finds_out_who_is_lost() -> No
             # It falls silent without a word, and answers no call.
             mesh.receive("go", sender=0, timeout=20.0)
             mesh._hub._peers.tick = lambda now: None  # type: ignore[method-assign]
-            mesh._hub._peers.answer = lambda guest, hello: None  # type: ignore[method-assign]
-            mesh._hub._reception._answer = lambda guest, hello: None
+            mesh._hub._door._admit = lambda visitor: None
             mesh._hub._peers._dial = lambda *_: None  # type: ignore[method-assign]
             lost.wait(20.0)
             return True

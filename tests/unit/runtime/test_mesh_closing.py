@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 import torch.distributed as dist
+from strangers import SECRET
 
 from lightning_autosync.errors import ExchangeError, MeshTimeout
 from lightning_autosync.runtime.relaxed.mesh import Mesh
@@ -17,7 +18,9 @@ def test_a_message_that_comes_too_late_for_the_meshs_thread_is_settled(monkeypat
     """Another thread sends it while the mesh is being closed: its thread has ended, the queue still takes calls."""
     store = dist.HashStore()
     with ThreadPoolExecutor(2) as pool:
-        opening = [pool.submit(Mesh.open, store, rank, 2, address="127.0.0.1", timeout=10.0) for rank in (0, 1)]
+        opening = [
+            pool.submit(Mesh.open, store, rank, 2, secret=SECRET, address="127.0.0.1", timeout=10.0) for rank in (0, 1)
+        ]
         meshes = [opened.result() for opened in opening]
     late = Message(encode_head("late", {}), as_bytes([torch.zeros(100_000)]), Sent())
     hub = meshes[0]._hub

@@ -183,18 +183,26 @@ def test_headers_are_json() -> None:
 
 
 def _hello(rank: int, incarnation: int, purpose: str, target: int = 0) -> Hello:
-    return Hello("secret", purpose, rank, incarnation, target, 0, "host", 1)
+    return Hello(purpose, rank, incarnation, target, 0, "host", 1)
 
 
-def test_greetings_survive_the_way_and_strangers_do_not() -> None:
-    hello = _hello(1, 1, handshake.JOIN)
-    encoded = handshake.encode(hello)
-    assert handshake.decode_hello(encoded) == hello
-    assert handshake.decode_hello(encoded[:-1]) is None
+def test_what_greetings_say_survives_the_way_and_nonsense_does_not() -> None:
+    hello, answer = _hello(1, 1, handshake.JOIN), Answer(handshake.WELCOME, 1, 2, {"3": 1})
+    assert handshake.decode_hello(handshake.encode(hello)) == hello
+    assert handshake.decode_answer(handshake.encode(answer)) == answer
     with pytest.raises(ExchangeError):
-        handshake.decode_hello(handshake.encode(Answer("x", 1, 2, {})))
-    with pytest.raises(ExchangeError):
-        handshake.decode_hello(b"GET / HTTP/1.1\r\n" * 80)
+        handshake.decode_hello(handshake.encode(answer))
+    for text in (
+        b"GET / HTTP/1.1",
+        b"\xff",
+        b"[" * 1000,
+        b"{}",
+        b"[]",
+        b'["welcome", 1, 2, {"x": 1}]',
+        b'["w", 1, true, {}]',
+    ):
+        with pytest.raises(ExchangeError):
+            handshake.decode_answer(text)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from strangers import SECRET
 
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.errors import PlanError
@@ -25,7 +26,7 @@ ALONE = ClusterSpec.from_dict({"format": ClusterSpec.FORMAT, "name": "alone", "n
 
 @pytest.fixture
 def mesh() -> Iterator[Mesh]:
-    opened = Mesh.open(dist.HashStore(), 0, 1, address="127.0.0.1", timeout=10.0)
+    opened = Mesh.open(dist.HashStore(), 0, 1, secret=SECRET, address="127.0.0.1", timeout=10.0)
     yield opened
     opened.close()
 
@@ -126,7 +127,7 @@ def test_buffers_that_a_module_replaces_are_averaged_where_ranks_meet(consistenc
 
     def train(rank: int) -> None:
         module = modules[rank]
-        mesh = Mesh.open(store, rank, 2, address="127.0.0.1", timeout=20.0)
+        mesh = Mesh.open(store, rank, 2, secret=SECRET, address="127.0.0.1", timeout=20.0)
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
         synchronizer = open_synchronizer(made, describe(module), module, mesh, optimizer=optimizer, timeout=20.0)
         synchronizer.start()

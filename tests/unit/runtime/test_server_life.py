@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from strangers import SECRET
 
 from lightning_autosync.errors import ExchangeError, Expelled, PlanError
 from lightning_autosync.plan import Consistency, Group, Partition, SyncPlan
@@ -47,7 +48,7 @@ class Worker:
         self.rank, self.module = rank, module
         self.optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
         self.mesh = Mesh.open(
-            store, rank, workers, address="127.0.0.1", heartbeat=PATIENT, timeout=TIMEOUT, rejoin=rejoin
+            store, rank, workers, secret=SECRET, address="127.0.0.1", heartbeat=PATIENT, timeout=TIMEOUT, rejoin=rejoin
         )
         self.running = ParameterServer(
             self.mesh,
@@ -357,5 +358,5 @@ def test_a_server_only_process_says_why_it_could_not_go_on(
     monkeypatch.setattr(process.Mesh, "open", lambda *_, **given: heartbeats.append(given["heartbeat"]) or Given())
     monkeypatch.setattr(process, "ShardServer", Server)
     with pytest.raises(ExchangeError, match=re.escape(expelled or failure)):
-        process.serve(dist.HashStore(), 4, 5, heartbeat=PATIENT)
+        process.serve(dist.HashStore(), 4, 5, secret=SECRET, heartbeat=PATIENT)
     assert heartbeats == [PATIENT]

@@ -67,6 +67,14 @@ def test_changes_are_seen_until_they_are_accepted(change: Callable[[nn.Module], 
     assert watch.facts() == after
 
 
+def test_parts_in_torchscript_are_taken_as_they_are() -> None:
+    module = nn.Sequential(torch.jit.script(nn.Linear(2, 2)), nn.Linear(2, 2))
+    watch = ParameterWatch(module)
+    assert not watch.changed()
+    module[1].bias.requires_grad_(False)
+    assert watch.changed()
+
+
 def test_another_shape_is_seen_after_some_steps() -> None:
     module = network()
     watch = ParameterWatch(module)

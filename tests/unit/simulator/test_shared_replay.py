@@ -24,6 +24,20 @@ def test_every_rank_adds_and_copies_its_part(ranks: int, detail: str) -> None:
     assert found == pytest.approx(ranks * bytes_of_others * (1 / 2e9 + 1 / 4e9))
 
 
+def test_costs_that_differ_by_many_orders_come_to_an_end() -> None:
+    """Shares of cores are subtracted from each other; what rounding leaves must be nobody's."""
+    variables = (
+        Variable(name="front", shape=(64, 9), ready=0.02),
+        Variable(name="rows", shape=(200, 30), kind="row_sparse", rows=8.0, ready=0.01),
+        Variable(name="b", shape=(64,)),
+    )
+    workload = Workload(name="small", variables=variables, forward_time=0.01, backward_time=0.02)
+    cluster = ClusterSpec.star([4e7, 1e7, 1e7], latency="50 us")
+    schedule = compile_plan(builders.build("ps", workload, cluster), workload, cluster)
+    constants = Constants(cores=4, merge_cost=1000, accelerated=True)
+    assert 1000 < replay(schedule, workload, cluster, constants).step_time < 1e6
+
+
 def test_a_hand_over_costs_something() -> None:
     cluster = ClusterSpec.uniform(1, devices=2)
     small = Workload(

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import os
-from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch.distributed as dist
 from pydantic import Field, PositiveFloat, ValidationError
 
 from lightning_autosync.documents import Count, Index, Integer, Record, describe_validation_error
 from lightning_autosync.errors import DocumentError, ExchangeError
 from lightning_autosync.runtime.relaxed.patience import read_heartbeat
 from lightning_autosync.runtime.relaxed.server.process import serve as serve_until_the_end
+from lightning_autosync.runtime.secret import required_secret
+from lightning_autosync.runtime.store import find_store
 
 
 class Settings(Record):
@@ -53,19 +53,19 @@ def serve(configuration: dict[str, Any], directory: Path) -> None:
     settings = Settings.parse(configuration)
     # The own address is the one that faces the job, unless it is given.
     os.environ.setdefault("MASTER_ADDR", settings.host)
-    waiting = timedelta(seconds=settings.timeout)
+    secret = required_secret("autosync serve: the job's secret is missing")
     who = f"rank {settings.rank} of {settings.size}"
     print(f"autosync serve: {who}: looking for the job at {settings.host}:{settings.port}", flush=True)
     try:
-        store = dist.TCPStore(settings.host, settings.port, is_master=False, timeout=waiting)
-    except RuntimeError as cause:
-        reason = str(cause).splitlines()[0]
-        raise ExchangeError(f"no store at {settings.host}:{settings.port}: {reason}") from None
+        store = find_store(settings.host, settings.port, settings.timeout, waiting=settings.timeout)
+    except ConnectionError as cause:
+        raise ExchangeError(str(cause)) from None
     print(f"autosync serve: {who}: found it; serves until the last worker leaves", flush=True)
     serve_until_the_end(
         store,
         settings.rank,
         settings.size,
+        secret=secret,
         address=settings.address,
         timeout=settings.timeout,
         heartbeat=read_heartbeat(settings.heartbeat),

@@ -14,6 +14,7 @@ def serve(
     rank: int,
     size: int,
     *,
+    secret: bytes,
     address: str | None = None,
     timeout: float = 600.0,
     heartbeat: HeartbeatSettings | None = None,
@@ -24,6 +25,7 @@ def serve(
         store: the store at which all processes of the job meet.
         rank: the own rank; those of server-only processes follow the workers'.
         size: workers and server-only processes together.
+        secret: the job's.
         address: the own address in the cluster's network; by default the one that faces ``MASTER_ADDR``.
         timeout: seconds that meeting the others may take.
         heartbeat: when a silent process is given up.
@@ -32,7 +34,7 @@ def serve(
         ExchangeError: the others could not be met, have given this process up, or the server could not go on, as when
             its last worker was lost.
     """
-    mesh = Mesh.open(store, rank, size, address=address, timeout=timeout, heartbeat=heartbeat)
+    mesh = Mesh.open(store, rank, size, secret=secret, address=address, timeout=timeout, heartbeat=heartbeat)
     try:
         server = ShardServer(mesh)
         server.wait()

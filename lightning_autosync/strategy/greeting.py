@@ -1,0 +1,73 @@
+"""What ranks tell each other when they meet, before anything else: what they run, and that they are there."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from typing import Any
+
+import torch
+
+from lightning_autosync.errors import ExchangeError
+from lightning_autosync.plan import SyncPlan
+from lightning_autosync.runtime.lifeline import Lifeline, open_lifeline
+from lightning_autosync.runtime.rendezvous import gather_json
+from lightning_autosync.strategy.agreement import agree
+from lightning_autosync.strategy.settings import Settings
+
+
+def meet(settings: Settings) -> Lifeline | None:
+    """Compare what ranks run, and connect them so that each learns which one is lost; collective.
+
+    The versions of this package and of the plan's format must be equal; of torch's version the first two numbers
+    (2.13 of 2.13.1), for builds of one release differ between machines. So must be settings by which ranks take part
+    in exchanges.
+
+    Returns:
+        What tells who is lost; None for one rank, and where ranks need not march in step: they keep watch themselves.
+
+    Raises:
+        ExchangeError: (on every rank) versions differ.
+        PlanError: (on every rank) settings differ.
+        DocumentError: (or a subclass, on every rank) a rank could not read its plan or cluster.
+    """
+    _compare_versions(gather_json(own_versions()))
+    agree(lambda: _usable(settings), _rules)
+    return open_lifeline(None, settings.timeout) if settings.scheduled else None
+
+
+def own_versions() -> dict[str, str]:
+    """What must be the same on all ranks, by name."""
+    return {
+        "lightning-autosync": version("lightning-autosync"),
+        "the plan's format": SyncPlan.FORMAT,
+        "torch": ".".join(torch.__version__.split(".")[:2]),
+    }
+
+
+def _compare_versions(found: list[dict[str, Any]]) -> None:
+    for name in found[0]:
+        ranks: dict[str, list[int]] = {}
+        for rank, theirs in enumerate(found):
+            ranks.setdefault(str(theirs.get(name)), []).append(rank)
+        if len(ranks) > 1:
+            told = "; ".join(
+                f"{value} on rank{'s' if len(there) > 1 else ''} {', '.join(map(str, there))}"
+                for value, there in ranks.items()
+            )
+            raise ExchangeError(f"ranks run different versions of {name}: {told}; install the same on all nodes")
+
+
+def _usable(settings: Settings) -> Settings:
+    if settings.fault is not None:
+        raise settings.fault
+    return settings
+
+
+def _rules(settings: Settings) -> dict[str, str]:
+    """Settings by which ranks take part in exchanges, by the name that an error calls them."""
+    return {
+        "consistency of the plan": "synchronous" if settings.scheduled else "relaxed, or with servers",
+        "broadcast_buffers": str(settings.broadcast_buffers),
+        "check_replicas": str(settings.check_replicas),
+        "static_graph": str(settings.static_graph),
+    }

@@ -1,0 +1,37 @@
+"""The soak, in short: ten faults, and the log that it goes on with."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def soak(log: Path, *line: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "tests.soak", f"log={log}", *line]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+
+@pytest.mark.timeout(600)
+def test_ten_faults_and_no_hang_no_silent_difference_and_no_lost_study(tmp_path: Path) -> None:
+    log = tmp_path / "soak.jsonl"
+    soak(log, "faults=6")
+    finished = soak(log, "faults=10")
+    assert "4 faults in" in finished.stdout, finished.stderr[-2000:]
+    header, *lines = (json.loads(line) for line in log.read_text().splitlines())
+    assert header["format"] == "autosync-soak/1"
+    assert sorted(line["fault"]["number"] for line in lines) == [*range(10)]
+    assert [line for line in lines if line["hangs"] or line["differs"] or line["lost"]] == []
+    unnamed = any(line["unnamed"] for line in lines)
+    assert finished.returncode == int(unnamed)
+
+
+def test_a_word_that_it_does_not_know_is_refused(tmp_path: Path) -> None:
+    finished = soak(tmp_path / "soak.jsonl", "kinds=flood")
+    assert finished.returncode == 1
+    assert "flood: allowed: kill, stop, " in finished.stderr

@@ -1,0 +1,91 @@
+"""A selection of the pairs in every run of the tests, all in the long one, and whether differences are found."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from parity.cases import CASES, CONTROLS
+from parity.listed import REASONS
+from parity.matrix import DIFFERENT, Crew, crew, pairs
+
+SELECTION = {
+    "data replaced in on_after_backward": "default",
+    "grokfast ema": "ring",
+    "gradients kept for later": "servers",
+    "gradient surgery": "default",
+    "post accumulate hooks that replace data": "trees",
+    "clipped by norm, accumulated": "native",
+    "as views, noise added": "default",
+    "create graph": "default",
+    "SGD, fused": "default",
+    "Adam, foreach": "ring",
+    "LBFGS": "servers",
+    "sharpness aware by hand": "trees",
+    "sparse embedding with sparse adam": "ring",
+    "large embedding, dense": "native",
+    "adversaries, toggled": "default",
+    "closure given by hand": "native",
+    "convolution, channels last, fused": "default",
+    "parameter: with gaps": "default",
+    "parameter: complex": "ring",
+    "parameter: empty": "trees",
+    "parameter: expanded": "native",
+    "buffers of all kinds": "native",
+    "tied weights": "servers",
+    "unused layers: by rank and step": "default",
+    "reentrant checkpoints, 2 uses, static graph": "native",
+    "scripted part": "default",
+    "bf16-true, batch norm": "ring",
+    "callback: stochastic weight averaging": "default",
+    "written by DDP, resumed by AutoSync": "default",
+    "written by AutoSync, resumed by DDP": "native",
+    "data: last batches that are smaller": "ring",
+    "fabric, clipped and accumulated": "default",
+    "fabric, saved by DDP, loaded by AutoSync": "native",
+    "manual optimization with toggles": "default",
+}
+"""Case, and the plan that it runs by."""
+
+FOUND = {
+    "gradients that one side halves": "float32[",
+    "a weight that is off by little": "/notes/weights'//net.0.bias",
+    "a note that one side has": "under AutoSync only",
+    "an error on one side": "DDP: ends; AutoSync: ValueError: only here",
+    "an assertion that fails on both sides": "AssertionError",
+    "an error that was not foreseen": "the case itself is wrong",
+    "nothing noted": "nothing was noted",
+}
+"""Pairs that differ, and a part of what is told of them."""
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Crew]:
+    with crew() as found:
+        yield found
+
+
+@pytest.mark.parametrize("name", SELECTION)
+def test_a_pair_ends_alike(ranks: Crew, name: str) -> None:
+    (verdict,) = pairs([CASES[name]], ranks, [SELECTION[name]])
+    assert verdict.ending != DIFFERENT, verdict.told
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_differences_are_found(ranks: Crew, name: str) -> None:
+    (verdict,) = pairs([CONTROLS[name]], ranks)
+    assert verdict.ending == DIFFERENT
+    assert FOUND[name] in verdict.told
+
+
+def test_only_cases_that_exist_are_listed() -> None:
+    assert {name.split(" | ")[0] for name in REASONS} <= set(CASES)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_all_pairs_end_alike(ranks: Crew) -> None:
+    verdicts = list(pairs(CASES.values(), ranks))
+    assert len(verdicts) >= 250
+    assert [(each.case.name, each.plan, each.told) for each in verdicts if each.ending == DIFFERENT] == []

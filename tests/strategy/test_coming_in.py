@@ -1,0 +1,63 @@
+"""What a job does about its port: who may come there, and what else may be there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from strangers import SECRET, listening_as
+
+from lightning_autosync.errors import ExchangeError
+from lightning_autosync.runtime import store as stores
+from lightning_autosync.runtime.relaxed.server.command import serve
+from lightning_autosync.runtime.secret import seal
+from lightning_autosync.runtime.store import open_store
+from lightning_autosync.strategy.job_mesh import STORE_PORT, check_way_back, find_job
+
+HOST = "127.0.0.1"
+HTTP = b"HTTP/1.1 400 Bad Request\r\n\r\n"
+
+
+@pytest.fixture(autouse=True)
+def _settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stores, "PATIENCE", 1.0)
+    monkeypatch.setenv("AUTOSYNC_SECRET", SECRET.decode())
+
+
+def test_a_job_that_others_may_come_to_needs_a_secret_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AUTOSYNC_SECRET")
+    check_way_back()
+    monkeypatch.setenv(STORE_PORT, "29501")
+    for call in (check_way_back, lambda: find_job(HOST, 20.0)):
+        with pytest.raises(
+            ExchangeError, match=r"AUTOSYNC_PORT is set, .*: set AUTOSYNC_SECRET, or AUTOSYNC_SECRET_FILE"
+        ):
+            call()
+
+
+def test_a_job_that_has_the_secret_is_found_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = open_store(HOST, 0, 20.0)
+    monkeypatch.setenv(STORE_PORT, str(store.port))
+    assert find_job(HOST, 20.0) is None
+    store.set("job/underway", seal(SECRET, "job/underway", json.dumps({"plan": "this"})))
+    found = find_job(HOST, 20.0)
+    assert found is not None
+    assert found.identity == {"plan": "this"}
+    for written in (seal(b"another secret", "job/underway", "{}"), json.dumps({"plan": "this"})):
+        store.set("job/underway", written)
+        with pytest.raises(ExchangeError, match="'job/underway' was written with another secret"):
+            find_job(HOST, 20.0)
+
+
+@pytest.mark.parametrize("says", [b"", HTTP], ids=["silence", "HTTP"])
+def test_something_else_at_the_port_is_an_error_within_seconds(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, says: bytes
+) -> None:
+    with listening_as(lambda caller: caller.sendall(says)) as (_, port):
+        monkeypatch.setenv(STORE_PORT, str(port))
+        with pytest.raises(ExchangeError, match=f"AUTOSYNC_PORT={port}: no store at {HOST}:{port}: what listens there"):
+            find_job(HOST, 600.0)
+        settings = {"host": HOST, "port": port, "rank": 2, "size": 3, "address": None, "timeout": 600.0}
+        with pytest.raises(ExchangeError, match=f"no store at {HOST}:{port}: what listens there"):
+            serve({**settings, "heartbeat": {}}, tmp_path)

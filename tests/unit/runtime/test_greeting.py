@@ -1,0 +1,197 @@
+"""Who may come in: greetings, the door, pairs of ranks among strangers."""
+
+from __future__ import annotations
+
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import pytest
+from strangers import KINDS, SECRET, claim, listening_as, visit
+
+from lightning_autosync.errors import ExchangeError
+from lightning_autosync.runtime import door as door_module
+from lightning_autosync.runtime import greeting, rendezvous
+from lightning_autosync.runtime.door import Door, Visitor
+
+HOST = "127.0.0.1"
+
+
+def never() -> bool:
+    return False
+
+
+def soon(seconds: float = 20.0) -> float:
+    return time.monotonic() + seconds
+
+
+@contextmanager
+def served(secret: bytes = SECRET, patience: float = 20.0) -> Iterator[tuple[tuple[str, int], list[bytes], Door]]:
+    """A door that answers everybody "welcome": where, what visitors claimed, itself."""
+    listener, selector = rendezvous.listen(HOST), selectors.DefaultSelector()
+    address, claims, over = listener.getsockname(), [], threading.Event()
+
+    def admit(visitor: Visitor) -> None:
+        claims.append(visitor.claim)
+        visitor.answer(b"welcome")
+        visitor.connection.close()
+
+    door = Door(listener, selector, secret, patience, admit)
+
+    def serve() -> None:
+        while not over.is_set():
+            for key, _ in selector.select(0.05):
+                key.data()
+            door.tick(time.monotonic())
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        yield address, claims, door
+    finally:
+        over.set()
+        thread.join()
+        door.close()
+        selector.close()
+
+
+def test_who_knows_the_secret_is_let_in_and_hears_it_of_the_other() -> None:
+    with served() as (address, claims, _):
+        found = greeting.call(address, SECRET, b"it is me", soon(), never)
+        assert found is not None
+        assert found[1] == b"welcome"
+        found[0].close()
+    assert claims == [b"it is me"]
+
+
+def test_a_caller_of_another_secret_is_hung_up_on() -> None:
+    with served() as (address, claims, _):
+        with pytest.raises(greeting.HungUp):
+            greeting.call(address, b"another secret of that length", b"it is me", soon(), never)
+        for kind in KINDS:
+            assert visit(address, kind)
+    assert claims == []
+
+
+def test_what_was_overheard_is_of_no_use_later() -> None:
+    with served() as (address, claims, _):
+        with socket.create_connection(address) as honest:
+            said = claim(honest.recv(greeting.OPENING), SECRET, b"once")
+            honest.sendall(said)
+            assert honest.recv(1000).endswith(b"welcome")
+        with socket.create_connection(address) as stranger:
+            stranger.recv(greeting.OPENING)
+            stranger.sendall(said)
+            assert stranger.recv(1000) == b""
+    assert claims == [b"once"]
+
+
+def test_a_secret_does_not_travel() -> None:
+    heard: list[bytes] = []
+
+    def listen(caller: socket.socket) -> None:
+        caller.sendall(greeting.BANNER + bytes(16))
+        heard.append(caller.recv(4096))
+
+    with listening_as(listen) as address, pytest.raises(TimeoutError):
+        greeting.call(address, SECRET, b"it is me", soon(0.5), never)
+    assert SECRET not in heard[0]
+    assert SECRET.hex().encode() not in heard[0]
+
+
+@pytest.mark.parametrize(
+    ("behave", "error"),
+    [
+        (lambda caller: None, "no answer"),
+        (lambda caller: caller.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n<html>"), "no process of a job"),
+        (lambda caller: caller.sendall(greeting.BANNER + bytes(16) + b"\xff" * 100), "nonsense"),
+        (lambda caller: caller.sendall(greeting.BANNER + bytes(16) + b"\0" * 36), "does not know the secret"),
+    ],
+)
+def test_a_listener_that_is_something_else_is_told(behave: Callable[[socket.socket], Any], error: str) -> None:
+    with listening_as(behave) as address, pytest.raises(OSError, match=error):
+        greeting.call_until(address, SECRET, b"it is me", soon(1.0), never)
+
+
+def test_few_strangers_are_held_and_an_honest_caller_gets_in_among_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(door_module, "MOST_GUESTS", 8)
+    with served() as (address, claims, door), ExitStack() as held:
+        for _ in range(100):
+            held.enter_context(socket.create_connection(address))
+        found = greeting.call_until(address, SECRET, b"it is me", soon(), never)
+        assert found is not None
+        found[0].close()
+        assert claims == [b"it is me"]
+        assert len(door._guests) <= 8
+
+
+def test_who_is_hung_up_on_calls_again() -> None:
+    """As one whose place strangers took."""
+    with served() as (address, claims, door):
+        hear = door._hear
+
+        def crowded(connection: socket.socket) -> None:
+            door._hear = hear  # type: ignore[method-assign]
+            door._turn_away(connection)
+
+        door._hear = crowded  # type: ignore[method-assign]
+        found = greeting.call_until(address, SECRET, b"it is me", soon(), never)
+        assert found is not None
+        found[0].close()
+    assert claims == [b"it is me"]
+
+
+def test_slow_strangers_do_not_keep_ranks_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each would be borne for seconds; there are more than fit into the time that all ranks have."""
+    ranks, edges = 3, [(0, 1), (0, 2), (1, 2)]
+    at_hand = threading.local()
+    offers: list[Any] = [None] * ranks
+    all_offered, besieged = threading.Barrier(ranks + 1, timeout=20.0), threading.Event()
+
+    def gather(value: Any, group: Any) -> list[Any]:
+        offers[at_hand.rank] = value
+        all_offered.wait()
+        besieged.wait(20.0)
+        return offers
+
+    monkeypatch.setattr(rendezvous, "gather_json", gather)
+    monkeypatch.setattr(rendezvous.dist, "get_rank", lambda group: at_hand.rank)
+    found: dict[int, Any] = {}
+
+    def run(rank: int) -> None:
+        at_hand.rank = rank
+        try:
+            found[rank] = rendezvous.connect_pairs(edges, None, HOST, 20.0)
+        except ExchangeError as error:
+            found[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    all_offered.wait()
+    with ExitStack() as held:
+        for number in range(300):
+            stranger = held.enter_context(socket.socket())
+            stranger.setblocking(False)
+            stranger.connect_ex(tuple(offers[1 + number % 2][0]))
+        besieged.set()
+        for thread in threads:
+            thread.join(60.0)
+    assert {rank: sorted(sockets) for rank, sockets in found.items()} == {0: [1, 2], 1: [0, 2], 2: [0, 1]}
+    for low, high in edges:
+        found[low][high].sendall(b"%d to %d" % (low, high))
+        assert found[high][low].recv(100) == b"%d to %d" % (low, high)
+    for sockets in found.values():
+        for connection in sockets.values():
+            connection.close()
+
+
+def test_a_burst_of_callers_fits_into_the_queue() -> None:
+    """More than there are ranks, before anybody looks; who does not fit would have to come again a second later."""
+    with rendezvous.listen(HOST) as listener, ExitStack() as held:
+        for _ in range(100):
+            held.enter_context(socket.create_connection(listener.getsockname(), timeout=0.9))

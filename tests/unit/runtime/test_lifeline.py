@@ -1,0 +1,166 @@
+"""Who is at fault: what the first rank concludes, and what travels between two ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch.distributed as dist
+
+from lightning_autosync.errors import ExchangeError, PeerLost
+from lightning_autosync.runtime import lifeline
+from lightning_autosync.runtime.lifeline import Inquiry, Lifeline, Verdict, explained, wait_watched
+
+PATIENCE = 2.0
+
+
+def inquiry(late: bool = True) -> Inquiry:
+    """Of three ranks, all of which were asked at time 0."""
+    found = Inquiry({1, 2}, PATIENCE)
+    assert found.unasked(0.0) == [1, 2]
+    assert found.unasked(0.1) == []
+    found.ask(0.1, late)
+    return found
+
+
+def test_who_does_not_answer_is_named_when_patience_ends() -> None:
+    found = inquiry()
+    found.answered(1, 8.0)
+    assert found.verdict(1.9) is None
+    verdict = found.verdict(2.1)
+    assert verdict is not None
+    assert (verdict.rank, verdict.why[:18]) == (2, "it does not answer")
+
+
+def test_all_who_do_not_answer_are_told_of() -> None:
+    verdict = inquiry().verdict(2.1)
+    assert verdict is not None
+    assert verdict.rank == 1
+    assert "nor do ranks 2" in verdict.why
+
+
+@pytest.mark.parametrize(("late", "rank"), [(True, 2), (False, None)])
+def test_who_does_something_else_is_named_after_the_time_out_only(late: bool, rank: int | None) -> None:
+    found = inquiry(late)
+    found.answered(1, 8.0)
+    found.answered(2, None)
+    assert found.verdict(0.2) is None  # one that dies may close its connections one after the other
+    verdict = found.verdict(1.0)
+    assert verdict is not None
+    assert verdict.rank == rank
+
+
+def test_who_has_ended_is_named() -> None:
+    found = inquiry()
+    found.answered(1, 8.0)
+    found.leave(2)
+    assert found.verdict(1.0) == Verdict(2, "it has ended, while others go on")
+
+
+def test_nothing_is_concluded_before_somebody_asks() -> None:
+    assert Inquiry({1}, PATIENCE).verdict(100.0) is None
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[Lifeline, Lifeline]]:
+    """Both ends of two ranks in one process."""
+    one, other = socket.socketpair()
+    pair = Lifeline(0, {1: one}, 4.0), Lifeline(1, {0: other}, 4.0)
+    yield pair
+    for end in reversed(pair):
+        end.close()
+
+
+def wait_for_verdict(end: Lifeline) -> Verdict:
+    assert end._known.wait(20.0)
+    assert end.verdict is not None
+    return end.verdict
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_an_error_of_one_rank_reaches_the_other(ends: tuple[Lifeline, Lifeline], failing: int) -> None:
+    ends[failing].fail(ValueError("too small"))
+    assert wait_for_verdict(ends[1 - failing]) == Verdict(failing, "it ended with ValueError: too small")
+    with pytest.raises(PeerLost, match=f"rank {failing} is lost: it ended with ValueError: too small"):
+        ends[1 - failing].look()
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_an_end_that_closes_without_a_word_is_a_process_that_died(
+    ends: tuple[Lifeline, Lifeline], failing: int
+) -> None:
+    ends[failing]._connections[1 - failing].socket.shutdown(socket.SHUT_RDWR)
+    assert wait_for_verdict(ends[1 - failing]) == Verdict(failing, "its process has ended")
+
+
+@pytest.mark.parametrize("leaving", [0, 1])
+def test_who_takes_leave_is_not_at_fault_until_somebody_misses_it(
+    ends: tuple[Lifeline, Lifeline], leaving: int
+) -> None:
+    ends[leaving].close()
+    ends[1 - leaving].look()
+    assert "it has ended, while others go on" in str(ends[1 - leaving].explain("a barrier failed"))
+
+
+def test_nonsense_ends_the_connection_only(ends: tuple[Lifeline, Lifeline]) -> None:
+    ends[1]._connections[0].socket.send(b'[1, 2]\n{"are you there"\n')
+    assert wait_for_verdict(ends[0]) == Verdict(1, "it sent what is no message")
+
+
+def test_a_wait_ends_with_the_verdict(ends: tuple[Lifeline, Lifeline]) -> None:
+    ends[0].fail(ValueError("too small"))
+    with pytest.raises(PeerLost, match="rank 0 is lost"):
+        wait_watched(lambda seconds: bool(time.sleep(0.01)), "a message", 60.0)
+
+
+def test_a_wait_in_vain_says_for_what_and_how_long() -> None:
+    with pytest.raises(ExchangeError, match=r"a message: no answer from the other ranks in 0\.3 s"):
+        wait_watched(lambda seconds: bool(time.sleep(seconds)), "a message", 0.3)
+
+
+def test_a_sigterm_ends_a_wait_that_does_not_end_by_itself(ends: tuple[Lifeline, Lifeline]) -> None:
+    ends[1].terminate()
+    with pytest.raises(ExchangeError, match="this rank got a SIGTERM"):
+        wait_watched(lambda seconds: bool(time.sleep(0.01)), "a message", 60.0)
+
+
+def test_without_a_lifeline_an_error_stays_what_it_is() -> None:
+    error = ExchangeError("lost the connection to rank 1")
+    assert explained(error) is error
+    assert type(explained("why")) is ExchangeError
+
+
+def test_torch_is_left_alone_when_all_are_closed(ends: tuple[Lifeline, Lifeline]) -> None:
+    assert dist.Work.wait is lifeline._wait
+    for end in ends:
+        end.close()
+    assert dist.Work.wait is lifeline._plain_wait
+
+
+def test_a_forked_child_does_not_hide_that_its_parent_died() -> None:
+    """As a loader's workers, which outlive it by seconds."""
+    one, other = socket.socketpair()
+    told, tell = os.pipe()
+    first = Lifeline(0, {1: one}, 4.0)
+    rank = os.fork()
+    if rank == 0:
+        second = Lifeline(1, {0: other}, 4.0)
+        worker = os.fork()
+        if worker == 0:
+            time.sleep(60.0)
+            os._exit(0)
+        os.write(tell, worker.to_bytes(4, "big"))
+        os.kill(os.getpid(), signal.SIGKILL if second is not None else 0)
+    other.close()
+    try:
+        assert wait_for_verdict(first) == Verdict(1, "its process has ended")
+    finally:
+        os.waitpid(rank, 0)
+        os.kill(int.from_bytes(os.read(told, 4), "big"), signal.SIGKILL)
+        os.close(told)
+        os.close(tell)
+        first.close()

@@ -1,0 +1,69 @@
+"""Stores: where they listen, and what else may be there."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import pytest
+from strangers import listening, listening_as
+
+from lightning_autosync.errors import ExchangeError
+from lightning_autosync.runtime import store as stores
+from lightning_autosync.runtime.store import find_store, open_store
+
+HOST = "127.0.0.1"
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stores, "PATIENCE", 1.0)
+
+
+def test_a_store_listens_at_its_address_only() -> None:
+    store = open_store("localhost", 0, 20.0)
+    assert {host for host, port in listening([os.getpid()]) if port == store.port} <= {HOST, "::1"}
+    find_store("localhost", store.port, 20.0).set("key", "value")
+    assert store.get("key") == b"value"
+
+
+def test_a_store_of_this_process_is_opened_again() -> None:
+    first = open_store(HOST, 0, 20.0)
+    first.set("key", "value")
+    again = open_store(HOST, first.port, 20.0)
+    assert again.get("key") == b"value"
+    port = first.port
+    del first
+    assert again.get("key") == b"value"
+    del again
+    # Nobody holds it any more.
+    assert not open_store(HOST, port, 20.0).check(["key"])
+
+
+def test_a_port_that_another_has_is_an_error() -> None:
+    with socket.create_server((HOST, 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(ExchangeError, match=f"127.0.0.1: port {port} is taken"):
+            open_store(HOST, port, 20.0)
+        assert all(host == HOST for host, at in listening([os.getpid()]) if at == port)
+
+
+def test_an_address_of_another_machine_is_an_error() -> None:
+    with pytest.raises(ExchangeError, match=r"192\.0\.2\.1: "):
+        open_store("192.0.2.1", 0, 20.0)
+
+
+@pytest.mark.parametrize(
+    "says", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n", bytes(100)], ids=["silence", "HTTP", "zeros"]
+)
+def test_what_is_no_store_is_told_within_seconds(says: bytes) -> None:
+    told = "no store at .*: what listens there is something else"
+    with listening_as(lambda caller: caller.sendall(says)) as address, pytest.raises(ExchangeError, match=told):
+        find_store(*address, 600.0)
+
+
+def test_where_nothing_listens_there_is_no_store() -> None:
+    with socket.create_server((HOST, 0)) as free:
+        port = free.getsockname()[1]
+    with pytest.raises(ConnectionError, match=f"no store at 127.0.0.1:{port}"):
+        find_store(HOST, port, 20.0)

@@ -1,0 +1,110 @@
+"""How processes take turns at a journal: none waits for a dead one, and none takes a living one's turn."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import optuna
+import pytest
+from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
+
+from lightning_autosync.search.journal import Journal, Turn
+
+_HOLDER = """
+import sys
+from lightning_autosync.search.journal import Turn
+Turn(sys.argv[1]).acquire()
+print("held", flush=True)
+input()
+"""
+_WRITER = """
+import sys
+from lightning_autosync.search.journal import Journal
+journal = Journal(sys.argv[1])
+for number in range(200):
+    journal.append_logs([{"writer": sys.argv[2], "number": number}])
+"""
+
+
+@pytest.fixture
+def path(tmp_path) -> Path:
+    file = tmp_path / "study.journal"
+    file.touch()
+    return file
+
+
+def killed_at_its_turn(path: Path) -> None:
+    line = [sys.executable, "-c", _HOLDER, str(path)]
+    with subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"held\n"
+        assert os.path.lexists(f"{path}.lock")
+        other.kill()
+
+
+def test_the_turn_of_a_killed_process_is_free_at_once(path):
+    killed_at_its_turn(path)
+    begin = time.monotonic()
+    Journal(str(path)).append_logs([{"op": 1}])
+    assert time.monotonic() - begin < 1
+    assert path.read_text() == '{"op":1}\n'
+    assert [one.name for one in path.parent.iterdir()] == ["study.journal"]
+
+
+def test_a_study_goes_on_at_once_after_a_kill(path):
+    study = optuna.create_study(storage=optuna.storages.JournalStorage(Journal(str(path))))
+    killed_at_its_turn(path)
+    begin = time.monotonic()
+    study.tell(study.ask(), 1.0)
+    assert time.monotonic() - begin < 1
+    assert len(optuna.storages.JournalStorage(JournalFileBackend(str(path))).get_all_trials(0)) == 1
+
+
+def test_who_waits_for_a_stopped_process_is_told(path, monkeypatch):
+    monkeypatch.setattr("lightning_autosync.search.journal.PATIENCE", 0.1)
+    stopped = Turn(str(path))
+    stopped.acquire()
+    with pytest.raises(TimeoutError, match="another process has been writing to it for "):
+        Journal(str(path)).append_logs([{"op": 1}])
+    stopped.release()
+    Journal(str(path)).append_logs([{"op": 1}])
+
+
+def test_processes_of_optuna_alone_take_turns_with_ours(path):
+    theirs, ours = JournalFileSymlinkLock(str(path)), Turn(str(path))
+    order: list[str] = []
+
+    def wait() -> None:
+        ours.acquire()
+        order.append("ours")
+        ours.release()
+
+    theirs.acquire()
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    time.sleep(0.1)
+    order.append("theirs")
+    theirs.release()
+    waiting.join()
+    assert order == ["theirs", "ours"]
+
+    ours.acquire()
+    with pytest.raises(FileExistsError):
+        os.symlink(path, f"{path}.lock")  # what theirs would do
+    ours.release()
+    theirs.acquire()
+    theirs.release()
+
+
+def test_no_line_is_lost_among_several_processes(path):
+    lines = [[sys.executable, "-c", _WRITER, str(path), name] for name in "abc"]
+    writers = [subprocess.Popen(line) for line in lines]
+    assert [writer.wait() for writer in writers] == [0, 0, 0]
+    found = list(Journal(str(path)).read_logs(0))
+    for name in "abc":
+        assert [one["number"] for one in found if one["writer"] == name] == list(range(200))

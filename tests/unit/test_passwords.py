@@ -1,0 +1,147 @@
+"""Passwords of databases are in no file that a run leaves, in no message, and in no command line of a child."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightning_autosync.search.passwords import (
+    VARIABLE,
+    by_environment,
+    has_password,
+    without_password,
+    without_passwords,
+)
+from lightning_autosync.search.storages import StudyError, open_storage
+
+SECRET = "hunter2%40x"
+ADDRESSES = [
+    f"postgresql://user:{SECRET}@host/db",
+    f"postgresql+psycopg2://user:{SECRET}@host:5432/db?sslmode=require",
+    f"postgresql://host/db?user=me&password={SECRET}",
+    f"mysql://host/db?passwd={SECRET}&charset=utf8",
+]
+VERB = """
+import json, sys
+from pathlib import Path
+
+def tune(configuration, directory):
+    storage = configuration["study"]["storage"]
+    assert storage == "PLAIN" or "hunter2" in storage, storage
+    (directory / "argv.json").write_text(json.dumps(sys.argv))
+    return 1.0
+"""
+RUN = """
+import sys
+from lightning_autosync import cli
+cli.VERBS["tune"] = ("verb", "")
+cli.main()
+"""
+
+
+@pytest.fixture(autouse=True)
+def own_environment(monkeypatch):
+    for name in [name for name in os.environ if name.startswith(VARIABLE)]:
+        monkeypatch.delenv(name)
+    before = dict(os.environ)
+    yield
+    for name in set(os.environ) - set(before):
+        del os.environ[name]
+
+
+@pytest.mark.parametrize("address", ADDRESSES)
+@pytest.mark.parametrize(
+    "form",
+    [
+        "study.storage={}",
+        "study.storage='{}'",
+        'study.storage="{}"',
+        "study={{name: x, storage: '{}'}}",
+        "++a.b=[x,'{}']",
+    ],
+)
+def test_an_address_with_a_password_goes_by_the_environment(address, form):
+    (told,) = by_environment([form.format(address)])
+    assert SECRET not in told
+    assert f"${{oc.env:{VARIABLE}1}}" in told
+    assert os.environ[f"{VARIABLE}1"] == address
+
+
+def test_what_holds_no_password_stays_as_it_is():
+    line = ["study.storage=sqlite:///x.db", "a=postgresql://user@host/db", "b='${oc.env:DB}'", "-m", "c=1,2"]
+    assert by_environment(line) == line
+
+
+def test_each_address_of_a_sweep_has_a_variable():
+    (told,) = by_environment([f"study.storage={ADDRESSES[0]},sqlite:///x.db,'{ADDRESSES[2]}'"])
+    assert told == f"study.storage='${{oc.env:{VARIABLE}1}}',sqlite:///x.db,'${{oc.env:{VARIABLE}2}}'"
+
+
+def test_a_sweeper_keeps_its_own_password_in_any_application():
+    from omegaconf import OmegaConf
+
+    from hydra_plugins.autosync.sweeper import _hide_passwords
+
+    given = f"hydra.sweeper.storage={ADDRESSES[0]}"
+    config = OmegaConf.create({"hydra": {"sweeper": {"storage": ADDRESSES[0]}, "overrides": {"hydra": [given]}}})
+    _hide_passwords(config)
+    assert SECRET not in OmegaConf.to_yaml(config)
+    assert config.hydra.sweeper.storage == ADDRESSES[0]
+
+
+@pytest.mark.parametrize("address", ADDRESSES)
+def test_messages_show_no_password(address):
+    assert has_password(address)
+    assert not has_password(without_password(address).replace("***", ""))
+    assert SECRET not in without_passwords(f"study: (got '{address}') is wrong, {address}")
+    with pytest.raises(StudyError) as caught:
+        open_storage(f"no{address}")
+    assert SECRET not in str(caught.value)
+
+
+def run(folder: Path, *line: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    (folder / "verb.py").write_text(VERB)
+    surroundings = {**os.environ, "PYTHONPATH": str(folder), **(environment or {})}
+    command = [sys.executable, "-c", RUN, "tune", *line]
+    return subprocess.run(command, cwd=folder, env=surroundings, capture_output=True, text=True, timeout=120)
+
+
+def assert_hidden(folder: Path, finished: subprocess.CompletedProcess[str]) -> None:
+    left = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != "verb.py"}
+    assert any(path.name == "config.yaml" for path in left)
+    assert [str(path) for path, content in left.items() if b"hunter2" in content and path.suffix != ".db"] == []
+    assert "hunter2" not in finished.stdout + finished.stderr
+
+
+def test_a_run_leaves_no_password(tmp_path):
+    finished = run(tmp_path, f"study.storage={ADDRESSES[0]}", "hydra.run.dir=run")
+    assert finished.returncode == 0, finished.stderr
+    assert_hidden(tmp_path, finished)
+
+
+def test_an_interpolation_is_left_as_it_is(tmp_path):
+    line = ("study.storage='${oc.env:DATABASE}'", "hydra.run.dir=run")
+    finished = run(tmp_path, *line, environment={"DATABASE": ADDRESSES[1]})
+    assert finished.returncode == 0, finished.stderr
+    assert_hidden(tmp_path, finished)
+    assert "${oc.env:DATABASE}" in (tmp_path / "run" / ".hydra" / "config.yaml").read_text()
+
+
+def test_a_sweep_leaves_no_password(tmp_path):
+    own = f"sqlite:///file:{tmp_path}/sweep.db?uri=true&password={SECRET}"
+    line = ("-m", f"study.storage='{ADDRESSES[0]}',PLAIN", f"hydra.sweeper.storage='{own}'", "hydra.sweep.dir=sweep")
+    finished = run(tmp_path, *line)
+    assert finished.returncode == 0, finished.stderr
+    assert (tmp_path / "sweep" / "multirun.yaml").exists()
+    assert_hidden(tmp_path, finished)
+
+
+def test_what_is_wrong_is_said_without_a_password(tmp_path):
+    for wrong in (f"study={ADDRESSES[0]}", f"study.storag={ADDRESSES[2]}"):
+        finished = run(tmp_path, wrong, "hydra.run.dir=run")
+        assert finished.returncode != 0
+        assert "hunter2" not in finished.stdout + finished.stderr
