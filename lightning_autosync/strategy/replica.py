@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning_utilities.core.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
@@ -24,7 +24,7 @@ from lightning_autosync.runtime.watch import ParameterWatch, difference
 from lightning_autosync.strategy.checkpoint import gather_state, own_state, warn_left_out
 from lightning_autosync.strategy.resolution import Resolution, memory_fault, resolve_together
 from lightning_autosync.strategy.settings import Settings
-from lightning_autosync.workload import shared_buffers, shared_parameters, variable_names
+from lightning_autosync.workload import shared_buffers, shared_parameters, shortened_rows, variable_names
 
 _CALM = 100
 """Passes without a change after which ranks no longer compare their parameters before each pass."""
@@ -62,6 +62,7 @@ class Replica:
         self._group = group
         self._memory: Memories = {}
         self._planned: dict[str, nn.Parameter] = {}
+        self._compared: dict[str, nn.Parameter] = {}
         self._resolution = self._resolve()
         broadcast_tensors(_initial_state(module, settings.initial_buffers), group)
         self._buffers = BufferBroadcast(module, group) if settings.broadcast_buffers else None
@@ -124,7 +125,7 @@ class Replica:
         else:
             engine.changed = changed
         if self._check is not None:
-            self._check.count(self._planned)
+            self._check.count(self._compared)
 
     def end_training(self) -> None:
         """Call when training ends, on all ranks: weights must be equal.
@@ -133,7 +134,7 @@ class Replica:
             ExchangeError: (on every rank) they are not.
         """
         if self._check is not None and self._engine is not None:
-            self._check.run(self._planned)
+            self._check.run(self._compared)
 
     def follow_scaler(self, scaler: GradScaler | None) -> None:
         """Call before each backward pass with what scales its loss, if anything does."""
@@ -263,6 +264,13 @@ class Replica:
     def _start(self) -> Engine:
         # A parameter that has trained stays in the plan while it is frozen: networks that train in turn share one.
         self._planned = dict(variable_names(self._module, also=set(self._planned.values())))
+        own = {name for name, parameter in self._planned.items() if parameter in shortened_rows(self._module)}
+        if own and not self._compared:
+            rank_zero_warn(
+                f"AutoSync: '{min(own)}' is a table with max_norm: each rank shortens the rows that it reads, so "
+                "replicas differ, as with DDP. Their weights are not compared"
+            )
+        self._compared = {name: parameter for name, parameter in self._planned.items() if name not in own}
         found = self._resolution
         rank_zero_info(
             f"AutoSync: plan {found.plan.fingerprint} ({found.plan.semantics}, "

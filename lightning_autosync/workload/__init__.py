@@ -9,6 +9,7 @@ from lightning_autosync.workload.description import (
     describe,
     shared_buffers,
     shared_parameters,
+    shortened_rows,
     variable_names,
 )
 from lightning_autosync.workload.spec import Variable, Workload
@@ -22,5 +23,6 @@ __all__ = [
     "describe",
     "shared_buffers",
     "shared_parameters",
+    "shortened_rows",
     "variable_names",
 ]

@@ -90,6 +90,12 @@ def parameter_owners(module: nn.Module) -> dict[Tensor, list[nn.Module]]:
     return owners
 
 
+def shortened_rows(module: nn.Module) -> set[Tensor]:
+    """Weights of tables with ``max_norm``: a forward pass shortens the rows that it reads, on each rank other ones."""
+    tables = [part for part in module.modules() if isinstance(part, EMBEDDINGS)]
+    return {table.weight for table in tables if table.max_norm is not None}
+
+
 def dtype_name(variable: str, tensor: Tensor) -> DType:
     """The document's name of a tensor's dtype; of a complex one, that of its parts.
 

@@ -22,10 +22,6 @@ REASONS: dict[str, str] = {
         "gradients that a part accumulated before it was toggled off are averaged by DDP in passing, by AutoSync when "
         "that part is synchronized next; the weights are equal"
     ),
-    "embedding, largest norm": (
-        "each rank shortens the rows that it reads itself, so DDP's replicas differ unnoticed; AutoSync says so when "
-        "it compares the weights"
-    ),
     "callback: parts thawed": (
         "DDP never synchronizes what was frozen when training began, so its replicas drift apart; AutoSync plans anew"
     ),

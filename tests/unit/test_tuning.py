@@ -221,7 +221,7 @@ def test_what_is_wrong_with_a_source_is_no_fault_of_the_options(tmp_path):
     trial.set_user_attr(tried.STEPS, [[0.1]])
     study.tell(trial, 0.1)
     sources = replace(Sources.of(new.job), studies=[studies.load_study(old.storage, "tune")])
-    with pytest.raises(storages.StudyError, match=r"^trial 0: autosync:refined: not the JSON text of a plan"):
+    with pytest.raises(storages.StudyError, match=r"^trial 0: autosync:refined: not valid JSON: "):
         make_sampler(new.settings.search, new.space, sources)
 
 

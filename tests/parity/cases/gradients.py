@@ -125,7 +125,7 @@ for _hook in ("on_after_backward", "on_before_optimizer_step"):
         family.add(
             f"{_name} in {_hook}, zeroed in place",
             lambda side, hook=_hook, edit=_edit: side.fit(Edited(hook, edit, keep=True), max_epochs=1),
-            plans=("default", "native", "servers") if _hook == "on_after_backward" else (),
+            plans=("default", "native", "servers") if _hook == "on_after_backward" else ("trees",),
         )
 
 # Hooks of torch ------------------------------------------------------------------------------------------------------
