@@ -102,6 +102,10 @@ class PlanSpace:
         """Digest of the parameters: studies with the same one share their points."""
         return digest([[name, list(domain)] for name, domain in self.parameters.items()])
 
+    def has(self, genome: Genome) -> bool:
+        """Whether plans can be made of a point: nothing is missing, and no value is one of a record only."""
+        return all(genome.get(name) in domain for name, domain in self.usable.items())
+
     def plan(self, genome: Genome) -> SyncPlan:
         """The plan that a point stands for.
 
