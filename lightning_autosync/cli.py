@@ -30,6 +30,7 @@ VERBS = {
 }
 """For each verb the module with a function of its name, and its purpose; ``conf/VERB.yaml`` is its config."""
 
+FULL_ERROR = "HYDRA_FULL_ERROR"
 TORCHRUN = "hydra/launcher=autosync_torchrun"
 """The launcher that starts this command again, for which it has to know how."""
 
@@ -118,7 +119,8 @@ def _run(verb: str) -> None:
             sys.exit(f"autosync {verb}: {in_a_line(error)}")
 
     # Hydra shall raise what it meets, as a full disk, and not print it with a traceback and exit.
-    os.environ.setdefault("HYDRA_FULL_ERROR", "1")
+    given = os.environ.get(FULL_ERROR)
+    os.environ[FULL_ERROR] = given or "1"
     try:
         interrupts.raise_again()
         hydra.main(version_base="1.3", config_path=str(configuration_directory()), config_name=verb)(application)()
@@ -126,6 +128,11 @@ def _run(verb: str) -> None:
         cause = error.__cause__
         print(error, *([cause] if isinstance(cause, OmegaConfBaseException) else []), sep="\n", file=sys.stderr)
         sys.exit(getattr(error, "status", 1))
+    finally:
+        if given is None:
+            del os.environ[FULL_ERROR]
+        else:
+            os.environ[FULL_ERROR] = given
 
 
 def in_a_line(error: AutoSyncError | OSError) -> str:

@@ -119,7 +119,7 @@ class Assembly:
             return None
         if self._group is not None:
             raise PlanError("schedule: collectives in two levels need the default process group")
-        return two_level_groups(two_level.places)
+        return two_level_groups(two_level.places, self._timeout)
 
     def _connect(self, schedule: Schedule, cluster: ClusterSpec | None, address: str | None) -> Transport | None:
         if not any(message.on_trees for message in schedule.messages):

@@ -33,6 +33,7 @@ from lightning_autosync.runtime.rendezvous import connect_pairs
 
 SLICE = 0.2
 """Seconds of waiting after which a rank looks whether another is lost, and whether a signal came."""
+_SLICE = timedelta(seconds=SLICE)
 _PATIENCE = 2.0
 """Seconds, at most, that a rank which is there takes to answer."""
 _CONNECT_TIMEOUT = 120.0
@@ -529,14 +530,21 @@ def _watch_works() -> None:
 def _wait(work: Any, *arguments: Any, **options: Any) -> Any:
     if arguments or options or not _lines or work._get_op_type() in _POINT_TO_POINT:
         return _plain_wait(work, *arguments, **options)
-    began, timeout = time.monotonic(), _lines[-1].timeout
+    slices = 0
+
+    def ready(seconds: float) -> bool:
+        nonlocal slices
+        slices += 1
+        return _complete(work, seconds)
+
+    timeout = _lines[-1].timeout
     try:
-        wait_watched(lambda seconds: _complete(work, seconds), "a collective call", timeout)
+        wait_watched(ready, "a collective call", timeout)
     except ExchangeError:
         raise
     except RuntimeError as cause:
         # The backend's own time-out may come a little before.
-        late = time.monotonic() - began > 0.9 * timeout
+        late = slices * SLICE > 0.9 * timeout
         raise explained(f"a collective call failed: {_PLACE.sub('', str(cause).splitlines()[0])}", late) from cause
     return True
 
@@ -548,7 +556,7 @@ def _complete(work: Any, seconds: float) -> bool:
         RuntimeError: it failed.
     """
     try:
-        _plain_wait(work, timedelta(seconds=seconds))
+        _plain_wait(work, _SLICE if seconds == SLICE else timedelta(seconds=seconds))
     except RuntimeError as cause:
         if _UNDER_WAY not in str(cause):
             raise

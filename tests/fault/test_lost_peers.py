@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 TESTS = Path(__file__).parent.parent
-TIMEOUT = 3.0
+TIMEOUT = 5.0
 VICTIM = 1
 SCRIPT = """
 import json, sys, torch.distributed as dist
@@ -56,17 +56,15 @@ def survivors(topology: str, how: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("topology", ["ring", "star", "shared_memory"])
 def test_a_killed_rank_is_named_at_once(topology: str) -> None:
     for found in survivors(topology, "kill"):
-        assert "lost the connection to rank" in found["error"]
+        assert found["error"].startswith(f"rank {VICTIM} is lost: its process has ended")
         assert found["seconds"] < TIMEOUT
         assert found["finite"]
 
 
 @pytest.mark.parametrize("topology", ["star", "shared_memory"])
 def test_a_stopped_rank_is_noticed_at_the_time_out(topology: str) -> None:
-    seen = survivors(topology, "stop")
     # The first to give up closes its connections, which the other may notice before its own time is over.
-    assert any("no answer from the other ranks in 3 s" in found["error"] for found in seen)
-    for found in seen:
-        assert found["error"]
+    for found in survivors(topology, "stop"):
+        assert f"rank {VICTIM} is lost: it does not answer" in found["error"]
         assert found["seconds"] < 3 * TIMEOUT
         assert found["finite"]

@@ -257,6 +257,7 @@ NO_DOCUMENTS = {
     "runtime.relaxed.handshake": "messages between ranks",
     "runtime.relaxed.link": "messages between ranks",
     "runtime.relaxed.server.wire": "messages between ranks",
+    "runtime.lifeline": "messages between ranks",
     "runtime.rendezvous": "messages between ranks",
     "runtime.shared_memory": "/proc",
     "runtime.sockets": "/proc",

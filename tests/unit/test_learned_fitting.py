@@ -159,7 +159,7 @@ def test_runs_are_of_one_division_after_the_other(grid: list[Sample], tmp_path: 
 
 
 def empty_file(directory: Path) -> RunFile[Run]:
-    return RunFile(directory / "runs.jsonl", FORMAT, "a comparison", {}, Run.of)
+    return RunFile(directory / "runs.jsonl", FORMAT, "a comparison", {}, Run)
 
 
 def timed(target: Floats, pair: Sequence[int] = (), drift: float = 0.0, batch: Sequence[int] = ()) -> Examples:
@@ -334,8 +334,8 @@ def test_processes_at_work_do_not_hear_of_a_ctrl_c() -> None:
 def test_a_file_of_runs_that_cannot_be_is_one_error(tmp_path: Path) -> None:
     (tmp_path / "runs").write_bytes(b"\xff\n")
     for path, message in ((tmp_path, "Is a directory$"), (tmp_path / "runs", "invalid start byte$")):
-        with pytest.raises(DocumentError, match=f"^{path}: cannot be read: .*{message}"):
-            RunFile(path, FORMAT, "a comparison", {}, Run.of)
+        with pytest.raises(DocumentError, match=f"^{path}(:1)?: cannot be read: .*{message}"):
+            RunFile(path, FORMAT, "a comparison", {}, Run)
     with pytest.raises(DocumentError, match=r"lock: cannot be written: "), alone(tmp_path / "runs" / "a.jsonl"):
         pass
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from datetime import timedelta
 from weakref import WeakKeyDictionary
 
 import torch
@@ -28,23 +29,28 @@ _made: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[tuple[int, ...], ...], Tw
 """By default group: nobody gives process groups back, so engines that follow each other share theirs."""
 
 
-def two_level_groups(places: Sequence[Sequence[int]]) -> TwoLevelGroups:
-    """The groups of all places and seats, made once in the default process group's life; collective the first time."""
+def two_level_groups(places: Sequence[Sequence[int]], timeout: float) -> TwoLevelGroups:
+    """The groups of all places and seats, made once in the default process group's life; collective the first time.
+
+    Args:
+        places: the ranks of each.
+        timeout: seconds that ranks wait for each other, where the groups are made now.
+    """
     assert dist.group.WORLD is not None
     made = _made.setdefault(dist.group.WORLD, {})
     key = tuple(tuple(ranks) for ranks in places)
     if key not in made:
-        made[key] = _make(key)
+        made[key] = _make(key, timedelta(seconds=timeout))
     return made[key]
 
 
-def _make(places: Sequence[Sequence[int]]) -> TwoLevelGroups:
+def _make(places: Sequence[Sequence[int]], timeout: timedelta) -> TwoLevelGroups:
     rank = dist.get_rank()
     seats = len(places[0])
     # Every rank makes every group, in one order, and keeps its own two.
-    inner = {tuple(ranks): dist.new_group(list(ranks)) for ranks in places}
+    inner = {tuple(ranks): dist.new_group(list(ranks), timeout) for ranks in places}
     rails = [tuple(ranks[seat] for ranks in places) for seat in range(seats)]
-    outer = {ranks: dist.new_group(list(ranks)) for ranks in rails}
+    outer = {ranks: dist.new_group(list(ranks), timeout) for ranks in rails}
     return TwoLevelGroups(
         place=next(group for ranks, group in inner.items() if rank in ranks),
         rail=next(group for ranks, group in outer.items() if rank in ranks),
