@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from hypothesis import strategies as st
 
-from lightning_autosync.plan import TOPOLOGIES, Compressor, Group, Partition, SyncPlan, WeightedTree
+from lightning_autosync.plan import Compressor, Group, Partition, SyncPlan, WeightedTree, topologies
 from lightning_autosync.workload import Variable, Workload
 
 
@@ -46,7 +46,7 @@ def groups(
 ) -> Group:
     architecture = draw(st.sampled_from(["all_reduce", "parameter_server"]))
     shares = one_node and not lossy and architecture == "all_reduce" and variables[0].kind == "dense"
-    topology = draw(st.sampled_from([*TOPOLOGIES, "shared_memory"] if shares else TOPOLOGIES))
+    topology = draw(st.sampled_from(topologies.names() if shares else topologies.everywhere()))
     kinds = ["fp16", "bf16", "int8", "topk", "powersgd"] if lossy else ["none"]
     compressor = Compressor(kind=draw(st.sampled_from(kinds)))
     partition = draw(partitions(variables, axes=compressor.kind != "powersgd"))
@@ -65,10 +65,10 @@ def groups(
             WeightedTree(weight=draw(st.sampled_from([0.2, 1.0, 2.5])), parents=parents)
             for parents in draw(st.lists(trees(size), min_size=1, max_size=4))
         )
-        if topology == "packed" and draw(st.booleans())
+        if topologies.find(topology).takes_trees and draw(st.booleans())
         else None,
         compressor=compressor,
-        local_aggregation=topology not in ("native", "shared_memory", "packed") and draw(st.booleans()),
+        local_aggregation=topologies.find(topology).aggregates and draw(st.booleans()),
         priority=draw(st.integers(-2, 2)),
         segment=draw(st.sampled_from([None, 1024, 4096])),
     )

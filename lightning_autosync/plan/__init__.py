@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_autosync.plan import builders
+from lightning_autosync.plan import builders, topologies
 from lightning_autosync.plan.compiler import compile_plan
 from lightning_autosync.plan.schedule import (
     AllReduce,
@@ -18,21 +18,19 @@ from lightning_autosync.plan.schedule import (
 from lightning_autosync.plan.signatures import signature
 from lightning_autosync.plan.spec import (
     SEMANTICS,
-    TOPOLOGIES,
     Compressor,
     Consistency,
     Group,
     Partition,
     Semantics,
     SyncPlan,
-    Topology,
+    TopologyName,
     WeightedTree,
 )
 from lightning_autosync.plan.trees import Tree
 
 __all__ = [
     "SEMANTICS",
-    "TOPOLOGIES",
     "AllReduce",
     "AllToAll",
     "Compressor",
@@ -45,7 +43,7 @@ __all__ = [
     "Semantics",
     "SharedMemoryReduce",
     "SyncPlan",
-    "Topology",
+    "TopologyName",
     "Transfer",
     "Tree",
     "TreeTransfer",
@@ -54,4 +52,5 @@ __all__ = [
     "builders",
     "compile_plan",
     "signature",
+    "topologies",
 ]

@@ -1,18 +1,15 @@
-"""The published JSON schema of plan files. ``python -m lightning_autosync.plan.schema`` writes it anew."""
+"""The JSON schema of plan files, with the topologies that are registered here.
+
+``python -m lightning_autosync.plan.schema FILE`` writes it, for editors and other programs.
+"""
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
+import sys
 
 from lightning_autosync.documents import write_text
 from lightning_autosync.plan.spec import SyncPlan
 
-
-def schema_path() -> Path:
-    """Where the schema lies: beside this module, in the wheel too."""
-    return Path(__file__).with_name("autosync-plan-1.schema.json")
-
-
 if __name__ == "__main__":
-    write_text(schema_path(), json.dumps(SyncPlan.json_schema(), indent=2) + "\n")
+    write_text(sys.argv[1], json.dumps(SyncPlan.json_schema(), indent=2) + "\n")

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import (
+    AfterValidator,
     Field,
     GetJsonSchemaHandler,
     field_serializer,
@@ -26,7 +27,27 @@ from lightning_autosync.errors import DocumentError, PlanError
 from lightning_autosync.plan.trees import check_parents
 
 Architecture = Literal["all_reduce", "parameter_server"]
-Topology = Literal["native", "shared_memory", "ring", "tree", "star", "hierarchical", "packed"]
+
+
+def _registered(name: str) -> str:
+    from lightning_autosync.plan import topologies  # which are made of this module's classes
+
+    if name not in topologies.names():
+        raise ValueError(f"'{name}' is not known; registered are {', '.join(topologies.names())}")
+    return name
+
+
+class _TopologySchema:
+    """In the JSON schema, a topology is one of those that are registered where the schema is written."""
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        from lightning_autosync.plan import topologies
+
+        return {"type": "string", "enum": list(topologies.names())}
+
+
+TopologyName = Annotated[str, AfterValidator(_registered), _TopologySchema()]
 Semantics = Literal["exact", "compressed", "relaxed"]
 CompressorKind = Literal["none", "fp16", "bf16", "int8", "topk", "powersgd"]
 
@@ -36,8 +57,6 @@ MOST_WEIGHT = 1e15
 """Of a shard or a tree, relative to the others."""
 
 SEMANTICS: tuple[Semantics, ...] = ("exact", "compressed", "relaxed")
-TOPOLOGIES: tuple[Topology, ...] = ("native", "ring", "tree", "star", "hierarchical", "packed")
-"""Topologies of any group on any cluster; ``shared_memory`` is for dense messages between ranks of one node."""
 
 
 class Compressor(Record):
@@ -114,8 +133,8 @@ class Group(Record):
         name: unique in the plan.
         variables: names as in ``named_parameters()``.
         architecture: ``all_reduce`` (every rank reduces a part) or ``parameter_server`` (``placement`` says who).
-        topology: ``native`` is the backend's own collective; ``shared_memory`` sums in memory that all ranks of one
-            node map; the others are reduce and broadcast trees.
+        topology: how the message travels; one of `lightning_autosync.plan.topologies`. ``native`` is the backend's own
+            collective.
         partition: how the message is cut; None leaves it whole.
         placement: for ``parameter_server``, the rank that reduces each shard; None puts all on rank 0.
         trees: for ``packed``, the trees and their shares; None derives them from the cluster's links.
@@ -128,7 +147,7 @@ class Group(Record):
     name: Annotated[str, Field(min_length=1)]
     variables: Annotated[tuple[str, ...], Field(min_length=1)]
     architecture: Architecture = "all_reduce"
-    topology: Topology = "native"
+    topology: TopologyName = "native"
     partition: Partition | None = None
     placement: tuple[Index, ...] | None = None
     trees: Annotated[tuple[WeightedTree, ...], Field(min_length=1)] | None = None
@@ -160,18 +179,22 @@ class Group(Record):
                 raise ValueError("partition.axis: several variables are cut as one flat message; leave it out")
             if self.compressor.kind == "powersgd":
                 raise ValueError("partition.axis: powersgd's factors are cut as one flat message; leave it out")
-        if self.trees is not None and self.topology != "packed":
-            raise ValueError(f"trees: only topology 'packed' takes trees, not '{self.topology}'")
-        if self.topology == "shared_memory":
-            if self.architecture != "all_reduce":
-                raise ValueError("topology: 'shared_memory' is an all_reduce; architecture must be 'all_reduce'")
-            if self.compressor.kind != "none":
-                raise ValueError("topology: 'shared_memory' sends nothing to compress; compressor must be 'none'")
-        if self.local_aggregation and self.topology in ("native", "shared_memory", "packed"):
-            raise ValueError(
-                f"local_aggregation: not with topology '{self.topology}'; allowed with ring, tree, star, hierarchical"
-            )
+        self._check_topology()
         return self
+
+    def _check_topology(self) -> None:
+        from lightning_autosync.plan import topologies
+
+        topology = topologies.find(self.topology)
+        topology.check(self)
+        if self.trees is not None and not topology.takes_trees:
+            takers = [name for name in topologies.names() if topologies.find(name).takes_trees]
+            raise ValueError(f"trees: only topology '{', '.join(takers)}' takes trees, not '{self.topology}'")
+        if self.local_aggregation and not topology.aggregates:
+            allowed = [name for name in topologies.names() if topologies.find(name).aggregates]
+            raise ValueError(
+                f"local_aggregation: not with topology '{self.topology}'; allowed with {', '.join(allowed)}"
+            )
 
 
 OuterKind = Literal["averaging", "easgd", "bmuf", "slowmo", "diloco"]

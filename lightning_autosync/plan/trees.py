@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 
 
 def check_parents(parents: Sequence[int]) -> None:
@@ -76,29 +75,3 @@ class Tree:
         while rank >= 0:
             parents[rank], rank, parent = parent, parents[rank], rank
         return Tree(tuple(parents))
-
-
-def chain_up(ranks: Sequence[int], root: int) -> dict[int, int]:
-    """Parents on the way round the ring ``ranks`` that ends at ``root``."""
-    start = ranks.index(root)
-    ring = [ranks[(start + 1 + hop) % len(ranks)] for hop in range(len(ranks))]
-    return dict(pairwise(ring)) | {root: -1}
-
-
-def chain_down(ranks: Sequence[int], root: int) -> dict[int, int]:
-    """Parents on the way round the ring ``ranks`` that starts at ``root``."""
-    start = ranks.index(root)
-    ring = [ranks[(start + hop) % len(ranks)] for hop in range(len(ranks))]
-    return {after: rank for rank, after in pairwise(ring)} | {root: -1}
-
-
-def binary(ranks: Sequence[int], root: int) -> dict[int, int]:
-    """Parents in a complete binary tree over ``ranks``, rotated so that ``root`` heads it."""
-    start = ranks.index(root)
-    order = [ranks[(start + hop) % len(ranks)] for hop in range(len(ranks))]
-    return {rank: -1 if place == 0 else order[(place - 1) // 2] for place, rank in enumerate(order)}
-
-
-def spread(ranks: Sequence[int], root: int) -> dict[int, int]:
-    """Parents in a star over ``ranks``."""
-    return {rank: -1 if rank == root else root for rank in ranks}

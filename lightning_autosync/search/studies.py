@@ -18,7 +18,8 @@ from optuna.trial import TrialState
 from pydantic import Field
 
 from lightning_autosync.cluster import ClusterSpec
-from lightning_autosync.documents import Index, Record, check_format, checked, parse_json, shortened
+from lightning_autosync.documents import Index, Record, check_format, checked, parse_json
+from lightning_autosync.errors import PlanError
 from lightning_autosync.plan.space import Genome, PlanSpace, Value
 from lightning_autosync.plan.spec import Semantics
 from lightning_autosync.search.drift import Footing, run_with_turns
@@ -147,22 +148,25 @@ def describe(study: optuna.Study, space: PlanSpace, first: Sequence[Genome] = ()
 
 
 def check(study: optuna.Study, space: PlanSpace) -> None:
-    """See to it that a study is of this space, and about the same workload and cluster.
+    """See to it that a study is about the same workload and cluster as a space, and has blocks like it.
+
+    Domains may differ: see `space_of`.
 
     Raises:
         StudyError: it is not.
     """
+    sizes = _sizes(study)
     ours = {
         "workload": space.workload.fingerprint,
         "cluster": space.cluster.fingerprint,
         "semantics": space.semantics,
-        "space": space.fingerprint,
+        "space": f"{space.runs} runs, {space.lone} lone",
     }
     theirs = {
         "workload": workload_of(study).fingerprint,
         "cluster": cluster_of(study).fingerprint,
         "semantics": _semantics(study),
-        "space": _sizes(study).fingerprint,
+        "space": f"{sizes.runs} runs, {sizes.lone} lone",
     }
     names = {
         "workload": (workload_of(study).name, space.workload.name),
@@ -234,10 +238,10 @@ def _where(study: optuna.Study, name: str | None = None) -> str:
 
 
 def space_of(study: optuna.Study) -> PlanSpace:
-    """The space of a study, from what the study says of itself.
+    """The space of a study, from what the study says of itself, with the domains that its trials have.
 
     Raises:
-        StudyError: the study is not one of plans, or of a release whose spaces differ.
+        StudyError: the study is not one of plans, or its trials have other parameters than its workload asks for.
     """
     sizes = _sizes(study)
     if sizes.runs < 1:
@@ -245,13 +249,27 @@ def space_of(study: optuna.Study) -> PlanSpace:
             f"study '{study.study_name}': its trials are sizes of buckets (search=horovod) and no points of a space of "
             "plans; studies of the other samplers can be read here"
         )
-    space = PlanSpace(workload_of(study), cluster_of(study), _semantics(study), sizes.runs, sizes.lone)
-    if space.fingerprint != sizes.fingerprint:
-        raise StudyError(
-            f"study '{study.study_name}': its space is {shortened(sizes.fingerprint)}, this release makes "
-            f"{space.fingerprint} of the same workload and cluster; go on with the release that began it"
-        )
-    return space
+    about = workload_of(study), cluster_of(study), _semantics(study), sizes.runs, sizes.lone
+    space = PlanSpace(*about)
+    if space.fingerprint == sizes.fingerprint or not (recorded := _recorded_domains(study)):
+        return space
+    try:
+        return PlanSpace(*about, recorded)
+    except PlanError as error:
+        raise StudyError(f"{_where(study)}: {error}") from None
+
+
+def _recorded_domains(study: optuna.Study) -> dict[str, tuple[Value, ...]]:
+    """What each parameter could be when the study began: builders and topologies may have come or gone since.
+
+    Empty before the first trial, when nothing binds a study to the domains of then.
+    """
+    found: dict[str, tuple[Value, ...]] = {}
+    for trial in study.get_trials(deepcopy=False):
+        for name, distribution in trial.distributions.items():
+            if isinstance(distribution, CategoricalDistribution):
+                found.setdefault(name, distribution.choices)  # type: ignore[arg-type]  # checked where they are used
+    return found
 
 
 @answered()

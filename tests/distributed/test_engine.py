@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from lightning_autosync.plan import TOPOLOGIES
+from lightning_autosync.plan import topologies
 
 COMPRESSORS = ["none", "bf16", "int8", "topk", "powersgd"]
 TOLERANCES = {"none": 1e-6, "bf16": 0.01, "int8": 0.02, "powersgd": 1e-3}
@@ -33,7 +33,7 @@ def test_parameters_unused_somewhere_get_the_mean_and_unused_everywhere_none(poo
         assert found["left.bias"] is not None
 
 
-@pytest.mark.parametrize("topology", [*TOPOLOGIES, "shared_memory"])
+@pytest.mark.parametrize("topology", topologies.names())
 def test_accumulated_gradients_are_averaged_once(pool, topology: str) -> None:
     for gaps in pool.run("engine_calls:accumulated", topology=topology):
         assert max(gaps) < 1e-12

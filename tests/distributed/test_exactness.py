@@ -10,7 +10,7 @@ from plans import plans
 from training import Net
 
 from lightning_autosync.cluster import ClusterSpec
-from lightning_autosync.plan import TOPOLOGIES, builders
+from lightning_autosync.plan import builders, topologies
 from lightning_autosync.workload import describe
 
 SPANNING = [name for name in builders.BUILDERS if name != "shared_memory"]
@@ -22,9 +22,10 @@ SPANNING = [name for name in builders.BUILDERS if name != "shared_memory"]
 def test_every_builder_and_topology_equals_ddp(pool, builder: str, size: int) -> None:
     cluster = uneven_cluster(size)
     workload = describe(Net().double())
-    plans = [builders.build(builder, workload, cluster, topology=topology).to_dict() for topology in TOPOLOGIES]
+    names = topologies.everywhere()
+    plans = [builders.build(builder, workload, cluster, topology=topology).to_dict() for topology in names]
     for found in pool.run("training:distances", plans=plans, cluster=cluster.to_dict(), double=True)[:size]:
-        assert max(found) < 1e-12, dict(zip(TOPOLOGIES, found, strict=True))
+        assert max(found) < 1e-12, dict(zip(names, found, strict=True))
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
@@ -59,7 +60,7 @@ def test_random_exact_plans_equal_ddp(pool, data: st.DataObject) -> None:
 def test_waiting_where_parameters_are_used_equals_ddp(pool, builder: str) -> None:
     cluster = uneven_cluster(pool.world_size)
     workload = describe(Net().double())
-    plans = [builders.build(builder, workload, cluster, topology=topology) for topology in TOPOLOGIES]
+    plans = [builders.build(builder, workload, cluster, topology=topology) for topology in topologies.everywhere()]
     made = [plan.to_dict() for plan in plans]
     for found in pool.run("training:overlapped_distances", plans=made, cluster=cluster.to_dict()):
         for plan, (distance, under_way) in zip(plans, found, strict=True):

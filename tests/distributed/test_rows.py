@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from plans import plans
 from recommender import ROWS, WIDTH, Recommender, workload_of
 
-from lightning_autosync.plan import TOPOLOGIES, builders
+from lightning_autosync.plan import builders, topologies
 
 KINDS = {"sparse": True, "row_sparse": False}
 
@@ -22,7 +22,7 @@ def test_rows_equal_dense_ddp_on_every_topology(pool, kind: str, size: int) -> N
     made = [
         builder(workload, cluster, topology=topology).to_dict()
         for builder in (builders.all_reduce, builders.ps, builders.partitioned_ps, builders.byteps)
-        for topology in TOPOLOGIES
+        for topology in topologies.everywhere()
     ]
     arguments = {"plans": made, "cluster": cluster.to_dict(), "sparse": KINDS[kind]}
     for found in pool.run("recommender:row_distances", **arguments)[:size]:
@@ -32,7 +32,7 @@ def test_rows_equal_dense_ddp_on_every_topology(pool, kind: str, size: int) -> N
 def test_a_rank_that_does_not_touch_the_table(pool) -> None:
     cluster = uneven_cluster(3)
     workload = workload_of(Recommender(sparse=False), "row_sparse")
-    made = [builders.all_reduce(workload, cluster, topology=topology).to_dict() for topology in TOPOLOGIES]
+    made = [builders.all_reduce(workload, cluster, topology=topology).to_dict() for topology in topologies.everywhere()]
     arguments = {"plans": made, "cluster": cluster.to_dict(), "sparse": False, "idle_rank": 1}
     for found in pool.run("recommender:row_distances", **arguments)[:3]:
         assert max(found) < 1e-12

@@ -129,13 +129,13 @@ def test_the_deviation_is_by_how_much_the_networks_disagree(samples: list[Sample
 
 
 def test_fit_goes_on_from_what_it_has(samples: list[Sample], fitted: LearnedEstimator, tmp_path: Path) -> None:
-    target = drawn(40, (workload("vgg", layers=8), star(50, 200, 200, 200)))
+    target = drawn(80, (workload("vgg", layers=8), star(50, 200, 200, 200)))
     fitted.save(tmp_path)
     tuned, fresh = load_simulator(tmp_path), LearnedEstimator("hetero", CONSTANTS, members=2, training=QUICK)
     assert isinstance(tuned, LearnedEstimator)
-    unseen = tuned.encode(target[20:])
+    unseen = tuned.encode(target[40:])
     before = Accuracy.of(unseen, tuned.estimate_encoded(unseen.items, unseen.base).seconds)
-    tuned.fit(target[:20])
+    tuned.fit(target[:40])
     after = Accuracy.of(unseen, tuned.estimate_encoded(unseen.items, unseen.base).seconds)
     assert after.median < before.median
     untrained = Accuracy.of(unseen, fresh.estimate_encoded(unseen.items, unseen.base).seconds)

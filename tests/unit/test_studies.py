@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import optuna
@@ -13,6 +14,7 @@ from lightning_autosync.errors import DocumentError
 from lightning_autosync.plan import builders
 from lightning_autosync.plan.space import BUILDER, PlanSpace
 from lightning_autosync.search import storages, studies, tried
+from lightning_autosync.search.sampler.observations import Observations
 from lightning_autosync.search.storages import StudyError, answered
 from lightning_autosync.search.tuning.buckets import BucketSpace
 from lightning_autosync.workload import Variable, Workload
@@ -164,10 +166,55 @@ def test_a_damaged_journal_gives_one_error(storage: Path) -> None:
         studies.open_study(storage, "one", SPACE)
 
 
-def test_a_space_of_another_release_is_refused(storage: Path) -> None:
+METHOD = "run0/method"
+
+
+def earlier(*methods: str) -> PlanSpace:
+    """The space as a release made it that had other topologies."""
+    return PlanSpace(WORKLOAD, SPACE.cluster, recorded={**SPACE.parameters, METHOD: methods})
+
+
+def test_a_study_goes_on_with_the_domains_that_it_began_with(storage: Path) -> None:
+    began = earlier("native", "star")
+    study = studies.open_study(storage, "one", began)
+    for number in range(3):
+        trial = study.ask()
+        plan = began.plan(studies.suggest(trial, began))
+        study.tell(trial, 1.0 + number)
+    study = studies.open_study(storage, "one", SPACE)  # today's
+    space = studies.space_of(study)
+    assert space.parameters == began.parameters
+    assert tried.plan_of(study.get_trials()[-1], space) == plan
+    studies.suggest(study.ask(), space)
+    with pytest.raises(ValueError, match="does not support dynamic value space"):
+        studies.suggest(study.ask(), SPACE)  # so that this test fails if Optuna ever does
+
+
+def test_a_topology_that_is_not_there_is_an_error_where_it_is_used(storage: Path) -> None:
+    began = earlier("native", "pigeons")
+    study = studies.open_study(storage, "one", began)
+    point = dict(SPACE.draw(Random(1)))
+    for method in ("native", "pigeons"):
+        study.enqueue_trial({**point, METHOD: method})
+        trial = study.ask()
+        studies.suggest(trial, began)
+        study.tell(trial, 1.0)
+    space = studies.space_of(study)
+    known, unknown = study.get_trials()
+    assert Observations.of([known, unknown], space, -1).measured[0][0] == known.number
+    assert len(Observations.of([known, unknown], space, -1).measured) == 1
+    tried.plan_of(known, space)
+    with pytest.raises(StudyError, match=r"trial 1: method: 'pigeons' is not known; the registered topologies offer"):
+        tried.plan_of(unknown, space)
+
+
+def test_trials_of_other_parameters_are_refused(storage: Path) -> None:
     study = studies.open_study(storage, "one", SPACE)
     study.set_user_attr(studies.SPACE, {**study.user_attrs[studies.SPACE], "fingerprint": "0" * 12})
-    with pytest.raises(StudyError, match="its space is 000000000000"):
+    assert studies.space_of(study).parameters == SPACE.parameters  # nothing binds it yet
+    trial = study.ask()
+    trial.suggest_categorical("run99/method", ["native", "star"])
+    with pytest.raises(StudyError, match="study 'one': plan space: 'run99/method' is recorded, but no parameter"):
         studies.space_of(study)
 
 

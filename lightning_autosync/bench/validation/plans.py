@@ -8,7 +8,8 @@ from random import Random
 from typing import Any
 
 from lightning_autosync.cluster import ClusterSpec
-from lightning_autosync.plan import Group, Partition, SyncPlan, Topology, WeightedTree, builders
+from lightning_autosync.plan import Group, Partition, SyncPlan, WeightedTree, builders
+from lightning_autosync.plan.topologies import everywhere, find
 from lightning_autosync.workload import Variable, Workload
 
 BUILDERS = (
@@ -25,7 +26,6 @@ BUILDERS = (
     "uneven_partitioned_ps",
 )
 """Builders of exact plans for any cluster; named here, so that a seed keeps its meaning when builders are added."""
-_TREES: tuple[Topology, ...] = ("ring", "tree", "star", "hierarchical")
 _SMALLEST_BUCKET = 64 * 1024
 
 
@@ -59,7 +59,7 @@ def _fit(members: list[Variable], following: Variable) -> bool:
 
 def _draw_group(random: Random, name: str, members: list[Variable], ranks: int) -> Group:
     served = random.random() < 0.4
-    topology: Topology = random.choice(("native", *_TREES, "packed"))
+    topology = find(random.choice(everywhere()))
     slices = members[0].shape[0] if members[0].kind != "dense" else sum(member.numel for member in members)
     shards = random.randint(1, min(slices, ranks)) if random.random() < 0.6 else 1
     weights = tuple(random.choice((0.5, 1.0, 2.0)) for _ in range(shards)) if random.random() < 0.4 else None
@@ -68,11 +68,11 @@ def _draw_group(random: Random, name: str, members: list[Variable], ranks: int) 
         name=name,
         variables=tuple(member.name for member in members),
         architecture="parameter_server" if served else "all_reduce",
-        topology=topology,
+        topology=topology.name,
         partition=Partition(shards=shards, weights=weights) if shards > 1 else None,
         placement=tuple(random.randrange(ranks) for _ in range(shards)) if served else None,
-        trees=tuple(drawn) if drawn and topology == "packed" else None,
-        local_aggregation=topology in ("ring", "tree", "star") and random.random() < 0.3,
+        trees=tuple(drawn) if drawn and topology.takes_trees else None,
+        local_aggregation=topology.aggregates and not topology.two_level and random.random() < 0.3,
         priority=random.choice((0, 0, 0, -1, 1)),
     )
 
@@ -104,6 +104,6 @@ def _arguments(
         "seed": lambda: random.randrange(1000),
     }
     if topologies:
-        draws["topology"] = lambda: random.choice((*_TREES, "native"))
+        draws["topology"] = lambda: random.choice([name for name in everywhere() if not find(name).takes_trees])
     taken = inspect.signature(builder).parameters
     return {name: draw() for name, draw in draws.items() if name in taken}

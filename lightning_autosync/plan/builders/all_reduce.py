@@ -18,7 +18,7 @@ from lightning_autosync.plan.builders.grouping import (
     make_plan,
     smallest_divisor,
 )
-from lightning_autosync.plan.spec import Compressor, Group, Partition, SyncPlan, Topology
+from lightning_autosync.plan.spec import Compressor, Group, Partition, SyncPlan, TopologyName
 from lightning_autosync.workload import Variable, Workload
 
 
@@ -26,7 +26,7 @@ def all_reduce(
     workload: Workload,
     cluster: ClusterSpec,
     *,
-    topology: Topology = "native",
+    topology: TopologyName = "native",
     bucket_bytes: Count = 25 * MIB,
     first_bucket_bytes: Count = MIB,
     chunk_size: Count | None = None,
@@ -61,7 +61,7 @@ def all_reduce(
     return make_plan(workload, cluster, groups)
 
 
-def partitioned_all_reduce(workload: Workload, cluster: ClusterSpec, *, topology: Topology = "native") -> SyncPlan:
+def partitioned_all_reduce(workload: Workload, cluster: ClusterSpec, *, topology: TopologyName = "native") -> SyncPlan:
     """AutoDist's PartitionedAR: each variable cut along axis 0 into the smallest divisor's count of shards."""
     return make_plan(
         workload,
@@ -71,7 +71,7 @@ def partitioned_all_reduce(workload: Workload, cluster: ClusterSpec, *, topology
 
 
 def random_axis_partitioned_all_reduce(
-    workload: Workload, cluster: ClusterSpec, *, topology: Topology = "native", seed: Integer = 0
+    workload: Workload, cluster: ClusterSpec, *, topology: TopologyName = "native", seed: Integer = 0
 ) -> SyncPlan:
     """AutoDist's RandomAxisPartitionAR: as PartitionedAR, along a random axis longer than 1."""
     draw = random.Random(seed)
@@ -83,7 +83,7 @@ def random_axis_partitioned_all_reduce(
     return make_plan(workload, cluster, groups)
 
 
-def _partitioned(variable: Variable, axis: int, topology: Topology) -> Group:
+def _partitioned(variable: Variable, axis: int, topology: TopologyName) -> Group:
     shards = smallest_divisor(axis_length(variable, axis))
     partition = Partition(axis=axis, shards=shards) if shards > 1 else None
     return lone_group(variable, topology=topology, partition=partition)

@@ -6,7 +6,7 @@ from lightning_autosync.cluster import ClusterSpec, pack_trees
 from lightning_autosync.documents import Count
 from lightning_autosync.plan.builders.grouping import MIB, fused_groups, in_ready_order, make_plan
 from lightning_autosync.plan.builders.parameter_server import ps_load_balancing
-from lightning_autosync.plan.spec import SyncPlan, Topology, WeightedTree
+from lightning_autosync.plan.spec import SyncPlan, TopologyName, WeightedTree
 from lightning_autosync.workload import Workload
 
 
@@ -14,7 +14,7 @@ def parallax(
     workload: Workload,
     cluster: ClusterSpec,
     *,
-    topology: Topology | None = None,
+    topology: TopologyName | None = None,
     bucket_bytes: Count = 25 * MIB,
 ) -> SyncPlan:
     """Parallax (EuroSys 2019): dense variables by fused all-reduce, row-wise ones by balanced parameter servers.
@@ -33,7 +33,7 @@ def hierarchical(
     workload: Workload,
     cluster: ClusterSpec,
     *,
-    topology: Topology = "hierarchical",
+    topology: TopologyName = "hierarchical",
     bucket_bytes: Count = 25 * MIB,
 ) -> SyncPlan:
     """Fused all-reduce in two levels: inside a node (or a rack of one-device nodes) first, then between them.
@@ -51,7 +51,7 @@ def packed_trees(
     workload: Workload,
     cluster: ClusterSpec,
     *,
-    topology: Topology = "packed",
+    topology: TopologyName = "packed",
     bucket_bytes: Count = 25 * MIB,
 ) -> SyncPlan:
     """Fused messages split over several spanning trees, in the proportions that use the link graph best.

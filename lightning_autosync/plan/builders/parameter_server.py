@@ -17,11 +17,11 @@ from lightning_autosync.plan.builders.grouping import (
     smallest_divisor,
     smallest_non_divisor,
 )
-from lightning_autosync.plan.spec import Group, Partition, SyncPlan, Topology
+from lightning_autosync.plan.spec import Group, Partition, SyncPlan, TopologyName
 from lightning_autosync.workload import Variable, Workload
 
 
-def ps(workload: Workload, cluster: ClusterSpec, *, topology: Topology = "star", server: Index = 0) -> SyncPlan:
+def ps(workload: Workload, cluster: ClusterSpec, *, topology: TopologyName = "star", server: Index = 0) -> SyncPlan:
     """AutoDist's PS: one server for everything.
 
     Raises:
@@ -39,7 +39,7 @@ def ps_load_balancing(
     workload: Workload,
     cluster: ClusterSpec,
     *,
-    topology: Topology = "star",
+    topology: TopologyName = "star",
     servers: Sequence[Index] | None = None,
 ) -> SyncPlan:
     """AutoDist's PSLoadBalancing: each variable goes to the server with the fewest bytes so far."""
@@ -52,7 +52,7 @@ def partitioned_ps(
     workload: Workload,
     cluster: ClusterSpec,
     *,
-    topology: Topology = "star",
+    topology: TopologyName = "star",
     servers: Sequence[Index] | None = None,
 ) -> SyncPlan:
     """AutoDist's PartitionedPS: cut along axis 0 into the smallest divisor's count of shards, each balanced."""
@@ -68,7 +68,7 @@ def uneven_partitioned_ps(
     workload: Workload,
     cluster: ClusterSpec,
     *,
-    topology: Topology = "star",
+    topology: TopologyName = "star",
     servers: Sequence[Index] | None = None,
 ) -> SyncPlan:
     """AutoDist's UnevenPartitionedPS: as PartitionedPS, with the smallest count that does not divide the axis."""
@@ -81,7 +81,7 @@ def uneven_partitioned_ps(
 
 
 def byteps(
-    workload: Workload, cluster: ClusterSpec, *, topology: Topology = "star", bucket_bytes: Count = 25 * MIB
+    workload: Workload, cluster: ClusterSpec, *, topology: TopologyName = "star", bucket_bytes: Count = 25 * MIB
 ) -> SyncPlan:
     """Fused messages cut over all ranks in proportion to what their links can carry.
 
@@ -130,7 +130,7 @@ def _check_ranks(argument: str, ranks: Iterable[int], cluster: ClusterSpec) -> N
             raise PlanError(f"{argument}: rank {rank} is out of range; the cluster has {cluster.world_size} ranks")
 
 
-def _served(variable: Variable, placement: Sequence[int], topology: Topology) -> Group:
+def _served(variable: Variable, placement: Sequence[int], topology: TopologyName) -> Group:
     partition = Partition(axis=0, shards=len(placement)) if len(placement) > 1 else None
     return lone_group(
         variable,
@@ -141,5 +141,5 @@ def _served(variable: Variable, placement: Sequence[int], topology: Topology) ->
     )
 
 
-def _served_in_shards(variable: Variable, shards: int, loads: _Loads, topology: Topology) -> Group:
+def _served_in_shards(variable: Variable, shards: int, loads: _Loads, topology: TopologyName) -> Group:
     return _served(variable, [loads.add(variable.bytes / shards) for _ in range(shards)], topology)

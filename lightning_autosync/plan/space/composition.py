@@ -7,8 +7,9 @@ from typing import Any
 
 from lightning_autosync.cluster import ClusterSpec, pack_trees, server_shares
 from lightning_autosync.plan.builders.grouping import fused_groups
-from lightning_autosync.plan.space.domains import SERVED, TREES, Value, relevant
+from lightning_autosync.plan.space.domains import Value, relevant
 from lightning_autosync.plan.spec import Group, Partition, WeightedTree
+from lightning_autosync.plan.topologies import method as find_method
 from lightning_autosync.workload import Variable
 
 
@@ -26,22 +27,22 @@ class Composer:
         """The messages of a block; ``loads`` are the bytes that each rank serves so far, and are added to."""
         limit = int(choice["bucket"]) or sum(variable.bytes for variable in variables) + 1
         for group in fused_groups(variables, [limit], f"{name}.", **self._aspects(choice)):
-            if choice["method"] in SERVED:
+            if find_method(str(choice["method"]))[1].served:
                 members = [variable for variable in variables if variable.name in group.variables]
                 group = group.model_copy(update=self._served(members, str(choice["servers"]), loads))
             yield group
 
     def _aspects(self, choice: Mapping[str, Value]) -> dict[str, Any]:
-        method = str(choice["method"])
+        topology, method = find_method(str(choice["method"]))
         aspects: dict[str, Any] = {
-            "topology": "native" if method == "all_to_all" else method,
-            "architecture": "parameter_server" if method in SERVED else "all_reduce",
+            "topology": topology.name,
+            "architecture": method.architecture,
             "compressor": choice["compressor"] if relevant("compressor", choice) else "none",
             "local_aggregation": bool(choice["aggregate"]) and relevant("aggregate", choice),
         }
-        if method == "packed":
+        if topology.takes_trees:
             aspects["trees"] = self._packed()
-        if method in TREES:
+        if topology.segmented:
             aspects["segment"] = int(choice["segment"]) or None
         return aspects
 

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.plan.space.blocks import Block
 from lightning_autosync.plan.spec import CompressorKind, Semantics
+from lightning_autosync.plan.topologies import Facts, methods
+from lightning_autosync.plan.topologies import method as find_method
 
 Value = str | int
 Domain = tuple[Value, ...]
 
 JOIN = "join"
 """Method of a block that travels with its home, which may join another in turn."""
-SERVED = ("star", "all_to_all")
-"""Methods with servers: trees of depth one, or one uneven all-to-all, a local sum, and one back."""
-TREES = ("ring", "tree", "star", "hierarchical", "packed")
-"""Methods that run along trees, in segments and by priority."""
+ASPECTS = ("method", "servers", "bucket", "compressor", "aggregate", "priority", "segment")
 WHOLE = 0
 """Bucket without a limit: the block and all that joined it make one message."""
 PARTS = (2, 4, 8, 16)
@@ -25,28 +23,6 @@ PARTS = (2, 4, 8, 16)
 SMALLEST_BUCKET = 4 * 1024
 SEGMENTS = (0, 16 * 1024, 64 * 1024, 256 * 1024)
 """Bytes of a pipelined piece; 0 lets the compiler choose."""
-
-
-@dataclass(frozen=True)
-class Facts:
-    """What of a cluster decides which methods can pay."""
-
-    cluster: ClusterSpec
-
-    @property
-    def ranks(self) -> int:
-        return self.cluster.world_size
-
-    @property
-    def crowded(self) -> bool:
-        """Whether some node has several ranks."""
-        return any(len(self.cluster.ranks_of(node)) > 1 for node in range(len(self.cluster.nodes)))
-
-    @property
-    def levels(self) -> bool:
-        """Whether ranks fall into several places of several ranks: nodes of many devices, or racks."""
-        places = self.cluster.localities()
-        return len(places) > 1 and any(len(place) > 1 for place in places)
 
 
 def block_domains(block: Block, cluster: ClusterSpec, semantics: Semantics) -> dict[str, Domain]:
@@ -71,38 +47,25 @@ def block_domains(block: Block, cluster: ClusterSpec, semantics: Semantics) -> d
 
 def relevant(aspect: str, choice: Mapping[str, Value]) -> bool:
     """Whether an aspect changes the plan, given the block's method."""
-    method = choice["method"]
     if aspect == "method":
         return True
-    if method == JOIN:
+    if choice["method"] == JOIN:
         return False
+    topology, method = find_method(str(choice["method"]))
     if aspect == "servers":
-        return method in SERVED
+        return method.served
     if aspect == "aggregate":
-        return method in ("ring", "tree", "star")
+        return topology.aggregates and not topology.two_level
     if aspect in ("priority", "segment"):
-        return method in TREES
+        return topology.segmented
     if aspect == "compressor":
-        return method != "shared_memory"
+        return topology.compresses
     return True
 
 
 def _methods(block: Block, facts: Facts) -> Domain:
-    methods: list[str] = [JOIN] if block.home is not None else []
-    methods.append("native")
-    if facts.ranks > 1:
-        if len(facts.cluster.nodes) == 1 and block.dense:
-            methods.append("shared_memory")
-        methods.append("star")
-        if block.dense:
-            methods.append("all_to_all")
-    if facts.ranks > 2:
-        methods += ["ring", "tree"]
-    if facts.levels:
-        methods.append("hierarchical")
-    if facts.cluster.measured and facts.ranks > 2:
-        methods.append("packed")
-    return tuple(methods)
+    own = (JOIN,) if block.home is not None else ()
+    return own + methods(facts, block.dense)
 
 
 def _servers(block: Block, facts: Facts) -> Domain:

@@ -7,8 +7,8 @@ from random import Random
 from typing import Any
 
 from lightning_autosync.cluster import ClusterSpec, server_shares
-from lightning_autosync.plan.space.domains import TREES
 from lightning_autosync.plan.spec import Group, Partition, SyncPlan
+from lightning_autosync.plan.topologies import find
 from lightning_autosync.workload import Workload
 
 _CUTS = 8
@@ -109,7 +109,7 @@ class Refinement:
     def _urge(self, groups: Groups, index: int) -> Iterator[Groups]:
         """First on the wire, the nearer to the model's front the more, or no more."""
         group = groups[index]
-        if group.topology in TREES:
+        if find(group.topology).segmented:
             priority = 0 if group.priority else index + 1
             yield _replaced(groups, index, group.model_copy(update={"priority": priority}))
 

@@ -15,7 +15,7 @@ from lightning_autosync.plan.builders.grouping import in_ready_order, make_plan
 from lightning_autosync.plan.compiler import compile_plan
 from lightning_autosync.plan.space.blocks import Block, make_blocks
 from lightning_autosync.plan.space.composition import Composer
-from lightning_autosync.plan.space.domains import JOIN, WHOLE, Domain, Value, block_domains, relevant
+from lightning_autosync.plan.space.domains import ASPECTS, JOIN, WHOLE, Domain, Value, block_domains, relevant
 from lightning_autosync.plan.spec import Group, Semantics, SyncPlan
 from lightning_autosync.workload import Variable, Workload
 
@@ -46,9 +46,12 @@ class PlanSpace:
         semantics: the highest level allowed; ``exact`` or ``compressed``.
         runs: blocks of small variables an element type.
         lone: large variables with choices of their own.
+        recorded: domains of a study that began when other builders, topologies or compressors were there. They are
+            kept, for the domains of a study must not change. None takes those of today.
 
     Raises:
-        PlanError: ``semantics`` is ``relaxed``: consistency is the user's choice and no aspect of this space.
+        PlanError: ``semantics`` is ``relaxed``: consistency is the user's choice and no aspect of this space; or
+            ``recorded`` names a block that this workload does not have.
     """
 
     def __init__(
@@ -58,6 +61,7 @@ class PlanSpace:
         semantics: Semantics = "exact",
         runs: int = 4,
         lone: int = 6,
+        recorded: Mapping[str, Domain] | None = None,
     ) -> None:
         if semantics == "relaxed":
             raise PlanError("semantics: a plan space is 'exact' or 'compressed'; choose a relaxed consistency yourself")
@@ -67,21 +71,40 @@ class PlanSpace:
         self.runs = runs
         self.lone = lone
         self.blocks = make_blocks(workload, runs, lone)
-        self._domains = {block.name: block_domains(block, cluster, semantics) for block in self.blocks}
+        self._known = {block.name: block_domains(block, cluster, semantics) for block in self.blocks}
+        self._recorded = dict(recorded) if recorded is not None else None
+        self._domains = self._known if self._recorded is None else self._of_record(self._recorded)
         self._composer = Composer(cluster)
 
     @cached_property
     def parameters(self) -> dict[str, Domain]:
         """The domain of each parameter, in a fixed order."""
-        made: dict[str, Domain] = {BUILDER: (COMPOSED, *self._builders)}
+        builders = (COMPOSED, *self._builders)
+        made: dict[str, Domain] = {BUILDER: self._recorded[BUILDER] if self._recorded else builders}
         for block in self.blocks:
             made |= {f"{block.name}/{aspect}": domain for aspect, domain in self._domains[block.name].items()}
+        return made
+
+    @cached_property
+    def usable(self) -> dict[str, Domain]:
+        """`parameters` without the values that only a record has, of which no plan can be made any more."""
+        known: dict[str, Domain] = {BUILDER: (COMPOSED, *self._builders)}
+        known |= {
+            f"{block}/{aspect}": values for block, found in self._known.items() for aspect, values in found.items()
+        }
+        made = {}
+        for name, domain in self.parameters.items():
+            made[name] = tuple(value for value in domain if value in known.get(name, domain[:1])) or domain[:1]
         return made
 
     @cached_property
     def fingerprint(self) -> str:
         """Digest of the parameters: studies with the same one share their points."""
         return digest([[name, list(domain)] for name, domain in self.parameters.items()])
+
+    def has(self, genome: Genome) -> bool:
+        """Whether plans can be made of a point: nothing is missing, and no value is one of a record only."""
+        return all(genome.get(name) in domain for name, domain in self.usable.items())
 
     def plan(self, genome: Genome) -> SyncPlan:
         """The plan that a point stands for.
@@ -119,7 +142,7 @@ class PlanSpace:
 
     def baselines(self) -> list[dict[str, Value]]:
         """The points that stand for the builders' plans."""
-        return [self.normal(self._first | {BUILDER: name}) for name in self._builders]
+        return [self.normal(self._first | {BUILDER: name}) for name in self.usable[BUILDER] if name != COMPOSED]
 
     def coherent(self) -> Iterator[dict[str, Value]]:
         """Points that treat all blocks alike, apart or joined into one; among them what builders of one rule do.
@@ -128,9 +151,9 @@ class PlanSpace:
         """
         varied = ("method", "servers", "bucket", "compressor", "aggregate")
         values: dict[str, dict[Value, None]] = {aspect: {} for aspect in varied}
-        for domains in self._domains.values():
+        for block in self.blocks:
             for aspect in varied:
-                of_block = domains.get(aspect, ())
+                of_block = self.usable.get(f"{block.name}/{aspect}", ())
                 values[aspect] |= dict.fromkeys(range(len(of_block)) if aspect == "bucket" else of_block)
         values["method"].pop(JOIN, None)
         seen = set()
@@ -158,7 +181,7 @@ class PlanSpace:
 
     def draw(self, rng: Random) -> dict[str, Value]:
         """A composed point, uniform over the domains."""
-        drawn = {name: rng.choice(domain) for name, domain in self.parameters.items()}
+        drawn = {name: rng.choice(domain) for name, domain in self.usable.items()}
         return self.normal(drawn | {BUILDER: COMPOSED})
 
     def mutate(self, genome: Genome, rng: Random, rate: float = 0.15) -> dict[str, Value]:
@@ -167,7 +190,7 @@ class PlanSpace:
         matters = self._matters(base)
         chosen = [name for name in matters if rng.random() < rate] or [rng.choice(matters)]
         for name in chosen:
-            base[name] = rng.choice([value for value in self.parameters[name] if value != base[name]])
+            base[name] = rng.choice([value for value in self.usable[name] if value != base[name]])
         return self.normal(base)
 
     def crossover(self, one: Genome, other: Genome, rng: Random) -> dict[str, Value]:
@@ -183,9 +206,21 @@ class PlanSpace:
         """Every point that differs in one parameter that matters."""
         base = self._composed(genome)
         for name in self._matters(base):
-            for value in self.parameters[name]:
+            for value in self.usable[name]:
                 if value != base[name]:
                     yield self.normal(base | {name: value})
+
+    def _of_record(self, recorded: Mapping[str, Domain]) -> dict[str, dict[str, Domain]]:
+        """The recorded domains by block and aspect."""
+        made: dict[str, dict[str, Domain]] = {block.name: {} for block in self.blocks}
+        for name, domain in recorded.items():
+            if name == BUILDER:
+                continue
+            block, _, aspect = name.rpartition("/")
+            if block not in made or aspect not in ASPECTS or not domain:
+                raise PlanError(f"plan space: '{name}' is recorded, but no parameter of this workload's blocks")
+            made[block][aspect] = tuple(domain)
+        return made
 
     @cached_property
     def _builders(self) -> tuple[str, ...]:
@@ -214,7 +249,7 @@ class PlanSpace:
             name
             for block in self.blocks
             for name in self._names(block)
-            if relevant(name.rpartition("/")[2], self.choice(genome, block))
+            if len(self.usable[name]) > 1 and relevant(name.rpartition("/")[2], self.choice(genome, block))
         ]
 
     def _occupied(self, genome: Genome) -> Iterator[tuple[Block, list[Variable], dict[str, Value]]]:

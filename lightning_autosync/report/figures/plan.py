@@ -16,6 +16,7 @@ from lightning_autosync.plan import (
     Transfer,
     TreeTransfer,
 )
+from lightning_autosync.plan.topologies import find
 from lightning_autosync.report.figures.style import BLUE, INK, PAPER, SERIES, new_figure, styled
 from lightning_autosync.report.figures.svg import Picture
 from lightning_autosync.workload import Workload
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
 
 MOST_ROWS = 48
 """Messages that are drawn; of more, the largest."""
-_HATCHES = ("", "///", "\\\\\\", "xxx", "...", "+++", "---", "ooo")
-_NATIVE = {"all_reduce": "backend's all-reduce", "parameter_server": "all-to-all with servers"}
 _MOST_RANKS_WITH_NUMBERS = 16
 _FEW = 16
 """Messages up to which rows are high enough to read at a glance."""
@@ -34,14 +33,7 @@ _FEW = 16
 
 def method_of(group: Group) -> str:
     """How a group travels, in a few words."""
-    if group.topology == "native":
-        words = _NATIVE[group.architecture]
-    elif group.topology == "shared_memory":
-        words = "shared memory"
-    elif group.architecture == "parameter_server":
-        words = f"servers, {group.topology}"
-    else:
-        words = {"packed": "packed trees", "hierarchical": "hierarchical trees"}.get(group.topology, group.topology)
+    words = find(group.topology).words(group.architecture)
     if group.local_aggregation:
         words += ", summed in the node first"
     return words if group.compressor.kind == "none" else f"{words}, {group.compressor.kind}"
@@ -105,7 +97,7 @@ def _draw_messages(axes: Axes, plan: SyncPlan, workload: Workload, shown: Sequen
             (row - 0.38, 0.76),
             facecolor=SERIES[number],
             edgecolor=PAPER,
-            hatch=_HATCHES[number],
+            hatch=find(group.topology).hatch,
             linewidth=0.4,
             gid=f"message-{index}",
         )

@@ -9,6 +9,7 @@ import numpy
 from numpy.typing import NDArray
 
 from lightning_autosync.plan import Group, SyncPlan
+from lightning_autosync.plan.topologies import find
 from lightning_autosync.workload import Workload
 
 Floats = NDArray[numpy.float64]
@@ -85,7 +86,8 @@ def squared_distance(vectors: Floats, other: Floats) -> Floats:
 
 def _channels(group: Group, share: float) -> Iterator[str]:
     served = group.architecture == "parameter_server"
-    yield "served" if served and group.topology == "native" else group.topology
+    mode = find(group.topology).encoded_as
+    yield "served" if served and mode == "all_reduce" else {"all_reduce": "native"}.get(mode, mode)
     if group.compressor.kind != "none":
         yield group.compressor.kind
     yield f"size{next((number for number, least in enumerate(_SIZES) if share >= least), len(_SIZES))}"

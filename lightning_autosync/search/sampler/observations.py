@@ -99,7 +99,7 @@ def point_of(trial: FrozenTrial, space: PlanSpace) -> Point | None:
     choice = trial.system_attrs.get(CHOICE)
     chosen = decode(str(choice), space) if choice is not None else {}
     known: Mapping[str, Value] = {**(chosen or {}), **(fixed if isinstance(fixed, dict) else {}), **trial.params}
-    if all(known.get(name) in domain for name, domain in space.parameters.items()):
+    if space.has(known):
         return {name: known[name] for name in space.parameters}
     return None
 

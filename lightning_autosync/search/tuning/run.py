@@ -135,6 +135,9 @@ class Run:
         # Its own default is Horovod's baseline, and no builder's plan.
         first = space.baselines() if settings.search.tries_builders or isinstance(space, BucketSpace) else []
         study = studies.open_study(self._storage, settings.study.name, described, first=first)
+        if isinstance(space, PlanSpace):
+            space = studies.space_of(study)  # which keeps the domains that a study began with
+            first = [point for point in first if space.has(point)]
         self._job.hold(study)
         alone = settings.study.storage is None
         trials = Trials(study, space, settings.search.sampler, identity(self._directory), alone)

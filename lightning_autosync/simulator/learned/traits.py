@@ -21,11 +21,12 @@ from lightning_autosync.plan.schedule import (
     TwoLevelAllReduce,
 )
 from lightning_autosync.plan.spec import Group
+from lightning_autosync.plan.topologies import find
 from lightning_autosync.simulator.learned.scene import Floats, Integers, Scene
 from lightning_autosync.simulator.prediction import Prediction
 
 MODES = ("all_reduce", "all_to_all", "shared_memory", "two_level", "ring", "tree", "star", "hierarchical", "packed")
-"""How a message travels."""
+"""How a message travels, as far as learned simulators tell; each topology names the one that it is most like."""
 COMPRESSORS = ("none", "fp16", "bf16", "int8", "topk", "powersgd")
 EVERYBODY = -1
 """In place of a root: every rank reduces its part."""
@@ -110,7 +111,7 @@ def traits(scene: Scene, plan: SyncPlan) -> Traits:
 
 def _mode(message: Message, group: Group) -> int:
     first = message.rounds[0].transfers[0] if message.rounds[0].transfers else None
-    return _MODE_OF[type(first)] if type(first) in _MODE_OF else MODES.index(group.topology)
+    return _MODE_OF[type(first)] if type(first) in _MODE_OF else MODES.index(find(group.topology).encoded_as)
 
 
 def _shards(scene: Scene, messages: tuple[Message, ...], size: Floats) -> Shards:

@@ -78,8 +78,9 @@ def test_a_seed_draws_the_same_plans_and_another_one_others() -> None:
 def test_slow_plans_and_those_of_many_messages_are_not_drawn() -> None:
     combination = draw_combinations(parse())[0]
     drafts = draw_drafts(parse(slowest=1.5, messages=6), Constants(), combination)
-    best = min(draft.replayed for draft in drafts)
+    best = drafts[0].replayed
     for draft in drafts[1:]:
+        best = min(best, draft.replayed)  # of those drawn so far
         assert draft.replayed <= 1.5 * best
         assert len(SyncPlan.from_dict(draft.plan).groups) <= 6
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import jsonschema
 import pytest
@@ -11,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plans import plans
 
-from lightning_autosync.plan import Compressor, Consistency, Group, SyncPlan, builders, compile_plan
-from lightning_autosync.plan.schema import schema_path
+from lightning_autosync.plan import Compressor, Consistency, Group, SyncPlan, builders, compile_plan, topologies
 from lightning_autosync.workload import Variable, Workload
 
 WORKLOAD = Workload(
@@ -40,7 +41,7 @@ def test_files_keep_everything(tmp_path_factory: pytest.TempPathFactory, suffix:
     loaded = SyncPlan.load(path)
     assert loaded == plan
     assert loaded.fingerprint == plan.fingerprint
-    jsonschema.validate(json.loads(json.dumps(plan.to_dict())), json.loads(schema_path().read_text()))
+    jsonschema.validate(json.loads(json.dumps(plan.to_dict())), SyncPlan.json_schema())
 
 
 @settings(max_examples=60, deadline=None)
@@ -56,8 +57,12 @@ def test_schedules_cover_every_element_once(data: st.DataObject) -> None:
         assert message.numel == sum(WORKLOAD.variable(name).numel for name in message.variables)
 
 
-def test_published_schema_is_current() -> None:
-    assert json.loads(schema_path().read_text()) == SyncPlan.json_schema()
+def test_the_schema_is_written_to_a_file(tmp_path) -> None:
+    path = tmp_path / "plan.schema.json"
+    subprocess.run([sys.executable, "-m", "lightning_autosync.plan.schema", path], check=True)
+    schema = json.loads(path.read_text())
+    assert schema == SyncPlan.json_schema()
+    assert schema["$defs"]["Group"]["properties"]["topology"]["enum"] == list(topologies.names())
 
 
 def test_fingerprints_do_not_change_between_releases() -> None:

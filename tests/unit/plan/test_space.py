@@ -170,3 +170,25 @@ def test_the_fingerprint_follows_the_parameters() -> None:
     one = PlanSpace(MIXED, CLUSTERS["pair"])
     assert one.fingerprint == PlanSpace(MIXED, CLUSTERS["pair"]).fingerprint
     assert one.fingerprint != PlanSpace(MIXED, CLUSTERS["racks"]).fingerprint
+
+
+def test_a_record_keeps_domains_as_they_were() -> None:
+    """Of a study that began when a topology was missing, and another was there that is not any more."""
+    today, name = PlanSpace(MIXED, CLUSTERS["pair"]), "run0/method"
+    earlier = (*(value for value in today.parameters[name] if value != "shared_memory"), "pigeons")
+    recorded = {**today.parameters, name: earlier}
+    space = PlanSpace(MIXED, CLUSTERS["pair"], recorded=recorded)
+    assert space.parameters == recorded
+    assert "pigeons" not in space.usable[name]
+    drawn = [space.draw(Random(seed))[name] for seed in range(40)]
+    moved = [space.mutate(space.draw(Random(seed)), Random(seed), 0.9)[name] for seed in range(40)]
+    assert not {"pigeons", "shared_memory"} & {*drawn, *moved, *(point[name] for point in space.coherent())}
+    point = dict(space.draw(Random(1))) | {name: "pigeons"}
+    with pytest.raises(PlanError, match=r"method: 'pigeons' is not known; the registered topologies offer .*star"):
+        space.plan(point)
+
+
+def test_a_record_of_other_blocks_is_refused() -> None:
+    recorded = {**PlanSpace(MIXED, CLUSTERS["pair"]).parameters, "run77/method": ("native", "star")}
+    with pytest.raises(PlanError, match="'run77/method' is recorded, but no parameter of this workload's blocks"):
+        PlanSpace(MIXED, CLUSTERS["pair"], recorded=recorded)

@@ -8,7 +8,7 @@ from replay_cases import ELEMENTS, RATE, all_reduce, one_switch, price, schedule
 from lightning_autosync.cluster import ClusterSpec, ring_time, synchronization_time
 from lightning_autosync.errors import ClusterError, DocumentError, PlanError
 from lightning_autosync.plan import Compressor, Message, Round, Schedule, Tree, TreeTransfer, builders, compile_plan
-from lightning_autosync.plan.trees import chain_down, chain_up
+from lightning_autosync.plan.topologies.ring import path_from, path_towards
 from lightning_autosync.simulator import Constants, Replay, replay
 from lightning_autosync.simulator.frames import count_frames
 from lightning_autosync.simulator.replay import FRAMES_LIMIT
@@ -227,7 +227,7 @@ def test_a_ring_of_trees_and_a_native_one_share_no_link(detail: str) -> None:
     """The first goes onwards, the second backwards, so that both at once take as long as either."""
     rings = []
     for root in range(4):
-        up, down = (chain(range(4), root) for chain in (chain_up, chain_down))
+        up, down = (path(range(4), root) for path in (path_towards, path_from))
         trees = (Tree(tuple(parents[rank] for rank in range(4))) for parents in (up, down))
         rings.append(TreeTransfer(0, ELEMENTS, *trees, ELEMENTS // 50))
     alone = price(ring_of_links(), rings, detail).step_time

@@ -1,0 +1,113 @@
+"""Topologies: one file each, found by name.
+
+A file of this package holds a subclass of `Topology` and ends with ``register(...)``; nothing else has to name it. A
+package elsewhere registers its own by an entry point of the group ``lightning_autosync.topologies``, whose value is a
+module that calls `register` when it is imported.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from functools import cache
+from importlib.metadata import entry_points
+
+from lightning_autosync.errors import PlanError
+from lightning_autosync.plan.topologies.base import Cut, Facts, Method, Site, Topology, TreeTopology
+
+ENTRY_POINTS = "lightning_autosync.topologies"
+
+_registered: dict[str, Topology] = {}
+_methods: dict[str, tuple[Topology, Method]] = {}
+
+
+def register(topology: Topology) -> None:
+    """Let plans and spaces name a topology.
+
+    Raises:
+        PlanError: its name, or that of a method that it offers, is taken.
+    """
+    taken = [_registered.get(topology.name), *(_methods.get(method.name, (None,))[0] for method in topology.offers)]
+    for other in taken:
+        if other is not None:
+            raise PlanError(
+                f"topology '{topology.name}' of {type(topology).__module__} has a name, or offers a method, that "
+                f"{type(other).__module__}.{type(other).__name__} has taken"
+            )
+    _registered[topology.name] = topology
+    _methods.update({method.name: (topology, method) for method in topology.offers})
+
+
+def find(name: str) -> Topology:
+    """The topology of that name.
+
+    Raises:
+        PlanError: there is none.
+    """
+    _load()
+    if name not in _registered:
+        raise PlanError(f"topology: '{name}' is not known; registered are {', '.join(names())}")
+    return _registered[name]
+
+
+def names() -> tuple[str, ...]:
+    """All names, those of this package first."""
+    _load()
+    return tuple(sorted(_registered, key=lambda name: (_is_foreign(_registered[name]), name)))
+
+
+def everywhere() -> tuple[str, ...]:
+    """Names of the topologies that any group may have on any cluster."""
+    return tuple(name for name in names() if _registered[name].everywhere)
+
+
+def methods(facts: Facts, dense: bool) -> tuple[str, ...]:
+    """The methods that can pay on a cluster, for dense or row-wise messages, in a fixed order."""
+    _load()
+    found = [method for topology, method in _methods.values() if topology.pays(method, facts, dense)]
+    return tuple(method.name for method in sorted(found, key=lambda method: (method.place, method.name)))
+
+
+def method(name: str) -> tuple[Topology, Method]:
+    """The topology that offers a method, and the method.
+
+    Raises:
+        PlanError: none does.
+    """
+    _load()
+    if name not in _methods:
+        raise PlanError(f"method: '{name}' is not known; the registered topologies offer {', '.join(_methods)}")
+    return _methods[name]
+
+
+@cache
+def _load() -> None:
+    for module in pkgutil.iter_modules(__path__):
+        importlib.import_module(f"{__name__}.{module.name}")
+    for point in entry_points(group=ENTRY_POINTS):
+        try:
+            point.load()
+        except Exception as error:
+            raise PlanError(
+                f"topologies: entry point '{point.name}' ({point.value}) cannot be loaded: {error}"
+            ) from error
+
+
+def _is_foreign(topology: Topology) -> bool:
+    return not type(topology).__module__.startswith(f"{__name__}.")
+
+
+__all__ = [
+    "Cut",
+    "Facts",
+    "Method",
+    "Site",
+    "Topology",
+    "TreeTopology",
+    "everywhere",
+    "find",
+    "method",
+    "methods",
+    "names",
+    "register",
+]

@@ -1,0 +1,284 @@
+"""What a topology is: how one message is summed over all ranks and comes back to each of them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from itertools import pairwise
+from typing import TYPE_CHECKING, ClassVar, Final, Literal, NamedTuple
+
+from lightning_autosync.cluster import ClusterSpec
+from lightning_autosync.plan.partitioning import even_bounds
+from lightning_autosync.plan.schedule import Transfer, TreeTransfer
+from lightning_autosync.plan.trees import Tree
+
+if TYPE_CHECKING:
+    from lightning_autosync.plan.spec import Group
+    from lightning_autosync.workload import Variable
+
+ALL_REDUCE: Final = "all_reduce"
+PARAMETER_SERVER: Final = "parameter_server"
+
+LARGEST_SEGMENT = 128 * 1024
+"""Bytes; larger pieces lose the overlap of levels, smaller ones pay per-message cost (measured on shaped links)."""
+SMALLEST_SEGMENT = 32 * 1024
+PIECES = 96
+"""Pieces that a transfer is cut into where the limits above allow: filling a tree of depth d costs d of them."""
+
+
+class Method(NamedTuple):
+    """A way to send a message that a plan space offers.
+
+    Attributes:
+        name: its value in the space; unique among all topologies.
+        architecture: of the groups that it stands for.
+        place: where it stands in a domain, ascending; a new one comes last, so that earlier ones keep their places.
+    """
+
+    name: str
+    architecture: Literal["all_reduce", "parameter_server"] = ALL_REDUCE
+    place: int = 100
+
+    @property
+    def served(self) -> bool:
+        """Whether servers reduce."""
+        return self.architecture == PARAMETER_SERVER
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What of a cluster decides which methods can pay."""
+
+    cluster: ClusterSpec
+
+    @property
+    def ranks(self) -> int:
+        return self.cluster.world_size
+
+    @property
+    def one_node(self) -> bool:
+        return len(self.cluster.nodes) == 1
+
+    @property
+    def crowded(self) -> bool:
+        """Whether some node has several ranks."""
+        return any(len(self.cluster.ranks_of(node)) > 1 for node in range(len(self.cluster.nodes)))
+
+    @property
+    def levels(self) -> bool:
+        """Whether ranks fall into several places of several ranks: nodes of many devices, or racks."""
+        places = self.cluster.localities()
+        return len(places) > 1 and any(len(place) > 1 for place in places)
+
+
+@dataclass
+class Site:
+    """A cluster as topologies see it. What they derive from it is made once for all messages of a plan.
+
+    Attributes:
+        cluster: nodes and links.
+        two_level_collectives: whether hierarchical all-reduces run as collectives in two levels.
+    """
+
+    cluster: ClusterSpec
+    two_level_collectives: bool = False
+    _pairs: dict[tuple[str, bool, int, int], tuple[Tree, Tree]] = field(default_factory=dict)
+
+    @property
+    def ranks(self) -> int:
+        return self.cluster.world_size
+
+    @cached_property
+    def places(self) -> tuple[tuple[int, ...], ...]:
+        """Ranks by node, or by rack where nodes have one device."""
+        return self.cluster.localities()
+
+    @cached_property
+    def nodes(self) -> list[tuple[int, ...]]:
+        """Ranks by node."""
+        return [self.cluster.ranks_of(node) for node in range(len(self.cluster.nodes))]
+
+    def pair(self, topology: TreeTopology, group: Group, root: int, shard: int) -> tuple[Tree, Tree]:
+        """The trees of a range; a plan of many messages asks for the same few again and again."""
+        key = topology.name, group.local_aggregation, root, shard
+        if key not in self._pairs:
+            up, down = topology.parents(self, group, root, shard)
+            self._pairs[key] = make_tree(up), make_tree(down)
+        return self._pairs[key]
+
+
+class Cut(NamedTuple):
+    """A message, or one round of it, as it is cut.
+
+    Attributes:
+        bounds: [shards + 1] elements at which shards begin and end.
+        itemsize: bytes of an element.
+        width: elements of a row of a row-wise message; None for a dense one.
+    """
+
+    bounds: Sequence[int]
+    itemsize: int
+    width: int | None
+
+    @property
+    def spans(self) -> Iterator[tuple[int, int]]:
+        """Where the shards begin and end that hold anything."""
+        return ((start, stop) for start, stop in pairwise(self.bounds) if stop > start)
+
+
+class Topology(ABC):
+    """Subclasses are registered by `lightning_autosync.plan.topologies.register`; plans name them.
+
+    Attributes:
+        name: in plans and spaces.
+        label: in pictures.
+        hatch: matplotlib's hatch of messages in pictures.
+        offers: the methods by which plan spaces draw it.
+        encoded_as: the way of travelling, of those that learned simulators tell apart, that it is most like.
+        architectures: which groups may have it.
+        dense_only: whether row-wise messages cannot have it.
+        one_node_only: whether all ranks have to be on one node.
+        compresses: whether messages can be compressed.
+        aggregates: whether nodes can sum up their own ranks' messages first.
+        two_level: whether it always sums up the messages of a node, or rack, first.
+        segmented: whether it runs along trees, in segments and by priority.
+        takes_trees: whether a group may state its trees.
+    """
+
+    name: ClassVar[str]
+    label: ClassVar[str]
+    hatch: ClassVar[str] = ""
+    encoded_as: ClassVar[str]
+    offers: ClassVar[tuple[Method, ...]] = ()
+    architectures: ClassVar[tuple[str, ...]] = (ALL_REDUCE, PARAMETER_SERVER)
+    dense_only: ClassVar[bool] = False
+    one_node_only: ClassVar[bool] = False
+    compresses: ClassVar[bool] = True
+    aggregates: ClassVar[bool] = False
+    two_level: ClassVar[bool] = False
+    segmented: ClassVar[bool] = False
+    takes_trees: ClassVar[bool] = False
+
+    def words(self, architecture: str) -> str:
+        """What pictures call it in groups of this architecture."""
+        return self.label if architecture == ALL_REDUCE else f"servers, {self.name}"
+
+    @abstractmethod
+    def pays(self, method: Method, facts: Facts, dense: bool) -> bool:
+        """Whether one of the methods that it offers can pay on a cluster, for dense or row-wise messages."""
+
+    @abstractmethod
+    def transfers(self, group: Group, cut: Cut, site: Site) -> Iterator[Transfer]:
+        """How each shard travels."""
+
+    @property
+    def everywhere(self) -> bool:
+        """Whether any group may have it on any cluster."""
+        return not (self.dense_only or self.one_node_only)
+
+    def check(self, group: Group) -> None:
+        """Refuse groups that cannot have it.
+
+        Raises:
+            ValueError: it names the field.
+        """
+        if group.architecture not in self.architectures:
+            allowed = " or ".join(f"'{architecture}'" for architecture in self.architectures)
+            raise ValueError(f"topology: '{self.name}' is an {self.architectures[0]}; architecture must be {allowed}")
+        if group.compressor.kind != "none" and not self.compresses:
+            raise ValueError(f"topology: '{self.name}' sends nothing to compress; compressor must be 'none'")
+
+    def check_site(self, site: Site, first: Variable, rows: int) -> None:
+        """Refuse a cluster or a message that it is not for.
+
+        Args:
+            site: the cluster.
+            first: a variable of the message.
+            rows: of a row-wise message; 0 for a dense one.
+
+        Raises:
+            ValueError: it names the field.
+        """
+        if rows and self.dense_only:
+            raise ValueError(
+                f"topology: '{self.name}' holds dense gradients, '{first.name}' has {first.kind} ones; give it another"
+            )
+        nodes = len({*site.cluster.rank_nodes})
+        if nodes > 1 and self.one_node_only:
+            raise ValueError(
+                f"topology: '{self.name}' needs all ranks on one node, cluster '{site.cluster.name}' has them on "
+                f"{nodes}"
+            )
+
+
+class TreeTopology(Topology):
+    """Shards are reduced along one tree and broadcast along another with the same root."""
+
+    segmented = True
+
+    @abstractmethod
+    def parents(self, site: Site, group: Group, root: int, shard: int) -> tuple[dict[int, int], dict[int, int]]:
+        """The parent of each rank on the way to ``root`` and on the way back; -1 for the root itself.
+
+        ``shard`` tells apart shards with the same root, so that their trees can spread the work.
+        """
+
+    def transfers(self, group: Group, cut: Cut, site: Site) -> Iterator[Transfer]:
+        owners = group.placement or (0,) * group.shards
+        for shard, (start, stop) in enumerate(pairwise(cut.bounds)):
+            root = owners[shard] if group.architecture == PARAMETER_SERVER else None
+            for lower, upper, reduce, broadcast in self.ranges(group, shard, root, (start, stop), cut.width or 1, site):
+                if upper > lower:
+                    segment = segment_elements(group, upper - lower, cut.itemsize)
+                    yield TreeTransfer(lower, upper, reduce, broadcast, segment)
+
+    def ranges(
+        self, group: Group, shard: int, root: int | None, bounds: tuple[int, int], unit: int, site: Site
+    ) -> Iterator[tuple[int, int, Tree, Tree]]:
+        """The parts of a shard, and the trees to reduce and to broadcast each.
+
+        Args:
+            root: the rank that reduces it; None lets each rank reduce a part.
+            bounds: of the shard, in elements.
+            unit: parts are cut at multiples of so many elements.
+        """
+        start, stop = bounds
+        if root is not None:
+            yield start, stop, *site.pair(self, group, root, shard)
+            return
+        edges = even_bounds(0, (stop - start) // unit, site.ranks)
+        for rank, (lower, upper) in enumerate(pairwise(edges)):
+            yield start + unit * lower, start + unit * upper, *site.pair(self, group, rank, shard)
+
+
+def leaders_and_members(places: Sequence[Sequence[int]], root: int, rotation: int) -> tuple[list[int], dict[int, int]]:
+    """One leader a place, and the parents of the ranks that they lead; the root leads its own place."""
+    seat = rotation + next(ranks.index(root) for ranks in places if root in ranks)
+    leaders = [root if root in ranks else ranks[seat % len(ranks)] for ranks in places]
+    members = {rank: leader for leader, ranks in zip(leaders, places, strict=True) for rank in ranks if rank != leader}
+    return leaders, members
+
+
+def leading(site: Site, group: Group, root: int, shard: int) -> tuple[list[int], dict[int, int]]:
+    """The ranks that exchange, and the parents of those that only their leader on the same node hears."""
+    if group.local_aggregation:
+        return leaders_and_members(site.nodes, root, shard)
+    return list(range(site.ranks)), {}
+
+
+def segment_elements(group: Group, numel: int, itemsize: int) -> int:
+    """Elements of a pipelined piece."""
+    size = group.segment or min(LARGEST_SEGMENT, max(SMALLEST_SEGMENT, numel * itemsize // PIECES))
+    return max(1, int(size) // itemsize)
+
+
+def make_tree(parents: dict[int, int]) -> Tree:
+    return cached_tree(tuple(parents[rank] for rank in range(len(parents))))
+
+
+@lru_cache(maxsize=4096)
+def cached_tree(parents: tuple[int, ...]) -> Tree:
+    """The tree of these parents; plans for one cluster are made of few."""
+    return Tree(parents)

@@ -1,0 +1,40 @@
+"""The backend's own collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain, pairwise
+
+from lightning_autosync.plan.partitioning import even_bounds
+from lightning_autosync.plan.schedule import AllReduce, AllToAll, Transfer
+from lightning_autosync.plan.spec import Group
+from lightning_autosync.plan.topologies import Cut, Facts, Method, Site, Topology, register
+from lightning_autosync.plan.topologies.base import PARAMETER_SERVER
+
+
+class Native(Topology):
+    """An all-reduce; with servers, one uneven all-to-all, a local sum, and one back."""
+
+    name = "native"
+    label = "backend's all-reduce"
+    encoded_as = "all_reduce"
+    offers = (Method("native", place=0), Method("all_to_all", PARAMETER_SERVER, place=30))
+
+    def words(self, architecture: str) -> str:
+        return "all-to-all with servers" if architecture == PARAMETER_SERVER else self.label
+
+    def pays(self, method: Method, facts: Facts, dense: bool) -> bool:
+        return method.name == "native" or (dense and facts.ranks > 1)
+
+    def transfers(self, group: Group, cut: Cut, site: Site) -> Iterator[Transfer]:
+        if group.architecture == PARAMETER_SERVER:
+            yield AllToAll(tuple(cut.bounds), tuple(group.placement or (0,) * group.shards))
+        elif group.compressor.kind in ("int8", "topk"):
+            # Sums of encoded blocks are not encoded blocks, so a backend cannot reduce them: each rank reduces a part.
+            parts = [even_bounds(start, stop, site.ranks)[:-1] for start, stop in pairwise(cut.bounds)]
+            yield AllToAll((*chain.from_iterable(parts), cut.bounds[-1]), tuple(range(site.ranks)) * len(parts))
+        else:
+            yield from (AllReduce(start, stop) for start, stop in cut.spans)
+
+
+register(Native())

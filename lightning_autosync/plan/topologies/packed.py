@@ -1,0 +1,42 @@
+"""Several spanning trees at once, in the proportions that use the link graph best."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from lightning_autosync.cluster import pack_trees
+from lightning_autosync.plan.partitioning import weighted_bounds
+from lightning_autosync.plan.spec import Group
+from lightning_autosync.plan.topologies import Facts, Method, Site, TreeTopology, register
+from lightning_autosync.plan.topologies.base import cached_tree
+from lightning_autosync.plan.trees import Tree
+
+
+class Packed(TreeTopology):
+    """The group states the trees, or they are packed into the cluster's links."""
+
+    name = encoded_as = "packed"
+    label = "packed trees"
+    hatch = "---"
+    offers = (Method("packed", place=70),)
+    takes_trees = True
+
+    def pays(self, method: Method, facts: Facts, dense: bool) -> bool:
+        return facts.cluster.measured and facts.ranks > 2
+
+    def parents(self, site: Site, group: Group, root: int, shard: int) -> tuple[dict[int, int], dict[int, int]]:
+        raise NotImplementedError("`ranges` hangs whole trees from other roots")
+
+    def ranges(
+        self, group: Group, shard: int, root: int | None, bounds: tuple[int, int], unit: int, site: Site
+    ) -> Iterator[tuple[int, int, Tree, Tree]]:
+        start, stop = bounds
+        stated = group.trees or pack_trees(site.cluster).trees
+        trees = [cached_tree(tree.parents) for tree in stated]
+        trees = trees if root is None else [tree.rerooted(root) for tree in trees]
+        edges = weighted_bounds((stop - start) // unit, len(trees), [tree.weight for tree in stated])
+        for tree, lower, upper in zip(trees, edges, edges[1:], strict=False):
+            yield start + unit * lower, start + unit * upper, tree, tree
+
+
+register(Packed())
