@@ -29,7 +29,7 @@ from lightning_autosync.strategy.relaxed_checkpoint import RelaxedCheckpoint
 from lightning_autosync.strategy.resolution import resolve_together
 from lightning_autosync.strategy.settings import Settings
 from lightning_autosync.strategy.shared_data import batch_size
-from lightning_autosync.strategy.world import World, told_of_loss
+from lightning_autosync.strategy.world import Others, World, told_of_loss
 from lightning_autosync.workload import IGNORED, variable_names
 
 UNEVEN = ("partial_reduce", "asynchronous")
@@ -93,9 +93,10 @@ class RelaxedReplica:
         opened = open_mesh(found, settings, rank, job)
         self._mesh, store = opened.mesh, opened.store
         self._lost: dict[int, str] = {}
+        self._others = Others(rank, self._lost_now, self.fail, settings.timeout)
         self._world: World | None = None
         if not self.served:
-            self._world = World(store, rank, found.plan.world_size, settings.timeout, self._lost, self.fail)
+            self._world = World(store, found.plan.world_size, self._lost, self._others)
             if rank == 0:
                 announce_job(opened)
         self._store: dist.TCPStore | None = store
@@ -303,7 +304,7 @@ class RelaxedReplica:
     def together(self, what: str, at_meeting: bool, each_step: bool = False) -> Iterator[None]:
         """Around a collective call; see `before_collective`."""
         self.before_collective(what, at_meeting, each_step)
-        with told_of_loss(what, self._lost_now, self._settings.timeout, self.fail):
+        with told_of_loss(what, self._others):
             yield
 
     def before_forward(self, synchronizes: bool) -> None:

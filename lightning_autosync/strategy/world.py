@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -13,7 +14,21 @@ from lightning_autosync.errors import ExchangeError
 from lightning_autosync.runtime.lifeline import Watch, watching
 from lightning_autosync.runtime.relaxed.averaging_worker import Meeting
 
-Tell = Callable[[ExchangeError], None]
+
+class Others(NamedTuple):
+    """What a rank knows of those with whom it makes collective calls.
+
+    Attributes:
+        rank: its own.
+        lost: tells which of them are lost, and why.
+        tell: lets them know that this rank ends.
+        timeout: seconds that they wait for each other.
+    """
+
+    rank: int
+    lost: Callable[[], Mapping[int, str]]
+    tell: Callable[[ExchangeError], None]
+    timeout: float
 
 
 class World:
@@ -24,21 +39,17 @@ class World:
 
     Args:
         store: all ranks'; needed as long as the job lasts.
-        rank: this process's in the job; in a group without all, it has another.
         size: ranks of the job, which the group holds at first, unless this process came back: see `begin_alone`.
-        timeout: seconds that the others may take to form the group, or to answer in it.
         lost: ranks that are lost now, and why; it changes on another thread.
-        tell: lets the others know that this rank ends.
+        others: those of the group; their ranks in the job, which are other ones in a group without all.
     """
 
-    def __init__(
-        self, store: dist.Store, rank: int, size: int, timeout: float, lost: dict[int, str], tell: Tell
-    ) -> None:
-        self._rank, self._timeout, self._lost, self._tell = rank, timedelta(seconds=timeout), lost, tell
+    def __init__(self, store: dist.Store, size: int, lost: dict[int, str], others: Others) -> None:
+        self._lost, self._others = lost, others
         complete = dist.get_world_size() == size
         self._visits = dict.fromkeys(range(size), 1) if complete else {}
         # Each training counts its meetings from one; who comes back takes part in that which its predecessor counted.
-        training = store.add(f"world/trainings/{rank}", int(complete))
+        training = store.add(f"world/trainings/{others.rank}", int(complete))
         self._store = dist.PrefixStore(f"world/{training}", store)
 
     def lost(self) -> dict[int, str]:
@@ -55,15 +66,14 @@ class World:
             return
         self._visits = meeting.visits
         backend, there = dist.get_backend(), sorted(meeting.visits)
-        what = "the new process group of those who are there"
-        with told_of_loss(what, self.lost, self._timeout.total_seconds(), self._tell):
+        with told_of_loss("the new process group of those who are there", self._others):
             dist.destroy_process_group()
             dist.init_process_group(
                 backend,
                 store=dist.PrefixStore(str(meeting.number), self._store),
-                rank=there.index(self._rank),
+                rank=there.index(self._others.rank),
                 world_size=len(there),
-                timeout=self._timeout,
+                timeout=timedelta(seconds=self._others.timeout),
             )
 
 
@@ -77,25 +87,24 @@ class LossWatch(Watch):
 
     Args:
         what: that which errors name.
-        lost: tells which of those who met are lost, and why.
-        timeout: seconds that they wait for each other.
-        tell: lets the others know that this rank ends, where it knows of none that is lost.
+        others: those who met.
     """
 
-    def __init__(self, what: str, lost: Callable[[], Mapping[int, str]], timeout: float, tell: Tell) -> None:
-        self.timeout = timeout
-        self._what, self._lost, self._tell = what, lost, tell
+    def __init__(self, what: str, others: Others) -> None:
+        self.timeout = others.timeout
+        self._what, self._others = what, others
 
     def look(self) -> None:
-        if self._lost():
+        if self._others.lost():
             raise self.explain("")
 
     def explain(self, cause: str, late: bool = False) -> ExchangeError:
         if not self._await_loss():  # the backend may notice it first
             # Nobody is lost, but a connection is, and who has noticed it ends.
-            self._tell(ExchangeError(cause))
+            self._others.tell(ExchangeError(cause))
+            cause += f"; the first whose connection failed is rank {self._others.rank}"
             self._await_loss()
-        told = "; ".join(f"rank {rank} is lost ({why})" for rank, why in sorted(self._lost().items()))
+        told = "; ".join(f"rank {rank} is lost ({why})" for rank, why in sorted(self._others.lost().items()))
         return ExchangeError(
             f"{self._what} was interrupted ({told or cause}): a rank that is lost while all wait for each other ends "
             "the job; go on from the last checkpoint"
@@ -103,22 +112,20 @@ class LossWatch(Watch):
 
     def _await_loss(self) -> bool:
         deadline = time.monotonic() + self.patience
-        while not self._lost() and time.monotonic() < deadline:
+        while not self._others.lost() and time.monotonic() < deadline:
             time.sleep(self.patience / 50)
-        return bool(self._lost())
+        return bool(self._others.lost())
 
 
 @contextmanager
-def told_of_loss(what: str, lost: Callable[[], Mapping[int, str]], timeout: float, tell: Tell) -> Iterator[None]:
+def told_of_loss(what: str, others: Others) -> Iterator[None]:
     """Around a collective call: if a rank is lost, an error that names it and says what to do.
 
     Args:
         what: that which errors name.
-        lost: tells which of those who make the call are lost, and why.
-        timeout: seconds that they wait for each other.
-        tell: see `LossWatch`.
+        others: those who make the call.
     """
-    watch = LossWatch(what, lost, timeout, tell)
+    watch = LossWatch(what, others)
     try:
         with watching(watch):
             yield

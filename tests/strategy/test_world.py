@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lightning_autosync.errors import ExchangeError
-from lightning_autosync.strategy.world import LossWatch
+from lightning_autosync.strategy.world import LossWatch, Others
 
 
 def test_where_only_a_connection_is_lost_ranks_name_those_that_end_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -17,7 +17,7 @@ def test_where_only_a_connection_is_lost_ranks_name_those_that_end_with_it(monke
         told.append(error)
         lost[2] = "it ended with ExchangeError: closed by peer"  # as the other end does, too
 
-    error = LossWatch("a barrier", lambda: lost, 1.0, tell).explain("closed by peer")
+    error = LossWatch("a barrier", Others(0, lambda: lost, tell, 1.0)).explain("closed by peer")
     assert [str(one) for one in told] == ["closed by peer"]
     assert "rank 2 is lost (it ended with ExchangeError: closed by peer)" in str(error)
 
@@ -25,6 +25,12 @@ def test_where_only_a_connection_is_lost_ranks_name_those_that_end_with_it(monke
 def test_where_a_rank_is_lost_nothing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LossWatch, "patience", 0.05)
     told: list[ExchangeError] = []
-    error = LossWatch("a barrier", lambda: {1: "it is silent"}, 1.0, told.append).explain("closed by peer")
+    error = LossWatch("a barrier", Others(0, lambda: {1: "it is silent"}, told.append, 1.0)).explain("closed by peer")
     assert told == []
     assert "rank 1 is lost (it is silent)" in str(error)
+
+
+def test_where_nobody_answers_the_first_to_notice_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LossWatch, "patience", 0.05)
+    error = LossWatch("a barrier", Others(3, dict, lambda _: None, 1.0)).explain("closed by peer")
+    assert "closed by peer; the first whose connection failed is rank 3" in str(error)
