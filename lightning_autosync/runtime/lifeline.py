@@ -484,13 +484,14 @@ def watching(watch: Watch) -> Iterator[None]:
         _watch_works()
 
 
-def wait_watched(ready: Callable[[float], bool], what: str, timeout: float) -> None:
+def wait_watched(ready: Callable[[float], bool], what: str, timeout: float, has_own_end: bool = False) -> None:
     """Wait for other ranks.
 
     Args:
         ready: waits for as many seconds as it is told, at most, and returns whether what is waited for is there.
         what: that which errors name.
         timeout: seconds to wait.
+        has_own_end: whether ``ready`` raises when its own time-out is over, which may be a longer one.
 
     Raises:
         ExchangeError: (which names the rank at fault) a rank is lost, or did not come in ``timeout`` seconds.
@@ -507,7 +508,7 @@ def wait_watched(ready: Callable[[float], bool], what: str, timeout: float) -> N
                 if not wondering and now >= deadline - line.patience:
                     wondering = True
                     line.wonder()
-            if now >= deadline:
+            if now >= deadline and not has_own_end:
                 raise explained(
                     f"{what}: no answer from the other ranks in {timeout:g} s; one of them is stuck, or they do not "
                     "run the same steps",
@@ -563,12 +564,11 @@ def _wait(work: Any, *arguments: Any, **options: Any) -> Any:
 
     timeout = _lines[-1].timeout
     try:
-        wait_watched(ready, "a collective call", timeout)
+        wait_watched(ready, "a collective call", timeout, has_own_end=True)
     except ExchangeError:
         raise
     except RuntimeError as cause:
-        # The backend's own time-out may come a little before.
-        late = slices * SLICE > 0.9 * timeout
+        late = "imed out" in str(cause) or slices * SLICE > 0.9 * timeout
         raise explained(f"a collective call failed: {_PLACE.sub('', str(cause).splitlines()[0])}", late) from cause
     return True
 

@@ -259,6 +259,7 @@ NO_DOCUMENTS = {
     "runtime.relaxed.server.wire": "messages between ranks",
     "runtime.lifeline": "messages between ranks",
     "runtime.rendezvous": "messages between ranks",
+    "runtime.roll_call": "messages between ranks",
     "runtime.shared_memory": "/proc",
     "runtime.sockets": "/proc",
     "search.tuning.owner": "/proc",

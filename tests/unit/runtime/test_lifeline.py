@@ -14,7 +14,7 @@ import torch.distributed as dist
 from lightning_autosync.errors import ExchangeError, PeerLost
 from lightning_autosync.runtime import lifeline
 from lightning_autosync.runtime.lifeline import Inquiry, Lifeline, Verdict, explained, wait_watched
-from lightning_autosync.strategy.world import LossWatch
+from lightning_autosync.strategy.world import LossWatch, Others
 
 PATIENCE = 2.0
 
@@ -170,7 +170,7 @@ def test_a_backend_of_gpus_is_left_alone(backend: str, monkeypatch: pytest.Monke
     """NCCL takes a wait of limited time for one that blocks, and aborts the group at its end."""
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_backend_config", lambda: backend)
-    with lifeline.watching(LossWatch("a step", dict, 4.0)):
+    with lifeline.watching(LossWatch("a step", Others(1, dict, lambda _: None, 4.0))):
         assert dist.Work.wait is lifeline._plain_wait
 
 
