@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,8 @@ from lightning_autosync.errors import ExchangeError
 from lightning_autosync.runtime.layout import real_view
 from lightning_autosync.runtime.rendezvous import gather_json
 
+_WIDTH = 1024
+"""Elements of a row in which a tensor's bits are summed."""
 _NAMED = 5
 """Parameters that an error names."""
 
@@ -84,22 +86,43 @@ class ReplicaCheck:
                     f"{max(max(theirs) for theirs in gaps):.1g} of the largest weight), as on unlike processors"
                 )
             return
-        ranks = sorted({rank for theirs in found.values() for rank in theirs})
+        ranks, others = self._odd_ones([suspects[name] for name in found])
+        far = {rank for theirs in found.values() for rank in theirs}
+        if others == 0:
+            ranks = [rank for rank in ranks if rank in far]  # the rest differs by rounding
         shown = ", ".join(f"'{name}'" for name in list(found)[:_NAMED])
         more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
         raise ExchangeError(
             f"replicas differ: the weights of {shown}{more} on rank {', '.join(map(str, ranks))} are not those of "
-            f"rank 0. They were equal after {self._equal_after} synchronized backward passes and differ after "
+            f"rank {others}. They were equal after {self._equal_after} synchronized backward passes and differ after "
             f"{self._passes}. Something changed weights, gradients or an optimizer on some ranks only; "
             "check_replicas=0 turns this check off"
         )
 
+    def _odd_ones(self, tensors: Sequence[Tensor]) -> tuple[list[int], int]:
+        """The ranks whose weights are not those that most ranks have, and the first rank that has these.
+
+        Where as many ranks have others, the most are those who agree with the lowest rank.
+        """
+        sums = [tuple(theirs) for theirs in gather_json([int(_bit_sum(tensor)) for tensor in tensors], self._group)]
+        most = max(sums, key=sums.count)  # the first of equally many is that of the lower rank
+        return [rank for rank, theirs in enumerate(sums) if theirs != most], sums.index(most)
+
 
 def _bit_sum(tensor: Tensor) -> Tensor:
-    """The sum of a tensor's elements, read as whole numbers."""
+    """A number that depends on the bits of each element, and on where the element stands."""
     real = real_view(tensor)
-    whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}[real.itemsize]
-    return real.view(whole).sum(dtype=torch.int64)
+    bits = real.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[real.itemsize]).reshape(-1)
+    whole = bits.numel() // _WIDTH * _WIDTH
+    grid, rest = bits[:whole].view(-1, _WIDTH), bits[whole:].long()
+    rows, columns = grid.sum(1, dtype=torch.int64), grid.sum(0, dtype=torch.int64)
+    total: Tensor = sum((part * _places(part)).sum() for part in (rows, columns, rest))  # type: ignore[assignment]
+    return total
+
+
+def _places(part: Tensor) -> Tensor:
+    """A weight for each place, odd so that no bit is lost; products may overflow, on all ranks alike."""
+    return torch.arange(len(part), device=part.device) * 2654435762 + 1
 
 
 def _gap(tensor: Tensor, group: dist.ProcessGroup | None) -> float:

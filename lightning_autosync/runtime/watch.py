@@ -61,6 +61,11 @@ class ParameterWatch:
         names = [*self._accepted, *(name for name in found if name not in self._accepted)]
         return [name for name in names if found.get(name) is not self._accepted.get(name)]
 
+    def reformed(self) -> list[str]:
+        """Names of the parameters that got another shape or dtype."""
+        forms = dict(zip(map(id, self._parameters), self._forms, strict=True))
+        return [name for name, parameter in self._accepted.items() if _FORM(parameter) != forms[id(parameter)]]
+
     def accept(self) -> None:
         """From now on, the parameters as they are now are the ones to keep."""
         found = dict(shared_parameters(self._module))

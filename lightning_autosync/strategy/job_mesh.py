@@ -133,7 +133,7 @@ def find_job(host: str, timeout: float) -> Underway | None:
         return Underway(store, secret, json.loads(unseal(secret, _UNDERWAY, store.get(_UNDERWAY).decode())))
     except ExchangeError as cause:
         raise ExchangeError(f"{STORE_PORT}={port}: {cause}") from None
-    except (OSError, RuntimeError):
+    except (OSError, RuntimeError, ValueError):  # what is there was not written by a job
         return None
 
 

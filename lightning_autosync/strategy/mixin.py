@@ -406,8 +406,10 @@ class AutoSyncMixin(_Base):
             self._relaxed.fail(exception)
 
     def teardown(self) -> None:
-        self._close()
-        self._close_lifeline()
+        try:
+            self._close()
+        finally:
+            self._close_lifeline()
         if isinstance(self.model, SynchronizedModule):
             self.model = self.lightning_module
         super().teardown()

@@ -221,9 +221,9 @@ class RelaxedReplica:
         Raises:
             PlanError: a parameter was unfrozen, added, removed or replaced since `start`.
         """
-        if self._watch.changed() and (replaced := self._watch.replaced()):
+        if self._watch.changed() and (replaced := self._watch.replaced() or self._watch.reformed()):
             raise PlanError(
-                f"model: parameter '{replaced[0]}' was added, removed or replaced; under "
+                f"model: parameter '{replaced[0]}' was added, removed, replaced or converted; under "
                 f"'{self.plan.consistency.mode}' those that train are the same from the beginning: change the model "
                 "before fit(), or fit() again"
             )

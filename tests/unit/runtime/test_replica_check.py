@@ -1,0 +1,48 @@
+"""What comparisons of weights see, and whom they name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lightning_autosync.errors import ExchangeError
+from lightning_autosync.runtime import replica_check
+from lightning_autosync.runtime.replica_check import ReplicaCheck, _bit_sum
+
+
+@pytest.mark.parametrize("shape", [(7,), (40, 300), (2048, 3)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64])
+def test_elements_that_changed_places_are_seen(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    weights = torch.randn(shape, dtype=dtype)
+    assert _bit_sum(weights) == _bit_sum(weights.clone())
+    assert _bit_sum(weights) != _bit_sum(weights.flip(0))
+    assert _bit_sum(weights) != _bit_sum(weights.roll(1, 0))
+
+
+def told(weights: list[float], monkeypatch: pytest.MonkeyPatch) -> str:
+    """The error where ranks hold these weights; what ranks say to each other is made here."""
+    check, suspects = ReplicaCheck(1), {"head": torch.tensor([weights[0]])}
+    answers = iter(
+        [
+            [[abs(weight - weights[0])] for weight in weights],
+            [[int(_bit_sum(torch.tensor([weight])))] for weight in weights],
+        ]
+    )
+    monkeypatch.setattr(replica_check, "_gap", lambda tensor, group: 0.0)
+    monkeypatch.setattr(replica_check, "gather_json", lambda value, group: next(answers))
+    with pytest.raises(ExchangeError) as caught:
+        check._tell(suspects)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("weights", "words"),
+    [
+        ([1.0, 1.0, 2.0, 1.0], "on rank 2 are not those of rank 0."),
+        ([2.0, 1.0, 1.0, 1.0], "on rank 0 are not those of rank 1."),
+        ([1.0, 2.0], "on rank 1 are not those of rank 0."),
+        ([1.0, 1.0 + 1e-6, 2.0], "on rank 2 are not those of rank 0."),
+    ],
+)
+def test_the_odd_rank_is_named(weights: list[float], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert words in told(weights, monkeypatch)
