@@ -58,6 +58,7 @@ class Learner(LightningModule):
         norm: bool = False,
         thaw: bool = False,
         replace: bool = False,
+        convert: bool = False,
         running: bool = False,
         late: float = 0.0,
         adam: bool = False,
@@ -72,6 +73,7 @@ class Learner(LightningModule):
             layers.insert(1, nn.BatchNorm1d(8, momentum=None))
         self.layers = nn.Sequential(*layers)
         self.slow, self.how, self.momentum, self.thaw, self.replace = slow, log, momentum, thaw, replace
+        self.convert = convert
         self.late, self.adam, self.plateau, self.cycle = late, adam, plateau, cycle
         self.automatic_optimization = log != "manual"
         self.layers[0].bias.requires_grad_(not thaw)
@@ -89,6 +91,8 @@ class Learner(LightningModule):
             self.trainer.strategy.barrier("the start of an epoch")
         if self.thaw and self.current_epoch == 1:
             self.layers[0].bias.requires_grad_(True)
+        if self.convert and self.current_epoch == 1:
+            self.layers[0].double()
         if self.replace and self.current_epoch == 1:
             self.layers[0].bias = nn.Parameter(torch.zeros(8))
 

@@ -228,7 +228,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "replacing": (
         {"learner": {"replace": True}, "consistency": "partial_reduce"},
-        "PlanError: model: parameter 'layers.0.bias' was added, removed or replaced",
+        "PlanError: model: parameter 'layers.0.bias' was added, removed, replaced or converted",
+    ),
+    "converting": (
+        {"learner": {"convert": True}, "consistency": "partial_reduce"},
+        "PlanError: model: parameter 'layers.0.weight' was added, removed, replaced or converted",
     ),
 }
 
