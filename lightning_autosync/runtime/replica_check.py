@@ -23,7 +23,7 @@ _NAMED = 5
 class ReplicaCheck:
     """Compares the weights of all ranks every so many steps; collective.
 
-    A check reads each weight once and sends 16 bytes a parameter. Weights that differ by no more than rounding, as
+    A check reads each weight twice and sends 16 bytes a parameter. Weights that differ by no more than rounding, as
     they may on processors of different kinds, are a warning; others are an error.
 
     Args:
