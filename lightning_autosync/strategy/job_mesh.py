@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from lightning_autosync.errors import AutoSyncError, ExchangeError, PlanError
 from lightning_autosync.plan import SyncPlan
+from lightning_autosync.runtime.lifeline import explained
 from lightning_autosync.runtime.relaxed.mesh import Mesh
 from lightning_autosync.runtime.rendezvous import gather_json, own_address
 from lightning_autosync.runtime.secret import common_secret, required_secret, seal, unseal
@@ -156,7 +157,10 @@ def _meet_at_store(found: Resolution, settings: Settings, rank: int) -> dist.TCP
     place = gather_json([host, own.port if own is not None else 0, fault])[0]
     if place[2]:
         raise ExchangeError(f"rank 0 cannot open the store that ranks and servers meet at: {place[2]}")
-    return own or find_store(place[0], place[1], settings.timeout)
+    try:
+        return own or find_store(place[0], place[1], settings.timeout)
+    except ExchangeError as cause:
+        raise explained(f"rank 0's store: {cause}") from None  # rank 0 may have died since it said where it is
 
 
 def _store_port(plan: SyncPlan) -> int:
