@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -112,7 +113,7 @@ class _Roll:
             self._tell(what, twice=rank)
         elif store.add(f"{what}/count", 1) == size:
             self._tell(what)
-        while not _there(store, result):
+        while not _there(store, result, max(SLICE, deadline - time.monotonic())):
             if time.monotonic() > deadline:
                 self._tell(what)
         told: dict[str, object] = json.loads(store.get(result))
@@ -148,19 +149,30 @@ class _Roll:
                 )
         try:
             return find_store(meeting.host, meeting.port, meeting.timeout, waiting=meeting.timeout)
-        except ConnectionError as cause:
+        except (ConnectionError, ExchangeError) as cause:  # where it was killed, its port may still take calls
             raise ExchangeError(
-                f"rank 0 did not come (in {meeting.timeout:g} s): nothing listens at MASTER_ADDR, MASTER_PORT: {cause}"
+                f"rank 0 did not come (in {meeting.timeout:g} s), or is lost: no store of its is at MASTER_ADDR, "
+                f"MASTER_PORT: {cause}"
             ) from None
 
 
-def _there(store: dist.Store, key: str) -> bool:
-    """Whether the store has it, after a moment's wait."""
-    try:
-        store.wait([key], timedelta(seconds=SLICE))
-    except dist.DistStoreError:
-        return False
-    return True
+def _there(store: dist.Store, key: str, seconds: float) -> bool:
+    """Whether the store has it, after a wait.
+
+    One long wait, for torch prints warnings for each that is over; in a thread, for it hears no Ctrl-C.
+    """
+    found: list[bool] = []
+
+    def wait() -> None:
+        with suppress(RuntimeError):
+            store.wait([key], timedelta(seconds=seconds))
+            found.append(True)
+
+    waiter = threading.Thread(target=wait, name="autosync-roll", daemon=True)
+    waiter.start()
+    while waiter.is_alive():
+        waiter.join(SLICE)
+    return bool(found)
 
 
 def _missing(ranks: object, before: str, fault: str) -> str:
