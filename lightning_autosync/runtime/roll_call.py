@@ -161,18 +161,24 @@ def _there(store: dist.Store, key: str, seconds: float) -> bool:
 
     One long wait, for torch prints warnings for each that is over; in a thread, for it hears no Ctrl-C.
     """
-    found: list[bool] = []
+    found: list[bool | RuntimeError] = []
 
     def wait() -> None:
-        with suppress(RuntimeError):
+        try:
             store.wait([key], timedelta(seconds=seconds))
             found.append(True)
+        except dist.DistStoreError:
+            found.append(False)
+        except RuntimeError as cause:
+            found.append(cause)
 
     waiter = threading.Thread(target=wait, name="autosync-roll", daemon=True)
     waiter.start()
     while waiter.is_alive():
         waiter.join(SLICE)
-    return bool(found)
+    if isinstance(found[0], RuntimeError):
+        raise found[0]
+    return found[0]
 
 
 def _missing(ranks: object, before: str, fault: str) -> str:
