@@ -13,13 +13,15 @@ from typing import Any
 import yaml
 
 from lightning_autosync.cluster import ClusterSpec, configuration_directory
-from lightning_autosync.documents import read_data, write_text
+from lightning_autosync.documents import naming_lines, read_data, write_text
 from lightning_autosync.errors import ClusterError, DocumentError
 
 WIDTH = 120
 _FILES = (".yaml", ".yml", ".json")
 _OF_VERBS = re.compile(r"\((\w+(?:, \w+)*)\) ")
 """How an option's first comment begins if it is for some verbs only: ``# (converge, train) What it is.``"""
+_CLUSTER_PATH = re.compile(r"[+~]*cluster(?:@[^=]*)?=.*(?:\.\.|(?<=[\s'\"(\[,=])/|\.(?:ya?ml|json)\b)")
+"""An override of the group of clusters whose value has a path that leads out of the group, or a file's ending."""
 _INTERPOLATION = re.compile(r"(\\*)\$\{")
 """How an interpolation of OmegaConf begins, with the backslashes before it."""
 _WRONG_KEY = re.compile(r"Could not (?:override|append to config|delete from config)[^']*'([^']+)'")
@@ -80,6 +82,7 @@ def with_own_clusters(arguments: Sequence[str], folder: Path) -> list[str]:
         key, _, value = argument.partition("=")
         choices = value.split(",") if key == "cluster" else []
         if not any(choice.endswith(_FILES) for choice in choices):
+            _refuse_paths(argument)
             made.append(argument)
             continue
         found = True
@@ -87,8 +90,18 @@ def with_own_clusters(arguments: Sequence[str], folder: Path) -> list[str]:
     return [*made, "--config-dir", str(folder)] if found else made
 
 
+def _refuse_paths(argument: str) -> None:
+    """Hydra would take a path to a file from elsewhere for an option, and run what the file names."""
+    if _CLUSTER_PATH.match(argument):
+        raise DocumentError(
+            f"'{argument}': a path; give a file as cluster=FILE, several as cluster=FILE,FILE with -m, with a name "
+            f"that ends in {', '.join(_FILES)}, without quotes or brackets"
+        )
+
+
 def _as_option(choice: str, folder: Path) -> str:
     if not choice.endswith(_FILES):
+        _refuse_paths(f"cluster={choice}")
         return choice
     path = Path(choice)
     if not path.is_file():
@@ -97,7 +110,8 @@ def _as_option(choice: str, folder: Path) -> str:
     # given may be a link that tells files of one name apart; errors name the user's own file.
     source = os.readlink(path) if path.parent == folder else choice
     data = read_data(path, ClusterError, source)
-    ClusterSpec.from_dict(data, source)
+    with naming_lines(path, source):
+        ClusterSpec.from_dict(data, source)
     (folder / "cluster").mkdir(exist_ok=True)
     # YAML holds JSON too, and Hydra reads only what ends so.
     write_text(folder / "cluster" / f"{path.stem}.yaml", json.dumps(_without_interpolation(data)))

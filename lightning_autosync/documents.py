@@ -63,6 +63,9 @@ Moment = Annotated[float, Field(ge=-LONGEST, le=LONGEST)]
 _SHOWN = 100
 """Characters of a wrong value that an error shows."""
 _SURROGATE = re.compile("[\ud800-\udfff]")
+_FIELD = re.compile(r"\w+(?:\.\w+|\[\d+\])*")
+"""How an error names a field: ``links[2].bandwidth``."""
+_PART = re.compile(r"(\w+)|\[(\d+)\]")
 _NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 _BLOCK = 1 << 16
 """Bytes that are looked through at once for the end of a line."""
@@ -134,7 +137,9 @@ class Document(Record):
     @classmethod
     def load(cls: type[DocumentType], path: str | os.PathLike[str]) -> DocumentType:
         """Read the document from a ``.yaml``, ``.yml`` or ``.json`` file."""
-        return cls.from_dict(read_data(path, cls.ERROR), source=str(path))
+        data = read_data(path, cls.ERROR)
+        with naming_lines(path):
+            return cls.from_dict(data, source=str(path))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the document as YAML, or as JSON if the name ends so; whole or not at all."""
@@ -201,6 +206,38 @@ def _render_location(location: tuple[int | str, ...], data: Any) -> str:
             data = data[part]
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
     return text
+
+
+@contextmanager
+def naming_lines(path: str | os.PathLike[str], source: str | None = None) -> Iterator[None]:
+    """An error within the block that begins by ``SOURCE: FIELD``, of a field of this file, also tells its line."""
+    try:
+        yield
+    except DocumentError as error:
+        line = _line_of(Path(path), str(error).removeprefix(f"{source or path}: "))
+        raise error if line is None else type(error)(f"{error} (line {line})") from None
+
+
+def _line_of(path: Path, text: str) -> int | None:
+    """The line of the field by which a text begins, or of what it is to be in; None where neither can be told."""
+    field = _FIELD.match(text)
+    try:
+        node = yaml.compose(read_text(path), _Loader)  # of which JSON is a part
+    except Exception:  # it could be read as JSON alone
+        return None
+    line = None
+    for name, index in _PART.findall(field[0] if field else ""):
+        if index and isinstance(node, yaml.SequenceNode) and int(index) < len(node.value):
+            node = node.value[int(index)]
+            line = node.start_mark.line + 1
+        elif name and isinstance(node, yaml.MappingNode):
+            found = next(((key, value) for key, value in node.value if key.value == name), None)
+            if found is None:
+                return line
+            line, node = found[0].start_mark.line + 1, found[1]
+        else:
+            return line
+    return line
 
 
 def read_text(path: Path, error: type[DocumentError] = DocumentError, source: str | None = None) -> str:

@@ -6,10 +6,10 @@ import os
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field
 
 from lightning_autosync.cluster.spec import ClusterSpec
-from lightning_autosync.documents import describe_validation_error, read_data
+from lightning_autosync.documents import checked, naming_lines, read_data
 from lightning_autosync.errors import ClusterError
 
 _GBPS = 1e9 / 8
@@ -58,10 +58,8 @@ def _read_nodes(path: str | os.PathLike[str]) -> list[_AutoDistNode]:
     data = read_data(path, ClusterError)
     if not isinstance(data, dict):
         raise ClusterError(f"{path}: expected a mapping with 'nodes', got {type(data).__name__}")
-    try:
-        return _AutoDistFile.model_validate(data).nodes
-    except ValidationError as error:
-        raise ClusterError(f"{path}: {describe_validation_error(error)}") from None
+    with naming_lines(path):
+        return checked(_AutoDistFile, data, str(path), ClusterError).nodes
 
 
 def _node(node: _AutoDistNode) -> dict[str, Any]:

@@ -111,7 +111,14 @@ class ClusterSpec(Document):
 
     def ranks_of(self, node_index: int) -> tuple[int, ...]:
         """The ranks that run on ``nodes[node_index]``, ascending."""
-        return tuple(rank for rank, index in enumerate(self.rank_nodes) if index == node_index)
+        return self._ranks_by_node[node_index]
+
+    @cached_property
+    def _ranks_by_node(self) -> tuple[tuple[int, ...], ...]:
+        ranks: list[list[int]] = [[] for _ in self.nodes]
+        for rank, index in enumerate(self.rank_nodes):
+            ranks[index].append(rank)
+        return tuple(map(tuple, ranks))
 
     @property
     def measured(self) -> bool:

@@ -142,8 +142,18 @@ def test_a_file_of_a_cluster_gives_values_and_runs_nothing(tmp_path: Path) -> No
     command = [sys.executable, "-m", "lightning_autosync.cli", "predict", f"cluster={harmful}", "plan=all_reduce"]
     ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert ended.returncode == 1
-    assert ended.stderr == f"autosync predict: {harmful}: hydra: unknown field\n"
+    assert ended.stderr == f"autosync predict: {harmful}: hydra: unknown field (line 2)\n"
     assert not trap.exists()
+
+
+@pytest.mark.parametrize(
+    "line", ["cluster={}", "+cluster={}", "cluster='{}.yaml'", 'cluster="{}"', "cluster=[{}]", "cluster@a={}.yml"]
+)
+@pytest.mark.parametrize("path", ["../../elsewhere/harmful", "/elsewhere/harmful"])
+def test_hydra_follows_no_path_of_a_cluster(tmp_path: Path, line: str, path: str) -> None:
+    for argument in (line.format(path), f"{line.format('one_node')},{path}"):
+        with pytest.raises(DocumentError, match=r"harmful.*: a path; give a file as cluster=FILE"):
+            with_own_clusters(["-m", argument], tmp_path)
 
 
 @pytest.mark.parametrize("name", ["${hydra:runtime.cwd}", "a\\\\${b}", "${oc.env:HOME}", "$x {y}"])
@@ -162,7 +172,10 @@ def test_nothing_in_a_file_of_a_cluster_is_replaced(tmp_path: Path, name: str) -
         (b"\xff\xfe\x00", "cannot be read: 'utf-8' codec can't decode"),
         (b"name: [1, 2\nb", "not valid YAML: .* at line 2"),
         (b"- one\n- two\n", "expected a mapping of fields, got list"),
-        (b"format: autosync-cluster/1\nname: ${b}\nuniform: {nodes: 10000000}", "uniform.nodes: .* 4096"),
+        (
+            b"format: autosync-cluster/1\nname: ${b}\nuniform: {nodes: 10000000}",
+            "uniform.nodes: .* 4096 .*\\(line 3\\)",
+        ),
     ],
 )
 def test_errors_name_the_users_own_file(tmp_path: Path, content: bytes, words: str) -> None:

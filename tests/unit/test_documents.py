@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import stat
 from collections.abc import Iterator
@@ -9,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from lightning_autosync.cluster import ClusterSpec, read_resource_spec
 from lightning_autosync.documents import append_lines, identity, read_data, write_data, write_text
-from lightning_autosync.errors import DocumentError, PlanError
+from lightning_autosync.errors import ClusterError, DocumentError, PlanError
 from lightning_autosync.plan import SyncPlan
 
 UNREADABLE: dict[str, tuple[str, str, str]] = {
@@ -67,6 +69,37 @@ def test_documents_raise_their_own_error(tmp_path: Path) -> None:
     path.write_text("format: autosync-plan/1\nworld_size: 2\nworld_size: 4\n")
     with pytest.raises(PlanError, match=r"plan\.yaml: not valid YAML: key 'world_size' is given twice \(line 3\)"):
         SyncPlan.load(path)
+
+
+LINES = {
+    "nodes:\n- name: a\n- name: b\n  devices: 0\n": "nodes[1].devices: Input should be greater than 0 (got 0) (line 6)",
+    "nodes:\n- devices: 1\n": "nodes[0].name: missing (line 4)",
+    "switches: [s,\n  t,\n  s s]\nnodes: [{name: a}]\n": "switches[2]: String should match pattern",
+    "\n# of mine\nuniform:\n  rate: 1\n  nodes: 2\n": "uniform.rate: unknown field (line 6)",
+    "nodes: [{name: a}]\nlinks: []\nrank_order: [b]\n": "rank_order[0]: 'b' is not a node; there are a (line 5)",
+    "switches: []\n": "nodes: missing",
+}
+
+
+@pytest.mark.parametrize("text", LINES)
+def test_errors_name_the_line_of_the_field(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(f"format: {ClusterSpec.FORMAT}\nname: mine\n{text}")
+    with pytest.raises(ClusterError) as caught:
+        ClusterSpec.load(path)
+    assert str(caught.value).startswith(f"{path}: {LINES[text]}")
+    assert ("(line" in str(caught.value)) == (LINES[text] != "nodes: missing")
+
+
+def test_so_do_those_of_json_and_of_other_files_of_users(tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps({"format": ClusterSpec.FORMAT, "name": "mine", "star": {"bandwidths": ["x"]}}, indent=1))
+    with pytest.raises(ClusterError, match=r"mine\.json: star\.bandwidths\[0\]: .* \(line 6\)$"):
+        ClusterSpec.load(path)
+    path = tmp_path / "resource_spec.yml"
+    path.write_text("nodes:\n- address: a\n- address: b\n  gpus: 3\n")
+    with pytest.raises(ClusterError, match=r"resource_spec\.yml: nodes\[1\]\.gpus: .* \(line 4\)$"):
+        read_resource_spec(path)
 
 
 def test_merged_keys_may_be_overridden(tmp_path: Path) -> None:

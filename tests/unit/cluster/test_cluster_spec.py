@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import re
 import shutil
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -111,12 +113,28 @@ def test_shipped_clusters_load_round_trip_and_meet_their_schema(name: str, tmp_p
     jsonschema.validate(spec.to_dict(), schema)
 
 
+BEYOND: tuple[dict[str, Any], ...] = (
+    {"nodes": 10_000_000},
+    {"devices": 10_000_000},
+    {"latency": 1e300},
+    {"bandwidth": 1e300},
+    {"bandwidth": 10**320},
+)
+"""Fields of a short form that are beyond a limit."""
+
+
 def test_the_schema_refuses_what_loading_refuses() -> None:
     for data in (
         {**HEAD},
         {**HEAD, "uniform": {"nodes": 2, "rate": 1}},
         {**PAIR, "star": {"bandwidths": [1]}},
+        *({**HEAD, "uniform": {"nodes": 2, "bandwidth": 1, **field}} for field in BEYOND),
+        {**PAIR, "nodes": [{"name": "a", "devices": 10**6}, {"name": "b"}]},
+        {**PAIR, "links": [link("a", "b", latency=1e300)]},
+        {**HEAD, "nodes": [{"name": f"n{number}"} for number in range(5000)], "links": []},
     ):
+        with pytest.raises(ClusterError):
+            ClusterSpec.from_dict(data)
         with pytest.raises(jsonschema.ValidationError):
             jsonschema.validate(data, ClusterSpec.json_schema())
 
@@ -229,6 +247,36 @@ def test_localities_are_nodes_then_racks_then_everything() -> None:
     assert ClusterSpec.uniform(4).localities() == everything
     assert ClusterSpec.uniform(1, devices=4).localities() == everything
     assert resolve_cluster("ring_of_four").localities() == everything
+
+
+@pytest.mark.parametrize("look_up", ["localities", "hierarchy", "rank_nodes", "ranks_of"])
+def test_look_ups_take_work_in_proportion_to_the_nodes(look_up: str) -> None:
+    """Lines that are run: a clock would count other processes, too."""
+
+    def lines(nodes: int) -> int:
+        spec = ClusterSpec.racks(nodes // 16, 16)
+        calls: dict[str, Callable[[], object]] = {
+            "localities": spec.localities,
+            "hierarchy": spec.hierarchy,
+            "rank_nodes": lambda: spec.rank_nodes,
+            "ranks_of": lambda: [spec.ranks_of(node) for node in range(nodes)],
+        }
+        count = 0
+
+        def tracer(frame: Any, event: str, argument: Any) -> Any:
+            nonlocal count
+            count += event == "line"
+            return tracer
+
+        before = sys.gettrace()
+        sys.settrace(tracer)
+        try:
+            calls[look_up]()
+        finally:
+            sys.settrace(before)
+        return count
+
+    assert lines(1024) < 5 * lines(256)
 
 
 def test_scaling_multiplies_rates_and_leaves_the_rest() -> None:
