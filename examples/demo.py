@@ -20,13 +20,13 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_autosync import AutoSyncStrategy, ClusterSpec, SyncPlan
-from lightning_autosync.bench.interleaving import run_bench
-from lightning_autosync.bench.models import Digits as BenchDigits
-from lightning_autosync.bench.settings import Settings
-from lightning_autosync.bench.table import result_table
 from lightning_autosync.cluster import resolve_cluster
+from lightning_autosync.measure.bench.interleaving import run_bench
+from lightning_autosync.measure.bench.settings import Settings
+from lightning_autosync.measure.bench.table import result_table
+from lightning_autosync.measure.models.models import Digits as BenchDigits
+from lightning_autosync.measure.workers.errors import LaunchError
 from lightning_autosync.strategy.choice import choose_plan
-from lightning_autosync.workers.errors import LaunchError
 from lightning_autosync.workload import describe
 
 RANKS = 4

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from lightning_autosync.cluster.spec import ClusterSpec
-from lightning_autosync.workers import WorkerPool
+from lightning_autosync.measure.workers import WorkerPool
 
 TESTS = Path(__file__).parent
 WORLD_SIZE = 5

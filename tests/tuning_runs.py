@@ -12,13 +12,13 @@ from typing import Any
 
 import optuna
 
-from lightning_autosync.bench.validation.clusters import emulable
 from lightning_autosync.cluster import ClusterSpec, resolve_cluster
 from lightning_autosync.documents import write_text
+from lightning_autosync.measure.emulation.emulated_clusters import emulable
 from lightning_autosync.plan import SyncPlan, builders, compile_plan
 from lightning_autosync.plan.space import BUILDER, Genome, PlanSpace
+from lightning_autosync.replay import Constants, Replay
 from lightning_autosync.search import studies
-from lightning_autosync.simulator import Constants, Replay
 from lightning_autosync.workload import Workload, catalogue
 from lightning_autosync.workload.scaling import scaled
 

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO
 
-from lightning_autosync.workers.endings import raised_endings
+from lightning_autosync.measure.workers.endings import raised_endings
 
 _log = logging.getLogger(__name__)
 

@@ -8,17 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from lightning_autosync.cluster import ClusterSpec
+from lightning_autosync.engine.tracing import StepTrace
+from lightning_autosync.measure.workers import EmulatedLaunch, WorkerPool
 from lightning_autosync.plan import SyncPlan, compile_plan
+from lightning_autosync.replay import Constants, Replay, Timeline
 from lightning_autosync.report.link_use import busy_shares, bytes_on_links
 from lightning_autosync.report.measured import measured_timeline
 from lightning_autosync.report.timeline import draw_timelines, write_trace
 from lightning_autosync.report.timelines_file import TIMELINES, save_timelines
-from lightning_autosync.runtime.tracing import StepTrace
-from lightning_autosync.simulator import Constants, Replay, Timeline
-from lightning_autosync.workers import EmulatedLaunch, WorkerPool
 from lightning_autosync.workload import Workload
 
-_REPLICA = "lightning_autosync.bench.validation.replica"
+_REPLICA = "lightning_autosync.lab.validation.replica"
 
 
 def compare_timelines(

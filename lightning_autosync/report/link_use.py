@@ -6,7 +6,7 @@ import json
 import subprocess
 from collections.abc import Mapping
 
-from lightning_autosync.workers import EmulatedLaunch, LaunchError
+from lightning_autosync.measure.workers import EmulatedLaunch, LaunchError
 
 
 def bytes_on_links(launch: EmulatedLaunch) -> dict[str, int]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from lightning_autosync.engine.tracing import StepTrace, Times
 from lightning_autosync.plan import Schedule
-from lightning_autosync.runtime.tracing import StepTrace, Times
-from lightning_autosync.simulator import MessageSpan, Span, Timeline
+from lightning_autosync.replay import MessageSpan, Span, Timeline
 
 
 def measured_timeline(schedule: Schedule, traces: Sequence[StepTrace], links: Mapping[str, float]) -> Timeline:

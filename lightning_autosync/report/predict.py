@@ -10,8 +10,8 @@ from pathlib import Path
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.documents import write_text
 from lightning_autosync.plan import SyncPlan, compile_plan
+from lightning_autosync.replay import Bound, Constants, Prediction, Replay, least_step, synchronization_bound
 from lightning_autosync.report.timeline import draw_timelines, write_trace
-from lightning_autosync.simulator import Bound, Constants, Prediction, Replay, least_step, synchronization_bound
 from lightning_autosync.workload import Workload
 
 FORMAT = "autosync-prediction/1"

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_autosync.bench.figures import save_figure
 from lightning_autosync.documents import write_text
 from lightning_autosync.errors import DocumentError
-from lightning_autosync.simulator.prediction import Span, Timeline
+from lightning_autosync.measure.bench.figures import save_figure
+from lightning_autosync.replay.prediction import Span, Timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from lightning_autosync.documents import check_format, checked, read_data, write_text
 from lightning_autosync.errors import DocumentError
-from lightning_autosync.simulator import Timeline
+from lightning_autosync.replay import Timeline
 
 FORMAT = "autosync-timelines/1"
 TIMELINES = "timelines.json"

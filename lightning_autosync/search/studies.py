@@ -20,9 +20,10 @@ from pydantic import Field
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.documents import Index, Record, check_format, checked, parse_json
 from lightning_autosync.errors import PlanError
+from lightning_autosync.learned.dataset import Sample
+from lightning_autosync.measure.drift import Footing, run_with_turns
 from lightning_autosync.plan.space import Genome, PlanSpace, Value
 from lightning_autosync.plan.spec import Semantics
-from lightning_autosync.search.drift import Footing, run_with_turns
 from lightning_autosync.search.passwords import without_password
 from lightning_autosync.search.storages import (
     StudyError,
@@ -44,7 +45,6 @@ from lightning_autosync.search.tried import (
     told,
     was_interrupted,
 )
-from lightning_autosync.simulator.dataset import Sample
 from lightning_autosync.workload import Workload
 
 FORMAT = "autosync-study/2"

@@ -12,11 +12,11 @@ from pydantic import Field, ValidationError
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.documents import Record, describe_validation_error, digest
 from lightning_autosync.errors import DocumentError
+from lightning_autosync.learned import Estimator, load_simulator
+from lightning_autosync.learned.dataset import Dataset, Sample
 from lightning_autosync.plan.spec import Semantics
 from lightning_autosync.search.storages import StudyError
 from lightning_autosync.search.studies import cluster_of, load_study, space_of, workload_of
-from lightning_autosync.simulator.dataset import Dataset, Sample
-from lightning_autosync.simulator.learned import Estimator, load_simulator
 from lightning_autosync.workload import Workload
 
 Text = Annotated[str, Field(min_length=1)]

@@ -10,9 +10,9 @@ from optuna.trial import FrozenTrial, TrialState
 
 from lightning_autosync.documents import LONGEST, Index, Taken, checked, parse_json
 from lightning_autosync.errors import PlanError
+from lightning_autosync.measure.drift import Sight
 from lightning_autosync.plan import SyncPlan
 from lightning_autosync.plan.space import BUILDER, COMPOSED, Genome, PlanSpace
-from lightning_autosync.search.drift import Sight
 from lightning_autosync.search.storages import StudyError
 
 ORIGIN, PREDICTED, STEPS, PLAN = "autosync:origin", "autosync:predicted", "autosync:steps", "autosync:plan"

@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from lightning_autosync import errors
+from lightning_autosync.engine.rendezvous import gather_json
 from lightning_autosync.errors import AutoSyncError, PlanError
-from lightning_autosync.runtime.rendezvous import gather_json
 
 T = TypeVar("T")
 

@@ -11,9 +11,9 @@ from pydantic import ConfigDict
 from torch import Tensor
 
 from lightning_autosync.documents import Count, Record, checked, shortened, shown
+from lightning_autosync.engine.memories import Memories, Memory
+from lightning_autosync.engine.rendezvous import group_device
 from lightning_autosync.errors import PlanError
-from lightning_autosync.runtime.memories import Memories, Memory
-from lightning_autosync.runtime.rendezvous import group_device
 
 KEY = "autosync"
 """The checkpoint's entry."""

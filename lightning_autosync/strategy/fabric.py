@@ -13,9 +13,9 @@ from lightning.fabric.strategies import DDPStrategy
 from torch import nn
 from torch.amp import GradScaler
 
+from lightning_autosync.engine.scheduling import set_batch_scheduling
 from lightning_autosync.errors import PlanError
 from lightning_autosync.plan import Semantics
-from lightning_autosync.runtime.scheduling import set_batch_scheduling
 from lightning_autosync.strategy.checkpoint import KEY
 from lightning_autosync.strategy.greeting import all_called, meet
 from lightning_autosync.strategy.replica import Replica
@@ -90,7 +90,7 @@ class AutoSyncFabricStrategy(DDPStrategy):
         if not self._settings.scheduled:
             raise PlanError(
                 f"{self._settings.source}: replicas that do not march in step need the Trainer's hooks; use it, or "
-                "`lightning_autosync.runtime.relaxed` in a loop of your own"
+                "`lightning_autosync.relaxed` in a loop of your own"
             )
         super().__init__(**launch)
         self._backward_sync_control = _AccumulationControl()

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
+from lightning_autosync.engine.lifeline import Lifeline, open_lifeline
+from lightning_autosync.engine.rendezvous import gather_json
+from lightning_autosync.engine.roll_call import Meeting, roll_call
 from lightning_autosync.errors import ExchangeError
 from lightning_autosync.plan import SyncPlan
-from lightning_autosync.runtime.lifeline import Lifeline, open_lifeline
-from lightning_autosync.runtime.rendezvous import gather_json
-from lightning_autosync.runtime.roll_call import Meeting, roll_call
 from lightning_autosync.strategy.agreement import agree
 from lightning_autosync.strategy.settings import Settings
 

@@ -9,13 +9,13 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
+from lightning_autosync.engine.lifeline import explained
+from lightning_autosync.engine.rendezvous import gather_json, own_address
+from lightning_autosync.engine.secret import common_secret, required_secret, seal, unseal
+from lightning_autosync.engine.store import find_store, open_store
 from lightning_autosync.errors import AutoSyncError, ExchangeError, PlanError
 from lightning_autosync.plan import SyncPlan
-from lightning_autosync.runtime.lifeline import explained
-from lightning_autosync.runtime.relaxed.mesh import Mesh
-from lightning_autosync.runtime.rendezvous import gather_json, own_address
-from lightning_autosync.runtime.secret import common_secret, required_secret, seal, unseal
-from lightning_autosync.runtime.store import find_store, open_store
+from lightning_autosync.relaxed.mesh import Mesh
 from lightning_autosync.strategy.resolution import Resolution
 from lightning_autosync.strategy.settings import Settings
 

@@ -12,10 +12,10 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_autosync.engine import Engine
+from lightning_autosync.engine.lifeline import Lifeline
+from lightning_autosync.engine.scheduling import set_batch_scheduling
 from lightning_autosync.plan import Schedule, Semantics, SyncPlan
-from lightning_autosync.runtime import Engine
-from lightning_autosync.runtime.lifeline import Lifeline
-from lightning_autosync.runtime.scheduling import set_batch_scheduling
 from lightning_autosync.strategy.checkpoint import KEY
 from lightning_autosync.strategy.estimates import estimated_epochs, planned_progress
 from lightning_autosync.strategy.greeting import all_called, meet

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lightning_autosync.errors import ExchangeError, PlanError
-from lightning_autosync.runtime.relaxed.mesh import Mail, Mesh
+from lightning_autosync.relaxed.mesh import Mail, Mesh
 
 _TELLER = 0
 """The rank that is asked; averages end without it in any case."""

@@ -12,15 +12,15 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_autosync.engine.broadcast import BufferBroadcast, broadcast_tensors
+from lightning_autosync.engine.watch import ParameterWatch
 from lightning_autosync.errors import ExchangeError, PlanError
 from lightning_autosync.plan import SyncPlan
-from lightning_autosync.runtime.broadcast import BufferBroadcast, broadcast_tensors
-from lightning_autosync.runtime.relaxed.averaging_worker import AveragingWorker
-from lightning_autosync.runtime.relaxed.base import Synchronizer
-from lightning_autosync.runtime.relaxed.mesh import Mail
-from lightning_autosync.runtime.relaxed.opening import open_synchronizer
-from lightning_autosync.runtime.relaxed.work import SharedWork
-from lightning_autosync.runtime.watch import ParameterWatch
+from lightning_autosync.relaxed.averaging_worker import AveragingWorker
+from lightning_autosync.relaxed.base import Synchronizer
+from lightning_autosync.relaxed.mesh import Mail
+from lightning_autosync.relaxed.opening import open_synchronizer
+from lightning_autosync.relaxed.work import SharedWork
 from lightning_autosync.strategy.collectives import refused_collectives
 from lightning_autosync.strategy.job_mesh import Underway, announce_job, can_return, open_mesh, withdraw_job
 from lightning_autosync.strategy.lockstep import check_module

@@ -16,8 +16,8 @@ from typing_extensions import NotRequired, TypedDict
 
 from lightning_autosync.documents import Record, checked, shortened
 from lightning_autosync.errors import PeerLost, PlanError
-from lightning_autosync.runtime.relaxed.base import Synchronizer
-from lightning_autosync.runtime.relaxed.mesh import Mesh
+from lightning_autosync.relaxed.base import Synchronizer
+from lightning_autosync.relaxed.mesh import Mesh
 from lightning_autosync.strategy.checkpoint import KEY, RELAXED_FORMAT, format_of
 from lightning_autosync.strategy.served_state import state_by_name, with_state
 

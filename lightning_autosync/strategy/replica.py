@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
+from lightning_autosync.engine import Engine
+from lightning_autosync.engine.broadcast import BufferBroadcast, broadcast_tensors
+from lightning_autosync.engine.memories import Memories
+from lightning_autosync.engine.rendezvous import gather_json, group_device
+from lightning_autosync.engine.replica_check import ReplicaCheck
+from lightning_autosync.engine.watch import ParameterWatch, difference
 from lightning_autosync.errors import PlanError
 from lightning_autosync.plan import Schedule, SyncPlan
-from lightning_autosync.runtime import Engine
-from lightning_autosync.runtime.broadcast import BufferBroadcast, broadcast_tensors
-from lightning_autosync.runtime.memories import Memories
-from lightning_autosync.runtime.rendezvous import gather_json, group_device
-from lightning_autosync.runtime.replica_check import ReplicaCheck
-from lightning_autosync.runtime.watch import ParameterWatch, difference
 from lightning_autosync.strategy.checkpoint import gather_state, own_state, warn_left_out
 from lightning_autosync.strategy.resolution import Resolution, memory_fault, resolve_together
 from lightning_autosync.strategy.settings import Settings

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_autosync.cluster import ClusterSpec
+from lightning_autosync.engine.broadcast import structure_digest
+from lightning_autosync.engine.shared_memory import sharing_fault
 from lightning_autosync.errors import ClusterError, PlanError
 from lightning_autosync.plan import Schedule, SyncPlan, builders, compile_plan
-from lightning_autosync.runtime.broadcast import structure_digest
-from lightning_autosync.runtime.shared_memory import sharing_fault
 from lightning_autosync.strategy.agreement import agree
 from lightning_autosync.strategy.choice import choose_plan
 from lightning_autosync.strategy.settings import Settings, check_semantics

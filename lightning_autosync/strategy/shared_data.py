@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Sampler
 
 from lightning_autosync.errors import PlanError
-from lightning_autosync.runtime.relaxed.work import SharedWork
+from lightning_autosync.relaxed.work import SharedWork
 from lightning_autosync.strategy.agreement import agree
 
 

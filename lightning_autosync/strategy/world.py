@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
+from lightning_autosync.engine.lifeline import Watch, watching
 from lightning_autosync.errors import ExchangeError
-from lightning_autosync.runtime.lifeline import Watch, watching
-from lightning_autosync.runtime.relaxed.averaging_worker import Meeting
+from lightning_autosync.relaxed.averaging_worker import Meeting
 
 
 class Others(NamedTuple):

@@ -13,8 +13,8 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from lightning_autosync.runtime.replica_check import _bit_sum
-from lightning_autosync.runtime.watch import ParameterWatch
+from lightning_autosync.engine.replica_check import _bit_sum
+from lightning_autosync.engine.watch import ParameterWatch
 from lightning_autosync.strategy.settings import CHECK_REPLICAS
 
 STEP = {60: 0.0365, 300: 0.0422}

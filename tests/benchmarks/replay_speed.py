@@ -13,7 +13,7 @@ from random import Random
 
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.plan import Group, Partition, Schedule, SyncPlan, builders, compile_plan
-from lightning_autosync.simulator import Constants, Replay
+from lightning_autosync.replay import Constants, Replay
 from lightning_autosync.workload import Variable, Workload
 
 PLANS_A_SECOND, LARGE_SECONDS = 300.0, 2.0

@@ -27,6 +27,6 @@ def batches() -> list[tuple[Tensor]]:
 
 def running_means(names: list[str]) -> list[list[float]]:
     """The running mean of each contender on this worker."""
-    from lightning_autosync.bench.contenders import _live
+    from lightning_autosync.measure.bench.contenders import _live
 
     return [_live[name].module.get_buffer("parts.1.running_mean").tolist() for name in names]

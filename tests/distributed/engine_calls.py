@@ -15,10 +15,10 @@ from torch import nn
 from training import Net, batches, engine, subgroup
 
 from lightning_autosync.cluster import ClusterSpec
+from lightning_autosync.engine import Engine
+from lightning_autosync.engine.memories import Memories
 from lightning_autosync.errors import AutoSyncError
 from lightning_autosync.plan import Compressor, SyncPlan, builders, compile_plan
-from lightning_autosync.runtime import Engine
-from lightning_autosync.runtime.memories import Memories
 from lightning_autosync.workload import describe, variable_names
 
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from lightning_autosync.bench.interleaving import play, run_bench
-from lightning_autosync.bench.preparation import prepare
-from lightning_autosync.bench.result import Result
-from lightning_autosync.bench.settings import Settings
-from lightning_autosync.workers import WorkerError, WorkerPool
+from lightning_autosync.measure.bench.interleaving import play, run_bench
+from lightning_autosync.measure.bench.preparation import prepare
+from lightning_autosync.measure.bench.result import Result
+from lightning_autosync.measure.bench.settings import Settings
+from lightning_autosync.measure.workers import WorkerError, WorkerPool
 
 RUN = "import sys; from lightning_autosync.cli import main; sys.argv[0] = 'autosync'; main()"
 
@@ -137,7 +137,7 @@ def test_hooks_send_less(paced):
 
 
 def test_a_worker_that_fails_is_told(monkeypatch):
-    monkeypatch.setattr("lightning_autosync.bench.interleaving._WORKER", "lightning_autosync.nowhere")
+    monkeypatch.setattr("lightning_autosync.measure.bench.interleaving._WORKER", "lightning_autosync.nowhere")
     settings = Settings.parse({"model": {"kind": "flat", "mib": 0.1}})
     with pytest.raises(WorkerError, match=r"lightning_autosync\.nowhere"):
         run_bench(settings)

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from lightning_autosync.bench.collection import collector
-from lightning_autosync.bench.collection.command import collect
+from lightning_autosync.cli.collect import collect
+from lightning_autosync.lab.collection import collector
+from lightning_autosync.learned.dataset import Dataset
+from lightning_autosync.measure.emulation import netns
+from lightning_autosync.measure.workers import LaunchError
 from lightning_autosync.plan import compile_plan
-from lightning_autosync.simulator.dataset import Dataset
-from lightning_autosync.workers import LaunchError, netns
 
 try:
     netns.require_namespaces()

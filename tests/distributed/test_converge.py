@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 
-from lightning_autosync.bench.convergence.command import converge
-from lightning_autosync.bench.convergence.comparison import compare
-from lightning_autosync.bench.convergence.groups import compare as compare_groups
-from lightning_autosync.bench.convergence.result import Result
-from lightning_autosync.bench.convergence.settings import Settings
+from lightning_autosync.cli.converge import converge
 from lightning_autosync.cluster import ClusterSpec
-from lightning_autosync.workers import LaunchError, netns
+from lightning_autosync.lab.convergence.comparison import compare
+from lightning_autosync.lab.convergence.groups import compare as compare_groups
+from lightning_autosync.lab.convergence.result import Result
+from lightning_autosync.lab.convergence.settings import Settings
+from lightning_autosync.measure.emulation import netns
+from lightning_autosync.measure.workers import LaunchError
 
 WORKERS = 3
 METHODS: dict[str, Any] = {

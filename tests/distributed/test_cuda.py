@@ -14,8 +14,8 @@ from recommender import Recommender, workload_of
 from training import Net
 
 from lightning_autosync.cluster import ClusterSpec
+from lightning_autosync.measure.workers import WorkerPool
 from lightning_autosync.plan import SyncPlan, builders
-from lightning_autosync.workers import WorkerPool
 from lightning_autosync.workload import describe
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

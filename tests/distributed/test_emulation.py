@@ -18,8 +18,9 @@ from typing import Any
 import pytest
 
 from lightning_autosync.cluster.spec import ClusterSpec
-from lightning_autosync.workers import EmulatedLaunch, LaunchError, LocalLaunch, WorkerError, WorkerPool, check, netns
-from lightning_autosync.workers.link_check import check_links
+from lightning_autosync.measure.emulation import check, netns
+from lightning_autosync.measure.emulation.link_check import check_links
+from lightning_autosync.measure.workers import EmulatedLaunch, LaunchError, LocalLaunch, WorkerError, WorkerPool
 
 try:
     netns.require_namespaces()
@@ -221,7 +222,7 @@ def test_nothing_is_left_when_the_process_ends(end):
     program = """
         import signal, sys
         from lightning_autosync.cluster.spec import ClusterSpec
-        from lightning_autosync.workers import EmulatedLaunch
+        from lightning_autosync.measure.workers import EmulatedLaunch
 
         signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background jobs do not have
         launch = EmulatedLaunch(ClusterSpec.uniform(2, bandwidth=1e6))
@@ -250,7 +251,7 @@ def test_nothing_is_left_after_fifty_emulations_with_random_kills():
     program = """
         import os, signal
         from lightning_autosync.cluster.spec import ClusterSpec
-        from lightning_autosync.workers import EmulatedLaunch, WorkerPool
+        from lightning_autosync.measure.workers import EmulatedLaunch, WorkerPool
 
         signal.signal(signal.SIGINT, signal.default_int_handler)
         with EmulatedLaunch(ClusterSpec.star([4e6, 2e6, 1e6])) as launch:

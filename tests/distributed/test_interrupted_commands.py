@@ -15,8 +15,9 @@ from pathlib import Path
 
 import pytest
 
+from lightning_autosync.measure.emulation import netns
+from lightning_autosync.measure.workers import LaunchError
 from lightning_autosync.plan import SyncPlan
-from lightning_autosync.workers import LaunchError, netns
 
 try:
     netns.require_namespaces()

@@ -15,16 +15,16 @@ import pytest
 
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.errors import ClusterError
-from lightning_autosync.strategy.training.job import run_job
-from lightning_autosync.strategy.training.settings import Settings
-from lightning_autosync.workers import LaunchError
-from lightning_autosync.workers.launches.slurm import tasks_of
-from lightning_autosync.workers.launches.within import is_slurm_task
+from lightning_autosync.measure.launches.slurm import tasks_of
+from lightning_autosync.measure.launches.within import is_slurm_task
+from lightning_autosync.measure.workers import LaunchError
+from lightning_autosync.training.job import run_job
+from lightning_autosync.training.settings import Settings
 
 STAND_IN = Path(__file__).with_name("slurm_stand_in.py")
 QUICK = {
-    "model": {"_target_": "lightning_autosync.strategy.training.digits.DigitsClassifier", "channels": 2},
-    "data": {"_target_": "lightning_autosync.strategy.training.digits.Digits"},
+    "model": {"_target_": "lightning_autosync.training.digits.DigitsClassifier", "channels": 2},
+    "data": {"_target_": "lightning_autosync.training.digits.Digits"},
     "ranks": 2,
     "trainer": {
         "max_steps": 3, "limit_val_batches": 1, "accelerator": "cpu", "logger": False,
@@ -35,7 +35,7 @@ QUICK = {
 WAITING = """
 import os, sys
 from pathlib import Path
-from lightning_autosync.workers.launches.slurm import results, submit
+from lightning_autosync.measure.launches.slurm import results, submit
 
 results(submit(os.getpid, {}, Path(sys.argv[1]), nodes=1, tasks_per_node=2, parameters={}))
 """

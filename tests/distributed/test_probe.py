@@ -9,12 +9,13 @@ import sys
 
 import pytest
 
+from lightning_autosync.cli.probe import probe, run_probe
 from lightning_autosync.cluster import ClusterSpec, resolve_cluster
-from lightning_autosync.simulator import Constants
-from lightning_autosync.workers import LaunchError, netns
-from lightning_autosync.workers.probe.command import probe, run_probe
-from lightning_autosync.workers.probe.settings import Settings
-from lightning_autosync.workers.probe.table import link_rows
+from lightning_autosync.measure.emulation import netns
+from lightning_autosync.measure.probe.settings import Settings
+from lightning_autosync.measure.probe.table import link_rows
+from lightning_autosync.measure.workers import LaunchError
+from lightning_autosync.replay import Constants
 
 try:
     netns.require_namespaces()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_autosync.simulator.stages import BACKWARDS, ONWARDS
+from lightning_autosync.replay.stages import BACKWARDS, ONWARDS
 
 
 @pytest.mark.parametrize(("collective", "way"), [("all_reduce", BACKWARDS), ("all_gather", ONWARDS)])

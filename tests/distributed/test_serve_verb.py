@@ -16,12 +16,13 @@ import yaml
 from strangers import SECRET
 from torch import nn
 
+from lightning_autosync.cli import serve as command
+from lightning_autosync.cli.serve import serve
 from lightning_autosync.errors import AutoSyncError
 from lightning_autosync.plan import SyncPlan
 from lightning_autosync.plan.servers import server_layout
-from lightning_autosync.runtime.relaxed.mesh import HeartbeatSettings, Mesh
-from lightning_autosync.runtime.relaxed.server import ParameterServer, command
-from lightning_autosync.runtime.relaxed.server.command import serve
+from lightning_autosync.relaxed.mesh import HeartbeatSettings, Mesh
+from lightning_autosync.relaxed.server import ParameterServer
 from lightning_autosync.workload import describe, variable_names
 
 COMMAND = [sys.executable, "-c", "from lightning_autosync.cli import main; main()", "serve"]

@@ -8,14 +8,15 @@ from typing import Any
 
 import pytest
 
-from lightning_autosync.bench.bounds import least_step
-from lightning_autosync.bench.settings import Settings
+from lightning_autosync.cli.bench import bench
+from lightning_autosync.cli.tune import tune
 from lightning_autosync.cluster import ClusterSpec, Topology
 from lightning_autosync.errors import DocumentError
-from lightning_autosync.report.bench import bench
+from lightning_autosync.measure.bench.bounds import least_step
+from lightning_autosync.measure.bench.settings import Settings
+from lightning_autosync.measure.emulation import netns
+from lightning_autosync.measure.workers import LaunchError
 from lightning_autosync.report.timelines_file import load_timelines
-from lightning_autosync.report.tuning.command import tune
-from lightning_autosync.workers import LaunchError, netns
 
 try:
     netns.require_namespaces()

@@ -12,15 +12,15 @@ import pytest
 from near import cluster, near_command
 from test_launch_slurm import QUICK
 
-from lightning_autosync.bench.recipes import model_of
+from lightning_autosync.cli.train import objective, train
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.errors import AutoSyncError, DocumentError, PlanError
+from lightning_autosync.measure.models.recipes import model_of
+from lightning_autosync.measure.workers import WorkerError
 from lightning_autosync.plan import SyncPlan, builders
-from lightning_autosync.strategy.training.command import objective, train
-from lightning_autosync.strategy.training.job import run_job
-from lightning_autosync.strategy.training.rank import Part, train_part
-from lightning_autosync.strategy.training.settings import Settings
-from lightning_autosync.workers import WorkerError
+from lightning_autosync.training.job import run_job
+from lightning_autosync.training.rank import Part, train_part
+from lightning_autosync.training.settings import Settings
 from lightning_autosync.workload import Variable, Workload
 
 RUN = "import sys; from lightning_autosync.cli import main; sys.argv[0] = 'autosync'; main()"
@@ -30,7 +30,7 @@ SHORT = (
 )  # fmt: skip
 MODULE = """
 import torch
-from lightning_autosync.strategy.training.digits import DigitsClassifier
+from lightning_autosync.training.digits import DigitsClassifier
 
 class Mine(DigitsClassifier):
     def __init__(self, fail_on=None):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lightning_autosync.cluster import ClusterSpec
-from lightning_autosync.workers import WorkerPool
+from lightning_autosync.measure.workers import WorkerPool
 
 
 @pytest.fixture(scope="module")

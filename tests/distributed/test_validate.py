@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from lightning_autosync.bench.validation.command import validate
-from lightning_autosync.bench.validation.measuring import load_measurements
-from lightning_autosync.simulator import Constants
-from lightning_autosync.workers import LaunchError, netns
+from lightning_autosync.cli.validate import validate
+from lightning_autosync.lab.validation.measuring import load_measurements
+from lightning_autosync.measure.emulation import netns
+from lightning_autosync.measure.workers import LaunchError
+from lightning_autosync.replay import Constants
 
 try:
     netns.require_namespaces()

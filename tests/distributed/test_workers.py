@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_autosync.workers import InputError, LaunchError, LocalLaunch, WorkerError, WorkerPool
+from lightning_autosync.measure.workers import InputError, LaunchError, LocalLaunch, WorkerError, WorkerPool
 
 HERE = Path(__file__).parent
 
@@ -136,7 +136,7 @@ def test_a_rank_that_died_between_orders():
 
 
 def test_ranks_left_waiting_by_an_error_are_named(monkeypatch):
-    monkeypatch.setattr("lightning_autosync.workers.pool.GRACE", 1.0)
+    monkeypatch.setattr("lightning_autosync.measure.workers.pool.GRACE", 1.0)
     with WorkerPool(2, extra_paths=[HERE]) as pool:
         with pytest.raises(WorkerError, match="no answer from rank 1 within 1 s of that") as caught:
             pool.run("worker_calls:fail_before_all_reduce", rank=0)
@@ -187,7 +187,7 @@ def test_no_worker_survives_a_caller_that_is_killed():
     program = textwrap.dedent(
         """
         import sys, threading, time
-        from lightning_autosync.workers import WorkerPool
+        from lightning_autosync.measure.workers import WorkerPool
 
         pools = []
         thread = threading.Thread(target=lambda: pools.append(WorkerPool(1)))

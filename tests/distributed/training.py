@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_autosync.cluster import ClusterSpec
+from lightning_autosync.engine import Engine, GroupedOptimizer
+from lightning_autosync.engine.engine import Waits
 from lightning_autosync.plan import SyncPlan, TwoLevelAllReduce, builders, compile_plan
-from lightning_autosync.runtime import Engine, GroupedOptimizer
-from lightning_autosync.runtime.engine import Waits
 from lightning_autosync.workload import Workload, describe, variable_names
 
 _GROUPS: dict[tuple[Any, int], dist.ProcessGroup] = {}

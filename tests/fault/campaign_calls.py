@@ -18,11 +18,11 @@ from training import batches
 
 from lightning_autosync.errors import ExchangeError, Expelled
 from lightning_autosync.plan import SyncPlan
-from lightning_autosync.runtime.relaxed.base import Synchronizer
-from lightning_autosync.runtime.relaxed.heartbeat import HeartbeatSettings
-from lightning_autosync.runtime.relaxed.mesh import Mesh
-from lightning_autosync.runtime.relaxed.opening import open_synchronizer
-from lightning_autosync.runtime.relaxed.server import ShardServer
+from lightning_autosync.relaxed.base import Synchronizer
+from lightning_autosync.relaxed.heartbeat import HeartbeatSettings
+from lightning_autosync.relaxed.mesh import Mesh
+from lightning_autosync.relaxed.opening import open_synchronizer
+from lightning_autosync.relaxed.server import ShardServer
 from lightning_autosync.workload import describe
 
 HEARTBEAT = HeartbeatSettings(interval=0.2, shortest=4.0, longest=6.0, redial=2.0)

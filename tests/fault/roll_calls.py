@@ -9,8 +9,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from lightning_autosync.engine.roll_call import Meeting, roll_call
 from lightning_autosync.errors import ExchangeError
-from lightning_autosync.runtime.roll_call import Meeting, roll_call
 
 HOST = "127.0.0.1"
 

@@ -60,7 +60,7 @@ def _run(forward: nn.Module, module: nn.Module, group: dist.ProcessGroup, make_o
 
 
 def main() -> None:
-    from lightning_autosync.workers import WorkerPool
+    from lightning_autosync.measure.workers import WorkerPool
 
     here = Path(__file__).parent
     with WorkerPool(4, extra_paths=[here, here.parent, here.parent / "distributed"]) as pool:

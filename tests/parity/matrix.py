@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_autosync.workers import WorkerError, WorkerPool
+from lightning_autosync.measure.workers import WorkerError, WorkerPool
 from parity.case import Case
 from parity.listed import reason_for
 

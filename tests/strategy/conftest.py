@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_autosync.workers import WorkerPool
+from lightning_autosync.measure.workers import WorkerPool
 
 
 @pytest.fixture(scope="session")

@@ -9,12 +9,12 @@ from types import SimpleNamespace
 import pytest
 from strangers import SECRET, listening_as
 
+from lightning_autosync.cli.serve import serve
+from lightning_autosync.engine import store as stores
+from lightning_autosync.engine.lifeline import watching
+from lightning_autosync.engine.secret import seal
+from lightning_autosync.engine.store import open_store
 from lightning_autosync.errors import ExchangeError
-from lightning_autosync.runtime import store as stores
-from lightning_autosync.runtime.lifeline import watching
-from lightning_autosync.runtime.relaxed.server.command import serve
-from lightning_autosync.runtime.secret import seal
-from lightning_autosync.runtime.store import open_store
 from lightning_autosync.strategy import job_mesh
 from lightning_autosync.strategy.job_mesh import STORE_PORT, check_way_back, find_job
 from lightning_autosync.strategy.settings import Settings

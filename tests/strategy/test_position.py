@@ -12,8 +12,8 @@ import torch.distributed as dist
 from strangers import SECRET
 
 from lightning_autosync.errors import ExchangeError
-from lightning_autosync.runtime.relaxed.heartbeat import HeartbeatSettings
-from lightning_autosync.runtime.relaxed.mesh import Mesh
+from lightning_autosync.relaxed.heartbeat import HeartbeatSettings
+from lightning_autosync.relaxed.mesh import Mesh
 from lightning_autosync.strategy.position import PositionDesk, ask_position
 
 PATIENT = HeartbeatSettings(interval=0.5, shortest=20.0, longest=30.0)

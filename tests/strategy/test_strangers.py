@@ -16,7 +16,7 @@ import pytest
 from strangers import KINDS, SECRET, Address, listening, visit
 from test_serve_verb import start
 
-from lightning_autosync.workers import WorkerPool
+from lightning_autosync.measure.workers import WorkerPool
 
 RANKS, EPOCHS, STEPS = 3, 2, 8
 AT_ONCE = 48

@@ -27,46 +27,46 @@ from tuning_world import World
 
 from hydra_plugins.autosync import _study as sweeps
 from hydra_plugins.autosync._space import read_space as sweep_space
-from lightning_autosync.bench.convergence.result import FORMAT as CONVERGENCE
-from lightning_autosync.bench.convergence.result import load_rates
-from lightning_autosync.bench.convergence.settings import Settings as ConvergenceSettings
-from lightning_autosync.bench.fitting import runs as fitting_runs
-from lightning_autosync.bench.fitting.accuracy import Accuracy
-from lightning_autosync.bench.fitting.comparison import tabulate
-from lightning_autosync.bench.fitting.settings import Settings as FittingSettings
-from lightning_autosync.bench.models import Paced
-from lightning_autosync.bench.validation.command import hosts_of
-from lightning_autosync.bench.validation.hosts import shared_hosts
-from lightning_autosync.bench.validation.measuring import Measurement, load_measurements
+from lightning_autosync.cli import predict as predicting
+from lightning_autosync.cli.configuration import with_own_clusters
+from lightning_autosync.cli.report import report
+from lightning_autosync.cli.validate import hosts_of
 from lightning_autosync.cluster import ClusterSpec, configuration_directory, read_resource_spec, resolve_cluster
-from lightning_autosync.configuration import with_own_clusters
 from lightning_autosync.documents import append_lines, checked, write_text
+from lightning_autosync.lab.convergence.result import FORMAT as CONVERGENCE
+from lightning_autosync.lab.convergence.result import load_rates
+from lightning_autosync.lab.convergence.settings import Settings as ConvergenceSettings
+from lightning_autosync.lab.fitting import runs as fitting_runs
+from lightning_autosync.lab.fitting.accuracy import Accuracy
+from lightning_autosync.lab.fitting.comparison import tabulate
+from lightning_autosync.lab.fitting.settings import Settings as FittingSettings
+from lightning_autosync.lab.rehearsal.outcome import standings, table
+from lightning_autosync.lab.rehearsal.runs import Run as RehearsalRun
+from lightning_autosync.lab.rehearsal.runs import run_file as rehearsal_runs
+from lightning_autosync.lab.rehearsal.settings import PAIRS
+from lightning_autosync.lab.rehearsal.settings import Settings as RehearsalSettings
+from lightning_autosync.lab.validation.measuring import Measurement, load_measurements
+from lightning_autosync.learned import LearnedEstimator, ReplayEstimator, Training, load_simulator
+from lightning_autosync.learned.dataset import Conditions, Dataset, Entry, Sample, Writer
+from lightning_autosync.learned.dataset.journal import JOURNAL
+from lightning_autosync.learned.dataset.manifest import MANIFEST
+from lightning_autosync.learned.files import HEADER
+from lightning_autosync.measure.emulation.shared_hosts import shared_hosts
+from lightning_autosync.measure.models.models import Paced
 from lightning_autosync.plan import SyncPlan, builders, compile_plan
 from lightning_autosync.plan.space import PlanSpace
-from lightning_autosync.report import command as predicting
+from lightning_autosync.replay import Constants, Replay, least_step
 from lightning_autosync.report.timeline import write_trace
 from lightning_autosync.report.timelines_file import TIMELINES, load_timelines, save_timelines
-from lightning_autosync.report.tuning.command import report
 from lightning_autosync.report.tuning.comparison import find_runs
 from lightning_autosync.report.tuning.rows import summary_row
 from lightning_autosync.search import studies, tried
 from lightning_autosync.search.sampler.transplant import carried_over
-from lightning_autosync.search.simulated.outcome import standings, table
-from lightning_autosync.search.simulated.runs import Run as RehearsalRun
-from lightning_autosync.search.simulated.runs import run_file as rehearsal_runs
-from lightning_autosync.search.simulated.settings import PAIRS
-from lightning_autosync.search.simulated.settings import Settings as RehearsalSettings
 from lightning_autosync.search.studies import check
 from lightning_autosync.search.transfer import TransferSettings, load_transfer
 from lightning_autosync.search.tuning.measuring import Course
 from lightning_autosync.search.tuning.stage import Entrant
 from lightning_autosync.search.tuning.trials import drift_of, ranked
-from lightning_autosync.simulator import Constants, Replay, least_step
-from lightning_autosync.simulator.dataset import Conditions, Dataset, Entry, Sample, Writer
-from lightning_autosync.simulator.dataset.journal import JOURNAL
-from lightning_autosync.simulator.dataset.manifest import MANIFEST
-from lightning_autosync.simulator.learned import LearnedEstimator, ReplayEstimator, Training, load_simulator
-from lightning_autosync.simulator.learned.files import HEADER
 from lightning_autosync.strategy.checkpoint import FORMAT as EXACT_STATE
 from lightning_autosync.strategy.checkpoint import KEY as STATE_KEY
 from lightning_autosync.strategy.checkpoint import RELAXED_FORMAT, own_state

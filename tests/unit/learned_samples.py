@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from random import Random
 
 from lightning_autosync.cluster import ClusterSpec
+from lightning_autosync.learned.dataset import Sample
 from lightning_autosync.plan import Group, SyncPlan, compile_plan
 from lightning_autosync.plan.space import PlanSpace
 from lightning_autosync.plan.spec import Semantics
-from lightning_autosync.simulator import Constants, Replay
-from lightning_autosync.simulator.dataset import Sample
+from lightning_autosync.replay import Constants, Replay
 from lightning_autosync.workload import Variable, Workload
 
 CONSTANTS = Constants(cores=2, accelerated=True)

@@ -12,10 +12,10 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from lightning_autosync.cli import VERBS, main
-from lightning_autosync.cli_arguments import prepared
+from lightning_autosync.cli.application import VERBS, main
+from lightning_autosync.cli.arguments import prepared
+from lightning_autosync.cli.configuration import check_overrides, help_text, with_own_clusters
 from lightning_autosync.cluster import configuration_directory
-from lightning_autosync.configuration import check_overrides, help_text, with_own_clusters
 from lightning_autosync.errors import DocumentError
 
 
@@ -65,7 +65,7 @@ def test_a_verb_that_is_interrupted_says_so_in_one_line(
     def interrupted(verb: str) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("lightning_autosync.cli.run_verb", interrupted)
+    monkeypatch.setattr("lightning_autosync.cli.application.run_verb", interrupted)
     monkeypatch.setattr(sys, "argv", ["autosync", "fit"])
     with pytest.raises(SystemExit) as caught:
         main()

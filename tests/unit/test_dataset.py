@@ -18,11 +18,11 @@ from plans import plans
 
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.errors import DocumentError, UnwritableError
+from lightning_autosync.learned.dataset import Conditions, Dataset, Entry, Sample, Writer, sample_key
+from lightning_autosync.learned.dataset.journal import JOURNAL
+from lightning_autosync.learned.dataset.manifest import MANIFEST, Manifest, describe_part
+from lightning_autosync.learned.dataset.tables import from_parquet, to_parquet
 from lightning_autosync.plan import SyncPlan, builders
-from lightning_autosync.simulator.dataset import Conditions, Dataset, Entry, Sample, Writer, sample_key
-from lightning_autosync.simulator.dataset.journal import JOURNAL
-from lightning_autosync.simulator.dataset.manifest import MANIFEST, Manifest, describe_part
-from lightning_autosync.simulator.dataset.tables import from_parquet, to_parquet
 from lightning_autosync.workload import Variable, Workload
 
 CLUSTER = ClusterSpec.star([1e6, 2e6, 3e6], name="star")

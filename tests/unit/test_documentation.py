@@ -13,7 +13,7 @@ import yaml
 
 import lightning_autosync
 from lightning_autosync import ClusterSpec, SyncPlan
-from lightning_autosync.cli import VERBS
+from lightning_autosync.cli.application import VERBS
 from lightning_autosync.cluster import configuration_directory
 
 ROOT = Path(__file__).parents[2]

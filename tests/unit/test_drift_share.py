@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from lightning_autosync.search.drift import Footing, Sight, run_with_turns
+from lightning_autosync.measure.drift import Footing, Sight, run_with_turns
 
 SECONDS = 0.1
 

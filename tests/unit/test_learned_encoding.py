@@ -11,14 +11,14 @@ from learned_samples import CONSTANTS, plan_of, star, workload
 
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.errors import PlanError
+from lightning_autosync.learned.batching import batch_graphs
+from lightning_autosync.learned.graph import MESSAGES, NODES, RELATIONS, Edges, Graph, encode_graph, merge
+from lightning_autosync.learned.kinds import KINDS
+from lightning_autosync.learned.predefined import predefined, shard_set
+from lightning_autosync.learned.scene import BUNDLES, Scene
+from lightning_autosync.learned.traits import traits
 from lightning_autosync.plan import SyncPlan, builders
 from lightning_autosync.plan.space import PlanSpace
-from lightning_autosync.simulator.learned.batching import batch_graphs
-from lightning_autosync.simulator.learned.graph import MESSAGES, NODES, RELATIONS, Edges, Graph, encode_graph, merge
-from lightning_autosync.simulator.learned.kinds import KINDS
-from lightning_autosync.simulator.learned.predefined import predefined, shard_set
-from lightning_autosync.simulator.learned.scene import BUNDLES, Scene
-from lightning_autosync.simulator.learned.traits import traits
 from lightning_autosync.workload import Variable, Workload
 
 LINKS, HOSTS = RELATIONS.index(("message", "routed over", "link")), RELATIONS.index(("device", "handles", "message"))

@@ -18,26 +18,27 @@ import pytest
 import torch
 from learned_samples import CONSTANTS, drawn, plan_of, star, workload
 
-from lightning_autosync.bench.fitting import comparison
-from lightning_autosync.bench.fitting.accuracy import Accuracy, summary
-from lightning_autosync.bench.fitting.command import fit
-from lightning_autosync.bench.fitting.comparison import compare, judge
-from lightning_autosync.bench.fitting.encoding import encode_samples
-from lightning_autosync.bench.fitting.runs import FORMAT, Run
-from lightning_autosync.bench.fitting.settings import SPLITS, Settings, SimulatorSettings, SplitName
-from lightning_autosync.bench.fitting.splits import BLOCKS, cluster, divide, family, for_all
-from lightning_autosync.bench.fitting.spread import spread
+from lightning_autosync.cli.fit import fit
 from lightning_autosync.cluster import configuration_directory
 from lightning_autosync.documents import read_data
 from lightning_autosync.errors import DocumentError
+from lightning_autosync.lab.fitting import comparison
+from lightning_autosync.lab.fitting.accuracy import Accuracy, summary
+from lightning_autosync.lab.fitting.comparison import compare, judge
+from lightning_autosync.lab.fitting.encoding import encode_samples
+from lightning_autosync.lab.fitting.runs import FORMAT, Run
+from lightning_autosync.lab.fitting.settings import SPLITS, Settings, SplitName
+from lightning_autosync.lab.fitting.splits import BLOCKS, cluster, divide, family, for_all
+from lightning_autosync.lab.fitting.spread import spread
+from lightning_autosync.learned import LearnedEstimator, load_simulator, training
+from lightning_autosync.learned.dataset import Conditions, Dataset, Entry, Sample, Writer
+from lightning_autosync.learned.examples import Examples, Floats
+from lightning_autosync.learned.kinds import KINDS
+from lightning_autosync.learned.settings import SimulatorSettings
+from lightning_autosync.learned.training import CERTAIN, told_apart
 from lightning_autosync.plan import SyncPlan, compile_plan, signature
+from lightning_autosync.replay import Replay
 from lightning_autosync.run_files import RunFile, alone
-from lightning_autosync.simulator import Replay
-from lightning_autosync.simulator.dataset import Conditions, Dataset, Entry, Sample, Writer
-from lightning_autosync.simulator.learned import LearnedEstimator, load_simulator, training
-from lightning_autosync.simulator.learned.examples import Examples, Floats
-from lightning_autosync.simulator.learned.kinds import KINDS
-from lightning_autosync.simulator.learned.training import CERTAIN, told_apart
 
 CLUSTERS = ("a", "b", "c", "d", "e")
 FAMILIES = ("vgg16", "bert_base", "bert_large", "gpt", "ncf", "resnet50")

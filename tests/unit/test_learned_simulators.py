@@ -18,11 +18,9 @@ import torch
 from learned_samples import CONSTANTS, drawn, plan_of, star, workload
 from safetensors.torch import load, save
 
-from lightning_autosync.bench.fitting.accuracy import Accuracy
 from lightning_autosync.errors import PlanError
-from lightning_autosync.plan.spec import Semantics
-from lightning_autosync.simulator.dataset import Sample
-from lightning_autosync.simulator.learned import (
+from lightning_autosync.lab.fitting.accuracy import Accuracy
+from lightning_autosync.learned import (
     SIMULATORS,
     LearnedEstimator,
     ReplayEstimator,
@@ -31,9 +29,11 @@ from lightning_autosync.simulator.learned import (
     Training,
     load_simulator,
 )
-from lightning_autosync.simulator.learned.backend import load_dgl
-from lightning_autosync.simulator.learned.examples import Examples
-from lightning_autosync.simulator.learned.training import scores
+from lightning_autosync.learned.backend import load_dgl
+from lightning_autosync.learned.dataset import Sample
+from lightning_autosync.learned.examples import Examples
+from lightning_autosync.learned.training import scores
+from lightning_autosync.plan.spec import Semantics
 
 QUICK = Training(epochs=30, least_steps=0, learning_rate=4e-3, batch=32)
 LEARNED = [name for name in SIMULATORS if name != "replay"]
@@ -238,7 +238,7 @@ def test_the_simulator_that_was_there_outlives_an_interruption(
     other = LearnedEstimator("linear", CONSTANTS, training=Training(epochs=1, least_steps=0))
     other.fit(samples[:10])
     with monkeypatch.context() as patched:
-        patched.setattr("lightning_autosync.simulator.learned.files.Header.save", _interrupted)
+        patched.setattr("lightning_autosync.learned.files.Header.save", _interrupted)
         with pytest.raises(KeyboardInterrupt):
             other.save(tmp_path)
     there = load_simulator(tmp_path)
@@ -386,10 +386,10 @@ def test_another_dgl_than_the_error_asks_for_is_refused(
 def test_dgl_is_imported_only_by_graph_simulators_and_says_nothing(tmp_path: Path) -> None:
     program = """
 import sys
-import lightning_autosync.simulator.learned as learned
+import lightning_autosync.learned as learned
 learned.LearnedEstimator("linear")
 assert "dgl" not in sys.modules
-from lightning_autosync.simulator.learned.backend import load_dgl
+from lightning_autosync.learned.backend import load_dgl
 assert load_dgl().__name__ == "dgl"
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=_bare(tmp_path))

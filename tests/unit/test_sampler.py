@@ -20,8 +20,12 @@ from clusters import uneven_cluster
 from optuna.trial import TrialState
 
 from lightning_autosync.cluster import ClusterSpec
+from lightning_autosync.learned import Estimate, ReplayEstimator
+from lightning_autosync.learned.dataset import Sample
+from lightning_autosync.learned.dataset.sample import step_noise
 from lightning_autosync.plan import SyncPlan, builders, compile_plan, signature
 from lightning_autosync.plan.space import BUILDER, COMPOSED, PlanSpace
+from lightning_autosync.replay import Constants, Replay
 from lightning_autosync.search import storages, studies, tried
 from lightning_autosync.search.sampler import AutoSyncSampler
 from lightning_autosync.search.sampler.belief import Beliefs, Believer
@@ -31,10 +35,6 @@ from lightning_autosync.search.sampler.holdout import HoldOut
 from lightning_autosync.search.sampler.observations import CHOICE, Choice, Observations, decode, encode, point_of
 from lightning_autosync.search.sampler.population import Candidate, Population
 from lightning_autosync.search.sampler.residual import Residuals
-from lightning_autosync.simulator import Constants, Replay
-from lightning_autosync.simulator.dataset import Sample
-from lightning_autosync.simulator.dataset.sample import step_noise
-from lightning_autosync.simulator.learned import Estimate, ReplayEstimator
 from lightning_autosync.workload import Variable, Workload
 
 SMALL = {"population": 48, "batch": 4}

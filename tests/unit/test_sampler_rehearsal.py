@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 from locks import held_elsewhere
 
+from lightning_autosync.cli.rehearse import rehearse
 from lightning_autosync.errors import DocumentError
+from lightning_autosync.lab.rehearsal.contest import Contest
+from lightning_autosync.lab.rehearsal.outcome import standings
+from lightning_autosync.lab.rehearsal.runs import Run, run_file
+from lightning_autosync.lab.rehearsal.settings import Settings
+from lightning_autosync.lab.rehearsal.world import World
 from lightning_autosync.plan import compile_plan
-from lightning_autosync.search.simulated.command import rehearse
-from lightning_autosync.search.simulated.contest import Contest
-from lightning_autosync.search.simulated.outcome import standings
-from lightning_autosync.search.simulated.runs import Run, run_file
-from lightning_autosync.search.simulated.settings import Settings
-from lightning_autosync.search.simulated.world import World
-from lightning_autosync.simulator import Replay
+from lightning_autosync.replay import Replay
 
 SMALL = {
     "pairs": ["ncf@four_equal", "ncf@fat_node_star"],

@@ -13,14 +13,14 @@ from clusters import shared_nodes, uneven_cluster
 
 from lightning_autosync.cluster import ClusterSpec, configuration_directory
 from lightning_autosync.errors import DocumentError
+from lightning_autosync.learned import ReplayEstimator
+from lightning_autosync.learned.dataset import Sample
 from lightning_autosync.plan.space import BUILDER, PlanSpace
 from lightning_autosync.search import studies
 from lightning_autosync.search.sampler.transplant import carried_over, transplant
 from lightning_autosync.search.storages import StudyError
 from lightning_autosync.search.transfer import TransferSettings, load_transfer
 from lightning_autosync.search.tuning.buckets import BucketSpace
-from lightning_autosync.simulator.dataset import Sample
-from lightning_autosync.simulator.learned import ReplayEstimator
 from lightning_autosync.workload import Variable, Workload
 
 

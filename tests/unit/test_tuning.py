@@ -13,6 +13,7 @@ from tuning_world import CLUSTER, MODEL, World, settings
 
 from lightning_autosync.documents import write_data
 from lightning_autosync.errors import DocumentError
+from lightning_autosync.measure.workers import LaunchError, WorkerError
 from lightning_autosync.plan import SyncPlan, compile_plan
 from lightning_autosync.plan.space import BUILDER, COMPOSED, PlanSpace
 from lightning_autosync.search import storages, studies, tried
@@ -26,7 +27,6 @@ from lightning_autosync.search.tuning.samplers import make_sampler
 from lightning_autosync.search.tuning.settings import Settings
 from lightning_autosync.search.tuning.sources import Sources
 from lightning_autosync.search.tuning.trials import Record, Trials, ranked
-from lightning_autosync.workers import LaunchError, WorkerError
 
 
 @pytest.fixture(autouse=True)

@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 from tuning_world import World, configuration
 
-from lightning_autosync.bench.interleaving import ContenderError
-from lightning_autosync.bench.preparation import Preparation
-from lightning_autosync.bench.result import Measurement, Result
-from lightning_autosync.bench.settings import Settings as BenchSettings
+from lightning_autosync.measure.bench.interleaving import ContenderError
+from lightning_autosync.measure.bench.preparation import Preparation
+from lightning_autosync.measure.bench.result import Measurement, Result
+from lightning_autosync.measure.bench.settings import Settings as BenchSettings
+from lightning_autosync.measure.emulation.link_check import LinkCheck
+from lightning_autosync.measure.workers import InputError, WorkerError
 from lightning_autosync.plan.builders import build
 from lightning_autosync.search.tuning import last_comparison
 from lightning_autosync.search.tuning.errors import TuningError
@@ -23,8 +25,6 @@ from lightning_autosync.search.tuning.last_comparison import compare
 from lightning_autosync.search.tuning.opponents import Opponent
 from lightning_autosync.search.tuning.result import Best, Outcome, Pace
 from lightning_autosync.search.tuning.settings import Settings
-from lightning_autosync.workers import InputError, WorkerError
-from lightning_autosync.workers.link_check import LinkCheck
 
 TIMES = {
     "ddp": ([3.0] * 5, [2.5] * 5),

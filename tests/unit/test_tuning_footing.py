@@ -14,14 +14,14 @@ from tuning_world import DDP_SECONDS, World
 
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.errors import DocumentError
+from lightning_autosync.learned import Estimate
+from lightning_autosync.measure.drift import Drift
 from lightning_autosync.plan import SyncPlan
 from lightning_autosync.plan.space import BUILDER
-from lightning_autosync.search.drift import Drift
 from lightning_autosync.search.tuning.errors import TuningError
 from lightning_autosync.search.tuning.opponents import Standing, builder_plans
 from lightning_autosync.search.tuning.reference import REFERENCE, Reference
 from lightning_autosync.search.tuning.trials import drift_of, ranked
-from lightning_autosync.simulator.learned import Estimate
 from lightning_autosync.workload import Workload
 
 SLOWEST_RANK = 1.01

@@ -24,6 +24,9 @@ from tuning_stage import PricedStage
 from tuning_world import World, configuration
 
 from lightning_autosync.cluster import ClusterSpec
+from lightning_autosync.learned import ReplayEstimator
+from lightning_autosync.learned.dataset import Sample
+from lightning_autosync.measure.workers import LaunchError
 from lightning_autosync.plan import SyncPlan, compile_plan
 from lightning_autosync.plan.space import BUILDER
 from lightning_autosync.search import storages
@@ -36,9 +39,6 @@ from lightning_autosync.search.tuning.errors import TuningError
 from lightning_autosync.search.tuning.owner import is_gone, this_process
 from lightning_autosync.search.tuning.settings import Settings
 from lightning_autosync.search.tuning.trials import OWNER
-from lightning_autosync.simulator.dataset import Sample
-from lightning_autosync.simulator.learned import ReplayEstimator
-from lightning_autosync.workers import LaunchError
 from lightning_autosync.workload import Workload
 
 

@@ -7,7 +7,7 @@ import math
 import pytest
 from tuning_stage import PricedStage
 
-from lightning_autosync.search.drift import Drift
+from lightning_autosync.measure.drift import Drift
 from lightning_autosync.search.tuning.measuring import Course, Rule, measure_in_turns, relative_error
 from lightning_autosync.search.tuning.settings import TrialSettings
 from lightning_autosync.search.tuning.stage import Entrant

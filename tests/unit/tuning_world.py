@@ -9,10 +9,12 @@ from typing import Any
 import optuna
 from tuning_stage import PricedStage
 
-from lightning_autosync.bench.validation.clusters import emulable
 from lightning_autosync.cluster import resolve_cluster
+from lightning_autosync.learned import ReplayEstimator
+from lightning_autosync.measure.emulation.emulated_clusters import emulable
 from lightning_autosync.plan import SyncPlan, compile_plan
 from lightning_autosync.plan.space import PlanSpace
+from lightning_autosync.replay import Replay
 from lightning_autosync.search import studies
 from lightning_autosync.search.tuning.job import Job
 from lightning_autosync.search.tuning.opponents import Opponents, builder_plans
@@ -22,8 +24,6 @@ from lightning_autosync.search.tuning.settings import Settings
 from lightning_autosync.search.tuning.sources import Sources
 from lightning_autosync.search.tuning.trials import Trials
 from lightning_autosync.search.tuning.tuner import Tuner
-from lightning_autosync.simulator import Replay
-from lightning_autosync.simulator.learned import ReplayEstimator
 
 MODEL = {"kind": "paced", "catalogue": "vgg16", "scale": 0.002, "compute": "20 ms"}
 CLUSTER = emulable(resolve_cluster("fat_node_star"), 50e6)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from lightning_autosync.replay import Timeline
 from lightning_autosync.report.figures.style import WIDTH, styled
 from lightning_autosync.report.figures.svg import Picture
 from lightning_autosync.report.timeline import timelines_figure
 from lightning_autosync.report.units import milliseconds
-from lightning_autosync.simulator import Timeline
 
 _BUSIEST = 8
 """Links that are shown; the picture of the cluster has all."""

@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from lightning_autosync.documents import write_text
+from lightning_autosync.replay import Timeline
 from lightning_autosync.report.figures.cluster import cluster_picture
 from lightning_autosync.report.figures.comparison import KINDS, contenders_picture, importance_picture
 from lightning_autosync.report.figures.curve import tuning_curve
@@ -26,7 +27,6 @@ from lightning_autosync.report.tuning.plan_view import PlanView, message_rows
 from lightning_autosync.report.tuning.run import TuningRun
 from lightning_autosync.report.tuning.words import bound_share, summary
 from lightning_autosync.report.units import milliseconds, rate_text
-from lightning_autosync.simulator import Timeline
 
 REPORT = "report.html"
 

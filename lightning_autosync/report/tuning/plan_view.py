@@ -6,16 +6,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_autosync.bench.validation.hosts import shared_hosts
 from lightning_autosync.documents import Record, checked
 from lightning_autosync.errors import PlanError
+from lightning_autosync.measure.emulation.shared_hosts import shared_hosts
 from lightning_autosync.plan import Schedule, SyncPlan, compile_plan
+from lightning_autosync.replay import Constants, Prediction, Replay
+from lightning_autosync.replay.constants import Cores
 from lightning_autosync.report.figures.cluster import Traffic
 from lightning_autosync.report.figures.plan import method_of, reducers
 from lightning_autosync.report.tuning.document import RESULT
 from lightning_autosync.report.tuning.run import TuningRun
-from lightning_autosync.simulator import Constants, Prediction, Replay
-from lightning_autosync.simulator.constants import Cores
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,13 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from lightning_autosync.bench.bounds import Bound, least_step
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.errors import DocumentError
+from lightning_autosync.measure.bench.bounds import Bound, least_step
+from lightning_autosync.measure.drift import Drift
 from lightning_autosync.plan import SyncPlan
 from lightning_autosync.report.tuning.document import Trial, TuningResult, read_result
 from lightning_autosync.report.tuning.final import Final
-from lightning_autosync.search.drift import Drift
 from lightning_autosync.search.tried import BASELINE
 from lightning_autosync.workload import Workload
 

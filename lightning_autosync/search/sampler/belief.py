@@ -11,13 +11,13 @@ from typing import Any
 import numpy
 
 from lightning_autosync.cluster import ClusterSpec
+from lightning_autosync.learned import Estimator
+from lightning_autosync.learned.dataset import Sample
 from lightning_autosync.plan import SyncPlan
 from lightning_autosync.search.sampler.features import Embedding, Floats
 from lightning_autosync.search.sampler.holdout import HoldOut
 from lightning_autosync.search.sampler.population import Candidate
 from lightning_autosync.search.sampler.residual import Residuals
-from lightning_autosync.simulator.dataset import Sample
-from lightning_autosync.simulator.learned import Estimator
 from lightning_autosync.workload import Workload
 
 MOST_OF_A_SOURCE = 48

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import numpy
 
 from lightning_autosync.cluster import ClusterSpec
+from lightning_autosync.learned import Estimator
+from lightning_autosync.learned.dataset import Sample
 from lightning_autosync.plan import SyncPlan, signature
 from lightning_autosync.search.sampler.features import Floats
-from lightning_autosync.simulator.dataset import Sample
-from lightning_autosync.simulator.learned import Estimator
 from lightning_autosync.workload import Workload
 
 PARTS = 3

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from optuna.trial import FrozenTrial, TrialState
 
+from lightning_autosync.measure.drift import Footing, run_with_turns
 from lightning_autosync.plan.space import PlanSpace, Value
-from lightning_autosync.search.drift import Footing, run_with_turns
 from lightning_autosync.search.tried import REFINED, RUN, measured_steps, seconds_of, sight_of, told, was_interrupted
 
 CHOICE = "autosync:choice"

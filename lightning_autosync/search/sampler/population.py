@@ -13,10 +13,10 @@ import numpy
 from lightning_autosync.errors import DocumentError
 from lightning_autosync.plan import SyncPlan, compile_plan, signature
 from lightning_autosync.plan.space import Genome, PlanSpace, Refinement, Value
+from lightning_autosync.replay import Constants, Replay
 from lightning_autosync.search.sampler.features import Embedding, Floats
 from lightning_autosync.search.sampler.observations import Choice
 from lightning_autosync.search.tried import BUILT, refined_plan
-from lightning_autosync.simulator import Constants, Replay
 
 Score = Callable[[Sequence["Candidate"]], Floats]
 """Logarithms of seconds that candidates are believed to take, or any other number that is lower for better ones."""

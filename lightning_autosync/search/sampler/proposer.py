@@ -13,8 +13,11 @@ from typing import Any
 import numpy
 from optuna.study import Study
 
+from lightning_autosync.learned import Estimator, ReplayEstimator
+from lightning_autosync.learned.dataset import Sample
 from lightning_autosync.plan import SyncPlan
 from lightning_autosync.plan.space import Genome, PlanSpace, Value
+from lightning_autosync.replay import Constants
 from lightning_autosync.search.sampler.belief import Beliefs, Believer
 from lightning_autosync.search.sampler.choice import ALIKENESS, STARTUP_ALIKENESS, optimistic, pick
 from lightning_autosync.search.sampler.features import Floats
@@ -23,9 +26,6 @@ from lightning_autosync.search.sampler.observations import Choice, Observations
 from lightning_autosync.search.sampler.population import Candidate, Population
 from lightning_autosync.search.sampler.transplant import carried_over
 from lightning_autosync.search.studies import samples_of
-from lightning_autosync.simulator import Constants
-from lightning_autosync.simulator.dataset import Sample
-from lightning_autosync.simulator.learned import Estimator, ReplayEstimator
 
 _BRED = 12
 """Points newly bred and priced roughly for each proposal of a batch."""

@@ -15,15 +15,15 @@ from optuna.search_space import intersection_search_space
 from optuna.study import Study, StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
+from lightning_autosync.learned import Estimator
+from lightning_autosync.learned.dataset import Sample
 from lightning_autosync.plan.space import PlanSpace
+from lightning_autosync.replay import Constants
 from lightning_autosync.search.sampler import generic
 from lightning_autosync.search.sampler.observations import CHOICE, Observations, encode
 from lightning_autosync.search.sampler.proposer import Proposal, Proposer, Sizes, Sources
 from lightning_autosync.search.studies import distributions
 from lightning_autosync.search.tried import ORIGIN, PREDICTED, REFINED
-from lightning_autosync.simulator import Constants
-from lightning_autosync.simulator.dataset import Sample
-from lightning_autosync.simulator.learned import Estimator
 
 
 class AutoSyncSampler(BaseSampler):

@@ -12,9 +12,9 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from lightning_autosync.bench.result import Measurement, Result
-from lightning_autosync.bench.statistics import Interval, relative_medians
-from lightning_autosync.bench.table import EXACT
+from lightning_autosync.measure.bench.result import Measurement, Result
+from lightning_autosync.measure.bench.statistics import Interval, relative_medians
+from lightning_autosync.measure.bench.table import EXACT
 from lightning_autosync.plan import SyncPlan
 from lightning_autosync.plan.builders import BUILDERS
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import optuna
 
-from lightning_autosync.bench import settings as bench
-from lightning_autosync.bench.interleaving import Pool
-from lightning_autosync.bench.preparation import prepare
-from lightning_autosync.bench.settings import DDPOptions
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.documents import checked, parse_json, shown
 from lightning_autosync.errors import DocumentError
+from lightning_autosync.measure.bench import settings as bench
+from lightning_autosync.measure.bench.interleaving import Pool
+from lightning_autosync.measure.bench.preparation import prepare
+from lightning_autosync.measure.bench.settings import DDPOptions
 from lightning_autosync.plan import SyncPlan
 from lightning_autosync.search.storages import StudyError, answered
 from lightning_autosync.search.tuning.settings import Settings
@@ -88,7 +88,7 @@ class Job:
         study.set_user_attr(JOB, json.dumps(own))
 
     def plan_order(self, plan: SyncPlan) -> dict[str, Any]:
-        """Arguments of `lightning_autosync.bench.contenders.set_up` for a plan, but for the name."""
+        """Arguments of `lightning_autosync.measure.bench.contenders.set_up` for a plan, but for the name."""
         return {**self._order(), "plan": plan.to_dict(), "workload": self.workload.to_dict()}
 
     def ddp_order(self, options: DDPOptions) -> dict[str, Any]:

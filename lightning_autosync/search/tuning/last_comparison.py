@@ -7,16 +7,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from lightning_autosync.bench.interleaving import ContenderError, Pool, play
-from lightning_autosync.bench.preparation import Preparation, plan_class, prepare
-from lightning_autosync.bench.settings import Contender, DDPOptions, DDPSweep, Settings
+from lightning_autosync.measure.bench.interleaving import ContenderError, Pool, play
+from lightning_autosync.measure.bench.preparation import Preparation, plan_class, prepare
+from lightning_autosync.measure.bench.settings import Contender, DDPOptions, DDPSweep, Settings
+from lightning_autosync.measure.emulation.link_check import LinkCheck
+from lightning_autosync.measure.workers import InputError, WorkerError
 from lightning_autosync.plan import SyncPlan
 from lightning_autosync.search.tuning.errors import TuningError
 from lightning_autosync.search.tuning.final import Final
 from lightning_autosync.search.tuning.job import Job, bench_settings
 from lightning_autosync.search.tuning.stage import reason
-from lightning_autosync.workers import InputError, WorkerError
-from lightning_autosync.workers.link_check import LinkCheck
 
 _log = logging.getLogger(__name__)
 

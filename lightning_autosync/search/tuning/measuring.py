@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from lightning_autosync.bench.interleaving import turn_order
+from lightning_autosync.learned.dataset.sample import step_noise
+from lightning_autosync.measure.bench.interleaving import turn_order
 from lightning_autosync.search.tuning.settings import TrialSettings
 from lightning_autosync.search.tuning.stage import Entrant, Stage, Steps, TrialError
-from lightning_autosync.simulator.dataset.sample import step_noise
 
 State = Literal["running", "complete", "pruned", "failed"]
 _LEAST_TURNS = 3

@@ -10,7 +10,7 @@ from optuna.distributions import BaseDistribution
 from optuna.samplers import BaseSampler
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
-from lightning_autosync.search.drift import Footing
+from lightning_autosync.measure.drift import Footing
 from lightning_autosync.search.tried import RUN, is_composed, seconds_of, sight_of, told
 
 

@@ -14,10 +14,10 @@ from pydantic import ConfigDict, Field
 
 from lightning_autosync.documents import PLAIN, Index, Record, Taken, checked, digest, parse_json
 from lightning_autosync.errors import DocumentError
+from lightning_autosync.measure.drift import Drift
 from lightning_autosync.plan import SyncPlan, compile_plan
 from lightning_autosync.plan.builders import build
 from lightning_autosync.plan.space import BUILDER, PlanSpace
-from lightning_autosync.search.drift import Drift
 from lightning_autosync.search.storages import StudyError, answered
 from lightning_autosync.search.tuning.interruptions import uninterrupted
 from lightning_autosync.search.tuning.job import Job

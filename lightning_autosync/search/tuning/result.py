@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from lightning_autosync.measure.drift import Drift
 from lightning_autosync.plan import SyncPlan
-from lightning_autosync.search.drift import Drift
 from lightning_autosync.search.passwords import without_password
 from lightning_autosync.search.tuning.final import Final
 from lightning_autosync.search.tuning.job import Job

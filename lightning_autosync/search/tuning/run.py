@@ -12,6 +12,7 @@ from typing import Any
 
 from lightning_autosync.documents import digest, identity
 from lightning_autosync.errors import AutoSyncError
+from lightning_autosync.learned import ReplayEstimator
 from lightning_autosync.plan import SyncPlan
 from lightning_autosync.plan.builders import build
 from lightning_autosync.plan.space import PlanSpace
@@ -31,7 +32,6 @@ from lightning_autosync.search.tuning.sources import Sources
 from lightning_autosync.search.tuning.stage import Stage, reason
 from lightning_autosync.search.tuning.trials import Record, Trials, drift_of, ranked
 from lightning_autosync.search.tuning.tuner import Tuner
-from lightning_autosync.simulator.learned import ReplayEstimator
 
 JOURNAL = "study.journal"
 RIVALS = 3

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 import optuna
 
-from lightning_autosync.bench.hosts import job_hosts
+from lightning_autosync.learned import Estimator
+from lightning_autosync.learned.dataset import Sample
+from lightning_autosync.measure.bench.hosts import job_hosts
+from lightning_autosync.replay import Constants
 from lightning_autosync.search.transfer import load_transfer
 from lightning_autosync.search.tuning.job import PACED, Job
 from lightning_autosync.search.tuning.settings import Settings
-from lightning_autosync.simulator import Constants
-from lightning_autosync.simulator.dataset import Sample
-from lightning_autosync.simulator.learned import Estimator
 
 
 @dataclass(frozen=True)

@@ -9,16 +9,16 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
-from lightning_autosync.bench.interleaving import Pool
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.errors import AutoSyncError
+from lightning_autosync.measure.bench.interleaving import Pool
+from lightning_autosync.measure.emulation.check import measured_links
+from lightning_autosync.measure.emulation.link_check import LinkCheck
+from lightning_autosync.measure.workers import LaunchError, WorkerError, WorkerPool
 from lightning_autosync.search.tuning.settings import Settings
 from lightning_autosync.search.tuning.within_job import JobPool, JobRank
-from lightning_autosync.workers import LaunchError, WorkerError, WorkerPool
-from lightning_autosync.workers.check import measured_links
-from lightning_autosync.workers.link_check import LinkCheck
 
-_CONTENDERS = "lightning_autosync.bench.contenders"
+_CONTENDERS = "lightning_autosync.measure.bench.contenders"
 _log = logging.getLogger(__name__)
 
 Steps = Sequence[Sequence[float]]
@@ -35,7 +35,7 @@ class Entrant:
 
     Attributes:
         name: under which workers keep it; of one entrant at a time.
-        order: arguments of `lightning_autosync.bench.contenders.set_up`, but for the name.
+        order: arguments of `lightning_autosync.measure.bench.contenders.set_up`, but for the name.
         life: the pool in which it is set up, counted from 1; 0 for none.
     """
 

@@ -12,9 +12,9 @@ from typing import Any
 import optuna
 from optuna.trial import FrozenTrial, TrialState
 
+from lightning_autosync.measure.drift import Drift, Footing, Sight
 from lightning_autosync.plan import SyncPlan
 from lightning_autosync.plan.space import BUILDER, COMPOSED
-from lightning_autosync.search.drift import Drift, Footing, Sight
 from lightning_autosync.search.sampler import AutoSyncSampler
 from lightning_autosync.search.storages import answered
 from lightning_autosync.search.studies import suggest

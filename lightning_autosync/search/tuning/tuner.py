@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import optuna
 
 from lightning_autosync.errors import DocumentError
+from lightning_autosync.learned import ReplayEstimator
 from lightning_autosync.plan import SyncPlan, compile_plan
 from lightning_autosync.search.tried import BROKEN_OFF, PREDICTED, PRICE
 from lightning_autosync.search.tuning.errors import TuningError
@@ -20,7 +21,6 @@ from lightning_autosync.search.tuning.progress import TuningProgress
 from lightning_autosync.search.tuning.reference import Reference
 from lightning_autosync.search.tuning.stage import Entrant, Stage
 from lightning_autosync.search.tuning.trials import Record, Trials, drift_of, footing_of, of_run, ranked
-from lightning_autosync.simulator.learned import ReplayEstimator
 
 
 @dataclass(frozen=True)

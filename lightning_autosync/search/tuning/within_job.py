@@ -15,10 +15,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_autosync.runtime.scheduling import set_batch_scheduling
-from lightning_autosync.workers import LaunchError, WorkerError
-from lightning_autosync.workers.replies import describe, wrong_input
-from lightning_autosync.workers.worker import resolve
+from lightning_autosync.engine.scheduling import set_batch_scheduling
+from lightning_autosync.measure.workers import LaunchError, WorkerError
+from lightning_autosync.measure.workers.replies import describe, wrong_input
+from lightning_autosync.measure.workers.worker import resolve
 
 _IDLE = timedelta(seconds=5)
 """Time after which a rank without an order looks again."""
@@ -89,7 +89,7 @@ class JobRank:
 
     def _renew(self) -> list[str | int]:
         """Make the process group anew, with nothing left of what ran in the old one."""
-        from lightning_autosync.bench.contenders import forget
+        from lightning_autosync.measure.bench.contenders import forget
 
         forget()
         dist.destroy_process_group()

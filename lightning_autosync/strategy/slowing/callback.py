@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from lightning_autosync.documents import describe_validation_error
 from lightning_autosync.errors import DocumentError
-from lightning_autosync.workers.straggler import Slowdown, Straggler, StragglerSettings
+from lightning_autosync.measure.models.straggler import Slowdown, Straggler, StragglerSettings
 
 BACKWARD = 2.0
 """A backward pass computes about this many times as much as the forward pass before it."""
@@ -25,9 +25,9 @@ class SlowingMixin:
     how long others take. Steps are batches, counted on each rank from the beginning of the training.
 
     Args:
-        slowdowns: fields of `lightning_autosync.workers.straggler.Slowdown`: ``ranks`` (None is all), ``factor``,
-            ``pause_probability`` and ``pause`` (mean seconds), ``begin`` and ``end`` (batches). Where several hold,
-            factors multiply and pauses add up.
+        slowdowns: fields of `lightning_autosync.measure.models.straggler.Slowdown`: ``ranks`` (None is all),
+            ``factor``, ``pause_probability`` and ``pause`` (mean seconds), ``begin`` and ``end`` (batches).
+            Where several hold, factors multiply and pauses add up.
         seed: of the pauses; every rank draws its own.
         compute: seconds that a batch's computation takes, if that is known.
         sleep: how to spend seconds.

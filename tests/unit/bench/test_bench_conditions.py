@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from lightning_autosync.bench.conditions import bytes_sent
-from lightning_autosync.bench.interleaving import turn_order
-from lightning_autosync.bench.load import LoadMeter, machine_ticks, process_ticks
 from lightning_autosync.cli import main
+from lightning_autosync.measure.bench.conditions import bytes_sent
+from lightning_autosync.measure.bench.interleaving import turn_order
+from lightning_autosync.measure.bench.load import LoadMeter, machine_ticks, process_ticks
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the kernel's counters")

@@ -9,11 +9,11 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from lightning_autosync.bench.preparation import interleaved, make_cluster, plan_class, prepare
-from lightning_autosync.bench.result import Measurement, Result
-from lightning_autosync.bench.settings import Settings
 from lightning_autosync.cluster import ClusterSpec, configuration_directory
 from lightning_autosync.errors import DocumentError
+from lightning_autosync.measure.bench.preparation import interleaved, make_cluster, plan_class, prepare
+from lightning_autosync.measure.bench.result import Measurement, Result
+from lightning_autosync.measure.bench.settings import Settings
 from lightning_autosync.plan import builders
 from lightning_autosync.plan.spec import SyncPlan
 from lightning_autosync.workload import Workload

@@ -9,14 +9,14 @@ import math
 import pytest
 from rich.console import Console
 
-from lightning_autosync.bench.bounds import Bound, least_step
-from lightning_autosync.bench.picture import draw
-from lightning_autosync.bench.preparation import prepare
-from lightning_autosync.bench.result import Measurement, Result
-from lightning_autosync.bench.settings import Settings
-from lightning_autosync.bench.statistics import paired_ratio, relative_medians, round_time
-from lightning_autosync.bench.table import remarks, result_table, title
 from lightning_autosync.cluster import FRAMING, ClusterSpec
+from lightning_autosync.measure.bench.bounds import Bound, least_step
+from lightning_autosync.measure.bench.picture import draw
+from lightning_autosync.measure.bench.preparation import prepare
+from lightning_autosync.measure.bench.result import Measurement, Result
+from lightning_autosync.measure.bench.settings import Settings
+from lightning_autosync.measure.bench.statistics import paired_ratio, relative_medians, round_time
+from lightning_autosync.measure.bench.table import remarks, result_table, title
 from lightning_autosync.workload import Variable, Workload
 
 

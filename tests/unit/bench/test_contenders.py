@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from lightning_autosync.bench.contenders import Contender, DDPContender, PlanContender
-from lightning_autosync.bench.models import Model
-from lightning_autosync.bench.recipes import model_of
-from lightning_autosync.bench.settings import DDPOptions
 from lightning_autosync.cluster import ClusterSpec
+from lightning_autosync.measure.bench.contenders import Contender, DDPContender, PlanContender
+from lightning_autosync.measure.bench.settings import DDPOptions
+from lightning_autosync.measure.models import paced
+from lightning_autosync.measure.models.models import Model
+from lightning_autosync.measure.models.recipes import model_of
 from lightning_autosync.plan import builders
-from lightning_autosync.workers import paced
 from lightning_autosync.workload import Variable, Workload
 
 SLOW = ClusterSpec.from_dict(

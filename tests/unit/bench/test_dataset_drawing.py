@@ -8,18 +8,18 @@ from typing import Any
 
 import pytest
 
-from lightning_autosync.bench.collection.card import card
-from lightning_autosync.bench.collection.collector import Collector
-from lightning_autosync.bench.collection.combinations import Combination, draw_combinations
-from lightning_autosync.bench.collection.crew import Batch, slowest_rank
-from lightning_autosync.bench.collection.drafts import REFERENCE, draw_drafts, kinds
-from lightning_autosync.bench.collection.job import Budget
-from lightning_autosync.bench.collection.settings import Mixture, Settings
 from lightning_autosync.cluster import synchronization_rate
 from lightning_autosync.errors import DocumentError
+from lightning_autosync.lab.collection.card import card
+from lightning_autosync.lab.collection.collector import Collector
+from lightning_autosync.lab.collection.combinations import Combination, draw_combinations
+from lightning_autosync.lab.collection.crew import Batch, slowest_rank
+from lightning_autosync.lab.collection.drafts import REFERENCE, draw_drafts, kinds
+from lightning_autosync.lab.collection.job import Budget
+from lightning_autosync.lab.collection.settings import Mixture, Settings
+from lightning_autosync.learned.dataset import Dataset, Writer
 from lightning_autosync.plan import SyncPlan, compile_plan
-from lightning_autosync.simulator import Constants
-from lightning_autosync.simulator.dataset import Dataset, Writer
+from lightning_autosync.replay import Constants
 
 SMALL: dict[str, Any] = {
     "dataset": "none",

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lightning_autosync.bench.convergence import trial
+from lightning_autosync.lab.convergence import trial
 
 
 def test_a_failed_training_lets_go_without_waiting() -> None:

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from lightning_autosync.bench import conditions
-from lightning_autosync.bench.interleaving import ContenderError, play
-from lightning_autosync.bench.preparation import prepare
-from lightning_autosync.bench.result import Result
-from lightning_autosync.bench.settings import Settings
-from lightning_autosync.bench.table import remarks, title
 from lightning_autosync.cluster import ClusterSpec
-from lightning_autosync.workers import InputError, WorkerError
+from lightning_autosync.measure.bench import conditions
+from lightning_autosync.measure.bench.interleaving import ContenderError, play
+from lightning_autosync.measure.bench.preparation import prepare
+from lightning_autosync.measure.bench.result import Result
+from lightning_autosync.measure.bench.settings import Settings
+from lightning_autosync.measure.bench.table import remarks, title
+from lightning_autosync.measure.workers import InputError, WorkerError
 
 
 class FarPool:

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from lightning_autosync.bench.validation.accuracy import Accuracy, Priced, by
-from lightning_autosync.bench.validation.cases import Case, draw_cases
-from lightning_autosync.bench.validation.command import order_lines
-from lightning_autosync.bench.validation.measuring import load_measurements, measure_cases
-from lightning_autosync.bench.validation.settings import Settings
+from lightning_autosync.cli.validate import order_lines
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.errors import DocumentError
+from lightning_autosync.lab.validation.accuracy import Accuracy, Priced, by
+from lightning_autosync.lab.validation.cases import Case, draw_cases
+from lightning_autosync.lab.validation.measuring import load_measurements, measure_cases
+from lightning_autosync.lab.validation.settings import Settings
 from lightning_autosync.plan import builders, compile_plan
 from lightning_autosync.workload import Variable, Workload
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.plan import TreeTransfer, builders, compile_plan
 from lightning_autosync.plan.topologies.double_tree import in_order
-from lightning_autosync.simulator import Replay
+from lightning_autosync.replay import Replay
 from lightning_autosync.workload import Variable, Workload
 
 

@@ -10,11 +10,11 @@ import pytest
 
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.errors import PlanError
+from lightning_autosync.learned.traits import MODES
 from lightning_autosync.plan import SyncPlan, builders, compile_plan, topologies
 from lightning_autosync.plan.space import PlanSpace
 from lightning_autosync.report.figures.plan import method_of
 from lightning_autosync.search.sampler.features import Embedding
-from lightning_autosync.simulator.learned.traits import MODES
 from lightning_autosync.workload import Variable, Workload
 
 WORKLOAD = Workload(name="layers", variables=tuple(Variable(name=f"layer{i}", shape=(64, 64)) for i in range(4)))

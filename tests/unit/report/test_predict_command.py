@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from lightning_autosync.cli.predict import predict
 from lightning_autosync.cluster import resolve_cluster
 from lightning_autosync.errors import AutoSyncError
 from lightning_autosync.plan import builders
-from lightning_autosync.report.command import predict
-from lightning_autosync.simulator import Constants
+from lightning_autosync.replay import Constants
 from lightning_autosync.workload import catalogue
 
 ASKED: dict[str, Any] = {"plan": "byteps", "workload": "ncf", "cluster": "fat_node_star"}

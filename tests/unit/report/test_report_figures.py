@@ -10,6 +10,7 @@ import pytest
 from lightning_autosync.cluster import ClusterSpec, resolve_cluster
 from lightning_autosync.errors import DocumentError
 from lightning_autosync.plan import Group, Partition, SyncPlan, builders, compile_plan
+from lightning_autosync.replay import Constants, MessageSpan, Replay, Span, Timeline
 from lightning_autosync.report.figures.cluster import MOST_NODES, Traffic, cluster_picture
 from lightning_autosync.report.figures.labels import spread
 from lightning_autosync.report.figures.plan import MOST_ROWS, method_of, plan_picture, reducers
@@ -17,7 +18,6 @@ from lightning_autosync.report.figures.style import INK, new_figure, report_styl
 from lightning_autosync.report.figures.svg import Picture
 from lightning_autosync.report.figures.trials import looks
 from lightning_autosync.report.timelines_file import load_timelines, save_timelines
-from lightning_autosync.simulator import Constants, MessageSpan, Replay, Span, Timeline
 from lightning_autosync.workload import Variable, Workload
 
 CLUSTER = ClusterSpec.star(bandwidths=["400 Mbit/s", *["100 Mbit/s"] * 3])

@@ -13,15 +13,15 @@ import pytest
 from matplotlib.figure import Figure
 
 from lightning_autosync.cluster import FRAMING, ClusterSpec
+from lightning_autosync.engine.tracing import StepTrace
 from lightning_autosync.errors import DocumentError
+from lightning_autosync.measure.emulation.network import Network
 from lightning_autosync.plan import builders, compile_plan
+from lightning_autosync.replay import Constants, MessageSpan, Span, Timeline
 from lightning_autosync.report.link_use import busy_shares, bytes_on_links
 from lightning_autosync.report.measured import measured_timeline
 from lightning_autosync.report.predict import predict
 from lightning_autosync.report.timeline import draw_timelines, write_trace
-from lightning_autosync.runtime.tracing import StepTrace
-from lightning_autosync.simulator import Constants, MessageSpan, Span, Timeline
-from lightning_autosync.workers.network import Network
 from lightning_autosync.workload import Variable, Workload
 
 TIMELINE = Timeline(

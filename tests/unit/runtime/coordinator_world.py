@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightning_autosync.runtime.relaxed.coordinator import Coordinator, Order
+from lightning_autosync.relaxed.coordinator import Coordinator, Order
 
 DETECTION = 3.0
 """Seconds until a loss is known, at most."""

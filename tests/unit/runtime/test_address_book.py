@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from lightning_autosync.errors import ExchangeError
-from lightning_autosync.runtime.relaxed.address_book import sign_in
+from lightning_autosync.relaxed.address_book import sign_in
 
 
 def test_who_does_not_sign_in_is_named() -> None:

@@ -14,17 +14,17 @@ import torch
 import torch.distributed as dist
 from strangers import SECRET
 
+from lightning_autosync.engine.secret import seal
 from lightning_autosync.errors import ExchangeError
 from lightning_autosync.plan import Consistency
-from lightning_autosync.runtime.relaxed.averaging_worker import _MODEL
-from lightning_autosync.runtime.relaxed.heartbeat import HeartbeatSettings
-from lightning_autosync.runtime.relaxed.mesh import Mesh
-from lightning_autosync.runtime.relaxed.messages import as_bytes, payload_size
-from lightning_autosync.runtime.relaxed.partial_reduce import PartialReduce
-from lightning_autosync.runtime.relaxed.periodic import Periodic
-from lightning_autosync.runtime.relaxed.server.wire import pack
-from lightning_autosync.runtime.relaxed.tensors import ModelTensors
-from lightning_autosync.runtime.secret import seal
+from lightning_autosync.relaxed.averaging_worker import _MODEL
+from lightning_autosync.relaxed.heartbeat import HeartbeatSettings
+from lightning_autosync.relaxed.mesh import Mesh
+from lightning_autosync.relaxed.messages import as_bytes, payload_size
+from lightning_autosync.relaxed.partial_reduce import PartialReduce
+from lightning_autosync.relaxed.periodic import Periodic
+from lightning_autosync.relaxed.server.wire import pack
+from lightning_autosync.relaxed.tensors import ModelTensors
 
 HOST = "127.0.0.1"
 PATIENT = HeartbeatSettings(interval=0.5, shortest=20.0, longest=30.0)

@@ -9,9 +9,9 @@ from coordinator_world import World
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_autosync.runtime.relaxed.coordinator import Coordinator, Order
-from lightning_autosync.runtime.relaxed.grouping import Grouping
-from lightning_autosync.runtime.relaxed.isolation import IsolationGuard
+from lightning_autosync.relaxed.coordinator import Coordinator, Order
+from lightning_autosync.relaxed.grouping import Grouping
+from lightning_autosync.relaxed.isolation import IsolationGuard
 
 TIMEOUT = 1000.0
 FACTS = {"iteration": 1, "samples": 4, "elements": 10}

@@ -7,8 +7,8 @@ import threading
 
 from strangers import SECRET
 
-from lightning_autosync.runtime.relaxed.dialling import Dialler
-from lightning_autosync.runtime.relaxed.handshake import JOIN, Hello
+from lightning_autosync.relaxed.dialling import Dialler
+from lightning_autosync.relaxed.handshake import JOIN, Hello
 
 
 def test_closing_waits_for_every_call_whoever_made_it() -> None:

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 from strangers import KINDS, SECRET, claim, listening_as, visit
 
+from lightning_autosync.engine import door as door_module
+from lightning_autosync.engine import greeting, rendezvous
+from lightning_autosync.engine.door import Door, Visitor
 from lightning_autosync.errors import ExchangeError
-from lightning_autosync.runtime import door as door_module
-from lightning_autosync.runtime import greeting, rendezvous
-from lightning_autosync.runtime.door import Door, Visitor
 
 HOST = "127.0.0.1"
 

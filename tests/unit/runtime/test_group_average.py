@@ -18,13 +18,13 @@ from hypothesis import strategies as st
 from strangers import KINDS, SECRET, claim, visit
 
 from lightning_autosync.errors import ExchangeError, Expelled, GroupBroken, MeshTimeout, PeerLost
-from lightning_autosync.runtime.relaxed import handshake
-from lightning_autosync.runtime.relaxed import hub as hub_module
-from lightning_autosync.runtime.relaxed import link as link_module
-from lightning_autosync.runtime.relaxed.averaging import GroupAverage, cut_chunks, weighted_sum
-from lightning_autosync.runtime.relaxed.heartbeat import HeartbeatSettings
-from lightning_autosync.runtime.relaxed.mesh import Mesh
-from lightning_autosync.runtime.relaxed.messages import Sent
+from lightning_autosync.relaxed import handshake
+from lightning_autosync.relaxed import hub as hub_module
+from lightning_autosync.relaxed import link as link_module
+from lightning_autosync.relaxed.averaging import GroupAverage, cut_chunks, weighted_sum
+from lightning_autosync.relaxed.heartbeat import HeartbeatSettings
+from lightning_autosync.relaxed.mesh import Mesh
+from lightning_autosync.relaxed.messages import Sent
 
 HOST = "127.0.0.1"
 PATIENT = HeartbeatSettings(interval=0.5, shortest=20.0, longest=30.0)

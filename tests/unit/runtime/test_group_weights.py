@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_autosync.runtime.relaxed.weights import constant_weights, dynamic_weights, sample_weights
+from lightning_autosync.relaxed.weights import constant_weights, dynamic_weights, sample_weights
 
 ITERATIONS = st.lists(st.integers(0, 400), min_size=1, max_size=12)
 

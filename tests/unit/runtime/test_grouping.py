@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_autosync.runtime.relaxed.grouping import Grouping
-from lightning_autosync.runtime.relaxed.isolation import BOUND, IsolationGuard, windows_apart
-from lightning_autosync.runtime.relaxed.rehearsal import Rehearsal, rehearse
+from lightning_autosync.relaxed.grouping import Grouping
+from lightning_autosync.relaxed.isolation import BOUND, IsolationGuard, windows_apart
+from lightning_autosync.relaxed.rehearsal import Rehearsal, rehearse
 
 GROUPS = 1000
 EXCHANGE = 0.05

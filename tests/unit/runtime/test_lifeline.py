@@ -11,9 +11,9 @@ from collections.abc import Iterator
 import pytest
 import torch.distributed as dist
 
+from lightning_autosync.engine import lifeline
+from lightning_autosync.engine.lifeline import Inquiry, Lifeline, Verdict, explained, wait_watched
 from lightning_autosync.errors import ExchangeError, PeerLost
-from lightning_autosync.runtime import lifeline
-from lightning_autosync.runtime.lifeline import Inquiry, Lifeline, Verdict, explained, wait_watched
 from lightning_autosync.strategy.world import LossWatch, Others
 
 PATIENCE = 2.0

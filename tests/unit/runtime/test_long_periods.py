@@ -11,9 +11,9 @@ from test_group_average import together
 from torch import nn
 
 from lightning_autosync.plan import Consistency
-from lightning_autosync.runtime.relaxed.mesh import Mesh
-from lightning_autosync.runtime.relaxed.periodic import Periodic
-from lightning_autosync.runtime.relaxed.tensors import ModelTensors
+from lightning_autosync.relaxed.mesh import Mesh
+from lightning_autosync.relaxed.periodic import Periodic
+from lightning_autosync.relaxed.tensors import ModelTensors
 
 
 def train(settings: dict[str, Any], epochs: list[int]) -> None:

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_autosync.engine.exchanges.low_rank import _orthonormal
+from lightning_autosync.engine.memories import CompressorMemory, Memories, Memory
 from lightning_autosync.plan import Compressor
 from lightning_autosync.plan.encoding import low_rank_layout
 from lightning_autosync.plan.schedule import AllReduce, Message, Round
-from lightning_autosync.runtime.exchanges.low_rank import _orthonormal
-from lightning_autosync.runtime.memories import CompressorMemory, Memories, Memory
 
 
 def message(parameters: dict[str, nn.Parameter], compressor: Compressor, axis: int = 0) -> Message:

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from strangers import SECRET
 
 from lightning_autosync.errors import ExchangeError, MeshTimeout
-from lightning_autosync.runtime.relaxed.mesh import Mesh
-from lightning_autosync.runtime.relaxed.messages import Message, Sent, as_bytes, encode_head
+from lightning_autosync.relaxed.mesh import Mesh
+from lightning_autosync.relaxed.messages import Message, Sent, as_bytes, encode_head
 
 
 def test_a_message_that_comes_too_late_for_the_meshs_thread_is_settled(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_autosync.errors import DocumentError, ExchangeError
-from lightning_autosync.runtime.relaxed import handshake
-from lightning_autosync.runtime.relaxed.handshake import Answer, Hello
-from lightning_autosync.runtime.relaxed.heartbeat import HeartbeatSettings, SilenceLimit
-from lightning_autosync.runtime.relaxed.link import Link, ProtocolError
-from lightning_autosync.runtime.relaxed.membership import Membership, Status
-from lightning_autosync.runtime.relaxed.messages import Mail, Message, Sent, cut, encode_head
+from lightning_autosync.relaxed import handshake
+from lightning_autosync.relaxed.handshake import Answer, Hello
+from lightning_autosync.relaxed.heartbeat import HeartbeatSettings, SilenceLimit
+from lightning_autosync.relaxed.link import Link, ProtocolError
+from lightning_autosync.relaxed.membership import Membership, Status
+from lightning_autosync.relaxed.messages import Mail, Message, Sent, cut, encode_head
 
 SETTINGS = HeartbeatSettings(interval=0.5, shortest=1.0, longest=30.0)
 

@@ -10,11 +10,11 @@ from test_group_average import together
 from torch import Tensor, nn
 
 from lightning_autosync.plan import Consistency
-from lightning_autosync.runtime.relaxed.averaging_worker import AveragingWorker
-from lightning_autosync.runtime.relaxed.mesh import Mesh
-from lightning_autosync.runtime.relaxed.partial_reduce import PartialReduce
-from lightning_autosync.runtime.relaxed.periodic import Periodic
-from lightning_autosync.runtime.relaxed.tensors import ModelTensors
+from lightning_autosync.relaxed.averaging_worker import AveragingWorker
+from lightning_autosync.relaxed.mesh import Mesh
+from lightning_autosync.relaxed.partial_reduce import PartialReduce
+from lightning_autosync.relaxed.periodic import Periodic
+from lightning_autosync.relaxed.tensors import ModelTensors
 
 STEPS = [3, 1, 0, 2]
 """Of each rank before the barrier."""

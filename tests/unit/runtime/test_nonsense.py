@@ -13,10 +13,10 @@ from typing import Any
 import torch.distributed as dist
 from strangers import SECRET
 
-from lightning_autosync.runtime.relaxed.controller import Controller, ControllerLink
-from lightning_autosync.runtime.relaxed.coordinator import Coordinator
-from lightning_autosync.runtime.relaxed.grouping import Grouping
-from lightning_autosync.runtime.relaxed.mesh import Mesh
+from lightning_autosync.relaxed.controller import Controller, ControllerLink
+from lightning_autosync.relaxed.coordinator import Coordinator
+from lightning_autosync.relaxed.grouping import Grouping
+from lightning_autosync.relaxed.mesh import Mesh
 
 _HEAD = struct.Struct("<BIQ")
 _SMALL, _LARGE, _PIECE = range(3)

@@ -14,10 +14,10 @@ from strangers import SECRET
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.errors import PlanError
 from lightning_autosync.plan import SyncPlan, builders
-from lightning_autosync.runtime.relaxed.mesh import Mesh
-from lightning_autosync.runtime.relaxed.opening import open_synchronizer
-from lightning_autosync.runtime.relaxed.periodic import Periodic
-from lightning_autosync.runtime.relaxed.server import ParameterServer
+from lightning_autosync.relaxed.mesh import Mesh
+from lightning_autosync.relaxed.opening import open_synchronizer
+from lightning_autosync.relaxed.periodic import Periodic
+from lightning_autosync.relaxed.server import ParameterServer
 from lightning_autosync.workload import describe
 
 MODULE = torch.nn.Linear(3, 2)

@@ -7,7 +7,7 @@ import select
 import pytest
 
 from lightning_autosync.errors import ExchangeError
-from lightning_autosync.runtime.relaxed.orders import Orders
+from lightning_autosync.relaxed.orders import Orders
 
 
 def _is_woken(orders: Orders) -> bool:

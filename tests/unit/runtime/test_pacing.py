@@ -12,6 +12,8 @@ import pytest
 from clusters import shared_nodes, uneven_cluster
 
 from lightning_autosync.cluster import ClusterSpec, Topology
+from lightning_autosync.engine.pacing import HEADROOM, LEAST_PART, PAYLOAD_SHARE, pacing_rates, pipeline_stretches
+from lightning_autosync.engine.sockets import tune_connection
 from lightning_autosync.errors import ClusterError
 from lightning_autosync.plan import (
     Compressor,
@@ -24,8 +26,6 @@ from lightning_autosync.plan import (
     builders,
     compile_plan,
 )
-from lightning_autosync.runtime.pacing import HEADROOM, LEAST_PART, PAYLOAD_SHARE, pacing_rates, pipeline_stretches
-from lightning_autosync.runtime.sockets import tune_connection
 from lightning_autosync.workload import Variable, Workload
 
 LARGE = Workload(name="large", variables=tuple(Variable(name=f"v{index}", shape=(400_000,)) for index in range(4)))

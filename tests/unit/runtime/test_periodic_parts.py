@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lightning_autosync.errors import ExchangeError
-from lightning_autosync.runtime.relaxed.fragments import cut_fragments, first_ages
-from lightning_autosync.runtime.relaxed.pace import Pace
-from lightning_autosync.runtime.relaxed.tensors import (
+from lightning_autosync.relaxed.fragments import cut_fragments, first_ages
+from lightning_autosync.relaxed.pace import Pace
+from lightning_autosync.relaxed.tensors import (
     FlatView,
     ModelTensors,
     PersistentBuffers,

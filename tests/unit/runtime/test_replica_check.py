@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from lightning_autosync.engine import replica_check
+from lightning_autosync.engine.replica_check import ReplicaCheck, _bit_sum
 from lightning_autosync.errors import ExchangeError
-from lightning_autosync.runtime import replica_check
-from lightning_autosync.runtime.replica_check import ReplicaCheck, _bit_sum
 
 
 @pytest.mark.parametrize("shape", [(7,), (40, 300), (2048, 3)])

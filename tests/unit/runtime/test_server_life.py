@@ -16,10 +16,10 @@ from strangers import SECRET
 from lightning_autosync.errors import ExchangeError, Expelled, PlanError
 from lightning_autosync.plan import Consistency, Group, Partition, SyncPlan
 from lightning_autosync.plan.servers import server_layout
-from lightning_autosync.runtime.relaxed.heartbeat import HeartbeatSettings
-from lightning_autosync.runtime.relaxed.mesh import Mesh
-from lightning_autosync.runtime.relaxed.server import ParameterServer, process
-from lightning_autosync.runtime.relaxed.server.barrier import Barrier
+from lightning_autosync.relaxed.heartbeat import HeartbeatSettings
+from lightning_autosync.relaxed.mesh import Mesh
+from lightning_autosync.relaxed.server import ParameterServer, process
+from lightning_autosync.relaxed.server.barrier import Barrier
 from lightning_autosync.workload import describe, variable_names
 
 PATIENT = HeartbeatSettings(interval=0.5, shortest=20.0, longest=30.0)

@@ -7,18 +7,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_autosync.engine.exchanges.rows import Rows
 from lightning_autosync.errors import ExchangeError
 from lightning_autosync.plan.servers import Piece, Shard
-from lightning_autosync.runtime.exchanges.rows import Rows
-from lightning_autosync.runtime.relaxed.messages import as_bytes
-from lightning_autosync.runtime.relaxed.server.gradients import (
+from lightning_autosync.relaxed.messages import as_bytes
+from lightning_autosync.relaxed.server.gradients import (
     DenseGradient,
     add,
     pack_gradients,
     unpack_gradients,
 )
-from lightning_autosync.runtime.relaxed.server.node import Node
-from lightning_autosync.runtime.relaxed.server.wire import Packed, can_travel, pack, unpack
+from lightning_autosync.relaxed.server.node import Node
+from lightning_autosync.relaxed.server.wire import Packed, can_travel, pack, unpack
 
 DTYPES = [
     torch.complex128,

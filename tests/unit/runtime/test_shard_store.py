@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from lightning_autosync.engine.exchanges.rows import Rows
 from lightning_autosync.errors import PlanError
 from lightning_autosync.plan.servers import Piece, Shard
-from lightning_autosync.runtime.exchanges.rows import Rows
-from lightning_autosync.runtime.relaxed.server.gradients import DenseGradient, Gradients
-from lightning_autosync.runtime.relaxed.server.rules import ELEMENTWISE, OptimizerRule, hyperparameters
-from lightning_autosync.runtime.relaxed.server.shard import ShardStore
+from lightning_autosync.relaxed.server.gradients import DenseGradient, Gradients
+from lightning_autosync.relaxed.server.rules import ELEMENTWISE, OptimizerRule, hyperparameters
+from lightning_autosync.relaxed.server.shard import ShardStore
 
 SHAPES = {"scalar": (), "bias": (7,), "kernel": (3, 2, 4), "matrix": (5, 6)}
 VARIANTS: list[tuple[str, dict[str, Any]]] = [

@@ -8,8 +8,8 @@ from typing import Any, cast
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_autosync.runtime.relaxed.mesh import Mesh
-from lightning_autosync.runtime.relaxed.work import SharedWork
+from lightning_autosync.relaxed.mesh import Mesh
+from lightning_autosync.relaxed.work import SharedWork
 from lightning_autosync.strategy.shared_data import SharedSampler
 
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from lightning_autosync.runtime.relaxed.server.clock import StalenessClock
+from lightning_autosync.relaxed.server.clock import StalenessClock
 
 SCHEDULES = 10_000
 

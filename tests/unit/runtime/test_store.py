@@ -8,9 +8,9 @@ import socket
 import pytest
 from strangers import listening, listening_as
 
+from lightning_autosync.engine import store as stores
+from lightning_autosync.engine.store import find_store, open_store
 from lightning_autosync.errors import ExchangeError
-from lightning_autosync.runtime import store as stores
-from lightning_autosync.runtime.store import find_store, open_store
 
 HOST = "127.0.0.1"
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from lightning_autosync.engine.transport import UP, Frame, Transport
 from lightning_autosync.errors import ExchangeError
-from lightning_autosync.runtime.transport import UP, Frame, Transport
 
 
 class Inbox:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_autosync.runtime.watch import ParameterWatch, difference
+from lightning_autosync.engine.watch import ParameterWatch, difference
 
 
 def network() -> nn.Module:

@@ -8,7 +8,7 @@ from typing import Any
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.plan import AllReduce, AllToAll, Compressor, Message, Round, Schedule, Tree, TreeTransfer
 from lightning_autosync.plan.schedule import Transfer
-from lightning_autosync.simulator import Constants, Prediction, Replay
+from lightning_autosync.replay import Constants, Prediction, Replay
 from lightning_autosync.workload import Variable, Workload
 
 RATE = 1e6

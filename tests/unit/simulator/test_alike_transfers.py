@@ -11,7 +11,7 @@ import pytest
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.plan import Compressor, Group, Partition, SyncPlan, compile_plan
 from lightning_autosync.plan.schedule import Round, Tree, TreeTransfer
-from lightning_autosync.simulator import Constants, Replay
+from lightning_autosync.replay import Constants, Replay
 from lightning_autosync.workload import Variable, Workload
 
 CLUSTER = ClusterSpec.racks(racks=2, nodes_per_rack=2, bandwidth=50e6, uplink=25e6, latency=1e-4)

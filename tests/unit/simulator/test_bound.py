@@ -8,8 +8,8 @@ import pytest
 from replay_cases import IDEAL, RATE, all_reduce, one_switch, price, tree, workload
 
 from lightning_autosync.cluster import ClusterSpec
-from lightning_autosync.simulator import least_step, synchronization_bound
-from lightning_autosync.simulator.bound import arrival_times
+from lightning_autosync.replay import least_step, synchronization_bound
+from lightning_autosync.replay.bound import arrival_times
 from lightning_autosync.workload import Variable, Workload
 
 TABLE = Variable(name="table", shape=(100, 1), kind="row_sparse", rows=50.0)

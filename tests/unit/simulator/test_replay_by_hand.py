@@ -19,7 +19,7 @@ from lightning_autosync.plan import (
     TreeTransfer,
     TwoLevelAllReduce,
 )
-from lightning_autosync.simulator import Replay
+from lightning_autosync.replay import Replay
 from lightning_autosync.workload import Variable, Workload
 
 LINE = {

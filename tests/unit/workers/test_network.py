@@ -8,7 +8,7 @@ from lightning_autosync.cluster.shipped import resolve_cluster, shipped_clusters
 from lightning_autosync.cluster.spec import ClusterSpec
 from lightning_autosync.cluster.topology import Topology
 from lightning_autosync.errors import ClusterError
-from lightning_autosync.workers.network import LOOPBACK, Network
+from lightning_autosync.measure.emulation.network import LOOPBACK, Network
 
 
 def travel(network: Network, source: int, target: int) -> list[int]:

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from lightning_autosync.errors import WorkloadError
-from lightning_autosync.workers import paced
-from lightning_autosync.workers.paced import PacedModule
+from lightning_autosync.measure.models import paced
+from lightning_autosync.measure.models.paced import PacedModule
 from lightning_autosync.workload import Variable, Workload, capture, catalogue, describe
 from lightning_autosync.workload.scaling import scaled, with_compute
 

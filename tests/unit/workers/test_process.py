@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from lightning_autosync.workers import process
-from lightning_autosync.workers.process import WorkerProcess
+from lightning_autosync.measure.workers import process
+from lightning_autosync.measure.workers.process import WorkerProcess
 
 
 @pytest.fixture

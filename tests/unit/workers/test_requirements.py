@@ -9,7 +9,8 @@ import sys
 import pytest
 
 from lightning_autosync.cluster.spec import ClusterSpec
-from lightning_autosync.workers import EmulatedLaunch, LaunchError, netns
+from lightning_autosync.measure.emulation import netns
+from lightning_autosync.measure.workers import EmulatedLaunch, LaunchError
 
 
 def test_other_systems_are_pointed_to_the_other_launches(monkeypatch):

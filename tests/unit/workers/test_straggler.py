@@ -7,7 +7,7 @@ import time
 import pytest
 from pydantic import ValidationError
 
-from lightning_autosync.workers.straggler import Slowdown, Straggler, StragglerSettings
+from lightning_autosync.measure.models.straggler import Slowdown, Straggler, StragglerSettings
 
 
 def delays(settings: StragglerSettings, rank: int, steps: int, compute: float = 1.0) -> list[float]:

@@ -7,9 +7,9 @@ import optuna
 from lightning_autosync.cluster import resolve_cluster
 from lightning_autosync.plan import compile_plan
 from lightning_autosync.plan.space import PlanSpace
+from lightning_autosync.replay import Replay
 from lightning_autosync.search.sampler import AutoSyncSampler
 from lightning_autosync.search.studies import enqueue_baselines, suggest
-from lightning_autosync.simulator import Replay
 from lightning_autosync.workload import catalogue
 
 workload, cluster = catalogue.build("vgg16"), resolve_cluster("fat_node_star")

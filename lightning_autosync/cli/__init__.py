@@ -1,0 +1,7 @@
+"""The command ``autosync``: one file a verb."""
+
+from __future__ import annotations
+
+from lightning_autosync.cli.application import main
+
+__all__ = ["main"]

@@ -1,0 +1,170 @@
+"""The command ``autosync VERB key=value ...``: every verb is a Hydra application."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from lightning_autosync import interrupts
+from lightning_autosync.errors import AutoSyncError, UnwritableError
+
+VERBS = {
+    "bench": "measure contenders side by side on this machine",
+    "collect": "measure drawn plans, for simulators to learn from",
+    "converge": "compare methods by what they learn, and how soon",
+    "fit": "train a simulator on measured plans, judge it beside others",
+    "probe": "measure the links and hosts of a job, write its cluster",
+    "predict": "what a step under a plan takes and why, without a cluster",
+    "rehearse": "compare samplers on a replay in place of the wire",
+    "serve": "keep parameters for workers on other nodes",
+    "report": "what tuning runs found, as one HTML file",
+    "tune": "search for the fastest plan by live trials",
+    "train": "train a LightningModule by any way to synchronize",
+    "validate": "measure random plans and compare with predictions",
+}
+"""Each verb and its purpose. The module of its name beside this one has its function; ``conf/VERB.yaml`` its config."""
+
+FULL_ERROR = "HYDRA_FULL_ERROR"
+TORCHRUN = "hydra/launcher=autosync_torchrun"
+"""The launcher that starts this command again, for which it has to know how."""
+
+
+def main() -> None:
+    """Run the verb that the command line names; the rest of the line is Hydra's.
+
+    Whatever takes long to import is imported once a Ctrl-C is heard.
+    """
+    interrupts.end_at_once()
+    if len(sys.argv) < 2 or sys.argv[1] in ("-h", "--help"):
+        print(usage())
+        sys.exit(0 if len(sys.argv) > 1 else 2)
+    verb = sys.argv[1]
+    if verb not in VERBS:
+        print(f"autosync: '{verb}' is not a verb\n\n{usage()}", file=sys.stderr)
+        sys.exit(2)
+    sys.argv = [f"autosync {verb}", *sys.argv[2:]]
+    logging.raiseExceptions = False  # a log on a full disk is not worth a traceback for each of its lines
+    try:
+        run_verb(verb)
+        _flush_output()
+    except (AutoSyncError, OSError) as error:
+        sys.exit(f"autosync {verb}: {in_a_line(error)}")
+    except KeyboardInterrupt:  # verbs that keep what was done until then say so themselves
+        interrupts.end_at_once()
+        print(f"autosync {verb}: interrupted", file=sys.stderr)
+        sys.exit(interrupts.STATUS)
+    finally:
+        interrupts.end_at_once()
+
+
+def usage() -> str:
+    """The verbs, one a line."""
+    lines = [f"  {verb:10} {purpose}" for verb, purpose in VERBS.items()]
+    return "\n".join(["usage: autosync VERB key=value ...", "", *lines, "", "autosync VERB --help lists the keys."])
+
+
+def run_verb(verb: str) -> None:
+    """Compose the verb's configuration and call its function, once or, in a sweep, for every combination."""
+    from lightning_autosync.cli.arguments import prepared, with_override
+    from lightning_autosync.cli.configuration import check_overrides, help_text, with_own_clusters
+
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        print(help_text(verb, VERBS[verb]))
+        return
+    with tempfile.TemporaryDirectory(prefix="autosync-") as folder:
+        interrupts.remove_at_end(folder)
+        if any("://" in argument for argument in sys.argv):
+            from lightning_autosync.search.passwords import by_environment
+
+            sys.argv[1:] = by_environment(sys.argv[1:])
+        sys.argv[1:] = with_own_clusters(prepared(sys.argv[1:], Path(folder)), Path(folder))
+        check_overrides(verb, sys.argv[1:])
+        if TORCHRUN in sys.argv:
+            sys.argv[1:] = with_override(sys.argv[1:], f"hydra.launcher.program=[-m,lightning_autosync.cli,{verb}]")
+        _run(verb)
+
+
+def _run(verb: str) -> None:
+    import hydra
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.errors import CompactHydraException
+    from hydra.types import RunMode
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    from lightning_autosync.cluster import configuration_directory
+
+    function: Callable[[dict[str, Any], Path], Any] = getattr(import_module(f"lightning_autosync.cli.{verb}"), verb)
+
+    def application(configuration: Any) -> Any:
+        hydra_configuration = HydraConfig.get()
+        directory = Path(hydra_configuration.runtime.output_dir)
+        try:
+            plain: Any = OmegaConf.to_container(configuration, resolve=True)
+            return function(plain, directory)
+        except SystemExit as ended:
+            if ended.code or not _is_reported(hydra_configuration):
+                raise
+            return None  # a rank that only follows; its launcher has to hear that it ended well
+        except (AutoSyncError, OSError) as error:
+            if hydra_configuration.mode is RunMode.MULTIRUN or _is_reported(hydra_configuration):
+                raise  # a failed trial is the sweeper's to tell
+            # Hydra would print the line's overrides before it.
+            sys.exit(f"autosync {verb}: {in_a_line(error)}")
+
+    # Hydra shall raise what it meets, as a full disk, and not print it with a traceback and exit.
+    given = os.environ.get(FULL_ERROR)
+    os.environ[FULL_ERROR] = given or "1"
+    try:
+        interrupts.raise_again()
+        hydra.main(version_base="1.3", config_path=str(configuration_directory()), config_name=verb)(application)()
+    except (CompactHydraException, OmegaConfBaseException) as error:
+        cause = error.__cause__
+        print(error, *([cause] if isinstance(cause, OmegaConfBaseException) else []), sep="\n", file=sys.stderr)
+        sys.exit(getattr(error, "status", 1))
+    finally:
+        if given is None:
+            del os.environ[FULL_ERROR]
+        else:
+            os.environ[FULL_ERROR] = given
+
+
+def in_a_line(error: AutoSyncError | OSError) -> str:
+    """What went wrong, and with which file, without passwords of databases."""
+    text = str(error)
+    if isinstance(error, OSError) and error.strerror is not None:
+        where = error.filename2 or error.filename or "standard output or a file of the run directory"
+        text = f"{where}: {error.strerror}"
+    if "://" in text:
+        from lightning_autosync.search.passwords import without_passwords
+
+        return without_passwords(text)
+    return text
+
+
+def _flush_output() -> None:
+    """Print what is left to be printed, which Python would do at its end, with an error of its own.
+
+    Raises:
+        UnwritableError: it cannot be.
+    """
+    try:
+        sys.stdout.flush()
+    except OSError as cause:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise UnwritableError(f"standard output: {cause.strerror}") from None
+
+
+def _is_reported(configuration: Any) -> bool:
+    """Whether this is a torchrun job of a sweep, whose launcher learns from a callback how each rank ended."""
+    return "autosync_report" in (configuration.callbacks or {})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""``autosync collect``: a dataset of plans and their measured step times."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from lightning_autosync.documents import write_text
+from lightning_autosync.lab.collection.card import write_card
+from lightning_autosync.lab.collection.collector import Collector
+from lightning_autosync.lab.collection.combinations import draw_combinations
+from lightning_autosync.lab.collection.settings import Settings
+from lightning_autosync.learned.dataset import Writer
+from lightning_autosync.measure.emulation.netns import require_namespaces
+from lightning_autosync.measure.emulation.shared_hosts import shared_hosts
+
+FORMAT = "autosync-collection/1"
+
+
+def collect(configuration: dict[str, Any], directory: Path) -> None:
+    """Draw plans and measure those that the dataset does not have yet; an interrupted run goes on when called again.
+
+    What was measured beside too much other load is measured again then, too.
+
+    The dataset's folder gets Parquet parts, ``manifest.json`` and ``README.md``; ``result.json`` appears in
+    ``directory``.
+
+    Raises:
+        AutoSyncError: a setting is wrong, links cannot be emulated here, a file of the dataset is damaged, or too many
+            plans failed.
+    """
+    settings = Settings.parse(configuration)
+    constants = shared_hosts(settings.constants, settings.cores)
+    combinations = draw_combinations(settings)
+    require_namespaces()
+    start = time.perf_counter()
+    with Writer(settings.dataset) as writer:
+        before = len(writer.keys)
+        collector = Collector(settings, constants, writer)
+        try:
+            collector.run(combinations)
+        finally:
+            writer.flush()
+            write_card(writer.directory)
+            seconds = time.perf_counter() - start
+            result = _result(settings, collector, seconds, len(writer.keys))
+            write_text(directory / "result.json", json.dumps(result) + "\n")
+    progress = collector.progress
+    rate = 60 * progress.measured / seconds
+    disturbed = ""
+    if progress.disturbed:
+        disturbed = (
+            f", {progress.disturbed} of them beside other load (more than quiet={settings.quiet:g} cores; a fit leaves "
+            "them out, and the next run measures them again)"
+        )
+    Console().print(
+        f"{before} pairs were there, {progress.measured} measured ({rate:.0f} a minute){disturbed}, "
+        f"{len(progress.failed)} failed; the dataset is {writer.directory}",
+        soft_wrap=True,
+        highlight=False,
+    )
+
+
+def _result(settings: Settings, collector: Collector, seconds: float, pairs: int) -> dict[str, Any]:
+    return {
+        "format": FORMAT,
+        "settings": settings.model_dump(mode="json"),
+        "dataset": str(Path(settings.dataset).absolute()),
+        "pairs": pairs,
+        "seconds": seconds,
+        **asdict(collector.progress),
+    }

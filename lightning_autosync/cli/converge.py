@@ -1,0 +1,50 @@
+"""``autosync converge``: train by several methods, print the tables, leave result and picture.
+
+With ``isolation`` nothing trains: how groups form is simulated, and there is no picture.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from lightning_autosync.documents import write_text
+from lightning_autosync.lab.convergence.comparison import compare
+from lightning_autosync.lab.convergence.isolation import simulate_groups, survey_remarks, survey_table
+from lightning_autosync.lab.convergence.picture import draw
+from lightning_autosync.lab.convergence.settings import Settings
+from lightning_autosync.lab.convergence.table import remarks, result_table
+
+FILE_WIDTH = 160
+"""Columns of the tables where they do not go to a terminal."""
+
+
+def converge(configuration: dict[str, Any], directory: Path) -> None:
+    """Run one comparison; ``result.json`` and ``result.png`` appear in ``directory``.
+
+    Raises:
+        AutoSyncError: a setting is wrong, or a worker failed.
+    """
+    settings = Settings.parse(configuration)
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=FILE_WIDTH)
+    if settings.isolation is not None:
+        survey = simulate_groups(settings)
+        console.print(survey_table(survey))
+        for line in survey_remarks(survey):
+            console.print(line, soft_wrap=True, highlight=False)
+        write_text(directory / "result.json", json.dumps(survey.to_dict()) + "\n")
+        console.print(f"{directory / 'result.json'}", soft_wrap=True, highlight=False)
+        return
+    result = compare(settings)
+    for speed in result.settings.chosen_speeds:
+        console.print(result_table(result, speed))
+    for line in remarks(result):
+        console.print(line, soft_wrap=True, highlight=False)
+    write_text(directory / "result.json", json.dumps(result.to_dict()) + "\n")
+    draw(result, directory / "result.png")
+    console.print(f"{directory / 'result.json'}, {directory / 'result.png'}", soft_wrap=True, highlight=False)

@@ -1,0 +1,164 @@
+"""``autosync fit``: trains a simulator on measured plans, and judges it beside the others on what they did not see."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress
+
+from lightning_autosync.documents import write_text
+from lightning_autosync.errors import DocumentError
+from lightning_autosync.lab.fitting.comparison import compare, tabulate
+from lightning_autosync.lab.fitting.encoding import encode_samples
+from lightning_autosync.lab.fitting.runs import Run, run_file
+from lightning_autosync.lab.fitting.settings import Settings
+from lightning_autosync.lab.fitting.splits import cluster, family, for_all
+from lightning_autosync.lab.fitting.table import tables
+from lightning_autosync.learned import LearnedEstimator, Simulator, load_simulator
+from lightning_autosync.learned.dataset import Dataset, Sample
+from lightning_autosync.learned.examples import Examples
+from lightning_autosync.measure.emulation.shared_hosts import shared_hosts
+from lightning_autosync.replay import Constants
+from lightning_autosync.run_files import RunFile, alone
+
+FORMAT = "autosync-fit/2"
+_log = logging.getLogger(__name__)
+
+
+def fit(configuration: dict[str, Any], directory: Path) -> None:
+    """Fit one simulator to a whole dataset, after all have been judged on parts of it.
+
+    The fitted simulator is the folder ``simulator`` in ``directory``, beside ``runs.jsonl`` (unless the settings name a
+    file) and ``result.json``.
+
+    Raises:
+        AutoSyncError: a setting is wrong, a part of the dataset cannot be read, or the runs in the file are of others.
+    """
+    settings = Settings.parse(configuration)
+    samples, cores = _load(settings)
+    start, constants = _start(settings, cores)
+    console = Console()
+    path = Path(settings.runs) if settings.runs else directory / "runs.jsonl"
+    with alone(path), Progress(console=console, transient=True) as progress:
+        file = run_file(path, settings, constants)
+        begun = time.perf_counter()
+        encoded = _encode(settings, samples, constants, progress)
+        encoding = time.perf_counter() - begun
+        runs = _compare(settings, samples, encoded, constants, file, start, progress)
+    fitted = directory / "simulator"
+    begun = time.perf_counter()
+    _fit(settings, samples, encoded, start or settings.simulator.build(constants, settings.seed)).save(fitted)
+    timing = {"encoding": encoding, "comparison": sum(run.seconds for run in runs)}
+    timing["fitting"] = time.perf_counter() - begun
+    result = _result(settings, samples, constants, runs, timing)
+    write_text(directory / "result.json", json.dumps(result) + "\n")
+    for table in tables(result["comparison"]):
+        console.print(table)
+    if start is not None and any(run.simulator == start.kind.name for run in runs):
+        console.print(f"{start.kind.name} went on from {settings.start}, which may have seen some of the test before")
+    console.print(f"{fitted}, {directory / 'result.json'}", soft_wrap=True, highlight=False)
+
+
+def _load(settings: Settings) -> tuple[list[Sample], set[float]]:
+    """The samples that a simulator can learn from, those of plans with a schedule, and the cores that ranks shared."""
+    dataset = Dataset.load(settings.dataset)
+    samples = [sample for sample in dataset if sample.plan.has_schedule]
+    if not samples:
+        disturbed = len(Dataset.load(settings.dataset, disturbed=True)) - len(dataset)
+        what, why = "no sample of a synchronous plan", ""
+        if disturbed:
+            what = "no sample of a synchronous plan that was measured undisturbed"
+            why = f"; {disturbed} were measured beside other load: collect them again, or with a larger quiet="
+        raise DocumentError(f"dataset: {', '.join(settings.dataset)}: {what}{why}")
+    return samples, dataset.cores
+
+
+def _start(settings: Settings, cores: set[float]) -> tuple[LearnedEstimator | None, Constants]:
+    """The simulator to train further, if there is one, and the constants of all.
+
+    Args:
+        settings: of the fit.
+        cores: that ranks shared where the samples were measured.
+    """
+    if settings.start is None:
+        if settings.constants is None and settings.cores is None and len(cores) > 1:
+            found = " and ".join(f"{number:g}" for number in sorted(cores))
+            raise DocumentError(f"cores: samples were measured on {found} cores, which no constants describe at once")
+        return None, shared_hosts(settings.constants, settings.cores or next(iter(cores), None))
+    if settings.constants is not None or settings.cores is not None:
+        raise DocumentError("start: a fitted simulator has constants of its own; leave out constants and cores")
+    start = load_simulator(settings.start)
+    if not isinstance(start, LearnedEstimator):
+        raise DocumentError(f"start: {settings.start}: a replay learns nothing; give a learned simulator")
+    if start.kind.name != settings.simulator.kind:
+        raise DocumentError(f"start: {settings.start}: it is '{start.kind.name}', not '{settings.simulator.kind}'")
+    start.tuning = settings.simulator.tuning
+    return start, start.constants
+
+
+def _encode(
+    settings: Settings, samples: Sequence[Sample], constants: Constants, progress: Progress
+) -> dict[str, Examples]:
+    kinds = tuple(dict.fromkeys((*settings.compare, settings.simulator.kind)))
+    _log.info("encoding %d samples", len(samples))
+    task = progress.add_task("encoding", total=len(samples))
+    return encode_samples(samples, constants, kinds, settings.processes, lambda count: progress.advance(task, count))
+
+
+def _compare(
+    settings: Settings,
+    samples: Sequence[Sample],
+    encoded: Mapping[str, Examples],
+    constants: Constants,
+    file: RunFile[Run],
+    start: LearnedEstimator | None,
+    progress: Progress,
+) -> list[Run]:
+    """All runs."""
+    total = settings.seeds * len(settings.splits) * len(set(settings.compare))
+    task = progress.add_task("comparing", total=total)
+    runs = []
+    for run in compare(settings, samples, encoded, constants, file, start):
+        runs.append(run)
+        progress.advance(task)
+    return runs
+
+
+def _fit(
+    settings: Settings, samples: Sequence[Sample], encoded: Mapping[str, Examples], simulator: Simulator
+) -> Simulator:
+    """Train on all samples; each network is kept from some, by which its epoch is chosen."""
+    if isinstance(simulator, LearnedEstimator):
+        _log.info("training %d networks on all %d samples", simulator.members, len(samples))
+        split = for_all(samples, settings.seed, simulator.members)
+        simulator.fit_encoded(encoded[settings.simulator.kind], split.held_out)
+    return simulator
+
+
+def _result(
+    settings: Settings,
+    samples: Sequence[Sample],
+    constants: Constants,
+    runs: Sequence[Run],
+    timing: Mapping[str, float],
+) -> dict[str, Any]:
+    return {
+        "format": FORMAT,
+        "settings": settings.model_dump(mode="json"),
+        "constants": constants.to_dict(),
+        "dataset": {
+            "samples": len(samples),
+            "clusters": sorted({cluster(sample) for sample in samples}),
+            "families": sorted({family(sample) for sample in samples}),
+        },
+        "comparison": tabulate(runs),
+        "runs": [asdict(run) for run in runs],
+        "seconds": dict(timing),
+    }

@@ -1,0 +1,74 @@
+"""``autosync predict``: what a step under a plan takes and why, without a cluster."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, ValidationError
+
+from lightning_autosync.cluster import ClusterSpec, resolve_cluster
+from lightning_autosync.documents import Record, describe_validation_error
+from lightning_autosync.errors import DocumentError
+from lightning_autosync.plan import SyncPlan, builders
+from lightning_autosync.replay import Constants
+from lightning_autosync.report.predict import predict as predict_step
+from lightning_autosync.workload import Workload, catalogue
+
+_FILES = (".yaml", ".yml", ".json")
+
+
+class PredictSettings(Record):
+    """What is to be predicted.
+
+    Attributes:
+        plan: path of a plan file, or the name of a builder.
+        arguments: of the builder.
+        workload: path of a workload file, or the name of a model of the catalogue.
+        model: arguments of the model, ``batch_size`` for example.
+        cluster: a cluster document, the path of its file, or the name of a shipped one.
+        constants: path of a file of the hosts' constants, from a probe; None takes the defaults.
+    """
+
+    plan: str
+    arguments: dict[str, Any] = Field(default_factory=dict)
+    workload: str
+    model: dict[str, Any] = Field(default_factory=dict)
+    cluster: str | dict[str, Any]
+    constants: str | None = None
+
+
+def predict(configuration: dict[str, Any], directory: Path) -> None:
+    """Print a prediction; pictures, trace and ``result.json`` appear in ``directory``.
+
+    Raises:
+        AutoSyncError: a setting is wrong, or plan, workload and cluster do not fit each other.
+    """
+    try:
+        settings = PredictSettings.model_validate(configuration)
+    except ValidationError as error:
+        raise DocumentError(describe_validation_error(error)) from None
+    workload, cluster = _workload(settings), _cluster(settings.cluster)
+    constants = Constants() if settings.constants is None else Constants.load(settings.constants)
+    print(predict_step(_plan(settings, workload, cluster), workload, cluster, directory, constants), end="")
+    print(f"{directory}: result.json, timeline.svg, timeline.png, trace.json")
+
+
+def _workload(settings: PredictSettings) -> Workload:
+    if not settings.workload.endswith(_FILES):
+        return catalogue.build(settings.workload, **settings.model)
+    if settings.model:
+        raise DocumentError(f"model: '{settings.workload}' is a file and takes no arguments")
+    return Workload.load(settings.workload)
+
+
+def _cluster(value: str | dict[str, Any]) -> ClusterSpec:
+    return ClusterSpec.from_dict(value) if isinstance(value, dict) else resolve_cluster(value)
+
+
+def _plan(settings: PredictSettings, workload: Workload, cluster: ClusterSpec) -> SyncPlan:
+    if settings.plan.endswith(_FILES):
+        if settings.arguments:
+            raise DocumentError(f"arguments: '{settings.plan}' is a file and takes none")
+        return SyncPlan.load(settings.plan)
+    return builders.build(settings.plan, workload, cluster, **settings.arguments)

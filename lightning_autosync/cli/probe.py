@@ -1,0 +1,98 @@
+"""``autosync probe``: measure a job's links and hosts; leave ``cluster.yaml`` and ``constants.yaml``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+
+from lightning_autosync.cluster import ClusterSpec
+from lightning_autosync.documents import write_text
+from lightning_autosync.errors import DocumentError
+from lightning_autosync.measure.launches.settings import LaunchSettings
+from lightning_autosync.measure.launches.within import require_torchrun
+from lightning_autosync.measure.probe.job import probe_ranks
+from lightning_autosync.measure.probe.settings import Settings
+from lightning_autosync.measure.probe.table import link_rows, links_table, nodes_table, pairs_table
+from lightning_autosync.measure.workers.pool import WorkerPool
+from lightning_autosync.replay.constants import Constants
+
+_WORKER = "lightning_autosync.measure.probe.job:probe_ranks"
+FILE_WIDTH = 110
+"""Columns of the tables where they do not go to a terminal."""
+
+
+def probe(configuration: dict[str, Any], directory: Path) -> None:
+    """Run one probe; ``cluster.yaml``, ``constants.yaml`` and ``result.json`` appear in ``directory``.
+
+    Within a job only rank 0 writes and prints.
+
+    Raises:
+        AutoSyncError: a setting is wrong, links cannot be emulated here, or a rank failed.
+    """
+    settings = Settings.parse(configuration)
+    if isinstance(settings.launch, LaunchSettings):
+        answer = run_probe(settings)
+    else:
+        found = _within_job(settings)
+        if found is None:
+            return
+        answer = found
+    truth = settings.emulated_cluster()
+    cluster = ClusterSpec.from_dict(answer["cluster"], source="probe")
+    result = {**answer, "settings": settings.model_dump(mode="json"), "links": link_rows(cluster, truth)}
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=FILE_WIDTH)
+    console.print(nodes_table(answer, cluster))
+    if cluster.links:
+        console.print(pairs_table(answer))
+        console.print(links_table(cluster, truth))
+    console.print(f"{answer['transfers']} transfers, {answer['seconds']:.0f} s", highlight=False)
+    write_text(directory / "result.json", json.dumps(result) + "\n")
+    files = ["result.json", "cluster.yaml"]
+    cluster.save(directory / "cluster.yaml")
+    if answer["constants"] is not None:
+        Constants.from_dict(answer["constants"]).save(directory / "constants.yaml")
+        files.append("constants.yaml")
+    console.print(", ".join(str(directory / name) for name in files), soft_wrap=True, highlight=False)
+
+
+def run_probe(settings: Settings) -> dict[str, Any]:
+    """Start the ranks, probe, and end them; what :func:`probe_ranks` returns."""
+    assert isinstance(settings.launch, LaunchSettings)
+    where = settings.named_cluster()
+    with (
+        settings.launch.open(where) as launch,
+        WorkerPool(where.world_size if where else settings.ranks, launch, timeout=settings.timeout) as pool,
+    ):
+        answer: dict[str, Any] = pool.run(_WORKER, **_arguments(settings))[0]
+    return answer
+
+
+def _within_job(settings: Settings) -> dict[str, Any] | None:
+    """Probe as one rank of a job that is there already; None on all ranks but the first."""
+    require_torchrun("probe")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    try:
+        answer = probe_ranks(**_arguments(settings))
+        return answer if dist.get_rank() == 0 else None
+    finally:
+        dist.destroy_process_group()
+
+
+def _arguments(settings: Settings) -> dict[str, Any]:
+    """Those of `probe_ranks`."""
+    if settings.head + settings.window > settings.timeout:
+        raise DocumentError("timeout: shorter than one transfer, which takes head and window")
+    fields = ("name", "scheduling", "head", "window", "every_pair", "constants", "accelerated", "timeout")
+    # Addresses of emulated or loopback links are of no use to a job.
+    return {
+        **{name: getattr(settings, name) for name in fields},
+        "addresses": settings.launch.kind in ("ssh", "torchrun"),
+    }

@@ -1,0 +1,52 @@
+"""``autosync rehearse``: which sampler finds the fastest plans, with a replay in place of the wire?"""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import optuna
+from rich.console import Console
+
+from lightning_autosync.documents import write_text
+from lightning_autosync.lab.rehearsal.contest import Contest
+from lightning_autosync.lab.rehearsal.outcome import standings, table
+from lightning_autosync.lab.rehearsal.picture import draw
+from lightning_autosync.lab.rehearsal.runs import Run
+from lightning_autosync.lab.rehearsal.settings import Settings
+
+FORMAT = "autosync-rehearsal/1"
+_log = logging.getLogger(__name__)
+
+
+def rehearse(configuration: dict[str, Any], directory: Path) -> None:
+    """Run every sampler on every pair as often as there are seeds, and print how they stand.
+
+    ``runs.jsonl`` (unless the settings name a file), ``result.json``, ``curves.png`` and ``curves.svg`` appear in
+    ``directory``.
+
+    Raises:
+        AutoSyncError: a setting is wrong, or the file's runs were made with others.
+    """
+    settings = Settings.parse(configuration)
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    path = Path(settings.runs) if settings.runs else directory / "runs.jsonl"
+    runs: list[Run] = []
+    for run, new in Contest(settings).runs(path):
+        runs.append(run)
+        if new:
+            ratio = run.builder / float(run.incumbents[-1])
+            _log.info("%s, %s, seed %d: %.3f of the best builder's speed", run.pair, run.sampler, run.seed, ratio)
+    found = standings(runs)
+    result = {
+        "format": FORMAT,
+        "settings": settings.model_dump(mode="json"),
+        "emulated": {"links": False, "compute": False, "replayed": True},
+        "standings": [one.to_dict() for one in found],
+    }
+    Console(width=160).print(table(found))
+    write_text(directory / "result.json", json.dumps(result) + "\n")
+    for ending in ("png", "svg"):
+        draw(found, directory / f"curves.{ending}")

@@ -1,0 +1,60 @@
+"""``autosync report``: what tuning runs found, as one HTML file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import optuna
+from pydantic import Field, model_validator
+
+from lightning_autosync.documents import Configuration, write_text
+from lightning_autosync.report.tuning.comparison import find_runs, write_comparison
+from lightning_autosync.report.tuning.page import REPORT, write_report
+from lightning_autosync.report.tuning.rows import summary_row
+from lightning_autosync.report.tuning.run import TuningRun
+
+FORMAT = "autosync-report/1"
+
+
+class ReportSettings(Configuration):
+    """What is reported.
+
+    Attributes:
+        run: directory of one tuning run; or
+        runs: of several, or of directories that hold some, as a sweep's; they are compared.
+        file: of the report; None is ``report.html`` in the directory of ``run``, or of ``runs`` if that is one.
+    """
+
+    run: str | None = None
+    runs: str | tuple[str, ...] | None = Field(default=None)
+    file: str | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> ReportSettings:
+        if (self.run is None) == (not self.runs):
+            raise ValueError("run: give either run=DIR, or runs=DIR or runs=[DIR,DIR,...] to compare several")
+        return self
+
+
+def report(configuration: dict[str, Any], directory: Path) -> None:
+    """Write the report of one tuning run, or one that compares several; ``result.json`` in ``directory`` sums it up.
+
+    Raises:
+        DocumentError: (or a subclass) a setting is wrong, or a run is missing, cut off or of another format.
+    """
+    settings = ReportSettings.parse(configuration)
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    if settings.run is not None:
+        runs = [TuningRun.load(Path(settings.run))]
+        path = Path(settings.file) if settings.file else Path(settings.run) / REPORT
+        write_report(runs[0], path)
+    else:
+        given = [Path(one) for one in ((settings.runs,) if isinstance(settings.runs, str) else settings.runs or ())]
+        runs = find_runs(given)
+        path = Path(settings.file) if settings.file else (given[0] if len(given) == 1 else directory) / REPORT
+        write_comparison(runs, path)
+    rows = [summary_row(run) for run in runs]
+    write_text(directory / "result.json", json.dumps({"format": FORMAT, "report": str(path), "runs": rows}) + "\n")
+    print(path)

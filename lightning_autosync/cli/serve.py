@@ -1,0 +1,73 @@
+"""``autosync serve``: a process that keeps and updates parameters for workers elsewhere."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field, PositiveFloat, ValidationError
+
+from lightning_autosync.documents import Count, Index, Integer, Record, describe_validation_error
+from lightning_autosync.engine.secret import required_secret
+from lightning_autosync.engine.store import find_store
+from lightning_autosync.errors import DocumentError, ExchangeError
+from lightning_autosync.relaxed.patience import read_heartbeat
+from lightning_autosync.relaxed.server.process import serve as serve_until_the_end
+
+
+class Settings(Record):
+    """``conf/serve.yaml`` as data."""
+
+    host: Annotated[str, Field(min_length=1)]
+    port: Annotated[Integer, Field(gt=0, lt=65536)]
+    rank: Index
+    size: Count
+    address: str | None
+    timeout: PositiveFloat
+    heartbeat: dict[str, PositiveFloat]
+
+    @classmethod
+    def parse(cls, configuration: dict[str, Any]) -> Settings:
+        """Check a composed configuration.
+
+        Raises:
+            DocumentError: a value is missing or not allowed.
+        """
+        try:
+            settings = cls.model_validate(configuration)
+        except ValidationError as error:
+            raise DocumentError(f"conf/serve.yaml: {describe_validation_error(error)}") from None
+        if settings.rank >= settings.size:
+            raise DocumentError(f"conf/serve.yaml: rank: {settings.rank} is out of range; size is {settings.size}")
+        return settings
+
+
+def serve(configuration: dict[str, Any], directory: Path) -> None:
+    """Serve until the last worker has left.
+
+    Raises:
+        DocumentError: a setting is wrong.
+        ExchangeError: the job could not be met, or the server could not go on.
+    """
+    settings = Settings.parse(configuration)
+    # The own address is the one that faces the job, unless it is given.
+    os.environ.setdefault("MASTER_ADDR", settings.host)
+    secret = required_secret("autosync serve: the job's secret is missing")
+    who = f"rank {settings.rank} of {settings.size}"
+    print(f"autosync serve: {who}: looking for the job at {settings.host}:{settings.port}", flush=True)
+    try:
+        store = find_store(settings.host, settings.port, settings.timeout, waiting=settings.timeout)
+    except ConnectionError as cause:
+        raise ExchangeError(str(cause)) from None
+    print(f"autosync serve: {who}: found it; serves until the last worker leaves", flush=True)
+    serve_until_the_end(
+        store,
+        settings.rank,
+        settings.size,
+        secret=secret,
+        address=settings.address,
+        timeout=settings.timeout,
+        heartbeat=read_heartbeat(settings.heartbeat),
+    )
+    print(f"autosync serve: {who}: the last worker has left", flush=True)

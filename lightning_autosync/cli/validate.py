@@ -1,0 +1,135 @@
+"""``autosync validate``: are the replay's prices what steps take? Random plans, measured and priced."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from lightning_autosync.documents import write_text
+from lightning_autosync.lab.validation.accuracy import RANKED, Accuracy, Priced, by
+from lightning_autosync.lab.validation.cases import Case, draw_cases
+from lightning_autosync.lab.validation.measuring import Measurement, measure_cases
+from lightning_autosync.lab.validation.settings import Settings
+from lightning_autosync.measure.emulation.shared_hosts import shared_hosts
+from lightning_autosync.plan import compile_plan
+from lightning_autosync.replay import Constants, Replay
+
+FORMAT = "autosync-validation/1"
+FILE_WIDTH = 110
+"""Columns of the tables where they do not go to a terminal."""
+PAIR = "pair"
+"""The table of each workload on each cluster, too long to print whole."""
+_WORST = 8
+"""Cases that are named."""
+
+
+def validate(configuration: dict[str, Any], directory: Path) -> None:
+    """Draw cases, measure those that are not measured yet, price all, and print how well both agree.
+
+    ``measurements.jsonl`` (unless the settings name a file) and ``result.json`` appear in ``directory``.
+
+    Raises:
+        AutoSyncError: a setting is wrong, links cannot be emulated here, or a worker failed.
+    """
+    settings = Settings.parse(configuration)
+    constants = shared_hosts(settings.constants)
+    cases = draw_cases(settings)
+    path = Path(settings.measurements) if settings.measurements else directory / "measurements.jsonl"
+    found = measure_cases(cases, price(cases, lambda _: constants), settings, path)
+    predicted = price(cases, lambda case: constants if settings.constants else hosts_of(found[case.key], constants))
+    priced = [
+        Priced(case, one.seconds, predicted[case.key], one.foreign_cores, one.noise)
+        for case, one in ((case, found[case.key]) for case in cases)
+    ]
+    tables = {
+        "all": {"all": Accuracy.of(priced)},
+        "cluster": by(priced, lambda one: one.case.cluster.name),
+        "workload": by(priced, lambda one: one.case.family),
+        "plan": by(priced, lambda one: one.case.kind),
+        PAIR: by(priced, lambda one: one.case.pair),
+    }
+    _print(priced, tables)
+    write_text(directory / "result.json", json.dumps(_result(settings, constants, priced, tables)) + "\n")
+
+
+def price(cases: list[Case], constants_of: Callable[[Case], Constants]) -> dict[str, float]:
+    """Seconds of a step of each case, by key."""
+    replays: dict[tuple[str, str, str], Replay] = {}
+    seconds = {}
+    for case in cases:
+        constants = constants_of(case)
+        known = case.cluster.fingerprint, case.workload.fingerprint, constants.fingerprint
+        if known not in replays:
+            replays[known] = Replay(case.workload, case.cluster, constants)
+        schedule = compile_plan(case.plan, case.workload, case.cluster)
+        seconds[case.key] = replays[known].predict(schedule).step_time
+    return seconds
+
+
+def hosts_of(measurement: Measurement, default: Constants) -> Constants:
+    """As probed when it was measured."""
+    return default if measurement.hosts is None else Constants.from_dict(measurement.hosts, source="hosts")
+
+
+def _result(
+    settings: Settings, constants: Constants, priced: list[Priced], tables: Mapping[str, Mapping[str, Accuracy]]
+) -> dict[str, Any]:
+    return {
+        "format": FORMAT,
+        "settings": settings.model_dump(mode="json"),
+        "constants": constants.to_dict(),
+        "emulated": {"links": True, "compute": True},
+        "accuracy": {
+            name: {row: accuracy.to_dict() for row, accuracy in table.items()} for name, table in tables.items()
+        },
+        "cases": [one.to_dict() for one in priced],
+    }
+
+
+def _print(priced: list[Priced], tables: Mapping[str, Mapping[str, Accuracy]]) -> None:
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=FILE_WIDTH)
+    for name, rows in tables.items():
+        if name != PAIR:
+            console.print(_accuracy_table(name, rows))
+    for line in order_lines(tables[PAIR]):
+        console.print(line, soft_wrap=True, highlight=False)
+    console.print("farthest off: case, measured and predicted ms")
+    for one in sorted(priced, key=lambda one: -abs(one.error))[:_WORST]:
+        times = f"{1e3 * one.measured:8.1f} {1e3 * one.predicted:8.1f}"
+        console.print(f"  {one.case.pair}, {one.case.kind}: {times}", soft_wrap=True, highlight=False)
+
+
+def _accuracy_table(name: str, rows: Mapping[str, Accuracy]) -> Table:
+    table = Table(name, "cases", "median error", "p90", "bias", "Kendall tau", "beyond noise", "within noise")
+    for row, accuracy in rows.items():
+        errors = f"{accuracy.median:.1%}", f"{accuracy.p90:.1%}", f"{accuracy.bias:+.1%}"
+        taus = ["" if tau is None else f"{tau:.2f}" for tau in (accuracy.tau, accuracy.tau_apart)]
+        share = "" if accuracy.within_noise is None else f"{accuracy.within_noise:.0%}"
+        table.add_row(row, str(accuracy.cases), *errors, *taus, share)
+    return table
+
+
+def order_lines(pairs: Mapping[str, Accuracy]) -> list[str]:
+    """How well the plans for each workload on each cluster are put in order: the least tau, and how many are low."""
+    lines = []
+    for title, field in (
+        ("Kendall tau", "tau"),
+        ("of plans that differ by more than their noise", "tau_apart"),
+    ):
+        taus = {pair: tau for pair, accuracy in pairs.items() if (tau := getattr(accuracy, field)) is not None}
+        if not taus:
+            lines.append(f"{title}: no workload on a cluster has plans enough")
+            continue
+        least = min(taus, key=lambda pair: taus[pair])
+        low = sum(tau < RANKED for tau in taus.values())
+        lines.append(
+            f"{title}, by cluster and workload: least {taus[least]:.2f} ({least}), {low} of {len(taus)} below {RANKED}"
+        )
+    return lines

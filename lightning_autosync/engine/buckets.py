@@ -1,0 +1,348 @@
+"""A message's place in memory: where gradients are packed, and where the result appears."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from lightning_autosync.engine.exchanges import Exchange, RowExchange, Rows
+from lightning_autosync.engine.layout import real_view, same_layout, variable_views
+from lightning_autosync.errors import ExchangeError, PlanError
+from lightning_autosync.plan.schedule import Message
+
+
+class Bucket(ABC):
+    """The parameters of one message, and what a step does with their gradients.
+
+    Attributes:
+        message: the message.
+        parameters: its parameters, in message order.
+        active: whether it takes part in this backward pass; the same on every rank.
+        missing: gradients still to come in this backward pass.
+        started: whether the exchange has begun in this backward pass.
+        arrivals: how often each parameter's gradient is accumulated in a backward pass, before it is packed; more
+            than once only in a static graph whose modules run several times under reentrant checkpointing.
+    """
+
+    def __init__(self, message: Message, parameters: list[nn.Parameter], world_size: int) -> None:
+        self.message = message
+        self.parameters = parameters
+        self.active = False
+        self.missing = 0
+        self.started = False
+        self.arrivals = [1] * len(parameters)
+        self._world_size = world_size
+        self._trainable = [True] * len(parameters)
+        self._changed = False
+
+    def arm(self, changed: bool = False) -> None:
+        """Begin a backward pass: every parameter that can get a gradient is waited for.
+
+        Args:
+            changed: whether this rank's parameters are no longer those that the ranks agreed on. Then it takes part
+                as they last agreed, and says so to the other ranks: see `change_seen`.
+        """
+        self._changed = changed
+        if not changed:
+            self._trainable = [parameter.requires_grad for parameter in self.parameters]
+        self.active = any(self._trainable)
+        self.missing = sum(
+            trainable and times > 0 for trainable, times in zip(self._trainable, self.arrivals, strict=True)
+        )
+        self.started = False
+
+    def _refuse_second(self, place: int) -> NoReturn:
+        raise ExchangeError(
+            f"the gradient of parameter '{self.message.variables[place]}' arrived twice before it was synchronized: "
+            "a module that runs several times under activation checkpointing needs use_reentrant=False or "
+            "static_graph=True, and a backward pass that ended with an error cannot be followed by another"
+        )
+
+    @property
+    @abstractmethod
+    def change_seen(self) -> bool:
+        """Whether some rank took part in this pass with changed parameters; equal on all ranks. After `finish`."""
+
+    @abstractmethod
+    def watch(self, completed: Callable[[], None] | None) -> None:
+        """As of `Exchange.watch`."""
+
+    @abstractmethod
+    def packer(self, place: int) -> Callable[[], None]:
+        """What takes the gradient of the parameter at ``place``, divided by the number of ranks.
+
+        It runs once a parameter and step while backward waits, so all that a plan fixes is bound beforehand.
+        """
+
+    @abstractmethod
+    def start(self) -> None:
+        """Begin the exchange; parameters that got no gradient count as zero."""
+
+    @abstractmethod
+    def resume(self) -> None:
+        """Launch what is left of the exchange."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Wait for the sum and make it the parameters' gradients."""
+
+    @abstractmethod
+    def finite(self) -> bool:
+        """Whether the sum has neither infinities nor NaNs; the same on every rank. Call after `finish`."""
+
+
+class DenseBucket(Bucket):
+    """Gradients side by side in one flat buffer.
+
+    As in DDP, ``parameter.grad`` stays the user's own tensor, into which the mean is copied, unless views are asked
+    for: then it is a view of the buffer after each step.
+
+    Args:
+        message: a dense message.
+        parameters: in message order.
+        buffer: [numel + tail] on the parameters' device.
+        exchange: sums the buffer.
+        world_size: number of ranks.
+        as_views: whether gradients become views of the buffer, where it holds them in their parameter's layout.
+    """
+
+    def __init__(
+        self,
+        message: Message,
+        parameters: list[nn.Parameter],
+        buffer: Tensor,
+        exchange: Exchange,
+        world_size: int,
+        as_views: bool = False,
+    ) -> None:
+        super().__init__(message, parameters, world_size)
+        self.exchange = exchange
+        # Multiplying by a tensor saves a microsecond a parameter; a narrow type would round the share itself.
+        exact = buffer.device.type == "cpu" and buffer.dtype.itemsize >= 4
+        self._share = torch.tensor(1.0 / world_size, dtype=buffer.dtype) if exact else 1.0 / world_size
+        self._buffer = buffer
+        self._result = buffer if exchange.result is None else exchange.result
+        # Compressors see matrices in their own layout; what is only summed may lie as the parameters do.
+        keep = message.axis == 0 and message.compressor.kind == "none"
+        self._views = variable_views(parameters, buffer, message.axis, keep)
+        self._sums = self._views
+        if self._result is not buffer:
+            self._sums = variable_views(parameters, self._result, message.axis, keep)
+        self._as_view = [
+            as_views and not parameter.is_complex() and same_layout(parameter, view)
+            for parameter, view in zip(parameters, self._views, strict=True)
+        ]
+        self._counts = buffer[message.numel :]
+        self._filled = [False] * len(parameters)
+        self._packers = [self.packer(place) for place in range(len(parameters))]
+
+    def arm(self, changed: bool = False) -> None:
+        super().arm(changed)
+        self._filled[:] = [False] * len(self.parameters)
+
+    def packer(self, place: int) -> Callable[[], None]:
+        parameter, view = self.parameters[place], self._views[place]
+        filled, share, multiply, pointer = self._filled, self._share, torch.mul, view.data_ptr()
+
+        def pack() -> None:
+            if filled[place]:
+                self._refuse_second(place)
+            filled[place] = True
+            gradient = parameter.grad
+            if gradient is None:
+                # An autograd function returned None for it: it was used, and its gradient is zero.
+                view.zero_()
+            elif gradient.is_sparse:
+                self._refuse_sparse(place)
+            elif gradient.data_ptr() == pointer:
+                view.mul_(share)
+            else:
+                gradient = gradient.detach() if gradient.requires_grad else gradient
+                multiply(real_view(gradient), share, out=view)
+
+        return pack
+
+    def watch(self, completed: Callable[[], None] | None) -> None:
+        self.exchange.watch(completed)
+
+    def _refuse_sparse(self, place: int) -> NoReturn:
+        raise PlanError(
+            f"parameter '{self.message.variables[place]}' got a sparse gradient, but its message is dense; "
+            "describe the variable as 'sparse' in the workload"
+        )
+
+    def start(self) -> None:
+        self.started = True
+        self._counts.fill_(1.0)
+        if not all(self._filled):
+            self._fill_rest()
+        if self._changed:
+            # Ranks without a change add at most 1 each, so the sum is negative if any rank changed. Where all did, it
+            # still tells which gradients there are: see `_used_elsewhere`.
+            self._counts.add_(1.0).mul_(-self._world_size)
+        self.exchange.start()
+
+    def resume(self) -> None:
+        self.exchange.resume()
+
+    def finish(self) -> None:
+        self.exchange.wait()
+        if self._result is not self._buffer and any(self._as_view):
+            self._buffer.copy_(self._result)
+        targets, sums = [], []
+        with torch.no_grad():
+            for place, parameter in enumerate(self.parameters):
+                if not self._filled[place] and not self._used_elsewhere(place):
+                    continue
+                gradient = parameter.grad
+                if self._as_view[place]:
+                    view = self._views[place]
+                    if gradient is not None and gradient.data_ptr() == view.data_ptr():
+                        continue
+                    if view.dtype == parameter.dtype:  # else it has just changed
+                        # An alias of its own: the user may give the gradient other data.
+                        parameter.grad = view.detach()
+                        continue
+                if gradient is None:
+                    gradient = parameter.grad = torch.empty_like(parameter)
+                targets.append(gradient.detach())
+                sums.append(_like(gradient, self._sums[place]))
+            if targets:
+                torch._foreach_copy_(targets, sums)
+
+    @property
+    def change_seen(self) -> bool:
+        return float(self._result[-1]) < 0
+
+    def finite(self) -> bool:
+        return _finite(self._result)
+
+    def _used_elsewhere(self, place: int) -> bool:
+        """Whether a parameter that got no gradient on this rank got one on another."""
+        if not self.parameters[place].requires_grad:
+            return False
+        count, size = float(self._result[self.message.numel + place]), self._world_size
+        # Where all ranks changed, those without the gradient added -size each, and those with it twice as much.
+        return count > 0 or count < -size * (size + 0.5)
+
+    def _fill_rest(self) -> None:
+        for place, parameter in enumerate(self.parameters):
+            if self._filled[place]:
+                continue
+            if parameter.requires_grad and parameter.grad is not None:
+                # Accumulated before, untouched in this pass: it counts as it stands, as with DDP.
+                self._packers[place]()
+                continue
+            if parameter.grad is not None and parameter.grad.data_ptr() == self._views[place].data_ptr():
+                # Frozen since its last step: its gradient stays what it is, elsewhere.
+                parameter.grad = parameter.grad.clone()
+            self._views[place].zero_()
+            self._counts[place] = 0.0
+
+
+class RowBucket(Bucket):
+    """One table of which only touched rows travel.
+
+    Args:
+        message: a row-wise message.
+        parameter: [rows, ...].
+        exchange: sums rows.
+        world_size: number of ranks.
+    """
+
+    def __init__(self, message: Message, parameter: nn.Parameter, exchange: RowExchange, world_size: int) -> None:
+        super().__init__(message, [parameter], world_size)
+        self.exchange = exchange
+        self._share = 1.0 / world_size
+        self._parameter = parameter
+        self._width = message.numel // message.rows
+        self._own: Rows | None = None
+        self._total: Rows | None = None
+        self._sparse_layout = message.sparse
+
+    def arm(self, changed: bool = False) -> None:
+        super().arm(changed)
+        self._own = self._total = None
+        self._sparse_layout = self.message.sparse
+
+    def watch(self, completed: Callable[[], None] | None) -> None:
+        self.exchange.watch(completed)
+
+    def packer(self, place: int) -> Callable[[], None]:
+        return self._pack
+
+    def _pack(self) -> None:
+        if self._own is not None:
+            self._refuse_second(0)
+        gradient = self._parameter.grad
+        assert gradient is not None
+        gradient = gradient.detach()
+        self._sparse_layout = gradient.is_sparse
+        if gradient.is_sparse:
+            gradient = gradient.coalesce()
+            indices = gradient.indices()[0]
+            values = gradient.values().view(-1, self._width)
+        else:
+            table = gradient.reshape(self.message.rows, self._width)
+            indices = touched_rows(table)
+            values = table[indices]
+        self._own = Rows(indices, values * self._share, gradients=1)
+
+    def start(self) -> None:
+        self.started = True
+        if self._own is None and self._parameter.requires_grad and self._parameter.grad is not None:
+            self._pack()
+        own = self._own
+        if own is None:
+            none = self._parameter.new_empty(0, self._width)
+            own = Rows(none.new_empty(0, dtype=torch.int64), none, gradients=0)
+        # Ranks without a change add at most 1 each, so the sum is negative if any rank changed.
+        self.exchange.start(replace(own, gradients=-self._world_size) if self._changed else own)
+
+    def resume(self) -> None:
+        self.exchange.resume()
+
+    def finish(self) -> None:
+        self._total = total = self.exchange.wait()
+        parameter = self._parameter
+        if total.gradients > 0 and parameter.requires_grad:
+            if self._sparse_layout:
+                parameter.grad = self._sparse(total)
+            else:
+                # Rows that this rank touched are among the total's, so none of its own values stays behind.
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                parameter.grad[total.indices] = total.values.view(-1, *parameter.shape[1:])
+
+    @property
+    def change_seen(self) -> bool:
+        return self._total is not None and self._total.gradients < 0
+
+    def finite(self) -> bool:
+        return self._total is None or _finite(self._total.values)
+
+    def _sparse(self, total: Rows) -> Tensor:
+        shape = self._parameter.shape
+        values = total.values.view(-1, *shape[1:])
+        return torch.sparse_coo_tensor(total.indices[None], values, shape, is_coalesced=True, check_invariants=False)
+
+
+def touched_rows(table: Tensor) -> Tensor:
+    """Indices, ascending, of the rows of ``table`` [rows, width] that are not all zero."""
+    return table.any(dim=1).nonzero().view(-1)
+
+
+def _like(gradient: Tensor, values: Tensor) -> Tensor:
+    """Values of a buffer in the form of the gradient: pairs of reals as complex numbers where that has them."""
+    return torch.complex(values[..., 0], values[..., 1]) if gradient.is_complex() else values
+
+
+def _finite(values: Tensor) -> bool:
+    """Whether all are finite; one pass, nothing of their size allocated."""
+    return not values.numel() or all(math.isfinite(float(extreme)) for extreme in values.aminmax())

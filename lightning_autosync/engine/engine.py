@@ -1,0 +1,388 @@
+"""The engine: gradients in, their mean over ranks out, while backward is still running."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd import Variable
+from torch.autograd.graph import Node
+from torch.utils.hooks import RemovableHandle
+
+from lightning_autosync.cluster import ClusterSpec
+from lightning_autosync.engine.assembly import Assembly
+from lightning_autosync.engine.buckets import Bucket
+from lightning_autosync.engine.lifeline import report
+from lightning_autosync.engine.memories import CompressorMemory, Memories, check_scale
+from lightning_autosync.engine.tracing import Recorder
+from lightning_autosync.errors import ExchangeError
+from lightning_autosync.plan.schedule import Schedule
+
+Waits = Literal["backward", "parameters"]
+
+
+class Engine:
+    """Executes a synchronous `Schedule` for the gradients of a set of parameters.
+
+    A message starts when the last of its gradients is ready. Messages on trees start at once; collectives start in
+    schedule order, which must be the same on every rank. Gradients are divided by the number of ranks before they
+    are summed, so what appears in ``parameter.grad`` is DDP's mean. As in DDP, hooks that users register on gradients
+    run before the engine reads them.
+
+    Args:
+        parameters: name and parameter, as in ``named_parameters()``; each variable of the schedule must be there.
+        schedule: what to exchange; the same on every rank.
+        group: the process group; None is the default one.
+        cluster: addresses to listen on and the rates of the links between ranks, as far as known; without it, ranks
+            listen on the address that faces the rendezvous.
+        timeout: seconds to wait for other ranks before an `ExchangeError`.
+        waits: when messages are waited for: at the end of ``backward``, or by the caller, before ``parameters`` are
+            used again, so that they travel beside the next forward pass (see `finish_message`, `GroupedOptimizer`).
+        gradient_as_bucket_view: as of ``DistributedDataParallel``: whether gradients become views of the engine's
+            buffers, which saves memory. By default ``parameter.grad`` stays the user's own tensor.
+        static_graph: as of ``DistributedDataParallel``: whether each backward pass accumulates each gradient as often
+            as the first one did, so that a module may run several times under reentrant checkpointing.
+        watched: whether the caller has a `Lifeline` open for all ranks, so that the engine needs none.
+
+    Attributes:
+        schedule: what is exchanged.
+        enabled: whether backward passes synchronize; off while gradients are accumulated locally.
+        deferred: whether the caller runs `finish` after backward; else the engine does so when autograd is done.
+        changed: whether this rank's parameters are no longer those that the ranks agreed on, so that the next
+            backward pass must tell the other ranks.
+        on_change: called on every rank after a pass in which some rank had ``changed`` set.
+        on_pass: called on every rank after each other synchronized pass, which `finish` has ended.
+
+    Raises:
+        PlanError: the schedule is for other parameters or another number of ranks, or differs between ranks.
+        ExchangeError: ranks cannot connect to each other.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[tuple[str, nn.Parameter]],
+        schedule: Schedule,
+        *,
+        group: dist.ProcessGroup | None = None,
+        cluster: ClusterSpec | None = None,
+        timeout: float = 1800.0,
+        waits: Waits = "backward",
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+        watched: bool = False,
+    ) -> None:
+        if waits not in ("backward", "parameters"):
+            raise ValueError(f"waits: {waits!r} is not known; allowed: 'backward' or 'parameters'")
+        self.schedule = schedule
+        self.enabled = True
+        self.deferred = False
+        self.changed = False
+        self.on_change: Callable[[], None] | None = None
+        self.on_pass: Callable[[], None] | None = None
+        self._change_seen = False
+        self._armed = False
+        self._interruption = ""
+        self._next = 0
+        self._recorder: Recorder | None = None
+        self._pending: dict[int, Bucket] = {}
+        self._finite = True
+        self._watches_changes = False
+        self._on_accelerator = any(parameter.device.type != "cpu" for _, parameter in parameters)
+        self._loss_scale: float | None = None
+        self._end_of_backward = self.finish if waits == "backward" else self.launch
+        self._assembly = Assembly(dict(parameters), schedule, group, cluster, timeout, gradient_as_bucket_view, watched)
+        self._buckets = self._assembly.buckets
+        self._memory = CompressorMemory(
+            [(bucket.message, bucket.parameters) for bucket in self._buckets], self._assembly.memories()
+        )
+        self._graph = _StaticGraph(self._buckets) if static_graph else None
+        self._accumulators: list[Node] = []
+        self._handles: list[RemovableHandle] = []
+        self.renew_hooks()
+
+    def renew_hooks(self) -> None:
+        """Follow the parameters' gradients anew: where one got another dtype, autograd accumulates elsewhere.
+
+        Not during a backward pass.
+        """
+        self._remove_hooks()
+        for bucket in self._buckets:
+            for place, parameter in enumerate(bucket.parameters):
+                # A hook on the node that accumulates the gradient runs after the user's hooks on the parameter,
+                # whenever those were registered. The node lives only as long as somebody refers to it.
+                accumulator = _gradient_accumulator(parameter)
+                self._accumulators.append(accumulator)
+                self._handles.append(accumulator.register_hook(self._hook(bucket, place)))
+
+    def finish(self) -> None:
+        """Wait until every gradient of this backward pass holds the mean over ranks.
+
+        Messages whose gradients did not all come are sent now, with zeros for the missing ones; parameters that got
+        no gradient on any rank keep what they had.
+
+        Raises:
+            ExchangeError: a peer was lost or did not answer in time.
+        """
+        if self.changed and self.enabled and not self._armed:
+            # None of the parameters that ranks agreed on got a gradient; the others wait all the same.
+            self._arm()
+        passed = self._armed or bool(self._pending)
+        self.launch()
+        for index in list(self._pending):
+            self.finish_message(index)
+        if self._change_seen:
+            self._change_seen = False
+            if self.on_change is not None:
+                self.on_change()
+        elif passed and self.on_pass is not None:
+            self.on_pass()
+
+    def synchronize(self) -> None:
+        """Exchange the gradients as they stand now, without a backward pass.
+
+        Raises:
+            ExchangeError: a peer was lost or did not answer in time.
+        """
+        deferred, self.deferred = self.deferred, True
+        try:
+            self._arm()
+            self.finish()
+        finally:
+            self.deferred = deferred
+
+    def launch(self) -> None:
+        """Send what is left of this backward pass, without waiting for sums.
+
+        PowerSGD's messages are complete afterwards: their second round begins when the first one is waited for.
+
+        Raises:
+            ExchangeError: a peer was lost or did not answer in time.
+        """
+        if not self._armed:
+            return
+        self._armed = False
+        self._finite = True
+        if self._recorder is not None:
+            self._recorder.end_backward()
+        if self._graph is not None:
+            self._graph.end_pass()
+        self._pending = {bucket.message.index: bucket for bucket in self._buckets if bucket.active}
+        for bucket in self._pending.values():
+            if not bucket.started:
+                self._start(bucket)
+        for bucket in self._pending.values():
+            bucket.resume()
+        for index, bucket in list(self._pending.items()):
+            if len(bucket.message.rounds) > 1:
+                self.finish_message(index)
+
+    def finish_message(self, index: int) -> None:
+        """Wait until the gradients of one message hold the mean over ranks; does nothing if they do already.
+
+        Messages may be finished in any order, in another one on each rank.
+
+        Args:
+            index: of the message in the schedule.
+
+        Raises:
+            ExchangeError: a peer was lost or did not answer in time.
+        """
+        bucket = self._pending.get(index)
+        if bucket is None:
+            return
+        bucket.finish()
+        del self._pending[index]
+        if self._watches_changes:
+            self._change_seen = self._change_seen or bucket.change_seen
+        if self._recorder is not None:
+            self._recorder.finish(index)
+        if self._loss_scale is not None and self._memory.has_residuals:
+            self._finite = self._finite and bucket.finite()
+        if not self._pending:
+            self._settle()
+
+    @property
+    def pending(self) -> tuple[int, ...]:
+        """Messages of the last backward pass, by index, that nobody has waited for yet."""
+        return tuple(self._pending)
+
+    def trace(self, recorder: Recorder | None) -> None:
+        """Have ``recorder`` take the times of all steps from now on; None ends that. Not during a backward pass."""
+        self._recorder = recorder
+        for bucket in self._buckets:
+            bucket.watch(None if recorder is None else recorder.completion(bucket.message.index))
+
+    def interrupt(self, cause: BaseException) -> None:
+        """A backward pass ended with an error on this rank: what its messages hold is unknown, so none can follow."""
+        self._interruption = f"{type(cause).__name__}: {cause}"
+        report(cause)
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that this rank sent on its own connections; collectives are the backend's and not in it."""
+        return self._assembly.bytes_sent
+
+    @property
+    def loss_scale(self) -> float | None:
+        """By what the loss is multiplied before backward; None if nobody scales it.
+
+        Who scales it sets this before each backward pass. Error feedback carries what was lost from one step to the
+        next, so it follows the scale; and a step whose gradients are not finite, which a gradient scaler skips,
+        leaves no trace in it. All ranks see the same sums, so all decide alike.
+
+        Raises:
+            ValueError: (when set) it is not a positive number.
+        """
+        return self._loss_scale
+
+    @loss_scale.setter
+    def loss_scale(self, scale: float | None) -> None:
+        self._loss_scale = None if scale is None else check_scale(scale)
+
+    @property
+    def has_residuals(self) -> bool:
+        """Whether error feedback is at work, so that `loss_scale` matters."""
+        return self._memory.has_residuals
+
+    def state_dict(self) -> Memories:
+        """What compressors remember, by variable, for gradients of a loss that is not scaled."""
+        return self._memory.state_dict()
+
+    def load_state_dict(self, state: Memories) -> list[str]:
+        """Take up what `state_dict` returned on this rank, under this plan or another.
+
+        Returns:
+            The variables whose memory has no place here: they are in no message, or their compressor is another.
+        """
+        return self._memory.load_state_dict(state)
+
+    def close(self) -> None:
+        """Remove the hooks and close the connections; gradients stay as they are."""
+        self._remove_hooks()
+        self._assembly.close()
+
+    def _remove_hooks(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self._accumulators = []
+
+    def _hook(self, bucket: Bucket, place: int) -> Callable[..., None]:
+        pack, graph = bucket.packer(place), self._graph
+
+        def on_gradient(*_: object) -> None:
+            if not self.enabled:
+                return
+            if not self._armed or self._interruption:
+                self._arm()
+            if graph is not None and not graph.arrived(bucket, place):
+                return
+            pack()
+            bucket.missing -= 1
+            if bucket.missing == 0:
+                self._complete(bucket)
+
+        return on_gradient
+
+    def _arm(self) -> None:
+        if self._interruption:
+            raise ExchangeError(
+                f"an earlier backward pass ended with an error on this rank ({self._interruption}); the other ranks "
+                "may be in the middle of it: start again from a checkpoint"
+            )
+        for index in list(self._pending):
+            self.finish_message(index)
+        if self._memory.has_residuals:
+            self._memory.begin_step(self._loss_scale)
+        self._armed = True
+        self._next = 0
+        if self._recorder is not None:
+            self._recorder.end_forward()
+        self._change_seen = False
+        for bucket in self._buckets:
+            bucket.arm(self.changed)
+        # Reading what was summed waits for an accelerator, so there only a rank that changed itself does.
+        self._watches_changes = self.on_change is not None and (self.changed or not self._on_accelerator)
+        if self._graph is not None:
+            self._graph.begin_pass()
+        if not self.deferred:
+            Variable._execution_engine.queue_callback(self._end_of_backward)
+
+    def _complete(self, bucket: Bucket) -> None:
+        if self._recorder is not None:
+            self._recorder.ready(bucket.message.index)
+        if not bucket.message.collective:
+            self._start(bucket)
+            return
+        while self._next < len(self._buckets):
+            following = self._buckets[self._next]
+            if following.message.collective and following.active:
+                if following.missing:
+                    return
+                self._start(following)
+            self._next += 1
+
+    def _settle(self) -> None:
+        """The last message of a pass is complete."""
+        if not self._finite:
+            self._memory.undo_step()
+        if self._recorder is not None:
+            self._recorder.end_synchronization()
+
+    def _start(self, bucket: Bucket) -> None:
+        if self._recorder is not None:
+            self._recorder.start(bucket.message.index)
+        bucket.start()
+
+
+class _StaticGraph:
+    """How often each gradient is accumulated in a pass: learned in the first one, counted down in all others."""
+
+    def __init__(self, buckets: Sequence[Bucket]) -> None:
+        self._buckets = buckets
+        self._learned = False
+        self._left: dict[Bucket, list[int]] = {}
+
+    def begin_pass(self) -> None:
+        """A backward pass begins; what was learned is what each bucket waits for."""
+        self._left = {
+            bucket: list(bucket.arrivals) if self._learned else [0] * len(bucket.arrivals) for bucket in self._buckets
+        }
+
+    def arrived(self, bucket: Bucket, place: int) -> bool:
+        """Count a gradient; whether it is complete now."""
+        left = self._left[bucket]
+        if not self._learned:
+            left[place] += 1
+            return False
+        left[place] -= 1
+        if left[place] < 0:
+            raise ExchangeError(
+                f"static_graph=True: the gradient of parameter '{bucket.message.variables[place]}' was accumulated "
+                f"more often than in the first pass ({bucket.arrivals[place]}); leave static_graph out if the graph "
+                "changes between steps"
+            )
+        return left[place] == 0
+
+    def end_pass(self) -> None:
+        """A backward pass has ended; one without a gradient was none (see `Engine.synchronize`)."""
+        if not self._learned and any(map(any, self._left.values())):
+            self._learned = True
+            for bucket, counted in self._left.items():
+                bucket.arrivals = counted
+
+
+def _gradient_accumulator(parameter: nn.Parameter) -> Node:
+    """The node of autograd that accumulates the gradient of a parameter."""
+    trains = parameter.requires_grad
+    with torch.enable_grad():
+        # Of a parameter that is frozen for now it is the same node when that trains again.
+        function = parameter.requires_grad_().view_as(parameter).grad_fn
+    parameter.requires_grad_(trains)
+    assert function is not None
+    accumulator = function.next_functions[0][0]
+    assert accumulator is not None
+    return accumulator

@@ -1,0 +1,128 @@
+"""PowerSGD: matrices travel as two factors, each summed like any message (Vogels et al., 2019, algorithm 1)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from math import prod
+
+import torch
+from torch import Tensor
+
+from lightning_autosync.engine.codecs import Residual
+from lightning_autosync.engine.exchanges.base import Exchange
+from lightning_autosync.plan.encoding import Factor, low_rank_layout
+from lightning_autosync.plan.schedule import Message
+
+MakeExchange = Callable[[int, Tensor], Exchange]
+
+
+class LowRankExchange(Exchange):
+    """Two rounds for one message.
+
+    Each rank orthogonalizes the first factor, whose bytes are the same everywhere, for itself; a third round would be
+    needed to share the result. On like processors the replicas stay equal bit by bit. On unlike ones the basis may
+    differ in its last bits, and with it the gradients, as much as the optimizer's own arithmetic does there.
+
+    Args:
+        message: with two rounds.
+        shapes: of its variables, in message order.
+        buffer: [numel + tail] values divided by the number of ranks; becomes their low-rank sum.
+        world_size: number of ranks.
+        make: makes the exchange of round ``k`` over a buffer.
+    """
+
+    def __init__(
+        self,
+        message: Message,
+        shapes: Sequence[tuple[int, ...]],
+        buffer: Tensor,
+        world_size: int,
+        make: MakeExchange,
+    ) -> None:
+        self._factors, _ = low_rank_layout(shapes, message.compressor.rank)
+        self._world_size = world_size
+        self._first_buffer = buffer.new_zeros(message.rounds[0].length)
+        self._second_buffer = buffer.new_zeros(message.rounds[1].length)
+        self._first = make(0, self._first_buffer)
+        self._second = make(1, self._second_buffer)
+        self._tail = buffer[message.numel :]
+        self._first_tail = self._first_buffer[self._first_buffer.numel() - message.tail :]
+        offsets = [0]
+        for shape in shapes:
+            offsets.append(offsets[-1] + prod(shape))
+        self._values = [buffer[start:stop] for start, stop in pairwise(offsets)]
+        keeps = message.compressor.error_feedback
+        self.residual = Residual(buffer) if keeps else None
+        self._lost = [
+            self.residual.values[start:stop] if self.residual is not None else None for start, stop in pairwise(offsets)
+        ]
+        self._draw_factors()
+
+    def start(self) -> None:
+        for factor, values, lost in zip(self._factors, self._values, self._lost, strict=True):
+            if not factor.rank:
+                self._first_of(factor).copy_(values)
+                continue
+            if lost is not None:
+                values += lost
+            torch.mm(_matrix(values, factor), self._second_of(factor), out=self._first_of(factor))
+        self._first_tail.copy_(self._tail)
+        self._first.start()
+
+    def resume(self) -> None:
+        self._first.resume()
+        self._first.wait()
+        for factor, values in zip(self._factors, self._values, strict=True):
+            if factor.rank:
+                basis = self._first_of(factor)
+                basis.copy_(_orthonormal(basis.float() if basis.dtype.itemsize < 4 else basis))
+                torch.mm(_matrix(values, factor).t(), basis, out=self._second_of(factor))
+        self._second.start()
+
+    def wait(self) -> None:
+        self._second.resume()
+        self._second.wait()
+        for factor, values, lost in zip(self._factors, self._values, self._lost, strict=True):
+            if not factor.rank:
+                values.copy_(self._first_of(factor))
+                continue
+            product = torch.mm(self._first_of(factor), self._second_of(factor).t()).view(-1)
+            if lost is not None:
+                # Every rank answers for an equal share of the sum.
+                torch.sub(values, product, alpha=1 / self._world_size, out=lost).nan_to_num_(0.0, 0.0, 0.0)
+            values.copy_(product)
+        if not bool(torch.isfinite(self._second_buffer).all()):
+            self._draw_factors()
+        self._tail.copy_(self._first_tail)
+
+    @property
+    def warm_start(self) -> Tensor:
+        """The second factors, from which the next step's power iteration starts; equal on all ranks."""
+        return self._second_buffer
+
+    def _draw_factors(self) -> None:
+        generator = torch.Generator().manual_seed(0)
+        drawn = torch.randn(self._second_buffer.numel(), generator=generator, dtype=torch.float32)
+        self._second_buffer.copy_(drawn)
+
+    def _first_of(self, factor: Factor) -> Tensor:
+        part = self._first_buffer[factor.first : factor.first + factor.first_numel]
+        return part.view(factor.rows, factor.rank) if factor.rank else part
+
+    def _second_of(self, factor: Factor) -> Tensor:
+        part = self._second_buffer[factor.second : factor.second + factor.second_numel]
+        return part.view(factor.columns, factor.rank)
+
+
+def _matrix(values: Tensor, factor: Factor) -> Tensor:
+    return values.view(factor.rows, factor.columns)
+
+
+def _orthonormal(columns: Tensor) -> Tensor:
+    """An orthonormal basis of what [rows, rank] spans, the same with every library up to rounding.
+
+    Householder reflections leave the sign of each vector to the library; here its coefficient is not negative.
+    """
+    basis, coefficients = torch.linalg.qr(columns)
+    return basis * torch.where(coefficients.diagonal() < 0, -1.0, 1.0)

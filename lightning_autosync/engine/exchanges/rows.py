@@ -1,0 +1,237 @@
+"""Row-wise messages: only the rows that some rank touched travel. Exact, on trees or by the backend."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_autosync.engine.exchanges.base import byte_view
+from lightning_autosync.engine.exchanges.steps import TreeSteps
+from lightning_autosync.engine.transport import DOWN, UP, Frame, Transport
+from lightning_autosync.errors import ExchangeError
+from lightning_autosync.plan.schedule import Message, TreeTransfer
+
+_INDEX_BYTES = 8
+_COUNT_BYTES = 8
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Some rows of a table.
+
+    Attributes:
+        indices: [count], int64, ascending, each once.
+        values: [count, width].
+        gradients: number of ranks that had a gradient, be it of no row.
+    """
+
+    indices: Tensor
+    values: Tensor
+    gradients: int
+
+    def between(self, start: int, stop: int) -> Rows:
+        """Those with indices in ``[start, stop)``."""
+        edges = torch.searchsorted(self.indices, torch.tensor([start, stop], device=self.indices.device))
+        chosen = slice(int(edges[0]), int(edges[1]))
+        return Rows(self.indices[chosen], self.values[chosen], self.gradients)
+
+    def packed(self) -> Tensor:
+        """Their bytes: the number of gradients, indices, values."""
+        count = self.indices.new_tensor([self.gradients])
+        flat = self.values.contiguous().view(-1)
+        return torch.cat([count.view(torch.uint8), self.indices.view(torch.uint8), flat.view(torch.uint8)])
+
+    @staticmethod
+    def unpacked(wire: Tensor, width: int, dtype: torch.dtype) -> Rows:
+        """The rows in ``wire``, uint8."""
+        gradients, rows = wire[:_COUNT_BYTES], wire[_COUNT_BYTES:]
+        count = rows.numel() // (_INDEX_BYTES + width * dtype.itemsize)
+        indices = rows[: _INDEX_BYTES * count].view(torch.int64)
+        values = rows[_INDEX_BYTES * count :].view(dtype).view(count, width)
+        return Rows(indices, values, int(gradients.view(torch.int64)))
+
+
+def add_rows(parts: list[Rows]) -> Rows:
+    """The sum of several sets of rows; parts are added in the order given, so that the result is reproducible."""
+    if len(parts) == 1:
+        return parts[0]
+    indices = torch.unique(torch.cat([part.indices for part in parts]))
+    sums = parts[0].values.new_zeros(indices.numel(), parts[0].values.shape[1])
+    for part in parts:
+        # A part has each row once, so no two additions meet, on any device.
+        sums[torch.searchsorted(indices, part.indices)] += part.values
+    return Rows(indices, sums, sum(part.gradients for part in parts))
+
+
+class RowExchange(ABC):
+    """Sums rows over all ranks; the calls are those of `Exchange`, with rows in place of a buffer."""
+
+    @abstractmethod
+    def start(self, rows: Rows) -> None:
+        """Begin with this rank's rows."""
+
+    def resume(self) -> None:  # noqa: B027 - trees have nothing left to launch
+        """Launch what depends on the first part."""
+
+    def watch(self, completed: Callable[[], None] | None) -> None:  # noqa: B027 - not all know it before `wait`
+        """As of `Exchange.watch`."""
+
+    @abstractmethod
+    def wait(self) -> Rows:
+        """The rows that any rank touched, summed."""
+
+
+@dataclass
+class _Path:
+    """One transfer as this rank sees it, and what has come in."""
+
+    number: int
+    transfer: TreeTransfer
+    first_row: int
+    last_row: int
+    gathering: int = 1
+    contributions: dict[int, Tensor] = field(default_factory=dict)
+    incoming: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    own: Rows | None = None
+    total: Rows | None = None
+
+
+class RowTreeExchange(TreeSteps, RowExchange):
+    """Rows along trees: merged on their way up, the union handed out on the way down."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        channel: int,
+        rank: int,
+        message: Message,
+        width: int,
+        dtype: torch.dtype,
+        timeout: float,
+    ) -> None:
+        super().__init__(transport, channel, message, timeout)
+        self._rank = rank
+        self._width = width
+        self._dtype = dtype
+        self._row_bytes = _INDEX_BYTES + width * dtype.itemsize
+        self._paths = [
+            _Path(number, transfer, transfer.start // width, transfer.stop // width)
+            for number, transfer in enumerate(message.rounds[0].transfers)
+            if isinstance(transfer, TreeTransfer)
+        ]
+        self._work = sum(1 + len(path.transfer.broadcast.children[rank]) for path in self._paths)
+        transport.register(channel, self)
+
+    def start(self, rows: Rows) -> None:
+        self._launch(lambda: self._begin(rows))
+
+    def wait(self) -> Rows:
+        self._completion.wait()
+        totals = [path.total for path in self._paths if path.total is not None]
+        indices = torch.cat([rows.indices for rows in totals])
+        return Rows(indices, torch.cat([rows.values for rows in totals]), totals[0].gradients)
+
+    def _begin(self, rows: Rows) -> None:
+        if not self._enter_step(self._work):
+            return
+        for path in self._paths:
+            path.own = rows.between(path.first_row, path.last_row)
+            self._rise_if_complete(path)
+
+    def destination(self, peer: int, frame: Frame) -> memoryview:
+        path = self._path(peer, frame)
+        self._check_step(peer, frame, path.gathering if frame.phase == UP else self._step)
+        count, rest = divmod(frame.size - _COUNT_BYTES, self._row_bytes)
+        if rest or count < 0 or count > path.last_row - path.first_row:
+            raise ExchangeError(f"rank {peer} sent {frame.size} bytes of rows, which fit no part of this table")
+        wire = torch.empty(frame.size, dtype=torch.uint8)
+        path.incoming[peer, frame.phase] = wire
+        return byte_view(wire)
+
+    def arrived(self, peer: int, frame: Frame) -> None:
+        path = self._path(peer, frame)
+        wire = path.incoming.pop((peer, frame.phase))
+        rows = Rows.unpacked(wire, self._width, self._dtype)
+        outside = rows.indices.numel() and (
+            int(rows.indices[0]) < path.first_row or int(rows.indices[-1]) >= path.last_row
+        )
+        if outside:
+            raise ExchangeError(f"rank {peer} sent rows outside of [{path.first_row}, {path.last_row})")
+        if frame.phase == DOWN:
+            self._hand_out(path, rows, wire)
+        else:
+            path.contributions[peer] = wire
+            self._rise_if_complete(path)
+
+    def _path(self, peer: int, frame: Frame) -> _Path:
+        if frame.transfer >= len(self._paths):
+            raise ExchangeError(f"rank {peer} sent rows that are not in the schedule")
+        path = self._paths[frame.transfer]
+        children = path.transfer.reduce.children[self._rank]
+        expected = children if frame.phase == UP else (path.transfer.broadcast.parents[self._rank],)
+        if peer not in expected or (peer in path.contributions and frame.phase == UP):
+            raise ExchangeError(f"rank {peer} sent rows that are not in the schedule")
+        return path
+
+    def _rise_if_complete(self, path: _Path) -> None:
+        children = path.transfer.reduce.children[self._rank]
+        if path.own is None or len(path.contributions) < len(children):
+            return
+        parts = [Rows.unpacked(path.contributions[child], self._width, self._dtype) for child in children]
+        total = add_rows([path.own, *parts])
+        path.own = None
+        path.contributions.clear()
+        path.gathering += 1
+        wire = total.packed()
+        parent = path.transfer.reduce.parents[self._rank]
+        if parent < 0:
+            self._hand_out(path, total, wire)
+        else:
+            self._send(parent, (path.number, 0, UP), byte_view(wire))
+
+    def _hand_out(self, path: _Path, total: Rows, wire: Tensor) -> None:
+        path.total = total
+        for child in path.transfer.broadcast.children[self._rank]:
+            self._send(child, (path.number, 0, DOWN), byte_view(wire))
+        self._progress()
+
+
+class NativeRowExchange(RowExchange):
+    """Rows by the backend: everybody gathers everybody's rows and adds them up."""
+
+    def __init__(self, width: int, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup | None) -> None:
+        self._width = width
+        self._dtype = dtype
+        self._group = group
+        self._count = torch.zeros(1, dtype=torch.int64, device=device)
+        self._counts = [torch.zeros_like(self._count) for _ in range(dist.get_world_size(group))]
+        self._wire: Tensor | None = None
+        self._gathered: list[Tensor] = []
+        self._sizes: list[int] = []
+        self._work: dist.Work | None = None
+
+    def start(self, rows: Rows) -> None:
+        self._wire = rows.packed()
+        self._count.fill_(self._wire.numel())
+        self._work = dist.all_gather(self._counts, self._count, group=self._group, async_op=True)
+
+    def resume(self) -> None:
+        assert self._work is not None
+        assert self._wire is not None
+        self._work.wait()
+        self._sizes = [int(count) for count in self._counts]
+        padded = self._wire.new_zeros(max(1, *self._sizes))
+        padded[: self._wire.numel()] = self._wire
+        self._gathered = [torch.empty_like(padded) for _ in self._sizes]
+        self._work = dist.all_gather(self._gathered, padded, group=self._group, async_op=True)
+
+    def wait(self) -> Rows:
+        assert self._work is not None
+        self._work.wait()
+        parts = zip(self._gathered, self._sizes, strict=True)
+        return add_rows([Rows.unpacked(wire[:size], self._width, self._dtype) for wire, size in parts])

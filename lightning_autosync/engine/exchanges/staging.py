@@ -1,0 +1,72 @@
+"""Messages of an accelerator on trees: through pinned host memory, on a stream beside backward."""
+
+from __future__ import annotations
+
+from concurrent.futures import Executor, Future
+
+import torch
+from torch import Tensor
+
+from lightning_autosync.engine.exchanges.base import Exchange
+from lightning_autosync.engine.exchanges.rows import RowExchange, Rows
+
+
+class StagedExchange(Exchange):
+    """Runs a tree exchange over a host copy of a device buffer.
+
+    Args:
+        inner: exchanges ``host``.
+        waiter: one thread that waits for copies in the order of backward, so that the transport serves on.
+        buffer: on the device.
+        host: pinned, of the same shape.
+    """
+
+    def __init__(self, inner: Exchange, waiter: Executor, buffer: Tensor, host: Tensor) -> None:
+        self._inner = inner
+        self._waiter = waiter
+        self._begun: Future[None] | None = None
+        self._buffer = buffer
+        self._host = host
+        self._stream = torch.cuda.Stream(buffer.device)
+        self._copied = torch.cuda.Event()
+        self._returned = torch.cuda.Event()
+
+    def start(self) -> None:
+        self._stream.wait_stream(torch.cuda.current_stream(self._buffer.device))
+        # Backward may run on another stream than the one on which the last step's sum is copied out of `host`.
+        self._stream.wait_event(self._returned)
+        with torch.cuda.stream(self._stream):
+            self._host.copy_(self._buffer, non_blocking=True)
+            self._copied.record(self._stream)
+        self._begun = self._waiter.submit(self._begin)
+
+    def wait(self) -> None:
+        assert self._begun is not None, "start comes before wait"
+        self._begun.result()
+        self._inner.wait()
+        self._buffer.copy_(self._host, non_blocking=True)
+        self._returned.record(torch.cuda.current_stream(self._buffer.device))
+
+    def _begin(self) -> None:
+        # A new thread stands on device 0, where it must not leave a context.
+        with torch.cuda.device(self._buffer.device):
+            self._copied.synchronize()
+        self._inner.start()
+
+
+class StagedRowExchange(RowExchange):
+    """Runs a row exchange on the host for rows that lie on a device.
+
+    ``start`` waits for the rows: how many there are is known only when they have been computed.
+    """
+
+    def __init__(self, inner: RowExchange, device: torch.device) -> None:
+        self._inner = inner
+        self._device = device
+
+    def start(self, rows: Rows) -> None:
+        self._inner.start(Rows(rows.indices.cpu(), rows.values.cpu(), rows.gradients))
+
+    def wait(self) -> Rows:
+        rows = self._inner.wait()
+        return Rows(rows.indices.to(self._device), rows.values.to(self._device), rows.gradients)

@@ -1,0 +1,77 @@
+"""Optimizers that step message by message, so that a message travels until its parameters are used again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_autosync.engine.engine import Engine
+
+
+class GroupedOptimizer:
+    """One optimizer a message, stepped right before a module that holds the message's parameters runs.
+
+    The mathematics is that of stepping after backward: what is used is up to date, and gradients of the next pass
+    come after the step. A module must be called to use its parameters; one whose parameters are read from outside
+    (``other.weight``) needs `finish` before.
+
+    Args:
+        engine: with ``waits="parameters"``.
+        module: whose parameters the engine has.
+        make: makes an optimizer for the parameters of one message, as ``functools.partial(SGD, lr=0.1)``. Its
+            rule must treat each parameter on its own; a clipped norm of all gradients needs all messages.
+
+    Attributes:
+        optimizers: one a message, in schedule order; for learning rates and checkpoints.
+    """
+
+    def __init__(self, engine: Engine, module: nn.Module, make: Callable[[list[nn.Parameter]], Optimizer]) -> None:
+        self._engine = engine
+        self._due: set[int] = set()
+        parameters = dict(module.named_parameters(remove_duplicate=False))
+        members = [[parameters[name] for name in message.variables] for message in engine.schedule.messages]
+        self.optimizers = [make(of_message) for of_message in members]
+        homes = {parameter: index for index, of_message in enumerate(members) for parameter in of_message}
+        self._handles = []
+        for part in module.modules():
+            needed = sorted({homes[own] for own in part.parameters(recurse=False) if own in homes})
+            if needed:
+                self._handles.append(part.register_forward_pre_hook(self._hook(needed)))
+
+    def step(self) -> None:
+        """Call after each backward pass that synchronized: its gradients are applied when they are needed."""
+        self._due = set(range(len(self.optimizers)))
+
+    def finish(self) -> None:
+        """Apply what is due now: before parameters are read other than by a forward pass, saved or evaluated.
+
+        Raises:
+            ExchangeError: a peer was lost or did not answer in time.
+        """
+        for index in sorted(self._due):
+            self._apply(index)
+
+    def close(self) -> None:
+        """Apply what is due and remove the hooks."""
+        self.finish()
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _hook(self, needed: list[int]) -> Callable[..., None]:
+        def before_forward(*_: Any) -> None:
+            for index in needed:
+                self._apply(index)
+
+        return before_forward
+
+    def _apply(self, index: int) -> None:
+        if index not in self._due:
+            return
+        self._due.remove(index)
+        self._engine.finish_message(index)
+        self.optimizers[index].step()
+        self.optimizers[index].zero_grad()

@@ -1,0 +1,144 @@
+"""What compressors remember, by variable: so that it outlives a plan, a step that is skipped, and a loss scale."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_autosync.engine.layout import real_view, variable_views
+from lightning_autosync.plan.encoding import low_rank_layout
+from lightning_autosync.plan.schedule import Message
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What is remembered of one variable.
+
+    Attributes:
+        compressor: kind and settings, as plain values; they must be the same where the memory is taken up.
+        tensors: ``residual``, of the variable's shape: what encoding on this rank lost of the gradient's mean;
+            ``factor`` [columns, rank]: where PowerSGD's power iteration stands, equal on all ranks.
+    """
+
+    compressor: dict[str, Any]
+    tensors: dict[str, Tensor]
+
+    def fits(self, other: Memory) -> bool:
+        """Whether ``other`` can be taken up in its place."""
+        return (
+            self.compressor == other.compressor
+            and self.tensors.keys() == other.tensors.keys()
+            and all(tensor.shape == other.tensors[key].shape for key, tensor in self.tensors.items())
+        )
+
+
+Memories = dict[str, Memory]
+"""By name of the variable."""
+
+
+class CompressorMemory:
+    """The memory of all messages of an engine.
+
+    Residuals have the unit of the gradients, which a gradient scaler changes from step to step; `state_dict` and
+    `load_state_dict` speak of gradients that are not scaled.
+
+    Args:
+        messages: every message with its parameters.
+        tensors: the live tensors, by message: ``residual`` [numel + tail] and ``factors`` (PowerSGD's second ones).
+    """
+
+    def __init__(
+        self,
+        messages: Iterable[tuple[Message, list[nn.Parameter]]],
+        tensors: Mapping[str, Mapping[str, Tensor]],
+    ) -> None:
+        self._residuals = [found["residual"] for found in tensors.values() if "residual" in found]
+        self._tensors = [tensor for found in tensors.values() for tensor in found.values()]
+        self._saved: list[Tensor] = []
+        self._scale = 1.0
+        self._live: Memories = {}
+        for message, parameters in messages:
+            self._live.update(_by_variable(message, parameters, tensors.get(message.name, {})))
+
+    @property
+    def has_residuals(self) -> bool:
+        return bool(self._residuals)
+
+    def begin_step(self, loss_scale: float | None) -> None:
+        """Gradients come scaled by ``loss_scale`` from now on; if that is a number, `undo_step` may follow."""
+        scale = 1.0 if loss_scale is None else loss_scale
+        if scale != self._scale:
+            for residual in self._residuals:
+                residual.mul_(scale / self._scale)
+            self._scale = scale
+        if loss_scale is None:
+            return
+        if not self._saved:
+            self._saved = [torch.empty_like(tensor) for tensor in self._tensors]
+        for saved, tensor in zip(self._saved, self._tensors, strict=True):
+            saved.copy_(tensor)
+
+    def undo_step(self) -> None:
+        """The gradients of this step will not be used: what they lost must not be made up for."""
+        for saved, tensor in zip(self._saved, self._tensors, strict=True):
+            tensor.copy_(saved)
+
+    def state_dict(self) -> Memories:
+        """Copies."""
+        return {
+            name: Memory(
+                memory.compressor,
+                {
+                    key: tensor / self._scale if key == "residual" else tensor.clone()
+                    for key, tensor in memory.tensors.items()
+                },
+            )
+            for name, memory in self._live.items()
+        }
+
+    def load_state_dict(self, state: Memories) -> list[str]:
+        """Take up what fits; returns the names of the variables whose memory has no place here."""
+        left_out = []
+        for name, found in state.items():
+            here = self._live.get(name)
+            if here is None or not here.fits(found):
+                left_out.append(name)
+                continue
+            for key, tensor in here.tensors.items():
+                tensor.copy_(found.tensors[key])
+                if key == "residual":
+                    tensor.mul_(self._scale)
+        return left_out
+
+
+def check_scale(scale: float) -> float:
+    """The scale of a loss, if it is one.
+
+    Raises:
+        ValueError: it is not a positive number.
+    """
+    if not (scale > 0 and math.isfinite(scale)):
+        raise ValueError(f"loss_scale: {scale} is not a positive number")
+    return scale
+
+
+def _by_variable(message: Message, parameters: list[nn.Parameter], tensors: Mapping[str, Tensor]) -> Memories:
+    """Views of a message's memory."""
+    found: dict[str, dict[str, Tensor]] = {name: {} for name in message.variables}
+    if "residual" in tensors:
+        views = variable_views(parameters, tensors["residual"], message.axis)
+        for name, view in zip(message.variables, views, strict=True):
+            found[name]["residual"] = view
+    if "factors" in tensors:
+        shapes = [tuple(real_view(parameter).shape) for parameter in parameters]
+        for name, factor in zip(message.variables, low_rank_layout(shapes, message.compressor.rank)[0], strict=True):
+            part = tensors["factors"][factor.second : factor.second + factor.second_numel]
+            if factor.rank:
+                found[name]["factor"] = part.view(factor.columns, factor.rank)
+    settings = message.compressor.model_dump()
+    return {name: Memory(settings, parts) for name, parts in found.items() if parts}

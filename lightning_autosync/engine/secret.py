@@ -1,0 +1,125 @@
+"""The job's secret, by which its processes know each other: from the environment, a file, or the process group."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import secrets
+import stat
+
+import torch.distributed as dist
+
+from lightning_autosync.engine.rendezvous import gather_json
+from lightning_autosync.errors import ExchangeError
+
+SECRET, SECRET_FILE = "AUTOSYNC_SECRET", "AUTOSYNC_SECRET_FILE"
+"""Environment variables: the secret itself, or the name of a file that holds it."""
+_SHORTEST, _LONGEST = 16, 4096
+"""Bytes. A short one could be guessed from what travels."""
+
+
+def given_secret() -> bytes | None:
+    """The secret that the launcher gave; None if it gave none.
+
+    Raises:
+        ExchangeError: it is too short or too long; or its file cannot be read, or others can read it.
+    """
+    text, file = os.environ.get(SECRET, ""), os.environ.get(SECRET_FILE, "")
+    if text and file:
+        raise ExchangeError(f"{SECRET} and {SECRET_FILE} are both set; allowed: one of them")
+    if not text and not file:
+        return None
+    found = _read(file) if file else text.encode(errors="surrogateescape").strip()
+    name = f"{SECRET_FILE}={file}" if file else SECRET
+    if not _SHORTEST <= len(found) <= _LONGEST:
+        raise ExchangeError(
+            f"{name}: {len(found)} bytes; allowed: {_SHORTEST} to {_LONGEST}, as `openssl rand -hex 32`"
+        )
+    return found
+
+
+def required_secret(why: str) -> bytes:
+    """As `given_secret`, where there must be one.
+
+    Raises:
+        ExchangeError: there is none; ``why`` says who needs it.
+    """
+    found = given_secret()
+    if found is None:
+        raise ExchangeError(
+            f"{why}: set {SECRET}, or {SECRET_FILE} to a file that holds it, alike for all processes of the job, as "
+            "`openssl rand -hex 32` makes it"
+        )
+    return found
+
+
+def common_secret(group: dist.ProcessGroup | None = None, required: str = "") -> bytes:
+    """The launcher's secret, or one that rank 0 draws and hands out over the process group; collective.
+
+    Args:
+        group: the ranks; None is the default group.
+        required: why the launcher must give one, if it must.
+
+    Raises:
+        ExchangeError: on every rank if one was given another or none, or cannot read its own.
+    """
+    own, fault = None, ""
+    try:
+        own = required_secret(required) if required else given_secret()
+    except ExchangeError as cause:
+        fault = str(cause)
+    drawn = secrets.token_hex(32) if dist.get_rank(group) == 0 else ""
+    offers = gather_json([_digest(own) if own is not None else "", fault, drawn], group)
+    for rank, (digest, problem, _) in enumerate(offers):
+        if problem:
+            raise ExchangeError(f"rank {rank}: {problem}")
+        if digest != offers[0][0]:
+            raise ExchangeError(
+                f"{SECRET}, {SECRET_FILE}: rank {rank} has {'another secret' if digest else 'none'}, rank 0 has "
+                f"{'one' if offers[0][0] else 'none'}; allowed: the same on all ranks, or none"
+            )
+    return own if own is not None else str(offers[0][2]).encode()
+
+
+def seal(secret: bytes, what: str, text: str) -> str:
+    """``text`` with a mark that only who knows the secret can make, for a place that others can write to.
+
+    Args:
+        what: names the place, so that what is sealed for one is refused at another.
+    """
+    return f"{_mark(secret, what, text)} {text}"
+
+
+def unseal(secret: bytes, what: str, sealed: str) -> str:
+    """What was sealed.
+
+    Raises:
+        ExchangeError: not with this secret, or not for this place.
+    """
+    mark, _, text = sealed.partition(" ")
+    if not hmac.compare_digest(mark.encode(), _mark(secret, what, text).encode()):
+        raise ExchangeError(f"'{what}' was written with another secret than this process has")
+    return text
+
+
+def _mark(secret: bytes, what: str, text: str) -> str:
+    return hmac.new(secret, f"{what}\0{text}".encode(), hashlib.sha256).hexdigest()
+
+
+def _digest(secret: bytes) -> str:
+    return hmac.new(secret, b"autosync: the same secret on all ranks", hashlib.sha256).hexdigest()
+
+
+def _read(file: str) -> bytes:
+    try:
+        with open(file, "rb") as opened:
+            mode = os.fstat(opened.fileno()).st_mode
+            if mode & (stat.S_IRWXG | stat.S_IRWXO):
+                raise ExchangeError(
+                    f"{SECRET_FILE}={file}: others may read or write it (mode {stat.S_IMODE(mode):04o}); allowed: its "
+                    "owner only, as after `chmod 600`"
+                )
+            return opened.read(_LONGEST + 2).strip()
+    except OSError as cause:
+        raise ExchangeError(f"{SECRET_FILE}={file}: {cause.strerror}") from None

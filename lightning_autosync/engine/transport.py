@@ -1,0 +1,326 @@
+"""Frames between pairs of ranks, moved by one thread.
+
+Collectives march in one order and block on their slowest member. Trees need more: many messages under way, each
+segment forwarded the moment it is complete, urgent ones first. So frames travel over plain non-blocking sockets,
+and one thread a process receives, reduces and forwards, while backward computes.
+"""
+
+from __future__ import annotations
+
+import atexit
+import heapq
+import math
+import selectors
+import socket
+import struct
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from lightning_autosync.engine.sockets import tune_connection
+from lightning_autosync.errors import ExchangeError
+
+_HEADER = struct.Struct("<IIIIIQ")
+
+
+_TURN = 512 * 1024
+"""Bytes that one peer may be sent before the others get their turn."""
+
+_PARTING = 5.0
+"""Seconds that closing may take to get the last frames out."""
+
+UP, DOWN, LEAVE = 0, 1, 2
+"""Phases of a frame: towards the root, away from it; and the last one of a rank, whose step is the last that it
+completed."""
+
+
+class Frame(NamedTuple):
+    """What a frame carries: a piece of a transfer of an exchange, up or down its tree, in one of its steps."""
+
+    channel: int
+    step: int
+    transfer: int
+    piece: int
+    phase: int
+    size: int
+
+
+class Receiver(Protocol):
+    """An exchange, as the transport sees it. All methods run on the transport's thread."""
+
+    def destination(self, peer: int, frame: Frame) -> memoryview:
+        """Where the frame's bytes go; exactly ``frame.size`` of them."""
+
+    def arrived(self, peer: int, frame: Frame) -> None:
+        """The frame's bytes are in place."""
+
+    def failed(self, error: ExchangeError) -> None:
+        """No further frame will come."""
+
+    def left(self, peer: int, step: int) -> None:
+        """A peer takes part in no step after ``step``."""
+
+    @property
+    def completed(self) -> int:
+        """The last step that this rank has completed."""
+
+
+@dataclass(order=True)
+class _Outgoing:
+    key: tuple[float, ...]
+    buffers: list[memoryview] = field(compare=False)
+    sent: Callable[[], None] | None = field(compare=False)
+
+
+class _Peer:
+    """One connection: an outbox by urgency, and the frame that is coming in."""
+
+    def __init__(self, rank: int, connection: socket.socket) -> None:
+        self.rank = rank
+        self.socket = connection
+        self.outbox: list[_Outgoing] = []
+        self.outgoing: _Outgoing | None = None
+        self.watching_writes = False
+        self.header = bytearray(_HEADER.size)
+        self.frame: Frame | None = None
+        self.pending = memoryview(self.header)
+        self.left = False
+
+    @property
+    def idle(self) -> bool:
+        """Whether all that was queued is with the kernel."""
+        return self.outgoing is None and not self.outbox
+
+
+class Transport:
+    """Connections to peers and the thread that serves them.
+
+    Args:
+        sockets: connected stream sockets by peer rank; the transport owns them from now on.
+        rates: bytes/s that the route to each peer carries, where known (see `tune_connection`).
+        paces: payload bytes/s beyond which not to send to a peer, where there is such a limit (see `pacing_rates`).
+    """
+
+    def __init__(
+        self,
+        sockets: Mapping[int, socket.socket],
+        rates: Mapping[int, float] | None = None,
+        paces: Mapping[int, float] | None = None,
+    ) -> None:
+        self.bytes_sent = 0
+        self._selector = selectors.DefaultSelector()
+        self._peers = {rank: _Peer(rank, connection) for rank, connection in sockets.items()}
+        self._receivers: dict[int, Receiver] = {}
+        self._orders: deque[Callable[[], None]] = deque()
+        self._unwritten: dict[int, _Peer] = {}
+        self._counter = 0
+        self._error: ExchangeError | None = None
+        self._closing = False
+        self._wake, self._woken = socket.socketpair()
+        self._woken.setblocking(False)
+        self._selector.register(self._woken, selectors.EVENT_READ, None)
+        for peer in self._peers.values():
+            tune_connection(peer.socket, (rates or {}).get(peer.rank), (paces or {}).get(peer.rank))
+            self._selector.register(peer.socket, selectors.EVENT_READ, peer)
+        self._thread = threading.Thread(target=self._serve, name="autosync-transport", daemon=True)
+        self._thread.start()
+        # A script may end without closing what it opened; peers that are a little behind must not suffer from it.
+        atexit.register(self.close)
+
+    def register(self, channel: int, receiver: Receiver) -> None:
+        """Give a channel's frames to a receiver; before any peer may send to it."""
+        self._receivers[channel] = receiver
+
+    def submit(self, order: Callable[[], None]) -> None:
+        """Run ``order`` on the transport's thread; callable from any thread."""
+        self._orders.append(order)
+        self._wake.send(b"\0")
+
+    def send(
+        self,
+        peer: int,
+        frame: Frame,
+        payload: memoryview,
+        urgency: tuple[float, ...],
+        sent: Callable[[], None] | None = None,
+    ) -> None:
+        """Queue a frame; the lowest ``urgency`` goes first. On the transport's thread only.
+
+        ``payload`` must stay as it is until ``sent`` is called.
+        """
+        self._counter += 1
+        header = memoryview(_HEADER.pack(*frame))
+        if peer not in self._peers:
+            raise self._error or ExchangeError(f"rank {peer} has left")
+        connection = self._peers[peer]
+        entry = _Outgoing((*urgency, self._counter), [header, payload], sent)
+        heapq.heappush(connection.outbox, entry)
+        if not connection.watching_writes:
+            self._unwritten[peer] = connection
+
+    @property
+    def error(self) -> ExchangeError | None:
+        """What broke the transport, if anything did."""
+        return self._error
+
+    def close(self) -> None:
+        """Send what is queued, take leave of the peers, stop the thread and close all connections.
+
+        A peer that is still in the exchange that this rank has completed is not disturbed.
+        """
+        atexit.unregister(self.close)
+        if self._closing:
+            return
+        self.submit(self._take_leave)
+        self._thread.join()
+        for connection in [peer.socket for peer in self._peers.values()] + [self._wake, self._woken]:
+            connection.close()
+        self._selector.close()
+
+    def _serve(self) -> None:
+        deadline = math.inf
+        while not self._closing or (self._busy() and time.monotonic() < deadline):
+            try:
+                for key, events in self._selector.select(_PARTING if self._closing else None):
+                    self._attend(key.data, events)
+                self._flush()
+            except ExchangeError as error:
+                self._fail(error)
+            except Exception as cause:
+                self._fail(ExchangeError(f"the exchange broke: {cause}\n{traceback.format_exc()}"))
+            if self._closing and deadline == math.inf:
+                deadline = time.monotonic() + _PARTING
+
+    def _busy(self) -> bool:
+        return not all(peer.idle for peer in self._peers.values())
+
+    def _attend(self, peer: _Peer | None, events: int) -> None:
+        if peer is None:
+            self._obey()
+        elif peer.rank in self._peers:
+            if events & selectors.EVENT_READ:
+                try:
+                    self._read(peer)
+                except OSError as cause:
+                    self._lose(peer, str(cause))
+            if events & selectors.EVENT_WRITE:
+                self._unwritten[peer.rank] = peer
+
+    def _take_leave(self) -> None:
+        self._closing = True
+        for channel, receiver in self._receivers.items():
+            frame = Frame(channel, receiver.completed, 0, 0, LEAVE, 0)
+            for rank, peer in self._peers.items():
+                if not peer.left:
+                    self.send(rank, frame, memoryview(b""), (math.inf,))
+
+    def _obey(self) -> None:
+        try:
+            while self._woken.recv(4096):
+                pass
+        except BlockingIOError:
+            pass
+        while self._orders:
+            self._orders.popleft()()
+
+    def _flush(self) -> None:
+        """Write what came up in this round, the most urgent first whatever the order in which it was queued."""
+        while self._unwritten:
+            _, peer = self._unwritten.popitem()
+            if peer.rank in self._peers:
+                self._write(peer)
+
+    def _read(self, peer: _Peer) -> None:
+        # A few frames at most before the others get their turn.
+        for _ in range(8):
+            try:
+                count = peer.socket.recv_into(peer.pending)
+            except BlockingIOError:
+                return
+            if count == 0:
+                self._lose(peer, "it closed the connection")
+                return
+            peer.pending = peer.pending[count:]
+            if peer.pending:
+                return
+            if peer.frame is None:
+                self._open(peer, Frame(*_HEADER.unpack(peer.header)))
+            if not peer.pending:
+                self._deliver(peer)
+
+    def _open(self, peer: _Peer, frame: Frame) -> None:
+        """A header is in: find out where its payload goes."""
+        peer.frame = frame
+        receiver = self._receivers.get(frame.channel)
+        if receiver is None:
+            raise ExchangeError(f"rank {peer.rank} sent to channel {frame.channel}, which is not in the schedule")
+        if frame.phase != LEAVE:
+            peer.pending = receiver.destination(peer.rank, frame)
+
+    def _deliver(self, peer: _Peer) -> None:
+        """A frame is complete."""
+        assert peer.frame is not None
+        frame, peer.frame = peer.frame, None
+        peer.pending = memoryview(peer.header)
+        if frame.phase == LEAVE:
+            peer.left = True
+            self._receivers[frame.channel].left(peer.rank, frame.step)
+        else:
+            self._receivers[frame.channel].arrived(peer.rank, frame)
+
+    def _write(self, peer: _Peer) -> None:
+        turn_ends = self.bytes_sent + _TURN
+        while self.bytes_sent < turn_ends:
+            if peer.outgoing is None:
+                if not peer.outbox:
+                    self._watch_writes(peer, False)
+                    return
+                peer.outgoing = heapq.heappop(peer.outbox)
+            buffers = peer.outgoing.buffers
+            try:
+                count = peer.socket.sendmsg(buffers)
+            except BlockingIOError:
+                self._watch_writes(peer, True)
+                return
+            except OSError as cause:
+                self._lose(peer, str(cause))
+                return
+            self.bytes_sent += count
+            while buffers and count >= len(buffers[0]):
+                count -= len(buffers.pop(0))
+            if buffers:
+                buffers[0] = buffers[0][count:]
+            else:
+                done, peer.outgoing = peer.outgoing.sent, None
+                if done is not None:
+                    done()
+        self._watch_writes(peer, True)
+
+    def _watch_writes(self, peer: _Peer, wanted: bool) -> None:
+        if peer.watching_writes != wanted:
+            peer.watching_writes = wanted
+            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if wanted else 0)
+            self._selector.modify(peer.socket, events, peer)
+
+    def _lose(self, peer: _Peer, why: str) -> None:
+        if peer.left or self._closing:
+            self._drop(peer)
+            return
+        self._fail(ExchangeError(f"lost the connection to rank {peer.rank}: {why}"))
+
+    def _fail(self, error: ExchangeError) -> None:
+        """Give up for good: no exchange can complete any more, and the other ranks learn it from lost connections."""
+        self._error = self._error or error
+        for peer in list(self._peers.values()):
+            self._drop(peer)
+        for receiver in self._receivers.values():
+            receiver.failed(self._error)
+
+    def _drop(self, peer: _Peer) -> None:
+        self._selector.unregister(peer.socket)
+        peer.socket.close()
+        del self._peers[peer.rank]

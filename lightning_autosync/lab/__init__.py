@@ -1,0 +1,1 @@
+"""Comparisons that reproduce papers and tables. Nothing in the product imports this package."""

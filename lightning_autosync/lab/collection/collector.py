@@ -1,0 +1,161 @@
+"""The collection itself: combination by combination, batch by batch, into the dataset."""
+
+from __future__ import annotations
+
+import logging
+import os
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
+
+from lightning_autosync.lab.collection.combinations import Combination
+from lightning_autosync.lab.collection.crew import Batch, Crew
+from lightning_autosync.lab.collection.drafts import Draft, draw_drafts
+from lightning_autosync.lab.collection.environment import describe_environment
+from lightning_autosync.lab.collection.settings import Settings
+from lightning_autosync.learned.dataset import Conditions, Entry, Sample, Writer
+from lightning_autosync.measure.workers.errors import WorkerError
+from lightning_autosync.plan import SyncPlan
+from lightning_autosync.replay import Constants
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass
+class Progress:
+    """What a run did so far.
+
+    Attributes:
+        measured: pairs.
+        disturbed: of these, beside too much other load.
+        failed: plans that no engine would run, with the error.
+        drawing: seconds spent on drawing plans.
+        measuring: seconds in orders to workers.
+        stepping: of these, in steps, the warm-up too.
+    """
+
+    measured: int = 0
+    disturbed: int = 0
+    failed: list[dict[str, str]] = field(default_factory=list)
+    drawing: float = 0.0
+    measuring: float = 0.0
+    stepping: float = 0.0
+
+
+class Collector:
+    """Measures what a dataset does not have yet, or has disturbed only.
+
+    Args:
+        settings: of the collection.
+        constants: of the hosts, for the replay.
+        writer: of the dataset.
+    """
+
+    def __init__(self, settings: Settings, constants: Constants, writer: Writer) -> None:
+        self.progress = Progress()
+        self._settings = settings
+        self._constants = constants
+        self._writer = writer
+        self._drafts: dict[str, list[Draft]] = {}
+        self._environment: dict[str, Any] | None = None
+
+    def run(self, combinations: Sequence[Combination]) -> None:
+        """Visit all combinations, cluster by cluster, as often as the settings say.
+
+        Raises:
+            LaunchError: links cannot be emulated here.
+            WorkerError: more plans failed than the settings allow.
+        """
+        for turn in range(self._settings.passes):
+            for _, group in groupby(combinations, key=lambda combination: combination.cluster.fingerprint):
+                of_cluster = list(group)
+                with Crew(of_cluster[0].cluster, self._settings) as crew:
+                    for combination in of_cluster:
+                        self._visit(crew, combination, turn)
+                self._writer.flush()
+
+    def _visit(self, crew: Crew, combination: Combination, turn: int) -> None:
+        """Measure this turn's part of a combination's plans, as far as it is not measured undisturbed yet."""
+        drafts = self._draw(combination)
+        keys = self._writer.keys
+        missing = [draft for draft in drafts[turn :: self._settings.passes] if draft.key not in keys]
+        for start in range(0, len(missing), self._settings.batch):
+            self._measure(crew, combination, drafts[0], missing[start : start + self._settings.batch])
+        if missing:
+            counts = self.progress.measured, len(self._writer.keys)
+            _log.info("%s: %d measured, %d in the dataset", combination.name, *counts)
+
+    def _draw(self, combination: Combination) -> list[Draft]:
+        if combination.name not in self._drafts:
+            start = time.perf_counter()
+            self._drafts[combination.name] = draw_drafts(self._settings, self._constants, combination)
+            self.progress.drawing += time.perf_counter() - start
+        return self._drafts[combination.name]
+
+    def _measure(self, crew: Crew, combination: Combination, reference: Draft, missing: Sequence[Draft]) -> None:
+        """One batch, the reference plan before it; where it fails, its plans one by one."""
+        drafts = [reference, *(draft for draft in missing if draft is not reference)]
+        try:
+            batch = self._order(crew, combination, drafts)
+        except WorkerError as error:
+            if len(missing) == 1:
+                self._fail(combination, missing[0], error)
+                return
+            for draft in missing:
+                self._measure(crew, combination, reference, [draft])
+            return
+        if self._environment is None:
+            self._environment = describe_environment(
+                crew.ask("lightning_autosync.measure.bench.conditions:describe_worker")
+            )
+        entries = list(self._entries(combination, drafts, batch, self._environment))
+        self._writer.append(entries)
+        # Not what was added: a pair that was disturbed again is not, and the reference plan may be, measured beside.
+        self.progress.measured += len(missing)
+        self.progress.disturbed += len(missing) * entries[0].conditions.disturbed
+
+    def _order(self, crew: Crew, combination: Combination, drafts: list[Draft]) -> Batch:
+        start = time.perf_counter()
+        batch = crew.measure(combination, [draft.plan for draft in drafts])
+        self.progress.measuring += time.perf_counter() - start
+        self.progress.stepping += sum(
+            sum(taken) / len(taken) * (len(taken) + self._settings.warm_up) for taken in batch.steps
+        )
+        return batch
+
+    def _entries(
+        self, combination: Combination, drafts: list[Draft], batch: Batch, environment: dict[str, Any]
+    ) -> Iterator[Entry]:
+        """The samples of a batch, that of the reference plan first."""
+        foreign = batch.foreign_cores
+        conditions = Conditions(
+            environment=environment,
+            seed=self._settings.seed,
+            foreign_cores=foreign,
+            load=os.getloadavg()[0],
+            disturbed=foreign is not None and foreign > self._settings.quiet,
+            measured_at=int(time.time()),
+        )
+        reference = statistics.median(batch.steps[0])
+        for draft, steps in zip(drafts, batch.steps, strict=True):
+            plan = SyncPlan.from_dict(draft.plan)
+            sample = Sample(
+                combination.workload,
+                combination.cluster,
+                plan,
+                tuple(steps),
+                draft.kind,
+                draft.replayed,
+                reference=reference,
+            )
+            yield Entry(sample, conditions)
+
+    def _fail(self, combination: Combination, draft: Draft, error: WorkerError) -> None:
+        reason = str(error).partition("\n")[0]
+        _log.warning("%s: a plan of kind %s failed: %s", combination.name, draft.kind, reason)
+        self.progress.failed.append({"combination": combination.name, "plan": draft.text, "error": reason})
+        if len(self.progress.failed) > self._settings.failures:
+            raise error

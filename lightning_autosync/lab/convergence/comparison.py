@@ -1,0 +1,212 @@
+"""The comparison itself: learning rates first, then all methods in turn with each seed, in the same live workers."""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+from dataclasses import asdict, replace
+from typing import Any, NamedTuple
+
+from lightning_autosync.cluster import ClusterSpec
+from lightning_autosync.errors import AutoSyncError, DocumentError
+from lightning_autosync.lab.convergence.course import time_to
+from lightning_autosync.lab.convergence.result import Groups, Result, Run, best_rate, load_rates
+from lightning_autosync.lab.convergence.settings import Method, Settings
+from lightning_autosync.lab.convergence.trial import Budget
+from lightning_autosync.measure.bench.load import LoadMeter
+from lightning_autosync.measure.bench.preparation import make_cluster
+from lightning_autosync.measure.workers import WorkerPool
+from lightning_autosync.measure.workers.cores import usable_cores
+from lightning_autosync.plan import SyncPlan, builders
+from lightning_autosync.relaxed.isolation import BOUND, windows_apart
+from lightning_autosync.workload import Workload, describe
+
+TUNING_SEED = 1000
+"""The first seed by which learning rates are chosen; those that count begin at 0."""
+_TRAIN = "lightning_autosync.lab.convergence.trial:train"
+_log = logging.getLogger(__name__)
+
+
+def compare(settings: Settings) -> Result:
+    """Train by every method under all speeds.
+
+    Raises:
+        DocumentError: a method is wrong.
+        WorkerError: a worker failed.
+    """
+    workload, cluster, plans = prepare(settings)
+    known = load_rates(settings.rates_of, settings) if settings.rates_of else {}
+    for name in plans:
+        if name not in known and len(settings.grid(name)) > 1 and settings.tuning_seeds == 0:
+            raise DocumentError(f"rates_of: no rate of '{name}' in {settings.rates_of}, and tuning_seeds is 0")
+    load_before = os.getloadavg()
+    policy: Any = None if settings.scheduling == "none" else settings.scheduling
+    with (
+        settings.launch.open(cluster) as launch,
+        WorkerPool(settings.workers, launch, timeout=settings.timeout, scheduling=policy) as pool,
+    ):
+        comparison = _Comparison(settings, workload, cluster, plans, pool)
+        tuned = {name: comparison.tune(name) for name in plans if name not in known and len(settings.grid(name)) > 1}
+        rates = {
+            name: best_rate(tuned[name]) if name in tuned else known.get(name, settings.grid(name)[0]) for name in plans
+        }
+        runs = [
+            comparison.run(name, speed, seed, rates[name])
+            for speed in settings.chosen_speeds
+            for seed in range(settings.seeds)
+            for name in plans
+            if seed < settings.seeds_of(name)
+        ]
+        conditions = {
+            **pool.run("lightning_autosync.measure.bench.conditions:describe_worker", ranks=[0])[0],
+            "cores": usable_cores(),
+            "system": f"{platform.system()} {platform.release()}",
+            "python": platform.python_version(),
+            "load_average_before": load_before,
+            "load_average_after": os.getloadavg(),
+        }
+    tuning = [run for found in tuned.values() for run in found]
+    return Result(settings, workload.bytes, rates, runs, tuning, conditions)
+
+
+class Prepared(NamedTuple):
+    """What is trained, where, and by what plan; plans by method."""
+
+    workload: Workload
+    cluster: ClusterSpec
+    plans: dict[str, SyncPlan]
+
+
+def prepare(settings: Settings) -> Prepared:
+    """Everything that can be wrong before a worker starts.
+
+    Raises:
+        DocumentError: cluster and workers do not fit each other, or a method is wrong.
+    """
+    workload = describe(settings.task.module(), name=settings.task.kind)
+    cluster = make_cluster(settings)
+    if cluster.world_size != settings.workers:
+        raise DocumentError(
+            f"workers: {settings.workers} asked for, but cluster '{cluster.name}' has {cluster.world_size} devices"
+        )
+    plans = {name: _plan(name, settings.methods[name], workload, cluster) for name in settings.chosen_methods}
+    return Prepared(workload, cluster, plans)
+
+
+class _Comparison:
+    """Gives the workers one training after the other."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        workload: Workload,
+        cluster: ClusterSpec,
+        plans: dict[str, SyncPlan],
+        pool: WorkerPool,
+    ) -> None:
+        self._settings, self._workload, self._cluster = settings, workload, cluster
+        self._plans, self._pool = plans, pool
+        self._load = LoadMeter(pool.pids)
+        self._count = 0
+
+    def tune(self, name: str) -> list[Run]:
+        """Trainings with each learning rate of a method's grid."""
+        settings = self._settings
+        return [
+            self.run(name, settings.tuning_speed, TUNING_SEED + number, rate)
+            for rate in settings.grid(name)
+            for number in range(settings.tuning_seeds)
+        ]
+
+    def run(self, name: str, speed: str, seed: int, rate: float) -> Run:
+        """One training."""
+        settings = self._settings
+        self._count += 1
+        self._load.restart()
+        found = self._pool.run(
+            _TRAIN,
+            task=settings.task.model_dump(),
+            method=settings.methods[name].model_dump(),
+            plan=self._plans[name].to_dict(),
+            workload=self._workload.to_dict(),
+            cluster=self._cluster.to_dict(),
+            straggler={"slowdowns": [slowdown.model_dump() for slowdown in settings.speeds[speed]]},
+            budget=asdict(
+                Budget(
+                    settings.pace,
+                    settings.steps,
+                    settings.limit,
+                    settings.target,
+                    settings.patience,
+                    settings.interval,
+                )
+            ),
+            rate=rate,
+            momentum=settings.momentum,
+            seed=seed,
+            key=f"training-{self._count}",
+            timeout=settings.timeout,
+        )
+        run = _joined(found, name, speed, seed, rate, settings.target, self._load.foreign_cores())
+        run = replace(run, groups=_joined_groups(found, self._plans[name].consistency.isolation or BOUND))
+        reached = "" if run.reached is None else f", {settings.target:g} % after {run.reached:.2f} s"
+        _log.info(
+            "%s, %s, seed %d, rate %g: %.1f %%%s; %d to %d steps in %.1f s, waiting %.0f %%",
+            *(speed, name, seed, rate, run.final, reached, min(run.steps), max(run.steps), run.seconds),
+            100 * sum(run.waiting) / len(run.waiting),
+        )
+        return run
+
+
+def _joined(
+    found: list[dict[str, Any]],
+    name: str,
+    speed: str,
+    seed: int,
+    rate: float,
+    target: float | None,
+    foreign_cores: float | None,
+) -> Run:
+    """One run from what its ranks say."""
+    judged = sorted(pair for rank in found for pair in zip(rank["moments"], rank["scores"], strict=True))
+    moments, scores = [moment for moment, _ in judged], [score for _, score in judged]
+    steps = [rank["steps"] for rank in found]
+    sent = [rank["bytes_sent"] for rank in found]
+    return Run(
+        method=name,
+        speed=speed,
+        seed=seed,
+        rate=rate,
+        final=found[0]["final"],
+        reached=None if target is None else time_to(target, moments, scores),
+        seconds=max(rank["seconds"] for rank in found),
+        steps=steps,
+        waiting=[rank["waiting"] for rank in found],
+        sent=None if None in sent else [size / max(1, count) for size, count in zip(sent, steps, strict=True)],
+        state_bytes=[rank["state_bytes"] for rank in found],
+        moments=moments,
+        scores=scores,
+        foreign_cores=foreign_cores,
+    )
+
+
+def _plan(name: str, method: Method, workload: Workload, cluster: ClusterSpec) -> SyncPlan:
+    try:
+        plan = builders.build(method.builder, workload, cluster, **method.arguments)
+        if method.consistency is not None:
+            plan = SyncPlan.from_dict({**plan.to_dict(), "consistency": method.consistency.model_dump()}, source="plan")
+        return plan
+    except AutoSyncError as error:
+        raise DocumentError(f"methods.{name}: {error}") from None
+
+
+def _joined_groups(found: list[dict[str, Any]], bound: int) -> Groups | None:
+    """The groups of a run while all workers took part, in the order in which they formed."""
+    told = {group["generation"]: group for rank in found for group in rank["groups"]}
+    formed = [told[generation] for generation in sorted(told) if told[generation]["active"] == len(found)]
+    if not formed:
+        return None
+    members = [group["members"] for group in formed]
+    apart, windows = windows_apart(members, len(found), bound)
+    return Groups(members, sum(group["bridging"] for group in formed), windows, apart)

@@ -1,0 +1,165 @@
+"""Whether the groups of partial reduces connect all workers, and what that costs: simulated, nothing trains."""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.table import Table
+
+from lightning_autosync.errors import DocumentError
+from lightning_autosync.lab.convergence.comparison import prepare
+from lightning_autosync.lab.convergence.settings import Settings
+from lightning_autosync.measure.models.straggler import Straggler, StragglerSettings
+from lightning_autosync.plan import Consistency
+from lightning_autosync.relaxed.grouping import Grouping
+from lightning_autosync.relaxed.isolation import BOUND, IsolationGuard, windows_apart
+from lightning_autosync.relaxed.rehearsal import Rehearsal, rehearse
+
+FORMAT = "autosync-isolation/1"
+
+
+@dataclass(frozen=True)
+class Formed:
+    """How groups formed, over all seeds.
+
+    Attributes:
+        bridging: share of the groups that had to connect workers that were apart.
+        windows: spans of twice as many models as are to connect all workers, one from each group on.
+        apart: how many of those left workers apart.
+        idle: share of the workers' time that was spent waiting for a group to form, mean over seeds.
+    """
+
+    bridging: float
+    windows: int
+    apart: int
+    idle: float
+
+
+@dataclass(frozen=True)
+class Row:
+    """A method under some speeds.
+
+    Attributes:
+        speed, method: their names.
+        ruled: with the rule that groups must connect all workers.
+        free: without it, first come first served.
+    """
+
+    speed: str
+    method: str
+    ruled: Formed
+    free: Formed
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What was asked, and a row for each speed and method."""
+
+    settings: Settings
+    rows: Sequence[Row]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, as plain data."""
+        return {
+            "format": FORMAT,
+            "settings": self.settings.model_dump(mode="json"),
+            "simulated": True,
+            "rows": [asdict(row) for row in self.rows],
+        }
+
+
+def simulate_groups(settings: Settings) -> Survey:
+    """Let workers of all speeds form groups by every method, by the rules that run.
+
+    Raises:
+        DocumentError: a method is no partial reduce.
+    """
+    plans = prepare(settings).plans
+    for name, plan in plans.items():
+        if plan.consistency.mode != "partial_reduce":
+            raise DocumentError(
+                f"methods.{name}: isolation is a matter of partial_reduce, and this is {plan.consistency.mode}; "
+                "choose with methods=groups or only.methods"
+            )
+    return Survey(
+        settings,
+        [
+            Row(speed, name, *(_formed(settings, speed, plan.consistency, ruled) for ruled in (True, False)))
+            for speed in settings.chosen_speeds
+            for name, plan in plans.items()
+        ],
+    )
+
+
+def _formed(settings: Settings, speed: str, consistency: Consistency, ruled: bool) -> Formed:
+    bound = consistency.isolation or BOUND
+    found = [_rehearsal(settings, speed, consistency, ruled, seed) for seed in range(settings.seeds)]
+    spans = [windows_apart([group.members for group in one.groups], settings.workers, bound) for one in found]
+    return Formed(
+        bridging=statistics.mean(one.bridging for one in found),
+        windows=sum(windows for _, windows in spans),
+        apart=sum(apart for apart, _ in spans),
+        idle=statistics.mean(one.idle for one in found),
+    )
+
+
+def _rehearsal(settings: Settings, speed: str, consistency: Consistency, ruled: bool, seed: int) -> Rehearsal:
+    assert settings.isolation is not None
+    grouping = Grouping.of(consistency)
+    if not ruled:
+        grouping = Grouping(grouping.size, grouping.wait, IsolationGuard(None))
+    compute = [_steps(settings, speed, seed, rank) for rank in range(settings.workers)]
+    return rehearse(grouping, compute, settings.isolation.groups, settings.isolation.exchange)
+
+
+def _steps(settings: Settings, speed: str, seed: int, rank: int) -> Callable[[], float]:
+    """Seconds of a worker's next step."""
+    assert settings.isolation is not None
+    assert settings.pace is not None
+    pace, jitter = settings.pace, settings.isolation.jitter
+    drawn = random.Random(f"{seed}/{rank}")
+    straggler = Straggler(StragglerSettings(slowdowns=settings.speeds[speed], seed=seed), rank)
+    return lambda: (pace + straggler.delay(pace)) * drawn.uniform(1 - jitter, 1 + jitter)
+
+
+def survey_table(survey: Survey) -> Table:
+    """One row a method and speed."""
+    settings = survey.settings
+    assert settings.isolation is not None
+    table = Table(title=f"{settings.isolation.groups} groups of {settings.workers} workers, {settings.seeds} seeds")
+    for heading in ("speeds", "method"):
+        table.add_column(heading, no_wrap=True)
+    for heading in ("forced", "windows", "apart", "idle", "apart, no rule", "idle, no rule", "points of idle time"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in survey.rows:
+        ruled, free = row.ruled, row.free
+        table.add_row(
+            row.speed,
+            row.method,
+            f"{ruled.bridging:.1%}",
+            str(ruled.windows),
+            str(ruled.apart),
+            f"{ruled.idle:.1%}",
+            f"{free.apart / free.windows:.0%}" if free.windows else "?",
+            f"{free.idle:.1%}",
+            f"{100 * (ruled.idle - free.idle):+.1f}",
+        )
+    return table
+
+
+def survey_remarks(survey: Survey) -> list[str]:
+    """What one must know to read the table."""
+    settings = survey.settings
+    assert settings.isolation is not None
+    assert settings.pace is not None
+    return [
+        f"simulated by the rules that run: steps of {settings.pace * 1e3:g} ms ± {settings.isolation.jitter:.0%}, "
+        f"averages of {settings.isolation.exchange * 1e3:g} ms",
+        "forced: share of the groups that had to connect workers; apart: windows of twice the bound whose groups leave "
+        "workers apart",
+        "idle: share of the workers' time spent waiting for a group to form; no rule: first come, first served",
+    ]

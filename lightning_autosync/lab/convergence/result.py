@@ -1,0 +1,260 @@
+"""What a comparison found: every training, and what follows from them."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any
+
+from pydantic import Field, PositiveFloat
+
+from lightning_autosync.documents import Configuration, Record, check_format, read_data
+from lightning_autosync.errors import DocumentError
+from lightning_autosync.lab.convergence.settings import Settings
+
+FORMAT = "autosync-convergence/1"
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The groups of a partial reduce that formed while all workers took part.
+
+    Attributes:
+        members: of each group, in the order in which they formed.
+        bridging: how many had to connect workers that were apart, and waited for that.
+        windows: spans of twice as many models as are to connect all workers, one from each group on.
+        apart: how many of those left workers apart.
+    """
+
+    members: Sequence[Sequence[int]]
+    bridging: int
+    windows: int
+    apart: int
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training.
+
+    Attributes:
+        method: name of the method.
+        speed: name of the speeds.
+        seed: of weights, mini-batches and pauses.
+        rate: learning rate.
+        final: validation metric of the model with which all left, in percent.
+        reached: seconds until the average of all replicas reached the target; None if it did not, or there is none.
+        seconds: that the training took.
+        steps: by rank.
+        waiting: share of the time that went by between computation and the next step, by rank: exchange, waiting, and
+            the optimizer's step. Of methods in step it begins with backward, in which they exchange already.
+        sent: bytes that a rank sent for one of its steps, the mean over them, by rank; None where they cannot be
+            counted.
+        state_bytes: bytes of optimizer state at the end, by rank; it grows in the first step and stays. What exchanges
+            need for a while is not counted.
+        moments: seconds at which the average of all replicas was judged.
+        scores: its validation metric then, in percent.
+        foreign_cores: cores that other processes kept busy meanwhile; None where unknown.
+        groups: of a partial reduce.
+    """
+
+    method: str
+    speed: str
+    seed: int
+    rate: float
+    final: float
+    reached: float | None
+    seconds: float
+    steps: Sequence[int]
+    waiting: Sequence[float]
+    sent: Sequence[float] | None
+    state_bytes: Sequence[int]
+    moments: Sequence[float]
+    scores: Sequence[float]
+    foreign_cores: float | None
+    groups: Groups | None = None
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A method under some speeds, beside the reference.
+
+    Attributes:
+        runs: how many trainings there were.
+        final: mean of the final metric, in percent.
+        deviation: its standard deviation over seeds; 0 for a single one.
+        difference: mean less the reference's, in points.
+        reached: median of the seconds to the target, infinite if half the trainings or more missed it; None without
+            target.
+        times: all of them, ascending, those that reached it.
+        faster: the reference's median over this one; None where one of them is not finite.
+        steps: mean over runs of all workers' steps a second.
+        waiting: mean share of time that a worker waited or exchanged; see `Run`.
+        sent: bytes that the median rank sent for a step, mean over runs; None where they cannot be counted.
+        sent_most: the same of the rank that sent most.
+        state_bytes: of optimizer state on the median rank, the largest of all runs.
+        state_most: the same on the rank that has most.
+        bridging: share of the groups that had to connect workers; None where there are no groups.
+        windows: spans of groups that should have connected all workers.
+        apart: how many of them did not.
+    """
+
+    runs: int
+    final: float
+    deviation: float
+    difference: float
+    reached: float | None
+    times: Sequence[float]
+    faster: float | None
+    steps: float
+    waiting: float
+    sent: float | None
+    sent_most: float | None
+    state_bytes: float
+    state_most: int
+    bridging: float | None
+    windows: int
+    apart: int
+
+
+@dataclass(frozen=True)
+class Result:
+    """One comparison.
+
+    Attributes:
+        settings: what was asked.
+        model_bytes: size of the model's parameters.
+        rates: the learning rate of each method.
+        runs: the trainings that count.
+        tuning: those by which learning rates were chosen.
+        conditions: versions, load, policies.
+    """
+
+    settings: Settings
+    model_bytes: int
+    rates: dict[str, float]
+    runs: Sequence[Run]
+    tuning: Sequence[Run]
+    conditions: dict[str, Any]
+
+    def of(self, method: str, speed: str) -> list[Run]:
+        """The runs of a method under some speeds."""
+        return [run for run in self.runs if (run.method, run.speed) == (method, speed)]
+
+    def summary(self, method: str, speed: str) -> Summary:
+        """What the runs of a method under some speeds come to."""
+        runs, reference = self.of(method, speed), self.of(self.settings.reference, speed)
+        finals = [run.final for run in runs]
+        reached, compared = median_time(runs), median_time(reference)
+        sent = [run.sent for run in runs if run.sent is not None]
+        counted = len(sent) == len(runs)
+        groups = [run.groups for run in runs if run.groups is not None]
+        formed = sum(len(one.members) for one in groups)
+        return Summary(
+            runs=len(runs),
+            final=statistics.mean(finals),
+            deviation=statistics.stdev(finals) if len(finals) > 1 else 0.0,
+            difference=statistics.mean(finals) - statistics.mean(run.final for run in reference),
+            reached=None if self.settings.target is None else reached,
+            times=sorted(run.reached for run in runs if run.reached is not None),
+            faster=compared / reached if math.isfinite(compared) and math.isfinite(reached) else None,
+            steps=statistics.mean(sum(run.steps) / run.seconds for run in runs),
+            waiting=statistics.mean(share for run in runs for share in run.waiting),
+            sent=statistics.mean(map(statistics.median, sent)) if counted else None,
+            sent_most=statistics.mean(map(max, sent)) if counted else None,
+            state_bytes=max(statistics.median(run.state_bytes) for run in runs),
+            state_most=max(size for run in runs for size in run.state_bytes),
+            bridging=sum(one.bridging for one in groups) / formed if formed else None,
+            windows=sum(one.windows for one in groups),
+            apart=sum(one.apart for one in groups),
+        )
+
+    @property
+    def ring_bytes(self) -> float:
+        """Bytes that a rank must send in a step for an all-reduce: 2 (n - 1) / n times the model."""
+        workers = self.settings.workers
+        return 2 * (workers - 1) / workers * self.model_bytes
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, as plain data."""
+        settings = self.settings
+        return {
+            "format": FORMAT,
+            "settings": settings.model_dump(mode="json"),
+            "emulated": {"compute": settings.pace is not None, "links": settings.emulates_links},
+            "model_bytes": self.model_bytes,
+            "all_reduce_bytes": self.ring_bytes,
+            "rates": self.rates,
+            "conditions": self.conditions,
+            "summaries": {
+                speed: {name: _plain(self.summary(name, speed)) for name in settings.chosen_methods}
+                for speed in settings.chosen_speeds
+            },
+            "runs": [asdict(run) for run in self.runs],
+            "tuning": [asdict(run) for run in self.tuning],
+        }
+
+
+def median_time(runs: Sequence[Run]) -> float:
+    """The median of the seconds to the target; those that missed it count as infinite."""
+    return statistics.median(math.inf if run.reached is None else run.reached for run in runs)
+
+
+def best_rate(runs: Sequence[Run]) -> float:
+    """The learning rate that reached the target soonest (median over seeds), or else with the best final metric."""
+
+    def quality(rate: float) -> tuple[float, float]:
+        of_rate = [run for run in runs if run.rate == rate]
+        return median_time(of_rate), -statistics.mean(run.final for run in of_rate)
+
+    return min(sorted({run.rate for run in runs}), key=quality)
+
+
+class _Task(Record, extra="ignore"):
+    kind: str
+
+
+class _Footing(Record, extra="ignore"):
+    """What a learning rate is good for."""
+
+    task: _Task
+    workers: int
+    momentum: float
+
+
+class _Earlier(Configuration, extra="ignore"):
+    settings: _Footing
+    rates: dict[str, Annotated[PositiveFloat, Field(le=1e6)]]
+
+
+def load_rates(path: str, settings: Settings) -> dict[str, float]:
+    """The learning rates that an earlier comparison chose.
+
+    Args:
+        path: its result file.
+        settings: of the comparison that is to use them.
+
+    Raises:
+        DocumentError: the file is not a result, or one of another task, number of workers or momentum.
+    """
+    data = read_data(path, finite=False)  # a training that diverged has no final metric
+    check_format(data.get("format") if isinstance(data, dict) else None, FORMAT, path, DocumentError)
+    try:
+        earlier = _Earlier.parse(data)
+    except DocumentError as error:
+        raise DocumentError(f"{path}: {error}") from None
+    for name, found, wanted in (
+        ("task.kind", earlier.settings.task.kind, settings.task.kind),
+        ("workers", earlier.settings.workers, settings.workers),
+        ("momentum", earlier.settings.momentum, settings.momentum),
+    ):
+        if found != wanted:
+            raise DocumentError(f"{path}: settings.{name}: its rates are for {found!r}, and this is {wanted!r}")
+    return earlier.rates
+
+
+def _plain(summary: Summary) -> dict[str, Any]:
+    """JSON knows no infinity."""
+    missed = summary.reached is not None and not math.isfinite(summary.reached)
+    return {**asdict(summary), "reached": None if missed else summary.reached}

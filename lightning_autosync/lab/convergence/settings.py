@@ -1,0 +1,187 @@
+"""What a comparison of convergence is told: the task, the methods, how fast workers are, and how long they train."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
+from typing_extensions import Self
+
+from lightning_autosync.cluster import Rate
+from lightning_autosync.documents import Configuration, Count, Index, Integer, Record
+from lightning_autosync.lab.convergence.tasks import AnyTask
+from lightning_autosync.measure.launches.settings import LaunchSettings
+from lightning_autosync.measure.models.straggler import Slowdown
+from lightning_autosync.plan import Consistency
+
+Rates = Annotated[tuple[PositiveFloat, ...], Field(min_length=1)]
+
+
+class Method(Record):
+    """One way to synchronize.
+
+    Attributes:
+        kind: ``plan``; or beside it ``ddp``, and ``zero``, DDP with PyTorch's ``ZeroRedundancyOptimizer``.
+        builder: name of the builder of the plan.
+        arguments: of the builder.
+        consistency: how closely replicas march in step, in place of what the builder says.
+        rates: learning rates to choose from, in place of the common ones.
+        seeds: trainings, if they shall be fewer than the common number.
+    """
+
+    kind: Literal["plan", "ddp", "zero"] = "plan"
+    builder: str = "all_reduce"
+    arguments: dict[str, Any] = Field(default_factory=dict)
+    consistency: Consistency | None = None
+    rates: Rates | None = None
+    seeds: Count | None = None
+
+
+class Only(Record):
+    """Names of the methods and speeds to run; None means all."""
+
+    methods: Annotated[tuple[str, ...], Field(min_length=1)] | None = None
+    speeds: Annotated[tuple[str, ...], Field(min_length=1)] | None = None
+
+
+class Simulation(Record):
+    """How groups of partial reduces form is simulated; nothing trains.
+
+    Attributes:
+        groups: how many form.
+        exchange: seconds that a group's average takes.
+        jitter: share by which a step's computation varies at random, up and down.
+    """
+
+    groups: Count = 1000
+    exchange: NonNegativeFloat = 0.0
+    jitter: Annotated[float, Field(ge=0, lt=1)] = 0.02
+
+
+class Settings(Configuration):
+    """One comparison.
+
+    Attributes:
+        task: what is learned.
+        launch: where the workers run: ``local``, or ``emulated`` behind the links of the cluster.
+        cluster: a cluster document; None is one machine.
+        cluster_scale: factor on every rate of it.
+        cluster_fastest: bytes/s that its fastest link shall have, in place of the factor.
+        rank_order: of the ranks on its nodes, as for a bench.
+        workers: number of workers; those of the cluster, if there is one.
+        methods: by name.
+        reference: the method that the others are compared with.
+        speeds: who is slow and when, by name; a learning rate is chosen under the first, and used under all.
+        only: which of them to run.
+        pace: seconds that a step's computation takes, by the clock; None lets it take what it takes.
+        steps: steps of each worker; None trains until the time limit or the target.
+        limit: seconds of a training, if its steps are not given.
+        target: validation metric whose time is taken, in percent.
+        patience: looks in a row at which rank 0's own model must have reached the target to end a training early.
+        interval: seconds between looks at the metric, at least.
+        rates: learning rates to choose from.
+        rates_of: result file of an earlier comparison whose chosen rates are taken; None chooses.
+        momentum: of the SGD.
+        seeds: trainings of each method under each speed, with seeds from 0.
+        tuning_seeds: trainings by which a learning rate is chosen, with other seeds.
+        scheduling: the kernel's policy for the workers.
+        timeout: seconds that one training may take, with all that belongs to it.
+        isolation: in place of trainings, how groups form is simulated under all speeds: whether they connect all
+            workers, and what that costs. None trains.
+    """
+
+    task: AnyTask
+    launch: LaunchSettings = LaunchSettings()
+    cluster: dict[str, Any] | None = None
+    cluster_scale: PositiveFloat = 1.0
+    cluster_fastest: Rate | None = None
+    rank_order: Literal["natural", "interleaved"] = "natural"
+    workers: Annotated[Integer, Field(ge=2)]
+    methods: Annotated[dict[str, Method], Field(min_length=1)]
+    reference: str = "all_reduce"
+    speeds: Annotated[dict[str, tuple[Slowdown, ...]], Field(min_length=1)]
+    only: Only = Only()
+    pace: PositiveFloat | None = None
+    steps: Count | None = None
+    limit: PositiveFloat | None = None
+    target: Annotated[float, Field(gt=0, lt=100)] | None = None
+    patience: Count = 5
+    interval: PositiveFloat = 0.05
+    rates: Rates
+    rates_of: str | None = None
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    seeds: Count = 5
+    tuning_seeds: Index = 1
+    scheduling: Literal["none", "batch"] = "none"
+    timeout: PositiveFloat = 120.0
+    isolation: Simulation | None = None
+
+    @model_validator(mode="after")
+    def _check_place(self) -> Self:
+        if self.launch.kind == "ssh":
+            raise ValueError("launch: ssh is not for comparisons of convergence; allowed: local, emulated")
+        if self.launch.kind == "emulated" and self.cluster is None:
+            raise ValueError("cluster: missing; launch=emulated needs one, as in cluster=four_equal")
+        changed = self.cluster_scale != 1.0 or self.cluster_fastest is not None or self.rank_order != "natural"
+        if self.cluster is None and changed:
+            raise ValueError("cluster: missing; cluster_scale, cluster_fastest and rank_order change a cluster")
+        return self
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if (self.steps is None) is (self.limit is None):
+            raise ValueError("steps and limit: give one of them")
+        for field, chosen, known in (
+            ("methods", self.only.methods, self.methods),
+            ("speeds", self.only.speeds, self.speeds),
+        ):
+            for name in chosen or ():
+                if name not in known:
+                    raise ValueError(f"only.{field}: '{name}' is not known; allowed: {', '.join(known)}")
+        if self.reference not in self.chosen_methods:
+            names = ", ".join(self.chosen_methods)
+            raise ValueError(f"reference: '{self.reference}' is not among the methods to run ({names})")
+        for name, slowdowns in self.speeds.items():
+            for rank in (rank for slowdown in slowdowns for rank in slowdown.ranks or ()):
+                if rank >= self.workers:
+                    raise ValueError(f"speeds.{name}: rank {rank} is out of range; workers is {self.workers}")
+        if self.pace is None and any(self.speeds[name] for name in self.chosen_speeds):
+            raise ValueError("pace: missing; slow workers need a paced step that they are slower than")
+        if self.pace is None and self.isolation is not None:
+            raise ValueError("pace: missing; isolation simulates paced steps")
+        if self.tuning_seeds == 0 and self.rates_of is None and any(len(self.grid(name)) > 1 for name in self.methods):
+            raise ValueError("tuning_seeds: at least 1 is needed to choose among several rates")
+        return self
+
+    @property
+    def ranks(self) -> int | None:
+        """The number of workers, where no cluster says it."""
+        return None if self.cluster is not None else self.workers
+
+    @property
+    def emulates_links(self) -> bool:
+        """Whether the links between workers are emulated."""
+        return self.launch.kind == "emulated"
+
+    @property
+    def chosen_methods(self) -> list[str]:
+        """The methods to run."""
+        return [name for name in self.methods if self.only.methods is None or name in self.only.methods]
+
+    @property
+    def chosen_speeds(self) -> list[str]:
+        """The speeds to run under."""
+        return [name for name in self.speeds if self.only.speeds is None or name in self.only.speeds]
+
+    @property
+    def tuning_speed(self) -> str:
+        """The speeds under which rates are chosen."""
+        return next(iter(self.speeds))
+
+    def grid(self, method: str) -> tuple[float, ...]:
+        """The learning rates that a method may choose from."""
+        return self.methods[method].rates or self.rates
+
+    def seeds_of(self, method: str) -> int:
+        """How many trainings a method has under each speed."""
+        return min(self.seeds, self.methods[method].seeds or self.seeds)

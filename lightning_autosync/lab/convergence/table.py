@@ -1,0 +1,106 @@
+"""The tables that a comparison prints."""
+
+from __future__ import annotations
+
+import math
+
+from rich.table import Table
+
+from lightning_autosync.lab.convergence.result import Result, Summary
+
+FEW = 5
+"""Times that are shown one by one; of more, the shortest and the longest."""
+BUSY = 0.1
+"""Cores used by others from which on times are not worth much."""
+
+
+def result_table(result: Result, speed: str) -> Table:
+    """One row a method under some speeds; the reference stands out."""
+    timed = result.settings.target is not None
+    table = Table(title=title(result, speed))
+    table.add_column("method", no_wrap=True)
+    headings = ["rate", "runs", "final %", "points"]
+    if timed:
+        headings += [f"s to {result.settings.target:g} %", "each run", "times as fast"]
+    for heading in [*headings, "steps/s", "waiting", "kB/step", "most", "state kB", "most"]:
+        table.add_column(heading, justify="right", no_wrap=True)
+    for name in result.settings.chosen_methods:
+        summary = result.summary(name, speed)
+        cells = [
+            name,
+            f"{result.rates[name]:g}",
+            str(summary.runs),
+            f"{summary.final:.2f} ± {summary.deviation:.2f}",
+            f"{summary.difference:+.2f}",
+            *(_time_cells(summary) if timed else ()),
+            f"{summary.steps:.0f}",
+            f"{summary.waiting:.0%}",
+            *("?" if size is None else f"{size / 1e3:.1f}" for size in (summary.sent, summary.sent_most)),
+            *(f"{size / 1e3:.1f}" for size in (summary.state_bytes, summary.state_most)),
+        ]
+        table.add_row(*cells, style="bold" if name == result.settings.reference else None)
+    return table
+
+
+def title(result: Result, speed: str) -> str:
+    """Task, workers and speeds in one line."""
+    settings = result.settings
+    compute = "" if settings.pace is None else f", steps paced at {settings.pace * 1e3:g} ms"
+    links = ", emulated links" if settings.emulates_links else ""
+    return f"{settings.task.kind}, {settings.workers} workers, {speed}{compute}{links}"
+
+
+def remarks(result: Result) -> list[str]:
+    """What one must know to read the tables."""
+    settings = result.settings
+    lines = [
+        f"final %: validation metric, mean and deviation over seeds; points: less that of {settings.reference}",
+        "kB/step: sent by the median rank, and by the one that sends most, for one of its steps, as the kernel counts; "
+        f"a ring all-reduce must send {result.ring_bytes / 1e3:.1f} of a model of {result.model_bytes / 1e3:.1f}",
+        "state kB: optimizer state after the last step, on the median rank and on the one that has most; what an "
+        "exchange needs while it lasts (flat copies of the model, messages) is not in it",
+        "steps/s: of all workers together",
+        "waiting: share of the time between a worker's computation and its next step: exchange, waiting and the "
+        "optimizer's step; of methods in step it begins with backward, which exchanges meanwhile",
+        *_group_remarks(result),
+    ]
+    if settings.target is not None:
+        lines.append(
+            "s: median over seeds of the time until the average of all replicas reached the target; each run: its own "
+            f"time, of more than {FEW} runs the shortest .. the longest"
+        )
+    if settings.limit is not None:
+        lines.append(
+            f"a training ends after {settings.limit:g} s, or when rank 0's own model has passed the target for good"
+        )
+    busy = [run.foreign_cores for run in result.runs if run.foreign_cores is not None]
+    if busy and sum(busy) / len(busy) > BUSY:
+        mean = sum(busy) / len(busy)
+        lines.append(f"other processes kept {mean:.1f} cores busy meanwhile: repeat when it is quiet")
+    return lines
+
+
+def _group_remarks(result: Result) -> list[str]:
+    """For each partial reduce whether its groups connected all workers."""
+    lines = []
+    for speed in result.settings.chosen_speeds:
+        for name in result.settings.chosen_methods:
+            found = result.summary(name, speed)
+            if found.bridging is not None:
+                lines.append(
+                    f"groups of {name}, {speed}: {found.bridging:.1%} had to connect workers; {found.apart} of "
+                    f"{found.windows} windows of twice the bound left some apart; waiting {found.waiting:.0%}"
+                )
+    return lines
+
+
+def _time_cells(summary: Summary) -> tuple[str, str, str]:
+    assert summary.reached is not None
+    missed = summary.runs - len(summary.times)
+    shown = [f"{seconds:.2f}" for seconds in summary.times]
+    spread = " ".join(shown) if len(shown) <= FEW else f"{shown[0]} .. {shown[-1]}"
+    return (
+        f"{summary.reached:.2f}" if math.isfinite(summary.reached) else "never",
+        ", ".join([spread] * bool(shown) + [f"{missed} never"] * bool(missed)),
+        "" if summary.faster is None else f"{summary.faster:.2f}",
+    )

@@ -1,0 +1,232 @@
+"""Inside a worker: all methods behind one interface, so that one loop trains by any of them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, Optimizer
+
+from lightning_autosync.cluster import ClusterSpec
+from lightning_autosync.engine import Engine
+from lightning_autosync.engine.secret import common_secret
+from lightning_autosync.lab.convergence.settings import Method
+from lightning_autosync.plan import SyncPlan, compile_plan
+from lightning_autosync.relaxed.averaging_worker import Group
+from lightning_autosync.relaxed.mesh import Mesh
+from lightning_autosync.relaxed.opening import open_synchronizer
+from lightning_autosync.relaxed.partial_reduce import PartialReduce
+from lightning_autosync.workload import Workload, variable_names
+
+
+class Way(ABC):
+    """A replica and what keeps it together with the others.
+
+    Attributes:
+        lock_step: whether all workers must take equally many steps.
+        forward: what is called for the logits.
+        optimizer: of the replica.
+        groups: of a partial reduce, in which this replica took part.
+    """
+
+    lock_step: bool
+    forward: nn.Module
+    optimizer: Optimizer
+    groups: Sequence[Group] = ()
+
+    @abstractmethod
+    def start(self) -> None:
+        """All begin with rank 0's parameters."""
+
+    @abstractmethod
+    def step(self, samples: int) -> None:
+        """Backward of a mini-batch is over."""
+
+    @abstractmethod
+    def meet(self) -> None:
+        """This worker's steps are over: leave with the model of all."""
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of optimizer state on this rank, with those of an outer update and of a server in this process.
+
+        To be asked for after :meth:`meet`, when no server is at work.
+        """
+        return tensor_bytes(self.optimizer.state.values())
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of connections and hooks; collective."""
+
+    @abstractmethod
+    def abandon(self) -> None:
+        """As `close`, after a failure and without waiting for anybody."""
+
+
+class LockStepWay(Way):
+    """Gradients are averaged in each step, so that replicas stay equal; a common seed has made them so."""
+
+    lock_step = True
+
+    def start(self) -> None:
+        pass
+
+    def step(self, samples: int) -> None:
+        self.optimizer.step()
+
+    def meet(self) -> None:
+        pass
+
+
+class DDPWay(LockStepWay):
+    """``DistributedDataParallel``, on request with the optimizer's state dealt out among the ranks."""
+
+    def __init__(self, module: nn.Module, rate: float, momentum: float, zero: bool) -> None:
+        self.forward = DistributedDataParallel(module, init_sync=False)
+        self._zero = zero
+        parameters = list(module.parameters())
+        self.optimizer = (
+            ZeroRedundancyOptimizer(parameters, SGD, lr=rate, momentum=momentum)
+            if zero
+            else SGD(parameters, lr=rate, momentum=momentum)
+        )
+
+    @property
+    def state_bytes(self) -> int:
+        inner = self.optimizer.optim if isinstance(self.optimizer, ZeroRedundancyOptimizer) else self.optimizer
+        return tensor_bytes(inner.state.values())
+
+    def close(self) -> None:
+        dist.barrier()
+
+    def abandon(self) -> None:
+        pass
+
+
+class EngineWay(LockStepWay):
+    """The engine, following a plan with a schedule."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        plan: SyncPlan,
+        workload: Workload,
+        cluster: ClusterSpec,
+        timeout: float,
+    ) -> None:
+        self.forward, self.optimizer = module, optimizer
+        schedule = compile_plan(plan, workload, cluster)
+        self._engine = Engine(variable_names(module), schedule, cluster=cluster, timeout=timeout)
+
+    def close(self) -> None:
+        dist.barrier()
+        self._engine.close()
+
+    def abandon(self) -> None:
+        self._engine.close()
+
+
+class RelaxedWay(Way):
+    """A plan without a schedule."""
+
+    lock_step = False
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        plan: SyncPlan,
+        workload: Workload,
+        cluster: ClusterSpec,
+        store: dist.Store,
+        timeout: float,
+    ) -> None:
+        self.forward, self.optimizer = module, optimizer
+        self.groups: list[Group] = []
+        place = dist.get_rank(), dist.get_world_size()
+        self._mesh = Mesh.open(store, *place, secret=common_secret(), timeout=timeout)
+        try:
+            self._synchronizer = open_synchronizer(
+                plan, workload, module, self._mesh, optimizer=optimizer, cluster=cluster, timeout=timeout
+            )
+        except BaseException:
+            self._mesh.close()
+            raise
+
+    def start(self) -> None:
+        self._synchronizer.start()
+
+    def step(self, samples: int) -> None:
+        self._synchronizer.step(self.optimizer, samples)
+        if isinstance(self._synchronizer, PartialReduce) and self._synchronizer.group is not None:
+            self.groups.append(self._synchronizer.group)
+
+    def meet(self) -> None:
+        self._synchronizer.finish()
+        self._synchronizer.drain()
+
+    @property
+    def state_bytes(self) -> int:
+        return super().state_bytes + self._synchronizer.state_bytes
+
+    def close(self) -> None:
+        self._synchronizer.close()
+        dist.barrier()
+        self._mesh.close()
+
+    def abandon(self) -> None:
+        # First the mesh: a server in this process then sees that nobody is there for whom to go on.
+        self._mesh.close()
+        self._synchronizer.close()
+
+
+def open_way(
+    method: Method,
+    module: nn.Module,
+    rate: float,
+    momentum: float,
+    plan: SyncPlan,
+    workload: Workload,
+    cluster: ClusterSpec,
+    store: dist.Store,
+    timeout: float,
+) -> Way:
+    """The replica that a method trains; collective.
+
+    Args:
+        method: which.
+        module: the replica.
+        rate: learning rate.
+        momentum: of the SGD.
+        plan: the method's plan; not used by those of kind ``ddp`` and ``zero``.
+        workload: variables of the module.
+        cluster: where the ranks are.
+        store: for this training only.
+        timeout: seconds to wait for others.
+    """
+    if method.kind != "plan":
+        return DDPWay(module, rate, momentum, zero=method.kind == "zero")
+    optimizer = SGD(module.parameters(), lr=rate, momentum=momentum)
+    if plan.has_schedule:
+        return EngineWay(module, optimizer, plan, workload, cluster, timeout)
+    return RelaxedWay(module, optimizer, plan, workload, cluster, store, timeout)
+
+
+def tensor_bytes(values: Iterable[Any]) -> int:
+    """Bytes of all tensors within nested containers."""
+    total = 0
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            total += Tensor.element_size(value) * value.numel()
+        elif isinstance(value, dict):
+            total += tensor_bytes(value.values())
+        elif isinstance(value, list | tuple):
+            total += tensor_bytes(value)
+    return total

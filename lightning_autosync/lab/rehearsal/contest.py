@@ -1,0 +1,131 @@
+"""One run: a sampler with a budget in a world."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from random import Random
+
+import optuna
+
+from lightning_autosync.errors import DocumentError
+from lightning_autosync.lab.rehearsal.runs import Key, Run, run_file
+from lightning_autosync.lab.rehearsal.settings import Settings
+from lightning_autosync.lab.rehearsal.world import Oracle, World
+from lightning_autosync.learned import Estimator, ReplayEstimator
+from lightning_autosync.plan.space import PlanSpace
+from lightning_autosync.run_files import alone
+from lightning_autosync.search.studies import describe, enqueue, suggest
+from lightning_autosync.search.tried import BASELINE, ORIGIN, plan_of
+from lightning_autosync.search.tuning.buckets import BucketSpace
+from lightning_autosync.search.tuning.samplers import make_sampler
+from lightning_autosync.search.tuning.settings import SearchSettings
+from lightning_autosync.search.tuning.sources import Sources
+
+
+class Contest:
+    """Runs samplers; worlds and the studies that are transferred from are made once."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._worlds: dict[str, World] = {}
+        self._sources: dict[str, optuna.Study] = {}
+
+    def runs(self, path: Path) -> Iterator[tuple[Run, bool]]:
+        """All runs of the settings and whether they are new; those in the file are read, the others added to it.
+
+        Raises:
+            DocumentError: a pair is not known, the runs in the file were made with other settings, it is something
+                else, or another process is adding to it.
+        """
+        self._check_pairs()
+        with alone(path):
+            file = run_file(path, self._settings)
+            for pair, sampler, seed in self._keys():
+                run = file.runs.get((pair, sampler, seed))
+                if is_new := run is None:
+                    run = self.run(pair, sampler, seed)
+                    file.append(run)
+                yield run, is_new
+
+    def _check_pairs(self) -> None:
+        """Before the first run, so that nobody waits for a word about the last pair."""
+        settings = self._settings
+        named = [("pairs", pair) for pair in settings.pairs]
+        if "transfer" in settings.samplers and settings.source is not None:
+            named.append(("source", settings.source))
+        for field, pair in named:
+            try:
+                self._world(pair)
+            except DocumentError as error:
+                raise DocumentError(f"{field}: '{pair}': {error}") from None
+
+    def _keys(self) -> Iterator[Key]:
+        return product(self._settings.pairs, self._settings.samplers, range(self._settings.seeds))
+
+    def run(self, pair: str, sampler: str, seed: int) -> Run:
+        """One run."""
+        world = self._world(pair)
+        space = BucketSpace(world.space.workload, world.space.cluster) if sampler == "horovod" else world.space
+        study = optuna.create_study(sampler=self._sampler(world, space, sampler, seed))
+        if isinstance(space, PlanSpace):
+            describe(study, space)
+        if sampler != "transfer":
+            enqueue(study, space.baselines(), BASELINE)
+        source = self._settings.source_of(pair) if sampler == "transfer" else None
+        run = Run(pair, sampler, seed, [], [], [], 0.0, world.best_builder(), [], source)
+        return self._play(study, world, space, run)
+
+    def _play(self, study: optuna.Study, world: World, space: PlanSpace | BucketSpace, run: Run) -> Run:
+        settings = self._settings
+        noise = Random(f"{run.pair} {run.seed}")
+        while len(run.seconds) < settings.budget:
+            begun = []
+            for _ in range(min(settings.batch, settings.budget - len(run.seconds))):
+                start = time.perf_counter()
+                trial = study.ask()
+                point = suggest(trial, space) if isinstance(space, PlanSpace) else space.suggest(trial)
+                run.overhead.append(time.perf_counter() - start)
+                begun.append((trial, point))
+            for trial, point in begun:
+                plan = plan_of(trial, space) if isinstance(space, PlanSpace) else space.plan(point)
+                seconds = world.seconds(plan)
+                run.seconds.append(seconds)
+                run.measured.append(seconds * math.exp(noise.gauss(0.0, settings.noise)))
+                study.tell(trial, run.measured[-1])
+        told = study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.COMPLETE,))
+        run.origins.extend(str(trial.user_attrs.get(ORIGIN, "drawn")) for trial in told)
+        return replace(run, best=world.best)
+
+    def _sampler(
+        self, world: World, space: PlanSpace | BucketSpace, name: str, seed: int
+    ) -> optuna.samplers.BaseSampler:
+        ours = name in ("autosync", "transfer", "oracle")
+        estimator: Estimator = Oracle(world) if name == "oracle" else ReplayEstimator(world.known)
+        studies = [self._source(self._settings.source_of(world.pair))] if name == "transfer" else []
+        options = self._settings.options if ours else {}
+        search = {"sampler": "autosync" if ours else name, "seed": seed, "options": options}
+        return make_sampler(SearchSettings.model_validate(search), space, Sources(estimator, world.known, studies))
+
+    def _source(self, pair: str) -> optuna.Study:
+        """The study of another pair, by autosync with a seed of its own."""
+        if pair not in self._sources:
+            world = self._world(pair)
+            study = optuna.create_study(sampler=self._sampler(world, world.space, "autosync", 1_000_003))
+            describe(study, world.space)
+            enqueue(study, world.space.baselines(), BASELINE)
+            settings = self._settings.model_copy(update={"budget": self._settings.source_budget})
+            run = Run(pair, "source", -1, [], [], [], 0.0, world.best_builder(), [])
+            contest = Contest(settings)
+            contest._play(study, world, world.space, run)
+            self._sources[pair] = study
+        return self._sources[pair]
+
+    def _world(self, pair: str) -> World:
+        if pair not in self._worlds:
+            self._worlds[pair] = World(pair, self._settings)
+        return self._worlds[pair]

@@ -1,0 +1,128 @@
+"""What a rehearsal shows: regret over trials, trials until nearly the best, and how often builders are beaten."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+from rich.table import Table
+
+from lightning_autosync.lab.rehearsal.runs import Run
+from lightning_autosync.search.tried import BASELINE
+
+NEARLY = 0.98
+"""Share of the best known speed that counts as found."""
+_SHOWN = (15, 50)
+"""Trials after which the table shows regrets."""
+
+
+@dataclass(frozen=True)
+class Standing:
+    """A sampler on a pair, over its runs.
+
+    Attributes:
+        pair, sampler: what was run.
+        best: seconds of a step of the fastest plan known on the pair, by any run.
+        builder: seconds of the best builder's plan.
+        runs: those of the sampler.
+    """
+
+    pair: str
+    sampler: str
+    best: float
+    builder: float
+    runs: Sequence[Run]
+
+    @property
+    def regrets(self) -> numpy.ndarray[Any, Any]:
+        """Share by which the incumbent is slower than the best known, [runs, trials]."""
+        return numpy.array([run.incumbents for run in self.runs]) / self.best - 1
+
+    @property
+    def ratios(self) -> list[float]:
+        """Of each run, the best builder's time over that of the plan found."""
+        return [self.builder / float(run.incumbents[-1]) for run in self.runs]
+
+    @property
+    def trials(self) -> list[int | None]:
+        """Of each run, the trials until nearly the best; None if it was not found."""
+        return [_first(run.incumbents <= self.best / NEARLY) for run in self.runs]
+
+    @property
+    def proposals(self) -> list[int | None]:
+        """The same without the builders' plans."""
+        counts = []
+        for run, trials in zip(self.runs, self.trials, strict=True):
+            built = run.origins[:trials].count(BASELINE) if trials is not None else 0
+            counts.append(None if trials is None else trials - built)
+        return counts
+
+    def to_dict(self) -> dict[str, Any]:
+        """The standing as plain data."""
+        overhead = [seconds for run in self.runs for seconds in run.overhead]
+        regrets = self.regrets
+        return {
+            "pair": self.pair,
+            "sampler": self.sampler,
+            "best": self.best,
+            "builder": self.builder,
+            "ratios": self.ratios,
+            "hit_rates": [run.hit_rate for run in self.runs],
+            "trials_to_98": self.trials,
+            "proposals_to_98": self.proposals,
+            "regret": {
+                name: numpy.quantile(regrets, share, axis=0).tolist()
+                for name, share in (("low", 0.25), ("median", 0.5), ("high", 0.75))
+            },
+            "overhead": {"mean": statistics.fmean(overhead), "most": max(overhead)},
+            "seeds": [run.seed for run in self.runs],
+        }
+
+
+def standings(runs: Iterable[Run]) -> list[Standing]:
+    """A standing for each pair and sampler, in the order of the runs."""
+    everything = list(runs)
+    made = []
+    for pair in dict.fromkeys(run.pair for run in everything):
+        here = [run for run in everything if run.pair == pair]
+        best = min(min(run.best, *run.seconds) for run in here)
+        for sampler in dict.fromkeys(run.sampler for run in here):
+            own = [run for run in here if run.sampler == sampler]
+            made.append(Standing(pair, sampler, best, here[0].builder, own))
+    return made
+
+
+def table(found: Sequence[Standing]) -> Table:
+    """A row for each standing: medians over runs."""
+    afters = [f"regret {count}" for count in _SHOWN]
+    names = ("pair", "sampler", "runs", "vs builder", "least", *afters, "regret end", "proposals to 98%")
+    made = Table(*names, "hit rate", "s/proposal")
+    for one in found:
+        regrets = numpy.median(one.regrets, axis=0)
+        made.add_row(
+            one.pair,
+            one.sampler,
+            str(len(one.runs)),
+            f"{statistics.median(one.ratios):.3f}",
+            f"{min(one.ratios):.3f}",
+            *(f"{regrets[min(count, len(regrets)) - 1]:.1%}" for count in _SHOWN),
+            f"{regrets[-1]:.1%}",
+            _median_count(one.proposals),
+            f"{statistics.median(run.hit_rate for run in one.runs):.0%}",
+            f"{statistics.fmean(seconds for run in one.runs for seconds in run.overhead):.3f}",
+        )
+    return made
+
+
+def _median_count(counts: Sequence[int | None]) -> str:
+    ordered = sorted(counts, key=lambda count: (count is None, count or 0))
+    middle = ordered[(len(ordered) - 1) // 2]
+    reached = sum(count is not None for count in counts)
+    return f"{middle if middle is not None else '-'} ({reached}/{len(counts)})"
+
+
+def _first(hits: numpy.ndarray[Any, Any]) -> int | None:
+    return int(numpy.argmax(hits)) + 1 if hits.any() else None

@@ -1,0 +1,161 @@
+"""How far predictions are from measurements, and whether they put plans in the right order."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy
+from scipy.stats import kendalltau
+
+from lightning_autosync.lab.validation.cases import Case
+from lightning_autosync.learned.training import told_apart
+
+RANKED = 0.8
+"""Kendall's tau that the plans for one workload on one cluster shall have."""
+_LEAST_RANKED = 3
+"""Cases of a pair from which on their order says anything."""
+
+
+@dataclass(frozen=True)
+class Priced:
+    """A case with its two times, seconds a step, and the cores that others kept busy meanwhile.
+
+    ``noise`` is the standard error of the measured time over it.
+    """
+
+    case: Case
+    measured: float
+    predicted: float
+    foreign_cores: float | None
+    noise: float
+
+    @property
+    def error(self) -> float:
+        """Predicted over measured, less 1."""
+        return self.predicted / self.measured - 1
+
+    def to_dict(self) -> dict[str, Any]:
+        """The case in plain data, its documents by fingerprint."""
+        case = self.case
+        return {
+            "key": case.key,
+            "cluster": case.cluster.name,
+            "family": case.family,
+            "kind": case.kind,
+            "messages": len(case.plan.groups),
+            "bytes": case.workload.bytes,
+            "measured_seconds": self.measured,
+            "measured_noise": self.noise,
+            "predicted_seconds": self.predicted,
+            "foreign_cores": self.foreign_cores,
+        }
+
+
+@dataclass(frozen=True)
+class Order:
+    """Of the plans for one workload on one cluster; see `Accuracy`.
+
+    Attributes:
+        tau, tau_apart: as there.
+        twos: how many two plans there are.
+        apart: of these, that are told apart.
+    """
+
+    tau: float
+    tau_apart: float | None
+    twos: int
+    apart: int
+
+    @staticmethod
+    def of(ranked: Sequence[Priced]) -> Order:
+        """The order of at least two cases."""
+        measured, predicted, noise = (
+            numpy.array([getattr(one, field) for one in ranked]) for field in ("measured", "predicted", "noise")
+        )
+        upper = numpy.triu_indices(len(ranked), 1)
+        # No reference is measured beside the cases, so nothing is known of a drift between them.
+        steady, together = numpy.zeros(len(ranked)), numpy.zeros(len(ranked), dtype=numpy.int64)
+        apart = told_apart(numpy.log(measured), noise, steady, together)[upper]
+        signs = [numpy.sign(times[upper[0]] - times[upper[1]])[apart] for times in (measured, predicted)]
+        return Order(
+            tau=kendall_tau(measured.tolist(), predicted.tolist()),
+            tau_apart=float((signs[0] * signs[1]).mean()) if apart.any() else None,
+            twos=len(apart),
+            apart=int(apart.sum()),
+        )
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """Of a set of cases.
+
+    Attributes:
+        cases: how many.
+        median: of the relative errors, without sign.
+        p90: the same, not exceeded by nine of ten cases.
+        bias: median of the relative errors with their sign; above 0 predictions are too long.
+        tau: Kendall's tau-b of measured and predicted times of one workload on one cluster, the mean over those with
+            at least three plans; None without.
+        tau_apart: the same over those two plans of which the times differ by more than the noise of their measurements,
+            nothing else having an order to predict; None where there are none.
+        within_noise: share of any two plans that it leaves out; None without two.
+    """
+
+    cases: int
+    median: float
+    p90: float
+    bias: float
+    tau: float | None
+    tau_apart: float | None
+    within_noise: float | None
+
+    @staticmethod
+    def of(priced: Sequence[Priced]) -> Accuracy:
+        """The accuracy of at least one case."""
+        errors = numpy.array([one.error for one in priced])
+        orders = [Order.of(pair) for pair in _pairs(priced)]
+        plans = sum(order.twos for order in orders)
+        return Accuracy(
+            cases=len(priced),
+            median=float(numpy.median(abs(errors))),
+            p90=float(numpy.quantile(abs(errors), 0.9)),
+            bias=float(numpy.median(errors)),
+            tau=_mean([order.tau for order in orders]),
+            tau_apart=_mean([order.tau_apart for order in orders]),
+            within_noise=1 - sum(order.apart for order in orders) / plans if plans else None,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The numbers as plain data."""
+        return asdict(self)
+
+
+def by(priced: Iterable[Priced], what: Callable[[Priced], str]) -> dict[str, Accuracy]:
+    """The accuracy of each part of the cases."""
+    parts: dict[str, list[Priced]] = defaultdict(list)
+    for one in priced:
+        parts[what(one)].append(one)
+    return {name: Accuracy.of(parts[name]) for name in sorted(parts)}
+
+
+def _pairs(priced: Sequence[Priced]) -> list[list[Priced]]:
+    """The cases of each workload on each cluster, where they are enough to have an order."""
+    pairs: dict[str, list[Priced]] = defaultdict(list)
+    for one in priced:
+        pairs[one.case.pair].append(one)
+    return [ranked for ranked in pairs.values() if len(ranked) >= _LEAST_RANKED]
+
+
+def _mean(taus: Sequence[float | None]) -> float | None:
+    known = [tau for tau in taus if tau is not None]
+    return statistics.mean(known) if known else None
+
+
+def kendall_tau(measured: Sequence[float], predicted: Sequence[float]) -> float:
+    """Kendall's tau-b; 0 where one side does not tell the plans apart."""
+    tau = float(kendalltau(measured, predicted).statistic)
+    return 0.0 if numpy.isnan(tau) else tau

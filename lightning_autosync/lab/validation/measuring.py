@@ -1,0 +1,152 @@
+"""Measures cases one after the other on emulated links, and keeps every measurement at once."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from itertools import groupby
+from pathlib import Path
+from typing import Annotated, Any, ClassVar
+
+from pydantic import ConfigDict, Field
+
+from lightning_autosync.cluster import ClusterSpec
+from lightning_autosync.documents import PLAIN, Index, Spent, Taken, append_lines, checked, parse_json, whole_lines
+from lightning_autosync.errors import DocumentError
+from lightning_autosync.lab.validation.cases import Case
+from lightning_autosync.lab.validation.settings import Settings
+from lightning_autosync.learned.dataset.sample import step_noise
+from lightning_autosync.measure.bench.load import LoadMeter
+from lightning_autosync.measure.emulation.check import measured_links
+from lightning_autosync.measure.emulation.shared_hosts import probed_hosts
+from lightning_autosync.measure.workers import EmulatedLaunch, WorkerPool
+from lightning_autosync.replay import Constants
+
+_LEAST_STEPS, _MOST_STEPS = 3, 12
+_MEASURE = "lightning_autosync.lab.validation.replica:measure"
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What a case took.
+
+    Attributes:
+        key: that of the case.
+        steps: seconds of each step, by rank.
+        foreign_cores: cores that other processes kept busy meanwhile; None where unknown.
+        scheduling: the kernel's policy for the workers.
+        warm_up: steps before the first that counts.
+        hosts: the hosts' constants of the time as a document; None where they were not probed.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = PLAIN
+
+    key: str
+    steps: Annotated[list[Annotated[list[Taken], Field(min_length=1)]], Field(min_length=1)]
+    foreign_cores: Spent | None
+    scheduling: str
+    warm_up: Index
+    hosts: dict[str, Any] | None = None
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of a step: the median over steps, of the slowest rank."""
+        return statistics.median(self._slowest)
+
+    @property
+    def noise(self) -> float:
+        """Standard error of `seconds` over `seconds`, from how much the steps of that rank differ."""
+        return step_noise(self._slowest)
+
+    @property
+    def _slowest(self) -> Sequence[float]:
+        return max(self.steps, key=statistics.median)
+
+
+def load_measurements(path: Path) -> dict[str, Measurement]:
+    """The measurements in a file, by key; none if there is no file. A last line cut off by an interruption is left out.
+
+    Raises:
+        DocumentError: a line is something else.
+    """
+    found: dict[str, Measurement] = {}
+    for where, line in whole_lines(path):
+        what = f"{where}: not a measurement"
+        measurement = checked(Measurement, parse_json(line, what), what)
+        if measurement.hosts is not None:
+            Constants.from_dict(measurement.hosts, f"{where}: hosts")
+        found[measurement.key] = measurement
+    return found
+
+
+def measure_cases(
+    cases: Iterable[Case], predicted: Mapping[str, float], settings: Settings, path: Path
+) -> dict[str, Measurement]:
+    """Measure the cases that ``path`` does not have yet; returns all by key.
+
+    Args:
+        cases: of one cluster after the other.
+        predicted: seconds of a step by key, which decide how many steps are measured.
+        settings: how to measure.
+        path: file to which every measurement is added as soon as it is there.
+
+    Raises:
+        DocumentError: the file holds something else, or what was measured in another way.
+        LaunchError: links cannot be emulated here.
+        WorkerError: a worker failed.
+    """
+    found = load_measurements(path)
+    way = (settings.scheduling, settings.warm_up)
+    for one in found.values():
+        if (one.scheduling, one.warm_up) != way:
+            raise DocumentError(
+                f"measurements: {path}: made with scheduling={one.scheduling} warm_up={one.warm_up}, now it is "
+                f"scheduling={way[0]} warm_up={way[1]}; give the same, or another file"
+            )
+    missing = [case for case in cases if case.key not in found]
+    done = 0
+    for _, group in groupby(missing, key=lambda case: case.cluster.fingerprint):
+        of_cluster = list(group)
+        with ExitStack() as stack:
+            pool = _enter_pool(stack, of_cluster[0].cluster, settings)
+            load = LoadMeter(pool.pids)
+            hosts = None
+            for place, case in enumerate(of_cluster):
+                if settings.constants is None and place % settings.probe_every == 0:
+                    hosts = probed_hosts(pool, case.cluster, settings.scheduling).to_dict()
+                measured = _measure(case, pool, load, settings, predicted[case.key])
+                found[case.key] = replace(measured, hosts=hosts)
+                append_lines(path, json.dumps(asdict(found[case.key])) + "\n")
+                done += 1
+                _log.info(
+                    "%d of %d: %s, %s: %.1f ms", done, len(missing), case.pair, case.kind, 1e3 * found[case.key].seconds
+                )
+    return found
+
+
+def _enter_pool(stack: ExitStack, cluster: ClusterSpec, settings: Settings) -> WorkerPool:
+    launch = stack.enter_context(EmulatedLaunch(cluster))
+    measured_links(launch)
+    policy: Any = None if settings.scheduling == "none" else settings.scheduling
+    return stack.enter_context(WorkerPool(cluster.world_size, launch, timeout=settings.timeout, scheduling=policy))
+
+
+def _measure(case: Case, pool: WorkerPool, load: LoadMeter, settings: Settings, predicted: float) -> Measurement:
+    steps = min(_MOST_STEPS, max(_LEAST_STEPS, math.ceil(settings.seconds / predicted)))
+    load.restart()
+    times = pool.run(
+        _MEASURE,
+        workload=case.workload.to_dict(),
+        plan=case.plan.to_dict(),
+        cluster=case.cluster.to_dict(),
+        warm_up=settings.warm_up,
+        steps=steps,
+        timeout=settings.timeout / 2,  # so that ranks can say what they waited for
+    )
+    return Measurement(case.key, times, load.foreign_cores(), settings.scheduling, settings.warm_up)

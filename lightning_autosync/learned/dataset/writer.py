@@ -1,0 +1,205 @@
+"""`Writer`: adds entries to a dataset."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from lightning_autosync.documents import canonical, digest, write_bytes
+from lightning_autosync.errors import DocumentError
+from lightning_autosync.learned.dataset.entry import DOCUMENTS, PAIR, Entry, Row, row_key
+from lightning_autosync.learned.dataset.journal import JOURNAL, Line, append_rows, read_rows
+from lightning_autosync.learned.dataset.manifest import (
+    MANIFEST,
+    TABLES,
+    Manifest,
+    Part,
+    Table,
+    describe_part,
+    load_manifest,
+    part_files,
+)
+from lightning_autosync.learned.dataset.tables import from_parquet, read_table, to_parquet
+
+_LOCK = ".lock"
+
+
+class Writer:
+    """Adds entries to the dataset in a folder, which is made if there is none; goes on after an interruption.
+
+    What `append` was given is in a journal when it returns; `flush` makes Parquet files of it. Of a pair (workload,
+    cluster and plan) the first measurement stays, but one that was disturbed only until there is one that was not:
+    that is added, and readers take it in place of the other.
+
+    Args:
+        directory: of the dataset.
+
+    Raises:
+        DocumentError: another process adds to it, the manifest of parts that are there is missing, a part is missing,
+            truncated or altered, or a line of the journal is no row.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        self.directory = Path(directory)
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self._manifest = Manifest()
+        self._lock = _lock(self.directory / _LOCK)
+        try:
+            self._open()
+        except BaseException:
+            os.close(self._lock)
+            raise
+
+    @property
+    def keys(self) -> frozenset[str]:
+        """The pairs that need not be measured (see `sample_key`): those that are there undisturbed."""
+        return frozenset(self._keys)
+
+    def append(self, entries: Iterable[Entry]) -> int:
+        """Add entries whose pair is not there yet, or disturbed while they are not; returns how many they are."""
+        lines: list[Line] = []
+        added = 0
+        for entry in entries:
+            row = entry.row()
+            if not self._enter(row):
+                continue
+            added += 1
+            self._samples.append(row)
+            for kind, document in entry.documents().items():
+                named = self._name(kind, row[kind], document)
+                lines += [("documents", named)] if named is not None else []
+            lines.append(("samples", row))
+        append_rows(self._journal, lines)
+        return added
+
+    def flush(self) -> None:
+        """Make parts of what is in the journal."""
+        parts = [*self._write("documents", self._documents), *self._write("samples", self._samples)]
+        if parts:
+            # The manifest comes last: until then the new files do not belong to the dataset.
+            self._manifest = self._manifest.model_copy(update={"parts": (*self._manifest.parts, *parts)})
+        self._manifest.save(self.directory / MANIFEST)
+        self._journal.unlink(missing_ok=True)
+        self._documents.clear()
+        self._samples.clear()
+
+    def close(self) -> None:
+        """Flush, and let others add; may be called again."""
+        if self._lock >= 0:
+            self.flush()
+            os.close(self._lock)
+            self._lock = -1
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _open(self) -> None:
+        self._journal = self.directory / JOURNAL
+        self._manifest = Manifest() if self._is_begun() else load_manifest(self.directory)
+        self._keys: set[str] = set()
+        self._disturbed: set[str] = set()
+        self._known: set[tuple[str, str]] = set()
+        self._documents: list[dict[str, Any]] = []
+        self._samples: list[Row] = []
+        for part in self._manifest.of("documents"):
+            for document in read_table(self.directory, part).select(["kind", "fingerprint"]).to_pylist():
+                self._known.add((document["kind"], document["fingerprint"]))
+        for part in self._manifest.of("samples"):
+            for row in read_table(self.directory, part).select([*PAIR, "disturbed"]).to_pylist():
+                self._enter(row)
+        self._recover()
+
+    def _is_begun(self) -> bool:
+        """Whether there is no manifest yet: no part either, but for those of a first `flush` that was interrupted.
+
+        The journal has all rows of these. Of others the manifest was lost, and with a new one they would be too.
+        """
+        if (self.directory / MANIFEST).exists():
+            return False
+        journaled = {_row_name(table, row) for table, row in read_rows(self._journal)}
+        return all(
+            _part_names(table, path) <= journaled for table in TABLES for path in part_files(self.directory, table)
+        )
+
+    def _recover(self) -> None:
+        """Take up the journal, but for what an interruption left there although it is in a part already.
+
+        Samples whose documents are neither there nor in a part are dropped, since nobody could read them.
+        """
+        lines = list(read_rows(self._journal))
+        for table, row in lines:
+            if table == "documents" and (row["kind"], row["fingerprint"]) not in self._known:
+                self._known.add((row["kind"], row["fingerprint"]))
+                self._documents.append(row)
+        for table, row in lines:
+            if table == "samples" and self._is_readable(row) and self._enter(row):
+                self._samples.append(row)
+        if self._journal.exists():
+            self.flush()
+
+    def _is_readable(self, row: Row) -> bool:
+        """Whether the documents of a sample are there."""
+        return all((kind, row[kind]) in self._known for kind in DOCUMENTS)
+
+    def _enter(self, row: Row) -> bool:
+        """Note that a row's pair is there; False where it tells nothing new of the pair."""
+        key = row_key(row)
+        if key in self._keys or (row["disturbed"] and key in self._disturbed):
+            return False
+        (self._disturbed if row["disturbed"] else self._keys).add(key)
+        return True
+
+    def _name(self, kind: str, fingerprint: str, document: dict[str, Any]) -> dict[str, Any] | None:
+        """The row of a document that is not there yet."""
+        if (kind, fingerprint) in self._known:
+            return None
+        assert digest(document) == fingerprint
+        self._known.add((kind, fingerprint))
+        self._documents.append({"kind": kind, "fingerprint": fingerprint, "document": canonical(document)})
+        return self._documents[-1]
+
+    def _write(self, table: Table, rows: list[dict[str, Any]]) -> Iterator[Part]:
+        """The part of some rows, if there are any."""
+        if not rows:
+            return
+        content = to_parquet(table, rows)
+        part = describe_part(self._manifest.next_file(table, self.directory), table, len(rows), content)
+        write_bytes(self.directory / part.file, content)
+        yield part
+
+
+def _row_name(table: str, row: dict[str, Any]) -> tuple[str, str]:
+    """What a table has a row of: a pair, or a document."""
+    return (table, row_key(row)) if table == "samples" else (row["kind"], row["fingerprint"])
+
+
+def _part_names(table: Table, path: Path) -> set[tuple[str, str]]:
+    """What the rows of a part name (`_row_name`), by whatever manifest; the file itself where it cannot be read."""
+    try:
+        rows = from_parquet(table, path.read_bytes(), str(path)).to_pylist()
+    except (DocumentError, OSError):
+        return {(table, path.name)}
+    return {_row_name(table, row) for row in rows}
+
+
+def _lock(path: Path) -> int:
+    """A lock that ends with this process, in whatever way.
+
+    Not `documents.held`, whose locks belong to processes: two writers of one process would both get it.
+    """
+    descriptor = os.open(path, os.O_CREAT | os.O_RDWR, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise DocumentError(f"{path.parent}: another process adds to this dataset; wait for it to end") from None
+    return descriptor

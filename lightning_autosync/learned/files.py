@@ -1,0 +1,113 @@
+"""The file form of a simulator: ``simulator.json`` with a format line, and its weights as safetensors beside it."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field
+
+from lightning_autosync.documents import Document, write_bytes
+from lightning_autosync.errors import DocumentError
+from lightning_autosync.replay.constants import Constants
+
+HEADER = "simulator.json"
+
+
+class SimulatorError(DocumentError):
+    """A saved simulator cannot be read, or a simulator cannot run here."""
+
+
+class Header(Document):
+    """What a saved simulator is.
+
+    Attributes:
+        kind: its name, as in ``SIMULATORS``.
+        constants: costs of the hosts that its replay uses.
+        settings: sizes of its networks, by the kind's own names.
+        weights: SHA-256 of the bytes of the file of its weights, which also names that file; None where it has none.
+    """
+
+    # 3: weights by their checksum; before, all-reduced messages were shown at the last rank's rate, not the slowest.
+    FORMAT: ClassVar[str] = "autosync-simulator/3"
+    ERROR: ClassVar[type[DocumentError]] = SimulatorError
+
+    kind: Annotated[str, Field(max_length=64)]
+    constants: Constants = Constants()
+    settings: dict[str, Any] = Field(default_factory=dict)
+    weights: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None
+
+
+def write_simulator(
+    directory: str | os.PathLike[str],
+    kind: str,
+    constants: Constants,
+    settings: dict[str, Any] | None = None,
+    weights: bytes | None = None,
+) -> None:
+    """Write a simulator into a directory, which is made where it is not there.
+
+    An interruption leaves the simulator that was there before, whole: weights are written under a name of their own,
+    and taken into use by the header that names them. Those of the simulator before go last.
+    """
+    directory = Path(directory)
+    checksum, before = None, _weights_of(directory)
+    if weights is not None:
+        checksum = hashlib.sha256(weights).hexdigest()
+        write_bytes(directory / _weights_file(checksum), weights)
+    header = Header(kind=kind, constants=constants, settings=settings or {}, weights=checksum)
+    header.save(directory / HEADER)
+    if before is not None and before != checksum:
+        (directory / _weights_file(before)).unlink(missing_ok=True)
+
+
+def _weights_of(directory: Path) -> str | None:
+    """The checksum of the weights of the simulator in a directory; None where none can be read that has some."""
+    try:
+        return read_header(directory).weights
+    except SimulatorError:
+        return None
+
+
+def _weights_file(checksum: str) -> str:
+    return f"weights-{checksum[:12]}.safetensors"
+
+
+def read_header(directory: str | os.PathLike[str], kind: str | None = None) -> Header:
+    """Read ``simulator.json`` of a directory.
+
+    Raises:
+        SimulatorError: there is none, it is wrong, of another format version, or not of ``kind``.
+    """
+    path = Path(directory) / HEADER
+    if not path.is_file():
+        raise SimulatorError(f"{directory}: no simulator: there is no {HEADER}; `autosync fit` writes one")
+    header = Header.load(path)
+    if kind is not None and header.kind != kind:
+        raise SimulatorError(f"{path}: kind: expected '{kind}', got '{header.kind}'")
+    return header
+
+
+def read_weights(directory: str | os.PathLike[str], header: Header) -> tuple[Path, bytes]:
+    """The file of the weights that a header names, and its bytes.
+
+    Raises:
+        SimulatorError: it names none, or they are not there, or not the ones that it was written with.
+    """
+    if header.weights is None:
+        raise SimulatorError(f"{Path(directory) / HEADER}: weights: missing; '{header.kind}' has some")
+    path = Path(directory) / _weights_file(header.weights)
+    try:
+        content = path.read_bytes()
+    except OSError as cause:
+        raise SimulatorError(
+            f"{path}: cannot be read ({cause.strerror}); {HEADER} beside it names it: copy both files of one "
+            "simulator, or fit it again"
+        ) from None
+    if hashlib.sha256(content).hexdigest() != header.weights:
+        raise SimulatorError(
+            f"{path}: altered: its SHA-256 is not the one in {HEADER}; restore it from a copy, or fit it again"
+        )
+    return path, content

@@ -1,0 +1,218 @@
+"""A plan as a heterogeneous graph: variables, messages, shards, devices and links, and what joins them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy
+from numpy.typing import NDArray
+
+from lightning_autosync.learned.overall import overall
+from lightning_autosync.learned.scene import Floats, Integers
+from lightning_autosync.learned.traits import COMPRESSORS, EVERYBODY, MODES, Traits
+
+MESSAGES = 24
+"""Message nodes of a graph, about, at most; messages of one kind that follow each other are taken together beyond."""
+
+NODES = ("variable", "message", "shard", "device", "link")
+RELATIONS = (
+    ("variable", "travels in", "message"),
+    ("message", "precedes", "message"),
+    ("message", "follows", "message"),
+    ("shard", "part of", "message"),
+    ("message", "cut into", "shard"),
+    ("shard", "reduced at", "device"),
+    ("device", "reduces", "shard"),
+    ("message", "routed over", "link"),
+    ("link", "carries", "message"),
+    ("device", "handles", "message"),
+    ("link", "attached to", "device"),
+    ("device", "sends over", "link"),
+)
+"""Edges of a graph: source, what it does, target."""
+
+
+class Edges(NamedTuple):
+    """Edges of one relation, arrays [edges]: places of their ends among the nodes of their types, and their weights."""
+
+    source: NDArray[numpy.int32]
+    target: NDArray[numpy.int32]
+    weight: NDArray[numpy.float32]
+
+
+class Graph(NamedTuple):
+    """A plan on a cluster.
+
+    Attributes:
+        nodes: for each of `NODES` its features [nodes, features].
+        edges: for each of `RELATIONS`.
+        overall: [features] of the plan as a whole.
+    """
+
+    nodes: tuple[NDArray[numpy.float32], ...]
+    edges: tuple[Edges, ...]
+    overall: NDArray[numpy.float32]
+
+
+def encode_graph(traits: Traits) -> Graph:
+    """The graph of a plan; all numbers are shares, logarithms, or times in units of the step that the replay says."""
+    scene = traits.scene
+    merged = merge(traits)
+    shards = _shard_nodes(traits, merged)
+    messages = _message_nodes(traits, merged)
+    links = len(scene.topology.channels)
+    busy = traits.prediction.demand.sum(axis=0) / traits.prediction.step_time
+    devices = numpy.column_stack([scene.devices, busy[links : links + scene.ranks]])
+    channels = numpy.column_stack([scene.links, busy[:links]])
+    nodes = (scene.variables, messages, shards.features, devices, channels)
+    return Graph(
+        tuple(array.astype(numpy.float32) for array in nodes),
+        tuple(_edges(traits, merged, shards)),
+        overall(traits).astype(numpy.float32),
+    )
+
+
+def merge(traits: Traits) -> Integers:
+    """[messages] the node of each; every message has its own where there are few."""
+    count = len(traits.mode)
+    if count <= MESSAGES:
+        return numpy.arange(count)
+    flags = 4 * traits.served + 2 * traits.local + (traits.priority > 0)
+    kind = (8 * (traits.mode * len(COMPRESSORS) + traits.compressor) + flags).astype(numpy.int64)
+    kind = numpy.unique(kind, return_inverse=True)[1]
+    place = numpy.zeros(count, dtype=numpy.int64)
+    for one in range(kind.max() + 1):
+        members = numpy.flatnonzero(kind == one)
+        nodes = max(1, round(MESSAGES * len(members) / count))
+        place[members] = numpy.arange(len(members)) * nodes // len(members)
+    made = numpy.unique(kind * count + place, return_inverse=True)[1]
+    first = numpy.full(made.max() + 1, count)
+    numpy.minimum.at(first, made, numpy.arange(count))
+    order = numpy.empty_like(first)
+    order[numpy.argsort(first)] = numpy.arange(len(first))
+    return order[made].astype(numpy.int64)
+
+
+def _mean(merged: Integers, values: Floats) -> Floats:
+    """[nodes] means over the messages of each node."""
+    means: Floats = numpy.bincount(merged, values) / numpy.bincount(merged)
+    return means
+
+
+def _message_nodes(traits: Traits, merged: Integers) -> Floats:
+    prediction, scene, count = traits.prediction, traits.scene, len(traits.mode)
+    step, links = prediction.step_time, len(scene.topology.channels)
+    times = numpy.array([(span.ready, span.start, span.end) for span in prediction.timeline.messages]) / step
+    demand = _demand(traits, merged)
+    hosts = demand[:, links : links + scene.ranks]
+    shards = traits.shards
+    per_message = [numpy.bincount(shards.message, values, count) for values in (None, shards.pieces)]
+    depth = numpy.zeros(count)
+    numpy.maximum.at(depth, shards.message, shards.depth)
+    size = numpy.bincount(merged, traits.bytes)
+    columns = [
+        *(_mean(merged, (traits.mode == mode).astype(float)) for mode in range(len(MODES))),
+        *(_mean(merged, (traits.compressor == kind).astype(float)) for kind in range(1, len(COMPRESSORS))),
+        *(_mean(merged, flag) for flag in (traits.served, traits.local, traits.row_wise)),
+        _mean(merged, numpy.sign(traits.priority)),
+        numpy.log1p(numpy.bincount(merged)),
+        size / max(1.0, size.sum()),
+        numpy.log10(size + 1) / 8,
+        *(_mean(merged, times[:, column]) for column in range(3)),
+        _mean(merged, times[:, 2] - times[:, 1]),
+        _mean(merged, times[:, 1] - times[:, 0]),
+        demand[:, :links].max(axis=1, initial=0.0),
+        hosts.max(axis=1),
+        hosts.mean(axis=1),
+        demand[:, links + scene.ranks :].sum(axis=1),
+        *(numpy.log1p(numpy.bincount(merged, values)) for values in per_message),
+        _mean(merged, depth) / scene.ranks,
+    ]
+    return numpy.stack(columns, axis=1)
+
+
+def _demand(traits: Traits, merged: Integers) -> Floats:
+    """[nodes, channels] share of the step in which a message keeps a channel busy."""
+    demand = numpy.zeros((merged.max() + 1, traits.prediction.demand.shape[1]))
+    numpy.add.at(demand, merged, traits.prediction.demand / traits.prediction.step_time)
+    return demand
+
+
+class _ShardNodes(NamedTuple):
+    features: Floats
+    message: Integers
+    root: Integers
+    share: Floats
+
+
+def _shard_nodes(traits: Traits, merged: Integers) -> _ShardNodes:
+    """Shards of one message with one root are one node."""
+    shards, ranks = traits.shards, traits.scene.ranks
+    code, place = numpy.unique(merged[shards.message] * (ranks + 1) + shards.root + 1, return_inverse=True)
+    message, root = code // (ranks + 1), code % (ranks + 1) - 1
+    count, size = numpy.bincount(place), numpy.bincount(place, shards.bytes)
+    share = size / numpy.maximum(1.0, numpy.bincount(message, size)[message])
+    features = [
+        share,
+        size / max(1.0, traits.bytes.sum()),
+        numpy.log10(size + 1) / 8,
+        numpy.log1p(count),
+        numpy.log1p(numpy.bincount(place, shards.pieces)),
+        numpy.bincount(place, shards.depth) / count / ranks,
+        (root == EVERYBODY).astype(float),
+    ]
+    return _ShardNodes(numpy.stack(features, axis=1), message, root, share)
+
+
+def _edges(traits: Traits, merged: Integers, shards: _ShardNodes) -> list[Edges]:
+    """In the order of `RELATIONS`."""
+    scene = traits.scene
+    links, nodes = len(scene.topology.channels), int(merged.max()) + 1
+    demand = _demand(traits, merged)
+    later = numpy.arange(1, nodes)
+    pieces = numpy.arange(len(shards.message))
+    at = _placements(shards, scene.ranks)
+    routed = _nonzero(demand[:, :links])
+    handled = _nonzero(demand[:, links : links + scene.ranks])
+    ones = numpy.ones(len(scene.attachments[0]))
+    return [
+        _travels(traits, merged),
+        _edge(later - 1, later, numpy.ones(nodes - 1)),
+        _edge(later, later - 1, numpy.ones(nodes - 1)),
+        _edge(pieces, shards.message, shards.share),
+        _edge(shards.message, pieces, numpy.ones(len(pieces))),
+        at,
+        Edges(at.target, at.source, at.weight),
+        routed,
+        Edges(routed.target, routed.source, routed.weight),
+        Edges(handled.target, handled.source, handled.weight),
+        _edge(*scene.attachments, ones / 2),
+        _edge(*scene.attachments[::-1], ones),
+    ]
+
+
+def _travels(traits: Traits, merged: Integers) -> Edges:
+    """Bundles to messages, each with its share of the message's bytes."""
+    scene = traits.scene
+    bundles = int(scene.bundle_of.max()) + 1
+    code, place = numpy.unique(merged[traits.members] * bundles + scene.bundle_of, return_inverse=True)
+    message, size = code // bundles, numpy.bincount(place, scene.bytes)
+    return _edge(code % bundles, message, size / numpy.maximum(1.0, numpy.bincount(message, size)[message]))
+
+
+def _placements(shards: _ShardNodes, ranks: int) -> Edges:
+    """Shards to the devices that reduce them; those of everybody to all, in equal parts."""
+    rooted, free = numpy.flatnonzero(shards.root >= 0), numpy.flatnonzero(shards.root == EVERYBODY)
+    source = numpy.concatenate([rooted, numpy.repeat(free, ranks)])
+    target = numpy.concatenate([shards.root[rooted], numpy.tile(numpy.arange(ranks), len(free))])
+    weight = numpy.concatenate([numpy.ones(len(rooted)), numpy.full(len(free) * ranks, 1 / ranks)])
+    return _edge(source, target, weight * shards.share[source])
+
+
+def _nonzero(demand: Floats) -> Edges:
+    source, target = numpy.nonzero(demand)
+    return _edge(source, target, demand[source, target])
+
+
+def _edge(source: Integers, target: Integers, weight: Floats) -> Edges:
+    return Edges(source.astype(numpy.int32), target.astype(numpy.int32), weight.astype(numpy.float32))

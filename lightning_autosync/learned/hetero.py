@@ -1,0 +1,111 @@
+"""Our simulator's network: messages passed over a heterogeneous graph, read out as a correction of the replay."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_autosync.learned.backend import load_dgl
+from lightning_autosync.learned.batching import GraphBatch
+from lightning_autosync.learned.graph import NODES, RELATIONS
+from lightning_autosync.learned.networks import Network, Standard
+from lightning_autosync.learned.sizes import HeteroSizes
+
+_READ = (
+    ("message", "mean"),
+    ("message", "max"),
+    ("shard", "mean"),
+    ("device", "max"),
+    ("link", "mean"),
+    ("link", "max"),
+)
+"""Node types that are read out, and how."""
+
+
+class HeteroNetwork(Network):
+    """A relational graph convolution (Schlichtkrull et al., 2018) with weighted edges and residual states.
+
+    Its scores are corrections of the logarithm of the replay's step. The last layer begins at zero, so that an
+    untrained network leaves the replay as it is.
+
+    Args:
+        features: for each node type how many there are, and of the plan as a whole.
+        sizes: of the layers.
+    """
+
+    def __init__(self, features: dict[str, int], sizes: HeteroSizes) -> None:
+        super().__init__()
+        hidden = sizes.hidden
+        self.standards = nn.ModuleDict({name: Standard(number) for name, number in features.items()})
+        self.first = nn.ModuleDict({name: nn.Linear(features[name], hidden) for name in NODES})
+        self.layers = nn.ModuleList(_Convolution(hidden) for _ in range(sizes.layers))
+        width = len(_READ) * hidden + features["overall"]
+        last = nn.Linear(hidden, 1)
+        nn.init.zeros_(last.weight)
+        nn.init.zeros_(last.bias)
+        self.head = nn.Sequential(
+            nn.Dropout(sizes.dropout),
+            nn.Linear(width, 2 * hidden),
+            nn.SiLU(),
+            nn.Linear(2 * hidden, hidden),
+            nn.SiLU(),
+            last,
+        )
+
+    def observe(self, batch: GraphBatch) -> None:
+        """Learn the scale of the features."""
+        for name, values in (*batch.features.items(), ("overall", batch.overall)):
+            standard = self.standards[name]
+            assert isinstance(standard, Standard)
+            standard.observe(values)
+
+    def embed(self, batch: GraphBatch) -> torch.Tensor:
+        """[plans, width] states read out, and what is known of each plan as a whole."""
+        states = {
+            name: nn.functional.silu(self.first[name](self.standards[name](values)))
+            for name, values in batch.features.items()
+        }
+        relations = [batch.graph[relation] for relation in RELATIONS]
+        for layer in self.layers:
+            states = layer(relations, batch.weights, states)
+        parts = [_pool(batch.counts[name], states[name], how) for name, how in _READ]
+        return torch.cat([*parts, self.standards["overall"](batch.overall)], dim=1)
+
+
+def _pool(counts: torch.Tensor, states: torch.Tensor, how: str) -> torch.Tensor:
+    """[graphs, hidden] the mean or the maximum of the states of each graph; 0 where it has none."""
+    reduce = load_dgl().ops.segment_reduce
+    if how == "max":
+        most: torch.Tensor = reduce(counts, states, "max")
+        return most
+    total: torch.Tensor = reduce(counts, states, "sum")
+    return total / counts.clamp(min=1)[:, None]
+
+
+class _Convolution(nn.Module):
+    """Every node takes in, by relation, the weighted sum of its neighbours' states."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.relations = nn.ModuleList(nn.Linear(hidden, hidden, bias=False) for _ in RELATIONS)
+        self.own = nn.ModuleDict({name: nn.Linear(hidden, hidden) for name in NODES})
+        self.norms = nn.ModuleDict({name: nn.LayerNorm(hidden) for name in NODES})
+
+    def forward(
+        self, relations: list[Any], weights: tuple[torch.Tensor, ...], states: dict[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        gather = load_dgl().ops.u_mul_e_sum
+        taken = {name: self.own[name](state) for name, state in states.items()}
+        for place, (source, _, target) in enumerate(RELATIONS):
+            layer, state = self.relations[place], states[source]
+            if len(state) > len(states[target]):  # sums of products are products of sums: take the fewer rows
+                got = layer(gather(relations[place], state, weights[place]))
+            else:
+                got = gather(relations[place], layer(state), weights[place])
+            taken[target] = taken[target] + got
+        return {
+            name: self.norms[name](states[name] + nn.functional.silu(taken[name])) if name in taken else states[name]
+            for name in states
+        }

@@ -1,0 +1,329 @@
+"""`LearnedEstimator`: an ensemble of networks of one kind, as an `Estimator`."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy
+import torch
+from numpy.typing import NDArray
+from pydantic import Field, ValidationError
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+
+from lightning_autosync.cluster import ClusterSpec
+from lightning_autosync.documents import Count, Index, Record, describe_validation_error
+from lightning_autosync.learned.dataset.sample import Sample
+from lightning_autosync.learned.estimator import Estimate
+from lightning_autosync.learned.examples import Examples, Keys
+from lightning_autosync.learned.files import (
+    HEADER,
+    Header,
+    SimulatorError,
+    read_header,
+    read_weights,
+    write_simulator,
+)
+from lightning_autosync.learned.kinds import KINDS, Kind
+from lightning_autosync.learned.networks import Network
+from lightning_autosync.learned.scene import Scene, Scenes
+from lightning_autosync.learned.training import TUNING, Training, scores, train
+from lightning_autosync.learned.traits import traits
+from lightning_autosync.plan import SyncPlan
+from lightning_autosync.replay.constants import Constants
+from lightning_autosync.workload import Workload
+
+Floats = NDArray[numpy.float64]
+Integers = NDArray[numpy.int64]
+
+MOST_MEMBERS, MOST_FEATURES = 64, 4096
+"""Of a saved ensemble: its networks, and the numbers in each of their inputs."""
+_MOST = 16384
+"""Encoded plans that are kept, some 20 kilobytes each; all of a dataset, since it is gone through again and again."""
+_OBSERVED = 2048
+"""Samples from which the scale of features is taken."""
+_LINES = "lines"
+"""The tensor of slopes and offsets, beside those of the networks."""
+
+
+class Shape(Record):
+    """What a file says of an ensemble: as the arguments of `LearnedEstimator`, and the numbers of its features."""
+
+    members: Annotated[Count, Field(le=MOST_MEMBERS)]
+    network: dict[str, Any]
+    features: dict[str, Annotated[Count, Field(le=MOST_FEATURES)]]
+    training: Training
+    tuning: Training
+    seed: Index
+
+
+class LearnedEstimator:
+    """Networks that differ in their first weights and the order of their samples (Lakshminarayanan et al., 2017).
+
+    Before anything was fitted, one that corrects the replay says what the replay says.
+
+    Args:
+        kind: ``linear``, ``recurrent``, ``attention`` or ``hetero``.
+        constants: costs of the hosts, for the replay; None takes the defaults.
+        members: networks.
+        network: sizes of a network, by the kind's own names.
+        training: how `fit` trains what knows nothing.
+        tuning: how `fit` trains what was fitted or loaded; only the heads unless it says otherwise, which takes about a
+            second for some hundred samples.
+        seed: of the first weights and of the order of the samples.
+
+    Raises:
+        SimulatorError: there is no such kind, or its networks do not have such sizes.
+    """
+
+    def __init__(
+        self,
+        kind: str = "hetero",
+        constants: Constants | None = None,
+        members: int = 3,
+        network: Mapping[str, Any] | None = None,
+        training: Training | None = None,
+        tuning: Training | None = None,
+        seed: int = 0,
+    ) -> None:
+        if kind not in KINDS:
+            raise SimulatorError(f"simulator: '{kind}' is not known; allowed: replay, {', '.join(KINDS)}")
+        self.kind: Kind = KINDS[kind]
+        self.constants = constants or Constants()
+        self.members = members
+        try:
+            self.sizes = self.kind.sized(network or {})
+        except SimulatorError as error:
+            raise SimulatorError(f"simulator '{kind}': {error}") from None
+        self.training = training or Training()
+        self.tuning = tuning or TUNING
+        self.seed = seed
+        self.networks: list[Network] = []
+        self._features: dict[str, int] = {}
+        self._lines = numpy.tile([1.0, 0.0], (members, 1))
+        self._scenes = Scenes(self.constants)
+        self._encoded: OrderedDict[tuple[str, str, SyncPlan], tuple[Any, float]] = OrderedDict()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LearnedEstimator:
+        """Networks of its own; what plans look like is the same for both, and not worked out twice."""
+        made = object.__new__(type(self))
+        memo |= {id(self): made, id(self._encoded): self._encoded, id(self._scenes): self._scenes}
+        made.__dict__ = {name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()}
+        return made
+
+    def estimate(self, workload: Workload, cluster: ClusterSpec, plans: Sequence[SyncPlan]) -> Estimate:
+        """The mean of the networks' logarithms, and their deviation."""
+        key = workload.fingerprint, cluster.fingerprint
+        scene = self._scenes.of(workload, cluster, key)
+        found = [self._encode(scene, key, plan) for plan in plans]
+        return self.estimate_encoded([item for item, _ in found], numpy.array([base for _, base in found]))
+
+    def estimate_encoded(self, items: Sequence[Any], base: Floats) -> Estimate:
+        """The same for encoded plans and the logarithms of seconds to which the networks add."""
+        if not self.networks or not len(items):
+            return Estimate(numpy.exp(base), numpy.zeros(len(base)))
+        answers = numpy.stack([scores(self.kind, network, items) for network in self.networks])
+        values = base + self._lines[:, :1] * answers + self._lines[:, 1:]
+        return Estimate(numpy.exp(values.mean(axis=0)), values.std(axis=0))
+
+    def fit(self, samples: Sequence[Sample]) -> None:
+        """Train on measured plans; what was fitted or loaded before is trained further, gently."""
+        if samples:
+            self.fit_encoded(self.encode(samples))
+
+    def fit_encoded(self, examples: Examples, held_out: Sequence[Integers] = ()) -> None:
+        """The same for encoded samples.
+
+        Args:
+            examples: the samples.
+            held_out: places of some of them. One network after the other is kept from one of these parts, by which its
+                epoch is chosen; so the ensemble as a whole learns from all, and disagrees where parts do. Without any,
+                each learns from all and keeps its last epoch.
+        """
+        settings = self.tuning if self.networks else self.training
+        if not self.networks:
+            self._features = self.kind.features(examples.items[0])
+            self._build()
+            self._observe(examples)
+        for number, network in enumerate(self.networks):
+            seed = self.seed * self.members + number
+            learned, validation = _kept_apart(examples, held_out[number % len(held_out)] if held_out else None)
+            with _seeded(seed):
+                train(self.kind, network, learned, settings, seed, validation)
+            if not self.kind.regression:
+                found = scores(self.kind, network, learned.items)
+                self._lines[number] = _line(found, learned.target - learned.base)
+
+    def _observe(self, examples: Examples) -> None:
+        """Let the networks see the scale of their inputs, on samples drawn from all."""
+        random = numpy.random.default_rng(self.seed)
+        drawn = random.permutation(len(examples))[:_OBSERVED]
+        batch = self.kind.collate([examples.items[place] for place in drawn])
+        for network in self.networks:
+            network.observe(batch)
+
+    def encode(self, samples: Sequence[Sample]) -> Examples:
+        """What this kind sees of samples; those that were seen before are not encoded again."""
+        keys = Keys()
+        found = [
+            self._encode(
+                self._scenes.of(sample.workload, sample.cluster, keys.of(sample)), keys.of(sample), sample.plan
+            )
+            for sample in samples
+        ]
+        return Examples.of(samples, [item for item, _ in found], [base for _, base in found])
+
+    def save(self, directory: str | os.PathLike[str]) -> None:
+        """Write ``simulator.json`` and the weights that it names into a directory.
+
+        Raises:
+            SimulatorError: nothing was fitted yet.
+        """
+        if not self.networks:
+            raise SimulatorError(f"simulator '{self.kind.name}': not fitted yet, so there is nothing to save")
+        weights = save({name: tensor.contiguous() for name, tensor in self._tensors().items()})
+        write_simulator(directory, self.kind.name, self.constants, self._shape.model_dump(mode="json"), weights)
+
+    @classmethod
+    def load(cls, directory: str | os.PathLike[str]) -> LearnedEstimator:
+        """Read what `save` wrote.
+
+        Raises:
+            SimulatorError: it is no simulator, of another format version, damaged, or its weights do not fit it.
+        """
+        header = read_header(directory)
+        made = cls._described(header, Path(directory) / HEADER)
+        path, content = read_weights(directory, header)
+        try:
+            made._build(len(content))
+        except SimulatorError as error:
+            raise SimulatorError(f"{path}: {error}") from None
+        try:
+            _fill(made._tensors(), content)
+        except SimulatorError as error:
+            raise SimulatorError(f"{path}: these are not the weights of this simulator: {error}") from None
+        return made
+
+    @classmethod
+    def _described(cls, header: Header, path: Path) -> LearnedEstimator:
+        """What a header, read from ``path``, describes, without its networks."""
+        if header.kind not in KINDS:
+            raise SimulatorError(f"{path}: kind: expected one of {', '.join(KINDS)}; got '{header.kind}'")
+        kind = KINDS[header.kind]
+        try:
+            shape = Shape.model_validate(header.settings)
+            kind.sized(shape.network)
+            kind.check_inputs(shape.features)
+        except ValidationError as error:
+            raise SimulatorError(f"{path}: settings.{describe_validation_error(error)}") from None
+        except SimulatorError as error:
+            raise SimulatorError(f"{path}: settings.{error}") from None
+        made = cls(
+            header.kind, header.constants, shape.members, shape.network, shape.training, shape.tuning, shape.seed
+        )
+        made._features = shape.features
+        return made
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        """What is learned, by name; the tensors are the networks' own."""
+        tensors = {
+            f"{number}.{name}": tensor
+            for number, network in enumerate(self.networks)
+            for name, tensor in network.state_dict().items()
+        }
+        return {**tensors, _LINES: torch.from_numpy(self._lines)}
+
+    @property
+    def _shape(self) -> Shape:
+        return Shape(
+            members=self.members,
+            network=self.sizes.model_dump(mode="json"),
+            features=self._features,
+            training=self.training,
+            tuning=self.tuning,
+            seed=self.seed,
+        )
+
+    def _build(self, available: int | None = None) -> None:
+        """Make the networks, their weights drawn at random.
+
+        Raises:
+            SimulatorError: all of them have more than ``available`` bytes; none but the first is made then.
+        """
+        self.networks = []
+        for number in range(self.members):
+            with _seeded(self.seed * self.members + number):
+                self.networks.append(self.kind.network(self._features, self.sizes))
+            if available is not None and (needed := self.members * _bytes(self.networks[0])) > available:
+                raise SimulatorError(f"{available} bytes; {self.members} networks of these sizes take {needed}")
+
+    def _encode(self, scene: Scene, key: tuple[str, str], plan: SyncPlan) -> tuple[Any, float]:
+        """What this kind sees of a plan, and the logarithm of the seconds to which it adds."""
+        whole = (*key, plan)
+        if whole not in self._encoded:
+            found = traits(scene, plan)
+            self._encoded[whole] = self.kind.encode(found), self.kind.base(found)
+            if len(self._encoded) > _MOST:
+                self._encoded.popitem(last=False)
+        self._encoded.move_to_end(whole)
+        return self._encoded[whole]
+
+
+def _bytes(network: Network) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in network.state_dict().values())
+
+
+def _fill(own: Mapping[str, torch.Tensor], content: bytes) -> None:
+    """Take over tensors from the bytes of a file.
+
+    Raises:
+        SimulatorError: they are not just those, or not all numbers are finite.
+    """
+    try:
+        found = load(content)
+    except (SafetensorError, KeyError) as error:  # a KeyError is a type of numbers that torch has not
+        raise SimulatorError(str(error).strip().partition("\n")[0]) from None
+    if wrong := sorted(own.keys() ^ found.keys()):
+        raise SimulatorError(f"{wrong[0]}: {'missing' if wrong[0] in own else 'unknown'}")
+    for name, tensor in own.items():
+        given = found[name]
+        if (given.shape, given.dtype) != (tensor.shape, tensor.dtype):
+            raise SimulatorError(f"{name}: expected {_form(tensor)}, got {_form(given)}")
+        if not given.isfinite().all():
+            raise SimulatorError(f"{name}: not all numbers are finite")
+        tensor.copy_(given)
+
+
+def _form(tensor: torch.Tensor) -> str:
+    return f"{tensor.dtype} {list(tensor.shape)}"
+
+
+def _kept_apart(examples: Examples, part: Integers | None) -> tuple[Examples, Examples | None]:
+    """What a network learns from, and what its epoch is chosen by."""
+    if part is None:
+        return examples, None
+    return examples.part(numpy.setdiff1d(numpy.arange(len(examples)), part)), examples.part(part)
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Within the block torch draws from ``seed`` on; afterwards the caller's draws go on as if nothing had been.
+
+    Networks are made and trained on the CPU, so other devices' generators are not touched at all.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        yield
+
+
+def _line(scores: Floats, wanted: Floats) -> Floats:
+    """[2] slope, not below 0, and offset of the straight line that brings scores nearest to what is wanted."""
+    variance = float(scores.var())
+    slope = max(0.0, float(numpy.cov(scores, wanted, ddof=0)[0, 1]) / variance) if variance > 0 else 0.0
+    return numpy.array([slope, float(wanted.mean() - slope * scores.mean())])

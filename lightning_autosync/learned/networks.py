@@ -1,0 +1,213 @@
+"""AutoSync's three simulators as networks (NeurIPS 2020): linear, recurrent over variables, graph attention."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from lightning_autosync.learned.backend import load_dgl
+from lightning_autosync.learned.predefined import ShardSet
+from lightning_autosync.learned.sizes import AttentionSizes, LinearSizes, RecurrentSizes
+
+
+class Standard(nn.Module):
+    """Brings features to mean 0 and deviation 1, as they were on the first samples that it was shown.
+
+    Far outliers, which other clusters and models have, are held at six deviations.
+    """
+
+    mean: torch.Tensor
+    deviation: torch.Tensor
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(features))
+        self.register_buffer("deviation", torch.ones(features))
+
+    def observe(self, values: torch.Tensor) -> None:
+        """Take mean and deviation of ``values`` [count, features]."""
+        self.mean.copy_(values.mean(dim=0))
+        deviation = values.std(dim=0, correction=0)
+        self.deviation.copy_(torch.where(deviation > 1e-4, deviation, 1.0))
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return ((values - self.mean) / self.deviation).clamp(-6, 6)
+
+
+class Network(nn.Module, ABC):
+    """What sees a plan whole makes ``width`` numbers of it, and ``head``, which is small, a score of these."""
+
+    head: nn.Module
+
+    @abstractmethod
+    def observe(self, batch: Any) -> None:
+        """Learn the scale of the features from some plans."""
+
+    @abstractmethod
+    def embed(self, batch: Any) -> torch.Tensor:
+        """[plans, width]."""
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        """[plans] scores."""
+        return self.score(self.embed(batch))
+
+    def score(self, embedded: torch.Tensor) -> torch.Tensor:
+        """[plans] scores of what was embedded."""
+        scores: torch.Tensor = self.head(embedded).squeeze(-1)
+        return scores
+
+
+def collate_vectors(items: Sequence[NDArray[numpy.float32]]) -> torch.Tensor:
+    """[plans, features]."""
+    return torch.from_numpy(numpy.stack(items))
+
+
+class LinearNetwork(Network):
+    """A weighted sum of the predefined features.
+
+    Args:
+        features: of a plan.
+        sizes: none.
+    """
+
+    def __init__(self, features: dict[str, int], sizes: LinearSizes) -> None:
+        super().__init__()
+        self.standard = Standard(features["plan"])
+        self.head = nn.Linear(features["plan"], 1)
+
+    def observe(self, batch: torch.Tensor) -> None:
+        """Learn the scale of the features."""
+        self.standard.observe(batch)
+
+    def embed(self, batch: torch.Tensor) -> torch.Tensor:
+        """[plans, features]."""
+        standard: torch.Tensor = self.standard(batch)
+        return standard
+
+
+class ShardBatch(NamedTuple):
+    """Shards of several plans.
+
+    Attributes:
+        features: [shards, features].
+        variable: [shards] the variable of each, numbered over all plans.
+        lengths: [plans] variables of each.
+        graph: a ``dgl.DGLGraph`` over all variables, or None.
+    """
+
+    features: torch.Tensor
+    variable: torch.Tensor
+    lengths: torch.Tensor
+    graph: Any = None
+
+
+def collate_shards(items: Sequence[ShardSet]) -> ShardBatch:
+    """Shards of plans one after the other."""
+    lengths = numpy.array([len(item.group) for item in items])
+    before = numpy.cumsum(lengths) - lengths
+    variable = [item.variable + first for item, first in zip(items, before, strict=True)]
+    return ShardBatch(
+        torch.from_numpy(numpy.concatenate([item.features for item in items])),
+        torch.from_numpy(numpy.concatenate(variable)),
+        torch.from_numpy(lengths),
+    )
+
+
+def collate_shard_graphs(items: Sequence[ShardSet]) -> ShardBatch:
+    """The same with a graph in which variables know their neighbours and those that share their message."""
+    batch = collate_shards(items)
+    sources: list[NDArray[numpy.int64]] = []
+    targets: list[NDArray[numpy.int64]] = []
+    first = 0
+    for item in items:
+        count = len(item.group)
+        order = numpy.argsort(item.group, kind="stable")
+        alike = item.group[order[1:]] == item.group[order[:-1]]
+        one = numpy.concatenate([numpy.arange(count - 1), order[:-1][alike]]) + first
+        other = numpy.concatenate([numpy.arange(1, count), order[1:][alike]]) + first
+        own = numpy.arange(first, first + count)
+        sources += [one, other, own]
+        targets += [other, one, own]
+        first += count
+    ends = torch.from_numpy(numpy.concatenate(sources)), torch.from_numpy(numpy.concatenate(targets))
+    return batch._replace(graph=load_dgl().graph(ends, num_nodes=first))
+
+
+class ShardEncoder(nn.Module):
+    """One vector for each variable: the sum over its shards of what two layers make of each."""
+
+    def __init__(self, features: int, hidden: int) -> None:
+        super().__init__()
+        self.standard = Standard(features)
+        self.layers = nn.Sequential(nn.Linear(features, hidden), nn.ELU(), nn.Linear(hidden, hidden), nn.ELU())
+        self.hidden = hidden
+
+    def forward(self, batch: ShardBatch) -> torch.Tensor:
+        """[variables, hidden]."""
+        made = self.layers(self.standard(batch.features))
+        return made.new_zeros(int(batch.lengths.sum()), self.hidden).index_add(0, batch.variable, made)
+
+
+class RecurrentNetwork(Network):
+    """A bidirectional LSTM over variables in the order of backward.
+
+    Args:
+        features: of a shard.
+        sizes: of the layers.
+    """
+
+    def __init__(self, features: dict[str, int], sizes: RecurrentSizes) -> None:
+        super().__init__()
+        self.shards = ShardEncoder(features["shard"], sizes.hidden)
+        self.recurrent = nn.LSTM(sizes.hidden, sizes.state, sizes.layers, batch_first=True, bidirectional=True)
+        self.head = nn.Linear(2 * sizes.state, 1)
+
+    def observe(self, batch: ShardBatch) -> None:
+        """Learn the scale of the features."""
+        self.shards.standard.observe(batch.features)
+
+    def embed(self, batch: ShardBatch) -> torch.Tensor:
+        """[plans, 2 x state]."""
+        variables = torch.split(self.shards(batch), batch.lengths.tolist())
+        padded = nn.utils.rnn.pad_sequence(list(variables), batch_first=True)
+        packed = nn.utils.rnn.pack_padded_sequence(padded, batch.lengths, batch_first=True, enforce_sorted=False)
+        states, _ = nn.utils.rnn.pad_packed_sequence(self.recurrent(packed)[0], batch_first=True)
+        return states.sum(dim=1) / batch.lengths[:, None]
+
+
+class AttentionNetwork(Network):
+    """Graph attention (GAT; Velickovic et al., 2018) among variables.
+
+    Args:
+        features: of a shard.
+        sizes: of the layers.
+    """
+
+    def __init__(self, features: dict[str, int], sizes: AttentionSizes) -> None:
+        super().__init__()
+        convolution = load_dgl().nn.GATConv
+        hidden, heads = sizes.hidden, sizes.heads
+        self.shards = ShardEncoder(features["shard"], hidden)
+        widths = [hidden, *(hidden * heads for _ in range(sizes.layers))]
+        self.attention = nn.ModuleList(
+            convolution(before, hidden, heads, residual=True, activation=nn.functional.elu) for before in widths[:-1]
+        )
+        self.head = nn.Linear(widths[-1], 1)
+
+    def observe(self, batch: ShardBatch) -> None:
+        """Learn the scale of the features."""
+        self.shards.standard.observe(batch.features)
+
+    def embed(self, batch: ShardBatch) -> torch.Tensor:
+        """[plans, hidden x heads]."""
+        states = self.shards(batch)
+        for layer in self.attention:
+            states = layer(batch.graph, states).flatten(1)
+        mean: torch.Tensor = load_dgl().ops.segment_reduce(batch.lengths, states, "mean")
+        return mean

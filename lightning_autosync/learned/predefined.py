@@ -1,0 +1,148 @@
+"""The inputs of AutoSync's own simulators (NeurIPS 2020): 12 predefined features, and one vector for each shard.
+
+Their cost model: a server sends what it reduces to each remote receiver, an all-reduce moves its message once at the
+slowest rate; overlap with backward, the 2 (n - 1) / n of a ring and the links between switches are not in it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy
+from numpy.typing import NDArray
+
+from lightning_autosync.learned.scene import Floats, Integers, Scene
+from lightning_autosync.learned.traits import COMPRESSORS, EVERYBODY, Traits
+
+SLOTS = 16
+"""Servers, and groups, that have an input of their own; more share them in turn."""
+
+
+class ShardSet(NamedTuple):
+    """The shards of a plan by variable.
+
+    Attributes:
+        features: [shards, features].
+        variable: [shards] the bundle of variables that each belongs to, in the order of backward.
+        group: [bundles] a message of each bundle.
+    """
+
+    features: NDArray[numpy.float32]
+    variable: NDArray[numpy.int64]
+    group: NDArray[numpy.int64]
+
+
+class _Costs(NamedTuple):
+    """Shards of servers and messages of groups, arrays [rows]: message, server, bytes, and three costs."""
+
+    message: Integers
+    root: Integers
+    bytes: Floats
+    costs: Floats
+
+
+def predefined(traits: Traits) -> NDArray[numpy.float32]:
+    """[12] the most and the sum, over servers and over groups, of transmission, overhead and device latency.
+
+    Transmission is in units of the least step's time; overhead and latency are counts of messages; all as logarithms.
+    """
+    rows = _costs(traits)
+    served = rows.root != EVERYBODY
+    servers = _totals(rows.root[served], rows.costs[served])
+    groups = _totals(rows.message[~served], rows.costs[~served])
+    parts = [servers.max(axis=0), servers.sum(axis=0), groups.max(axis=0), groups.sum(axis=0)]
+    return numpy.log1p(numpy.concatenate(parts)).astype(numpy.float32)
+
+
+def shard_set(traits: Traits) -> ShardSet:
+    """One vector for each shard of each variable."""
+    scene, rows = traits.scene, _costs(traits)
+    bundles = int(scene.bundle_of.max()) + 1
+    count = len(traits.mode)
+    pairs, place = numpy.unique(traits.members * bundles + scene.bundle_of, return_inverse=True)
+    size = numpy.bincount(place, scene.bytes)
+    held: list[Integers] = [numpy.flatnonzero(pairs // bundles == message) for message in range(count)]
+    pair = numpy.concatenate([held[message] for message in rows.message])
+    row = numpy.repeat(numpy.arange(len(rows.message)), [len(held[message]) for message in rows.message])
+    part = size[pair] / numpy.maximum(1.0, traits.bytes[rows.message[row]])
+    features = _vectors(traits, rows, row, part)
+    group = numpy.zeros(bundles, dtype=numpy.int64)
+    group[pairs % bundles] = pairs // bundles
+    return ShardSet(features.astype(numpy.float32), pairs[pair] % bundles, group)
+
+
+def _vectors(traits: Traits, rows: _Costs, row: Integers, part: Floats) -> Floats:
+    """[shards, features]: which server and group, how, how large, and what it costs."""
+    scene, message, root = traits.scene, rows.message[row], rows.root[row]
+    served, costs = root != EVERYBODY, rows.costs[row] * part[:, None]
+    local, wise = traits.local[message], traits.row_wise[message]
+    rates = _rates(scene)
+    # Nobody is the root of what is all-reduced, which moves at the slowest rate.
+    rate = numpy.where(served, rates[root], rates.min())
+    flags = [served * local, served * (1 - local), served * wise, ~served]
+    numbers = [
+        rows.bytes[row] * part / max(1.0, scene.bytes.sum()),
+        numpy.log(rate / rates.max()),
+        numpy.full(len(row), numpy.log(scene.ranks / len(scene.cluster.nodes))),
+        *numpy.log1p(costs).T,
+        served,
+    ]
+    return numpy.concatenate(
+        [
+            numpy.eye(SLOTS)[root % SLOTS] * served[:, None],
+            numpy.eye(SLOTS)[message % SLOTS],
+            numpy.eye(len(COMPRESSORS))[traits.compressor[message]],
+            numpy.stack([numpy.asarray(column, dtype=float) for column in (*flags, *numbers)], axis=1),
+        ],
+        axis=1,
+    )
+
+
+def _costs(traits: Traits) -> _Costs:
+    """Transmission, overhead and latency of each shard on a server, and of each all-reduced message."""
+    scene, shards = traits.scene, traits.shards
+    rates = _rates(scene)
+    replicas = scene.ranks / len(scene.cluster.nodes)
+    on_server = (shards.root != EVERYBODY) & (traits.served[shards.message] > 0)
+    message, root = shards.message[on_server], shards.root[on_server]
+    receivers = numpy.where(traits.local[message] > 0, len(scene.cluster.nodes) - 1.0, _remote(scene)[root])
+    sent = shards.bytes[on_server] * receivers / rates[root]
+    servers = numpy.stack([sent / scene.scale, receivers, numpy.full(len(message), replicas)], axis=1)
+    whole = numpy.setdiff1d(numpy.arange(len(traits.mode)), message)
+    moved = traits.bytes[whole] / rates.min() / scene.scale
+    groups = numpy.stack([moved, numpy.full(len(whole), float(scene.ranks)), numpy.full(len(whole), replicas)], axis=1)
+    return _Costs(
+        numpy.concatenate([message, whole]),
+        numpy.concatenate([root, numpy.full(len(whole), EVERYBODY)]),
+        numpy.concatenate([shards.bytes[on_server], traits.bytes[whole]]),
+        numpy.concatenate([servers, groups]),
+    )
+
+
+def _remote(scene: Scene) -> Floats:
+    """[ranks] how many ranks are on other nodes than a rank; on a lone node, how many others there are."""
+    node = numpy.array(scene.cluster.rank_nodes)
+    together = (node[:, None] == node[None, :]).sum(axis=1)
+    remote: Floats = scene.ranks - numpy.where(together < scene.ranks, together, 1).astype(float)
+    return remote
+
+
+def _rates(scene: Scene) -> Floats:
+    """[ranks] bytes/s of the fastest way from a rank to another node, or to another rank of a lone node."""
+    node = scene.cluster.rank_nodes
+    lone = len(set(node)) == 1
+    rates = numpy.ones(scene.ranks)
+    for i in range(scene.ranks):
+        others = [j for j in range(scene.ranks) if j != i and (lone or node[i] != node[j])]
+        rates[i] = max((scene.topology.bandwidth(i, j) for j in others), default=1.0)
+    return rates
+
+
+def _totals(keys: Integers, costs: Floats) -> Floats:
+    """[distinct keys, 3] sums of the costs; one row of zeros without any."""
+    if not len(keys):
+        return numpy.zeros((1, 3))
+    distinct, place = numpy.unique(keys, return_inverse=True)
+    totals = numpy.zeros((len(distinct), 3))
+    numpy.add.at(totals, place, costs)
+    return totals

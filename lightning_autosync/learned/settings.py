@@ -1,0 +1,72 @@
+"""The config group ``simulator``: which simulator, of what size, and how it is trained."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field, PositiveInt, field_validator, model_validator
+from typing_extensions import Self
+
+from lightning_autosync.cluster import configuration_directory
+from lightning_autosync.documents import Record, read_data
+from lightning_autosync.learned import SIMULATORS, Simulator, Training
+from lightning_autosync.learned.kinds import KINDS
+from lightning_autosync.learned.training import TUNING
+from lightning_autosync.replay import Constants
+
+
+class SimulatorSettings(Record):
+    """A simulator; see :class:`~lightning_autosync.learned.LearnedEstimator`.
+
+    Attributes:
+        kind: its name.
+        members: networks of its ensemble.
+        network: their sizes, by the kind's own names (`lightning_autosync.learned.sizes`); what is left out
+            is at its default.
+        training, tuning: how it is trained at first, and further; ``sharpness`` only with ``hetero``.
+    """
+
+    kind: str
+    members: PositiveInt = 1
+    network: dict[str, Any] = Field(default_factory=dict)
+    training: Training = Training()
+    tuning: Training = TUNING
+
+    @field_validator("kind")
+    @classmethod
+    def _check_kind(cls, kind: str) -> str:
+        return check_kind(kind)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.kind not in KINDS:
+            if self.network:
+                raise ValueError(f"network: '{self.kind}' is no network; leave it out")
+            return self
+        KINDS[self.kind].sized(self.network)
+        for name, settings in (("training", self.training), ("tuning", self.tuning)):
+            if settings.sharpness != Training().sharpness and not KINDS[self.kind].corrects:
+                raise ValueError(f"{name}.sharpness: the ranking loss of '{self.kind}' takes none; leave it out")
+        return self
+
+    @classmethod
+    def shipped(cls, kind: str) -> SimulatorSettings:
+        """The option of ``conf/simulator`` of that name."""
+        return cls.model_validate(read_data(configuration_directory() / "simulator" / f"{kind}.yaml"))
+
+    def build(self, constants: Constants, seed: int) -> Simulator:
+        """The simulator, which knows nothing yet."""
+        if self.kind == "replay":
+            return SIMULATORS["replay"](constants)
+        return SIMULATORS[self.kind](constants, self.members, dict(self.network), self.training, self.tuning, seed)
+
+
+def check_kind(kind: str) -> str:
+    """``kind`` if it is the name of a simulator.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if kind not in SIMULATORS:
+        raise ValueError(f"'{kind}' is not known; allowed: {', '.join(SIMULATORS)}")
+    return kind

@@ -1,0 +1,146 @@
+"""What a compiled plan does, as arrays: one row a message, and one row a range with its root."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import ceil
+from typing import NamedTuple
+
+import numpy
+
+from lightning_autosync.learned.scene import Floats, Integers, Scene
+from lightning_autosync.plan import SyncPlan, compile_plan
+from lightning_autosync.plan.encoding import ITEMSIZE
+from lightning_autosync.plan.schedule import (
+    AllReduce,
+    AllToAll,
+    Message,
+    SharedMemoryReduce,
+    Transfer,
+    TreeTransfer,
+    TwoLevelAllReduce,
+)
+from lightning_autosync.plan.spec import Group
+from lightning_autosync.plan.topologies import find
+from lightning_autosync.replay.prediction import Prediction
+
+MODES = ("all_reduce", "all_to_all", "shared_memory", "two_level", "ring", "tree", "star", "hierarchical", "packed")
+"""How a message travels, as far as learned simulators tell; each topology names the one that it is most like."""
+COMPRESSORS = ("none", "fp16", "bf16", "int8", "topk", "powersgd")
+EVERYBODY = -1
+"""In place of a root: every rank reduces its part."""
+_MODE_OF = {AllReduce: 0, AllToAll: 1, SharedMemoryReduce: 2, TwoLevelAllReduce: 3}
+
+
+class Shards(NamedTuple):
+    """Ranges of messages, arrays [shards].
+
+    Attributes:
+        message: index of its message.
+        root: the rank that reduces it, or `EVERYBODY`.
+        bytes: of the sum; of a table the touched share.
+        pieces: into which it is cut on its way.
+        depth: hops to the farthest rank; 0 for collectives.
+    """
+
+    message: Integers
+    root: Integers
+    bytes: Floats
+    pieces: Floats
+    depth: Floats
+
+
+@dataclass(frozen=True)
+class Traits:
+    """A plan as compiled for a scene and priced by its replay.
+
+    Attributes:
+        scene: workload and cluster.
+        prediction: the replay's.
+        fluid: seconds of a step in which messages flow as a whole, as the replay prices it.
+        mode, compressor: [messages] indices into `MODES` and `COMPRESSORS`.
+        served, local, row_wise: [messages] 1 where servers reduce, where nodes aggregate first, where rows travel.
+        priority: [messages].
+        bytes: [messages] that a step changes.
+        members: [variables] the message of each variable, in the order of backward.
+        shards: ranges and their roots.
+    """
+
+    scene: Scene
+    prediction: Prediction
+    fluid: float
+    mode: Integers
+    compressor: Integers
+    served: Floats
+    local: Floats
+    row_wise: Floats
+    priority: Floats
+    bytes: Floats
+    members: Integers
+    shards: Shards
+
+
+def traits(scene: Scene, plan: SyncPlan) -> Traits:
+    """Compile and price a plan, and put down what it does.
+
+    Raises:
+        PlanError: it has no schedule, or is not for this workload and cluster.
+    """
+    schedule = compile_plan(plan, scene.workload, scene.cluster)
+    groups, messages = plan.groups, schedule.messages
+    members = numpy.empty(len(scene.bytes), dtype=numpy.int64)
+    for message in messages:
+        members[[scene.index[name] for name in message.variables]] = message.index
+    size: Floats = numpy.bincount(members, scene.bytes, len(messages)).astype(numpy.float64)
+    return Traits(
+        scene=scene,
+        prediction=scene.replay.predict(schedule),
+        fluid=scene.replay.predict(schedule, "fluid").step_time,
+        mode=numpy.array([_mode(message, group) for message, group in zip(messages, groups, strict=True)]),
+        compressor=numpy.array([COMPRESSORS.index(group.compressor.kind) for group in groups]),
+        served=numpy.array([group.architecture == "parameter_server" for group in groups], dtype=float),
+        local=numpy.array([group.local_aggregation for group in groups], dtype=float),
+        row_wise=numpy.array([message.rows > 0 for message in messages], dtype=float),
+        priority=numpy.array([group.priority for group in groups], dtype=float),
+        bytes=size,
+        members=members,
+        shards=_shards(scene, messages, size),
+    )
+
+
+def _mode(message: Message, group: Group) -> int:
+    first = message.rounds[0].transfers[0] if message.rounds[0].transfers else None
+    return _MODE_OF[type(first)] if type(first) in _MODE_OF else MODES.index(find(group.topology).encoded_as)
+
+
+def _shards(scene: Scene, messages: tuple[Message, ...], size: Floats) -> Shards:
+    rows: list[tuple[int, int, float, int, int]] = []
+    for message in messages:
+        whole = max(1, message.numel * ITEMSIZE[message.dtype])
+        unit = ITEMSIZE[message.dtype] * float(size[message.index]) / whole
+        for transfer in (transfer for round in message.rounds for transfer in round.transfers):
+            for root, numel, pieces, depth in _ranges(scene, transfer):
+                rows.append((message.index, root, unit * numel, pieces, depth))
+    return Shards(
+        numpy.array([row[0] for row in rows], dtype=numpy.int64),
+        numpy.array([row[1] for row in rows], dtype=numpy.int64),
+        numpy.array([row[2] for row in rows], dtype=numpy.float64),
+        numpy.array([row[3] for row in rows], dtype=numpy.float64),
+        numpy.array([row[4] for row in rows], dtype=numpy.float64),
+    )
+
+
+def _ranges(scene: Scene, transfer: Transfer) -> Iterator[tuple[int, int, int, int]]:
+    """Root, elements, pieces and depth of each range of a transfer."""
+    if isinstance(transfer, TreeTransfer):
+        numel = transfer.stop - transfer.start
+        parents = transfer.reduce.parents
+        if parents not in scene.depths:
+            scene.depths[parents] = transfer.reduce.depth
+        yield transfer.root, numel, ceil(numel / transfer.segment), scene.depths[parents]
+    elif isinstance(transfer, AllToAll):
+        for owner, start, stop in zip(transfer.owners, transfer.bounds, transfer.bounds[1:], strict=False):
+            yield owner, stop - start, 1, 1
+    else:
+        yield EVERYBODY, transfer.stop - transfer.start, 1, 0

@@ -1,0 +1,201 @@
+"""From settings to orders for the workers; what is wrong with a contender shows before any worker starts."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from typing import Any, Protocol, get_args
+
+from lightning_autosync.cluster import ClusterSpec
+from lightning_autosync.errors import AutoSyncError, DocumentError
+from lightning_autosync.measure.bench.settings import Class, Contender, DDPOptions, Settings
+from lightning_autosync.measure.models.models import MIB, Embeddings
+from lightning_autosync.plan import SyncPlan, builders, compile_plan
+from lightning_autosync.workload import Workload
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """What workers are told.
+
+    Attributes:
+        cluster: the machines, scaled and ordered; if emulated, as they are then.
+        workload: the model's variables, tables as those of which rows can travel.
+        orders: for each contender, the arguments of :func:`lightning_autosync.measure.bench.contenders.set_up`.
+        classes: what each contender computes.
+        reasons: why a contender's own function chose its plan, for those that say.
+    """
+
+    cluster: ClusterSpec
+    workload: Workload
+    orders: dict[str, dict[str, Any]]
+    classes: dict[str, Class]
+    reasons: dict[str, str]
+
+
+def prepare(settings: Settings) -> Preparation:
+    """Make every contender's plan and check that it compiles.
+
+    Raises:
+        DocumentError: (or a subclass) a contender, the cluster or a plan is wrong; the message names it.
+    """
+    cluster = make_cluster(settings)
+    if settings.emulated:
+        cluster = cluster.as_emulated()
+    workloads = {kind: settings.model.workload(kind) for kind in get_args(Embeddings)}
+    made = {
+        name: _prepared(name, contender, settings, cluster, workloads[contender.embeddings])
+        for name, contender in settings.all_contenders().items()
+    }
+    return Preparation(
+        cluster=cluster,
+        workload=workloads["rows"],
+        orders={name: item.order for name, item in made.items()},
+        classes={name: item.exactness for name, item in made.items()},
+        reasons={name: item.reason for name, item in made.items() if item.reason},
+    )
+
+
+class ClusterChoice(Protocol):
+    """Which of a verb's settings say where its ranks are; see `Settings`."""
+
+    @property
+    def cluster(self) -> dict[str, Any] | None: ...
+
+    @property
+    def cluster_scale(self) -> float: ...
+
+    @property
+    def cluster_fastest(self) -> float | None: ...
+
+    @property
+    def rank_order(self) -> str: ...
+
+    @property
+    def ranks(self) -> int | None: ...
+
+
+def make_cluster(settings: ClusterChoice) -> ClusterSpec:
+    """The cluster of the settings, scaled and with its ranks in order."""
+    if settings.cluster is None:
+        return ClusterSpec.from_dict(
+            {
+                "format": ClusterSpec.FORMAT,
+                "name": "one_machine",
+                "nodes": [{"name": "machine", "devices": settings.ranks or 2}],
+            }
+        )
+    cluster = ClusterSpec.from_dict(settings.cluster, source="cluster")
+    if settings.cluster_fastest is not None:
+        cluster.require_measured()
+        fastest = max((max(rates) for rates in _rates(cluster)), default=settings.cluster_fastest)
+        cluster = cluster.scaled(settings.cluster_fastest / fastest)
+    else:
+        cluster = cluster.scaled(settings.cluster_scale)
+    if settings.ranks not in (None, cluster.world_size):
+        raise DocumentError(f"ranks: {settings.ranks} asked for, but cluster '{cluster.name}' has {cluster.world_size}")
+    return cluster if settings.rank_order == "natural" else interleaved(cluster)
+
+
+def interleaved(cluster: ClusterSpec) -> ClusterSpec:
+    """The ranks taken in turn from the first and the second half of them."""
+    names = [cluster.nodes[node].name for node in cluster.rank_nodes]
+    half = (len(names) + 1) // 2
+    return cluster.with_rank_order([names[rank // 2 + half * (rank % 2)] for rank in range(len(names))])
+
+
+def _rates(cluster: ClusterSpec) -> Iterator[tuple[float, float]]:
+    """Both ways of every link whose rates are known."""
+    for link in cluster.links:
+        if link.bandwidth is not None and link.reverse_bandwidth is not None:
+            yield link.bandwidth, link.reverse_bandwidth
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    order: dict[str, Any]
+    exactness: Class
+    reason: str = ""
+
+
+def _prepared(
+    name: str, contender: Contender, settings: Settings, cluster: ClusterSpec, workload: Workload
+) -> _Prepared:
+    order = {
+        "name": name,
+        "model": settings.model.model_dump(),
+        "sparse": contender.embeddings == "sparse",
+        "cluster": cluster.to_dict(),
+        "timeout": settings.patience,
+    }
+    try:
+        if contender.ddp is not None:
+            _check_hook(contender.ddp, workload)
+            return _Prepared({**order, "ddp": contender.ddp.model_dump()}, contender.ddp.exactness)
+        plan, reason = _plan(contender, workload, cluster, shares_cores=settings.launch.kind == "local")
+        compile_plan(plan, workload, cluster)
+    except AutoSyncError as error:
+        raise DocumentError(f"contenders.{name}: {error}") from None
+    return _Prepared({**order, "plan": plan.to_dict(), "workload": workload.to_dict()}, plan_class(plan), reason)
+
+
+def plan_class(plan: SyncPlan) -> Class:
+    """What a plan computes, in the classes that are told apart."""
+    if plan.semantics == "exact":
+        return "exact"
+    casts = all(group.compressor.kind in ("none", "fp16", "bf16") for group in plan.groups)
+    return "low precision" if plan.semantics == "compressed" and casts else "relaxed or lossy"
+
+
+def _check_hook(options: DDPOptions, workload: Workload) -> None:
+    """On gloo PowerSGD hangs or aborts with several buckets."""
+    if options.hook != "powersgd":
+        return
+    needed = math.ceil(workload.bytes / MIB) + 1
+    if options.bucket_cap_mb == "default" or options.bucket_cap_mb < needed:
+        raise DocumentError(f"ddp.bucket_cap_mb: powersgd works on gloo with one bucket only; take {needed} or more")
+
+
+def _plan(contender: Contender, workload: Workload, cluster: ClusterSpec, shares_cores: bool) -> tuple[SyncPlan, str]:
+    """The plan, and why it was chosen if that was told; a function that asks hears whether ranks share cores."""
+    if contender.plan is not None:
+        return SyncPlan.load(contender.plan), ""
+    assert contender.builder is not None
+    build = _builder(contender.builder)
+    allowed = _arguments(build)
+    for argument in contender.arguments:
+        if allowed is not None and argument not in allowed:
+            raise DocumentError(
+                f"builder '{contender.builder}' has no argument '{argument}'; it takes {', '.join(allowed)}"
+            )
+    told = {"shares_cores": shares_cores} if "shares_cores" in (allowed or ()) else {}
+    try:
+        made = build(workload, cluster, **told | contender.arguments)
+    except (TypeError, ValueError) as error:
+        if isinstance(error, AutoSyncError):
+            raise
+        raise DocumentError(f"builder '{contender.builder}': {' '.join(str(error).split())}") from None
+    plan, reason = made if isinstance(made, tuple) else (made, "")
+    if not isinstance(plan, SyncPlan):
+        raise DocumentError(f"builder '{contender.builder}': expected a SyncPlan from it, got {type(plan).__name__}")
+    return plan, reason
+
+
+def _builder(name: str) -> Callable[..., Any]:
+    module, separator, function = name.partition(":")
+    if not separator:
+        return partial(builders.build, name)
+    try:
+        build: Callable[..., Any] = getattr(import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        raise DocumentError(f"builder '{name}': {error}") from None
+    return build
+
+
+def _arguments(build: Callable[..., Any]) -> list[str] | None:
+    """Names of the parameters after workload and cluster; None for a builder of ours, which checks them itself."""
+    return None if isinstance(build, partial) else list(inspect.signature(build).parameters)[2:]

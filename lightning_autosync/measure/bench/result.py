@@ -1,0 +1,179 @@
+"""What a bench run found: every step of every round, and what follows from them."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+from lightning_autosync.cluster import ClusterSpec
+from lightning_autosync.measure.bench.bounds import Bound
+from lightning_autosync.measure.bench.preparation import Preparation
+from lightning_autosync.measure.bench.settings import Class, Settings
+from lightning_autosync.measure.bench.statistics import Interval, paired_ratio, relative_medians, round_time
+from lightning_autosync.workload import Workload
+
+FORMAT = "autosync-bench/1"
+BUSY = 0.1
+"""Cores used by others from which on a run is not worth much."""
+Round = Sequence[Sequence[float]]
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One contender.
+
+    Attributes:
+        rounds: seconds, by round, rank and step.
+        sent: bytes on the wire per step and rank, by round; None where they cannot be counted.
+        foreign_cores: cores that other processes kept busy meanwhile, by round; None where unknown.
+        deviation: relative difference of its first gradients to those of the first DDP contender. Some hooks begin with
+            exact steps; the result tells it of others only.
+        periodic: whether its steps differ by plan, so that a round's time is their mean and not their median.
+    """
+
+    rounds: Sequence[Round]
+    sent: Sequence[float] | None
+    foreign_cores: Sequence[float] | None
+    deviation: float
+    periodic: bool = False
+
+    @cached_property
+    def times(self) -> list[float]:
+        """Seconds a step, by round."""
+        return [round_time(steps_by_rank, mean=self.periodic) for steps_by_rank in self.rounds]
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.times)
+
+    @property
+    def bytes_per_step(self) -> float | None:
+        """Bytes that a rank sent in a step, the median over rounds."""
+        return statistics.median(self.sent) if self.sent is not None else None
+
+
+@dataclass(frozen=True)
+class Result:
+    """One bench run.
+
+    Attributes:
+        settings: what was asked.
+        preparation: cluster, workload and plans as they were used.
+        bound: the least time of a step on emulated links; None where links are not emulated, or computation is real.
+        conditions: versions, load, policies, all of rank 0's machine; names of all machines; how bytes were counted.
+        measurements: by contender, DDP first.
+    """
+
+    settings: Settings
+    preparation: Preparation
+    bound: Bound | None
+    conditions: dict[str, Any]
+    measurements: dict[str, Measurement]
+
+    @property
+    def cluster(self) -> ClusterSpec:
+        return self.preparation.cluster
+
+    @property
+    def workload(self) -> Workload:
+        return self.preparation.workload
+
+    @cached_property
+    def best_ddp(self) -> str:
+        """The setting of the DDP sweep that was fastest, each round's times taken relative to their median.
+
+        So a time of foreign load does not decide which one it is. Hooks and sparse embeddings, which are other
+        training, do not count.
+        """
+        times = {options.name: self.measurements[options.name].times for options in self.settings.ddp.options()}
+        return self._fastest(times)
+
+    @property
+    def best_exact(self) -> str | None:
+        """The fastest exact plan for the same module (not one with sparse embeddings); None if there is none."""
+        contenders = self.settings.all_contenders()
+        plans = [name for name, one in contenders.items() if one.ddp is None and one.embeddings != "sparse"]
+        names = [name for name in plans if self.classes[name] == "exact"]
+        return self._fastest({name: self.measurements[name].times for name in names}) if names else None
+
+    @property
+    def classes(self) -> dict[str, Class]:
+        return self.preparation.classes
+
+    @staticmethod
+    def _fastest(times: dict[str, list[float]]) -> str:
+        return min(relative_medians(times).items(), key=lambda item: item[1])[0]
+
+    @property
+    def paced(self) -> bool:
+        """Whether computation is paced."""
+        return self.settings.model.kind == "paced"
+
+    @property
+    def foreign_cores(self) -> float | None:
+        """Cores that other processes kept busy, the mean over all turns; None where unknown."""
+        found = [measurement.foreign_cores for measurement in self.measurements.values()]
+        known = [cores for rounds in found if rounds is not None for cores in rounds]
+        return statistics.mean(known) if known else None
+
+    @property
+    def meets_protocol(self) -> bool:
+        """Whether the run may back a claim: it is long enough, was not cut short, and its machine was not busy."""
+        whole = all(len(one.rounds) == self.settings.rounds for one in self.measurements.values())
+        return self.settings.long_enough and whole and (self.foreign_cores or 0.0) <= BUSY
+
+    def ratio(self, name: str, reference: str | None = None) -> Interval:
+        """A contender's time over the reference's (the best DDP's), paired by round; below 1 is faster."""
+        other = self.measurements[reference or self.best_ddp]
+        return paired_ratio(self.measurements[name].times, other.times)
+
+    def bound_share(self, name: str) -> float | None:
+        """Bound over median, of an exact contender; None for others and where there is no bound."""
+        if self.bound is None or self.classes[name] != "exact":
+            return None
+        return self.bound.seconds / self.measurements[name].median
+
+    def _begins_otherwise(self, name: str) -> bool:
+        options = self.settings.all_contenders()[name].ddp
+        return options is not None and options.begins_otherwise
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, as plain data."""
+        return {
+            "format": FORMAT,
+            "settings": self.settings.model_dump(mode="json"),
+            "cluster": self.cluster.to_dict(),
+            "workload": {"bytes": self.workload.bytes, **self.workload.to_dict()},
+            "emulated": {"links": self.settings.emulated, "compute": self.paced},
+            "rounds": min(len(one.rounds) for one in self.measurements.values()),
+            "meets_protocol": self.meets_protocol,
+            "bound": None if self.bound is None else asdict(self.bound),
+            "conditions": self.conditions,
+            "foreign_cores": self.foreign_cores,
+            "best_ddp": self.best_ddp,
+            "best_exact_plan": self.best_exact,
+            "contenders": {name: self._contender(name) for name in self.measurements},
+        }
+
+    def _contender(self, name: str) -> dict[str, Any]:
+        measurement = self.measurements[name]
+        return {
+            "class": self.classes[name],
+            "why": self.preparation.reasons.get(name),
+            "median_seconds": measurement.median,
+            "least_seconds": min(measurement.times),
+            "most_seconds": max(measurement.times),
+            "seconds_are": "means" if measurement.periodic else "medians of a round's steps",
+            "ratio_to_best_ddp": asdict(self.ratio(name)),
+            "ratio_to_first_ddp": asdict(self.ratio(name, next(iter(self.measurements)))),
+            "bound_share": self.bound_share(name),
+            "bytes_per_step_and_rank": measurement.bytes_per_step,
+            "gradient_deviation": None if self._begins_otherwise(name) else measurement.deviation,
+            "round_seconds": measurement.times,
+            "round_bytes_per_step_and_rank": measurement.sent,
+            "round_foreign_cores": measurement.foreign_cores,
+            "step_seconds_by_round_and_rank": measurement.rounds,
+        }

@@ -1,0 +1,206 @@
+"""What a bench run is told: the model, the machines, the contenders, and how long to measure."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+
+from lightning_autosync.cluster import Rate
+from lightning_autosync.documents import Configuration, Count, Record
+from lightning_autosync.measure.launches.settings import LaunchSettings
+from lightning_autosync.measure.models.models import Embeddings
+from lightning_autosync.measure.models.recipes import AnyModel
+
+BucketCap = Annotated[PositiveFloat | Literal["default"], Field(union_mode="left_to_right")]
+Hook = Literal["fp16", "bf16", "powersgd", "post_local_sgd"]
+Class = Literal["exact", "low precision", "relaxed or lossy"]
+"""Contenders of different classes are not compared: they do not compute the same."""
+
+HOOK_CLASSES: dict[Hook, Class] = {
+    "fp16": "low precision",
+    "bf16": "low precision",
+    "powersgd": "relaxed or lossy",
+    "post_local_sgd": "relaxed or lossy",
+}
+LEAST_WARM_UP, LEAST_ROUNDS, LEAST_STEPS = 5, 5, 8
+"""Steps, rounds and steps a round from which on a run may back a claim."""
+LEAST_STEADY_WARM_UP, LEAST_STEADY_STEPS = 2, 2
+"""The same where nothing is computed, so that only buckets and connections have to settle."""
+
+
+class DDPOptions(Record):
+    """Arguments of ``DistributedDataParallel``.
+
+    Attributes:
+        bucket_cap_mb: MiB of a bucket; ``default`` is DDP's own rule: 25, and 1 for the first bucket.
+        hook: a communication hook; None is the exact all-reduce.
+        rank: of PowerSGD's factors.
+        period: steps between the averages of post-local SGD; between them gradients stay in their node.
+    """
+
+    bucket_cap_mb: BucketCap = "default"
+    gradient_as_bucket_view: bool = False
+    static_graph: bool = False
+    hook: Hook | None = None
+    rank: Count = 1
+    period: Count = 4
+
+    @property
+    def name(self) -> str:
+        cap = "" if self.bucket_cap_mb == "default" else f"_{self.bucket_cap_mb:g}"
+        view = "_view" if self.gradient_as_bucket_view else ""
+        return f"ddp{cap}{view}{'_static' if self.static_graph else ''}"
+
+    @property
+    def begins_otherwise(self) -> bool:
+        """Whether its first steps are exact all-reduces, which tell nothing of those that follow."""
+        return self.hook in ("powersgd", "post_local_sgd")
+
+    @property
+    def exactness(self) -> Class:
+        return "exact" if self.hook is None else HOOK_CLASSES[self.hook]
+
+
+class DDPSweep(Record):
+    """Values of each DDP argument; their product is the opponents."""
+
+    bucket_cap_mb: Annotated[tuple[BucketCap, ...], Field(min_length=1)] = ("default",)
+    gradient_as_bucket_view: Annotated[tuple[bool, ...], Field(min_length=1)] = (False,)
+    static_graph: Annotated[tuple[bool, ...], Field(min_length=1)] = (False,)
+
+    def options(self) -> list[DDPOptions]:
+        """One for each combination."""
+        return [
+            DDPOptions(bucket_cap_mb=cap, gradient_as_bucket_view=view, static_graph=static)
+            for cap, view, static in product(self.bucket_cap_mb, self.gradient_as_bucket_view, self.static_graph)
+        ]
+
+
+class Contender(Record):
+    """One way to synchronize: DDP, a builder's plan, or a plan file.
+
+    Attributes:
+        ddp: DDP with these arguments.
+        builder: name of a builder, or ``package.module:function`` of one's own, called with workload and cluster,
+            that returns a plan, or a plan and a sentence on why; the fields beside it that are not named here are
+            its ``arguments``.
+        plan: path of a plan file.
+        embeddings: gradients of embeddings are ``dense``, ``sparse`` (``nn.Embedding(sparse=True)``), or
+            ``rows``: dense, of which only the touched rows travel (plans only).
+    """
+
+    ddp: DDPOptions | None = None
+    builder: str | None = None
+    arguments: dict[str, Any] = Field(default_factory=dict)
+    plan: str | None = None
+    embeddings: Embeddings = "dense"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _collect_arguments(cls, value: Any) -> Any:
+        if not isinstance(value, dict) or "builder" not in value:
+            return value
+        beside = {name: value[name] for name in value if name not in cls.model_fields}
+        own = {name: value[name] for name in value if name in cls.model_fields}
+        return {**own, "arguments": {**own.get("arguments", {}), **beside}}
+
+    @model_validator(mode="after")
+    def _check(self) -> Contender:
+        kinds = [name for name in ("ddp", "builder", "plan") if getattr(self, name) is not None]
+        if len(kinds) != 1:
+            raise ValueError(f"expected one of ddp, builder and plan, got {' and '.join(kinds) or 'none'}")
+        if self.ddp is not None and self.embeddings == "rows":
+            raise ValueError("embeddings: DDP knows no 'rows'; allowed: dense, sparse")
+        return self
+
+    @property
+    def periodic(self) -> int | None:
+        """Steps after which its steps repeat; None where all are alike."""
+        return self.ddp.period if self.ddp is not None and self.ddp.hook == "post_local_sgd" else None
+
+
+class Settings(Configuration):
+    """One bench run.
+
+    Attributes:
+        model: what is trained.
+        launch: where the ranks run.
+        cluster: a cluster document; None is one machine with ``ranks`` devices.
+        cluster_scale: factor on every rate of the cluster.
+        cluster_fastest: bytes/s that the fastest link shall have, all others in proportion; in place of the factor.
+        rank_order: ranks on nodes as the cluster has them, or alternating between the first and the second
+            half of the nodes (the worst order for two racks).
+        ranks: number of ranks; None takes the cluster's.
+        scheduling: the kernel's policy for every contender alike.
+        warm_up: steps of each contender before the first round.
+        rounds: how often each contender has its turn.
+        steps: steps in one turn.
+        timeout: seconds that one turn may take.
+        timeline: a step of the fastest exact plan is drawn after the table, measured beside predicted.
+        constants: for that, the path of a file of the hosts' constants, from a probe; None takes the defaults.
+        ddp: the opponents.
+        contenders: everything else, by name.
+    """
+
+    model: AnyModel
+    launch: LaunchSettings = LaunchSettings()
+    cluster: dict[str, Any] | None = None
+    cluster_scale: PositiveFloat = 1.0
+    cluster_fastest: Rate | None = None
+    rank_order: Literal["natural", "interleaved"] = "natural"
+    ranks: PositiveInt | None = None
+    scheduling: Literal["none", "batch"] = "batch"
+    warm_up: PositiveInt = LEAST_WARM_UP
+    rounds: PositiveInt = LEAST_ROUNDS
+    steps: PositiveInt = LEAST_STEPS
+    timeout: PositiveFloat = 120.0
+    timeline: bool = False
+    constants: str | None = None
+    ddp: DDPSweep = DDPSweep()
+    contenders: dict[str, Contender] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _check(self) -> Settings:
+        if self.emulated and self.cluster is None:
+            raise ValueError("cluster: missing; launch=emulated needs one, as in cluster=fat_node_star")
+        changed = self.cluster_scale != 1.0 or self.cluster_fastest is not None or self.rank_order != "natural"
+        if self.cluster is None and changed:
+            raise ValueError("cluster: missing; cluster_scale, cluster_fastest and rank_order change a cluster")
+        if self.cluster_scale != 1.0 and self.cluster_fastest is not None:
+            raise ValueError("cluster_scale and cluster_fastest: give one of them")
+        self._check_periods()
+        taken = {options.name for options in self.ddp.options()} & self.contenders.keys()
+        if taken:
+            raise ValueError(f"contenders: '{min(taken)}' is the name of a DDP opponent; take another")
+        return self
+
+    def all_contenders(self) -> dict[str, Contender]:
+        """Every contender by name, DDP first."""
+        opponents = {options.name: Contender(ddp=options) for options in self.ddp.options()}
+        return {**opponents, **self.contenders}
+
+    @property
+    def emulated(self) -> bool:
+        """Whether the links are emulated."""
+        return self.launch.kind == "emulated"
+
+    @property
+    def patience(self) -> float:
+        """Seconds after which a plan's own exchanges give up: so early that its ranks can say what they waited for."""
+        return self.timeout / 2
+
+    @property
+    def long_enough(self) -> bool:
+        """Whether there are steps and rounds enough to back a claim."""
+        steady = self.model.kind in ("flat", "paced")
+        warm_up, steps = (LEAST_STEADY_WARM_UP, LEAST_STEADY_STEPS) if steady else (LEAST_WARM_UP, LEAST_STEPS)
+        return self.warm_up >= warm_up and self.rounds >= LEAST_ROUNDS and self.steps >= steps
+
+    def _check_periods(self) -> None:
+        for name, contender in self.contenders.items():
+            if contender.periodic and self.steps % contender.periodic:
+                raise ValueError(
+                    f"steps: {self.steps} is not a multiple of {contender.periodic}, the period of contender '{name}'"
+                )

@@ -1,0 +1,119 @@
+"""The table that a bench run prints."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+from rich.table import Table
+
+from lightning_autosync.measure.bench.preparation import make_cluster
+from lightning_autosync.measure.bench.result import BUSY, Result
+from lightning_autosync.measure.bench.settings import Class
+from lightning_autosync.measure.emulation.launch import NOTICEABLE_LATENCY
+
+EXACT = 1e-4
+"""Gradient deviation up to which only the order of floating-point sums differs."""
+
+
+def result_table(result: Result) -> Table:
+    """One row a contender; the best DDP stands out."""
+    table = Table(title=title(result))
+    table.add_column("contender", no_wrap=True)
+    mixed = len(set(result.classes.values())) > 1
+    if mixed:
+        table.add_column("class", no_wrap=True)
+    for heading in ("median ms", "min .. max", "x best DDP", "95% interval"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    bounded = result.bound is not None
+    if bounded:
+        table.add_column("of bound", justify="right", no_wrap=True)
+    table.add_column("MB sent", justify="right", no_wrap=True)
+    for name in by_class(result):
+        style = "bold" if name == result.best_ddp else None
+        table.add_row(*_cells(result, name, mixed, bounded), style=style)
+    return table
+
+
+def by_class(result: Result) -> list[str]:
+    """The contenders, those of one class together."""
+    return sorted(result.measurements, key=lambda name: get_args(Class).index(result.classes[name]))
+
+
+def title(result: Result) -> str:
+    """Model, size, ranks and links in one line."""
+    settings, cluster = result.settings, result.cluster
+    links = f"links of {cluster.name}, {settings.rank_order} rank order"
+    if settings.emulated:
+        links = f"emulated {links}"
+    elif settings.launch.kind == "local" and len(result.conditions["machines"]) == 1:
+        links = "loopback"
+    compute = ", paced compute" if result.paced else ""
+    return (
+        f"{settings.model.title} ({result.workload.bytes / 1e6:.1f} MB){compute}, {cluster.world_size} ranks, {links}"
+    )
+
+
+def remarks(result: Result) -> list[str]:
+    """What a reader must know to judge the numbers."""
+    settings, conditions = result.settings, result.conditions
+    load = conditions["load_average_before"][0]
+    lines = [
+        f"{settings.rounds} interleaved rounds of {settings.steps} steps; step time of the slowest rank; "
+        f"best DDP: {result.best_ddp}",
+        f"{conditions.get('scheduling_policy', 'default policy')}, "
+        f"TCP {conditions.get('tcp_congestion_control', 'unknown')}, "
+        f"load average {load:.1f} before, {conditions['cores']} cores: rank 0's machine, {conditions['machine']}",
+        f"MB sent, per step and rank: {conditions['bytes_counted']}",
+    ]
+    if (result.foreign_cores or 0.0) > BUSY:
+        lines.append(f"other processes kept {result.foreign_cores:.1f} cores busy meanwhile: repeat when it is quiet")
+    if result.bound is not None:
+        lines.append(f"bound: {result.bound.meaning}: {result.bound.seconds * 1e3:.1f} ms")
+    lines += _latencies(result)
+    lines += [f"{name}: {reason}" for name, reason in result.preparation.reasons.items()]
+    lines += _best_of_sparse_ddp(result)
+    if not settings.long_enough:
+        lines.append("too few warm-up steps, rounds or steps to back a claim")
+    for name, measurement in result.measurements.items():
+        if result.classes[name] == "exact" and measurement.deviation > EXACT:
+            lines.append(f"{name}: gradients differ from DDP's by {measurement.deviation:.1e} of their length")
+    return lines
+
+
+def _latencies(result: Result) -> list[str]:
+    """What emulation leaves out of the cluster as described."""
+    if not result.settings.emulated:
+        return []
+    slowest = max((link.latency for link in make_cluster(result.settings).links), default=0.0)
+    if slowest <= NOTICEABLE_LATENCY:
+        return []
+    return [f"latencies of {result.cluster.name}, up to {slowest * 1e3:g} ms, are not emulated"]
+
+
+def _best_of_sparse_ddp(result: Result) -> list[str]:
+    """How the best exact plan stands to DDP with sparse gradients of embeddings, which is no setting of DDP's."""
+    contenders = result.settings.all_contenders()
+    sparse = [name for name, one in contenders.items() if one.ddp is not None and one.embeddings == "sparse"]
+    if result.best_exact is None or not sparse:
+        return []
+    reference = min(sparse, key=lambda name: result.measurements[name].median)
+    ratio = result.ratio(result.best_exact, reference)
+    times = f"{ratio.median:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]"
+    return [f"{result.best_exact} takes {times} of the time of {reference}, whose module has nn.Embedding(sparse=True)"]
+
+
+def _cells(result: Result, name: str, mixed: bool, bounded: bool) -> list[str]:
+    measurement, ratio = result.measurements[name], result.ratio(name)
+    cells = [
+        name,
+        *([result.classes[name]] if mixed else []),
+        f"{measurement.median * 1e3:.2f}",
+        f"{min(measurement.times) * 1e3:.2f} .. {max(measurement.times) * 1e3:.2f}",
+        f"{ratio.median:.3f}",
+        f"{ratio.low:.3f} .. {ratio.high:.3f}",
+    ]
+    if bounded:
+        share = result.bound_share(name)
+        cells.append("" if share is None else f"{share:.1%}")
+    sent = measurement.bytes_per_step
+    return [*cells, "?" if sent is None else f"{sent / 1e6:.3f}"]

@@ -1,0 +1,1 @@
+"""Links of a cluster emulated on one Linux machine."""

@@ -1,0 +1,168 @@
+"""A cluster's links emulated on one Linux machine, by network namespaces and token buckets."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import warnings
+import weakref
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+
+from lightning_autosync.cluster.spec import ClusterSpec
+from lightning_autosync.measure.emulation import netns
+from lightning_autosync.measure.emulation.network import Network, Port
+
+NOTICEABLE_LATENCY = 1e-3
+BURST = "128kb"  # large enough for one segmentation-offloaded packet of 64 KiB, small enough to be soon spent
+QUEUE = "100ms"
+KERNEL_PARAMETERS: dict[str, str | int] = {
+    "ipv4/ip_forward": 1,
+    "ipv4/conf/all/rp_filter": 0,  # routes there and back may differ
+    "ipv4/conf/default/rp_filter": 0,
+    "ipv4/tcp_congestion_control": "reno",  # BBR's probing is unsteady on a token bucket
+}
+
+_emulations = itertools.count()
+_held: set[str] = set()
+"""Namespaces of this process's networks."""
+
+
+class EmulatedLaunch:
+    """Ranks on this machine that reach each other over emulated links of a cluster.
+
+    Every node and every switch is a network namespace, and every link a pair of virtual Ethernet ports
+    of which each sends at its rate through a token bucket (``tc tbf``). Rates count TCP/IP framing: of a
+    link's bytes 1448 in 1514 are payload. Up to the burst of 128 KiB passes at once after a pause.
+    Ranks of one node share its namespace and reach each other at the speed of this machine, whatever
+    ``local_bandwidth`` says. Latency is that of this machine.
+
+    The network is there when the constructor returns, for any number of pools, and is taken down by
+    :meth:`close`, at the end of a ``with`` block, when no longer referenced, and when this process ends
+    in whatever way. Networks do not see each other nor the machine's own. What is left of processes that are no
+    more, on a machine that ended even what cleans up after them, is deleted first.
+
+    Raises:
+        LaunchError: this is not Linux, not root, or ``ip`` or ``tc`` is missing or fails.
+        ClusterError: the rates of the cluster are unknown.
+    """
+
+    def __init__(self, cluster: ClusterSpec) -> None:
+        netns.require_namespaces()
+        netns.remove_stale(_held)
+        self.cluster = cluster
+        self.network = Network(cluster)
+        self._warn_of_latency()
+        emulation = next(_emulations)
+        self.namespaces = [netns.namespace_name(emulation, place) for place in range(len(self.network.places))]
+        _held.update(self.namespaces)
+        janitor = netns.Janitor(self.namespaces)
+        self._finalizer = weakref.finalize(self, _take_down, self.namespaces, janitor, os.getpid())
+        try:
+            self._set_up()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def world_size(self) -> int:
+        return self.cluster.world_size
+
+    @property
+    def address(self) -> str:
+        return self.network.address(self.cluster.rank_nodes[0])
+
+    def command(
+        self, rank: int, command: Sequence[str], variables: Mapping[str, str]
+    ) -> tuple[list[str], dict[str, str]]:
+        namespace = self.namespaces[self.cluster.rank_nodes[rank]]
+        return ["ip", "netns", "exec", namespace, *command], {**os.environ, **variables}
+
+    def environment(self, rank: int) -> dict[str, str]:
+        node = self.cluster.rank_nodes[rank]
+        return {
+            "GLOO_SOCKET_IFNAME": self.network.interface(node),
+            "LOCAL_RANK": str(self.cluster.ranks_of(node).index(rank)),
+            "GROUP_RANK": str(node),
+        }
+
+    def close(self) -> None:
+        """Take the network down; may be called again."""
+        self._finalizer()
+
+    def __enter__(self) -> EmulatedLaunch:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _warn_of_latency(self) -> None:
+        slowest = max((link.latency for link in self.cluster.links), default=0.0)
+        if slowest > NOTICEABLE_LATENCY:
+            warnings.warn(
+                f"cluster '{self.cluster.name}': latencies up to {slowest * 1e3:g} ms are not emulated; "
+                "only the rates of the links are",
+                stacklevel=3,
+            )
+
+    def _set_up(self) -> None:
+        ports = self.network.ports
+        lines = [f"netns add {name}" for name in self.namespaces]
+        for one, other in zip(ports[::2], ports[1::2], strict=True):
+            lines.append(
+                f"link add {one.interface} netns {self.namespaces[one.place]} type veth "
+                f"peer name {other.interface} netns {self.namespaces[other.place]}"
+            )
+        netns.configure("ip", lines)
+        for place, namespace in enumerate(self.namespaces):
+            netns.set_kernel_parameters(KERNEL_PARAMETERS, namespace)
+            netns.configure("ip", self._interface_lines(place), namespace)
+            netns.configure("tc", [_shaping_line(port) for port in self.network.ports_of(place)], namespace)
+        # A route needs the ports at both ends of its link to be up.
+        for place, namespace in enumerate(self.namespaces):
+            netns.configure("ip", self._route_lines(place), namespace)
+
+    def _interface_lines(self, place: int) -> list[str]:
+        lines = ["link set lo up"]
+        for port in self.network.ports_of(place):
+            lines += [f"addr add {port.address}/31 dev {port.interface}", f"link set {port.interface} up"]
+        return lines
+
+    def _route_lines(self, place: int) -> list[str]:
+        """Routes for all sources in the main table; those for one source in a table with its number."""
+        lines = []
+        # A node has an address on each port, but the others know the way to the first one only.
+        origin = f" src {self.network.address(place)}" if place < len(self.cluster.nodes) else ""
+        tables: dict[str, int] = {}
+        for route in self.network.routes_of(place):
+            line = f"route add {route.destination}/32 via {route.gateway} dev {route.interface}{origin}"
+            if route.source is not None:
+                if route.source not in tables:
+                    tables[route.source] = len(tables) + 1
+                    lines.append(f"rule add from {route.source}/32 lookup {tables[route.source]}")
+                line += f" table {tables[route.source]}"
+            lines.append(line)
+        return lines
+
+
+def _shaping_line(port: Port) -> str:
+    bits = round(port.rate * 8)
+    return f"qdisc add dev {port.interface} root tbf rate {bits}bit burst {BURST} latency {QUEUE}"
+
+
+def _take_down(namespaces: Sequence[str], janitor: netns.Janitor, owner: int) -> None:
+    if os.getpid() != owner:  # a forked copy of the caller must not take down the original's network
+        return
+    left = netns.delete(namespaces)
+    _held.difference_update(set(namespaces) - set(left))
+    if not left:
+        janitor.dismiss()
+        return
+    janitor.release()
+    warnings.warn(
+        f"emulated links: the network namespaces {', '.join(left)} cannot be deleted; a process in the background "
+        "tries on for a minute, and `ip netns delete NAME` tells why",
+        stacklevel=2,
+    )

@@ -1,0 +1,89 @@
+"""The config group ``launch``: where a verb's workers run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from lightning_autosync.cluster import ClusterSpec
+from lightning_autosync.documents import Record
+from lightning_autosync.errors import DocumentError
+from lightning_autosync.measure.emulation.launch import EmulatedLaunch
+from lightning_autosync.measure.launches.local import Launch, LocalLaunch
+from lightning_autosync.measure.launches.ssh import SSH, SshLaunch
+from lightning_autosync.measure.workers.errors import LaunchError
+
+
+class LaunchSettings(Record):
+    """Where workers run that a verb starts and gives orders to.
+
+    Attributes:
+        kind: ``local`` puts all ranks on the loopback interface, ``emulated`` behind emulated links of the cluster,
+            ``ssh`` on the cluster's nodes.
+        command, python, directory, interface: of `SshLaunch`.
+    """
+
+    kind: Literal["local", "emulated", "ssh"] = "local"
+    command: Annotated[tuple[str, ...], Field(min_length=1)] = SSH
+    python: str | None = None
+    directory: str | None = None
+    interface: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_jobs(cls, data: Any) -> Any:
+        kind = data.get("kind") if isinstance(data, dict) else None
+        if kind in ("torchrun", "slurm"):
+            raise ValueError(
+                f"launch={kind}: this verb gives orders to workers that it starts itself: launch=local, emulated or ssh"
+            )
+        return data
+
+    @contextmanager
+    def open(self, cluster: ClusterSpec | None) -> Iterator[Launch]:
+        """The place, for as long as the block runs.
+
+        Raises:
+            DocumentError: the launch needs a cluster, or addresses of its nodes.
+            LaunchError: workers cannot be started so here; the message says what can be done.
+        """
+        if self.kind == "local":
+            yield LocalLaunch()
+            return
+        if cluster is None:
+            example = "fat_node_star" if self.kind == "emulated" else "FILE, with an address of every node"
+            raise DocumentError(f"cluster: missing; launch={self.kind} needs one, as in cluster={example}")
+        if self.kind == "ssh":
+            yield SshLaunch(cluster, self.command, self.python, self.directory, self.interface)
+            return
+        try:
+            launch = EmulatedLaunch(cluster)
+        except LaunchError as error:
+            raise LaunchError(f"launch=emulated: {error}") from None
+        with launch:
+            yield launch
+
+
+class TorchrunSettings(Record):
+    """The ranks are there already: this process is one of a job that torchrun started."""
+
+    kind: Literal["torchrun"]
+
+
+class SlurmSettings(Record):
+    """The ranks are tasks of a SLURM job: of the one that this process is in, else of one that is submitted.
+
+    Attributes:
+        parameters: of submitit's executor, as ``slurm_partition``, ``timeout_min``, ``gpus_per_node``.
+        wait: stay until the job has ended.
+    """
+
+    kind: Literal["slurm"]
+    parameters: dict[str, str | int | float | bool | list[str] | dict[str, Any]] = Field(default_factory=dict)
+    wait: bool = True
+
+
+AnyLaunch = Annotated[LaunchSettings | TorchrunSettings | SlurmSettings, Field(union_mode="left_to_right")]

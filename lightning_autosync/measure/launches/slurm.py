@@ -1,0 +1,117 @@
+"""A job that SLURM starts: submitted with submitit, one task a rank."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning_autosync.cluster.spec import ClusterSpec
+from lightning_autosync.errors import ClusterError
+from lightning_autosync.measure.workers.endings import raised_endings
+from lightning_autosync.measure.workers.errors import LaunchError
+
+KILL_ALL = ["--kill-on-bad-exit=1"]
+"""srun would let the other tasks of a job wait for one that has failed."""
+_REMARK = "You can check full logs"
+"""What submitit says below a task's traceback."""
+
+
+def tasks_of(cluster: ClusterSpec) -> tuple[int, int]:
+    """Nodes, and tasks on each.
+
+    Raises:
+        ClusterError: nodes differ in their devices, which SLURM's count of tasks a node cannot express, or ranks
+            are not node by node, as SLURM numbers its tasks.
+    """
+    devices = {node.devices for node in cluster.nodes}
+    if len(devices) > 1:
+        raise ClusterError(f"cluster '{cluster.name}': nodes[].devices: launch=slurm needs the same on every node")
+    if list(cluster.rank_nodes) != sorted(cluster.rank_nodes):
+        raise ClusterError(f"cluster '{cluster.name}': rank_order: launch=slurm numbers ranks node by node")
+    return len(cluster.nodes), devices.pop()
+
+
+def submit(
+    function: Callable[..., Any],
+    arguments: Mapping[str, Any],
+    folder: Path,
+    nodes: int,
+    tasks_per_node: int,
+    parameters: Mapping[str, Any],
+) -> Any:
+    """Submit a job of which every task calls ``function(**arguments)``; returns submitit's job.
+
+    Args:
+        function: importable on the nodes.
+        arguments: its arguments.
+        folder: for the batch script, logs and results; on a file system that the nodes share.
+        nodes: how many.
+        tasks_per_node: ranks on each.
+        parameters: further ones of submitit's executor, as ``slurm_partition`` or ``timeout_min``.
+
+    Raises:
+        LaunchError: submitit or SLURM is missing, a parameter is unknown, or SLURM refuses the job.
+    """
+    try:
+        import submitit
+    except ImportError:
+        raise LaunchError("launch=slurm: submitit is missing; pip install 'lightning-autosync[slurm]'") from None
+    for tool in ("sbatch", "srun"):
+        if shutil.which(tool) is None:
+            raise LaunchError(f"launch=slurm: '{tool}' is not there; start this on a machine that submits to SLURM")
+    try:
+        executor = submitit.AutoExecutor(folder, cluster="slurm")
+        shape = {"name": "autosync", "nodes": nodes, "tasks_per_node": tasks_per_node}
+        executor.update_parameters(**{"slurm_srun_args": KILL_ALL, **parameters, **shape})
+    except (TypeError, ValueError, NameError) as error:
+        raise LaunchError(f"launch.parameters: {' '.join(str(error).split())}") from None
+    try:
+        return executor.submit(function, **arguments)
+    except submitit.core.utils.FailedJobError as error:
+        raise LaunchError(f"launch=slurm: SLURM refuses the job: {' '.join(str(error).split())}") from None
+
+
+def results(job: Any) -> list[Any]:
+    """Wait for every task of a job; what each returned. A signal that ends the wait cancels the job.
+
+    Raises:
+        LaunchError: a task failed; each that did is named, with the end of its traceback.
+        KeyboardInterrupt, SystemExit: SIGINT, or SIGTERM or SIGHUP, came meanwhile.
+    """
+    with raised_endings() as endings:
+        try:
+            job.wait()
+            return _collected(job)
+        except (KeyboardInterrupt, SystemExit):
+            with endings.held():
+                print(_cancelled(job), file=sys.stderr, flush=True)
+            raise
+
+
+def _collected(job: Any) -> list[Any]:
+    import submitit
+
+    found, failures = [], []
+    for rank in range(job.num_tasks):
+        try:
+            found.append(job.task(rank).result())
+        except (submitit.core.utils.FailedJobError, submitit.core.utils.UncompletedJobError) as error:
+            told = str(error).partition(_REMARK)[0]
+            lines = [line.strip() for line in told.splitlines() if line.strip("- \t")]
+            failures.append(f"rank {rank}: {lines[-1] if lines else 'no result'}")
+    if failures:
+        raise LaunchError(f"SLURM job {job.job_id}: {'; '.join(failures)}; output in {job.paths.folder}")
+    return found
+
+
+def _cancelled(job: Any) -> str:
+    """Cancel a job; what came of that, in words."""
+    try:
+        job.cancel()
+    except (OSError, subprocess.CalledProcessError) as error:
+        return f"interrupted; SLURM job {job.job_id} goes on, for it could not be cancelled: {error}"
+    return f"interrupted; SLURM job {job.job_id} is cancelled"

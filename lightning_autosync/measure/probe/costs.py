@@ -1,0 +1,274 @@
+"""What a host adds to the cost of bytes: micro-measurements, none of them a plan. All are collective."""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_autosync.engine.buckets import touched_rows
+from lightning_autosync.engine.codecs import make_codec
+from lightning_autosync.engine.exchanges import TreeExchange
+from lightning_autosync.engine.exchanges.rows import Rows, add_rows
+from lightning_autosync.engine.rendezvous import connect_pairs, gather_json
+from lightning_autosync.engine.transport import UP, Frame, Transport
+from lightning_autosync.errors import ExchangeError
+from lightning_autosync.measure.probe.engine import measure_engine
+from lightning_autosync.measure.workers.cores import usable_cores
+from lightning_autosync.plan.schedule import Message, Round, TreeTransfer
+from lightning_autosync.plan.spec import Compressor
+from lightning_autosync.plan.trees import Tree
+
+PIECES = 2
+"""Pieces in which the backend cuts even the smallest part of a ring."""
+_ROUNDS = 60
+_ELEMENTS = 1 << 20
+"""Of a buffer of 4 MiB: larger than a core's own caches, as gradients are."""
+_SMALL_FRAMES, _SMALL_ELEMENTS = 512, 64
+_LARGE_FRAMES, _LARGE_ELEMENTS = 16, 1 << 16
+_BOUNCES = 200
+_TIMEOUT = 60.0
+_NUMBERS = 64
+"""Of each piece of a small all-reduce; empty ones would not be sent."""
+_SETS, _WIDTH = 8, 32
+_TRIES = 3
+_CODECS = ("fp16", "bf16", "int8", "topk")
+
+
+def measure_collectives() -> dict[str, dict[str, float]]:
+    """Small collectives, one after the other: ``ring``, an all-reduce of so many numbers that each of its pieces has
+    some, and ``all_to_all`` of one number a pair.
+
+    Of each the ``seconds``, the least of the slowest rank in a tenth of the rounds, as others can only disturb
+    it; and ``core``, the core-seconds of a rank, mean over ranks.
+    """
+    numbers = torch.zeros(_NUMBERS * PIECES * dist.get_world_size())
+    sources, targets = torch.zeros(dist.get_world_size()), torch.zeros(dist.get_world_size())
+    return {
+        "ring": _time_collective(lambda: dist.all_reduce(numbers)),
+        "all_to_all": _time_collective(lambda: dist.all_to_all_single(targets, sources)),
+    }
+
+
+def _time_collective(collective: Callable[[], object]) -> dict[str, float]:
+    for _ in range(5):
+        collective()
+    times = []
+    busy = time.process_time()
+    for _ in range(_ROUNDS):
+        start = time.perf_counter()
+        collective()
+        times.append(time.perf_counter() - start)
+    busy = (time.process_time() - busy) / _ROUNDS
+    found = gather_json([sorted(times)[_ROUNDS // 10], busy])
+    return {"seconds": max(each[0] for each in found), "core": statistics.mean(each[1] for each in found)}
+
+
+def measure_costs(leaders: Sequence[int]) -> dict[str, Any]:
+    """Copying, adding, coding, rows, frames and bytes of the transport, and cores; in SI units, rates in bytes/s.
+
+    What a core does by itself is measured on all ranks at once, in core-seconds: beside busy neighbours a core does
+    less in a second of its own, and synchronization has such neighbours.
+    """
+    one, other = (leaders[0], leaders[1]) if len(leaders) > 1 else (0, 1)
+    costs: dict[str, Any] = {}
+    for measure in (_memory, _rows, _coding):
+        dist.barrier()
+        costs |= _mean(gather_json(measure()))
+    if dist.get_world_size() > 1:
+        costs |= _frames(one, other, costs["reduce_rate"])
+        costs |= measure_engine()
+    return {**costs, "collectives": _backend_threads(), "cores": usable_cores()}
+
+
+def _backend_threads() -> int:
+    """How many collectives the backend runs at once: it has a thread for each."""
+    backend = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
+    return int(backend.options._threads)  # type: ignore[attr-defined]
+
+
+def _mean(found: Sequence[Any]) -> Any:
+    """The mean over ranks of a number, or of each in nested mappings."""
+    if isinstance(found[0], dict):
+        return {key: _mean([one[key] for one in found]) for key in found[0]}
+    return statistics.mean(found)
+
+
+def _core_seconds(action: Callable[[], object], repeats: int = 7) -> float:
+    """What an action takes of this thread's core, the median of some."""
+    times = []
+    for _ in range(repeats):
+        start = time.thread_time()
+        action()
+        times.append(time.thread_time() - start)
+    return statistics.median(times)
+
+
+def _rate(action: Callable[[], object], size: float) -> float:
+    """Bytes/s of a core in an action over ``size`` bytes."""
+    return size / _core_seconds(action)
+
+
+def _memory() -> dict[str, Any]:
+    one, other = torch.rand(4 * _ELEMENTS), torch.rand(4 * _ELEMENTS)
+    size = one.numel() * one.itemsize
+    return {"copy_rate": _rate(lambda: one.copy_(other), size), "reduce_rate": _rate(lambda: one.add_(other), size)}
+
+
+def _rows() -> dict[str, float]:
+    """Finding the touched rows of a table, bytes/s; and core-seconds of each small set of rows among some merged."""
+    table = torch.zeros(_ELEMENTS // _WIDTH, _WIDTH)
+    table[:: _ELEMENTS // _WIDTH // _SETS] = 1.0
+    wires = [Rows(torch.arange(_SETS) * (place + 1), torch.ones(_SETS, _WIDTH), 1).packed() for place in range(_SETS)]
+
+    def merge() -> None:
+        add_rows([Rows.unpacked(wire, _WIDTH, torch.float32) for wire in wires]).packed()
+
+    return {
+        "scan_rate": _rate(lambda: table[touched_rows(table)], _ELEMENTS * 4),
+        "merge_core": _core_seconds(merge, _ROUNDS) / _SETS,
+    }
+
+
+def _coding() -> dict[str, Any]:
+    encode, decode = {}, {}
+    values = torch.randn(_ELEMENTS)
+    size = values.numel() * values.itemsize
+    for kind in _CODECS:
+        codec = make_codec(Compressor(kind=kind), _ELEMENTS, 0)
+        assert codec is not None
+        wire = torch.zeros(codec.size, dtype=torch.uint8)
+        encode[kind] = _rate(lambda: codec.encode(values, wire), size)  # noqa: B023 - called at once
+        decode[kind] = _rate(lambda: codec.decode(wire, values), size)  # noqa: B023
+    rows = [Rows(torch.randperm(1 << 16)[: 1 << 14].sort().values, torch.randn(1 << 14, 32), 1) for _ in range(2)]
+    encode["rows"] = _rate(lambda: add_rows(rows), sum(part.values.numel() * 4 for part in rows))
+    table = torch.zeros(1 << 16, 32)
+    decode["rows"] = _rate(lambda: table.index_copy_(0, rows[0].indices, rows[0].values), rows[0].values.numel() * 4)
+    matrix, factor = values.view(1024, -1), torch.randn(_ELEMENTS // 1024, 4)
+    encode["powersgd"] = _rate(lambda: matrix @ factor, size)
+    decode["powersgd"] = _rate(lambda: (matrix @ factor) @ factor.t(), size)
+    return {"encode": encode, "decode": decode}
+
+
+class _Echo:
+    """Receives frames and, if told so, sends each back."""
+
+    completed = 0
+
+    def __init__(self, buffer: memoryview, answer: Callable[[Frame], None]) -> None:
+        self._buffer = buffer
+        self._answer = answer
+        self.error: ExchangeError | None = None
+
+    def destination(self, peer: int, frame: Frame) -> memoryview:
+        return self._buffer[: frame.size]
+
+    def arrived(self, peer: int, frame: Frame) -> None:
+        self._answer(frame)
+
+    def failed(self, error: ExchangeError) -> None:
+        self.error = error
+        self._answer(Frame(0, 0, 0, 0, UP, 0))
+
+    def left(self, peer: int, step: int) -> None:
+        return None
+
+
+def _frames(one: int, other: int, reduce_rate: float) -> dict[str, float]:
+    """Two ranks' transports.
+
+    ``lone``: seconds of the way of a frame to a rank that waits for it, and ``lone_core`` its core-seconds at either
+    end. ``frame_core``: core-seconds at either end of each of many small frames under way on a tree; ``byte_core``: of
+    each byte of large frames.
+    """
+    rank = dist.get_rank()
+    sockets = connect_pairs([(min(one, other), max(one, other))], None, None, 30.0)
+    ends: dict[str, float] = {}
+    if rank in (one, other):
+        (connection,) = sockets.values()
+        own = int(rank == other)  # the two are a small world of their own
+        transport = Transport({1 - own: connection})
+        peer = other if rank == one else one
+        lone, lone_core = _bounce(transport, own, lambda: _meet(peer, rank == one))
+        small = _make_sum(transport, own, 1, pieces=_SMALL_FRAMES, size=_SMALL_ELEMENTS)
+        large = _make_sum(transport, own, 2, pieces=_LARGE_FRAMES, size=_LARGE_ELEMENTS)
+        _meet(peer, rank == one)
+        ends = {"lone": lone, "lone_core": lone_core}
+        ends |= {"frame_core": _core(small) / _SMALL_FRAMES / 2, "large_core": _core(large) / _LARGE_FRAMES / 2}
+    found = gather_json(ends)
+    if rank in (one, other):
+        transport.close()
+    mean = {key: (found[one][key] + found[other][key]) / 2 for key in found[one]}
+    # One of the four ends of a piece also adds it up, which is a cost of its own.
+    size = _LARGE_ELEMENTS * 4
+    byte = (mean.pop("large_core") - mean["frame_core"]) / size - 1 / reduce_rate / 4
+    return {**mean, "byte_core": max(0.0, byte)}
+
+
+def _bounce(transport: Transport, own: int, meet: Callable[[], None]) -> tuple[float, float]:
+    """Seconds of a lone frame's way, half of a round trip of the fastest tenth; core-seconds of it at either end."""
+    begins, peer = own == 0, 1 - own
+    payload = memoryview(bytearray(1))
+    times: list[float] = []
+    done = threading.Event()
+    last = 0.0
+
+    def send() -> None:
+        transport.send(peer, Frame(0, 0, 0, 0, UP, 1), payload, (0.0,))
+
+    def arrived(frame: Frame) -> None:
+        nonlocal last
+        now = time.perf_counter()
+        times.append(now - last)
+        last = now
+        if len(times) < _BOUNCES or not begins:
+            send()
+        if len(times) == _BOUNCES:
+            done.set()
+
+    receiver = _Echo(memoryview(bytearray(1)), arrived)
+    transport.register(0, receiver)
+    meet()
+    start = time.process_time()
+    last = time.perf_counter()
+    if begins:
+        transport.submit(send)
+    if not done.wait(_TIMEOUT) or receiver.error is not None:
+        raise receiver.error or ExchangeError("probe: a rank does not answer")
+    core = (time.process_time() - start) / _BOUNCES
+    return sorted(times[1:])[_BOUNCES // 10] / 2, core / 2
+
+
+def _make_sum(transport: Transport, own: int, channel: int, pieces: int, size: int) -> TreeExchange:
+    """A sum over two ranks: ``pieces`` frames of ``size`` elements there and back, all under way at once."""
+    tree = Tree((-1, 0))
+    whole = Round(pieces * size, (TreeTransfer(0, pieces * size, tree, tree, size),))
+    message = Message(0, "probe", ("probe",), pieces * size, "float32", 0, 1, Compressor(), 0, (whole,))
+    return TreeExchange(transport, channel, own, message, whole, torch.zeros(pieces * size), _TIMEOUT)
+
+
+def _core(exchange: TreeExchange) -> float:
+    """Core-seconds of a step on this rank, the least of some."""
+    best = float("inf")
+    for _ in range(_TRIES):
+        start = time.process_time()
+        exchange.start()
+        exchange.wait()
+        best = min(best, time.process_time() - start)
+    return best
+
+
+def _meet(peer: int, begins: bool) -> None:
+    """Both ends have registered their channel."""
+    token = torch.zeros(1)
+    if begins:
+        dist.send(token, peer)
+        dist.recv(token, peer)
+    else:
+        dist.recv(token, peer)
+        dist.send(token, peer)

@@ -1,0 +1,116 @@
+"""From a survey to a `ClusterSpec`: the links that explain what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+from scipy.optimize import nnls
+
+from lightning_autosync.cluster import ClusterSpec, Topology
+from lightning_autosync.measure.probe.sharing import Flow
+from lightning_autosync.measure.probe.survey import Survey
+
+DIGITS = 4
+"""That a measured rate or time is worth."""
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """What the ranks say about where they run.
+
+    Attributes:
+        ranks: of each node, in order of first rank.
+        names: of each node.
+        addresses: of each node; None where others could not use them.
+        local_bandwidth: bytes/s between two ranks of one node; None where no node has two.
+        local_latency: seconds between them, one way.
+    """
+
+    ranks: Sequence[Sequence[int]]
+    names: Sequence[str]
+    addresses: Sequence[str] | None = None
+    local_bandwidth: float | None = None
+    local_latency: float = 0.0
+
+
+def make_cluster(name: str, hosts: Hosts, survey: Survey | None, latencies: Mapping[Flow, float]) -> ClusterSpec:
+    """The cluster; ``latencies`` are half of round trips, in seconds, between nodes. One node needs no survey."""
+    data: dict[str, Any] = {
+        "format": ClusterSpec.FORMAT,
+        "name": name,
+        "nodes": [_node(hosts, node) for node in range(len(hosts.ranks))],
+        "rank_order": _rank_order(hosts),
+    }
+    if hosts.local_bandwidth is not None:
+        data["local_bandwidth"] = _round(hosts.local_bandwidth)
+        data["local_latency"] = _round(hosts.local_latency / 2)
+    if survey is not None:
+        switches, links = _links(survey, hosts.names)
+        data |= {"switches": switches, "links": links}
+        _set_latencies(data, hosts, latencies)
+    return ClusterSpec.from_dict(data, source="probe")
+
+
+def _node(hosts: Hosts, node: int) -> dict[str, Any]:
+    data: dict[str, Any] = {"name": hosts.names[node], "devices": len(hosts.ranks[node])}
+    return data if hosts.addresses is None else {**data, "address": hosts.addresses[node]}
+
+
+def _rank_order(hosts: Hosts) -> list[str] | None:
+    node_of = {rank: node for node, ranks in enumerate(hosts.ranks) for rank in ranks}
+    order = [node_of[rank] for rank in sorted(node_of)]
+    return None if order == sorted(order) else [hosts.names[node] for node in order]
+
+
+def _links(survey: Survey, names: Sequence[str]) -> tuple[list[str], list[dict[str, Any]]]:
+    """Switches and links."""
+    if survey.mesh:
+        alone = survey.alone
+        return [], [_link(names[i], names[j], alone[i, j], alone[j, i]) for i, j in survey.mesh]
+    groups = list(survey.trunks)
+    switches = [f"rack{number}" for number in range(len(groups))]
+    # With one up-link, what is not behind it is a rack as well, and the two are linked directly.
+    core = {0: "switch", 1: "rack1"}.get(len(groups), "core")
+    links = [_link(rack, core, *survey.trunks[group]) for rack, group in zip(switches, groups, strict=True)]
+    switch_of = {node: rack for rack, group in zip(switches, groups, strict=True) for node in group}
+    access = []
+    for node, name in enumerate(names):
+        up, down = survey.up[node], survey.down[node]
+        if node in survey.paces:
+            # What the others can neither send nor take is out of sight, and of no use either; most links are equal
+            # both ways.
+            up = max(up, survey.paces[node])
+            down = max(down, up) if _never_drained(survey, node) else down
+        access.append(_link(name, switch_of.get(node, core), up, down))
+    return [*switches, core], access + links
+
+
+def _never_drained(survey: Survey, node: int) -> bool:
+    """Whether a node receives as much as all others together can send."""
+    others = sum(rate for other, rate in enumerate(survey.up) if other != node)
+    return survey.down[node] > 0.9 * others
+
+
+def _link(a: str, b: str, up: float, down: float) -> dict[str, Any]:
+    return {"a": a, "b": b, "bandwidth": _round(up), "reverse_bandwidth": _round(down)}
+
+
+def _set_latencies(data: dict[str, Any], hosts: Hosts, latencies: Mapping[Flow, float]) -> None:
+    """Latencies of the links that come closest to those of the paths, none below zero."""
+    spec = ClusterSpec.from_dict(data, source="probe")
+    topology = Topology(spec)
+    crosses = numpy.zeros((len(latencies), len(spec.links)))
+    for row, (i, j) in enumerate(latencies):
+        for channel in topology.route(hosts.ranks[i][0], hosts.ranks[j][0]):
+            if channel < 2 * len(spec.links):
+                crosses[row, channel // 2] += 1
+    found, _ = nnls(crosses, numpy.array(list(latencies.values())))
+    for link, latency in zip(data["links"], found, strict=True):
+        link["latency"] = _round(float(latency))
+
+
+def _round(value: float) -> float:
+    return float(f"{value:.{DIGITS}g}")

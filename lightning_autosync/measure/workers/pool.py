@@ -1,0 +1,294 @@
+"""A pool of live worker processes: started once, then given one order after another."""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+from lightning_autosync.measure.launches.local import Launch, LocalLaunch
+from lightning_autosync.measure.workers.errors import LaunchError, WorkerError
+from lightning_autosync.measure.workers.process import WorkerProcess
+from lightning_autosync.measure.workers.replies import wrong_input
+
+GRACE = 5.0  # seconds for the other ranks to answer after one has raised
+RENEWAL = 15.0  # seconds for all ranks to meet in a new process group
+POLL = 0.25  # seconds between looks at whether a silent worker still lives
+DRAIN = 1.0  # seconds, at most, to read what a worker printed before its answer
+STACK_DUMP = 0.3  # seconds for a silent worker to write its stacks
+
+
+class WorkerPool:
+    """``world_size`` processes in one gloo process group, waiting for orders.
+
+    The processes start at once and meet before the constructor returns. They are killed, with their
+    children, by :meth:`close`, at the end of a ``with`` block, when the pool is no longer referenced,
+    and when this process ends in whatever way.
+
+    Args:
+        world_size: the number of ranks.
+        launch: where the processes run.
+        timeout: the longest that starting, one order or a collective may take, in seconds.
+        threads: torch's threads for one operator in each process.
+        environment: environment variables to add for the workers.
+        extra_paths: folders from which workers import, beside everything this process can import.
+        scheduling: ``"batch"`` puts the workers under ``SCHED_BATCH``
+            (see :func:`lightning_autosync.engine.scheduling.set_batch_scheduling`).
+        order_timeout: the longest that one order may take, if that is another time; ``math.inf`` for no limit.
+        meet: False leaves it to the functions called to make a process group, by ``env://``, as under torchrun; a
+            function that raises then ends the pool.
+        echo: pass on what rank 0 prints to this process's stderr.
+
+    Raises:
+        LaunchError: the launch is made for another number of ranks.
+        WorkerError: a worker did not start or could not join the group.
+    """
+
+    def __init__(
+        self,
+        world_size: int,
+        launch: Launch | None = None,
+        timeout: float = 120.0,
+        threads: int = 1,
+        environment: Mapping[str, str] | None = None,
+        extra_paths: Sequence[str | os.PathLike[str]] = (),
+        scheduling: Literal["batch"] | None = None,
+        order_timeout: float | None = None,
+        meet: bool = True,
+        echo: bool = False,
+    ) -> None:
+        self.world_size = world_size
+        self.launch = launch or LocalLaunch()
+        self.timeout = timeout if order_timeout is None else order_timeout
+        self._meet = meet
+        if self.launch.world_size not in (None, world_size):
+            raise LaunchError(f"the launch is made for {self.launch.world_size} ranks, not for {world_size}")
+        if scheduling not in (None, "batch"):
+            raise LaunchError(f"scheduling: '{scheduling}' is not known; allowed: 'batch' or None")
+        self._lock = threading.Lock()
+        self._generation = 0
+        self._workers: list[WorkerProcess] = []
+        self._finalizer = weakref.finalize(self, _end_all, self._workers, os.getpid())
+        command = _worker_command(timeout, threads, scheduling)
+        try:
+            for rank in range(world_size):
+                variables = {
+                    **_common_environment(threads, extra_paths),
+                    **self.launch.environment(rank),
+                    "RANK": str(rank),
+                    "WORLD_SIZE": str(world_size),
+                    "MASTER_ADDR": self.launch.address,
+                    **(environment or {}),
+                }
+                started, surroundings = self.launch.command(rank, command, variables)
+                self._workers.append(WorkerProcess(rank, started, surroundings, echo=echo and rank == 0))
+            deadline = time.monotonic() + timeout
+            self._port = self._exchange([0], {"action": "serve"}, deadline)[0]
+            self._join(deadline)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def closed(self) -> bool:
+        """Whether the processes have been ended, by :meth:`close` or because one of them broke."""
+        return not self._finalizer.alive
+
+    @property
+    def pids(self) -> list[int]:
+        """The process id of each rank."""
+        return [worker.pid for worker in self._workers]
+
+    def run(self, function: str, /, *, ranks: Iterable[int] | None = None, **arguments: Any) -> list[Any]:
+        """Call ``package.module:function`` with ``arguments`` on every rank, or on ``ranks`` only.
+
+        The default process group is there when the function starts. Arguments and results travel
+        as JSON, so tuples come out as lists.
+
+        Returns:
+            What each addressed rank returned, in the order of ``ranks``.
+
+        Raises:
+            WorkerError: a rank raised. If every rank answered, the pool lives on, in a new process
+                group (subgroups made before are gone). Else, as when a rank died or did not answer
+                within ``timeout`` seconds, the pool is closed.
+            InputError: what is wrong is what the ranks were given.
+        """
+        with self._lock:
+            if self.closed:
+                raise WorkerError("the pool is closed", rank=0)
+            addressed = self._check_ranks(ranks)
+            order = {"action": "call", "function": function, "arguments": arguments}
+            deadline = time.monotonic() + self.timeout
+            return self._exchange(addressed, order, deadline)
+
+    def close(self) -> None:
+        """End every process of the pool; may be called again, and from a signal handler."""
+        self._finalizer()
+
+    def __enter__(self) -> WorkerPool:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _check_ranks(self, ranks: Iterable[int] | None) -> list[int]:
+        addressed = list(range(self.world_size) if ranks is None else ranks)
+        if len(set(addressed)) < len(addressed) or not set(addressed) <= set(range(self.world_size)):
+            raise ValueError(f"ranks: {addressed}: expected different ranks from 0 to {self.world_size - 1}")
+        return addressed
+
+    def _join(self, deadline: float) -> None:
+        order: dict[str, Any] = {"action": "announce", "port": self._port}
+        if self._meet:
+            order = {"action": "join", "port": self._port, "group": self._generation}
+        self._exchange(list(range(self.world_size)), order, deadline)
+
+    def _renew(self) -> None:
+        """Make the process group anew, so that nothing half done is left in it."""
+        self._generation += 1
+        with suppress(WorkerError):  # the pool is closed then, and the caller has the first error to tell
+            self._join(time.monotonic() + RENEWAL)
+
+    def _exchange(self, ranks: list[int], order: dict[str, Any], deadline: float) -> list[Any]:
+        """Give ``ranks`` an order and return their results."""
+        line = json.dumps(order).encode() + b"\n"
+        replies: dict[int, dict[str, Any]] = {}
+        try:
+            self._send(ranks, line, deadline)
+            self._gather(ranks, replies, deadline)
+        except BaseException:
+            self.close()
+            raise
+        failed = [rank for rank, reply in replies.items() if "error" in reply]
+        if not failed:
+            return [replies[rank]["result"] for rank in ranks]
+        if order["action"] != "call" or not self._meet:
+            self.close()
+        else:
+            self._renew()
+        raise self._raised(failed, replies)
+
+    def _send(self, ranks: list[int], line: bytes, deadline: float) -> None:
+        for rank in ranks:
+            try:
+                self._workers[rank].send(line, deadline)
+            except EOFError:
+                raise self._died(rank, {}) from None
+            except TimeoutError:
+                raise self._silent([rank], {}) from None
+
+    def _gather(self, ranks: list[int], replies: dict[int, dict[str, Any]], deadline: float) -> None:
+        """Add each rank's reply to ``replies``, in order of arrival."""
+        with selectors.DefaultSelector() as selector:
+            for rank in ranks:
+                selector.register(self._workers[rank], selectors.EVENT_READ)
+            while waiting := [rank for rank in ranks if rank not in replies]:
+                remaining = deadline - time.monotonic()
+                if remaining <= 0:
+                    raise self._silent(waiting, replies)
+                ready = selector.select(min(POLL, remaining))
+                for key, _ in ready:
+                    worker: WorkerProcess = key.fileobj  # type: ignore[assignment]
+                    try:
+                        reply = worker.receive()
+                    except EOFError:
+                        raise self._died(worker.rank, replies) from None
+                    if reply is None:
+                        continue
+                    replies[worker.rank] = reply
+                    selector.unregister(worker)
+                    if "error" in reply:
+                        deadline = min(deadline, time.monotonic() + GRACE)
+                if not ready:
+                    self._check_alive(replies)
+
+    def _check_alive(self, replies: dict[int, dict[str, Any]]) -> None:
+        for worker in self._workers:
+            if not worker.alive():
+                raise self._died(worker.rank, replies)
+
+    def _raised(self, failed: list[int], replies: dict[int, dict[str, Any]]) -> WorkerError:
+        errors = {rank: replies[rank]["error"] for rank in failed}
+        return wrong_input(errors, replies) or self._told(failed, replies)
+
+    def _told(self, failed: list[int], replies: dict[int, dict[str, Any]]) -> WorkerError:
+        first = failed[0]
+        error = replies[first]["error"]
+        message = f"rank {first} raised {error['type']}: {error['message']}{_others(failed[1:], replies)}"
+        text = f"{message}\n\n{error['traceback']}{self._outputs([first])}"
+        return WorkerError(text, first, error["traceback"], error["type"], error["message"])
+
+    def _died(self, rank: int, replies: dict[int, dict[str, Any]]) -> WorkerError:
+        failed = [other for other, reply in replies.items() if "error" in reply]
+        message = f"rank {rank} died ({self._workers[rank].fate()}); the pool is closed"
+        return WorkerError(f"{message}{_others(failed, replies)}{self._outputs([rank])}", rank)
+
+    def _silent(self, ranks: list[int], replies: dict[int, dict[str, Any]]) -> WorkerError:
+        for rank in ranks:
+            self._workers[rank].dump_stacks()
+        time.sleep(STACK_DUMP)
+        failed = [rank for rank, reply in replies.items() if "error" in reply]
+        names = _rank_names(ranks)
+        if not failed:
+            message = f"no answer from {names} within {self.timeout:g} s; the pool is closed"
+            return WorkerError(message + self._outputs(ranks), ranks[0])
+        cause = self._told(failed, replies)
+        message = f"{cause}\n\nno answer from {names} within {GRACE:g} s of that; the pool is closed"
+        return WorkerError(message + self._outputs(ranks), cause.rank, cause.traceback, cause.kind, cause.reason)
+
+    def _outputs(self, ranks: list[int]) -> str:
+        for rank in ranks:
+            self._workers[rank].output.drain(DRAIN)
+        texts = [(rank, self._workers[rank].output.text()) for rank in ranks]
+        return "".join(f"\n\n--- last output of rank {rank} ---\n{text}" for rank, text in texts if text)
+
+
+def _end_all(workers: list[WorkerProcess], owner: int) -> None:
+    if os.getpid() != owner:  # a forked copy of the caller must not end the original's workers
+        return
+    for worker in workers:
+        worker.end()
+
+
+def _worker_command(timeout: float, threads: int, scheduling: str | None) -> list[str]:
+    command = [sys.executable, "-m", "lightning_autosync.measure.workers.worker"]
+    command += ["--timeout", str(timeout), "--threads", str(threads)]
+    if scheduling == "batch":
+        command.append("--batch")
+    # The kernel's "parent ended" means the thread that started the child, so that a pool made in a
+    # passing thread would lose its workers; the end of the orders pipe serves there.
+    if threading.current_thread() is threading.main_thread():
+        command.append("--end-with-parent")
+    return command
+
+
+def _common_environment(threads: int, extra_paths: Sequence[str | os.PathLike[str]]) -> dict[str, str]:
+    """What every worker sees: this process's import path, and bounded thread counts."""
+    paths = [*(os.fspath(path) for path in extra_paths), *(path or os.getcwd() for path in sys.path)]
+    return {
+        "PYTHONPATH": os.pathsep.join(str(Path(path).absolute()) for path in paths),
+        "PYTHONSAFEPATH": "1",  # the working directory only where this process imports from it
+        "PYTHONUNBUFFERED": "1",
+        "OMP_NUM_THREADS": str(threads),
+    }
+
+
+def _others(failed: list[int], replies: dict[int, dict[str, Any]]) -> str:
+    errors = [(rank, replies[rank]["error"]) for rank in failed]
+    return "".join(f"\nrank {rank} raised {error['type']}: {error['message']}" for rank, error in errors)
+
+
+def _rank_names(ranks: list[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else "ranks " + ", ".join(map(str, ranks))

@@ -1,0 +1,168 @@
+"""The worker process: ``python -m lightning_autosync.measure.workers.worker``, started by a pool.
+
+It reads orders, JSON lines on its stdin, and answers each with one line on its stdout; what orders print goes to
+its stderr:
+
+- ``{"action": "serve"}`` (rank 0 only): open the rendezvous store; answers its port.
+- ``{"action": "join", "port": p, "group": g}``: join the process group number ``g``, leaving any earlier one.
+- ``{"action": "announce", "port": p}``: let ``env://`` lead to that store; whoever is called makes the group itself.
+- ``{"action": "call", "function": "package.module:name", "arguments": {...}}``: answers what it returns.
+
+An answer is ``{"result": ...}`` or ``{"error": ...}``, as :mod:`~lightning_autosync.measure.workers.replies` has it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import faulthandler
+import importlib
+import json
+import os
+import queue
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import IO, Any, NoReturn, cast
+
+from lightning_autosync.engine.scheduling import set_batch_scheduling
+from lightning_autosync.measure.workers.replies import describe
+
+PR_SET_PDEATHSIG = 1
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--timeout", type=float, required=True, help="longest wait in a collective, seconds")
+    parser.add_argument("--threads", type=int, default=1, help="torch's threads for one operator")
+    parser.add_argument("--batch", action="store_true", help="run under SCHED_BATCH")
+    parser.add_argument("--end-with-parent", action="store_true", help="be killed when the parent ends")
+    return parser.parse_args()
+
+
+def end_with_parent() -> None:
+    """Ask the kernel to kill this process when the thread that started it ends (Linux only)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def end_now() -> NoReturn:
+    """End this process and its children, even while another thread is inside a collective."""
+    if os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)
+    os._exit(0)
+
+
+def take_standard_streams() -> tuple[IO[bytes], int]:
+    """Orders and the descriptor for answers, neither for children; from now on what is printed goes to stderr."""
+    orders, replies = os.dup(0), os.dup(1)
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
+    os.dup2(2, 1)
+    return os.fdopen(orders, "rb"), replies
+
+
+def follow_orders(stream: IO[bytes], orders: queue.SimpleQueue[dict[str, Any]]) -> None:
+    """Move orders from the pipe to the queue; the pipe's end means that nobody needs this process."""
+    for line in stream:
+        orders.put(json.loads(line))
+    end_now()
+
+
+def resolve(name: str) -> Callable[..., Any]:
+    """The function that ``package.module:function`` names."""
+    module, separator, path = name.partition(":")
+    if not separator:
+        raise ValueError(f"'{name}' does not name a function: expected 'package.module:function'")
+    target: Any = importlib.import_module(module)
+    for attribute in path.split("."):
+        target = getattr(target, attribute)
+    return cast(Callable[..., Any], target)
+
+
+class Member:
+    """This process as a rank: its rendezvous store, its process group, and what it can be told."""
+
+    def __init__(self, timeout: float) -> None:
+        import torch.distributed as dist
+
+        self._dist = dist
+        self._timeout = timedelta(seconds=timeout)
+        self._rank = int(os.environ["RANK"])
+        self._world_size = int(os.environ["WORLD_SIZE"])
+        self._store: dist.TCPStore | None = None
+
+    def serve(self) -> int:
+        """Open the store on a port that the system chooses, and return it."""
+        return self._connect(0).port
+
+    def join(self, port: int, group: int) -> None:
+        """Enter process group number ``group``; every rank must."""
+        os.environ["MASTER_PORT"] = str(port)
+        if self._dist.is_initialized():
+            self._dist.destroy_process_group()
+        store = self._dist.PrefixStore(f"group-{group}", self._store or self._connect(port))
+        self._dist.init_process_group(
+            "gloo", store=store, rank=self._rank, world_size=self._world_size, timeout=self._timeout
+        )
+
+    def announce(self, port: int) -> None:
+        """Set what torchrun sets, so that the next ``init_process_group`` of each rank meets at the store."""
+        os.environ |= {
+            "MASTER_PORT": str(port),
+            "TORCHELASTIC_RUN_ID": "autosync",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            "TORCHELASTIC_USE_AGENT_STORE": "True",  # rank 0 has no store to open
+        }
+
+    def call(self, function: str, arguments: dict[str, Any]) -> Any:
+        return resolve(function)(**arguments)
+
+    def _connect(self, port: int) -> Any:
+        from lightning_autosync.engine.store import find_store, open_store
+
+        connect = open_store if self._rank == 0 else find_store
+        self._store = connect(os.environ["MASTER_ADDR"], port, self._timeout.total_seconds())
+        return self._store
+
+
+def answer(member: Member, order: dict[str, Any]) -> bytes:
+    """Carry out one order; the JSON line to send back."""
+    action = order.pop("action")
+    try:
+        reply = json.dumps({"result": getattr(member, action)(**order)})
+    except BaseException as error:  # SystemExit too: an order must not end the worker
+        reply = json.dumps({"error": describe(error)})
+    return reply.encode() + b"\n"
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    if arguments.end_with_parent:
+        end_with_parent()
+    if arguments.batch and not set_batch_scheduling():
+        print("SCHED_BATCH is not available here", file=sys.stderr)
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    stream, replies_to = take_standard_streams()
+    orders: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+    threading.Thread(target=follow_orders, args=(stream, orders), name="orders", daemon=True).start()
+
+    import torch
+
+    torch.set_num_threads(arguments.threads)
+    member = Member(arguments.timeout)
+    while True:
+        write_all(replies_to, answer(member, orders.get()))
+
+
+def write_all(descriptor: int, data: bytes) -> None:
+    """Write the whole of ``data``: one ``write`` may take only a part of it."""
+    rest = memoryview(data)
+    while rest:
+        rest = rest[os.write(descriptor, rest) :]
+
+
+if __name__ == "__main__":
+    main()

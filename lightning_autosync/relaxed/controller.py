@@ -1,0 +1,126 @@
+"""The coordinator at work: a thread on rank 0's process that serves all workers over the mesh."""
+
+from __future__ import annotations
+
+import threading
+import time
+import traceback
+from collections.abc import Iterable
+from contextlib import ExitStack, suppress
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from lightning_autosync.errors import ExchangeError
+from lightning_autosync.relaxed.coordinator import Coordinator, Order
+from lightning_autosync.relaxed.mesh import Mail, Mesh
+
+RANK = 0
+"""The process that coordinates."""
+
+_REQUESTS = ("start", "ready", "arrive", "done", "complete", "broken", "leave")
+
+
+class Controller:
+    """Serves a coordinator's decisions until closed.
+
+    Args:
+        mesh: open; rank 0 only.
+        coordinator: fresh; the controller owns it.
+    """
+
+    def __init__(self, mesh: Mesh, coordinator: Coordinator) -> None:
+        self._mesh, self._coordinator = mesh, coordinator
+        self._lock = threading.Lock()
+        self._events: SimpleQueue[Mail | int | None] = SimpleQueue()
+        self._subscriptions = ExitStack()
+        for kind in _REQUESTS:
+            self._subscriptions.callback(mesh.subscribe(f"controller.{kind}", self._events.put))
+        self._subscriptions.callback(mesh.on_loss(lambda peer, why: self._events.put(peer)))
+        self._subscriptions.callback(mesh.on_leave(self._events.put))
+        for peer in sorted(set(range(mesh.size)) - mesh.live):
+            self._events.put(peer)  # who was lost before anybody listened
+        self._thread = threading.Thread(target=self._serve, name="autosync-controller", daemon=True)
+        self._thread.start()
+
+    def state(self) -> dict[str, Any]:
+        """The coordinator's part of a checkpoint."""
+        with self._lock:
+            return self._coordinator.state()
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue from what :meth:`state` returned; before anybody starts."""
+        with self._lock:
+            self._coordinator.restore(state)
+
+    def close(self) -> None:
+        """Stop; whoever still asks for a group gets an error. May be called again."""
+        self._subscriptions.close()
+        self._events.put(None)
+        self._thread.join()
+
+    def _serve(self) -> None:
+        try:
+            while (event := self._next_event()) is not None:
+                self._send(self._answer(event))
+            reason = f"rank {RANK}, which coordinates, has finished"
+        except Exception as cause:
+            reason = f"rank {RANK}, which coordinates, failed: {cause}\n{traceback.format_exc()}"
+        with self._lock:
+            self._send(self._coordinator.stop(reason))
+
+    def _next_event(self) -> Mail | int | float | None:
+        """A message, the rank of a lost peer, the time if a deadline has passed, or None at the end."""
+        with self._lock:
+            deadline = self._coordinator.deadline(time.monotonic())
+        try:
+            return self._events.get(timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
+        except Empty:
+            return time.monotonic()
+
+    def _answer(self, event: Mail | int | float) -> list[Order]:
+        now = time.monotonic()
+        with self._lock:
+            if isinstance(event, Mail):
+                return self._coordinator.handle(event.sender, event.kind.removeprefix("controller."), event.header, now)
+            if isinstance(event, int):
+                return self._coordinator.lose(event, now)
+            return self._coordinator.tick(now)
+
+    def _send(self, orders: Iterable[Order]) -> None:
+        for order in orders:
+            with suppress(ExchangeError):  # of a loss, the mesh tells
+                self._mesh.send(order.rank, f"worker.{order.kind}", order.header)
+
+
+class ControllerLink:
+    """A worker's line to the controller.
+
+    Args:
+        timeout: seconds that an answer may take.
+    """
+
+    def __init__(self, mesh: Mesh, timeout: float) -> None:
+        self._mesh, self._timeout = mesh, timeout
+
+    def tell(self, kind: str, **header: Any) -> None:
+        """Send a request.
+
+        Raises:
+            PeerLost: rank 0 is lost.
+        """
+        self._mesh.send(RANK, f"controller.{kind}", header)
+
+    def wait(self, *kinds: str) -> tuple[str, dict[str, Any]]:
+        """The next order of one of the kinds, and its header; if several wait, of the kind named first.
+
+        Raises:
+            ExchangeError: the controller stopped everything, is lost, or kept silent.
+        """
+        # The mesh looks for kinds in the order given: what came before the end still counts.
+        wanted = (*(f"worker.{kind}" for kind in kinds), "worker.stop", "worker.patience")
+        mail = self._mesh.receive(*wanted, sender=RANK, timeout=self._timeout)
+        while mail.kind == "worker.patience":
+            mail = self._mesh.receive(*wanted, sender=RANK, timeout=self._timeout)
+        if mail.kind == "worker.stop":
+            raise ExchangeError(mail.header["reason"])
+        return mail.kind.removeprefix("worker."), mail.header

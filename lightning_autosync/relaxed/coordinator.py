@@ -1,0 +1,393 @@
+"""Who averages with whom, as a state machine: messages of workers in, orders to workers out.
+
+Pure: it neither sends nor waits; whoever holds it tells the time. What travels:
+
+From a worker: ``start`` (give me a model), ``ready`` (I made a step and want a group), ``arrive`` (I am at the barrier
+of a drain), ``done`` (no more data before the drain), ``broken`` (a group's average failed), ``complete`` (that of an
+*atomic* group went well), ``leave``.
+
+To a worker: ``group`` (average with these), ``verdict`` (all members of the atomic group completed: commit; or signal
+again), ``donate`` (send your model to these), ``take`` (expect a model from that one), ``patience`` (somebody came
+back, or goes on towards the barrier: the wait there begins anew), ``stop`` (an error, for good). Whoever takes is named
+by rank and by number of its ``visit``: a worker that is lost and comes back must not get what was meant for it before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, NamedTuple
+
+from lightning_autosync.relaxed.grouping import Grouped, Grouping
+from lightning_autosync.relaxed.pace import Pace
+from lightning_autosync.relaxed.weights import constant_weights, dynamic_weights, sample_weights
+
+
+class Order(NamedTuple):
+    """A message to one worker."""
+
+    rank: int
+    kind: str
+    header: dict[str, Any]
+
+
+class Phase(Enum):
+    """What a worker does, as far as its coordinator knows."""
+
+    ABSENT = "absent"
+    STARTING = "starting"
+    TRAINING = "training"
+    WAITING = "waiting"
+    GROUPED = "grouped"
+    DONE = "done"
+    ARRIVED = "arrived"
+
+
+_WAITS = {Phase.STARTING: "start", Phase.WAITING: "group", Phase.ARRIVED: "drain"}
+"""Phases in which a worker waits for others, and for what."""
+
+
+@dataclass
+class _Worker:
+    phase: Phase = Phase.ABSENT
+    iteration: int = 0
+    samples: int = 0
+    elements: int = 0
+    rate: float = 0.0
+    since: float = 0.0
+    visit: int = 0
+    averages: list[str] | None = None
+    generation: int | None = None
+
+
+@dataclass
+class _Atomic:
+    """A group of which all members commit, or none."""
+
+    members: tuple[int, ...]
+    drain: bool
+    completed: set[int]
+
+
+class Coordinator:
+    """Forms groups, holds barriers, and keeps count of who is there.
+
+    Args:
+        workers: ranks 0 to ``workers - 1``, which all must come to the start.
+        grouping: fresh; how groups form.
+        dynamic: whether weights depend on staleness.
+        atomic: whether all members of a group commit or none; barriers always are.
+        timeout: seconds that the last worker may come to a start, a group or a barrier after the first; to a barrier,
+            after any worker's last step.
+        pace: what adapts the period, if anything does.
+    """
+
+    def __init__(
+        self,
+        workers: int,
+        grouping: Grouping,
+        *,
+        dynamic: bool = False,
+        atomic: bool = False,
+        timeout: float = 1800.0,
+        pace: Pace | None = None,
+    ) -> None:
+        self.stopped: str | None = None
+        self._grouping = grouping
+        self._dynamic, self._atomic, self._timeout, self._pace = dynamic, atomic, timeout, pace
+        self._workers = {rank: _Worker() for rank in range(workers)}
+        self._lost: set[int] = set()
+        self._started = False
+        self._generation = 0
+        self._drained = 0
+        self._groups: dict[int, _Atomic] = {}
+        self._orders: list[Order] = []
+
+    def handle(self, rank: int, kind: str, header: dict[str, Any], now: float) -> list[Order]:
+        """What follows from a worker's message that came at ``now`` (seconds, from any origin)."""
+        worker = self._workers.get(rank)
+        if worker is None:
+            return [Order(rank, "stop", {"reason": f"rank {rank} is none of the {len(self._workers)} workers"})]
+        if self.stopped is not None:
+            return [Order(rank, "stop", {"reason": self.stopped})]
+        if worker.phase is Phase.ABSENT and kind not in ("start", "leave"):
+            return [Order(rank, "stop", {"reason": f"rank {rank} was given up; it must start again"})]
+        match kind:
+            case "start":
+                self._start(rank, now)
+            case "ready":
+                self._note(worker, header, now, Phase.WAITING)
+                self._grouping.add(rank, now)
+                self._renew(now, Phase.ARRIVED)
+            case "arrive":
+                self._note(worker, header, now, Phase.ARRIVED)
+            case "done":
+                worker.phase = Phase.DONE
+            case "complete":
+                self._complete(rank, header["generation"])
+            case "broken":
+                self._break(header["generation"])
+                if header.get("number") is not None:
+                    self._grouping.broken(header["number"])
+            case "leave":
+                self._remove(rank)
+        return self._decide(now)
+
+    def lose(self, rank: int, now: float) -> list[Order]:
+        """A worker is gone; it may come back with ``start``."""
+        if rank not in self._workers or self.stopped is not None:
+            return []
+        self._remove(rank)
+        return self._decide(now)
+
+    def tick(self, now: float) -> list[Order]:
+        """What follows from the mere passing of time."""
+        if self.stopped is not None:
+            return []
+        for phase, end in self._ends():
+            if now < end:
+                continue
+            if phase is Phase.STARTING and self._started:
+                self._refuse_late(now)
+                continue
+            missing = ", ".join(map(str, self._awaited(phase)))
+            self._stop(f"{_WAITS[phase]}: rank {missing} did not come within {self._timeout:g} s")
+            return self._flush()
+        return self._decide(now)
+
+    def _refuse_late(self, now: float) -> None:
+        """Who came back and found nobody with a model in time is alone with that."""
+        reason = f"start: rank of a worker with a model did not come within {self._timeout:g} s"
+        for rank in self._in(Phase.STARTING):
+            if now >= self._workers[rank].since + self._timeout:
+                self._remove(rank)
+                self._order(rank, "stop", {"reason": reason})
+
+    def deadline(self, now: float) -> float | None:
+        """When to call :meth:`tick` at the latest; None if only messages matter."""
+        if self.stopped is not None:
+            return None
+        close = self._grouping.deadline(now)
+        return min([end for _, end in self._ends()] + ([] if close is None else [close]), default=None)
+
+    def stop(self, reason: str) -> list[Order]:
+        """End everything: an error on every worker that still wants something."""
+        if self.stopped is None:
+            self._stop(reason)
+        return self._flush()
+
+    def state(self) -> dict[str, Any]:
+        """Plain data for a checkpoint: iterations and the window of groups."""
+        return {
+            "iterations": [worker.iteration for worker in self._workers.values()],
+            "window": self._grouping.isolation.state(),
+            "pace": self._pace.state() if self._pace else None,
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue from what :meth:`state` returned; with another number of workers, the window begins anew."""
+        if len(state["iterations"]) == len(self._workers):
+            for worker, iteration in zip(self._workers.values(), state["iterations"], strict=True):
+                worker.iteration = iteration
+            self._grouping.isolation.restore(**state["window"])
+        if self._pace is not None and state["pace"] is not None:
+            self._pace.restore(**state["pace"])
+
+    # Coming and going
+
+    def _start(self, rank: int, now: float) -> None:
+        if self._workers[rank].phase is not Phase.ABSENT:
+            self._remove(rank)
+        self._lost.discard(rank)
+        self._workers[rank].phase, self._workers[rank].since = Phase.STARTING, now
+        self._workers[rank].visit += 1
+
+    def _remove(self, rank: int) -> None:
+        worker = self._workers[rank]
+        self._grouping.discard(rank)
+        generation = worker.generation
+        worker.phase, worker.generation, worker.samples = Phase.ABSENT, None, 0
+        worker.visit += 1  # whoever comes now is another process, even if this one had not begun
+        self._lost.add(rank)
+        if generation is not None:
+            self._break(generation)
+
+    def _note(self, worker: _Worker, header: dict[str, Any], now: float, phase: Phase) -> None:
+        worker.phase, worker.since, worker.generation = phase, now, None
+        worker.iteration, worker.samples = header["iteration"], header["samples"]
+        worker.elements, worker.rate = header["elements"], header.get("rate", 0.0)
+        worker.averages = header.get("averages")
+        if self._pace is not None and "step_time" in header:
+            self._pace.report(header["step_time"], header["exchange_time"])
+
+    # Deciding
+
+    def _decide(self, now: float) -> list[Order]:
+        if not self._started:
+            self._begin()
+        else:
+            self._donate(now)
+            self._form_groups(now)
+            self._open_barrier()
+        return self._flush()
+
+    def _begin(self) -> None:
+        """The start of the job: once all are there, the first one's model goes to everybody."""
+        coming = self._in(Phase.STARTING)
+        if not coming or self._awaited(Phase.STARTING):
+            return
+        self._started = True
+        self._hand_over(coming[0], coming[1:], iteration=self._workers[coming[0]].iteration)
+        self._workers[coming[0]].phase = Phase.TRAINING
+
+    def _donate(self, now: float) -> None:
+        """Whoever came (back) gets the model of one that waits; those who wait then wait for it too, as long again."""
+        joining = self._in(Phase.STARTING)
+        donors = self._in(Phase.WAITING, Phase.ARRIVED)
+        if joining and donors:
+            donor = max(donors, key=lambda rank: (self._workers[rank].iteration, -rank))
+            self._hand_over(donor, joining, iteration=self._workers[donor].iteration)
+            self._renew(now, Phase.WAITING, Phase.ARRIVED)
+
+    def _renew(self, now: float, *phases: Phase) -> None:
+        """Whom those in ``phases`` wait for is alive and moves on: they wait as long again."""
+        for rank in self._in(*phases):
+            self._workers[rank].since = now
+            self._order(rank, "patience", {})
+
+    def _hand_over(self, donor: int, takers: list[int], iteration: int) -> None:
+        self._order(donor, "donate", {"takers": [[rank, self._workers[rank].visit] for rank in takers]})
+        for rank in takers:
+            self._order(rank, "take", {"donor": donor, "visit": self._workers[rank].visit, "drained": self._drained})
+            self._workers[rank].phase, self._workers[rank].iteration = Phase.TRAINING, iteration
+
+    def _form_groups(self, now: float) -> None:
+        active = self._in(Phase.TRAINING, Phase.WAITING, Phase.GROUPED)
+        while group := self._grouping.take(active, now):
+            self._announce(group, len(active))
+
+    def _announce(self, group: Grouped, active: int) -> None:
+        members = tuple(sorted(group.members))
+        iterations = [self._workers[rank].iteration for rank in members]
+        weights = dynamic_weights(iterations) if self._dynamic else constant_weights(len(members))
+        facts = {"number": group.number, "bridging": group.bridging, "active": active}
+        self._order_group(members, weights, False, facts)
+
+    def _open_barrier(self) -> None:
+        members = tuple(self._in(Phase.ARRIVED))
+        if not members or self._awaited(Phase.ARRIVED):
+            return
+        samples = [self._workers[rank].samples for rank in members]
+        # Where nobody has made a step since the last barrier, momenta are as that one left them.
+        averages = self._averages(members) if any(samples) else set()
+        visits = [self._workers[rank].visit for rank in members]
+        facts = {"averages": next(iter(averages), ()), "visits": visits}
+        self._order_group(members, sample_weights(samples), True, facts)
+
+    def _averages(self, members: Iterable[int]) -> set[tuple[str, ...]]:
+        """What optimizers keep that have stepped; they must agree."""
+        kept = (self._workers[rank].averages for rank in members)
+        return {tuple(names) for names in kept if names}
+
+    def _order_group(self, members: tuple[int, ...], weights: list[float], drain: bool, facts: dict[str, Any]) -> None:
+        workers = [self._workers[rank] for rank in members]
+        unlike = not drain and any(worker.averages != workers[0].averages for worker in workers)
+        if unlike or len(self._averages(members)) > 1:
+            kept = "; ".join(f"rank {rank}: {_names(self._workers[rank].averages)}" for rank in members)
+            self._stop(
+                f"momentum 'average' needs the same optimizer state on all workers, which keep {kept}; use the same "
+                "optimizer everywhere, or momentum 'local'"
+            )
+            return
+        if len({worker.elements for worker in workers}) > 1:
+            sizes = ", ".join(f"rank {rank} {self._workers[rank].elements}" for rank in members)
+            self._stop(f"workers exchange different numbers of elements ({sizes}): they must train the same model")
+            return
+        self._generation += 1
+        atomic = self._atomic or drain
+        header: dict[str, Any] = {
+            "generation": self._generation,
+            "members": members,
+            "weights": weights,
+            "iteration": max(worker.iteration for worker in workers),
+            "rate": workers[0].rate,
+            "atomic": atomic,
+            "drain": drain,
+            **facts,
+        }
+        if self._pace is not None:
+            header["period"] = self._pace.next_period()
+        for rank, worker in zip(members, workers, strict=True):
+            worker.phase = Phase.GROUPED
+            self._order(rank, "group", header)
+            if atomic:
+                worker.generation = self._generation
+        if atomic:
+            self._groups[self._generation] = _Atomic(members, drain, set())
+
+    # Atomic groups
+
+    def _complete(self, rank: int, generation: int) -> None:
+        group = self._groups.get(generation)
+        if group is None:
+            return
+        group.completed.add(rank)
+        if group.completed >= set(group.members):
+            self._settle(generation, commit=True)
+
+    def _break(self, generation: int) -> None:
+        if generation in self._groups:
+            self._settle(generation, commit=False)
+
+    def _settle(self, generation: int, commit: bool) -> None:
+        group = self._groups.pop(generation)
+        newest = max(self._workers[rank].iteration for rank in group.members)
+        for rank in group.members:
+            worker = self._workers[rank]
+            if worker.generation != generation:
+                continue
+            worker.phase, worker.generation = Phase.TRAINING, None
+            if commit and group.drain:
+                worker.iteration, worker.samples = newest, 0
+                self._drained = generation
+            self._order(rank, "verdict", {"generation": generation, "commit": commit})
+
+    # Helpers
+
+    def _in(self, *phases: Phase) -> list[int]:
+        return [rank for rank, worker in self._workers.items() if worker.phase in phases]
+
+    def _awaited(self, phase: Phase) -> list[int]:
+        """Who must still come before those in ``phase`` go on."""
+        if phase is Phase.STARTING:
+            absent = [rank for rank in self._in(Phase.ABSENT) if rank not in self._lost]
+            return [] if self._started else absent
+        if phase is Phase.WAITING:
+            return self._in(Phase.TRAINING, Phase.GROUPED)
+        return self._in(Phase.TRAINING, Phase.WAITING, Phase.GROUPED, Phase.DONE)
+
+    def _ends(self) -> Iterator[tuple[Phase, float]]:
+        """Where somebody waits, and when that has lasted for too long."""
+        for phase in _WAITS:
+            waiting = self._in(phase)
+            if waiting and (phase is not Phase.WAITING or self._awaited(phase)):
+                yield phase, min(self._workers[rank].since for rank in waiting) + self._timeout
+
+    def _stop(self, reason: str) -> None:
+        self.stopped = reason
+        self._orders = [Order(rank, "stop", {"reason": reason}) for rank in self._present()]
+
+    def _present(self) -> Iterable[int]:
+        return (rank for rank, worker in self._workers.items() if worker.phase is not Phase.ABSENT)
+
+    def _order(self, rank: int, kind: str, header: dict[str, Any]) -> None:
+        self._orders.append(Order(rank, kind, header))
+
+    def _flush(self) -> list[Order]:
+        orders, self._orders = self._orders, []
+        return orders
+
+
+def _names(averages: list[str] | None) -> str:
+    return ", ".join(averages or ()) or "none"

@@ -1,0 +1,79 @@
+"""Partial reduce: after each step, a worker averages its model with the few that are ready too.
+
+After "Heterogeneity-Aware Distributed Machine Learning Training via Partial Reduce" (SIGMOD 2021), with the group
+generation of SDPipe (VLDB 2023).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_autosync.plan import Consistency
+from lightning_autosync.relaxed.averaging_worker import AveragingWorker
+from lightning_autosync.relaxed.controller import RANK
+from lightning_autosync.relaxed.coordinator import Coordinator
+from lightning_autosync.relaxed.grouping import Grouping
+from lightning_autosync.relaxed.mesh import Mesh
+from lightning_autosync.relaxed.tensors import FlatView, ModelTensors
+
+
+class PartialReduce(AveragingWorker):
+    """A worker of a partial reduce.
+
+    Args:
+        mesh: connects the workers; stays the caller's.
+        model: this worker's tensors, changed in place.
+        settings: a consistency of mode ``partial_reduce``.
+        workers: number of workers, the first ranks of the mesh; by default all of it.
+        timeout: seconds to wait for other workers, at a barrier or for a group.
+        stall: seconds without progress after which a group's average is given up.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        model: ModelTensors,
+        settings: Consistency,
+        *,
+        workers: int | None = None,
+        timeout: float = 1800.0,
+        stall: float = 60.0,
+    ) -> None:
+        coordinator = None
+        if mesh.rank == RANK:
+            dynamic = settings.weighting == "dynamic"
+            grouping = Grouping.of(settings)
+            coordinator = Coordinator(workers or mesh.size, grouping, dynamic=dynamic, timeout=timeout)
+        super().__init__(mesh, model, coordinator, timeout, stall, settings.momentum == "average")
+
+    def step(self, optimizer: Optimizer, samples: int) -> None:
+        self._step_locally(optimizer, samples)
+        facts = self._momentum_facts(self._model.parameters)
+        slots = self._momenta(self._model.parameters, facts.get("averages", []))
+        view = FlatView([*self._model.parameters, *slots])
+        flat = view.pack()
+        group, average = self._meet("ready", flat.numel(), lambda _: flat, **facts)
+        if len(group["members"]) > 1:
+            view.unpack(average)
+        self._iteration = group["iteration"]
+
+    def _drained_state(self) -> list[Tensor]:
+        return []
+
+    def _after_drain(self) -> None:
+        pass
+
+    def _own_state(self) -> dict[str, Any]:
+        return {}
+
+    def _load_own_state(self, state: dict[str, Any]) -> None:
+        pass
+
+    def _handed_over(self, steps_back: int) -> tuple[dict[str, Any], list[Tensor]]:
+        return {}, []
+
+    def _adopt(self, facts: dict[str, Any]) -> None:
+        pass

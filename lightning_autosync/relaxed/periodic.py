@@ -1,0 +1,209 @@
+"""Periodic averaging: all workers average after some local steps, and an outer update makes the next model of it."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_autosync.plan import Consistency
+from lightning_autosync.relaxed.averaging_worker import AveragingWorker
+from lightning_autosync.relaxed.controller import RANK
+from lightning_autosync.relaxed.coordinator import Coordinator
+from lightning_autosync.relaxed.fragments import cut_fragments, first_ages
+from lightning_autosync.relaxed.grouping import Grouping
+from lightning_autosync.relaxed.isolation import IsolationGuard
+from lightning_autosync.relaxed.mesh import Mesh
+from lightning_autosync.relaxed.outer import make_outer
+from lightning_autosync.relaxed.pace import Pace
+from lightning_autosync.relaxed.tensors import FlatView, ModelTensors, flat_type
+
+LONGEST = 10_000
+"""Steps that an adapting period may reach."""
+
+
+class Periodic(AveragingWorker):
+    """A worker of periodic averaging: local SGD, post-local SGD, EASGD, BMUF, SlowMo, DiLoCo, and DiLoCo by fragments.
+
+    A drain averages plainly, whatever the outer update, and the next period begins there; so a period that divides the
+    steps between drains makes most of its outer updates, and one that is longer makes none, with a warning. Outer
+    momentum outlives drains.
+
+    Args:
+        mesh: connects the workers; stays the caller's.
+        model: this worker's tensors, changed in place.
+        settings: a consistency of mode ``periodic``.
+        workers: number of workers, the first ranks of the mesh; by default all of it.
+        timeout: seconds to wait for other workers, at a barrier or for an average.
+        stall: seconds without progress after which an average is given up.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        model: ModelTensors,
+        settings: Consistency,
+        *,
+        workers: int | None = None,
+        timeout: float = 1800.0,
+        stall: float = 60.0,
+    ) -> None:
+        assert settings.period is not None
+        coordinator = None
+        if mesh.rank == RANK:
+            pace = Pace(settings.period, settings.overhead, LONGEST) if settings.overhead else None
+            grouping = Grouping(None, isolation=IsolationGuard(None))
+            coordinator = Coordinator(workers or mesh.size, grouping, atomic=True, timeout=timeout, pace=pace)
+        super().__init__(mesh, model, coordinator, timeout, stall, settings.momentum == "average")
+        self._period, self._adapts = settings.period, settings.overhead is not None
+        self._warmup = settings.warmup or 0
+        sizes = FlatView(model.parameters).sizes
+        self._fragments = [
+            [model.parameters[place] for place in places] for places in cut_fragments(sizes, settings.fragments or 1)
+        ]
+        # One type for all, so that fragments fit together in one message.
+        self._dtype = flat_type(model.parameters)
+        self._sizes = [sum(FlatView(fragment).sizes) for fragment in self._fragments]
+        self._outer = [make_outer(settings, size, self._dtype) for size in self._sizes]
+        self._ages = first_ages(len(self._fragments), self._period)
+        self._outer_name = settings.outer
+        self._updated: set[int] = set()
+        """Fragments that had an outer update since the last drain."""
+        self._warned = False
+        self._loaded = False
+        self._clock = _Clock()
+
+    def start(self) -> None:
+        if not self._loaded:
+            for fragment, outer in zip(self._fragments, self._outer, strict=True):
+                outer.begin(FlatView(fragment).pack().to(self._dtype))
+        super().start()
+        self._clock.restart()
+
+    def step(self, optimizer: Optimizer, samples: int) -> None:
+        self._step_locally(optimizer, samples)
+        self._ages = [age + 1 for age in self._ages]
+        self._clock.steps += 1
+        warming = self._iteration <= self._warmup
+        due = [index for index, age in enumerate(self._ages) if warming or age >= self._period]
+        if due:
+            self._average_fragments(due, optimizer, warming)
+
+    def _average_fragments(self, due: list[int], optimizer: Optimizer, warming: bool) -> None:
+        parameters = [parameter for index in due for parameter in self._fragments[index]]
+        facts = self._momentum_facts(parameters)
+        view = FlatView([*parameters, *self._momenta(parameters, facts.get("averages", []))])
+        local = view.pack().to(self._dtype)
+        facts |= {"rate": float(optimizer.param_groups[0]["lr"]), **self._clock.facts()}
+        group, mean = self._meet("ready", local.numel(), lambda _: local, **facts)
+        result = mean.clone()
+        begin = 0
+        for index in due:
+            part = slice(begin, begin + self._sizes[index])
+            begin = part.stop
+            if warming:
+                self._outer[index].settle(mean[part])
+            else:
+                result[part] = self._outer[index].update(local[part], mean[part], len(group["members"]), group["rate"])
+                self._updated.add(index)
+            self._ages[index] = 0
+        view.unpack(result)
+        if warming:
+            self._ages = first_ages(len(self._fragments), self._period)
+        self._iteration = group["iteration"]
+        self._period = group.get("period", self._period)
+        self._clock.exchanged()
+
+    def _drained_state(self) -> list[Tensor]:
+        return [tensor for outer in self._outer for tensor in outer.state.values()]
+
+    def _after_drain(self) -> None:
+        begun = first_ages(len(self._fragments), self._period)
+        self._warn_of_a_long_period(begun)
+        self._updated.clear()
+        for fragment, outer in zip(self._fragments, self._outer, strict=True):
+            outer.settle(FlatView(fragment).pack().to(self._dtype))
+        self._ages = begun
+        self._clock.restart()
+
+    def _warn_of_a_long_period(self, begun: list[int]) -> None:
+        """Once, on one rank, where fragments of these ages at the last drain never came to an outer update."""
+        waiting = any(
+            age > first and index not in self._updated
+            for index, (age, first) in enumerate(zip(self._ages, begun, strict=True))
+        )
+        # A drain does what plain averaging does.
+        if not waiting or self._warned or self._mesh.rank != RANK or self._outer_name == "averaging":
+            return
+        self._warned = True
+        warnings.warn(
+            f"consistency.period: {self._period} steps were not over when all replicas met, as at the end of an epoch: "
+            f"they were averaged plainly, without the outer update ('{self._outer_name}'), and the period began anew; "
+            "take one that divides the steps between meetings",
+            stacklevel=2,
+        )
+
+    def _own_state(self) -> dict[str, Any]:
+        if self._mesh.rank != RANK:
+            return {"period": self._period}  # the start hands the outer state over
+        outer = [{name: tensor.clone() for name, tensor in update.state.items()} for update in self._outer]
+        return {"period": self._period, "outer": outer}
+
+    def _load_own_state(self, state: dict[str, Any]) -> None:
+        if self._adapts:
+            self._period = state["period"]
+        self._ages = first_ages(len(self._fragments), self._period)
+        if "outer" in state:
+            self._load_outer(state["outer"])
+
+    def _load_outer(self, given: list[dict[str, Tensor]]) -> None:
+        kept = [update.state for update in self._outer]
+        if _shapes(kept) != _shapes(given):
+            warnings.warn(
+                "the checkpoint's outer state is of another consistency.outer or consistency.fragments: it begins anew",
+                stacklevel=2,
+            )
+            return
+        for own, values in zip(kept, given, strict=True):
+            for name, tensor in values.items():
+                own[name].copy_(tensor)
+        self._loaded = True
+
+    def _handed_over(self, steps_back: int) -> tuple[dict[str, Any], list[Tensor]]:
+        ages = [age - steps_back for age in self._ages]
+        return {"period": self._period, "ages": ages}, self._drained_state()
+
+    def _adopt(self, facts: dict[str, Any]) -> None:
+        self._period, self._ages = facts["period"], list(facts["ages"])
+
+
+def _shapes(states: list[dict[str, Tensor]]) -> list[dict[str, torch.Size]]:
+    return [{name: tensor.shape for name, tensor in state.items()} for state in states]
+
+
+class _Clock:
+    """Times of local steps and of exchanges, for a period that adapts."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self._since = time.monotonic()
+        self._begun = self._since
+        self._exchange = 0.0
+
+    def restart(self) -> None:
+        """Training begins, or goes on after something that does not count."""
+        self.steps, self._exchange, self._since = 0, 0.0, time.monotonic()
+
+    def facts(self) -> dict[str, float]:
+        """Mean seconds of the steps since the last exchange, and the seconds of that exchange (0 if unknown)."""
+        self._begun = time.monotonic()
+        return {"step_time": (self._begun - self._since) / max(1, self.steps), "exchange_time": self._exchange}
+
+    def exchanged(self) -> None:
+        """An exchange that began with :meth:`facts` has ended."""
+        now = time.monotonic()
+        self._exchange, self._since, self.steps = now - self._begun, now, 0

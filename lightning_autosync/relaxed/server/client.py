@@ -1,0 +1,347 @@
+"""The worker's side: push gradients, pull parameters; the servers step the optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_autosync.errors import ExchangeError, PlanError
+from lightning_autosync.plan.servers import ServerLayout, Shard
+from lightning_autosync.plan.spec import Consistency
+from lightning_autosync.relaxed.base import Synchronizer
+from lightning_autosync.relaxed.mesh import Mail, Mesh
+from lightning_autosync.relaxed.server import checkpoint
+from lightning_autosync.relaxed.server.beginning import pack_setup, parties_of
+from lightning_autosync.relaxed.server.correspondence import Correspondence
+from lightning_autosync.relaxed.server.eager import EagerPushes
+from lightning_autosync.relaxed.server.gradients import Gradients, pack_gradients
+from lightning_autosync.relaxed.server.node_exchange import NodeExchange
+from lightning_autosync.relaxed.server.protocol import Setup
+from lightning_autosync.relaxed.server.pulled import Pulled
+from lightning_autosync.relaxed.server.replica import Replica
+from lightning_autosync.relaxed.server.rules import OptimizerRule, hyperparameters
+from lightning_autosync.relaxed.server.server import ShardServer
+from lightning_autosync.relaxed.server.wire import Packed, Part, pack, unpack
+
+_CLOSING = 30.0
+"""Seconds that a worker's own server may go on for the sake of other workers after this one has closed."""
+
+
+class ParameterServer(Synchronizer):
+    """One worker of a job whose parameters and optimizer state lie on servers, some of which may be workers too.
+
+    With ``synchronous`` consistency all gradients of a step are averaged over the workers that have one, as DDP does,
+    and a worker that is lost or leaves is an error. With ``bounded_staleness`` and ``asynchronous`` every worker's
+    gradient, divided by the number of workers, is applied by itself when it comes: so a round of them moves plain SGD
+    as far as one averaged step does. A lost worker is dropped and may come back.
+
+    Args:
+        mesh: the mesh; workers are its first ranks, server-only processes (`serve`) the others.
+        parameters: name and parameter, as in ``named_parameters()``.
+        layout: who keeps what.
+        optimizer: an elementwise optimizer of `torch.optim`; it says how servers update, and never steps itself.
+        consistency: ``synchronous``, ``bounded_staleness`` or ``asynchronous``.
+        buffers: name and buffer; rank 0's at the start. At barriers floating ones are averaged; in synchronous mode all
+            follow rank 0, as with DDP.
+        nodes: the workers of each node, needed where the layout aggregates inside nodes.
+        eager: push a shard as soon as backward has completed it; gradients must then not be changed (clipped, unscaled)
+            before `step`.
+        timeout: seconds to wait for others before an `ExchangeError`.
+
+    Attributes:
+        eager: the switch of eager pushes, to be off while gradients are accumulated; None without them.
+        server: the server in this process; None if there is none.
+
+    Raises:
+        PlanError: optimizer, parameters and layout do not fit each other.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        parameters: Sequence[tuple[str, nn.Parameter]],
+        layout: ServerLayout,
+        optimizer: Optimizer,
+        consistency: Consistency,
+        *,
+        buffers: Mapping[str, Tensor] | Sequence[tuple[str, Tensor]] = (),
+        nodes: Sequence[Sequence[int]] | None = None,
+        eager: bool = False,
+        timeout: float = 600.0,
+    ) -> None:
+        if layout.workers + layout.servers != mesh.size:
+            raise PlanError(
+                f"plan: {layout.workers} workers and {layout.servers} server-only ranks make no mesh of {mesh.size}"
+            )
+        by_name = dict(parameters)
+        if missing := {piece.variable for shard in layout.shards for piece in shard.pieces} - by_name.keys():
+            raise PlanError(f"plan: the model has no parameter '{min(missing)}' ({len(missing)} such)")
+        self._rule = OptimizerRule.of(optimizer, {parameter: name for name, parameter in parameters})
+        for shard in layout.shards:
+            if shard.sparse:
+                self._rule.check_sparse(shard.pieces[0].variable)
+        self._parties = parties_of(layout, nodes)
+        if eager and layout.local_aggregation:
+            raise PlanError("eager: a node's gradients are summed before they are pushed; choose one of both")
+        self._mesh, self._layout, self._optimizer, self._consistency = mesh, layout, optimizer, consistency
+        self._timeout = timeout
+        # Not copied: a module may replace its buffers, which a mapping can look up.
+        self._buffers = buffers if isinstance(buffers, Mapping) else dict(buffers)
+        self._shapes = {name: parameter.shape for name, parameter in parameters}
+        self._replica = Replica(by_name, layout)
+        self._shards = {shard.index: shard for shard in layout.shards if self._is_trained(shard)}
+        self._of = {owner: layout.of(owner) for owner in layout.owners}
+        self._early = dict.fromkeys(layout.owners, 0)
+        self._wanted: dict[str, Tensor] = {}
+        self._loaded: dict[str, Any] = {"step": 0, "progress": 0.0, "optimizer": {}}
+        self._samples = self._pushed = 0
+        self._met: frozenset[int] = frozenset()
+        self._closed = False
+        self.server = ShardServer(mesh) if mesh.rank in layout.owners else None
+        in_step = consistency.mode == "synchronous"
+        self._letters = Correspondence(mesh, layout, in_step, timeout)
+        self._pulled = Pulled(mesh.rank, layout, self._replica, self._buffers, self._letters)
+        self._node = self._join_node() if layout.local_aggregation else None
+        self.eager = EagerPushes(by_name, self._shards.values(), self._push_early) if eager else None
+
+    # The training loop's calls
+
+    def start(self) -> None:
+        for owner in self._layout.owners:
+            self._letters.send(owner, "server.join")
+        self._letters.collect({"worker.values": self._pulled.install, "worker.empty": self._set_up})
+        self._loaded = {**self._loaded, "optimizer": {}}  # it lies on the servers now
+        self._catch_up()
+        self._clear_step()
+
+    def step(self, optimizer: Optimizer, samples: int) -> None:
+        if optimizer is not self._optimizer:
+            raise PlanError("a parameter server steps the one optimizer that it was made with")
+        self._samples += samples
+        if self._node is None:
+            early = self.eager.pushed if self.eager else ()
+            rest = [shard for shard in self._shards.values() if shard.index not in early]
+            self._exchange(self._replica.gradients(rest), 1, ())
+        else:
+            self._node.step(self._replica.gradients(self._shards.values()), self._exchange)
+        self._clear_step()
+        # Learning-rate schedulers warn unless the optimizer has stepped, which it did, elsewhere.
+        self._optimizer._opt_called = True  # type: ignore[attr-defined]
+
+    @property
+    def progress(self) -> int:
+        return self._pulled.progress
+
+    @property
+    def met(self) -> frozenset[int]:
+        return self._met
+
+    def drain(self) -> None:
+        if self._node is not None:
+            self._node.finish()
+        for owner in self._layout.owners:
+            carried = self._carried_buffers() if owner == self._pulled.coordinator else {}
+            header = {"samples": self._samples, "since": self._pulled.versions[owner]}
+            self._letters.send(owner, "server.drain", header, pack(carried).parts)
+        met: list[frozenset[int]] = []
+
+        def pass_barrier(mail: Mail) -> None:
+            met.append(frozenset(mail.header["met"]))
+            self._pulled.install(mail)
+
+        self._letters.collect({"worker.drained": pass_barrier})
+        self._met = frozenset.intersection(*met)
+        self._samples = 0
+        if self._node is not None:
+            self._node.pass_barrier()
+
+    def resume(self) -> None:
+        """Nothing is left to do: servers count everybody in again at the barrier itself."""
+
+    def finish(self) -> None:
+        if self._node is not None:
+            self._node.finish()
+        for owner in self._layout.owners:
+            self._letters.send(owner, "server.finish")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Step, progress, and by variable the optimizer's state, whole; the parameters are the model's own.
+
+        Any worker may call it alone, after a drain.
+        """
+        pieces: dict[tuple[str, int, str], Tensor] = {}
+
+        def keep(mail: Mail) -> None:
+            message = unpack(mail.payload)
+            pieces.update({(v, start, key): message.tensors[name] for name, v, start, key in message.values["states"]})
+            self._pulled.note(mail.sender, self._pulled.steps[mail.sender])
+
+        for owner in self._layout.owners:
+            self._letters.send(owner, "server.state")
+        self._letters.collect({"worker.state": keep})
+        whole = checkpoint.join(pieces, self._layout.shards, self._shapes)
+        return {"step": self._pulled.step, "progress": float(self.progress), "optimizer": whole}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a state, be it of another number of servers; called before `start`.
+
+        Rank 0's counts; with the same one on all ranks, they all find what is wrong with it.
+
+        Raises:
+            PlanError: it is the state of other parameters.
+        """
+        checkpoint.check(state["optimizer"], self._shapes)
+        self._loaded = state
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        if self.eager is not None:
+            self.eager.close()
+        for owner in self._layout.owners:
+            with suppress(ExchangeError):
+                self._letters.send(owner, "server.leave")
+        # A server that nobody can reach any more goes on for nobody.
+        patience = 0.0 if self._mesh.closed or self._mesh.error is not None else min(_CLOSING, self._timeout)
+        if self.server is not None and not self.server.wait(patience):
+            self.server.stop()
+        self._letters.close()
+
+    # What only a parameter server offers
+
+    def need(self, rows: Mapping[str, Tensor]) -> None:
+        """Say which rows of row-wise variables the next batch reads: the next `step` pulls no others.
+
+        Variables that are not named are pulled as far as they changed. The other rows stay as they are until they
+        are needed, or the next `drain`.
+
+        Raises:
+            PlanError: a variable has no row-wise shards, or the workers of a node pull together.
+        """
+        if self._node is not None:
+            raise PlanError("need: the workers of a node pull together, so each gets the rows of all")
+        row_wise = {shard.pieces[0].variable for shard in self._layout.shards if shard.width}
+        for name in rows:
+            if name not in row_wise:
+                raise PlanError(f"need: '{name}' is no row-wise variable; those are: {', '.join(sorted(row_wise))}")
+        self._wanted = {name: torch.unique(indices.detach().cpu()) for name, indices in rows.items()}
+
+    @property
+    def state_bytes(self) -> int:
+        return self.server.state_bytes if self.server else 0
+
+    @property
+    def bytes_pushed(self) -> int:
+        """Bytes of gradients sent to other processes."""
+        return self._pushed + (self._node.bytes_pushed if self._node is not None else 0)
+
+    @property
+    def bytes_pulled(self) -> int:
+        """Bytes of parameters got from other processes."""
+        return self._pulled.bytes
+
+    # Beginning
+
+    def _set_up(self, mail: Mail) -> None:
+        """Rank 0 tells a server what to keep."""
+        setup = Setup(
+            layout=self._layout,
+            rule=self._rule,
+            staleness=self._staleness,
+            synchronous=self._consistency.mode == "synchronous",
+            parties=self._parties,
+            step=self._loaded["step"],
+            progress=self._loaded["progress"],
+        )
+        buffers = self._buffers if mail.sender == self._pulled.coordinator else {}
+        shards = self._of[mail.sender]
+        packed = pack_setup(setup, shards, self._replica, self._loaded["optimizer"], buffers)
+        self._letters.send(mail.sender, "server.setup", {}, packed.parts)
+
+    def _catch_up(self) -> None:
+        """Of several servers some may have counted this worker in before the barrier that others had passed by then:
+        those still wait for it there, and everybody for them.
+        """
+        epochs, newest = self._pulled.epochs, max(self._pulled.epochs.values())
+        behind = [owner for owner, epoch in epochs.items() if epoch < newest]
+        for owner in behind:
+            header = {"samples": 0, "since": self._pulled.versions[owner]}
+            self._letters.send(owner, "server.drain", header, pack({}).parts)
+        known = {owner: step for owner, step in self._pulled.steps.items() if owner not in behind}
+        self._letters.collect({"worker.drained": self._pulled.install}, known)
+
+    @property
+    def _staleness(self) -> int | None:
+        if self._consistency.mode == "asynchronous":
+            return None
+        return self._consistency.staleness or 0
+
+    def _is_trained(self, shard: Shard) -> bool:
+        return any(piece.variable in self._rule.members for piece in shard.pieces)
+
+    def _join_node(self) -> NodeExchange:
+        rank = self._mesh.rank
+        members = next(party for party in self._parties if rank in party)
+        return NodeExchange(rank, members, self._letters, self._pulled, self._replica, self._shards, self._of)
+
+    # A step
+
+    def _push_early(self, shard: Shard) -> None:
+        packed = pack_gradients(self._replica.gradients([shard]))
+        self._early[shard.owner] += 1
+        self._push(shard.owner, packed, None)
+
+    def _exchange(self, gradients: Gradients, workers: int, handed_on: Sequence[int]) -> None:
+        """Push, and take the servers' answers, which those who contributed get too."""
+        settings = hyperparameters(self._optimizer)
+        for owner, shards in self._of.items():
+            own = {shard.index: gradients[shard.index] for shard in shards if shard.index in gradients}
+            wanted = {
+                shard.index: self._wanted[shard.pieces[0].variable]
+                for shard in shards
+                if shard.width and shard.pieces[0].variable in self._wanted
+            }
+            last = {
+                "pushes": self._early[owner] + 1,
+                "workers": workers,
+                "settings": settings,
+                "since": self._pulled.versions[owner],
+                "wanted": list(wanted),
+            }
+            self._push(owner, pack_gradients(own, wanted), last)
+
+        def take(mail: Mail) -> None:
+            for rank in handed_on:
+                with suppress(ExchangeError):  # its loss is told by its own event
+                    self._letters.send(rank, "node.values", {**mail.header, "owner": mail.sender}, [mail.payload])
+            self._pulled.install(mail)
+
+        self._letters.collect({"worker.values": take})
+
+    def _push(self, owner: int, packed: Packed, last: dict[str, Any] | None) -> None:
+        header: dict[str, Any] = {"step": self._pulled.steps[owner]}
+        if last is not None:
+            header["last"] = last
+        if owner != self._mesh.rank:
+            self._pushed += packed.tensor_bytes
+        self._letters.send(owner, "server.push", header, packed.parts)
+
+    def _carried_buffers(self) -> dict[str, Part]:
+        """What counts at a barrier: in step rank 0's buffers, as with DDP; otherwise all workers' floating ones."""
+        if self._consistency.mode == "synchronous":
+            chosen = self._buffers if self._mesh.rank == 0 else {}
+        else:
+            chosen = {name: buffer for name, buffer in self._buffers.items() if buffer.is_floating_point()}
+        return {f"buffer.{name}": buffer for name, buffer in chosen.items()}
+
+    def _clear_step(self) -> None:
+        self._wanted = {}
+        self._early = dict.fromkeys(self._early, 0)
+        if self.eager is not None:
+            self.eager.clear()

@@ -1,0 +1,118 @@
+"""Gradients of shards: their form on the wire, and their sums."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_autosync.engine.exchanges.rows import Rows, add_rows
+from lightning_autosync.errors import ExchangeError
+from lightning_autosync.plan.servers import Shard
+from lightning_autosync.relaxed.server.wire import Packed, Part, Unpacked, pack
+
+
+@dataclass(frozen=True)
+class DenseGradient:
+    """The gradient of a dense shard.
+
+    Attributes:
+        parts: for each piece its elements, flat; None where no worker had a gradient.
+        counts: for each piece, the workers that had one.
+    """
+
+    parts: tuple[Tensor | None, ...]
+    counts: tuple[int, ...]
+
+
+Gradient = DenseGradient | Rows
+"""Of a dense or of a row-wise shard; row indices count from the table's first row."""
+
+Gradients = dict[int, Gradient]
+"""By the shard's index; shards without any gradient are left out."""
+
+
+def pack_gradients(gradients: Gradients, wanted: Mapping[int, Tensor] | None = None) -> Packed:
+    """The payload of a push; with it the rows, by shard, that are wanted back."""
+    tensors: dict[str, Part] = {f"{index}.wanted": rows for index, rows in (wanted or {}).items()}
+    counts: dict[str, list[int]] = {}
+    for index, gradient in gradients.items():
+        if isinstance(gradient, Rows):
+            tensors[f"{index}.rows"] = gradient.indices
+            tensors[f"{index}.values"] = gradient.values
+            counts[str(index)] = [gradient.gradients]
+        else:
+            tensors[str(index)] = [part for part in gradient.parts if part is not None]
+            counts[str(index)] = list(gradient.counts)
+    return pack(tensors, counts)
+
+
+def unpack_gradients(message: Unpacked, shards: Mapping[int, Shard]) -> Gradients:
+    """The gradients in a push for these shards; views of its payload.
+
+    Raises:
+        ExchangeError: they fit no shard.
+    """
+    found: Gradients = {}
+    for name, counts in message.values.items():
+        shard = shards.get(int(name))
+        if shard is None:
+            raise ExchangeError(f"a gradient for shard {name}, which is not kept here")
+        if shard.width:
+            found[shard.index] = _rows(message, shard, counts[0])
+        else:
+            found[shard.index] = _dense(message.tensors[name], shard, counts)
+    return found
+
+
+def unpack_rows(message: Unpacked, shard: Shard, gradients: int = 0) -> Rows | None:
+    """The rows of a row-wise shard in a message, if there are any."""
+    return _rows(message, shard, gradients) if f"{shard.index}.rows" in message.tensors else None
+
+
+def _rows(message: Unpacked, shard: Shard, gradients: int) -> Rows:
+    indices, values = message.tensors[f"{shard.index}.rows"], message.tensors[f"{shard.index}.values"]
+    inside = not indices.numel() or (
+        int(indices[0]) >= shard.first_row
+        and int(indices[-1]) < shard.first_row + shard.rows
+        and bool((indices[1:] > indices[:-1]).all())
+    )
+    if not inside or list(values.shape) != [indices.numel(), shard.width]:
+        raise ExchangeError(f"rows that are not in shard {shard.index} of group '{shard.group}'")
+    return Rows(indices, values, gradients)
+
+
+def _dense(flat: Tensor, shard: Shard, counts: Sequence[int]) -> DenseGradient:
+    sizes = [piece.numel for piece, count in zip(shard.pieces, counts, strict=True) if count]
+    if sum(sizes) != flat.numel():
+        raise ExchangeError(f"{flat.numel()} elements for shard {shard.index} of group '{shard.group}'")
+    views = iter(torch.split(flat, sizes))
+    return DenseGradient(tuple(next(views) if count else None for count in counts), tuple(counts))
+
+
+def add(gradients: Sequence[Gradients], factor: float) -> Gradients:
+    """``factor`` times the sum, added in the order given so that the result is reproducible; in new memory."""
+    indices = sorted({index for one in gradients for index in one})
+    return {index: _add_shard([one[index] for one in gradients if index in one], factor) for index in indices}
+
+
+def _add_shard(parts: Sequence[Gradient], factor: float) -> Gradient:
+    rows = [part for part in parts if isinstance(part, Rows)]
+    if rows:
+        total = add_rows(rows)
+        return Rows(total.indices, total.values * factor, total.gradients)
+    dense = [part for part in parts if isinstance(part, DenseGradient)]
+    sums = tuple(_sum(pieces, factor) for pieces in zip(*(part.parts for part in dense), strict=True))
+    return DenseGradient(sums, tuple(map(sum, zip(*(part.counts for part in dense), strict=True))))
+
+
+def _sum(pieces: Sequence[Tensor | None], factor: float) -> Tensor | None:
+    given = [piece for piece in pieces if piece is not None]
+    if not given:
+        return None
+    total = given[0] + given[1] if len(given) > 1 else given[0].clone()
+    for piece in given[2:]:
+        total += piece
+    return total.mul_(factor)

@@ -1,0 +1,23 @@
+"""Step times without a cluster: the replay of schedules."""
+
+from __future__ import annotations
+
+from lightning_autosync.replay.bound import Bound, least_step, step_bound, synchronization_bound
+from lightning_autosync.replay.constants import CodecRates, Constants
+from lightning_autosync.replay.prediction import MessageSpan, Prediction, Span, Timeline
+from lightning_autosync.replay.replay import Replay, replay
+
+__all__ = [
+    "Bound",
+    "CodecRates",
+    "Constants",
+    "MessageSpan",
+    "Prediction",
+    "Replay",
+    "Span",
+    "Timeline",
+    "least_step",
+    "replay",
+    "step_bound",
+    "synchronization_bound",
+]

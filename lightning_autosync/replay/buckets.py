@@ -1,0 +1,48 @@
+"""Token buckets: a channel that was idle gives its next bytes at once, as shaped links do (``tc tbf``).
+
+A bucket fills with what its channel could have given and did not, up to a burst. While there is something in it, the
+channel is as fast as asked for.
+"""
+
+from __future__ import annotations
+
+import numba
+import numpy
+
+from lightning_autosync.replay.network import Floats
+
+_AT_ONCE = 20e9
+"""Bytes/s of what a bucket lets pass: that of memory, which is what links made of memory carry."""
+_EMPTY = 1.0
+"""Tokens (bytes) that do not count."""
+_SAME = 1 + 1e-9
+"""Ratio of two rates that are one."""
+
+
+@numba.njit(cache=True)
+def open_capacities(capacities: Floats, tokens: Floats) -> Floats:
+    """[channels] what each channel gives a second just now."""
+    effective = capacities.copy()
+    for channel in range(len(tokens)):
+        if tokens[channel] > _EMPTY:
+            effective[channel] = max(_AT_ONCE, capacities[channel])
+    return effective
+
+
+@numba.njit(cache=True)
+def next_change(flow: Floats, capacities: Floats, tokens: Floats) -> float:
+    """Seconds until a bucket is empty if ``flow`` [channels] goes on; infinite if none will be."""
+    least = numpy.inf
+    for channel in range(len(tokens)):
+        if tokens[channel] > _EMPTY and flow[channel] > capacities[channel] * _SAME:
+            least = min(least, tokens[channel] / (flow[channel] - capacities[channel]))
+    return least
+
+
+@numba.njit(cache=True)
+def refill(flow: Floats, capacities: Floats, tokens: Floats, burst: Floats, seconds: float) -> None:
+    """Let ``seconds`` pass at a given flow."""
+    for channel in range(len(tokens)):
+        if burst[channel] > 0:
+            there = tokens[channel] + (capacities[channel] - flow[channel]) * seconds
+            tokens[channel] = 0.0 if there < _EMPTY else min(there, burst[channel])

@@ -1,0 +1,142 @@
+"""When gradients are ready, and when the messages made of them can start."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lightning_autosync.plan.schedule import Schedule
+from lightning_autosync.replay.constants import Constants
+from lightning_autosync.workload import Variable, Workload
+
+_PARTS = 12
+"""Parts of the backward pass between which main threads' work is told apart."""
+
+
+@dataclass(frozen=True)
+class Compute:
+    """One rank's own timeline of a step; seconds from its beginning.
+
+    Attributes:
+        forward: end of the forward pass.
+        ready: for each message, when the last of its gradients is packed.
+        start: for each message, when it is handed to the wire.
+        backward: end of the backward pass.
+    """
+
+    forward: float
+    ready: tuple[float, ...]
+    start: tuple[float, ...]
+    backward: float
+
+
+@dataclass(frozen=True)
+class Chores:
+    """What the ranks' main threads do for synchronization in each part of the backward pass, on cores that all share.
+
+    Attributes:
+        release: [parts] seconds from the beginning of the step before which a part has nothing to do.
+        core: [parts] core-seconds of every rank.
+        part_of: [messages] the part in which the last gradient of a message is packed, and the message launched.
+    """
+
+    release: tuple[float, ...]
+    core: tuple[float, ...]
+    part_of: tuple[int, ...]
+
+
+class ComputeClock:
+    """The compute timeline of a workload.
+
+    Ready times that are all unknown are spread evenly over the backward pass; a variable without one, among others
+    that have theirs, has no gradient before the end of the backward pass, when the engine sends what is missing.
+    """
+
+    def __init__(self, workload: Workload, constants: Constants) -> None:
+        self._workload = workload
+        self._accelerated = constants.accelerated
+        ready = ready_times(workload)
+        self._costs: list[tuple[str, float, float]] = []
+        for variable in sorted(workload.variables, key=lambda variable: ready[variable.name]):
+            seconds = constants.gradient_cost + _packing(variable, constants)
+            self._costs.append((variable.name, ready[variable.name], seconds))
+        self._packed: dict[float, tuple[dict[str, float], float]] = {}
+
+    def run(self, schedule: Schedule, launch_costs: Sequence[float], speed: float) -> Compute:
+        """The timeline of a rank.
+
+        Args:
+            schedule: the messages.
+            launch_costs: for each message, seconds that its launch keeps the rank from computing.
+            speed: how fast the rank computes; the workload's times are for 1.
+        """
+        forward = self._workload.forward_time / speed
+        if speed not in self._packed:
+            self._packed[speed] = self._pack(speed)
+        packed, end = self._packed[speed]
+        messages = schedule.messages
+        last = [max(packed[name] for name in message.variables) for message in messages]
+        ready, start = [0.0] * len(messages), [0.0] * len(messages)
+        collectives = [message.index for message in messages if message.collective]
+        complete, following, launching = set(), 0, 0.0
+        for index in sorted(range(len(messages)), key=lambda index: last[index]):
+            now = forward + last[index]
+            ready[index] = now + launching
+            if not messages[index].collective:
+                launching += launch_costs[index]
+                start[index] = now + launching
+                continue
+            complete.add(index)
+            while following < len(collectives) and collectives[following] in complete:
+                launching += launch_costs[collectives[following]]
+                start[collectives[following]] = now + launching
+                following += 1
+        return Compute(forward, tuple(ready), tuple(start), forward + end + launching)
+
+    def chores(self, schedule: Schedule, launch_costs: Sequence[float], speed: float) -> Chores:
+        """What the main threads do besides computing; arguments as of `run`."""
+        backward, forward = self._workload.backward_time / speed, self._workload.forward_time / speed
+        part = {
+            name: min(_PARTS - 1, int(_PARTS * ready / self._workload.backward_time)) if backward > 0 else 0
+            for name, ready, _ in self._costs
+        }
+        core = [0.0] * _PARTS
+        for name, _, seconds in self._costs:
+            core[part[name]] += seconds
+        part_of = [max(part[name] for name in message.variables) for message in schedule.messages]
+        for place, cost in zip(part_of, launch_costs, strict=True):
+            core[place] += cost
+        release = [forward + backward * place / _PARTS for place in range(_PARTS)]
+        return Chores(tuple(release), tuple(core), tuple(part_of))
+
+    def _pack(self, speed: float) -> tuple[dict[str, float], float]:
+        """Seconds from the start of backward until each gradient is packed, by name, and until its end."""
+        packed: dict[str, float] = {}
+        now = late = 0.0
+        for name, ready, seconds in self._costs:
+            # An accelerator goes on meanwhile; a core that also computes is late by all that it packed.
+            now = max(now, ready / speed + (0.0 if self._accelerated else late)) + seconds
+            late += seconds
+            packed[name] = now
+        end = self._workload.backward_time / speed
+        return packed, max(now, end if self._accelerated else end + late)
+
+
+def _packing(variable: Variable, constants: Constants) -> float:
+    """Core-seconds of bringing a gradient into its message's buffer; of a table's, of finding its touched rows too."""
+    if variable.kind == "dense":
+        return variable.bytes / constants.copy_rate
+    touched = variable.rows / variable.shape[0] if variable.rows is not None and variable.numel else 1.0
+    found = variable.bytes / constants.scan_rate if variable.kind == "row_sparse" else 0.0
+    return found + touched * variable.bytes / constants.copy_rate + constants.merge_cost
+
+
+def ready_times(workload: Workload) -> dict[str, float]:
+    """Seconds from the start of the backward pass until each gradient is ready, by name; see `ComputeClock`."""
+    if all(variable.ready is None for variable in workload.variables):
+        step = workload.backward_time / len(workload.variables)
+        return {name: step * (place + 1) for place, name in enumerate(workload.ready_order)}
+    return {
+        variable.name: workload.backward_time if variable.ready is None else variable.ready
+        for variable in workload.variables
+    }

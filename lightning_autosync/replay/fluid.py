@@ -1,0 +1,243 @@
+"""Stages as fluids: each drains its loads from all channels at one pace; stages share channels by urgency."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numba
+import numpy
+from numpy.typing import NDArray
+
+from lightning_autosync.replay.buckets import next_change, open_capacities, refill
+from lightning_autosync.replay.network import Floats
+
+Flags = NDArray[numpy.bool_]
+Indices = NDArray[numpy.int64]
+
+_DONE = 1e-9
+"""Share of a stage's work that is rounding."""
+
+
+class Conditions(NamedTuple):
+    """What stages ask for and wait for; arrays [stages].
+
+    Attributes:
+        work: [stages, channels] what a stage asks of each channel.
+        fill: seconds from the end of its work to its own end.
+        release: earliest start.
+        delay: seconds between all conditions for a start and the start.
+        after: [stages, 3] stages to wait for, -1 for none; the second one's start, the others' ends.
+        urgency: the lower goes first among rivals.
+        queue: place in the backend's queue, -1 for stages that the backend does not carry.
+        rivals: [stages, stages] whether two stages share a connection, on which the more urgent goes first.
+    """
+
+    work: Floats
+    fill: Floats
+    release: Floats
+    delay: Floats
+    after: Indices
+    urgency: Indices
+    queue: Indices
+    rivals: Flags
+
+
+class Times(NamedTuple):
+    """What became of the stages; arrays [stages], seconds.
+
+    Attributes:
+        start: when its conditions were met.
+        served: when its work first moved.
+        drained: end of its work.
+        end: end of all of it.
+        bound: the channel that bound it when it last moved, -1 for none.
+    """
+
+    start: Floats
+    served: Floats
+    drained: Floats
+    end: Floats
+    bound: Indices
+
+
+class _State(NamedTuple):
+    """What changes from event to event: share of the work left, its rate, level among rivals; and work by itself."""
+
+    left: Floats
+    rate: Floats
+    level: Indices
+    alone: Floats
+
+
+@numba.njit(cache=True)
+def drain(conditions: Conditions, capacities: Floats, slots: int, tokens: Floats, burst: Floats) -> Times:
+    """Run all stages.
+
+    Args:
+        conditions: of the stages.
+        capacities: [channels] what a channel gives a second.
+        slots: how many of the backend's stages run at once.
+        tokens: [channels] what a channel gives at once before that; changed to what is there when the last stage ends.
+        burst: [channels] the most tokens that a channel collects while it gives less than it could.
+    """
+    count = len(conditions.fill)
+    times = Times(
+        numpy.full(count, numpy.inf),
+        numpy.full(count, numpy.inf),
+        numpy.full(count, numpy.inf),
+        numpy.full(count, numpy.inf),
+        numpy.full(count, -1, dtype=numpy.int64),
+    )
+    state = _State(
+        numpy.ones(count),
+        numpy.zeros(count),
+        numpy.zeros(count, dtype=numpy.int64),
+        _alone(conditions.work, capacities),
+    )
+    by_urgency = numpy.argsort(conditions.urgency)
+    shaped = burst.max() > 0
+    now = 0.0
+    while True:
+        coming = _meet(conditions, state, times, slots, now)
+        deepest = _set_levels(by_urgency, conditions.rivals, state, times, now)
+        _share(conditions.work, open_capacities(capacities, tokens), state, deepest, times.bound)
+        step = coming - now
+        flow = _flow(conditions.work, state) if shaped else capacities
+        step = min(step, next_change(flow, capacities, tokens))
+        for stage in range(count):
+            if state.level[stage] >= 0 and state.rate[stage] > 0:
+                step = min(step, state.left[stage] / state.rate[stage])
+                times.served[stage] = min(times.served[stage], now)
+        if step == numpy.inf:
+            return times
+        now = coming if now + step >= coming else now + step
+        if shaped:
+            refill(flow, capacities, tokens, burst, step)
+        for stage in range(count):
+            if state.level[stage] >= 0:
+                state.left[stage] = max(0.0, state.left[stage] - state.rate[stage] * step)
+
+
+@numba.njit(cache=True)
+def _alone(work: Floats, capacities: Floats) -> Floats:
+    """[stages] seconds of each stage's work if nothing else were there."""
+    stages, channels = work.shape
+    alone = numpy.zeros(stages)
+    for stage in range(stages):
+        for channel in range(channels):
+            alone[stage] = max(alone[stage], work[stage, channel] / capacities[channel])
+    return alone
+
+
+@numba.njit(cache=True)
+def _meet(conditions: Conditions, state: _State, times: Times, slots: int, now: float) -> float:
+    """Start and end what is due; returns the next time at which something is. What starts may let others start."""
+    coming = numpy.inf
+    changed = True
+    while changed:
+        changed = False
+        coming = numpy.inf
+        for stage in range(len(times.start)):
+            if times.end[stage] < numpy.inf and times.end[stage] > now:
+                coming = min(coming, times.end[stage])
+            if times.start[stage] < numpy.inf:
+                if times.start[stage] > now:
+                    coming = min(coming, times.start[stage])
+                elif times.drained[stage] == numpy.inf and (state.left[stage] <= _DONE or state.alone[stage] == 0):
+                    times.drained[stage] = now
+                    times.served[stage] = min(times.served[stage], now)
+                    times.end[stage] = now + conditions.fill[stage]
+                    changed = True
+            elif conditions.release[stage] > now:
+                coming = min(coming, conditions.release[stage])
+            elif _may_start(stage, conditions, times, slots, now):
+                times.start[stage] = now + conditions.delay[stage]
+                changed = True
+    return coming
+
+
+@numba.njit(cache=True)
+def _may_start(stage: int, conditions: Conditions, times: Times, slots: int, now: float) -> bool:
+    """Whether all that a stage waits for, but its release, has happened."""
+    first, second, third = conditions.after[stage]
+    if (first >= 0 and times.end[first] > now) or (second >= 0 and times.start[second] > now):
+        return False
+    if third >= 0 and times.end[third] > now:
+        return False
+    place = conditions.queue[stage]
+    if place < 0:
+        return True
+    open_before = 0
+    for other in range(len(times.end)):
+        if 0 <= conditions.queue[other] < place and times.end[other] > now:
+            open_before += 1
+    return open_before < slots
+
+
+@numba.njit(cache=True)
+def _set_levels(by_urgency: Indices, rivals: Flags, state: _State, times: Times, now: float) -> int:
+    """Put stages under way one level below their more urgent rivals; returns the lowest level."""
+    level = state.level
+    deepest = -1
+    for place in range(len(by_urgency)):
+        stage = by_urgency[place]
+        level[stage] = -1
+        if times.start[stage] > now or times.drained[stage] < numpy.inf:
+            continue
+        level[stage] = 0
+        for earlier in range(place):
+            other = by_urgency[earlier]
+            if level[other] >= level[stage] and rivals[stage, other]:
+                level[stage] = level[other] + 1
+        deepest = max(deepest, level[stage])
+    return deepest
+
+
+@numba.njit(cache=True)
+def _flow(work: Floats, state: _State) -> Floats:
+    """[channels] what all stages under way take a second."""
+    flow = numpy.zeros(work.shape[1])
+    for stage in range(len(work)):
+        if state.level[stage] >= 0:
+            for channel in range(work.shape[1]):
+                flow[channel] += state.rate[stage] * work[stage, channel]
+    return flow
+
+
+@numba.njit(cache=True)
+def _share(work: Floats, capacities: Floats, state: _State, deepest: int, bound: Indices) -> None:
+    """Progressive filling, level by level: stages of one level grow in step, each by its own speed when alone."""
+    residual = capacities.copy()
+    for current in range(deepest + 1):
+        growing = 0
+        for stage in range(len(work)):
+            if state.level[stage] == current:
+                state.rate[stage] = -1.0
+                growing += 1
+        while growing:
+            growing -= _fill_one(work, residual, state, current, bound)
+
+
+@numba.njit(cache=True)
+def _fill_one(work: Floats, residual: Floats, state: _State, current: int, bound: Indices) -> int:
+    """Fill the channel that is full first and fix the rates of the stages on it; returns how many they are."""
+    stages, channels = work.shape
+    rate, alone = state.rate, state.alone
+    weight = numpy.zeros(channels)
+    for stage in range(stages):
+        if state.level[stage] == current and rate[stage] < 0:
+            for channel in range(channels):
+                weight[channel] += work[stage, channel] / alone[stage]
+    least, tightest = numpy.inf, -1
+    for channel in range(channels):
+        if weight[channel] > 0 and residual[channel] < least * weight[channel]:
+            least, tightest = residual[channel] / weight[channel], channel
+    fixed = 0
+    for stage in range(stages):
+        if state.level[stage] == current and rate[stage] < 0 and work[stage, tightest] > 0:
+            rate[stage] = least / alone[stage]
+            bound[stage] = tightest
+            fixed += 1
+            for channel in range(channels):
+                residual[channel] = max(0.0, residual[channel] - rate[stage] * work[stage, channel])
+    return fixed

@@ -1,0 +1,259 @@
+"""What each stage of a message asks of every channel, and how long its pipeline takes to fill and to drain."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numba
+import numpy
+from numpy.typing import NDArray
+
+from lightning_autosync.replay.constants import Constants
+from lightning_autosync.replay.forest import Forest
+from lightning_autosync.replay.network import Floats, Integers, Network
+from lightning_autosync.replay.pipelines import Chart, Flows, load
+from lightning_autosync.replay.stages import Stage
+
+_RIVALRY = 0.85
+"""Share of connections, and likeness of loads, above which two stages go one after the other."""
+_SHARPNESS = 8
+"""Exponent that tells full channels from others."""
+
+
+@dataclass(frozen=True)
+class Loads:
+    """Stages in numbers.
+
+    Attributes:
+        work: [stages, channels] bytes on links, core-seconds on hosts.
+        stretch: [stages] factor, contained in ``work``, by which links carry a stage slower than they could.
+        fill: [stages] seconds in which a stage is under way without keeping its busiest channel busy.
+        pairs: [stages, words] bit set of the pairs of ranks that a stage on trees connects.
+    """
+
+    work: Floats
+    stretch: Floats
+    fill: Floats
+    pairs: NDArray[numpy.uint64]
+
+    def rivals(self) -> NDArray[numpy.bool_]:
+        """[stages, stages] whether two stages on trees use nearly the same connections to nearly the same degree.
+
+        On a connection the more urgent stage goes first. Stages that differ do not wait for each other as a whole: what
+        they send over other connections shares the links.
+        """
+        return _overlap(self.pairs, self.work)
+
+
+def flow_arrays(stages: Sequence[Stage], ranks: int, constants: Constants) -> Flows:
+    """The flows of all stages."""
+    flows = [flow for stage in stages for flow in stage.flows]
+    up, down, wire, values, pieces, copies = zip(*flows, strict=True) if flows else ((),) * 6
+    costs = numpy.zeros((len(stages), 5))
+    growth = numpy.ones((len(stages), ranks + 1))
+    for number, stage in enumerate(stages):
+        frame, hop = stage.frame_cost(constants), stage.hop_delay(constants, ranks)
+        costs[number] = stage.gather, stage.seal, stage.open, frame, hop
+        if stage.growth is not None:
+            growth[number] = stage.growth
+    return Flows(
+        numpy.repeat(numpy.arange(len(stages)), [len(stage.flows) for stage in stages]),
+        numpy.array(up, dtype=numpy.int64),
+        numpy.array(down, dtype=numpy.int64),
+        numpy.array(wire, dtype=float),
+        numpy.array(values, dtype=float),
+        numpy.array(pieces, dtype=numpy.int64),
+        numpy.array(copies, dtype=numpy.int64),
+        costs,
+        growth,
+        constants.host_cost,
+    )
+
+
+class _Ring(NamedTuple):
+    """Every rank sends to a neighbour in rank order.
+
+    Attributes:
+        arcs: [channels] how many of the arcs from rank to rank cross each.
+        latency: seconds; that of the longest arc.
+        crowding: full channels, shared by several arcs, on the way of one arc; at most.
+    """
+
+    arcs: Floats
+    latency: float
+    crowding: float
+
+    @classmethod
+    def of(cls, network: Network, way: int) -> _Ring:
+        """The ring that goes that ``way``, as of `Stage`."""
+        arcs = numpy.zeros(len(network.capacities))
+        if network.ranks == 1:
+            return cls(arcs, 0.0, 0.0)
+        ranks = numpy.arange(network.ranks)
+        neighbours = (ranks + way) % network.ranks
+        network.find_routes(numpy.sort(ranks * network.ranks + neighbours))
+        routes = network.route_of[ranks, neighbours]
+        crossed = [network.hops[network.starts[route] : network.starts[route + 1]] for route in routes]
+        for hops in crossed:
+            arcs[hops] += 1
+        counts = arcs[: network.links]
+        full = _fullness((counts / network.capacities[: network.links])[None])[0] * (counts > 1)
+        return cls(arcs, float(network.latencies[routes].max()), max(float(full[hops].sum()) for hops in crossed))
+
+
+class LoadModel:
+    """Turns stages into loads on one network."""
+
+    def __init__(self, network: Network, forest: Forest, constants: Constants) -> None:
+        self._network = network
+        self._forest = forest
+        self._constants = constants
+        self._rings: dict[int, _Ring] = {}
+
+    def loads(self, stages: Sequence[Stage]) -> Loads:
+        """The loads of stages that run on their own."""
+        network, constants = self._network, self._constants
+        self._forest.settle()
+        flows = flow_arrays(stages, network.ranks, constants)
+        channels = len(network.capacities)
+        words = (network.ranks**2 + 63) // 64
+        work, fill = numpy.zeros((len(stages), channels)), numpy.zeros(len(stages))
+        pairs = numpy.zeros((len(stages), words), dtype=numpy.uint64)
+        if len(flows.stage):
+            load(flows, self._chart(), work, fill, pairs)
+        crowding = numpy.zeros(len(stages))
+        if len(flows.stage):
+            routes = network.route_of, network.starts, network.hops
+            shared = _connections(pairs, routes, network.links) > 1
+            full = shared * _fullness(work[:, : network.links] / network.capacities[: network.links])
+            _crowd((flows.stage, flows.up, flows.down), self._forest.parents, routes, full, crowding)
+        for number, stage in enumerate(stages):
+            if stage.ring_steps:
+                ring = self._ring(stage.ring_way)
+                crowding[number] = ring.crowding
+                self._add_ring(stage, ring, work[number])
+                hop = ring.latency + flows.costs[number, 4] * min(stage.ring_pieces, 2)
+                fill[number] += stage.ring_steps * hop
+        stretch = 1 + constants.sharing_loss * numpy.maximum(crowding - 1, 0)
+        work[:, : network.links] *= stretch[:, None]
+        return Loads(work, stretch, fill, pairs)
+
+    def _chart(self) -> Chart:
+        network, forest = self._network, self._forest
+        return Chart(
+            forest.parents,
+            forest.order,
+            forest.sizes,
+            network.route_of,
+            network.starts,
+            network.hops,
+            network.latencies,
+            network.capacities,
+            network.links,
+            network.shared_core,
+        )
+
+    def _ring(self, way: int) -> _Ring:
+        if way not in self._rings:
+            self._rings[way] = _Ring.of(self._network, way)
+        return self._rings[way]
+
+    def _add_ring(self, stage: Stage, ring: _Ring, work: Floats) -> None:
+        network, constants = self._network, self._constants
+        work += stage.ring * ring.arcs
+        handled = 2 * stage.ring_steps * stage.ring_pieces * stage.frame_cost(constants)
+        seconds = 2 * stage.ring * constants.host_cost + stage.ring / 2 * stage.gather + handled
+        work[network.links : network.links + network.ranks] += seconds
+        if network.shared_core >= 0:
+            work[network.shared_core] += network.ranks * seconds
+
+
+def _fullness(times: Floats) -> Floats:
+    """[stages, links] 1 for the links that are busy the longest, next to 0 for those with room to spare."""
+    longest: Floats = numpy.maximum(times.max(axis=1, keepdims=True), 1e-300)
+    fullness: Floats = (times / longest) ** _SHARPNESS
+    return fullness
+
+
+@numba.njit(cache=True)
+def _overlap(pairs: NDArray[numpy.uint64], work: Floats) -> NDArray[numpy.bool_]:
+    stages, words = pairs.shape
+    own = numpy.zeros(stages, dtype=numpy.int64)
+    rivals = numpy.zeros((stages, stages), dtype=numpy.bool_)
+    for stage in range(stages):
+        for word in range(words):
+            own[stage] += _ones(pairs[stage, word])
+    for one in range(stages):
+        for other in range(one):
+            common = 0
+            for word in range(words):
+                both = pairs[one, word] & pairs[other, word]
+                if both:
+                    common += _ones(both)
+            if common > _RIVALRY * max(own[one], own[other], 1):
+                alike = _likeness(work[one] / work[one].sum(), work[other] / work[other].sum())
+                rivals[one, other] = rivals[other, one] = alike > _RIVALRY
+    return rivals
+
+
+@numba.njit(cache=True)
+def _likeness(one: Floats, other: Floats) -> float:
+    """Weighted Jaccard index of two shares of channels: 1 for the same, 0 for nothing in common."""
+    return float(numpy.minimum(one, other).sum() / numpy.maximum(one, other).sum())
+
+
+@numba.njit(cache=True)
+def _ones(word: numpy.uint64) -> int:
+    """How many bits are set."""
+    bits = 0
+    while word:
+        word &= word - numpy.uint64(1)
+        bits += 1
+    return bits
+
+
+@numba.njit(cache=True)
+def _connections(
+    pairs: NDArray[numpy.uint64], routes: tuple[Integers, Integers, Integers], links: int
+) -> NDArray[numpy.int64]:
+    """[stages, links] how many connections of a stage cross a link."""
+    route_of, starts, hops = routes
+    ranks = len(route_of)
+    counts = numpy.zeros((len(pairs), links), dtype=numpy.int64)
+    for stage in range(len(pairs)):
+        for pair in range(ranks * ranks):
+            if pairs[stage, pair >> 6] >> numpy.uint64(pair & 63) & numpy.uint64(1):
+                route = route_of[pair // ranks, pair % ranks]
+                for hop in range(starts[route], starts[route + 1]):
+                    counts[stage, hops[hop]] += 1
+    return counts
+
+
+@numba.njit(cache=True)
+def _crowd(
+    flows: tuple[NDArray[numpy.int64], NDArray[numpy.int64], NDArray[numpy.int64]],
+    parents: Integers,
+    routes: tuple[Integers, Integers, Integers],
+    fullness: Floats,
+    crowding: Floats,
+) -> None:
+    """Full channels on a hop of each stage, at most; ``fullness`` is that of `_fullness`."""
+    stage_of, up, down = flows
+    route_of, starts, hops = routes
+    ranks = parents.shape[1]
+    for flow in range(len(stage_of)):
+        stage = stage_of[flow]
+        for way in range(2):
+            tree = up[flow] if way == 0 else down[flow]
+            if tree < 0:
+                continue
+            for rank in range(ranks):
+                parent = parents[tree, rank]
+                if parent >= 0:
+                    route = route_of[rank, parent] if way == 0 else route_of[parent, rank]
+                    full = 0.0
+                    for hop in range(starts[route], starts[route + 1]):
+                        full += fullness[stage, hops[hop]]
+                    crowding[stage] = max(crowding[stage], full)

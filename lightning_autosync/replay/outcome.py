@@ -1,0 +1,105 @@
+"""When stages ran, and what the step waited for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy
+from numpy.typing import NDArray
+
+from lightning_autosync.plan.schedule import Schedule
+from lightning_autosync.replay.compute import Compute
+from lightning_autosync.replay.network import Floats
+from lightning_autosync.replay.order import StartOrder
+from lightning_autosync.replay.prediction import Span
+from lightning_autosync.replay.stages import Stage
+
+_SAME = 1e-9
+"""Seconds between two times that are one."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Times of the stages, arrays [stages], seconds from the beginning of the step.
+
+    Attributes:
+        start: when its conditions were met.
+        served: when bytes first moved.
+        drained: when its last bytes left.
+        end: when the last rank had them.
+        bound: the channel that bound it, -1 for none; in frames, the one that it fills the longest.
+        packed: when the main threads had done their work for synchronization; 0 where they share no cores.
+    """
+
+    start: Floats
+    served: Floats
+    drained: Floats
+    end: Floats
+    bound: NDArray[numpy.int64]
+    packed: float = 0.0
+
+
+def critical_path(
+    schedule: Schedule,
+    stages: Sequence[Stage],
+    order: StartOrder,
+    outcome: Outcome,
+    compute: Compute,
+    synchronized: float,
+    step_time: float,
+    channels: Sequence[str],
+) -> tuple[Span, ...]:
+    """Backwards from the end of the step: each thing that had to end before the next could begin."""
+    path: list[Span] = []
+
+    def add(name: str, start: float, end: float) -> None:
+        if end > start + _SAME:
+            path.append(Span(name, start, end))
+
+    add("optimizer", synchronized, step_time)
+    number = int(numpy.argmax(outcome.end)) if len(stages) else -1
+    now = synchronized
+    if number < 0 or outcome.end[number] <= compute.backward:
+        add("finish", compute.backward, now)
+        number, now = -1, compute.backward
+    else:
+        add("finish", float(outcome.end[number]), now)
+        now = float(outcome.end[number])
+    seen: set[int] = set()
+    while number >= 0:
+        seen.add(number)
+        served = min(now, float(outcome.served[number]))
+        channel = channels[outcome.bound[number]] if outcome.bound[number] >= 0 else "its pipeline"
+        add(f"message '{schedule.messages[stages[number].message].name}' on {channel}", served, now)
+        now = served
+        number = _cause(number, stages, order, outcome, seen)
+        if number >= 0:
+            before = min(now, float(outcome.end[number]))
+            add("launch", before, now)
+            now = before
+    add("backward", compute.forward, now)
+    add("forward", 0.0, min(now, compute.forward))
+    return tuple(reversed(path))
+
+
+def _cause(number: int, stages: Sequence[Stage], order: StartOrder, outcome: Outcome, seen: set[int]) -> int:
+    """The stage whose end let this one begin, -1 if it was the rank's own computing."""
+    served, start = outcome.served[number], outcome.start[number]
+    if served > start + _SAME:
+        return _nearest(outcome.drained, served, seen)
+    first, second, _ = order.after[number]
+    if second >= 0 and outcome.start[second] >= start - order.delay[number] - _SAME:
+        return _cause(int(second), stages, order, outcome, seen) if second not in seen else -1
+    begun = start - order.delay[number]
+    if first >= 0 and abs(outcome.end[first] - begun) <= _SAME and first not in seen:
+        return int(first)
+    if order.queue[number] >= 0 and begun > order.release[number] + _SAME:
+        return _nearest(outcome.end, begun, seen)
+    return -1
+
+
+def _nearest(times: Floats, now: float, seen: set[int]) -> int:
+    """The stage whose time is the last one up to ``now``; -1 if there is none."""
+    candidates = [number for number in range(len(times)) if number not in seen and times[number] <= now + _SAME]
+    return max(candidates, key=lambda number: times[number], default=-1)

@@ -1,0 +1,330 @@
+"""Frames over connections: one at a time on each, connections sharing channels max-min fairly."""
+
+from __future__ import annotations
+
+import heapq
+from typing import NamedTuple
+
+import numba
+import numpy
+from numpy.typing import NDArray
+
+from lightning_autosync.replay.buckets import next_change, open_capacities, refill
+from lightning_autosync.replay.network import Floats, Integers
+
+Indices = NDArray[numpy.int64]
+
+_ROUNDING = 1e-12
+"""Share of a channel that is always free."""
+_EPSILON = 1e-12
+"""Seconds between two events that are one."""
+
+
+class Nodes(NamedTuple):
+    """Frames and points in time; arrays [nodes].
+
+    Attributes:
+        connection: that carries the frame, -1 for a point in time.
+        size: bytes.
+        key: lowest first on a connection, then first come.
+        cost: core-seconds at either end.
+        after: seconds from arrival to done.
+        release: earliest time.
+    """
+
+    connection: Indices
+    size: Floats
+    key: Floats
+    cost: Floats
+    after: Floats
+    release: Floats
+
+
+class Graph(NamedTuple):
+    """For each node how many it waits for; and its successors, by offset.
+
+    ``gates`` wait, in this order, for one of ``places`` of the backend; ``ends`` free one.
+    """
+
+    waits: Indices
+    offsets: Indices
+    successors: Indices
+    gates: Indices
+    ends: Indices
+    places: int
+
+
+class Lines(NamedTuple):
+    """Connections, and the channels of their routes by offset.
+
+    Attributes:
+        source, target: [connections] ranks.
+        route: [connections] number of the route.
+        starts, hops, latencies: channels of the routes by offset, and seconds of each.
+        hosts: index of the first host among channels.
+        shared: index of the shared cores, -1 for none.
+    """
+
+    source: Indices
+    target: Indices
+    route: Indices
+    starts: Integers
+    hops: Integers
+    latencies: Floats
+    hosts: int
+    shared: int
+
+
+class _State(NamedTuple):
+    """What changes: of nodes, what they still wait for and their turn; of connections, what they carry and how fast.
+
+    ``ready`` are the nodes that wait for no other, in that order; ``counts`` is indexed by the names below.
+    """
+
+    missing: Indices
+    ready: Indices
+    frees: NDArray[numpy.bool_]
+    arrival: Indices
+    following: Indices
+    head: Indices
+    current: Indices
+    left: Floats
+    rate: Floats
+    weight: Floats
+    counts: Indices
+
+
+_READY = 0
+"""Place in ``_State.counts``: how many nodes are ready."""
+_TAKEN = 1
+"""How many of them have been taken."""
+_OPENED = 2
+"""How many gates are open."""
+
+
+@numba.njit(cache=True)
+def move(
+    nodes: Nodes, graph: Graph, lines: Lines, capacities: Floats, tokens: Floats, burst: Floats
+) -> tuple[Floats, Floats, Floats]:
+    """Run a graph of frames and points in time; ``tokens`` and ``burst`` are those of `fluid.drain`.
+
+    Returns:
+        When each node was first served, when its last byte left (infinite for points), and when it was done.
+    """
+    count = len(nodes.connection)
+    begun, sent, done = numpy.full(count, numpy.inf), numpy.full(count, numpy.inf), numpy.full(count, numpy.inf)
+    state = _begin(graph, count, len(lines.route))
+    events = [(0.0, -1)]
+    heapq.heappop(events)
+    for node in range(count):
+        if state.missing[node] == 0:
+            _make_ready(node, state)
+    while state.counts[_OPENED] < min(graph.places, len(graph.gates)):
+        _open_gate(graph, state)
+    effective, shaped = capacities, burst.max() > 0
+    flow = capacities
+    now = 0.0
+    while True:
+        _settle(nodes, graph, state, events, done, now)
+        changed = _load(nodes, state, begun, now)
+        if changed or shaped:
+            effective = open_capacities(capacities, tokens)
+            _fill(lines, state, effective)
+        step = events[0][0] - now if len(events) > 0 else numpy.inf
+        for line in range(len(lines.route)):
+            if state.current[line] >= 0:
+                step = min(step, state.left[line] / state.rate[line])
+        if step == numpy.inf:
+            return begun, sent, done
+        if shaped:
+            flow = _flow(lines, state, len(capacities))
+            step = min(step, next_change(flow, capacities, tokens))
+            refill(flow, capacities, tokens, burst, step)
+        now += step
+        for line in range(len(lines.route)):
+            if state.current[line] < 0:
+                continue
+            state.left[line] -= state.rate[line] * step
+            if state.left[line] <= state.rate[line] * _EPSILON:
+                node = state.current[line]
+                state.current[line], sent[node] = -1, now
+                heapq.heappush(events, (now + lines.latencies[lines.route[line]] + nodes.after[node], node))
+
+
+@numba.njit(cache=True)
+def _begin(graph: Graph, count: int, lines: int) -> _State:
+    missing, frees = graph.waits.copy(), numpy.zeros(count, dtype=numpy.bool_)
+    for index in range(len(graph.gates)):
+        missing[graph.gates[index]] += 1
+        frees[graph.ends[index]] = True
+    return _State(
+        missing,
+        numpy.zeros(count, dtype=numpy.int64),
+        frees,
+        numpy.zeros(count, dtype=numpy.int64),
+        numpy.full(count, -1, dtype=numpy.int64),
+        numpy.full(lines, -1, dtype=numpy.int64),
+        numpy.full(lines, -1, dtype=numpy.int64),
+        numpy.zeros(lines),
+        numpy.zeros(lines),
+        numpy.zeros((lines, 2)),
+        numpy.zeros(3, dtype=numpy.int64),
+    )
+
+
+@numba.njit(cache=True)
+def _make_ready(node: int, state: _State) -> None:
+    state.ready[state.counts[_READY]] = node
+    state.counts[_READY] += 1
+
+
+@numba.njit(cache=True)
+def _wait_less(node: int, state: _State) -> None:
+    """One of the things that a node waits for has come."""
+    state.missing[node] -= 1
+    if state.missing[node] == 0:
+        _make_ready(node, state)
+
+
+@numba.njit(cache=True)
+def _open_gate(graph: Graph, state: _State) -> None:
+    """The next gate has its place in the backend."""
+    state.counts[_OPENED] += 1
+    _wait_less(graph.gates[state.counts[_OPENED] - 1], state)
+
+
+@numba.njit(cache=True)
+def _settle(
+    nodes: Nodes, graph: Graph, state: _State, events: list[tuple[float, int]], done: Floats, now: float
+) -> None:
+    """Bring what is ready into line, first come first served, and end what is due, until nothing more follows."""
+    while True:
+        while state.counts[_TAKEN] < state.counts[_READY]:
+            node = state.ready[state.counts[_TAKEN]]
+            state.counts[_TAKEN] += 1
+            line = nodes.connection[node]
+            if line < 0:
+                heapq.heappush(events, (max(now, nodes.release[node]) + nodes.after[node], node))
+            else:
+                state.arrival[node] = state.counts[_TAKEN]
+                state.following[node] = state.head[line]
+                state.head[line] = node
+        if len(events) == 0 or events[0][0] > now + _EPSILON:
+            return
+        _, node = heapq.heappop(events)
+        done[node] = now
+        for edge in range(graph.offsets[node], graph.offsets[node + 1]):
+            _wait_less(graph.successors[edge], state)
+        if state.frees[node] and state.counts[_OPENED] < len(graph.gates):
+            _open_gate(graph, state)
+
+
+@numba.njit(cache=True)
+def _load(nodes: Nodes, state: _State, begun: Floats, now: float) -> bool:
+    """Give idle connections their next frames; returns whether what connections ask of channels has changed."""
+    changed = False
+    for line in range(len(state.current)):
+        if state.current[line] < 0 and state.head[line] >= 0:
+            node = _take(line, state.head, state.following, nodes.key, state.arrival)
+            state.current[line], state.left[line], begun[node] = node, nodes.size[node], now
+            per_byte = nodes.cost[node] / nodes.size[node] if nodes.size[node] > 0 else 0.0
+            changed = changed or state.weight[line, 0] == 0 or state.weight[line, 1] != per_byte
+            state.weight[line, 0], state.weight[line, 1] = 1.0, per_byte
+        elif state.current[line] < 0 and state.weight[line, 0] > 0:
+            state.weight[line, 0] = 0.0
+            changed = True
+    return changed
+
+
+@numba.njit(cache=True)
+def _take(line: int, head: Indices, following: Indices, key: Floats, arrival: Indices) -> int:
+    """Take the most urgent frame out of a connection's line."""
+    best, before_best, before = head[line], -1, -1
+    node = head[line]
+    while node >= 0:
+        if key[node] < key[best] or (key[node] == key[best] and arrival[node] < arrival[best]):
+            best, before_best = node, before
+        before, node = node, following[node]
+    if before_best < 0:
+        head[line] = following[best]
+    else:
+        following[before_best] = following[best]
+    return int(best)
+
+
+@numba.njit(cache=True)
+def _fill(lines: Lines, state: _State, capacities: Floats) -> None:
+    """Progressive filling: all rates grow together; those on a channel that is full stay as they are."""
+    residual, load = capacities.copy(), numpy.zeros(len(capacities))
+    growing = 0
+    for line in range(len(state.current)):
+        if state.current[line] >= 0:
+            state.rate[line] = -1.0
+            growing += 1
+            _add(lines, state, line, 1.0, load)
+    while growing:
+        least, before = numpy.inf, growing
+        for channel in range(len(load)):
+            # Rounding may leave less than nothing, and then nobody would move any more.
+            room = max(residual[channel], capacities[channel] * _ROUNDING)
+            if load[channel] > 1e-18 and room < least * load[channel]:
+                least = room / load[channel]
+        for line in range(len(state.current)):
+            if (
+                state.current[line] >= 0
+                and state.rate[line] == -1.0
+                and _meets_full(lines, state, line, residual, load, least)
+            ):
+                state.rate[line] = -2.0
+        for line in range(len(state.current)):
+            if state.current[line] >= 0 and state.rate[line] == -2.0:
+                state.rate[line] = min(least, 1e30)
+                growing -= 1
+                _add(lines, state, line, -1.0, load)
+                _add(lines, state, line, -state.rate[line], residual)
+        if growing == before:
+            # Where costs differ by many orders, rounding leaves loads on channels of which nobody asks anything.
+            load[:] = 0.0
+            for line in range(len(state.current)):
+                if state.current[line] >= 0 and state.rate[line] == -1.0:
+                    _add(lines, state, line, 1.0, load)
+
+
+@numba.njit(cache=True)
+def _meets_full(lines: Lines, state: _State, line: int, residual: Floats, load: Floats, least: float) -> bool:
+    """Whether a connection uses a channel that ``least`` bytes/s for everybody fill."""
+    if least == numpy.inf:
+        return True
+    enough = least * (1 + 1e-9)
+    route = lines.route[line]
+    for hop in range(lines.starts[route], lines.starts[route + 1]):
+        if residual[lines.hops[hop]] <= enough * load[lines.hops[hop]]:
+            return True
+    if state.weight[line, 1] > 0:
+        for channel in (lines.hosts + lines.source[line], lines.hosts + lines.target[line], lines.shared):
+            if channel >= 0 and residual[channel] <= enough * load[channel]:
+                return True
+    return False
+
+
+@numba.njit(cache=True)
+def _add(lines: Lines, state: _State, line: int, factor: float, to: Floats) -> None:
+    """Add what a connection asks of its channels at a rate of ``factor`` bytes/s."""
+    route = lines.route[line]
+    for hop in range(lines.starts[route], lines.starts[route + 1]):
+        to[lines.hops[hop]] += factor
+    core = factor * state.weight[line, 1]
+    to[lines.hosts + lines.source[line]] += core
+    to[lines.hosts + lines.target[line]] += core
+    if lines.shared >= 0:
+        to[lines.shared] += 2 * core
+
+
+@numba.njit(cache=True)
+def _flow(lines: Lines, state: _State, channels: int) -> Floats:
+    """[channels] what all connections take a second."""
+    flow = numpy.zeros(channels)
+    for line in range(len(state.current)):
+        if state.current[line] >= 0:
+            _add(lines, state, line, state.rate[line], flow)
+    return flow

@@ -1,0 +1,343 @@
+"""What each message of a Schedule does to the network: one stage, or two that follow each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy
+
+from lightning_autosync.plan.encoding import ITEMSIZE, encoded_bytes
+from lightning_autosync.plan.schedule import AllReduce, AllToAll, Message, Round, TreeTransfer, TwoLevelAllReduce
+from lightning_autosync.replay.constants import Constants
+from lightning_autosync.replay.forest import NOTHING, Forest
+from lightning_autosync.replay.network import Floats
+from lightning_autosync.workload import Workload
+
+_INDEX_BYTES = 8
+"""Bytes in front of each row that travels."""
+_GLOO_SEGMENT = 2**20
+"""Bytes of the largest piece of gloo's ring; there are at least two pieces a rank."""
+ONWARDS, BACKWARDS = 1, -1
+"""Ways of a ring: each rank sends to the next one, or to the one before."""
+
+
+class Flow(NamedTuple):
+    """A range of elements that rises along one tree and comes down another.
+
+    Attributes:
+        up, down: trees, as numbered by `Forest`; `NOTHING` where it does not travel so.
+        wire: bytes of the range as encoded and framed.
+        values: bytes of the range in the memory of a rank.
+        pieces: how many pieces it is cut into.
+        copies: how many ranges of one length travel so.
+    """
+
+    up: int
+    down: int
+    wire: float
+    values: float
+    pieces: int
+    copies: int = 1
+
+
+@dataclass
+class Stage:
+    """A part of a message that runs by itself.
+
+    Attributes:
+        message: its message.
+        collective: whether the backend carries it, a few at a time in launch order.
+        deferred: whether it is launched only after the backward pass and the stage before.
+        launch: core-seconds of every rank's main thread before it starts; of a deferred stage, whose launch all ranks
+            do at once, the seconds that this takes.
+        finish: seconds that every rank's main thread takes after the wait for it.
+        flows: what travels along trees.
+        ring: framed bytes that each rank sends to its neighbour in rank order, in all.
+        ring_way: to which neighbour: `BACKWARDS`, as gloo's all-reduce does, or `ONWARDS`, as its all-gather.
+        ring_steps: hops of the ring, one after the other.
+        ring_pieces: pieces that each rank sends in a step.
+        growth: [ranks + 1] share of a range that the sum over k ranks fills; rows only.
+        gather, seal, open: seconds of a core a byte of values: to take in a contribution, to pass on, to take the sum.
+        handling: seconds of a core a frame at either end, besides what every frame costs.
+    """
+
+    message: int
+    collective: bool
+    deferred: bool = False
+    launch: float = 0.0
+    finish: float = 0.0
+    flows: tuple[Flow, ...] = ()
+    ring: float = 0.0
+    ring_way: int = BACKWARDS
+    ring_steps: int = 0
+    ring_pieces: int = 2
+    growth: Floats | None = None
+    gather: float = 0.0
+    seal: float = 0.0
+    open: float = 0.0
+    handling: float = 0.0
+
+    def frame_cost(self, constants: Constants) -> float:
+        """Seconds of a core a frame at either end, without those of its bytes."""
+        return self.handling + (constants.message_cost if self.collective else constants.frame_cost)
+
+    def hop_delay(self, constants: Constants, ranks: int) -> float:
+        """Seconds by which a hop is longer than its way on the wire, without those of its bytes."""
+        return constants.hop_delay(self.collective, ranks) + constants.crowd(ranks) * self.handling
+
+
+class Stager:
+    """Makes the stages of messages for one workload on one cluster."""
+
+    def __init__(self, workload: Workload, forest: Forest, constants: Constants) -> None:
+        self._workload = workload
+        self._forest = forest
+        self._constants = constants
+        self._ranks = forest.ranks
+        self._crowd = constants.crowd(forest.ranks)
+
+    def stages(self, message: Message) -> list[Stage]:
+        """The stages of a message, first to last."""
+        if message.rows:
+            return self._rows(message)
+        low_rank = message.compressor.kind == "powersgd"
+        stages = []
+        for round in message.rounds:
+            if isinstance(round.transfers[0], AllToAll) if round.transfers else False:
+                stages += self._all_to_all(message, round)
+            elif isinstance(round.transfers[0], TwoLevelAllReduce) if round.transfers else False:
+                stages += self._two_levels(message, round)
+            elif message.in_shared_memory:
+                stages.append(self._shared_memory(message, round))
+            elif message.collective:
+                stages.append(self._all_reduce(message, round))
+            else:
+                stages.append(self._trees(message, round))
+        if low_rank:
+            self._add_factors(message, stages)
+        return stages
+
+    def _add_factors(self, message: Message, stages: list[Stage]) -> None:
+        """PowerSGD: a product before each round, and one after both."""
+        size = message.numel * ITEMSIZE[message.dtype]
+        encode = size * self._constants.encode.seconds_per_byte("powersgd")
+        second = len(stages) // 2
+        stages[0].launch += encode
+        stages[second].launch += self._crowd * encode
+        stages[second].deferred = True
+        stages[-1].finish += self._crowd * size * self._constants.decode.seconds_per_byte("powersgd")
+
+    def _coding(self, message: Message) -> tuple[float, float]:
+        """Seconds a byte of values to encode and to decode."""
+        kind = "none" if message.compressor.kind == "powersgd" else message.compressor.kind
+        return self._constants.encode.seconds_per_byte(kind), self._constants.decode.seconds_per_byte(kind)
+
+    def _wire(self, message: Message, start: int, stop: int, end: int) -> float:
+        """Framed bytes of elements ``[start, stop)`` of a round that ends at ``end``."""
+        tail = min(stop - start, max(0, stop - (end - message.tail)))
+        return self._framed(message, stop - start, tail)
+
+    def _framed(self, message: Message, span: int, tail: int) -> float:
+        """Framed bytes of ``span`` elements, the last ``tail`` of which are counts."""
+        return self._constants.framing * encoded_bytes(message.compressor, span, tail, ITEMSIZE[message.dtype])
+
+    def _trees(self, message: Message, round: Round) -> Stage:
+        itemsize = ITEMSIZE[message.dtype]
+        row = self._forest.row
+        flows = [
+            Flow(
+                row(transfer.reduce.parents),
+                row(transfer.broadcast.parents),
+                self._framed(message, span, tail),
+                span * itemsize,
+                -(-span // transfer.segment),
+                copies,
+            )
+            for transfer, span, tail, copies in _alike(round, round.length - message.tail)
+        ]
+        encode, decode = self._coding(message)
+        gather = decode + 1 / self._constants.reduce_rate
+        return Stage(message.index, False, flows=tuple(flows), gather=gather, seal=encode, open=decode)
+
+    def _all_reduce(self, message: Message, round: Round) -> Stage:
+        """gloo's ring, each rank to the one before it: 2 (n - 1) steps of a rank's part each.
+
+        The rings of several transfers are one here, of as many steps as follow each other where some run side by side;
+        a step has the pieces of those that do.
+        """
+        constants, ranks = self._constants, self._ranks
+        transfers = [transfer for transfer in round.transfers if isinstance(transfer, AllReduce)]
+        wire = sum(self._wire(message, transfer.start, transfer.stop, round.length) for transfer in transfers)
+        values = round.length * ITEMSIZE[message.dtype]
+        encode, decode = self._coding(message)
+        steps = 2 * (ranks - 1)
+        following = -(-len(transfers) // constants.collectives)
+        part = wire / max(1, len(transfers)) / ranks
+        pieces = len(transfers) * max(2, round_up(part / _GLOO_SEGMENT))
+        return Stage(
+            message.index,
+            True,
+            launch=len(transfers) * constants.collective_cost + values * encode,
+            finish=self._crowd * values * decode,
+            ring=steps * wire / ranks,
+            ring_steps=steps * following,
+            ring_pieces=-(-pieces // max(1, following)),
+            gather=values / max(wire, 1.0) / constants.reduce_rate,
+        )
+
+    def _shared_memory(self, message: Message, round: Round) -> Stage:
+        """After the backward pass every rank adds up an equal part of all buffers and writes the sum into each."""
+        constants, others = self._constants, self._ranks - 1
+        part = round.length * ITEMSIZE[message.dtype] / self._ranks
+        summing = others * part * (1 / constants.reduce_rate + 1 / constants.copy_rate)
+        handing_over = 2 * others * constants.message_cost
+        return Stage(
+            message.index, False, deferred=True, finish=constants.crowd(self._ranks) * (summing + handing_over)
+        )
+
+    def _all_to_all(self, message: Message, round: Round) -> list[Stage]:
+        """Contributions to the owners of ranges at once; sums back after the backward pass."""
+        (transfer,) = round.transfers
+        assert isinstance(transfer, AllToAll)
+        itemsize = ITEMSIZE[message.dtype]
+        wires, values = numpy.zeros(self._ranks), numpy.zeros(self._ranks)
+        for owner, start, stop in zip(transfer.owners, transfer.bounds, transfer.bounds[1:], strict=False):
+            wires[owner] += self._wire(message, start, stop, round.length)
+            values[owner] += (stop - start) * itemsize
+        owners = [owner for owner in range(self._ranks) if wires[owner]]
+        star = self._forest.star
+        there = tuple(Flow(star(o), NOTHING, float(wires[o]), float(values[o]), 1) for o in owners)
+        back = tuple(Flow(NOTHING, star(o), float(wires[o]), float(values[o]), 1) for o in owners)
+        encode, decode = self._coding(message)
+        pack = 1 / self._constants.copy_rate + encode
+        add = decode + 1 / self._constants.reduce_rate
+        most, every = float(values.max()), float(values.sum())
+        # The owner adds what came, then writes the sum once for each rank.
+        summing = most * ((self._ranks - 1) * add + self._ranks / self._constants.copy_rate + encode)
+        unpack = every * (1 / self._constants.copy_rate + decode)
+        # Every pair exchanges a message each way, be it empty.
+        launch = self._constants.collective_cost + 2 * (self._ranks - 1) * self._constants.pair_cost
+        before, between = launch + every * pack, self._crowd * (launch + summing)
+        return [
+            Stage(message.index, True, launch=before, flows=there),
+            Stage(message.index, True, deferred=True, launch=between, finish=self._crowd * unpack, flows=back),
+        ]
+
+    def _two_levels(self, message: Message, round: Round) -> list[Stage]:
+        """Rings inside the places, then between ranks of equal seat, then inside again; each waits for the one before.
+        They are NCCL's, and taken to go onwards.
+
+        Shard ``k`` of a ring is summed along the chain that ends at its member ``k`` and handed out along that from it;
+        equal rings run side by side, as one forest of chains.
+        """
+        first = round.transfers[0]
+        assert isinstance(first, TwoLevelAllReduce)
+        places = first.places
+        rails = list(zip(*places, strict=True))
+        wire = self._wire(message, 0, round.length, round.length)
+        values = float(round.length * ITEMSIZE[message.dtype])
+        seats = len(rails)
+        towards = [self._chains(places, seat, onwards=False) for seat in range(seats)]
+        onwards = [self._chains(places, seat, onwards=True) for seat in range(seats)]
+        scatter = tuple(Flow(tree, NOTHING, wire / seats, values / seats, seats) for tree in towards)
+        gather = tuple(Flow(NOTHING, tree, wire / seats, values / seats, seats) for tree in onwards)
+        shards = seats * len(places)
+        between = tuple(
+            Flow(
+                self._chains(rails, place, onwards=False),
+                self._chains(rails, place, onwards=True),
+                wire / shards,
+                values / shards,
+                1,
+            )
+            for place in range(len(places))
+        )
+        reduce = 1 / self._constants.reduce_rate
+        return [
+            Stage(message.index, True, launch=3 * self._constants.collective_cost, flows=scatter, gather=reduce),
+            Stage(message.index, True, flows=between, gather=reduce),
+            Stage(message.index, True, flows=gather),
+        ]
+
+    def _chains(self, rings: Sequence[Sequence[int]], end: int, onwards: bool) -> int:
+        """The forest of the ways around the rings to their members ``end``, or ``onwards`` from it."""
+        parents = [-1] * self._ranks
+        for ring in rings:
+            way = [ring[(end + step) % len(ring)] for step in range(len(ring))]
+            for place in range(1, len(way)):
+                parents[way[place]] = way[place - 1] if onwards else way[(place + 1) % len(way)]
+        return self._forest.row(tuple(parents))
+
+    def _rows(self, message: Message) -> list[Stage]:
+        """Touched rows, merged on the way up; by the backend, everybody gathers everybody's."""
+        constants, ranks, table = self._constants, self._ranks, message.rows
+        width = message.numel // table
+        row_bytes = _INDEX_BYTES + width * ITEMSIZE[message.dtype]
+        touched = self._workload.variable(message.variables[0]).rows
+        touched = float(table) if touched is None else touched
+        merge = constants.encode.seconds_per_byte("rows")
+        if message.collective:
+            size = touched * row_bytes
+            launch = constants.collective_cost + constants.merge_cost
+            sizes = (ranks - 1) * 8.0
+            counts = Stage(message.index, True, launch=launch, ring=sizes, ring_way=ONWARDS, ring_steps=ranks - 1)
+            wire = (ranks - 1) * size * constants.framing
+            gathering = Stage(
+                message.index,
+                True,
+                deferred=True,
+                launch=self._crowd * (constants.collective_cost + size / constants.copy_rate),
+                ring=wire,
+                ring_way=ONWARDS,
+                ring_steps=ranks - 1,
+                finish=self._crowd * ranks * (size * merge + constants.merge_cost),
+            )
+            return [counts, gathering]
+        row = self._forest.row
+        flows = []
+        for transfer in message.rounds[0].transfers:
+            assert isinstance(transfer, TreeTransfer)
+            size = (transfer.stop - transfer.start) // width * row_bytes
+            trees = row(transfer.reduce.parents), row(transfer.broadcast.parents)
+            flows.append(Flow(*trees, size * constants.framing, float(size), 1))
+        # Every rank touches rows of its own choice, so some of them coincide.
+        growth = 1 - (1 - touched / table) ** numpy.arange(ranks + 1, dtype=numpy.float64)
+        unpack = touched * row_bytes * constants.decode.seconds_per_byte("rows") + constants.merge_cost
+        return [
+            Stage(
+                message.index,
+                False,
+                flows=tuple(flows),
+                growth=growth,
+                gather=merge,
+                handling=constants.merge_cost,
+                finish=self._crowd * unpack,
+            )
+        ]
+
+
+def _alike(round: Round, counts: int) -> list[tuple[TreeTransfer, int, int, int]]:
+    """One of all transfers of a length and with the same trees, its length, elements behind ``counts``, and how many.
+
+    A plan has many transfers, and its trees are few objects: they are told apart as such.
+    """
+    first: dict[tuple[int, int, int, int, int], TreeTransfer] = {}
+    numbers: dict[tuple[int, int, int, int, int], int] = {}
+    for transfer in round.transfers:
+        assert isinstance(transfer, TreeTransfer)
+        stop = transfer.stop
+        span = stop - transfer.start
+        tail = 0 if stop <= counts else min(span, stop - counts)
+        key = span, tail, transfer.segment, id(transfer.reduce), id(transfer.broadcast)
+        if key in numbers:
+            numbers[key] += 1
+        else:
+            numbers[key], first[key] = 1, transfer
+    return [(first[key], key[0], key[1], number) for key, number in numbers.items()]
+
+
+def round_up(value: float) -> int:
+    """The least whole number that is not below ``value``."""
+    return int(-(-value // 1))

@@ -1,8 +1,0 @@
-"""Running a plan: the engine, its exchanges, and the connections under them."""
-
-from __future__ import annotations
-
-from lightning_autosync.runtime.engine import Engine
-from lightning_autosync.runtime.grouped import GroupedOptimizer
-
-__all__ = ["Engine", "GroupedOptimizer"]

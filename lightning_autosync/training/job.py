@@ -1,0 +1,134 @@
+"""A training from outside: its ranks started, or this process as one of them."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+from lightning_autosync import errors
+from lightning_autosync.cluster import ClusterSpec
+from lightning_autosync.documents import read_data, write_text
+from lightning_autosync.errors import DocumentError, UnwritableError
+from lightning_autosync.measure.bench.preparation import make_cluster
+from lightning_autosync.measure.launches.settings import LaunchSettings, SlurmSettings
+from lightning_autosync.measure.launches.slurm import results, submit, tasks_of
+from lightning_autosync.measure.launches.within import is_slurm_task, refuse_within_torchrun, require_torchrun
+from lightning_autosync.measure.workers import WorkerError, WorkerPool
+from lightning_autosync.plan import SyncPlan, builders
+from lightning_autosync.training.settings import Settings
+
+_RANK = "lightning_autosync.training.rank"
+START_TIMEOUT = 120.0
+"""Seconds for all ranks to start."""
+
+
+def run_job(settings: Settings, directory: Path) -> dict[str, Any] | None:
+    """Train; what rank 0 found, or None on other ranks of a job and for one that is only submitted.
+
+    ``result.json`` is in ``directory`` then.
+
+    Raises:
+        AutoSyncError: something does not fit, ranks cannot be started, or some failed.
+    """
+    cluster = None if settings.cluster is None else make_cluster(settings)
+    order = {
+        "settings": settings.model_dump(mode="json"),
+        "directory": str(directory.absolute()),
+        "cluster": None if cluster is None else cluster.to_dict(),
+        "plan": _plan_document(settings),
+    }
+    if isinstance(settings.launch, LaunchSettings):
+        refuse_within_torchrun(settings.launch.kind)
+        result = _train_by_workers(settings, settings.launch, cluster, order)
+        write_text(directory / "result.json", json.dumps(result) + "\n")
+        return result
+    if isinstance(settings.launch, SlurmSettings):
+        if not is_slurm_task():
+            return _train_by_slurm(settings, settings.launch, cluster, order)
+        return _train_here(order, *_slurm_shape())
+    require_torchrun("train")
+    return _train_here(order, *_torchrun_shape())
+
+
+def _plan_document(settings: Settings) -> dict[str, Any] | None:
+    """The plan file's content, so that only this machine needs the file; a builder's name is checked.
+
+    Raises:
+        PlanError: the file cannot be used, or no builder has that name.
+    """
+    plan = settings.sync.plan
+    if plan is None:
+        return None
+    if plan.endswith((".yaml", ".yml", ".json")) or os.path.dirname(plan):
+        return SyncPlan.load(plan).to_dict()
+    builders.find(plan)
+    return None
+
+
+def _train_by_workers(
+    settings: Settings, launch: LaunchSettings, cluster: ClusterSpec | None, order: dict[str, Any]
+) -> dict[str, Any]:
+    ranks = cluster.world_size if cluster is not None else settings.ranks or 2
+    with (
+        launch.open(cluster) as place,
+        WorkerPool(
+            ranks,
+            place,
+            timeout=START_TIMEOUT,
+            threads=settings.threads,
+            order_timeout=math.inf,
+            meet=False,
+            echo=True,
+        ) as pool,
+    ):
+        try:
+            result: dict[str, Any] = pool.run(f"{_RANK}:train_worker", **order)[0]
+        except WorkerError as error:
+            raise _plain(error) from error
+    return result
+
+
+def _plain(error: WorkerError) -> Exception:
+    """What a rank refused, as the error that it raised; anything else as it is."""
+    if error.kind == UnwritableError.__name__:
+        return UnwritableError(f"rank {error.rank}: {error.reason}")
+    kind = getattr(errors, error.kind, None)
+    if isinstance(kind, type) and issubclass(kind, DocumentError):
+        return kind(error.reason)
+    return error
+
+
+def _train_by_slurm(
+    settings: Settings, launch: SlurmSettings, cluster: ClusterSpec | None, order: dict[str, Any]
+) -> dict[str, Any] | None:
+    nodes, tasks = (1, settings.ranks or 2) if cluster is None else tasks_of(cluster)
+    from lightning_autosync.training.rank import train_task
+
+    directory = Path(order["directory"])
+    order = {**order, "nodes": nodes, "devices": tasks}
+    job = submit(train_task, order, directory / "slurm", nodes, tasks, launch.parameters)
+    print(f"submitted SLURM job {job.job_id}; its output is in {directory / 'slurm'}", flush=True)
+    if not launch.wait:
+        return None
+    results(job)
+    found: dict[str, Any] = read_data(directory / "result.json", finite=False)
+    return found
+
+
+def _train_here(order: dict[str, Any], nodes: int, devices: int) -> dict[str, Any] | None:
+    from lightning_autosync.training.rank import train_task
+
+    return train_task(**order, nodes=nodes, devices=devices)
+
+
+def _torchrun_shape() -> tuple[int, int]:
+    world, local = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    return world // local, local
+
+
+def _slurm_shape() -> tuple[int, int]:
+    nodes = int(os.environ.get("SLURM_NNODES", os.environ.get("SLURM_JOB_NUM_NODES", "1")))
+    return nodes, int(os.environ["SLURM_NTASKS"]) // nodes

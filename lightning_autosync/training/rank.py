@@ -1,0 +1,218 @@
+"""One rank's part of a training: a Lightning Trainer in a process that somebody has launched."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.strategies import DDPStrategy, Strategy
+
+from lightning_autosync.cluster import ClusterSpec
+from lightning_autosync.documents import write_text
+from lightning_autosync.engine.rendezvous import gather_json
+from lightning_autosync.errors import ClusterError, DocumentError, UnwritableError
+from lightning_autosync.measure.models.recipes import model_of
+from lightning_autosync.plan import SyncPlan
+from lightning_autosync.strategy.lightning import AutoSyncStrategy
+from lightning_autosync.targets import make, make_arguments
+from lightning_autosync.training.bench_module import BenchModule
+from lightning_autosync.training.settings import Settings
+from lightning_autosync.training.steps import StepTimes
+
+FORMAT = "autosync-training/1"
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a rank trains by.
+
+    Attributes:
+        settings: of the training.
+        directory: for what the Trainer writes.
+        nodes, devices: the job's shape, as Lightning sees it.
+        cluster: where it runs; None if that is unknown.
+        plan: the document of the plan file in the settings.
+    """
+
+    settings: Settings
+    directory: str
+    nodes: int
+    devices: int
+    cluster: ClusterSpec | None = None
+    plan: SyncPlan | None = None
+
+
+def train_worker(
+    settings: dict[str, Any],
+    directory: str,
+    cluster: dict[str, Any] | None,
+    plan: dict[str, Any] | None,
+) -> dict[str, Any] | None:
+    """Train as one of a pool's workers; on rank 0 what was found, elsewhere None."""
+    parsed = Settings.parse(settings)
+    where = None if cluster is None else ClusterSpec.from_dict(cluster)
+    if where is None:
+        nodes, devices = 1, int(os.environ["WORLD_SIZE"])
+    else:
+        nodes, devices = _shape(where, parsed)
+    document = None if plan is None else SyncPlan.from_dict(plan)
+    return train_part(Part(parsed, directory, nodes, devices, where, document))
+
+
+def train_task(
+    settings: dict[str, Any],
+    directory: str,
+    nodes: int,
+    devices: int,
+    cluster: dict[str, Any] | None,
+    plan: dict[str, Any] | None,
+) -> dict[str, Any] | None:
+    """Train as one rank of a job that is there already; rank 0 writes ``result.json``."""
+    parsed = Settings.parse(settings)
+    torch.set_num_threads(parsed.threads)
+    where = None if cluster is None else ClusterSpec.from_dict(cluster)
+    document = None if plan is None else SyncPlan.from_dict(plan)
+    result = train_part(Part(parsed, directory, nodes, devices, where, document))
+    if result is not None:
+        write_text(Path(directory) / "result.json", json.dumps(result) + "\n")
+    return result
+
+
+def train_part(part: Part) -> dict[str, Any] | None:
+    """Make everything, train, and gather what all ranks found.
+
+    Raises:
+        DocumentError: (or a subclass) something in the settings does not fit; the same on every rank.
+    """
+    settings = part.settings
+    L.seed_everything(settings.seed, workers=True, verbose=False)
+    model, data = _model(part), None
+    if settings.data_module is not None:
+        data = make("data", settings.data_module, L.LightningDataModule)
+    times = StepTimes()
+    trainer = _trainer(part, times)
+    begin = time.perf_counter()
+    with _disk_of(part.directory):
+        trainer.fit(model, data, ckpt_path=settings.checkpoint)
+    seconds = time.perf_counter() - begin
+    by_rank = gather_json(times.seconds) if dist.is_initialized() else [times.seconds]
+    return _result(part, trainer, seconds, by_rank) if trainer.is_global_zero else None
+
+
+@contextmanager
+def _disk_of(directory: str) -> Iterator[None]:
+    """Within the block a full or read-only disk, which loggers and checkpoints meet, is told of in one line.
+
+    Raises:
+        UnwritableError: there was one; it names the directory where the system names no file.
+    """
+    try:
+        yield
+    except OSError as cause:
+        if cause.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+            raise
+        raise UnwritableError(
+            f"{cause.filename2 or cause.filename or directory}: cannot be written: {cause.strerror}"
+        ) from cause
+
+
+def _model(part: Part) -> L.LightningModule:
+    recipe = part.settings.module
+    if recipe is None:
+        return BenchModule(model_of(part.settings.model), part.nodes * part.devices)
+    made: L.LightningModule = make("model", recipe, L.LightningModule)
+    return made
+
+
+def _trainer(part: Part, times: StepTimes) -> L.Trainer:
+    arguments = make_arguments("trainer", part.settings.trainer)
+    callbacks = [*(arguments.pop("callbacks", None) or []), times]
+    try:
+        return L.Trainer(
+            strategy=_strategy(part),
+            num_nodes=part.nodes,
+            devices=part.devices,
+            default_root_dir=part.directory,
+            callbacks=callbacks,
+            **arguments,
+        )
+    except (TypeError, MisconfigurationException) as error:
+        raise DocumentError(f"trainer: {' '.join(str(error).split())}") from error
+
+
+def _strategy(part: Part) -> Strategy:
+    sync = part.settings.sync
+    common: dict[str, Any] = {
+        # Not left to Lightning, which takes any job inside a SLURM allocation for one of SLURM's.
+        "cluster_environment": SLURMEnvironment()
+        if part.settings.launch.kind == "slurm"
+        else TorchElasticEnvironment(),
+        "timeout": timedelta(seconds=part.settings.timeout),
+    }
+    try:
+        if sync.strategy == "ddp":
+            return DDPStrategy(**common, **sync.arguments)
+        plan = part.plan if part.plan is not None else sync.plan
+        return AutoSyncStrategy(plan, sync.semantics, part.cluster, **common, **sync.arguments)
+    except (TypeError, ValueError) as error:
+        if isinstance(error, DocumentError):
+            raise
+        raise DocumentError(f"sync.arguments: {error}") from error
+
+
+def _shape(cluster: ClusterSpec, settings: Settings) -> tuple[int, int]:
+    """Nodes and devices on each, for Lightning; ranks that compute on CPUs can be nodes of one device each."""
+    devices = {node.devices for node in cluster.nodes}
+    in_order = list(cluster.rank_nodes) == sorted(cluster.rank_nodes)
+    if len(devices) == 1 and in_order:
+        return len(cluster.nodes), devices.pop()
+    accelerator = settings.trainer.get("accelerator", "auto")
+    if accelerator != "cpu" and (accelerator != "auto" or torch.accelerator.is_available()):
+        raise ClusterError(
+            f"cluster '{cluster.name}': Lightning needs nodes with equally many devices and ranks node by node; "
+            "others train on CPUs only (trainer.accelerator=cpu)"
+        )
+    os.environ |= {"LOCAL_RANK": "0", "GROUP_RANK": os.environ["RANK"]}
+    return cluster.world_size, 1
+
+
+def _result(part: Part, trainer: L.Trainer, seconds: float, by_rank: list[list[float]]) -> dict[str, Any]:
+    strategy, settings = trainer.strategy, part.settings
+    plan = strategy.plan if isinstance(strategy, AutoSyncStrategy) else None
+    checkpoint = trainer.checkpoint_callback
+    return {
+        "format": FORMAT,
+        "settings": settings.model_dump(mode="json"),
+        "emulated": {"links": settings.launch.kind == "emulated", "compute": settings.paced},
+        "cluster": None if part.cluster is None else part.cluster.to_dict(),
+        "world_size": trainer.world_size,
+        "strategy": settings.sync.strategy,
+        "plan": None if plan is None else plan.to_dict(),
+        "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
+        "epochs": trainer.current_epoch,
+        "steps": trainer.global_step,
+        "seconds": seconds,
+        "median_step_seconds": median_step(by_rank),
+        "step_seconds_by_rank": by_rank,
+        "checkpoint": getattr(checkpoint, "best_model_path", "") or None,
+    }
+
+
+def median_step(by_rank: list[list[float]]) -> float | None:
+    """Over all ranks and steps but each rank's first, in which much is made for the first time."""
+    later = [seconds for ranks in by_rank for seconds in ranks[1:]] or [one for ranks in by_rank for one in ranks]
+    return statistics.median(later) if later else None

@@ -1,0 +1,137 @@
+"""What a training is told: model, data, how to synchronize, where, and the Trainer's arguments."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt, ValidationError, field_validator, model_validator
+
+from lightning_autosync.cluster import Rate
+from lightning_autosync.documents import Configuration, Index, Record, describe_validation_error
+from lightning_autosync.measure.launches.settings import AnyLaunch, LaunchSettings
+from lightning_autosync.measure.models.recipes import model_of
+from lightning_autosync.plan import Semantics
+
+_OURS = {"strategy": "sync", "devices": "ranks or cluster", "num_nodes": "cluster", "default_root_dir": "hydra.run.dir"}
+"""Arguments of the Trainer that follow from other keys."""
+
+
+class Synchronization(Record):
+    """How gradients travel.
+
+    Attributes:
+        strategy: ``autosync``, or Lightning's ``ddp`` to compare with.
+        plan: path of a plan file, name of a builder, or None for AutoSync to choose.
+        semantics: the highest level that a plan may have.
+        arguments: further ones of the strategy.
+    """
+
+    strategy: Literal["autosync", "ddp"] = "autosync"
+    plan: str | None = None
+    semantics: Semantics = "exact"
+    arguments: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _check(self) -> Synchronization:
+        if self.strategy == "ddp" and (self.plan is not None or self.semantics != "exact"):
+            raise ValueError("strategy: ddp takes neither plan nor semantics")
+        return self
+
+
+class Settings(Configuration):
+    """One training.
+
+    Attributes:
+        model: ``_target_`` (a LightningModule) and its arguments, or a model of the bench (``kind``); ``data`` in it
+            stands for what follows.
+        data: ``_target_`` (a LightningDataModule) and its arguments; None where the model or its module has its own.
+        sync: how gradients travel.
+        launch: where the ranks run.
+        cluster: a cluster document; None is one machine with ``ranks`` devices.
+        cluster_scale: factor on every rate of it.
+        cluster_fastest: bytes/s that its fastest link shall have, in place of the factor.
+        rank_order: of the ranks on its nodes, as for a bench.
+        ranks: number of ranks without a cluster; None is 2, or what the job has.
+        trainer: arguments of Lightning's Trainer; values with ``_target_`` are made first.
+        seed: of torch, numpy and python on every rank.
+        threads: torch's for one operator.
+        checkpoint: path of a checkpoint to go on from.
+        objective: what a sweep compares: ``step_seconds``, or a metric that the model logs.
+        timeout: seconds to wait for another rank.
+    """
+
+    model: dict[str, Any]
+    data: dict[str, Any] | None = None
+    sync: Synchronization = Synchronization()
+    launch: AnyLaunch = LaunchSettings()
+    cluster: dict[str, Any] | None = None
+    cluster_scale: PositiveFloat = 1.0
+    cluster_fastest: Rate | None = None
+    rank_order: Literal["natural", "interleaved"] = "natural"
+    ranks: PositiveInt | None = None
+    trainer: dict[str, Any] = Field(default_factory=dict)
+    seed: Index = 0
+    threads: PositiveInt = 1
+    checkpoint: str | None = None
+    objective: str = "step_seconds"
+    timeout: PositiveFloat = 1800.0
+
+    @property
+    def module(self) -> dict[str, Any] | None:
+        """``_target_`` of the LightningModule and its arguments; None for a model of the bench."""
+        if "_target_" not in self.model:
+            return None
+        named = {name: value for name, value in self.model.items() if name not in ("kind", "data", "loss", "arguments")}
+        return {**named, **self.model.get("arguments", {})}
+
+    @property
+    def data_module(self) -> dict[str, Any] | None:
+        """``_target_`` of the LightningDataModule and its arguments; None where the module has loaders of its own."""
+        return self.data if self.data is not None else self.model.get("data")
+
+    @property
+    def paced(self) -> bool:
+        """Whether computation is emulated."""
+        return self.model.get("kind") == "paced"
+
+    @field_validator("model")
+    @classmethod
+    def _check_model(cls, model: dict[str, Any]) -> dict[str, Any]:
+        if "_target_" in model:
+            if model.get("loss") is not None:
+                raise ValueError("loss: a LightningModule has its own, in training_step; leave it out")
+            return model
+        if "kind" not in model:
+            raise ValueError("expected _target_, the name of a LightningModule, or a model of the bench with its kind")
+        try:
+            model_of(model)
+        except ValidationError as error:
+            raise ValueError(describe_validation_error(error, model)) from None
+        return model
+
+    @field_validator("data")
+    @classmethod
+    def _check_data(cls, data: dict[str, Any] | None) -> dict[str, Any] | None:
+        if data is not None and "_target_" not in data:
+            raise ValueError("expected _target_, the name of a LightningDataModule")
+        return data
+
+    @field_validator("trainer")
+    @classmethod
+    def _check_trainer(cls, trainer: dict[str, Any]) -> dict[str, Any]:
+        for name in trainer:
+            if name in _OURS:
+                raise ValueError(f"{name}: is set by {_OURS[name]}")
+        return trainer
+
+    @model_validator(mode="after")
+    def _check(self) -> Settings:
+        if self.module is None and self.data is not None:
+            raise ValueError(f"data: a model of kind '{self.model['kind']}' has batches of its own; leave data out")
+        changed = self.cluster_scale != 1.0 or self.cluster_fastest is not None or self.rank_order != "natural"
+        if self.cluster is None and changed:
+            raise ValueError("cluster: missing; cluster_scale, cluster_fastest and rank_order change a cluster")
+        if self.cluster is None and self.launch.kind in ("emulated", "ssh"):
+            example = "fat_node_star" if self.launch.kind == "emulated" else "FILE, with an address of every node"
+            raise ValueError(f"cluster: missing; launch={self.launch.kind} needs one, as in cluster={example}")
+        return self
