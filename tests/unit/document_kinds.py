@@ -139,7 +139,7 @@ def _cluster(name: str, data: dict[str, Any]) -> Kind:
         cluster = resolve_cluster(folder / name)
         return lambda: _use_cluster(cluster)
 
-    return Kind(make, read, ("configuration", "cluster.spec"))
+    return Kind(make, read, ("cli.configuration", "cluster.spec"))
 
 
 def _use_cluster(cluster: ClusterSpec) -> None:
@@ -613,23 +613,21 @@ KINDS: dict[str, Kind] = {
     "resource spec": Kind(_make_resource_spec, _read_resource_spec, ("cluster.autodist",)),
     "workload": Kind(_make_workload, _read_workload, ("workload.spec",)),
     "plan": Kind(_make_plan, _read_plan, ("plan.spec",)),
-    "constants": Kind(_make_constants, _read_constants, ("simulator.constants",)),
+    "constants": Kind(_make_constants, _read_constants, ("replay.constants",)),
     "prediction": Kind(_make_prediction, _read_prediction, ()),
     "dataset": Kind(
         _make_dataset,
         _read_dataset,
         (
-            "simulator.dataset.manifest",
-            "simulator.dataset.tables",
-            "simulator.dataset.dataset",
-            "simulator.dataset.entry",
+            "learned.dataset.manifest",
+            "learned.dataset.tables",
+            "learned.dataset.dataset",
+            "learned.dataset.entry",
         ),
         seal=_seal_parts,
     ),
-    "dataset, journal": Kind(_make_journal, _read_journal, ("simulator.dataset.journal", "simulator.dataset.writer")),
-    "simulator": Kind(
-        _make_simulators, _read_simulators, ("simulator.learned.files", "simulator.learned.learner"), seal=_seal_weights
-    ),
+    "dataset, journal": Kind(_make_journal, _read_journal, ("learned.dataset.journal", "learned.dataset.writer")),
+    "simulator": Kind(_make_simulators, _read_simulators, ("learned.files", "learned.learner"), seal=_seal_weights),
     "study": Kind(_make_study, _read_study, ("search.studies", "search.tried"), names=_STUDY),
     "study, tuning": Kind(
         _make_tuning_study,
@@ -640,9 +638,9 @@ KINDS: dict[str, Kind] = {
     "tuning run": Kind(_make_run, _read_run, ("report.tuning.document", "report.tuning.final")),
     "tuning run, report": Kind(_make_run, _read_report, ("report.tuning.plan_view",), share=0.1),
     "timelines": Kind(_make_timelines, _read_timelines, ("report.timelines_file",)),
-    "rates": Kind(_make_rates, _read_rates, ("bench.convergence.result",)),
-    "runs of a rehearsal": Kind(_make_rehearsal, _read_rehearsal, ("run_files", "search.simulated.runs")),
-    "runs of a fit": Kind(_make_fitting, _read_fitting, ("bench.fitting.runs",)),
+    "rates": Kind(_make_rates, _read_rates, ("lab.convergence.result",)),
+    "runs of a rehearsal": Kind(_make_rehearsal, _read_rehearsal, ("run_files", "lab.rehearsal.runs")),
+    "runs of a fit": Kind(_make_fitting, _read_fitting, ("lab.fitting.runs",)),
     "checkpoint": Kind(
         _make_checkpoint,
         _read_checkpoint,
@@ -650,5 +648,5 @@ KINDS: dict[str, Kind] = {
         names=("checkpoint: ",),
     ),
     "study, sweep": Kind(_make_sweep, _read_sweep, ("search.journal",), names=("study 'sweep'",)),
-    "measurements": Kind(_make_measurements, _read_measurements, ("bench.validation.measuring",)),
+    "measurements": Kind(_make_measurements, _read_measurements, ("lab.validation.measuring",)),
 }

@@ -9,7 +9,7 @@ import pytest
 import yaml
 from hydra._internal.utils import get_args_parser
 
-from lightning_autosync.cli import main as cli
+from lightning_autosync.cli import application as cli
 from lightning_autosync.cli.arguments import prepared
 from lightning_autosync.cli.configuration import with_own_clusters
 from lightning_autosync.errors import DocumentError

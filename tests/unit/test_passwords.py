@@ -38,7 +38,7 @@ def tune(configuration, directory):
 """
 RUN = """
 import sys
-from lightning_autosync.cli import main as cli
+from lightning_autosync import cli
 cli.VERBS["tune"] = ("verb", "")
 cli.main()
 """
