@@ -13,6 +13,7 @@ import math
 import os
 import re
 import secrets
+import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import IO, Annotated, Any, ClassVar, TypeVar, cast
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, Strict, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, Strict, TypeAdapter, ValidationError, model_validator
 
 from lightning_autosync.errors import DocumentError, UnwritableError
 
@@ -89,7 +90,17 @@ PLAIN = ConfigDict(extra="forbid", allow_inf_nan=False)
 
 
 class Configuration(Record):
-    """What a command is told: plain data from a config, checked field by field."""
+    """Settings of a command, or a part of them: plain data from a config, checked field by field.
+
+    ``RENAMED`` maps earlier names of fields to the names of today. Data with an earlier name still works, and warns.
+    """
+
+    RENAMED: ClassVar[Mapping[str, str]] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_earlier_names(cls, data: Any) -> Any:
+        return with_todays_names(data, cls.RENAMED)
 
     @classmethod
     def parse(cls: type[ConfigurationType], data: Any) -> ConfigurationType:
@@ -102,6 +113,27 @@ class Configuration(Record):
             return cls.model_validate(data)
         except ValidationError as error:
             raise DocumentError(describe_validation_error(error, data)) from None
+
+
+def with_todays_names(data: Any, renamed: Mapping[str, str]) -> Any:
+    """Plain data in which keys that were renamed have the names of today; each one warns (``FutureWarning``).
+
+    A value under an earlier name goes before one under the name of today: the latter may be a default from ``conf/``.
+
+    Args:
+        data: a mapping; anything else is returned as it is.
+        renamed: earlier names and those of today.
+    """
+    if not isinstance(data, dict) or not (found := renamed.keys() & data.keys()):
+        return data
+    for old in sorted(found):
+        warnings.warn(
+            f"{old}: this key is called {renamed[old]} now; a later release drops the old name",
+            FutureWarning,
+            stacklevel=2,
+        )
+    kept = {name: value for name, value in data.items() if name not in found}
+    return kept | {renamed[old]: data[old] for old in found}
 
 
 class Document(Record):

@@ -71,8 +71,8 @@ def usage() -> str:
 
 def run_verb(verb: str) -> None:
     """Compose the verb's configuration and call its function, once or, in a sweep, for every combination."""
-    from lightning_autosync.cli.arguments import prepared, with_override
-    from lightning_autosync.cli.configuration import check_overrides, help_text, with_own_clusters
+    from lightning_autosync.cli.arguments import prepared, with_override, with_todays_keys
+    from lightning_autosync.cli.configuration import check_overrides, help_text
 
     if {"-h", "--help"} & set(sys.argv[1:]):
         print(help_text(verb, VERBS[verb]))
@@ -83,7 +83,7 @@ def run_verb(verb: str) -> None:
             from lightning_autosync.search.passwords import by_environment
 
             sys.argv[1:] = by_environment(sys.argv[1:])
-        sys.argv[1:] = with_own_clusters(prepared(sys.argv[1:], Path(folder)), Path(folder))
+        sys.argv[1:] = prepared(with_todays_keys(verb, sys.argv[1:]), Path(folder))
         check_overrides(verb, sys.argv[1:])
         if TORCHRUN in sys.argv:
             sys.argv[1:] = with_override(sys.argv[1:], f"hydra.launcher.program=[-m,lightning_autosync.cli,{verb}]")

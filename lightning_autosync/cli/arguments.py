@@ -1,95 +1,72 @@
-"""The command line before Hydra reads it: several cluster files of one name, several directories of options."""
+"""The command line before Hydra reads it: keys that were renamed, files of clusters, several ``--config-dir``."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.cluster.shipped import shipped_clusters
-from lightning_autosync.errors import DocumentError
+from lightning_autosync.documents import naming_lines, read_data, write_text
+from lightning_autosync.errors import ClusterError, DocumentError
 
+RENAMED_KEYS: Mapping[str, Mapping[str, str]] = {}
+"""By verb, the keys that had another name in an earlier release: old names and the names of today. A configuration
+class takes the old name from files (`Configuration.RENAMED`); Hydra refuses it on the command line, so it is replaced
+there."""
 _FILES = (".yaml", ".yml", ".json")
 _DIRECTORY = ("--config-dir", "-cd")
 _SEARCH_PATH = "hydra.searchpath"
+_CLUSTER_PATH = re.compile(r"[+~]*cluster(?:@[^=]*)?=.*(?:\.\.|(?<=[\s'\"(\[,=])/|\.(?:ya?ml|json)\b)")
+"""An override of the group of clusters whose value has a path that leads out of the group, or a file's ending."""
+_INTERPOLATION = re.compile(r"(\\*)\$\{")
+"""How an interpolation of OmegaConf begins, with the backslashes before it."""
+
+
+def with_todays_keys(verb: str, arguments: Sequence[str]) -> list[str]:
+    """The arguments with today's names of keys that were renamed; each old name is told on standard error."""
+    return [_with_todays_key(verb, argument) for argument in arguments]
+
+
+def _with_todays_key(verb: str, argument: str) -> str:
+    key, equals, value = argument.partition("=")
+    name = key.lstrip("+~")
+    new = RENAMED_KEYS.get(verb, {}).get(name)
+    if new is None:
+        return argument
+    print(f"autosync {verb}: {name} is called {new} now; a later release drops the old name", file=sys.stderr)
+    return f"{key.removesuffix(name)}{new}{equals}{value}"
 
 
 def prepared(arguments: Sequence[str], folder: Path) -> list[str]:
-    """The arguments with links in ``folder`` for cluster files of taken names, and no more than one ``--config-dir``.
+    """The arguments with options in ``folder`` for files given as ``cluster=FILE``, and one ``--config-dir`` at most.
+
+    Hydra heeds the last ``--config-dir`` alone. All others go to its search path.
 
     Raises:
-        DocumentError: names cannot be told apart, a directory is not there, or it cannot be told what to search.
-    """
-    directories, _ = _split(arguments)
-    named = [_with_own_names(argument, directories, folder) for argument in arguments]
-    return _with_one_directory(named)
-
-
-def _with_own_names(argument: str, directories: Sequence[str], folder: Path) -> str:
-    """``cluster=FILE,...`` with links to files that have the name of another one, of an option, or of each other.
-
-    A file becomes an option of its own name, and Hydra takes the first option of a name that it finds.
-    """
-    key, _, value = argument.partition("=")
-    choices = value.split(",") if key == "cluster" else []
-    files = {choice: Path(os.path.abspath(choice)) for choice in choices if choice.endswith(_FILES)}
-    if not files:
-        return argument
-    options = {path.stem for directory in directories for path in Path(directory, "cluster").glob("*.yaml")}
-    names = _names(set(files.values()), {*shipped_clusters(), *options, *(set(choices) - set(files))})
-    made = [_link(choice, files[choice], names, folder) if choice in files else choice for choice in choices]
-    return f"cluster={','.join(made)}"
-
-
-def _link(choice: str, path: Path, names: dict[Path, str], folder: Path) -> str:
-    if names[path] == path.stem or not path.is_file():
-        return choice
-    link = folder / f"{names[path]}{path.suffix}"
-    if not link.is_symlink():
-        link.symlink_to(path)
-    return str(link)
-
-
-def _names(paths: set[Path], taken: set[str]) -> dict[Path, str]:
-    """A name for each file: its own, behind the names of as many folders as tell it from all others.
-
-    Raises:
-        DocumentError: no folder does.
-    """
-    names = {path: path.stem for path in paths}
-    for depth in range(2, max(len(path.parts) for path in paths) + 1):
-        for path in list(_alike(names, taken)):
-            names[path] = re.sub(r"[^\w.-]", "_", "_".join(path.with_suffix("").parts[-depth:]))
-    clash = next(_alike(names, taken), None)
-    if clash is not None:
-        raise DocumentError(f"cluster: {clash}: another one goes by the name of '{names[clash]}', too; rename the file")
-    return names
-
-
-def _alike(names: dict[Path, str], taken: set[str]) -> Iterator[Path]:
-    given = list(names.values())
-    return (path for path, name in names.items() if name in taken or given.count(name) > 1)
-
-
-def _with_one_directory(arguments: Sequence[str]) -> list[str]:
-    """The arguments with all directories but the last in Hydra's search path; Hydra itself heeds the last alone.
-
-    Files of clusters will be in a directory of their own, which is the last then.
+        DocumentError: a file is missing or no cluster, files cannot be told apart by name, a directory is missing, or
+            the command line sets Hydra's search path as well.
     """
     directories, others = _split(arguments)
-    files = any(_has_file(argument) for argument in others)
-    if len(directories) + files <= 1:
-        return list(arguments)
-    if any(argument.lstrip("+").startswith(f"{_SEARCH_PATH}=") for argument in others):
-        why = "beside a file of a cluster" if files else "several times"
-        raise DocumentError(f"--config-dir: given {why} and with {_SEARCH_PATH}; put the directory into that list")
-    for directory in directories:
-        if not os.path.isdir(directory):
-            raise DocumentError(f"--config-dir: there is no directory {directory}")
-    searched, last = (directories, []) if files else (directories[:-1], ["--config-dir", directories[-1]])
-    paths = ",".join(_quoted(f"file://{os.path.abspath(directory)}") for directory in searched)
-    return [*with_override(others, f"{_SEARCH_PATH}=[{paths}]"), *last]
+    made = [_with_options(argument, directories, folder) for argument in others]
+    has_files = made != others
+    searched = directories if has_files else directories[:-1]
+    if searched:
+        why = "beside a file of a cluster" if has_files else "several times"
+        if any(argument.lstrip("+").startswith(f"{_SEARCH_PATH}=") for argument in others):
+            raise DocumentError(f"--config-dir: given {why} and with {_SEARCH_PATH}; put the directory into that list")
+        if missing := [directory for directory in directories if not os.path.isdir(directory)]:
+            raise DocumentError(f"--config-dir: there is no directory {missing[0]}")
+        paths = ",".join(_quoted(f"file://{os.path.abspath(directory)}") for directory in searched)
+        made = with_override(made, f"{_SEARCH_PATH}=[{paths}]")
+    if has_files:
+        return [*made, "--config-dir", str(folder)]
+    return [*made, "--config-dir", directories[-1]] if searched else list(arguments)
 
 
 def with_override(arguments: Sequence[str], override: str) -> list[str]:
@@ -112,11 +89,73 @@ def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     return directories, others
 
 
-def _has_file(argument: str) -> bool:
-    key, _, value = argument.partition("=")
-    return key == "cluster" and any(choice.endswith(_FILES) for choice in value.split(","))
-
-
 def _quoted(text: str) -> str:
     escaped = text.replace("'", "\\'")
     return f"'{escaped}'"
+
+
+def _with_options(argument: str, directories: Sequence[str], folder: Path) -> str:
+    """``cluster=FILE,...`` with the name of an option in ``folder`` for each file; other arguments as they are."""
+    key, _, value = argument.partition("=")
+    choices = value.split(",") if key == "cluster" else []
+    files = {choice: Path(os.path.abspath(choice)) for choice in choices if choice.endswith(_FILES)}
+    if not files:
+        _refuse_paths(argument)
+        return argument
+    options = {path.stem for directory in directories for path in Path(directory, "cluster").glob("*.yaml")}
+    names = _names(set(files.values()), {*shipped_clusters(), *options, *(set(choices) - set(files))})
+    for choice in choices:
+        if choice in files:
+            _write_option(choice, folder / "cluster" / f"{names[files[choice]]}.yaml")
+        else:
+            _refuse_paths(f"cluster={choice}")
+    return f"cluster={','.join(names[files[choice]] if choice in files else choice for choice in choices)}"
+
+
+def _refuse_paths(argument: str) -> None:
+    """Refuse a path that Hydra would take for an option: it would run what a file from elsewhere names."""
+    if _CLUSTER_PATH.match(argument):
+        raise DocumentError(
+            f"'{argument}': a path; give a file as cluster=FILE, several as cluster=FILE,FILE with -m, with a name "
+            f"that ends in {', '.join(_FILES)}, without quotes or brackets"
+        )
+
+
+def _names(paths: set[Path], taken: set[str]) -> dict[Path, str]:
+    """A name for each file: its own, behind the names of as many folders as tell it from all others.
+
+    Hydra takes the first option of a name that it finds, so names must not be shared with other options.
+    """
+    names = {path: path.stem for path in paths}
+    for depth in range(2, max(len(path.parts) for path in paths) + 1):
+        for path in list(_alike(names, taken)):
+            names[path] = re.sub(r"[^\w.-]", "_", "_".join(path.with_suffix("").parts[-depth:]))
+    clash = next(_alike(names, taken), None)
+    if clash is not None:
+        raise DocumentError(f"cluster: {clash}: another one goes by the name of '{names[clash]}', too; rename the file")
+    return names
+
+
+def _alike(names: dict[Path, str], taken: set[str]) -> Iterator[Path]:
+    given = list(names.values())
+    return (path for path, name in names.items() if name in taken or given.count(name) > 1)
+
+
+def _write_option(choice: str, option: Path) -> None:
+    """Write the checked values of a file, and nothing else: Hydra obeys directives and targets in files of groups."""
+    path = Path(choice)
+    if not path.is_file():
+        raise DocumentError(f"cluster: there is no file {choice}")
+    data = read_data(path, ClusterError)
+    with naming_lines(path):
+        ClusterSpec.from_dict(data, choice)
+    write_text(option, json.dumps(_without_interpolation(data)))  # YAML holds JSON too, and Hydra reads only *.yaml
+
+
+def _without_interpolation(data: Any) -> Any:
+    """Plain data in which OmegaConf finds nothing to replace: each ``${`` stays as it is written."""
+    if isinstance(data, dict):
+        return {key: _without_interpolation(value) for key, value in data.items()}
+    if isinstance(data, list):
+        return [_without_interpolation(value) for value in data]
+    return _INTERPOLATION.sub(r"\1\1\\${", data) if isinstance(data, str) else data

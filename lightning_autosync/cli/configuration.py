@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -12,18 +10,12 @@ from typing import Any
 
 import yaml
 
-from lightning_autosync.cluster import ClusterSpec, configuration_directory
-from lightning_autosync.documents import naming_lines, read_data, write_text
-from lightning_autosync.errors import ClusterError, DocumentError
+from lightning_autosync.cluster import configuration_directory
+from lightning_autosync.errors import DocumentError
 
 WIDTH = 120
-_FILES = (".yaml", ".yml", ".json")
 _OF_VERBS = re.compile(r"\((\w+(?:, \w+)*)\) ")
 """How an option's first comment begins if it is for some verbs only: ``# (converge, train) What it is.``"""
-_CLUSTER_PATH = re.compile(r"[+~]*cluster(?:@[^=]*)?=.*(?:\.\.|(?<=[\s'\"(\[,=])/|\.(?:ya?ml|json)\b)")
-"""An override of the group of clusters whose value has a path that leads out of the group, or a file's ending."""
-_INTERPOLATION = re.compile(r"(\\*)\$\{")
-"""How an interpolation of OmegaConf begins, with the backslashes before it."""
 _WRONG_KEY = re.compile(r"Could not (?:override|append to config|delete from config)[^']*'([^']+)'")
 
 
@@ -69,62 +61,6 @@ def check_overrides(verb: str, arguments: Sequence[str]) -> None:
                     raise DocumentError(f"{', '.join(sorted(missing))}: missing; give each as key=value")
         except HydraException as error:
             raise DocumentError(_message(verb, overrides, error)) from None
-
-
-def with_own_clusters(arguments: Sequence[str], folder: Path) -> list[str]:
-    """The arguments with files given as ``cluster=FILE`` made options of that name, in ``folder`` for Hydra to find.
-
-    Raises:
-        DocumentError: a file is not there, or is no cluster.
-    """
-    made, found = [], False
-    for argument in arguments:
-        key, _, value = argument.partition("=")
-        choices = value.split(",") if key == "cluster" else []
-        if not any(choice.endswith(_FILES) for choice in choices):
-            _refuse_paths(argument)
-            made.append(argument)
-            continue
-        found = True
-        made.append(f"cluster={','.join(_as_option(choice, folder) for choice in choices)}")
-    return [*made, "--config-dir", str(folder)] if found else made
-
-
-def _refuse_paths(argument: str) -> None:
-    """Hydra would take a path to a file from elsewhere for an option, and run what the file names."""
-    if _CLUSTER_PATH.match(argument):
-        raise DocumentError(
-            f"'{argument}': a path; give a file as cluster=FILE, several as cluster=FILE,FILE with -m, with a name "
-            f"that ends in {', '.join(_FILES)}, without quotes or brackets"
-        )
-
-
-def _as_option(choice: str, folder: Path) -> str:
-    if not choice.endswith(_FILES):
-        _refuse_paths(f"cluster={choice}")
-        return choice
-    path = Path(choice)
-    if not path.is_file():
-        raise DocumentError(f"cluster: there is no file {choice}")
-    # Hydra takes directives and targets from the files of its groups, so it gets the checked values alone. What it is
-    # given may be a link that tells files of one name apart; errors name the user's own file.
-    source = os.readlink(path) if path.parent == folder else choice
-    data = read_data(path, ClusterError, source)
-    with naming_lines(path, source):
-        ClusterSpec.from_dict(data, source)
-    (folder / "cluster").mkdir(exist_ok=True)
-    # YAML holds JSON too, and Hydra reads only what ends so.
-    write_text(folder / "cluster" / f"{path.stem}.yaml", json.dumps(_without_interpolation(data)))
-    return path.stem
-
-
-def _without_interpolation(data: Any) -> Any:
-    """Plain data in which OmegaConf finds nothing to replace: each ``${`` stays as it is written."""
-    if isinstance(data, dict):
-        return {key: _without_interpolation(value) for key, value in data.items()}
-    if isinstance(data, list):
-        return [_without_interpolation(value) for value in data]
-    return _INTERPOLATION.sub(r"\1\1\\${", data) if isinstance(data, str) else data
 
 
 def _check_verb(verb: str, overrides: Sequence[str]) -> None:

@@ -11,9 +11,16 @@ from pathlib import Path
 import pytest
 
 from lightning_autosync.cluster import ClusterSpec, read_resource_spec
-from lightning_autosync.documents import append_lines, identity, read_data, write_data, write_text
+from lightning_autosync.documents import Configuration, append_lines, identity, read_data, write_data, write_text
 from lightning_autosync.errors import ClusterError, DocumentError, PlanError
 from lightning_autosync.plan import SyncPlan
+
+
+class Limits(Configuration):
+    RENAMED = {"least": "min_steps"}  # noqa: RUF012
+
+    min_steps: int = 5
+
 
 UNREADABLE: dict[str, tuple[str, str, str]] = {
     "cut short": ("a.yaml", "a: [1, 2", "not valid YAML: "),
@@ -162,3 +169,11 @@ def test_a_directory_keeps_its_name_and_shares_it_with_none(tmp_path: Path) -> N
     here.rename(there)
     assert identity(there) == name
     assert identity(here) != name
+
+
+def test_an_earlier_name_of_a_key_works_and_warns() -> None:
+    with pytest.warns(FutureWarning, match="^least: this key is called min_steps now"):
+        assert Limits.parse({"least": 3, "min_steps": 5}).min_steps == 3
+    with pytest.warns(FutureWarning, match="least"), pytest.raises(DocumentError, match=r"^min_steps: .*integer"):
+        Limits.parse({"least": "x"})
+    assert Limits.parse({"min_steps": 4}).min_steps == 4

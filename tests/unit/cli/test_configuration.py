@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 
 from lightning_autosync.cli.application import VERBS, main
 from lightning_autosync.cli.arguments import prepared
-from lightning_autosync.cli.configuration import check_overrides, help_text, with_own_clusters
+from lightning_autosync.cli.configuration import check_overrides, help_text
 from lightning_autosync.cluster import configuration_directory
 from lightning_autosync.errors import DocumentError
 
@@ -123,12 +123,12 @@ def test_a_file_of_a_cluster_becomes_an_option(tmp_path: Path) -> None:
     folder.mkdir()
     arguments = ["-m", f"cluster={tmp_path}/mine.yaml,one_node", "ranks=2"]
     expected = ["-m", "cluster=mine,one_node", "ranks=2", "--config-dir", str(folder)]
-    assert with_own_clusters(arguments, folder) == expected
+    assert prepared(arguments, folder) == expected
     found = yaml.safe_load((folder / "cluster" / "mine.yaml").read_text())
     assert found == {"format": "autosync-cluster/1", "name": "mine", "uniform": {"nodes": 2}}
-    assert with_own_clusters(["cluster=one_node"], folder) == ["cluster=one_node"]
+    assert prepared(["cluster=one_node"], folder) == ["cluster=one_node"]
     with pytest.raises(DocumentError, match=r"cluster: there is no file other\.yaml"):
-        with_own_clusters(["cluster=other.yaml"], folder)
+        prepared(["cluster=other.yaml"], folder)
 
 
 def test_a_file_of_a_cluster_gives_values_and_runs_nothing(tmp_path: Path) -> None:
@@ -153,7 +153,7 @@ def test_a_file_of_a_cluster_gives_values_and_runs_nothing(tmp_path: Path) -> No
 def test_hydra_follows_no_path_of_a_cluster(tmp_path: Path, line: str, path: str) -> None:
     for argument in (line.format(path), f"{line.format('one_node')},{path}"):
         with pytest.raises(DocumentError, match=r"harmful.*: a path; give a file as cluster=FILE"):
-            with_own_clusters(["-m", argument], tmp_path)
+            prepared(["-m", argument], tmp_path)
 
 
 @pytest.mark.parametrize("name", ["${hydra:runtime.cwd}", "a\\\\${b}", "${oc.env:HOME}", "$x {y}"])
@@ -161,7 +161,7 @@ def test_nothing_in_a_file_of_a_cluster_is_replaced(tmp_path: Path, name: str) -
     (tmp_path / "mine.json").write_text(json.dumps({**yaml.safe_load(CLUSTER.format(name="x")), "name": name}))
     folder = tmp_path / "found"
     folder.mkdir()
-    with_own_clusters([f"cluster={tmp_path}/mine.json"], folder)
+    prepared([f"cluster={tmp_path}/mine.json"], folder)
     composed = OmegaConf.load(folder / "cluster" / "mine.yaml")
     assert OmegaConf.to_container(composed, resolve=True)["name"] == name
 
@@ -184,12 +184,10 @@ def test_errors_name_the_users_own_file(tmp_path: Path, content: bytes, words: s
     folder = tmp_path / "found"
     folder.mkdir()
     with pytest.raises(DocumentError, match=f"^{path}: {words}"):
-        with_own_clusters([f"cluster={path}"], folder)
-    # Files of one name are told apart by links; errors name the files all the same.
-    (tmp_path / "one_node.yaml").write_bytes(content)
-    arguments = prepared([f"cluster={tmp_path}/one_node.yaml"], folder)
+        prepared([f"cluster={path}"], folder)
+    (tmp_path / "one_node.yaml").write_bytes(content)  # the name of an option: it becomes one of another name
     with pytest.raises(DocumentError, match=f"^{tmp_path}/one_node.yaml: {words}"):
-        with_own_clusters(arguments, folder)
+        prepared([f"cluster={tmp_path}/one_node.yaml"], folder)
 
 
 def test_what_is_missing_is_named() -> None:

@@ -10,8 +10,7 @@ import yaml
 from hydra._internal.utils import get_args_parser
 
 from lightning_autosync.cli import application as cli
-from lightning_autosync.cli.arguments import prepared
-from lightning_autosync.cli.configuration import with_own_clusters
+from lightning_autosync.cli.arguments import prepared, with_todays_keys
 from lightning_autosync.errors import DocumentError
 
 
@@ -41,7 +40,7 @@ def test_two_files_of_one_name_are_two_options(tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
     one, other = (cluster_file(tmp_path / place / "net.yaml", place) for place in ("a", "b"))
-    arguments = with_own_clusters(prepared(["-m", f"cluster={one},{other},one_node"], folder), folder)
+    arguments = prepared(["-m", f"cluster={one},{other},one_node"], folder)
     assert arguments == ["-m", "cluster=a_net,b_net,one_node", "--config-dir", str(folder)]
     assert options(folder) == {"a_net": "a", "b_net": "b"}
 
@@ -49,14 +48,13 @@ def test_two_files_of_one_name_are_two_options(tmp_path: Path) -> None:
 def test_as_many_folders_as_tell_files_apart_are_in_their_names(tmp_path: Path) -> None:
     places = ("x y/net", "z/net", "z/other", "w/z/net")
     paths = [cluster_file(tmp_path / f"{place}.yaml", place) for place in places]
-    (line,) = prepared([f"cluster={','.join(map(str, paths))}"], tmp_path)
-    names = [Path(choice).stem for choice in line.removeprefix("cluster=").split(",")]
-    assert names == ["x_y_net", f"{tmp_path.name}_z_net", "other", "w_z_net"]
+    line, *_ = prepared([f"cluster={','.join(map(str, paths))}"], tmp_path)
+    assert line.removeprefix("cluster=").split(",") == ["x_y_net", f"{tmp_path.name}_z_net", "other", "w_z_net"]
 
 
 def test_one_file_given_in_two_ways_is_one_option(tmp_path: Path) -> None:
     path = cluster_file(tmp_path / "net.yaml", "mine")
-    assert prepared([f"cluster={path},{tmp_path}/./net.yaml"], tmp_path) == [f"cluster={path},{tmp_path}/./net.yaml"]
+    assert prepared([f"cluster={path},{tmp_path}/./net.yaml"], tmp_path)[0] == "cluster=net,net"
 
 
 def test_files_that_no_folder_tells_apart_are_refused(tmp_path: Path) -> None:
@@ -113,3 +111,15 @@ def test_directories_that_cannot_be_searched_are_refused(tmp_path: Path) -> None
         prepared([*several, "--config-dir=nowhere"], tmp_path)
     with pytest.raises(DocumentError, match=r"^--config-dir: given several times and with hydra\.searchpath; put"):
         prepared([*several, "hydra.searchpath=[file:///nowhere]"], tmp_path)
+
+
+def test_an_old_name_of_a_key_is_replaced_and_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("lightning_autosync.cli.arguments.RENAMED_KEYS", {"tune": {"trial.least": "trial.min_steps"}})
+    line = ["-m", "trial.least=3,4", "++trial.least=5", "~trial.least", "trial.least_of_all=1"]
+    expected = ["-m", "trial.min_steps=3,4", "++trial.min_steps=5", "~trial.min_steps", "trial.least_of_all=1"]
+    assert with_todays_keys("tune", line) == expected
+    told = "autosync tune: trial.least is called trial.min_steps now; a later release drops the old name\n"
+    assert capsys.readouterr().err == 3 * told
+    assert with_todays_keys("bench", line) == line
