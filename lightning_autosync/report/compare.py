@@ -9,7 +9,8 @@ from typing import Any
 
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.engine.tracing import StepTrace
-from lightning_autosync.measure.workers import EmulatedLaunch, WorkerPool
+from lightning_autosync.measure.emulation.launch import EmulatedLaunch
+from lightning_autosync.measure.workers import WorkerPool
 from lightning_autosync.plan import SyncPlan, compile_plan
 from lightning_autosync.replay import Constants, Replay, Timeline
 from lightning_autosync.report.link_use import busy_shares, bytes_on_links

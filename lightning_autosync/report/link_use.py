@@ -6,7 +6,8 @@ import json
 import subprocess
 from collections.abc import Mapping
 
-from lightning_autosync.measure.workers import EmulatedLaunch, LaunchError
+from lightning_autosync.measure.emulation.launch import EmulatedLaunch
+from lightning_autosync.measure.workers import LaunchError
 
 
 def bytes_on_links(launch: EmulatedLaunch) -> dict[str, int]:

@@ -19,8 +19,10 @@ import pytest
 
 from lightning_autosync.cluster.spec import ClusterSpec
 from lightning_autosync.measure.emulation import check, netns
+from lightning_autosync.measure.emulation.launch import EmulatedLaunch
 from lightning_autosync.measure.emulation.link_check import check_links
-from lightning_autosync.measure.workers import EmulatedLaunch, LaunchError, LocalLaunch, WorkerError, WorkerPool
+from lightning_autosync.measure.launches.local import LocalLaunch
+from lightning_autosync.measure.workers import LaunchError, WorkerError, WorkerPool
 
 try:
     netns.require_namespaces()
@@ -222,7 +224,7 @@ def test_nothing_is_left_when_the_process_ends(end):
     program = """
         import signal, sys
         from lightning_autosync.cluster.spec import ClusterSpec
-        from lightning_autosync.measure.workers import EmulatedLaunch
+        from lightning_autosync.measure.emulation.launch import EmulatedLaunch
 
         signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background jobs do not have
         launch = EmulatedLaunch(ClusterSpec.uniform(2, bandwidth=1e6))
@@ -251,7 +253,8 @@ def test_nothing_is_left_after_fifty_emulations_with_random_kills():
     program = """
         import os, signal
         from lightning_autosync.cluster.spec import ClusterSpec
-        from lightning_autosync.measure.workers import EmulatedLaunch, WorkerPool
+        from lightning_autosync.measure.workers import WorkerPool
+        from lightning_autosync.measure.emulation.launch import EmulatedLaunch
 
         signal.signal(signal.SIGINT, signal.default_int_handler)
         with EmulatedLaunch(ClusterSpec.star([4e6, 2e6, 1e6])) as launch:

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_autosync.measure.workers import InputError, LaunchError, LocalLaunch, WorkerError, WorkerPool
+from lightning_autosync.measure.launches.local import LocalLaunch
+from lightning_autosync.measure.workers import InputError, LaunchError, WorkerError, WorkerPool
 
 HERE = Path(__file__).parent
 

@@ -14,7 +14,8 @@ from lightning_autosync.lab.collection.combinations import Combination
 from lightning_autosync.lab.collection.job import Budget
 from lightning_autosync.lab.collection.settings import Settings
 from lightning_autosync.measure.bench.load import LoadMeter
-from lightning_autosync.measure.workers import EmulatedLaunch, WorkerPool
+from lightning_autosync.measure.emulation.launch import EmulatedLaunch
+from lightning_autosync.measure.workers import WorkerPool
 
 _JOB = "lightning_autosync.lab.collection.job"
 

@@ -23,8 +23,9 @@ from lightning_autosync.lab.validation.settings import Settings
 from lightning_autosync.learned.dataset.sample import step_noise
 from lightning_autosync.measure.bench.load import LoadMeter
 from lightning_autosync.measure.emulation.check import measured_links
+from lightning_autosync.measure.emulation.launch import EmulatedLaunch
 from lightning_autosync.measure.emulation.shared_hosts import probed_hosts
-from lightning_autosync.measure.workers import EmulatedLaunch, WorkerPool
+from lightning_autosync.measure.workers import WorkerPool
 from lightning_autosync.replay import Constants
 
 _LEAST_STEPS, _MOST_STEPS = 3, 12

@@ -8,8 +8,9 @@ import pytest
 
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.errors import DocumentError
+from lightning_autosync.measure.launches.local import LocalLaunch
 from lightning_autosync.measure.launches.settings import LaunchSettings
-from lightning_autosync.measure.workers import LaunchError, LocalLaunch
+from lightning_autosync.measure.workers import LaunchError
 
 
 def test_local_needs_no_cluster():

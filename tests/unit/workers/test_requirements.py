@@ -10,7 +10,8 @@ import pytest
 
 from lightning_autosync.cluster.spec import ClusterSpec
 from lightning_autosync.measure.emulation import netns
-from lightning_autosync.measure.workers import EmulatedLaunch, LaunchError
+from lightning_autosync.measure.emulation.launch import EmulatedLaunch
+from lightning_autosync.measure.workers import LaunchError
 
 
 def test_other_systems_are_pointed_to_the_other_launches(monkeypatch):
