@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_autosync.cluster import ClusterSpec
-from lightning_autosync.cluster.shipped import shipped_clusters
+from lightning_autosync.cluster.files import shipped_clusters
 from lightning_autosync.documents import naming_lines, read_data, write_text
 from lightning_autosync.errors import ClusterError, DocumentError
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from lightning_autosync.cluster.autodist import read_resource_spec
 from lightning_autosync.cluster.bounds import (
     Limit,
+    least_step_time,
     one_switch_time,
     ring_time,
     server_shares,
@@ -12,14 +12,25 @@ from lightning_autosync.cluster.bounds import (
     synchronization_rate,
     synchronization_time,
 )
-from lightning_autosync.cluster.elements import Link, Node
-from lightning_autosync.cluster.framing import FRAMING, PAYLOAD_SHARE
-from lightning_autosync.cluster.overlap import least_step_time
+from lightning_autosync.cluster.files import (
+    configuration_directory,
+    read_resource_spec,
+    resolve_cluster,
+    shipped_clusters,
+)
 from lightning_autosync.cluster.packing import PackedTree, TreePacking, pack_trees
-from lightning_autosync.cluster.shipped import configuration_directory, resolve_cluster, shipped_clusters
-from lightning_autosync.cluster.spec import ClusterSpec
+from lightning_autosync.cluster.spec import ClusterSpec, Link, Node
 from lightning_autosync.cluster.topology import Channel, Topology
-from lightning_autosync.cluster.units import Bytes, Rate, Seconds, parse_bytes, parse_rate, parse_seconds
+from lightning_autosync.cluster.units import (
+    FRAMING,
+    PAYLOAD_SHARE,
+    Bytes,
+    Rate,
+    Seconds,
+    parse_bytes,
+    parse_rate,
+    parse_seconds,
+)
 
 __all__ = [
     "FRAMING",

@@ -14,9 +14,13 @@ from typing import Annotated, Any
 
 from pydantic import Field, ValidationError, model_validator
 
-from lightning_autosync.cluster.elements import MOST_NODES, MOST_RANKS
 from lightning_autosync.cluster.units import Rate, Seconds
 from lightning_autosync.documents import Count, Record, describe_validation_error
+
+MOST_NODES = 4096
+"""Of a cluster."""
+MOST_RANKS = 16384
+"""Of a cluster: devices of all nodes."""
 
 
 class Shape(Record):

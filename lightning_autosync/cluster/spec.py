@@ -2,24 +2,146 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
-from pydantic import Field, model_validator
+import networkx
+from pydantic import Field, model_serializer, model_validator
+from pydantic.functional_serializers import SerializerFunctionWrapHandler
 
-from lightning_autosync.cluster.elements import MOST_NODES, Link, Name, Node
-from lightning_autosync.cluster.shapes import SHAPES, expand_short_form
-from lightning_autosync.cluster.units import Rate, Seconds
-from lightning_autosync.cluster.validation import (
-    check_connected,
-    check_links,
-    check_names,
-    check_rank_order,
-    check_size,
-)
-from lightning_autosync.documents import Document
+from lightning_autosync.cluster.shapes import MOST_NODES, MOST_RANKS, SHAPES, expand_short_form
+from lightning_autosync.cluster.units import Bytes, Rate, Seconds
+from lightning_autosync.documents import Count, Document, Record
 from lightning_autosync.errors import ClusterError
+
+Name = Annotated[str, Field(pattern=r"^\S+$")]
+Address = Annotated[str, Field(pattern=r"^[^\s-]\S*$")]
+"""A host name or an IP address. Commands take it as a word, which must not be read as an option of theirs."""
+
+
+class Node(Record):
+    """A machine.
+
+    Attributes:
+        address: host name or IP address to reach it at, where it is known.
+        devices: how many ranks it runs.
+        speed: how fast one of its devices computes, relative to the other nodes' devices.
+        memory: bytes of one device, where it is known.
+    """
+
+    name: Name
+    address: Address | None = None
+    devices: Annotated[Count, Field(le=MOST_RANKS)] = 1
+    speed: float = Field(default=1.0, ge=1e-6, le=1e6)
+    memory: Bytes | None = None
+
+
+class Link(Record):
+    """A full-duplex link between two nodes or switches.
+
+    Attributes:
+        a, b: its ends, each the name of a node or a switch.
+        bandwidth: bytes/s from a to b; None where it is unknown.
+        reverse_bandwidth: bytes/s from b to a; as ``bandwidth`` if left out.
+        latency: seconds that a byte takes, either way.
+    """
+
+    a: str
+    b: str
+    bandwidth: Rate | None = None
+    reverse_bandwidth: Rate | None = None
+    latency: Seconds = 0.0
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_reverse(cls, data: Any) -> Any:
+        if isinstance(data, dict) and data.get("reverse_bandwidth") is None:
+            return {**data, "reverse_bandwidth": data.get("bandwidth")}
+        return data
+
+    @model_validator(mode="after")
+    def _check(self) -> Link:
+        if self.a == self.b:
+            raise ValueError(f"b: a link needs two different ends, both are '{self.a}'")
+        if self.bandwidth is None and self.reverse_bandwidth is not None:
+            raise ValueError("bandwidth: missing although reverse_bandwidth is given")
+        return self
+
+    @model_serializer(mode="wrap")
+    def _leave_out_equal_reverse(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        data: dict[str, Any] = serialize(self)
+        if self.reverse_bandwidth == self.bandwidth:
+            data.pop("reverse_bandwidth", None)
+        return data
+
+
+def check_names(nodes: Sequence[Node], switches: Sequence[str]) -> None:
+    """No name is given twice."""
+    seen: set[str] = set()
+    fields = [(f"nodes[{index}].name", node.name) for index, node in enumerate(nodes)]
+    fields += [(f"switches[{index}]", name) for index, name in enumerate(switches)]
+    for field, name in fields:
+        if name in seen:
+            raise ValueError(f"{field}: '{name}' is taken; nodes and switches need different names")
+        seen.add(name)
+
+
+def check_size(nodes: Sequence[Node]) -> None:
+    """There are no more ranks than anything here is made for."""
+    if (ranks := sum(node.devices for node in nodes)) > MOST_RANKS:
+        raise ValueError(f"nodes: {ranks} devices in all; allowed: {MOST_RANKS} at most")
+
+
+def check_links(nodes: Sequence[Node], switches: Sequence[str], links: Sequence[Link]) -> None:
+    """Links join known ends, no two the same, and all of them state their rate or none does."""
+    known = {node.name for node in nodes} | set(switches)
+    seen: set[frozenset[str]] = set()
+    for index, link in enumerate(links):
+        for field, name in (("a", link.a), ("b", link.b)):
+            if name not in known:
+                raise ValueError(f"links[{index}].{field}: '{name}' is neither a node nor a switch")
+        ends = frozenset((link.a, link.b))
+        if ends in seen:
+            raise ValueError(
+                f"links[{index}]: '{link.a}' and '{link.b}' are linked already; give one link of their summed bandwidth"
+            )
+        seen.add(ends)
+    unknown = [index for index, link in enumerate(links) if link.bandwidth is None]
+    if unknown and len(unknown) < len(links):
+        raise ValueError(
+            f"links[{unknown[0]}].bandwidth: missing although other links have one; state it on all links or on none"
+        )
+
+
+def check_connected(nodes: Sequence[Node], switches: Sequence[str], links: Sequence[Link]) -> None:
+    """Every node and switch can be reached from the first node."""
+    names = [*(node.name for node in nodes), *switches]
+    graph = networkx.Graph([(link.a, link.b) for link in links])
+    graph.add_nodes_from(names)
+    reached = networkx.node_connected_component(graph, names[0])
+    stranded = [name for name in names if name not in reached]
+    if stranded:
+        raise ValueError(f"links: no way from '{names[0]}' to {', '.join(map(repr, stranded))}")
+
+
+def check_rank_order(nodes: Sequence[Node], rank_order: Sequence[str] | None) -> None:
+    """The order, if one is given, names each node once per device."""
+    if rank_order is None:
+        return
+    devices = {node.name: node.devices for node in nodes}
+    for index, name in enumerate(rank_order):
+        if name not in devices:
+            raise ValueError(f"rank_order[{index}]: '{name}' is not a node; there are {', '.join(devices)}")
+    occurrences = Counter(rank_order)
+    for name, count in devices.items():
+        if occurrences[name] != count:
+            raise ValueError(
+                f"rank_order: '{name}' occurs {occurrences[name]} times, expected {count}, once per device; "
+                f"the order has {len(rank_order)} entries for {sum(devices.values())} ranks"
+            )
+
 
 LOCAL_BANDWIDTH = 10 * 2.0**30
 """Bytes/s between devices of one node where nobody says otherwise; about that of memory on one core."""

@@ -1,7 +1,7 @@
 """Rates, times and sizes as people write them: "200 Mbit/s", "50 us", "16 GiB".
 
-Inside the package all quantities are floats in SI base units: bytes/s, seconds, bytes. A plain number is
-already in that unit. Unit names are case-sensitive, since Mbit and MB differ by a factor of eight.
+Inside the package all quantities are floats in SI base units: bytes/s, seconds, bytes. A plain number is already in
+that unit. Unit names are case-sensitive, since Mbit and MB differ by a factor of eight.
 """
 
 from __future__ import annotations
@@ -12,6 +12,12 @@ from collections.abc import Mapping
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, WithJsonSchema
+
+PAYLOAD_SHARE = 1448 / 1514
+"""Of a full Ethernet frame with TCP/IPv4 and its timestamps. Rates of links count whole frames."""
+FRAMING = 1514 / 1448
+"""Bytes on a link for each byte of payload, in full frames."""
+
 
 _DECIMAL = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 _BINARY = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_autosync.engine.layout import real_view, variable_views
-from lightning_autosync.plan.encoding import low_rank_layout
+from lightning_autosync.plan.messages import low_rank_layout
 from lightning_autosync.plan.schedule import Message
 
 

@@ -6,10 +6,17 @@ import os
 from collections.abc import Callable
 from functools import partial
 
-from lightning_autosync.learned.estimator import Estimate, Estimator, ReplayEstimator, Simulator
-from lightning_autosync.learned.files import HEADER, SimulatorError, read_header
 from lightning_autosync.learned.kinds import KINDS
 from lightning_autosync.learned.learner import LearnedEstimator
+from lightning_autosync.learned.simulator import (
+    HEADER,
+    Estimate,
+    Estimator,
+    ReplayEstimator,
+    Simulator,
+    SimulatorError,
+    read_header,
+)
 from lightning_autosync.learned.training import Training
 
 SIMULATORS: dict[str, Callable[..., Simulator]] = {

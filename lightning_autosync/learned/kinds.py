@@ -10,21 +10,23 @@ from typing import Any
 from pydantic import ValidationError
 
 from lightning_autosync.documents import Record, describe_validation_error
-from lightning_autosync.learned.batching import batch_graphs
-from lightning_autosync.learned.files import SimulatorError
 from lightning_autosync.learned.graph import NODES, encode_graph
-from lightning_autosync.learned.hetero import HeteroNetwork
+from lightning_autosync.learned.hetero import HeteroNetwork, batch_graphs
 from lightning_autosync.learned.networks import (
     AttentionNetwork,
+    AttentionSizes,
+    HeteroSizes,
     LinearNetwork,
+    LinearSizes,
     Network,
     RecurrentNetwork,
+    RecurrentSizes,
     collate_shard_graphs,
     collate_shards,
     collate_vectors,
 )
 from lightning_autosync.learned.predefined import predefined, shard_set
-from lightning_autosync.learned.sizes import AttentionSizes, HeteroSizes, LinearSizes, RecurrentSizes
+from lightning_autosync.learned.simulator import SimulatorError
 from lightning_autosync.learned.traits import Traits
 
 

@@ -20,19 +20,19 @@ from safetensors.torch import load, save
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.documents import Count, Index, Record, describe_validation_error
 from lightning_autosync.learned.dataset.sample import Sample
-from lightning_autosync.learned.estimator import Estimate
 from lightning_autosync.learned.examples import Examples, Keys
-from lightning_autosync.learned.files import (
+from lightning_autosync.learned.kinds import KINDS, Kind
+from lightning_autosync.learned.networks import Network
+from lightning_autosync.learned.scene import Scene, Scenes
+from lightning_autosync.learned.simulator import (
     HEADER,
+    Estimate,
     Header,
     SimulatorError,
     read_header,
     read_weights,
     write_simulator,
 )
-from lightning_autosync.learned.kinds import KINDS, Kind
-from lightning_autosync.learned.networks import Network
-from lightning_autosync.learned.scene import Scene, Scenes
 from lightning_autosync.learned.training import TUNING, Training, scores, train
 from lightning_autosync.learned.traits import traits
 from lightning_autosync.plan import SyncPlan

@@ -1,19 +1,104 @@
-"""AutoSync's three simulators as networks (NeurIPS 2020): linear, recurrent over variables, graph attention."""
+"""The networks of AutoSync's three simulators (NeurIPS 2020): linear, recurrent over variables, graph attention."""
 
 from __future__ import annotations
 
+import os
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from types import ModuleType
+from typing import Annotated, Any, NamedTuple
 
 import numpy
 import torch
 from numpy.typing import NDArray
+from pydantic import Field
 from torch import nn
 
-from lightning_autosync.learned.backend import load_dgl
+from lightning_autosync.documents import Count, Record
 from lightning_autosync.learned.predefined import ShardSet
-from lightning_autosync.learned.sizes import AttentionSizes, LinearSizes, RecurrentSizes
+from lightning_autosync.learned.simulator import SimulatorError
+
+_LEAST, _BELOW = (1, 1, 3), (2,)
+"""Versions from which on, and below which, its interface is the one that is used here."""
+
+
+def load_dgl() -> ModuleType:
+    """The module ``dgl`` on torch.
+
+    Raises:
+        SimulatorError: it is not installed, cannot be loaded, or is of a version that is not supported.
+    """
+    # Unless told, DGL asks for its backend by writing a file into the home directory, and says so.
+    os.environ.setdefault("DGLBACKEND", "pytorch")
+    try:
+        import dgl
+    # It looks for its library itself (RuntimeError where it finds none) and opens it by ctypes (OSError).
+    except (ImportError, RuntimeError, OSError) as error:
+        why = str(error).strip().partition("\n")[0]
+        raise _refusal(f"cannot be imported ({why})") from None
+    module: ModuleType = dgl
+    version = str(getattr(module, "__version__", "unknown"))
+    if not _LEAST <= tuple(map(int, re.findall(r"\d+", version)[:3])) < _BELOW:
+        raise _refusal(f"version {version} is not supported")
+    return module
+
+
+def _refusal(why: str) -> SimulatorError:
+    return SimulatorError(
+        f"dgl: {why}; graph simulators need it: pip install 'dgl>=1.1.3,<2' (Python 3.11 or older), or take "
+        "simulator=linear, recurrent or replay"
+    )
+
+
+Width = Annotated[Count, Field(le=256)]
+Layers = Annotated[Count, Field(le=8)]
+
+
+class LinearSizes(Record):
+    """There are none: it has a weight for each feature."""
+
+
+class RecurrentSizes(Record):
+    """Of `RecurrentNetwork`.
+
+    Attributes:
+        hidden: width of a variable's vector [32].
+        state: width of the LSTM's state, either way [128].
+        layers: of the LSTM [3].
+    """
+
+    hidden: Width = 32
+    state: Width = 48
+    layers: Layers = 2
+
+
+class AttentionSizes(Record):
+    """Of `AttentionNetwork`.
+
+    Attributes:
+        hidden: width of a variable's vector, and of what each head makes of it.
+        heads: of attention.
+        layers: of attention.
+    """
+
+    hidden: Width = 32
+    heads: Layers = 4
+    layers: Layers = 2
+
+
+class HeteroSizes(Record):
+    """Of `HeteroNetwork`.
+
+    Attributes:
+        hidden: width of a node's state.
+        layers: of convolution.
+        dropout: share of the read-out that is left out in training, below 1.
+    """
+
+    hidden: Width = 32
+    layers: Layers = 2
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.1
 
 
 class Standard(nn.Module):

@@ -21,7 +21,7 @@ class SimulatorSettings(Record):
     Attributes:
         kind: its name.
         members: networks of its ensemble.
-        network: their sizes, by the kind's own names (`lightning_autosync.learned.sizes`); what is left out
+        network: their sizes, by the kind's own names (`lightning_autosync.learned.networks`); what is left out
             is at its default.
         training, tuning: how it is trained at first, and further; ``sharpness`` only with ``hetero``.
     """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Annotated, Any, Literal
 
 import numpy
@@ -17,7 +18,22 @@ from lightning_autosync.documents import Index, Record
 from lightning_autosync.learned.examples import Examples
 from lightning_autosync.learned.kinds import Kind
 from lightning_autosync.learned.networks import Network
-from lightning_autosync.learned.threads import one_thread
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Within the block, and as a decorator within the function, torch and DGL compute on the calling thread alone.
+
+    These networks' steps last milliseconds: threads gain little where cores are idle, and where live workers or other
+    trainings keep them busy, every operation waits for the slowest thread.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
 
 Floats = NDArray[numpy.float64]
 Integers = NDArray[numpy.int64]

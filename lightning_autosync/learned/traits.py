@@ -11,7 +11,7 @@ import numpy
 
 from lightning_autosync.learned.scene import Floats, Integers, Scene
 from lightning_autosync.plan import SyncPlan, compile_plan
-from lightning_autosync.plan.encoding import ITEMSIZE
+from lightning_autosync.plan.messages import ITEMSIZE
 from lightning_autosync.plan.schedule import (
     AllReduce,
     AllToAll,

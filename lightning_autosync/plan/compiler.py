@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.errors import PlanError
-from lightning_autosync.plan.encoding import ITEMSIZE, low_rank_layout
-from lightning_autosync.plan.partitioning import cut, weighted_bounds
+from lightning_autosync.plan.messages import ITEMSIZE, cut, low_rank_layout, weighted_bounds
 from lightning_autosync.plan.schedule import Message, Round, Schedule
 from lightning_autosync.plan.spec import Group, SyncPlan
 from lightning_autosync.plan.topologies import Cut, Site, find

@@ -11,8 +11,7 @@ from typing import Any
 from lightning_autosync.documents import digest
 from lightning_autosync.errors import PlanError
 from lightning_autosync.plan.compiler import check_variables, row_count
-from lightning_autosync.plan.encoding import ITEMSIZE
-from lightning_autosync.plan.partitioning import cut, even_bounds
+from lightning_autosync.plan.messages import ITEMSIZE, cut, even_bounds
 from lightning_autosync.plan.spec import Group, Partition, SyncPlan
 from lightning_autosync.workload import Variable, Workload
 

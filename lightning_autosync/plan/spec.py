@@ -21,7 +21,7 @@ from pydantic_core import CoreSchema
 from typing_extensions import Self
 
 from lightning_autosync.cluster import Bytes
-from lightning_autosync.cluster.elements import MOST_RANKS
+from lightning_autosync.cluster.spec import MOST_RANKS
 from lightning_autosync.documents import LONGEST, Count, Document, Index, Integer, Record
 from lightning_autosync.errors import DocumentError, PlanError
 from lightning_autosync.plan.trees import check_parents

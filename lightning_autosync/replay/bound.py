@@ -62,7 +62,7 @@ def _meaning(computes: bool, framed: bool, burst: bool, exact: bool) -> str:
 
 
 def step_bound(workload: Workload, cluster: ClusterSpec, framing: float = 1.0, burst: float = 0.0) -> float:
-    """The least seconds of a step; :func:`~lightning_autosync.cluster.overlap.least_step_time` derives it.
+    """The least seconds of a step; :func:`~lightning_autosync.cluster.bounds.least_step_time` derives it.
 
     Ready times that are unknown are those that the replay assumes. Of a table only the touched rows count, as if all
     ranks touched the same ones. Arguments and errors are those of `least_step`.

@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from lightning_autosync.cluster.framing import FRAMING
+from lightning_autosync.cluster.units import FRAMING
 from lightning_autosync.documents import Document, Integer, Record
 
 FASTEST = 1e30

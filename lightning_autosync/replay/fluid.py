@@ -8,8 +8,8 @@ import numba
 import numpy
 from numpy.typing import NDArray
 
-from lightning_autosync.replay.buckets import next_change, open_capacities, refill
 from lightning_autosync.replay.network import Floats
+from lightning_autosync.replay.token_buckets import next_change, open_capacities, refill
 
 Flags = NDArray[numpy.bool_]
 Indices = NDArray[numpy.int64]

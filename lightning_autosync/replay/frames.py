@@ -10,12 +10,10 @@ from numpy.typing import NDArray
 
 from lightning_autosync.replay.compute import Chores, Compute
 from lightning_autosync.replay.constants import Constants
-from lightning_autosync.replay.forest import Forest
+from lightning_autosync.replay.event_simulation import Graph, Lines, Nodes, move
 from lightning_autosync.replay.loads import Loads
-from lightning_autosync.replay.network import Floats, Network
-from lightning_autosync.replay.order import StartOrder
-from lightning_autosync.replay.outcome import Outcome
-from lightning_autosync.replay.packets import Graph, Lines, Nodes, move
+from lightning_autosync.replay.network import Floats, Forest, Network
+from lightning_autosync.replay.outcome import Outcome, StartOrder
 from lightning_autosync.replay.stages import Flow, Stage
 
 

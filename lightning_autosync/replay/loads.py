@@ -11,8 +11,7 @@ import numpy
 from numpy.typing import NDArray
 
 from lightning_autosync.replay.constants import Constants
-from lightning_autosync.replay.forest import Forest
-from lightning_autosync.replay.network import Floats, Integers, Network
+from lightning_autosync.replay.network import Floats, Forest, Integers, Network
 from lightning_autosync.replay.pipelines import Chart, Flows, load
 from lightning_autosync.replay.stages import Stage
 

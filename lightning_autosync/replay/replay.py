@@ -14,12 +14,10 @@ from lightning_autosync.replay.chores import with_chores
 from lightning_autosync.replay.compute import Chores, Compute, ComputeClock
 from lightning_autosync.replay.constants import Constants
 from lightning_autosync.replay.fluid import Conditions, drain
-from lightning_autosync.replay.forest import Forest
 from lightning_autosync.replay.frames import count_frames, run_frames
 from lightning_autosync.replay.loads import LoadModel, Loads
-from lightning_autosync.replay.network import Floats, Network
-from lightning_autosync.replay.order import StartOrder
-from lightning_autosync.replay.outcome import Outcome, critical_path
+from lightning_autosync.replay.network import Floats, Forest, Network
+from lightning_autosync.replay.outcome import Outcome, StartOrder, critical_path
 from lightning_autosync.replay.prediction import MessageSpan, Prediction, Span, Timeline
 from lightning_autosync.replay.stages import Stage, Stager
 from lightning_autosync.workload import Workload

@@ -8,11 +8,10 @@ from typing import NamedTuple
 
 import numpy
 
-from lightning_autosync.plan.encoding import ITEMSIZE, encoded_bytes
+from lightning_autosync.plan.messages import ITEMSIZE, encoded_bytes
 from lightning_autosync.plan.schedule import AllReduce, AllToAll, Message, Round, TreeTransfer, TwoLevelAllReduce
 from lightning_autosync.replay.constants import Constants
-from lightning_autosync.replay.forest import NOTHING, Forest
-from lightning_autosync.replay.network import Floats
+from lightning_autosync.replay.network import NOTHING, Floats, Forest
 from lightning_autosync.workload import Workload
 
 _INDEX_BYTES = 8

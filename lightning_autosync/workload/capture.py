@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import inspect
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from statistics import fmean, median
 from types import MethodType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_autosync.errors import WorkloadError
-from lightning_autosync.workload.clock import Clock, clock_of
 from lightning_autosync.workload.description import (
     EMBEDDINGS,
     describe,
@@ -26,6 +26,57 @@ from lightning_autosync.workload.description import (
 )
 from lightning_autosync.workload.preservation import preserved
 from lightning_autosync.workload.spec import Variable, Workload, is_row_sparse
+
+
+class Clock(Protocol):
+    """Takes marks while work is under way; reads them once the work is over."""
+
+    def mark(self) -> Any:
+        """The present point of the work, without waiting for it."""
+
+    def seconds(self, start: Any, end: Any) -> float:
+        """Seconds from one mark to another."""
+
+    def synchronize(self) -> None:
+        """Wait for all work; marks may be read afterwards."""
+
+
+class HostClock:
+    """For work that is done when the call returns."""
+
+    def mark(self) -> float:
+        return time.perf_counter()
+
+    def seconds(self, start: float, end: float) -> float:
+        return end - start
+
+    def synchronize(self) -> None:
+        return None
+
+
+class DeviceClock:
+    """For work queued on a device: marks are timing events in its current stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._backend = torch.get_device_module(device)
+
+    def mark(self) -> Any:
+        event = self._backend.Event(enable_timing=True)
+        event.record(self._backend.current_stream(self._device))
+        return event
+
+    def seconds(self, start: Any, end: Any) -> float:
+        milliseconds: float = start.elapsed_time(end)
+        return milliseconds / 1e3
+
+    def synchronize(self) -> None:
+        self._backend.synchronize(self._device)
+
+
+def clock_of(device: torch.device) -> Clock:
+    """The clock for work on ``device``."""
+    return HostClock() if device.type == "cpu" else DeviceClock(device)
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,15 @@ from typing import Any
 
 from lightning_autosync.errors import WorkloadError
 from lightning_autosync.workload.flow import Flow
-from lightning_autosync.workload.models.inception import inception_v3
-from lightning_autosync.workload.models.recommendation import ncf
-from lightning_autosync.workload.models.transformers import bert_base, bert_large, gpt
-from lightning_autosync.workload.models.vision import (
+from lightning_autosync.workload.models import (
+    bert_base,
+    bert_large,
     densenet121,
     densenet169,
     densenet201,
+    gpt,
+    inception_v3,
+    ncf,
     resnet50,
     resnet101,
     vgg16,

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
-from lightning_autosync.plan.encoding import COUNT_BYTES, encoded_bytes
+from lightning_autosync.plan.messages import COUNT_BYTES, encoded_bytes
 from lightning_autosync.plan.spec import Compressor
 
 

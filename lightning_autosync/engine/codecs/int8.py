@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_autosync.engine.codecs.base import Codec
-from lightning_autosync.plan.encoding import COUNT_BYTES
+from lightning_autosync.plan.messages import COUNT_BYTES
 from lightning_autosync.plan.spec import Compressor
 
 _LEVELS = 127.0

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lightning_autosync.engine.codecs.base import Codec
-from lightning_autosync.plan.encoding import kept_elements
+from lightning_autosync.plan.messages import kept_elements
 from lightning_autosync.plan.spec import Compressor
 
 

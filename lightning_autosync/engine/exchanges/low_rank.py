@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_autosync.engine.codecs import Residual
 from lightning_autosync.engine.exchanges.base import Exchange
-from lightning_autosync.plan.encoding import Factor, low_rank_layout
+from lightning_autosync.plan.messages import Factor, low_rank_layout
 from lightning_autosync.plan.schedule import Message
 
 MakeExchange = Callable[[int, Tensor], Exchange]

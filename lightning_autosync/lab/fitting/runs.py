@@ -11,8 +11,8 @@ from pydantic import ConfigDict
 from lightning_autosync.documents import PLAIN, Index, Spent, digest
 from lightning_autosync.lab.fitting.accuracy import Accuracy
 from lightning_autosync.lab.fitting.settings import Settings
-from lightning_autosync.learned.dataset.manifest import load_manifest
-from lightning_autosync.learned.files import read_header
+from lightning_autosync.learned.dataset.parts import load_manifest
+from lightning_autosync.learned.simulator import read_header
 from lightning_autosync.replay import Constants
 from lightning_autosync.run_files import RunFile
 

@@ -8,8 +8,7 @@ and those are once in parts of the table ``documents`` (kind, fingerprint, canon
 from __future__ import annotations
 
 from lightning_autosync.learned.dataset.dataset import Dataset
-from lightning_autosync.learned.dataset.entry import COLUMNS, Conditions, Entry, sample_key
-from lightning_autosync.learned.dataset.sample import Sample
+from lightning_autosync.learned.dataset.sample import COLUMNS, Conditions, Entry, Sample, sample_key
 from lightning_autosync.learned.dataset.writer import Writer
 
 __all__ = ["COLUMNS", "Conditions", "Dataset", "Entry", "Sample", "Writer", "sample_key"]

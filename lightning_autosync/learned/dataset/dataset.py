@@ -12,10 +12,16 @@ from typing import Any, overload
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.documents import checked, parse_json
 from lightning_autosync.errors import DocumentError
-from lightning_autosync.learned.dataset.entry import COLUMNS, DOCUMENTS, PAIR, row_sample, row_steps
-from lightning_autosync.learned.dataset.manifest import Manifest, load_manifest
-from lightning_autosync.learned.dataset.sample import Sample, step_noise
-from lightning_autosync.learned.dataset.tables import no_rows, read_table
+from lightning_autosync.learned.dataset.parts import Manifest, load_manifest, no_rows, read_table
+from lightning_autosync.learned.dataset.sample import (
+    COLUMNS,
+    DOCUMENTS,
+    PAIR,
+    Sample,
+    row_sample,
+    row_steps,
+    step_noise,
+)
 from lightning_autosync.replay.constants import Cores
 from lightning_autosync.workload import Workload
 

@@ -1,29 +1,69 @@
-"""`Writer`: adds entries to a dataset."""
+"""`Writer`: adds entries to a dataset. Its journal holds those that are in no part yet: an interruption loses none."""
 
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from lightning_autosync.documents import canonical, digest, write_bytes
+from lightning_autosync.documents import append_lines, canonical, digest, parse_json, whole_lines, write_bytes
 from lightning_autosync.errors import DocumentError
-from lightning_autosync.learned.dataset.entry import DOCUMENTS, PAIR, Entry, Row, row_key
-from lightning_autosync.learned.dataset.journal import JOURNAL, Line, append_rows, read_rows
-from lightning_autosync.learned.dataset.manifest import (
+from lightning_autosync.learned.dataset.parts import (
     MANIFEST,
     TABLES,
     Manifest,
     Part,
     Table,
+    check_row,
     describe_part,
+    from_parquet,
     load_manifest,
     part_files,
+    read_table,
+    to_parquet,
 )
-from lightning_autosync.learned.dataset.tables import from_parquet, read_table, to_parquet
+from lightning_autosync.learned.dataset.sample import DOCUMENTS, PAIR, Entry, Row, check_steps, row_key
+
+JOURNAL = "journal.jsonl"
+Line = tuple[str, dict[str, Any]]
+"""Table, and a row of it."""
+
+
+def append_rows(path: Path, lines: Iterable[Line]) -> None:
+    """Add rows; they outlive this process once this returns. What is left of a line that was cut off is dropped."""
+    append_lines(path, "".join(json.dumps({"table": table, "row": row}) + "\n" for table, row in lines))
+
+
+def read_rows(path: Path) -> Iterator[Line]:
+    """The rows in a journal; none if there is no file. A last line cut off by an interruption is left out.
+
+    Raises:
+        DocumentError: a line is something else.
+    """
+    for where, line in whole_lines(path):
+        try:
+            yield _row(parse_json(line, "its text"))
+        except ValueError as cause:
+            raise DocumentError(
+                f"{where}: not a row: {cause}; delete the line, the pairs that need it are measured again"
+            ) from None
+
+
+def _row(made: Any) -> Line:
+    """A line's row; a ValueError says what is wrong with it."""
+    if not isinstance(made, dict):
+        raise ValueError("not a mapping of table and row")
+    table: Any = made.get("table")
+    row: Any = made.get("row")
+    check_row(table, row)
+    if table == "samples":
+        check_steps(row["steps"])
+    return table, row
+
 
 _LOCK = ".lock"
 

@@ -13,7 +13,7 @@ import warnings
 from rich.console import Console
 from rich.table import Table
 
-from lightning_autosync.cluster.shipped import resolve_cluster
+from lightning_autosync.cluster.files import resolve_cluster
 from lightning_autosync.cluster.spec import ClusterSpec
 from lightning_autosync.errors import AutoSyncError, DocumentError
 from lightning_autosync.measure.emulation.launch import EmulatedLaunch

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_autosync.plan.space.blocks import Block, make_blocks
-from lightning_autosync.plan.space.domains import Domain, Value
+from lightning_autosync.plan.space.domains import Block, Domain, Value, make_blocks
 from lightning_autosync.plan.space.refinement import Refinement
 from lightning_autosync.plan.space.space import BUILDER, COMPOSED, Genome, PlanSpace
 

@@ -13,9 +13,18 @@ from lightning_autosync.errors import DocumentError, PlanError
 from lightning_autosync.plan.builders import BUILDERS, build
 from lightning_autosync.plan.builders.grouping import in_ready_order, make_plan
 from lightning_autosync.plan.compiler import compile_plan
-from lightning_autosync.plan.space.blocks import Block, make_blocks
 from lightning_autosync.plan.space.composition import Composer
-from lightning_autosync.plan.space.domains import ASPECTS, JOIN, WHOLE, Domain, Value, block_domains, relevant
+from lightning_autosync.plan.space.domains import (
+    ASPECTS,
+    JOIN,
+    WHOLE,
+    Block,
+    Domain,
+    Value,
+    block_domains,
+    make_blocks,
+    relevant,
+)
 from lightning_autosync.plan.spec import Group, Semantics, SyncPlan
 from lightning_autosync.workload import Variable, Workload
 

@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, ClassVar, Final, Literal, NamedTuple
 
 from lightning_autosync.cluster import ClusterSpec
-from lightning_autosync.plan.partitioning import even_bounds
+from lightning_autosync.plan.messages import even_bounds
 from lightning_autosync.plan.schedule import Transfer, TreeTransfer
 from lightning_autosync.plan.trees import Tree
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from lightning_autosync.plan.partitioning import even_bounds
+from lightning_autosync.plan.messages import even_bounds
 from lightning_autosync.plan.spec import Group
 from lightning_autosync.plan.topologies import Facts, Method, Site, TreeTopology, register
 from lightning_autosync.plan.topologies.base import leading

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lightning_autosync.cluster import pack_trees
-from lightning_autosync.plan.partitioning import weighted_bounds
+from lightning_autosync.plan.messages import weighted_bounds
 from lightning_autosync.plan.spec import Group
 from lightning_autosync.plan.topologies import Facts, Method, Site, TreeTopology, register
 from lightning_autosync.plan.topologies.base import cached_tree

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lightning_autosync.plan.partitioning import even_bounds
+from lightning_autosync.plan.messages import even_bounds
 from lightning_autosync.plan.schedule import SharedMemoryReduce, Transfer
 from lightning_autosync.plan.spec import Group
 from lightning_autosync.plan.topologies import Cut, Facts, Method, Site, Topology, register

@@ -14,15 +14,14 @@ from lightning_autosync.cluster import (
     ClusterSpec,
     Topology,
     TreePacking,
-    column_generation,
     one_switch_time,
     pack_trees,
     resolve_cluster,
     shipped_clusters,
     synchronization_rate,
 )
-from lightning_autosync.cluster.column_generation import Packing
-from lightning_autosync.cluster.packing import _drop_small, _root_trees, mirrored_packing
+from lightning_autosync.cluster import packing as packing_module
+from lightning_autosync.cluster.packing import Packing, _drop_small, _root_trees, mirrored_packing
 from lightning_autosync.cluster.trees import height, tree_of
 from lightning_autosync.errors import ClusterError
 
@@ -72,13 +71,13 @@ def test_shipped_clusters_pack_in_few_programs_and_near_the_bound(name: str, mon
     spec = resolve_cluster(name)
     pack_trees.cache_clear()
     sizes: list[int] = []
-    solve = column_generation._optimize
+    solve = packing_module._optimize
 
     def count(costs: numpy.ndarray, rows: object, limits: object) -> object:
         sizes.append(len(costs))
         return solve(costs, rows, limits)
 
-    monkeypatch.setattr(column_generation, "_optimize", count)
+    monkeypatch.setattr(packing_module, "_optimize", count)
     packing = pack_trees(spec)
     assert len(sizes) <= 4
     assert max(sizes) <= 8 * spec.world_size

@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from lightning_autosync.cluster import (
     ClusterSpec,
     configuration_directory,
+    files,
     resolve_cluster,
-    shipped,
     shipped_clusters,
     synchronization_rate,
 )
@@ -166,7 +166,7 @@ def test_an_unknown_name_lists_those_there_are() -> None:
 def test_clusters_are_found_inside_an_installed_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "lightning_autosync"
     shutil.copytree(configuration_directory(), package / "conf")
-    monkeypatch.setattr(shipped, "__file__", str(package / "cluster" / "shipped.py"))
+    monkeypatch.setattr(files, "__file__", str(package / "cluster" / "shipped.py"))
     assert configuration_directory() == package / "conf"
     assert resolve_cluster("four_equal").world_size == 4
     shutil.rmtree(package / "conf")

@@ -48,9 +48,9 @@ from lightning_autosync.lab.rehearsal.settings import Settings as RehearsalSetti
 from lightning_autosync.lab.validation.measuring import Measurement, load_measurements
 from lightning_autosync.learned import LearnedEstimator, ReplayEstimator, Training, load_simulator
 from lightning_autosync.learned.dataset import Conditions, Dataset, Entry, Sample, Writer
-from lightning_autosync.learned.dataset.journal import JOURNAL
-from lightning_autosync.learned.dataset.manifest import MANIFEST
-from lightning_autosync.learned.files import HEADER
+from lightning_autosync.learned.dataset.parts import MANIFEST
+from lightning_autosync.learned.dataset.writer import JOURNAL
+from lightning_autosync.learned.simulator import HEADER
 from lightning_autosync.measure.emulation.shared_hosts import shared_hosts
 from lightning_autosync.measure.models.models import Paced
 from lightning_autosync.plan import SyncPlan, builders, compile_plan
@@ -610,7 +610,7 @@ KINDS: dict[str, Kind] = {
     "cluster, racks": _cluster(
         "own.yaml", {"racks": {"racks": 2, "nodes_per_rack": 2, "bandwidth": "1 GB/s", "uplink": "2 GB/s"}}
     ),
-    "resource spec": Kind(_make_resource_spec, _read_resource_spec, ("cluster.autodist",)),
+    "resource spec": Kind(_make_resource_spec, _read_resource_spec, ("cluster.files",)),
     "workload": Kind(_make_workload, _read_workload, ("workload.spec",)),
     "plan": Kind(_make_plan, _read_plan, ("plan.spec",)),
     "constants": Kind(_make_constants, _read_constants, ("replay.constants",)),
@@ -619,15 +619,15 @@ KINDS: dict[str, Kind] = {
         _make_dataset,
         _read_dataset,
         (
-            "learned.dataset.manifest",
-            "learned.dataset.tables",
+            "learned.dataset.parts",
+            "learned.dataset.parts",
             "learned.dataset.dataset",
-            "learned.dataset.entry",
+            "learned.dataset.sample",
         ),
         seal=_seal_parts,
     ),
-    "dataset, journal": Kind(_make_journal, _read_journal, ("learned.dataset.journal", "learned.dataset.writer")),
-    "simulator": Kind(_make_simulators, _read_simulators, ("learned.files", "learned.learner"), seal=_seal_weights),
+    "dataset, journal": Kind(_make_journal, _read_journal, ("learned.dataset.writer", "learned.dataset.writer")),
+    "simulator": Kind(_make_simulators, _read_simulators, ("learned.simulator", "learned.learner"), seal=_seal_weights),
     "study": Kind(_make_study, _read_study, ("search.studies", "search.tried"), names=_STUDY),
     "study, tuning": Kind(
         _make_tuning_study,

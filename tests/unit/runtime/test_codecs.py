@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from lightning_autosync.engine.codecs import Residual, make_codec
 from lightning_autosync.plan import Compressor
-from lightning_autosync.plan.encoding import encoded_bytes, low_rank_layout
+from lightning_autosync.plan.messages import encoded_bytes, low_rank_layout
 
 COMPRESSORS = {
     "fp16": Compressor(kind="fp16"),

@@ -9,7 +9,7 @@ from torch import nn
 from lightning_autosync.engine.exchanges.low_rank import _orthonormal
 from lightning_autosync.engine.memories import CompressorMemory, Memories, Memory
 from lightning_autosync.plan import Compressor
-from lightning_autosync.plan.encoding import low_rank_layout
+from lightning_autosync.plan.messages import low_rank_layout
 from lightning_autosync.plan.schedule import AllReduce, Message, Round
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_autosync.cluster.shipped import resolve_cluster, shipped_clusters
+from lightning_autosync.cluster.files import resolve_cluster, shipped_clusters
 from lightning_autosync.cluster.spec import ClusterSpec
 from lightning_autosync.cluster.topology import Topology
 from lightning_autosync.errors import ClusterError

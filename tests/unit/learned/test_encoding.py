@@ -11,8 +11,8 @@ from learned_samples import CONSTANTS, plan_of, star, workload
 
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.errors import PlanError
-from lightning_autosync.learned.batching import batch_graphs
 from lightning_autosync.learned.graph import MESSAGES, NODES, RELATIONS, Edges, Graph, encode_graph, merge
+from lightning_autosync.learned.hetero import batch_graphs
 from lightning_autosync.learned.kinds import KINDS
 from lightning_autosync.learned.predefined import predefined, shard_set
 from lightning_autosync.learned.scene import BUNDLES, Scene

@@ -19,9 +19,8 @@ from plans import plans
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.errors import DocumentError, UnwritableError
 from lightning_autosync.learned.dataset import Conditions, Dataset, Entry, Sample, Writer, sample_key
-from lightning_autosync.learned.dataset.journal import JOURNAL
-from lightning_autosync.learned.dataset.manifest import MANIFEST, Manifest, describe_part
-from lightning_autosync.learned.dataset.tables import from_parquet, to_parquet
+from lightning_autosync.learned.dataset.parts import MANIFEST, Manifest, describe_part, from_parquet, to_parquet
+from lightning_autosync.learned.dataset.writer import JOURNAL
 from lightning_autosync.plan import SyncPlan, builders
 from lightning_autosync.workload import Variable, Workload
 
@@ -525,7 +524,7 @@ def test_files_of_other_names_are_no_parts(tmp_path: Path) -> None:
 
 
 def test_the_shipped_dataset_is_read() -> None:
-    folder = Path(__file__).parents[2] / "examples" / "datasets" / "emulated"
+    folder = Path(__file__).parents[3] / "examples" / "datasets" / "emulated"
     dataset = Dataset.load(folder, disturbed=True)
     assert len(dataset) == len(Dataset.load(folder)) == 10_080
     assert dataset[-1].seconds > 0

@@ -29,9 +29,9 @@ from lightning_autosync.learned import (
     Training,
     load_simulator,
 )
-from lightning_autosync.learned.backend import load_dgl
 from lightning_autosync.learned.dataset import Sample
 from lightning_autosync.learned.examples import Examples
+from lightning_autosync.learned.networks import load_dgl
 from lightning_autosync.learned.training import scores
 from lightning_autosync.plan.spec import Semantics
 
@@ -238,7 +238,7 @@ def test_the_simulator_that_was_there_outlives_an_interruption(
     other = LearnedEstimator("linear", CONSTANTS, training=Training(epochs=1, least_steps=0))
     other.fit(samples[:10])
     with monkeypatch.context() as patched:
-        patched.setattr("lightning_autosync.learned.files.Header.save", _interrupted)
+        patched.setattr("lightning_autosync.learned.simulator.Header.save", _interrupted)
         with pytest.raises(KeyboardInterrupt):
             other.save(tmp_path)
     there = load_simulator(tmp_path)
@@ -389,7 +389,7 @@ import sys
 import lightning_autosync.learned as learned
 learned.LearnedEstimator("linear")
 assert "dgl" not in sys.modules
-from lightning_autosync.learned.backend import load_dgl
+from lightning_autosync.learned.networks import load_dgl
 assert load_dgl().__name__ == "dgl"
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=_bare(tmp_path))

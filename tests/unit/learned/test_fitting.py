@@ -286,7 +286,7 @@ def test_equal_references_of_other_pairs_or_machines_are_other_batches() -> None
 
 def test_drift_of_the_shipped_dataset() -> None:
     """By cluster, the share of pairs of plans left out without and with drift is printed: ``pytest -s`` shows it."""
-    dataset = Dataset.load(Path(__file__).parents[2] / "examples/datasets/emulated")
+    dataset = Dataset.load(Path(__file__).parents[3] / "examples/datasets/emulated")
     with_drift = encoded(list(dataset))
     without = replace(with_drift, drift=numpy.zeros(len(with_drift)))
     names = numpy.array([sample.cluster.name for sample in dataset])

@@ -1,4 +1,4 @@
-"""Frames over connections: one at a time on each, connections sharing channels max-min fairly."""
+"""Frames over connections, event by event: one frame at a time on each; connections share channels max-min fairly."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import numba
 import numpy
 from numpy.typing import NDArray
 
-from lightning_autosync.replay.buckets import next_change, open_capacities, refill
 from lightning_autosync.replay.network import Floats, Integers
+from lightning_autosync.replay.token_buckets import next_change, open_capacities, refill
 
 Indices = NDArray[numpy.int64]
 
