@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
 import torch
@@ -103,19 +103,30 @@ class Engine:
         self._handles: list[RemovableHandle] = []
         self.renew_hooks()
 
-    def renew_hooks(self) -> None:
+    def renew_hooks(self, also: Iterable[nn.Parameter] = ()) -> None:
         """Follow the parameters' gradients anew: where one got another dtype, autograd accumulates elsewhere.
 
         Not during a backward pass.
+
+        Args:
+            also: parameters that are not the engine's: a backward pass that reaches one of them, and perhaps none of
+                the engine's, is one in which all ranks take part.
         """
         self._remove_hooks()
+        known = {parameter for bucket in self._buckets for parameter in bucket.parameters}
+        for parameter in also:
+            if parameter not in known:
+                self._follow(parameter, self._arm_once)
         for bucket in self._buckets:
             for place, parameter in enumerate(bucket.parameters):
-                # A hook on the node that accumulates the gradient runs after the user's hooks on the parameter,
-                # whenever those were registered. The node lives only as long as somebody refers to it.
-                accumulator = _gradient_accumulator(parameter)
-                self._accumulators.append(accumulator)
-                self._handles.append(accumulator.register_hook(self._hook(bucket, place)))
+                self._follow(parameter, self._hook(bucket, place))
+
+    def _follow(self, parameter: nn.Parameter, hook: Callable[..., None]) -> None:
+        # A hook on the node that accumulates the gradient runs after the user's hooks on the parameter, whenever those
+        # were registered. The node lives only as long as somebody refers to it.
+        accumulator = _gradient_accumulator(parameter)
+        self._accumulators.append(accumulator)
+        self._handles.append(accumulator.register_hook(hook))
 
     def finish(self) -> None:
         """Wait until every gradient of this backward pass holds the mean over ranks.
@@ -286,6 +297,10 @@ class Engine:
                 self._complete(bucket)
 
         return on_gradient
+
+    def _arm_once(self, *_: object) -> None:
+        if self.enabled and not self._armed:
+            self._arm()
 
     def _arm(self) -> None:
         if self._interruption:

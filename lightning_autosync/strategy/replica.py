@@ -124,7 +124,7 @@ class Replica:
         else:
             engine.changed = changed
             if changed:
-                engine.renew_hooks()
+                engine.renew_hooks(parameter for _, parameter in variable_names(self._module))
 
     def end_training(self) -> None:
         """Call when training ends, on all ranks: weights must be equal.

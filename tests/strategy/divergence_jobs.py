@@ -9,12 +9,12 @@ from typing import Any
 import models
 import torch
 import torch.distributed as dist
-from jobs import distance, make_trainer, replicas_equal
+from jobs import distance, make_fabric, make_trainer, replicas_equal
 from lightning.pytorch import seed_everything
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 
-from lightning_autosync import AutoSyncStrategy
+from lightning_autosync import AutoSyncFabricStrategy, AutoSyncStrategy
 from lightning_autosync.errors import AutoSyncError
 from lightning_autosync.strategy import replica as replica_module
 from lightning_autosync.strategy.replica import Replica
@@ -56,7 +56,7 @@ def add_layer(module: Changing) -> None:
     module.body = nn.Sequential(module.body, nn.Linear(8, 8, bias=False))
 
 
-def freeze(module: Changing) -> None:
+def freeze(module: Any) -> None:
     module.head.bias.requires_grad_(False)
 
 
@@ -70,7 +70,7 @@ def learning_rate(module: Changing) -> None:
     module.trainer.optimizers[0].param_groups[0]["lr"] *= 3
 
 
-def weight(module: Changing) -> None:
+def weight(module: Any) -> None:
     with torch.no_grad():
         module.head.bias[0] += 0.5
 
@@ -91,12 +91,52 @@ def change(name: str, where: list[int], **strategy: Any) -> str | float:
         make_trainer(AutoSyncStrategy(**strategy)).fit(module)
     except AutoSyncError as error:
         return f"{type(error).__name__}: {error}"
+    return apart(module)
+
+
+def apart(module: nn.Module) -> float:
+    """How far the parameters of replicas are apart."""
     worst = 0.0
     for tensor in module.parameters():
         first = tensor.detach().clone()
         dist.broadcast(first, src=0)
         worst = max(worst, float((first - tensor.detach()).abs().max()))
     return worst
+
+
+def assign_in_place(module: nn.Module) -> None:
+    module.load_state_dict({name: tensor.clone() for name, tensor in module.state_dict().items()}, assign=True)
+
+
+def new_head(module: nn.Module) -> None:
+    torch.manual_seed(5)
+    module.head = nn.Linear(8, models.CLASSES)
+
+
+FABRIC_CHANGES = {change.__name__: change for change in (assign_in_place, new_head, freeze, weight)}
+
+
+def change_under_fabric(name: str, where: list[int], plain_backward: bool = False, **strategy: Any) -> str | float:
+    """As `change`, in a loop of the user's own."""
+    fabric = make_fabric(AutoSyncFabricStrategy(**strategy))
+    seed_everything(3)
+    plain = models.Plain()
+    module, optimizer = fabric.setup(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
+    inputs = torch.randn(16, 4, models.FEATURES, generator=torch.Generator().manual_seed(dist.get_rank()))
+    try:
+        for step, batch in enumerate(inputs):
+            if step == CHANGE_AT and dist.get_rank() in where:
+                FABRIC_CHANGES[name](plain)
+                optimizer.param_groups[0]["params"] = list(plain.parameters())
+            loss = module(batch).square().mean()
+            loss.backward() if plain_backward else fabric.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+    except AutoSyncError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        fabric.strategy.teardown()
+    return apart(plain)
 
 
 class InTurn(models.Plain):

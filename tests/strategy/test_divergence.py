@@ -30,6 +30,28 @@ def test_parameters_that_change_on_one_rank_are_an_error_on_all(duo, change, exp
     assert found[0].startswith("PlanError: model: " + expected)
 
 
+@pytest.mark.parametrize("strategy", [*PLANS, {"plain_backward": True}])
+@pytest.mark.parametrize("change", ["assign_in_place", "new_head", "freeze"])
+def test_parameters_that_change_on_all_ranks_are_followed_under_fabric(duo, change: str, strategy) -> None:
+    assert duo.run("divergence_jobs:change_under_fabric", name=change, where=[0, 1], **strategy) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("strategy", [*PLANS, {"plain_backward": True}])
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ("assign_in_place", "PlanError: model: parameter 'body.weight' was replaced by another tensor on rank 1"),
+        ("new_head", "PlanError: model: parameter 'head.weight' was replaced by another tensor on rank 1"),
+        ("freeze", "PlanError: model: parameter 'head.bias': requires_grad is False on rank 1"),
+        ("weight", "ExchangeError: replicas differ: the weights of 'head.bias' on rank 1 are not those of rank 0"),
+    ],
+)
+def test_what_changes_on_one_rank_is_an_error_on_all_under_fabric(duo, change, expected, strategy) -> None:
+    found = duo.run("divergence_jobs:change_under_fabric", name=change, where=[1], check_replicas=5, **strategy)
+    assert found[0] == found[1]
+    assert found[0].startswith(expected)
+
+
 @pytest.mark.parametrize("change", ["learning_rate", "weight", "gradient"])
 def test_weights_that_differ_are_an_error_on_all_ranks(duo, change: str) -> None:
     first, second = duo.run("divergence_jobs:change", name=change, where=[1], check_replicas=2)
