@@ -12,8 +12,8 @@ from lightning_autosync.documents import Count, Index, Integer, Record, describe
 from lightning_autosync.engine.secret import required_secret
 from lightning_autosync.engine.store import find_store
 from lightning_autosync.errors import DocumentError, ExchangeError
-from lightning_autosync.relaxed.patience import read_heartbeat
-from lightning_autosync.relaxed.server.process import serve as serve_until_the_end
+from lightning_autosync.relaxed.server.server import serve as serve_until_the_end
+from lightning_autosync.relaxed.transport.heartbeat import read_heartbeat
 
 
 class Settings(Record):

@@ -13,22 +13,23 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_autosync.errors import ExchangeError, GroupBroken, PeerLost
-from lightning_autosync.relaxed.averaging import GroupAverage
 from lightning_autosync.relaxed.base import Synchronizer
 from lightning_autosync.relaxed.controller import RANK, Controller, ControllerLink
 from lightning_autosync.relaxed.coordinator import Coordinator
-from lightning_autosync.relaxed.handover import Inheritance, pack_optimizer
-from lightning_autosync.relaxed.mesh import Mesh
-from lightning_autosync.relaxed.messages import as_bytes, payload_size
-from lightning_autosync.relaxed.server.wire import Packed, pack
-from lightning_autosync.relaxed.tensors import (
+from lightning_autosync.relaxed.group_average import GroupAverage
+from lightning_autosync.relaxed.model_state import (
     FlatView,
+    Inheritance,
     ModelTensors,
     model_bytes,
     optimizer_averages,
     optimizer_slots,
+    pack_optimizer,
     take_bytes,
 )
+from lightning_autosync.relaxed.transport.mesh import Mesh
+from lightning_autosync.relaxed.transport.messages import as_bytes, payload_size
+from lightning_autosync.relaxed.transport.payload import Packed, pack
 
 ATTEMPTS = 20
 """Groups that may break one after another before a worker gives up."""

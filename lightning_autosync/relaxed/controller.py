@@ -12,7 +12,8 @@ from typing import Any
 
 from lightning_autosync.errors import ExchangeError
 from lightning_autosync.relaxed.coordinator import Coordinator, Order
-from lightning_autosync.relaxed.mesh import Mail, Mesh
+from lightning_autosync.relaxed.transport.mesh import Mesh
+from lightning_autosync.relaxed.transport.messages import Mail
 
 RANK = 0
 """The process that coordinates."""

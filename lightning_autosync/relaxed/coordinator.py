@@ -19,9 +19,14 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple
 
-from lightning_autosync.relaxed.grouping import Grouped, Grouping
-from lightning_autosync.relaxed.pace import Pace
-from lightning_autosync.relaxed.weights import constant_weights, dynamic_weights, sample_weights
+from lightning_autosync.relaxed.grouping import (
+    Grouped,
+    Grouping,
+    Pace,
+    constant_weights,
+    dynamic_weights,
+    sample_weights,
+)
 
 
 class Order(NamedTuple):

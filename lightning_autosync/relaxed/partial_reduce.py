@@ -16,8 +16,8 @@ from lightning_autosync.relaxed.averaging_worker import AveragingWorker
 from lightning_autosync.relaxed.controller import RANK
 from lightning_autosync.relaxed.coordinator import Coordinator
 from lightning_autosync.relaxed.grouping import Grouping
-from lightning_autosync.relaxed.mesh import Mesh
-from lightning_autosync.relaxed.tensors import FlatView, ModelTensors
+from lightning_autosync.relaxed.model_state import FlatView, ModelTensors
+from lightning_autosync.relaxed.transport.mesh import Mesh
 
 
 class PartialReduce(AveragingWorker):

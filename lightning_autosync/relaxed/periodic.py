@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 import warnings
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -14,13 +16,36 @@ from lightning_autosync.plan import Consistency
 from lightning_autosync.relaxed.averaging_worker import AveragingWorker
 from lightning_autosync.relaxed.controller import RANK
 from lightning_autosync.relaxed.coordinator import Coordinator
-from lightning_autosync.relaxed.fragments import cut_fragments, first_ages
-from lightning_autosync.relaxed.grouping import Grouping
-from lightning_autosync.relaxed.isolation import IsolationGuard
-from lightning_autosync.relaxed.mesh import Mesh
-from lightning_autosync.relaxed.outer import make_outer
-from lightning_autosync.relaxed.pace import Pace
-from lightning_autosync.relaxed.tensors import FlatView, ModelTensors, flat_type
+from lightning_autosync.relaxed.grouping import Grouping, IsolationGuard, Pace
+from lightning_autosync.relaxed.model_state import FlatView, ModelTensors, flat_type
+from lightning_autosync.relaxed.outer_updates import make_outer
+from lightning_autosync.relaxed.transport.mesh import Mesh
+
+
+def cut_fragments(sizes: Sequence[int], fragments: int) -> list[range]:
+    """Contiguous runs of tensors with about equal numbers of elements.
+
+    Args:
+        sizes: elements of each tensor.
+        fragments: number of runs; fewer come out if there are fewer tensors.
+
+    Returns:
+        Positions of tensors; none is empty unless there are no tensors at all.
+    """
+    fragments = max(1, min(fragments, len(sizes)))
+    middles = [end - size / 2 for end, size in zip(accumulate(sizes), sizes, strict=True)]
+    bounds = [0]
+    for fragment in range(1, fragments):
+        target = sum(sizes) * fragment / fragments
+        cut = sum(middle < target for middle in middles)
+        bounds.append(min(max(cut, bounds[-1] + 1), len(sizes) - fragments + fragment))
+    return [range(begin, end) for begin, end in zip(bounds, [*bounds[1:], len(sizes)], strict=True)]
+
+
+def first_ages(fragments: int, period: int) -> list[int]:
+    """How many steps ago each fragment would have been averaged at the start, so that their turns are spread evenly."""
+    return [(fragments - 1 - fragment) * period // fragments for fragment in range(fragments)]
+
 
 LONGEST = 10_000
 """Steps that an adapting period may reach."""

@@ -1,15 +1,22 @@
-"""Steps that succeed on every rank or fail on every rank, so that no rank waits for one that has given up."""
+"""Steps that succeed or fail on all ranks alike, and what ranks compare before anything else."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from importlib.metadata import version
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from lightning_autosync import errors
+from lightning_autosync.engine.lifeline import Lifeline, open_lifeline
 from lightning_autosync.engine.rendezvous import gather_json
-from lightning_autosync.errors import AutoSyncError, PlanError
+from lightning_autosync.engine.roll_call import Meeting, roll_call
+from lightning_autosync.errors import AutoSyncError, ExchangeError, PlanError
+from lightning_autosync.plan import SyncPlan
+from lightning_autosync.strategy.settings import Settings
 
 T = TypeVar("T")
 
@@ -62,3 +69,79 @@ def _raise_difference(identities: list[dict[str, str]]) -> None:
                     f"{name}: rank {rank} has another than rank 0 ({value}, not {identities[0][name]}); "
                     "every rank must be given the same"
                 )
+
+
+def all_called(environment: Any, settings: Settings) -> AbstractContextManager[None]:
+    """Around the forming of the process group and `meet`: see `roll_call`.
+
+    Args:
+        environment: Lightning's ``ClusterEnvironment``, which knows this process's rank by now.
+    """
+    return roll_call(
+        Meeting(
+            environment.main_address,
+            environment.main_port,
+            environment.global_rank(),
+            environment.world_size(),
+            settings.timeout,
+        )
+    )
+
+
+def meet(settings: Settings) -> Lifeline | None:
+    """Compare what ranks run, and connect them so that each learns which one is lost; collective.
+
+    The versions of this package and of the plan's format must be equal; of torch's version the first two numbers
+    (2.13 of 2.13.1), for builds of one release differ between machines. So must be settings by which ranks take part
+    in exchanges.
+
+    Returns:
+        What tells who is lost; None for one rank. Where ranks need not march in step, they keep watch themselves once
+        their mesh is open, and close this.
+
+    Raises:
+        ExchangeError: (on every rank) versions differ.
+        PlanError: (on every rank) settings differ.
+        DocumentError: (or a subclass, on every rank) a rank could not read its plan or cluster.
+    """
+    _compare_versions(gather_json(own_versions()))
+    agree(lambda: _usable(settings), _rules)
+    return open_lifeline(None, settings.timeout)
+
+
+def own_versions() -> dict[str, str]:
+    """What must be the same on all ranks, by name."""
+    return {
+        "lightning-autosync": version("lightning-autosync"),
+        "the plan's format": SyncPlan.FORMAT,
+        "torch": ".".join(torch.__version__.split(".")[:2]),
+    }
+
+
+def _compare_versions(found: list[dict[str, Any]]) -> None:
+    for name in found[0]:
+        ranks: dict[str, list[int]] = {}
+        for rank, theirs in enumerate(found):
+            ranks.setdefault(str(theirs.get(name)), []).append(rank)
+        if len(ranks) > 1:
+            told = "; ".join(
+                f"{value} on rank{'s' if len(there) > 1 else ''} {', '.join(map(str, there))}"
+                for value, there in ranks.items()
+            )
+            raise ExchangeError(f"ranks run different versions of {name}: {told}; install the same on all nodes")
+
+
+def _usable(settings: Settings) -> Settings:
+    if settings.fault is not None:
+        raise settings.fault
+    return settings
+
+
+def _rules(settings: Settings) -> dict[str, str]:
+    """Settings by which ranks take part in exchanges, by the name that an error calls them."""
+    return {
+        "consistency of the plan": "synchronous" if settings.scheduled else "relaxed, or with servers",
+        "broadcast_buffers": str(settings.broadcast_buffers),
+        "check_replicas": str(settings.check_replicas),
+        "static_graph": str(settings.static_graph),
+    }

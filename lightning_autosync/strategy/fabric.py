@@ -16,9 +16,9 @@ from torch.amp import GradScaler
 from lightning_autosync.engine.scheduling import set_batch_scheduling
 from lightning_autosync.errors import PlanError
 from lightning_autosync.plan import Semantics
+from lightning_autosync.strategy.agreement import all_called, meet
 from lightning_autosync.strategy.checkpoint import KEY
-from lightning_autosync.strategy.greeting import all_called, meet
-from lightning_autosync.strategy.replica import Replica
+from lightning_autosync.strategy.exact import Replica
 from lightning_autosync.strategy.settings import (
     CHECK_REPLICAS,
     DEFAULT_TIMEOUT,

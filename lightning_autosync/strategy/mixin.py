@@ -16,28 +16,13 @@ from lightning_autosync.engine import Engine
 from lightning_autosync.engine.lifeline import Lifeline
 from lightning_autosync.engine.scheduling import set_batch_scheduling
 from lightning_autosync.plan import Schedule, Semantics, SyncPlan
+from lightning_autosync.strategy.agreement import all_called, meet
 from lightning_autosync.strategy.checkpoint import KEY
-from lightning_autosync.strategy.estimates import estimated_epochs, planned_progress
-from lightning_autosync.strategy.greeting import all_called, meet
-from lightning_autosync.strategy.job_mesh import Underway, check_way_back, find_job
-from lightning_autosync.strategy.lockstep import (
-    check_one_loader,
-    check_shared_epoch,
-    check_trainer,
-    end_by_signal,
-    leave_lockstep,
-)
-from lightning_autosync.strategy.meetings import EpochMeetings, ErrorReport, put_first
-from lightning_autosync.strategy.position import (
-    check_return,
-    count_steps,
-    describe_position,
-    skip_batches,
-    take_position,
-)
+from lightning_autosync.strategy.exact import Replica
+from lightning_autosync.strategy.job import Underway, check_way_back, find_job
+from lightning_autosync.strategy.process_group import begin_alone
 from lightning_autosync.strategy.relaxed import RelaxedReplica
-from lightning_autosync.strategy.replica import Replica
-from lightning_autosync.strategy.schedules import ProgressSchedules
+from lightning_autosync.strategy.schedules import ProgressSchedules, estimated_epochs, planned_progress
 from lightning_autosync.strategy.settings import (
     CHECK_REPLICAS,
     DEFAULT_TIMEOUT,
@@ -51,7 +36,23 @@ from lightning_autosync.strategy.settings import (
     read_settings,
 )
 from lightning_autosync.strategy.shared_data import describe_equal_shares, share_data
-from lightning_autosync.strategy.world import begin_alone
+from lightning_autosync.strategy.trainer import (
+    EpochMeetings,
+    ErrorReport,
+    check_one_loader,
+    check_shared_epoch,
+    check_trainer,
+    end_by_signal,
+    leave_lockstep,
+    put_first,
+)
+from lightning_autosync.strategy.trainer_state import (
+    check_return,
+    count_steps,
+    describe_position,
+    skip_batches,
+    take_position,
+)
 from lightning_autosync.strategy.wrapper import SynchronizedModule, accumulation
 
 if TYPE_CHECKING:

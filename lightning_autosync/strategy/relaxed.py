@@ -18,18 +18,16 @@ from lightning_autosync.errors import ExchangeError, PlanError
 from lightning_autosync.plan import SyncPlan
 from lightning_autosync.relaxed.averaging_worker import AveragingWorker
 from lightning_autosync.relaxed.base import Synchronizer
-from lightning_autosync.relaxed.mesh import Mail
-from lightning_autosync.relaxed.opening import open_synchronizer
-from lightning_autosync.relaxed.work import SharedWork
-from lightning_autosync.strategy.collectives import refused_collectives
-from lightning_autosync.strategy.job_mesh import Underway, announce_job, can_return, open_mesh, withdraw_job
-from lightning_autosync.strategy.lockstep import check_module
-from lightning_autosync.strategy.position import PositionDesk, ask_position
-from lightning_autosync.strategy.relaxed_checkpoint import RelaxedCheckpoint
+from lightning_autosync.relaxed.factory import open_synchronizer
+from lightning_autosync.relaxed.transport.messages import Mail
+from lightning_autosync.strategy.checkpoint import RelaxedCheckpoint
+from lightning_autosync.strategy.job import Underway, announce_job, can_return, open_mesh, withdraw_job
+from lightning_autosync.strategy.process_group import Others, World, refused_collectives, told_of_loss
 from lightning_autosync.strategy.resolution import resolve_together
 from lightning_autosync.strategy.settings import Settings
-from lightning_autosync.strategy.shared_data import batch_size
-from lightning_autosync.strategy.world import Others, World, told_of_loss
+from lightning_autosync.strategy.shared_data import SharedWork, batch_size
+from lightning_autosync.strategy.trainer import check_module
+from lightning_autosync.strategy.trainer_state import PositionDesk, ask_position
 from lightning_autosync.workload import IGNORED, variable_names
 
 UNEVEN = ("partial_reduce", "asynchronous")

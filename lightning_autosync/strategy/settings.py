@@ -12,8 +12,7 @@ from typing import Any, Literal
 from lightning_autosync.cluster import ClusterSpec, resolve_cluster
 from lightning_autosync.errors import DocumentError, PlanError
 from lightning_autosync.plan import SEMANTICS, Semantics, SyncPlan, builders
-from lightning_autosync.relaxed.heartbeat import HeartbeatSettings
-from lightning_autosync.relaxed.patience import STALL, read_heartbeat, read_seconds
+from lightning_autosync.relaxed.transport.heartbeat import STALL, HeartbeatSettings, read_heartbeat, read_seconds
 
 PlanArgument = SyncPlan | str | os.PathLike[str] | None
 ClusterArgument = ClusterSpec | str | os.PathLike[str] | None

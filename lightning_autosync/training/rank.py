@@ -20,18 +20,84 @@ import torch.distributed as dist
 from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.strategies import DDPStrategy, Strategy
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
 
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.documents import write_text
 from lightning_autosync.engine.rendezvous import gather_json
 from lightning_autosync.errors import ClusterError, DocumentError, UnwritableError
+from lightning_autosync.measure.models.models import Batch, Model
 from lightning_autosync.measure.models.recipes import model_of
 from lightning_autosync.plan import SyncPlan
 from lightning_autosync.strategy.lightning import AutoSyncStrategy
 from lightning_autosync.targets import make, make_arguments
-from lightning_autosync.training.bench_module import BenchModule
 from lightning_autosync.training.settings import Settings
-from lightning_autosync.training.steps import StepTimes
+
+
+class BenchModule(L.LightningModule):
+    """A bench model and its batches; logs ``loss``.
+
+    Parameters have the names that they have in the bench, so that plans which were found there fit.
+
+    Args:
+        model: the recipe.
+        world_size: ranks, each with batches of its own.
+    """
+
+    def __init__(self, model: Model, world_size: int) -> None:
+        super().__init__()
+        self._batches = _Batches(model, world_size)
+        self._rate = model.learning_rate or 0.0
+        inner = model.module()
+        for name, child in inner.named_children():
+            self.add_module(name, child)
+        for name, parameter in inner.named_parameters(recurse=False):
+            self.register_parameter(name, parameter)
+        object.__setattr__(self, "_inner", inner)  # not as a child, which would prefix all names
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        loss: Tensor = self._inner(*batch)
+        self.log("loss", loss.detach())
+        return loss
+
+    def train_dataloader(self) -> DataLoader[Batch]:
+        return DataLoader(self._batches, batch_size=None)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=self._rate)
+
+
+class _Batches(Dataset[Batch]):
+    """The batches of all ranks, one an item; a distributed sampler deals them out."""
+
+    def __init__(self, model: Model, world_size: int) -> None:
+        self._batches = [batch for rank in range(world_size) for batch in model.batches(rank)]
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __getitem__(self, index: int) -> Batch:
+        return self._batches[index]
+
+
+class StepTimes(L.Callback):
+    """Records when each batch of training ended, and so what each step took, loading of its batch included."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+
+    def on_train_epoch_start(self, *_: Any) -> None:
+        self._last = time.perf_counter()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        now = time.perf_counter()
+        self.seconds.append(now - self._last)
+        self._last = now
+
+    def on_validation_end(self, *_: Any) -> None:
+        self._last = time.perf_counter()  # validation within an epoch is no part of a step
+
 
 FORMAT = "autosync-training/1"
 

@@ -24,9 +24,10 @@ from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.errors import ExchangeError
 from lightning_autosync.plan import SyncPlan
 from lightning_autosync.plan.servers import server_layout
-from lightning_autosync.relaxed.mesh import Mail, Mesh
 from lightning_autosync.relaxed.server import ParameterServer, ShardServer, serve
-from lightning_autosync.relaxed.server.rules import ELEMENTWISE
+from lightning_autosync.relaxed.server.optimizer import ELEMENTWISE
+from lightning_autosync.relaxed.transport.mesh import Mesh
+from lightning_autosync.relaxed.transport.messages import Mail
 from lightning_autosync.workload import Workload, describe, variable_names
 
 _NUMBERS: dict[dist.ProcessGroup, Iterator[int]] = {}

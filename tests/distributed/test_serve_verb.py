@@ -21,8 +21,9 @@ from lightning_autosync.cli.serve import serve
 from lightning_autosync.errors import AutoSyncError
 from lightning_autosync.plan import SyncPlan
 from lightning_autosync.plan.servers import server_layout
-from lightning_autosync.relaxed.mesh import HeartbeatSettings, Mesh
 from lightning_autosync.relaxed.server import ParameterServer
+from lightning_autosync.relaxed.transport.heartbeat import HeartbeatSettings
+from lightning_autosync.relaxed.transport.mesh import Mesh
 from lightning_autosync.workload import describe, variable_names
 
 COMMAND = [sys.executable, "-c", "from lightning_autosync.cli import main; main()", "serve"]

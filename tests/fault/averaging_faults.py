@@ -13,8 +13,8 @@ from strangers import SECRET
 from training import batches
 
 from lightning_autosync.errors import ExchangeError
-from lightning_autosync.relaxed.heartbeat import HeartbeatSettings
-from lightning_autosync.relaxed.mesh import Mesh
+from lightning_autosync.relaxed.transport.heartbeat import HeartbeatSettings
+from lightning_autosync.relaxed.transport.mesh import Mesh
 
 HEARTBEAT = HeartbeatSettings(interval=0.2, shortest=3.0, longest=6.0, redial=3.0)
 """Calm enough for a busy machine, which may keep a process waiting for a second."""

@@ -19,10 +19,10 @@ from training import batches
 from lightning_autosync.errors import ExchangeError, Expelled
 from lightning_autosync.plan import SyncPlan
 from lightning_autosync.relaxed.base import Synchronizer
-from lightning_autosync.relaxed.heartbeat import HeartbeatSettings
-from lightning_autosync.relaxed.mesh import Mesh
-from lightning_autosync.relaxed.opening import open_synchronizer
+from lightning_autosync.relaxed.factory import open_synchronizer
 from lightning_autosync.relaxed.server import ShardServer
+from lightning_autosync.relaxed.transport.heartbeat import HeartbeatSettings
+from lightning_autosync.relaxed.transport.mesh import Mesh
 from lightning_autosync.workload import describe
 
 HEARTBEAT = HeartbeatSettings(interval=0.2, shortest=4.0, longest=6.0, redial=2.0)

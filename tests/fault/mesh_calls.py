@@ -14,9 +14,9 @@ from strangers import SECRET
 from torch import Tensor
 
 from lightning_autosync.errors import ExchangeError, Expelled, GroupBroken, MeshTimeout, PeerLost
-from lightning_autosync.relaxed.averaging import GroupAverage
-from lightning_autosync.relaxed.heartbeat import HeartbeatSettings
-from lightning_autosync.relaxed.mesh import Mesh
+from lightning_autosync.relaxed.group_average import GroupAverage
+from lightning_autosync.relaxed.transport.heartbeat import HeartbeatSettings
+from lightning_autosync.relaxed.transport.mesh import Mesh
 
 QUICK = HeartbeatSettings(interval=0.1, shortest=2.0, longest=4.0, redial=2.0)
 

@@ -15,8 +15,9 @@ from training import Net, batches
 from lightning_autosync.errors import ExchangeError
 from lightning_autosync.plan import SyncPlan
 from lightning_autosync.plan.servers import server_layout
-from lightning_autosync.relaxed.mesh import HeartbeatSettings, Mesh
 from lightning_autosync.relaxed.server import ParameterServer, ShardServer
+from lightning_autosync.relaxed.transport.heartbeat import HeartbeatSettings
+from lightning_autosync.relaxed.transport.mesh import Mesh
 from lightning_autosync.workload import describe, variable_names
 
 TIMEOUT = 30.0

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_autosync import AutoSyncStrategy
-from lightning_autosync.relaxed.heartbeat import HeartbeatSettings
+from lightning_autosync.relaxed.transport.heartbeat import HeartbeatSettings
 from lightning_autosync.search.storages import open_storage
 
 HEARTBEAT = HeartbeatSettings(interval=0.2, shortest=2.0, longest=4.0, redial=2.0)

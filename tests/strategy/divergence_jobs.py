@@ -16,8 +16,8 @@ from torch import nn
 
 from lightning_autosync import AutoSyncFabricStrategy, AutoSyncStrategy
 from lightning_autosync.errors import AutoSyncError
-from lightning_autosync.strategy import replica as replica_module
-from lightning_autosync.strategy.replica import Replica
+from lightning_autosync.strategy import exact as replica_module
+from lightning_autosync.strategy.exact import Replica
 from lightning_autosync.strategy.settings import Settings
 from lightning_autosync.strategy.wrapper import accumulation
 

@@ -28,8 +28,8 @@ from torch.utils.data import DataLoader, DistributedSampler
 from lightning_autosync import AutoSyncFabricStrategy, AutoSyncStrategy, builders
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.plan import Compressor, compile_plan
-from lightning_autosync.strategy import greeting, resolution
-from lightning_autosync.strategy.replica import Replica
+from lightning_autosync.strategy import agreement, resolution
+from lightning_autosync.strategy.exact import Replica
 from lightning_autosync.strategy.resolution import Resolution
 from lightning_autosync.strategy.settings import Settings
 from lightning_autosync.workload import describe
@@ -288,10 +288,10 @@ def error_of(model: str, **strategy: Any) -> str:
 
 def error_of_meeting(odd: int, versions: dict[str, str], arguments: dict[str, Any]) -> str:
     """What ``fit`` raises where rank ``odd`` has other versions or arguments than the others."""
-    own = greeting.own_versions()
+    own = agreement.own_versions()
     if dist.get_rank() != odd:
         versions, arguments = {}, {}
-    with mock.patch.object(greeting, "own_versions", return_value=own | versions):
+    with mock.patch.object(agreement, "own_versions", return_value=own | versions):
         return error_of("Plain", **arguments)
 
 

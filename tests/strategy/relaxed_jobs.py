@@ -24,8 +24,8 @@ from torchmetrics import MeanMetric
 from lightning_autosync import AutoSyncStrategy, SyncPlan
 from lightning_autosync.engine.rendezvous import gather_json
 from lightning_autosync.plan import Consistency, Group, builders
-from lightning_autosync.relaxed.mesh import Mesh
-from lightning_autosync.strategy.job_mesh import STORE_PORT
+from lightning_autosync.relaxed.transport.mesh import Mesh
+from lightning_autosync.strategy.job import STORE_PORT
 from lightning_autosync.strategy.relaxed import AVERAGING
 
 SAMPLES = 48

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from lightning_autosync import AutoSyncStrategy
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.plan import Consistency, SyncPlan, builders
-from lightning_autosync.strategy.job_mesh import STORE_PORT
+from lightning_autosync.strategy.job import STORE_PORT
 from lightning_autosync.workload import describe
 
 RANKS = int(os.environ["WORLD_SIZE"])

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_autosync.strategy.collectives import NAMES, refused_collectives
+from lightning_autosync.strategy.process_group import NAMES, refused_collectives
 
 
 def test_each_is_refused_by_name_and_restored_whatever_happens() -> None:

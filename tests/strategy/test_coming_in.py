@@ -15,10 +15,10 @@ from lightning_autosync.engine.lifeline import watching
 from lightning_autosync.engine.secret import seal
 from lightning_autosync.engine.store import open_store
 from lightning_autosync.errors import ExchangeError
-from lightning_autosync.strategy import job_mesh
-from lightning_autosync.strategy.job_mesh import STORE_PORT, check_way_back, find_job
+from lightning_autosync.strategy import job
+from lightning_autosync.strategy.job import STORE_PORT, check_way_back, find_job
+from lightning_autosync.strategy.process_group import LossWatch, Others
 from lightning_autosync.strategy.settings import Settings
-from lightning_autosync.strategy.world import LossWatch, Others
 
 HOST = "127.0.0.1"
 HTTP = b"HTTP/1.1 400 Bad Request\r\n\r\n"
@@ -71,9 +71,9 @@ def test_something_else_at_the_port_is_an_error_within_seconds(
 def test_a_first_rank_that_died_before_its_store_was_found_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """It has told the others where its store is, and what is there now is nothing of this job."""
     with listening_as(lambda connection: connection.sendall(HTTP)) as (_, port):
-        monkeypatch.setattr(job_mesh, "gather_json", lambda value: [[HOST, port, ""]])
-        monkeypatch.setattr(job_mesh.dist, "get_world_size", lambda: 2)
+        monkeypatch.setattr(job, "gather_json", lambda value: [[HOST, port, ""]])
+        monkeypatch.setattr(job.dist, "get_world_size", lambda: 2)
         found = SimpleNamespace(plan=SimpleNamespace(world_size=2))
         others = Others(1, lambda: {0: "its process has ended"}, lambda _: None, 1.0)
         with watching(LossWatch("a step", others)), pytest.raises(ExchangeError, match=r"rank 0 is lost \(its process"):
-            job_mesh._meet_at_store(found, Settings(timeout=20.0), 1)
+            job._meet_at_store(found, Settings(timeout=20.0), 1)

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_autosync.strategy.estimates import estimated_epochs, planned_progress
-from lightning_autosync.strategy.schedules import ProgressSchedules
+from lightning_autosync.strategy.schedules import ProgressSchedules, estimated_epochs, planned_progress
 
 
 class Loop:

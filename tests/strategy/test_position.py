@@ -12,9 +12,9 @@ import torch.distributed as dist
 from strangers import SECRET
 
 from lightning_autosync.errors import ExchangeError
-from lightning_autosync.relaxed.heartbeat import HeartbeatSettings
-from lightning_autosync.relaxed.mesh import Mesh
-from lightning_autosync.strategy.position import PositionDesk, ask_position
+from lightning_autosync.relaxed.transport.heartbeat import HeartbeatSettings
+from lightning_autosync.relaxed.transport.mesh import Mesh
+from lightning_autosync.strategy.trainer_state import PositionDesk, ask_position
 
 PATIENT = HeartbeatSettings(interval=0.5, shortest=20.0, longest=30.0)
 

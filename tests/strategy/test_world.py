@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lightning_autosync.errors import ExchangeError
-from lightning_autosync.strategy.world import LossWatch, Others
+from lightning_autosync.strategy.process_group import LossWatch, Others
 
 
 def test_where_only_a_connection_is_lost_ranks_name_those_that_end_with_it(monkeypatch: pytest.MonkeyPatch) -> None:

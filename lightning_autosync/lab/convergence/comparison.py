@@ -19,7 +19,7 @@ from lightning_autosync.measure.bench.preparation import make_cluster
 from lightning_autosync.measure.workers import WorkerPool
 from lightning_autosync.measure.workers.cores import usable_cores
 from lightning_autosync.plan import SyncPlan, builders
-from lightning_autosync.relaxed.isolation import BOUND, windows_apart
+from lightning_autosync.relaxed.grouping import BOUND, windows_apart
 from lightning_autosync.workload import Workload, describe
 
 TUNING_SEED = 1000

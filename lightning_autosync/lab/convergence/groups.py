@@ -25,8 +25,8 @@ from lightning_autosync.engine.secret import common_secret
 from lightning_autosync.errors import ExchangeError
 from lightning_autosync.measure.launches.settings import LaunchSettings
 from lightning_autosync.measure.workers import WorkerPool
-from lightning_autosync.relaxed.averaging import GroupAverage
-from lightning_autosync.relaxed.mesh import Mesh
+from lightning_autosync.relaxed.group_average import GroupAverage
+from lightning_autosync.relaxed.transport.mesh import Mesh
 
 RANKS = 4
 SIZES = (2, 4)

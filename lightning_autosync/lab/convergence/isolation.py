@@ -12,12 +12,11 @@ from rich.table import Table
 
 from lightning_autosync.errors import DocumentError
 from lightning_autosync.lab.convergence.comparison import prepare
+from lightning_autosync.lab.convergence.rehearsal import Rehearsal, rehearse
 from lightning_autosync.lab.convergence.settings import Settings
 from lightning_autosync.measure.models.straggler import Straggler, StragglerSettings
 from lightning_autosync.plan import Consistency
-from lightning_autosync.relaxed.grouping import Grouping
-from lightning_autosync.relaxed.isolation import BOUND, IsolationGuard, windows_apart
-from lightning_autosync.relaxed.rehearsal import Rehearsal, rehearse
+from lightning_autosync.relaxed.grouping import BOUND, Grouping, IsolationGuard, windows_apart
 
 FORMAT = "autosync-isolation/1"
 

@@ -19,9 +19,9 @@ from lightning_autosync.engine.secret import common_secret
 from lightning_autosync.lab.convergence.settings import Method
 from lightning_autosync.plan import SyncPlan, compile_plan
 from lightning_autosync.relaxed.averaging_worker import Group
-from lightning_autosync.relaxed.mesh import Mesh
-from lightning_autosync.relaxed.opening import open_synchronizer
+from lightning_autosync.relaxed.factory import open_synchronizer
 from lightning_autosync.relaxed.partial_reduce import PartialReduce
+from lightning_autosync.relaxed.transport.mesh import Mesh
 from lightning_autosync.workload import Workload, variable_names
 
 

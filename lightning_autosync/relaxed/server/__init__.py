@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from lightning_autosync.relaxed.server.client import ParameterServer
 from lightning_autosync.relaxed.server.clock import StalenessClock
-from lightning_autosync.relaxed.server.process import serve
-from lightning_autosync.relaxed.server.server import ShardServer
+from lightning_autosync.relaxed.server.server import ShardServer, serve
 
 __all__ = ["ParameterServer", "ShardServer", "StalenessClock", "serve"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -14,19 +14,78 @@ from lightning_autosync.errors import ExchangeError, PlanError
 from lightning_autosync.plan.servers import ServerLayout, Shard
 from lightning_autosync.plan.spec import Consistency
 from lightning_autosync.relaxed.base import Synchronizer
-from lightning_autosync.relaxed.mesh import Mail, Mesh
-from lightning_autosync.relaxed.server import checkpoint
-from lightning_autosync.relaxed.server.beginning import pack_setup, parties_of
-from lightning_autosync.relaxed.server.correspondence import Correspondence
-from lightning_autosync.relaxed.server.eager import EagerPushes
 from lightning_autosync.relaxed.server.gradients import Gradients, pack_gradients
-from lightning_autosync.relaxed.server.node_exchange import NodeExchange
-from lightning_autosync.relaxed.server.protocol import Setup
-from lightning_autosync.relaxed.server.pulled import Pulled
-from lightning_autosync.relaxed.server.replica import Replica
-from lightning_autosync.relaxed.server.rules import OptimizerRule, hyperparameters
+from lightning_autosync.relaxed.server.node import NodeExchange
+from lightning_autosync.relaxed.server.optimizer import OptimizerRule, check, hyperparameters, join
+from lightning_autosync.relaxed.server.protocol import Setup, pack_setup, parties_of
+from lightning_autosync.relaxed.server.rpc import Correspondence, Pulled
 from lightning_autosync.relaxed.server.server import ShardServer
-from lightning_autosync.relaxed.server.wire import Packed, Part, pack, unpack
+from lightning_autosync.relaxed.server.shards import Replica
+from lightning_autosync.relaxed.transport.mesh import Mesh
+from lightning_autosync.relaxed.transport.messages import Mail
+from lightning_autosync.relaxed.transport.payload import Packed, Part, pack, unpack
+
+
+class EagerPushes:
+    """Watches gradients become complete.
+
+    Args:
+        parameters: by name.
+        shards: those that may leave early.
+        push: sends a shard's gradient.
+
+    Attributes:
+        enabled: whether the backward pass that runs is the last of the step; off while gradients are accumulated.
+        pushed: indices of the shards that have left in this step.
+    """
+
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], shards: Iterable[Shard], push: Callable[[Shard], None]
+    ) -> None:
+        self.enabled = True
+        self.pushed: set[int] = set()
+        self._push = push
+        self._shards = tuple(shards)
+        self._of: dict[str, list[Shard]] = {}
+        for shard in self._shards:
+            for variable in {piece.variable for piece in shard.pieces}:
+                self._of.setdefault(variable, []).append(shard)
+        self._missing: dict[int, int] = {}
+        self.clear()
+        self._handles = [
+            parameters[name].register_post_accumulate_grad_hook(self._hook(name)) for name in sorted(self._of)
+        ]
+
+    def clear(self) -> None:
+        """Begin a step."""
+        self.pushed.clear()
+        self._missing = {shard.index: len({piece.variable for piece in shard.pieces}) for shard in self._shards}
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _hook(self, name: str) -> Callable[[Tensor], None]:
+        shards = self._of[name]
+
+        def on_gradient(_: Tensor) -> None:
+            if not self.enabled:
+                return
+            for shard in shards:
+                if shard.index in self.pushed:
+                    raise ExchangeError(
+                        f"the gradient of parameter '{name}' changed after it was pushed; while gradients are "
+                        "accumulated, eager pushes must be off"
+                    )
+                self._missing[shard.index] -= 1
+                if self._missing[shard.index] == 0:
+                    self.pushed.add(shard.index)
+                    self._push(shard)
+
+        return on_gradient
+
 
 _CLOSING = 30.0
 """Seconds that a worker's own server may go on for the sake of other workers after this one has closed."""
@@ -184,7 +243,7 @@ class ParameterServer(Synchronizer):
         for owner in self._layout.owners:
             self._letters.send(owner, "server.state")
         self._letters.collect({"worker.state": keep})
-        whole = checkpoint.join(pieces, self._layout.shards, self._shapes)
+        whole = join(pieces, self._layout.shards, self._shapes)
         return {"step": self._pulled.step, "progress": float(self.progress), "optimizer": whole}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -195,7 +254,7 @@ class ParameterServer(Synchronizer):
         Raises:
             PlanError: it is the state of other parameters.
         """
-        checkpoint.check(state["optimizer"], self._shapes)
+        check(state["optimizer"], self._shapes)
         self._loaded = state
 
     def close(self) -> None:

@@ -1,8 +1,19 @@
-"""Whose gradients a server waits for: vector clocks with bounded staleness (SSP; Ho et al., NIPS 2013)."""
+"""Whom a server waits for: vector clocks with bounded staleness, and the barrier."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from lightning_autosync.errors import ExchangeError
+from lightning_autosync.plan.servers import Shard
+from lightning_autosync.relaxed.server.gradients import Gradients, unpack_gradients
+from lightning_autosync.relaxed.server.optimizer import Hyperparameters
+from lightning_autosync.relaxed.transport.messages import Mail
+from lightning_autosync.relaxed.transport.payload import unpack
 
 
 class StalenessClock:
@@ -83,3 +94,127 @@ class StalenessClock:
         """Begin where a checkpoint ended, at which all stood at a barrier."""
         self._steps = dict.fromkeys(self._steps, step)
         self._furthest, self._progress = step, progress
+
+
+class Barrier:
+    """Those who stand at the barrier, and what they brought.
+
+    Args:
+        buffers: rank 0's at the beginning, by name.
+
+    Attributes:
+        buffers: as of the last barrier.
+        passed: number of barriers so far.
+        arrived: for each rank at the barrier, the version of the parameters that it has.
+        met: the ranks that were at the last barrier.
+    """
+
+    def __init__(self, buffers: dict[str, Tensor]) -> None:
+        self.buffers = buffers
+        self.passed = 0
+        self.arrived: dict[int, int] = {}
+        self.met: frozenset[int] = frozenset()
+        self._brought: dict[int, tuple[int, Mapping[str, Tensor]]] = {}
+
+    def arrive(self, rank: int, samples: int, since: int, buffers: Mapping[str, Tensor]) -> None:
+        """A worker comes, after ``samples`` since the last barrier, with those of its buffers that count."""
+        self.arrived[rank] = since
+        self._brought[rank] = samples, buffers
+
+    def forget(self, rank: int) -> None:
+        """A worker is gone; what it brought counts no more."""
+        self.arrived.pop(rank, None)
+        self._brought.pop(rank, None)
+
+    def leave(self) -> tuple[dict[int, int], dict[str, Tensor]]:
+        """All are there: average what they brought, and begin anew; returns whom, their versions, and the averages."""
+        averages = {}
+        for name in self.buffers:
+            given = [(samples, found[name]) for _, (samples, found) in sorted(self._brought.items()) if name in found]
+            if given:
+                averages[name] = _average(given)
+        self.buffers |= averages
+        arrived, self.arrived, self._brought = self.arrived, {}, {}
+        self.met = frozenset(arrived)
+        self.passed += 1
+        return arrived, averages
+
+
+def _average(given: Sequence[tuple[int, Tensor]]) -> Tensor:
+    """Weighted by samples; of a counter the first. Whoever has none counts only where nobody has any."""
+    # Zero times an infinity, as in a mask, is not a number.
+    given = [pair for pair in given if pair[0]] or given
+    first = given[0][1]
+    if len(given) == 1 or not first.is_floating_point():
+        return first.clone()
+    total = sum(samples for samples, _ in given)
+    mean = torch.zeros_like(first, dtype=torch.float64)
+    for samples, tensor in given:
+        mean += (samples / total if total else 1 / len(given)) * tensor.double()
+    return mean.to(first.dtype)
+
+
+@dataclass(frozen=True)
+class Reader:
+    """A worker that waits for parameters: the last version that it has in full, and the rows that it wants."""
+
+    rank: int
+    since: int
+    wanted: dict[int, Tensor]
+
+
+@dataclass
+class Push:
+    """What one worker has pushed of one step; complete when its last message and all before it are there."""
+
+    step: int
+    gradients: Gradients = field(default_factory=dict)
+    received: int = 0
+    expected: int | None = None
+    workers: int = 0
+    settings: Hyperparameters = field(default_factory=list)
+    reader: Reader | None = None
+    """Who gets the result; known with the last message."""
+
+    @property
+    def complete(self) -> bool:
+        return self.received == self.expected
+
+
+class Pushes:
+    """Pushes that are on their way, one a worker.
+
+    Args:
+        shards: the server's own, by index.
+    """
+
+    def __init__(self, shards: Mapping[int, Shard]) -> None:
+        self._shards = shards
+        self._of: dict[int, Push] = {}
+
+    def __contains__(self, rank: int) -> bool:
+        return rank in self._of
+
+    def take(self, mail: Mail) -> Push | None:
+        """Add a message; the push, once it is complete.
+
+        Raises:
+            ExchangeError: it is not of the step that the worker is at, or holds what fits no shard.
+        """
+        rank, step = mail.sender, mail.header["step"]
+        push = self._of.setdefault(rank, Push(step))
+        if push.step != step:
+            raise ExchangeError(f"rank {rank} pushed for step {step} in the middle of step {push.step}")
+        message = unpack(mail.payload)
+        last = mail.header.get("last")
+        push.gradients.update(unpack_gradients(message, self._shards))
+        push.received += 1
+        if last is not None:
+            wanted = {int(index): message.tensors[f"{index}.wanted"] for index in last["wanted"]}
+            push.expected, push.workers, push.settings = last["pushes"], last["workers"], last["settings"]
+            push.reader = Reader(rank, last["since"], wanted)
+        return self._of.pop(rank) if push.complete else None
+
+    def forget(self, rank: int) -> None:
+        """A worker is gone."""
+        self._of.pop(rank, None)

@@ -1,4 +1,4 @@
-"""Gradients of shards: their form on the wire, and their sums."""
+"""Gradients of shards: their form on the wire, their sums, and pushes put together from several messages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_autosync.engine.exchanges.rows import Rows, add_rows
 from lightning_autosync.errors import ExchangeError
 from lightning_autosync.plan.servers import Shard
-from lightning_autosync.relaxed.server.wire import Packed, Part, Unpacked, pack
+from lightning_autosync.relaxed.transport.payload import Packed, Part, Unpacked, pack
 
 
 @dataclass(frozen=True)

@@ -30,19 +30,17 @@ worker to worker of the same node
 
 from __future__ import annotations
 
-import queue
-import time
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
-from lightning_autosync.errors import MeshTimeout
-from lightning_autosync.plan.servers import ServerLayout
-from lightning_autosync.relaxed.mesh import Mail, Mesh
-from lightning_autosync.relaxed.server.rules import OptimizerRule
+from lightning_autosync.errors import PlanError
+from lightning_autosync.plan.servers import ServerLayout, Shard
+from lightning_autosync.relaxed.server.optimizer import OptimizerRule, split
+from lightning_autosync.relaxed.server.shards import Replica
+from lightning_autosync.relaxed.transport.payload import Packed, Part, pack
 
 TO_SERVER = ("join", "setup", "push", "finish", "drain", "state", "leave")
 TO_WORKER = ("empty", "values", "drained", "patience", "state", "failed")
@@ -82,75 +80,43 @@ class Setup:
         return cls(layout=layout, rule=rule, parties=parties, **plain)
 
 
-class Absence(NamedTuple):
-    """A process is gone: lost, or (``lost`` is False) it closed its mesh in good order."""
-
-    rank: int
-    why: str
-    lost: bool
-
-
-Event = Mail | Absence
-
-
-class Post:
-    """Everything that concerns one server or one worker, in the order in which it happened.
+def pack_setup(
+    setup: Setup,
+    shards: Iterable[Shard],
+    replica: Replica,
+    optimizer: Mapping[str, Mapping[str, Tensor]],
+    buffers: Mapping[str, Tensor],
+) -> Packed:
+    """The payload of ``server.setup``.
 
     Args:
-        mesh: the mesh.
-        kinds: by prefix, the kinds of messages to take.
+        shards: the server's own.
+        replica: with the parameters to begin with.
+        optimizer: the optimizer's state to begin with, by variable.
+        buffers: those that it keeps.
     """
-
-    def __init__(self, mesh: Mesh, kinds: Mapping[str, Sequence[str]]) -> None:
-        self._mesh = mesh
-        self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
-        self._subscriptions = ExitStack()
-        for prefix, names in kinds.items():
-            for name in names:
-                self._subscriptions.callback(mesh.subscribe(f"{prefix}.{name}", self._events.put))
-        self._subscriptions.callback(mesh.on_loss(lambda rank, why: self._events.put(Absence(rank, why, True))))
-        closed = mesh.on_leave(lambda rank: self._events.put(Absence(rank, "it has closed", False)))
-        self._subscriptions.callback(closed)
-        for rank in set(range(mesh.size)) - mesh.live:
-            self._events.put(Absence(rank, "it was gone at the beginning", rank not in mesh.left))
-
-    def next(self, timeout: float | None = None) -> Event | None:
-        """The next event; None after `wake`.
-
-        Raises:
-            MeshTimeout: nothing happened in ``timeout`` seconds.
-        """
-        try:
-            return self._events.get(timeout=timeout)
-        except queue.Empty:
-            raise MeshTimeout(f"nothing came in {timeout:g} s") from None
-
-    def close(self) -> None:
-        """Take nothing more; may be called again."""
-        self._subscriptions.close()
-
-    def wake(self) -> None:
-        """Let whoever waits in `next` go."""
-        self._events.put(None)
-
-    def send(
-        self, peer: int, kind: str, header: Mapping[str, Any] | None = None, parts: Sequence[memoryview | Tensor] = ()
-    ) -> None:
-        """As `Mesh.send`; the parts must stay as they are until the peer answers or is gone."""
-        self._mesh.send(peer, kind, header or {}, parts)
+    shards = tuple(shards)
+    tensors: dict[str, Part] = {f"values.{shard.index}": replica.slices(shard) for shard in shards}
+    states: list[list[Any]] = []
+    for (variable, start, key), tensor in split(optimizer, shards).items():
+        name = f"state.{len(states)}"
+        states.append([name, variable, start, key])
+        tensors[name] = tensor
+    tensors |= {f"buffer.{name}": buffer for name, buffer in buffers.items()}
+    return pack(tensors, {"setup": setup.to_dict(), "states": states})
 
 
-class Deadline:
-    """A time-out that several waits share."""
+def parties_of(layout: ServerLayout, nodes: Sequence[Sequence[int]] | None) -> tuple[tuple[int, ...], ...]:
+    """The workers of each party of the clock: a worker alone, or those of a node.
 
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-        self.renew()
-
-    def renew(self) -> None:
-        """Begin anew."""
-        self._end = time.monotonic() + self.seconds
-
-    @property
-    def remaining(self) -> float:
-        return max(0.0, self._end - time.monotonic())
+    Raises:
+        PlanError: workers of a node push together, and the nodes are not known.
+    """
+    if not layout.local_aggregation:
+        return tuple((rank,) for rank in range(layout.workers))
+    parties = tuple(tuple(sorted(node)) for node in nodes or () if node)
+    if sorted(rank for party in parties for rank in party) != list(range(layout.workers)):
+        raise PlanError(
+            f"nodes: local_aggregation needs the node of each of {layout.workers} workers, once; got {parties}"
+        )
+    return parties

@@ -8,19 +8,20 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 
 from lightning_autosync.errors import AutoSyncError, ExchangeError
 from lightning_autosync.plan.servers import Shard
-from lightning_autosync.relaxed.mesh import Mail, Mesh
-from lightning_autosync.relaxed.server.barrier import Barrier
-from lightning_autosync.relaxed.server.blame import BadMessageError, blaming
-from lightning_autosync.relaxed.server.clock import StalenessClock
+from lightning_autosync.relaxed.server.clock import Barrier, Push, Pushes, Reader, StalenessClock
 from lightning_autosync.relaxed.server.gradients import add
-from lightning_autosync.relaxed.server.protocol import TO_SERVER, Absence, Event, Post, Setup
-from lightning_autosync.relaxed.server.pushes import Push, Pushes, Reader
-from lightning_autosync.relaxed.server.shard import ShardStore
-from lightning_autosync.relaxed.server.wire import Part, pack, unpack
+from lightning_autosync.relaxed.server.protocol import TO_SERVER, Setup
+from lightning_autosync.relaxed.server.rpc import Absence, BadMessageError, Event, Post, blaming
+from lightning_autosync.relaxed.server.store import ShardStore
+from lightning_autosync.relaxed.transport.heartbeat import HeartbeatSettings
+from lightning_autosync.relaxed.transport.mesh import Mesh
+from lightning_autosync.relaxed.transport.messages import Mail
+from lightning_autosync.relaxed.transport.payload import Part, pack, unpack
 
 
 class ShardServer:
@@ -335,3 +336,40 @@ class ShardServer:
         # A worker that is gone is told of by its own event, which comes next.
         with suppress(ExchangeError):
             self._post.send(rank, kind, header, parts)
+
+
+def serve(
+    store: dist.Store,
+    rank: int,
+    size: int,
+    *,
+    secret: bytes,
+    address: str | None = None,
+    timeout: float = 600.0,
+    heartbeat: HeartbeatSettings | None = None,
+) -> None:
+    """Keep and update the shards that the plan places on this process, until the last worker has left.
+
+    Args:
+        store: the store at which all processes of the job meet.
+        rank: the own rank; those of server-only processes follow the workers'.
+        size: workers and server-only processes together.
+        secret: the job's.
+        address: the own address in the cluster's network; by default the one that faces ``MASTER_ADDR``.
+        timeout: seconds that meeting the others may take.
+        heartbeat: when a silent process is given up.
+
+    Raises:
+        ExchangeError: the others could not be met, have given this process up, or the server could not go on, as when
+            its last worker was lost.
+    """
+    mesh = Mesh.open(store, rank, size, secret=secret, address=address, timeout=timeout, heartbeat=heartbeat)
+    try:
+        server = ShardServer(mesh)
+        server.wait()
+        if mesh.error is not None:
+            raise mesh.error
+    finally:
+        mesh.close()
+    if server.failure:
+        raise ExchangeError(server.failure)

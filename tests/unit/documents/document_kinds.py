@@ -69,8 +69,7 @@ from lightning_autosync.search.tuning.stage import Entrant
 from lightning_autosync.search.tuning.trials import drift_of, ranked
 from lightning_autosync.strategy.checkpoint import FORMAT as EXACT_STATE
 from lightning_autosync.strategy.checkpoint import KEY as STATE_KEY
-from lightning_autosync.strategy.checkpoint import RELAXED_FORMAT, own_state
-from lightning_autosync.strategy.relaxed_checkpoint import RelaxedCheckpoint
+from lightning_autosync.strategy.checkpoint import RELAXED_FORMAT, RelaxedCheckpoint, own_state
 from lightning_autosync.workload import Variable, Workload
 
 CLUSTER = ClusterSpec.star([4e7, 1e7, 1e7], latency="50 us", name="star")
@@ -644,7 +643,7 @@ KINDS: dict[str, Kind] = {
     "checkpoint": Kind(
         _make_checkpoint,
         _read_checkpoint,
-        ("strategy.checkpoint", "strategy.relaxed_checkpoint"),
+        ("strategy.checkpoint",),
         names=("checkpoint: ",),
     ),
     "study, sweep": Kind(_make_sweep, _read_sweep, ("search.journal",), names=("study 'sweep'",)),

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_autosync.relaxed.handover import Inheritance, pack_optimizer
-from lightning_autosync.relaxed.messages import as_bytes
-from lightning_autosync.relaxed.server.rules import ELEMENTWISE
-from lightning_autosync.relaxed.server.wire import Packed, pack
+from lightning_autosync.relaxed.model_state import Inheritance, pack_optimizer
+from lightning_autosync.relaxed.server.optimizer import ELEMENTWISE
+from lightning_autosync.relaxed.transport.messages import as_bytes
+from lightning_autosync.relaxed.transport.payload import Packed, pack
 
 
 def arrived(packed: Packed) -> Inheritance | None:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from lightning_autosync.engine import lifeline
 from lightning_autosync.engine.lifeline import Inquiry, Lifeline, Verdict, explained, wait_watched
 from lightning_autosync.errors import ExchangeError, PeerLost
-from lightning_autosync.strategy.world import LossWatch, Others
+from lightning_autosync.strategy.process_group import LossWatch, Others
 
 PATIENCE = 2.0
 

@@ -12,7 +12,7 @@ from strangers import SECRET
 from lightning_autosync.engine import secret as secrets_module
 from lightning_autosync.engine.secret import common_secret, given_secret, required_secret, seal, unseal
 from lightning_autosync.errors import ExchangeError
-from lightning_autosync.relaxed.mesh import Mesh
+from lightning_autosync.relaxed.transport.mesh import Mesh
 
 LONG = "of more than sixteen bytes"
 

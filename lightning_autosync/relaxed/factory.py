@@ -1,0 +1,88 @@
+"""From a plan without a schedule to the synchronizer that its consistency asks for."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_autosync.cluster import ClusterSpec
+from lightning_autosync.errors import PlanError
+from lightning_autosync.plan import Group, SyncPlan
+from lightning_autosync.plan.compiler import check_variables
+from lightning_autosync.plan.servers import server_layout
+from lightning_autosync.relaxed.base import Synchronizer
+from lightning_autosync.relaxed.model_state import ModelTensors, PersistentBuffers
+from lightning_autosync.relaxed.partial_reduce import PartialReduce
+from lightning_autosync.relaxed.periodic import Periodic
+from lightning_autosync.relaxed.server import ParameterServer
+from lightning_autosync.relaxed.transport.heartbeat import STALL
+from lightning_autosync.relaxed.transport.mesh import Mesh
+from lightning_autosync.workload import Workload, variable_names
+
+_OF_GRADIENTS = ("architecture", "topology", "partition", "placement", "compressor", "local_aggregation")
+"""What a group says of how its gradients travel; averages of models do without, so that none of it may be asked for."""
+
+
+def open_synchronizer(
+    plan: SyncPlan,
+    workload: Workload,
+    module: nn.Module,
+    mesh: Mesh,
+    *,
+    optimizer: Optimizer | None = None,
+    cluster: ClusterSpec | None = None,
+    timeout: float = 1800.0,
+    stall: float = STALL,
+) -> Synchronizer:
+    """This worker's side of a relaxed plan, or of a synchronous one whose servers update; it has not started yet.
+
+    Args:
+        plan: without a schedule; ``mesh`` connects its ranks, then its servers.
+        workload: the variables of ``module``.
+        module: on its device and in its dtype; changed in place.
+        mesh: stays the caller's.
+        optimizer: of the parameters; needed where servers update them, which then work as it would.
+        cluster: the nodes, needed where the workers of a node push together (``local_aggregation``).
+        timeout: seconds to wait for other workers or for servers.
+        stall: seconds without progress after which the average of a group is given up.
+
+    Raises:
+        PlanError: plan, model, mesh and optimizer do not fit each other.
+    """
+    if plan.has_schedule:
+        raise PlanError("plan: consistency.mode 'synchronous' without `served` has a schedule, which Engine executes")
+    if mesh.size != plan.world_size + plan.servers:
+        raise PlanError(
+            f"plan: {plan.world_size} ranks and {plan.servers} server-only ranks make no mesh of {mesh.size}"
+        )
+    check_variables(plan, workload, "plan")
+    consistency = plan.consistency
+    if consistency.mode in ("partial_reduce", "periodic"):
+        if plan.servers:
+            raise PlanError(f"plan: servers: mode '{consistency.mode}' has none; leave it out")
+        _check_groups(plan)
+        kind = PartialReduce if consistency.mode == "partial_reduce" else Periodic
+        return kind(mesh, ModelTensors.of(module), consistency, timeout=timeout, stall=stall)
+    if optimizer is None:
+        raise PlanError(f"optimizer: missing; in mode '{consistency.mode}' servers update as the optimizer would")
+    return ParameterServer(
+        mesh,
+        variable_names(module),
+        server_layout(plan, workload),
+        optimizer,
+        consistency,
+        buffers=PersistentBuffers(module),
+        nodes=None if cluster is None else [cluster.ranks_of(node) for node in range(len(cluster.nodes))],
+        timeout=timeout,
+    )
+
+
+def _check_groups(plan: SyncPlan) -> None:
+    """Raise ``PlanError`` if a plan that averages models asks for what only gradients have."""
+    for index, group in enumerate(plan.groups):
+        for name in _OF_GRADIENTS:
+            if getattr(group, name) != Group.model_fields[name].default:
+                raise PlanError(
+                    f"plan: groups[{index}] '{group.name}': {name}: mode '{plan.consistency.mode}' averages models, "
+                    "exact and from worker to worker; leave it out"
+                )

@@ -1,0 +1,198 @@
+"""The optimizer on a server: which ones can run on slices of parameters, and their state in checkpoints."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_autosync.errors import PlanError
+from lightning_autosync.plan.servers import Shard
+from lightning_autosync.relaxed.server.shards import assign, elements
+
+ELEMENTWISE: dict[str, type[Optimizer]] = {
+    rule.__name__: rule
+    for rule in (
+        torch.optim.SGD,
+        torch.optim.Adam,
+        torch.optim.AdamW,
+        torch.optim.NAdam,
+        torch.optim.RAdam,
+        torch.optim.Adamax,
+        torch.optim.Adagrad,
+        torch.optim.Adadelta,
+        torch.optim.RMSprop,
+        torch.optim.ASGD,
+        torch.optim.Rprop,
+        torch.optim.SparseAdam,
+    )
+}
+"""Optimizers whose update of an element needs that element's gradient and state alone."""
+
+SPARSE = ("SGD", "Adagrad", "SparseAdam")
+"""Those of them that take sparse gradients."""
+
+_LOCAL = frozenset({"foreach", "fused", "capturable", "differentiable"})
+"""Settings of how the worker's own device would compute; a server chooses for itself."""
+
+Hyperparameters = list[dict[str, Any]]
+"""One mapping of plain values for each parameter group."""
+
+
+@dataclass(frozen=True)
+class OptimizerRule:
+    """An elementwise torch optimizer as plain data.
+
+    Attributes:
+        name: its class in `torch.optim`.
+        defaults: its constructor's arguments.
+        groups: what each parameter group is set to.
+        members: the parameter group of each variable that is trained.
+    """
+
+    name: str
+    defaults: dict[str, Any]
+    groups: Hyperparameters
+    members: dict[str, int]
+
+    @classmethod
+    def of(cls, optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> OptimizerRule:
+        """Describe a worker's optimizer, whose parameters have these names.
+
+        Raises:
+            PlanError: it is no elementwise optimizer of torch, or holds a parameter without a name.
+        """
+        name = type(optimizer).__name__
+        if ELEMENTWISE.get(name) is not type(optimizer):
+            raise PlanError(
+                f"optimizer: {type(optimizer).__module__}.{name} cannot run on slices of parameters; a parameter "
+                f"server takes torch.optim's {', '.join(ELEMENTWISE)}"
+            )
+        if any(group.get("differentiable") for group in optimizer.param_groups):
+            raise PlanError("optimizer: differentiable=True: a server's update is outside of this process's graph")
+        members = {}
+        for number, group in enumerate(optimizer.param_groups):
+            for parameter in group["params"]:
+                if parameter not in names:
+                    raise PlanError(
+                        f"optimizer: param_groups[{number}] holds a parameter of shape {list(parameter.shape)} that is "
+                        "not among those that are synchronized"
+                    )
+                members[names[parameter]] = number
+        defaults = {key: _plain(value) for key, value in optimizer.defaults.items() if key not in _LOCAL}
+        return cls(name, defaults, hyperparameters(optimizer), members)
+
+    def build(self, parameters: Mapping[int, Iterable[nn.Parameter]]) -> Optimizer:
+        """The optimizer over a server's slices, by parameter group; a group may be empty."""
+        rule = ELEMENTWISE[self.name]
+        accepted = inspect.signature(rule).parameters
+        arguments = {key: _value(value) for key, value in self.defaults.items() if key in accepted}
+        groups = [
+            {**{key: _value(value) for key, value in group.items()}, "params": list(parameters.get(number, ()))}
+            for number, group in enumerate(self.groups)
+        ]
+        return rule(groups, **arguments)
+
+    def check_sparse(self, variable: str) -> None:
+        """Raise ``PlanError`` unless it takes the sparse gradients of ``variable``."""
+        if variable not in self.members:
+            return
+        group = self.groups[self.members[variable]]
+        if self.name not in SPARSE or group.get("momentum") or group.get("weight_decay"):
+            raise PlanError(
+                f"optimizer: {self.name} with momentum {group.get('momentum', 0)} and weight_decay "
+                f"{group.get('weight_decay', 0)} takes no sparse gradients, as '{variable}' has; allowed are "
+                f"{', '.join(SPARSE)} without both, or dense gradients with kind 'row_sparse'"
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> OptimizerRule:
+        if data["name"] not in ELEMENTWISE:
+            raise PlanError(f"optimizer: '{data['name']}' is not among {', '.join(ELEMENTWISE)}")
+        return cls(data["name"], dict(data["defaults"]), list(data["groups"]), dict(data["members"]))
+
+
+def hyperparameters(optimizer: Optimizer) -> Hyperparameters:
+    """What the optimizer's parameter groups are set to now, as JSON values; schedulers change it between steps."""
+    kept = [key for key in optimizer.defaults if key not in _LOCAL]
+    return [{key: _plain(group[key]) for key in kept} for group in optimizer.param_groups]
+
+
+def adopt(optimizer: Optimizer, values: Hyperparameters) -> None:
+    """Set a server's optimizer as the worker's is set."""
+    for group, given in zip(optimizer.param_groups, values, strict=True):
+        group.update((key, _value(value)) for key, value in given.items())
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.item()
+    return [_plain(part) for part in value] if isinstance(value, list | tuple) else value
+
+
+def _value(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+StateKey = tuple[str, int, str]
+"""Variable, first element of the piece, name of the state."""
+
+Whole = dict[str, dict[str, Tensor]]
+"""For each variable its state by name: tensors of the variable's shape, or scalars."""
+
+
+_SCALARS = frozenset({"step", "mu_product", "eta", "mu"})
+"""State that torch's optimizers keep once a parameter, not once an element; a shape would not tell for scalars."""
+
+
+def join(pieces: Mapping[StateKey, Tensor], shards: Iterable[Shard], shapes: Mapping[str, torch.Size]) -> Whole:
+    """Put the servers' pieces together."""
+    by_piece: dict[tuple[str, int], dict[str, Tensor]] = {}
+    for (variable, start, key), tensor in pieces.items():
+        by_piece.setdefault((variable, start), {})[key] = tensor
+    whole: Whole = {}
+    for shard in shards:
+        for piece in shard.pieces:
+            variable = piece.variable
+            for key, tensor in by_piece.get((variable, piece.start), {}).items():
+                states = whole.setdefault(variable, {})
+                if key in _SCALARS:
+                    # Steps are counted alike in all pieces.
+                    states[key] = tensor.clone()
+                    continue
+                if key not in states:
+                    states[key] = torch.empty(shapes[variable], dtype=tensor.dtype)
+                assign(states[key], shard.axis, piece, tensor.reshape(-1))
+    return whole
+
+
+def split(whole: Mapping[str, Mapping[str, Tensor]], shards: Iterable[Shard]) -> dict[StateKey, Tensor]:
+    """The pieces that some shards need."""
+    pieces = {}
+    for shard in shards:
+        for piece in shard.pieces:
+            for key, tensor in whole.get(piece.variable, {}).items():
+                part = elements(tensor, shard.axis, piece).reshape(-1) if key not in _SCALARS else tensor
+                pieces[piece.variable, piece.start, key] = part
+    return pieces
+
+
+def check(whole: Mapping[str, Mapping[str, Tensor]], shapes: Mapping[str, torch.Size]) -> None:
+    """Raise ``PlanError`` unless the state is one of variables of these shapes."""
+    for variable, states in whole.items():
+        if variable not in shapes:
+            raise PlanError(f"checkpoint: optimizer state of '{variable}', a parameter that this model does not have")
+        for key, tensor in states.items():
+            if key not in _SCALARS and tensor.shape != shapes[variable]:
+                raise PlanError(
+                    f"checkpoint: optimizer state '{key}' of '{variable}' has shape {list(tensor.shape)}, the "
+                    f"parameter {list(shapes[variable])}"
+                )

@@ -1,0 +1,284 @@
+"""Messages between workers and servers as each side sees them: events in order, answers awaited, losses as errors."""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_autosync.errors import ExchangeError, MeshTimeout, PeerLost
+from lightning_autosync.plan.servers import ServerLayout, Shard
+from lightning_autosync.relaxed.server.protocol import TO_NODE, TO_WORKER
+from lightning_autosync.relaxed.server.shards import Replica
+from lightning_autosync.relaxed.transport.mesh import Mesh
+from lightning_autosync.relaxed.transport.messages import Mail
+from lightning_autosync.relaxed.transport.payload import Unpacked, unpack
+
+
+class Absence(NamedTuple):
+    """A process is gone: lost, or (``lost`` is False) it closed its mesh in good order."""
+
+    rank: int
+    why: str
+    lost: bool
+
+
+Event = Mail | Absence
+
+
+class Post:
+    """Everything that concerns one server or one worker, in the order in which it happened.
+
+    Args:
+        mesh: the mesh.
+        kinds: by prefix, the kinds of messages to take.
+    """
+
+    def __init__(self, mesh: Mesh, kinds: Mapping[str, Sequence[str]]) -> None:
+        self._mesh = mesh
+        self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
+        self._subscriptions = ExitStack()
+        for prefix, names in kinds.items():
+            for name in names:
+                self._subscriptions.callback(mesh.subscribe(f"{prefix}.{name}", self._events.put))
+        self._subscriptions.callback(mesh.on_loss(lambda rank, why: self._events.put(Absence(rank, why, True))))
+        closed = mesh.on_leave(lambda rank: self._events.put(Absence(rank, "it has closed", False)))
+        self._subscriptions.callback(closed)
+        for rank in set(range(mesh.size)) - mesh.live:
+            self._events.put(Absence(rank, "it was gone at the beginning", rank not in mesh.left))
+
+    def next(self, timeout: float | None = None) -> Event | None:
+        """The next event; None after `wake`.
+
+        Raises:
+            MeshTimeout: nothing happened in ``timeout`` seconds.
+        """
+        try:
+            return self._events.get(timeout=timeout)
+        except queue.Empty:
+            raise MeshTimeout(f"nothing came in {timeout:g} s") from None
+
+    def close(self) -> None:
+        """Take nothing more; may be called again."""
+        self._subscriptions.close()
+
+    def wake(self) -> None:
+        """Let whoever waits in `next` go."""
+        self._events.put(None)
+
+    def send(
+        self, peer: int, kind: str, header: Mapping[str, Any] | None = None, parts: Sequence[memoryview | Tensor] = ()
+    ) -> None:
+        """As `Mesh.send`; the parts must stay as they are until the peer answers or is gone."""
+        self._mesh.send(peer, kind, header or {}, parts)
+
+
+class Deadline:
+    """A time-out that several waits share."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self.renew()
+
+    def renew(self) -> None:
+        """Begin anew."""
+        self._end = time.monotonic() + self.seconds
+
+    @property
+    def remaining(self) -> float:
+        return max(0.0, self._end - time.monotonic())
+
+
+class BadMessageError(ExchangeError):
+    """A worker sent what no server can use."""
+
+    def __init__(self, rank: int, why: str) -> None:
+        super().__init__(f"rank {rank} sent what cannot be used: {why}")
+        self.rank = rank
+
+    def __reduce__(self) -> tuple[type[ExchangeError], tuple[str]]:
+        return ExchangeError, (str(self),)
+
+
+@contextmanager
+def blaming(rank: int) -> Iterator[None]:
+    """Around the reading of a message of ``rank``; what goes wrong becomes a `BadMessageError`."""
+    try:
+        yield
+    except (ExchangeError, ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as cause:
+        raise BadMessageError(rank, str(cause) or type(cause).__name__) from cause
+
+
+Handlers = Mapping[str, Callable[[Mail], None]]
+
+
+class Correspondence:
+    """Sends, waits, and turns what others' absence means into errors.
+
+    Args:
+        layout: who serves.
+        in_step: whether every worker is needed.
+        timeout: seconds to wait for answers.
+
+    Attributes:
+        answered: the steps that each server has answered with since the last `collect` began.
+        always: handlers of messages that may come at any time.
+        absent: told of each process that is gone and may be.
+    """
+
+    def __init__(self, mesh: Mesh, layout: ServerLayout, in_step: bool, timeout: float) -> None:
+        self.answered: dict[int, int] = {}
+        self.always: dict[str, Callable[[Mail], None]] = {}
+        self.absent: Callable[[int], None] = lambda rank: None
+        self._owners, self._workers = frozenset(layout.owners), layout.workers
+        self._in_step, self._timeout = in_step, timeout
+        self._post = Post(mesh, {"worker": TO_WORKER, "node": TO_NODE})
+
+    def send(
+        self,
+        peer: int,
+        kind: str,
+        header: Mapping[str, object] | None = None,
+        parts: Sequence[memoryview | Tensor] = (),
+    ) -> None:
+        """Queue a message.
+
+        Raises:
+            ExchangeError: the peer is a server, and gone.
+            PeerLost: the peer is another worker, and gone.
+        """
+        try:
+            self._post.send(peer, kind, header, parts)
+        except PeerLost as error:
+            if peer in self._owners:
+                raise _server_gone(peer, error.why) from None
+            raise
+
+    def collect(self, handlers: Handlers, known: Mapping[int, int] | None = None) -> None:
+        """Handle messages until every server has answered, but for those whose answers are ``known``.
+
+        Raises:
+            ExchangeError: as `react`.
+        """
+        self.answered = dict(known or {})
+        deadline = Deadline(self._timeout)
+        while self.answered.keys() != self._owners:
+            self.react(handlers, deadline)
+
+    def react(self, handlers: Handlers, deadline: Deadline) -> None:
+        """Handle one event; ``deadline`` begins anew where a server says that others still move.
+
+        Raises:
+            ExchangeError: a server is lost or failed, a worker is lost where all are needed, or time is over.
+        """
+        try:
+            event = self._post.next(deadline.remaining)
+        except MeshTimeout:
+            silent = ", ".join(str(owner) for owner in sorted(self._owners) if owner not in self.answered)
+            raise ExchangeError(
+                f"no answer from the parameter servers on ranks {silent} in {deadline.seconds:g} s; one of them is "
+                "stuck, or workers do not run the same steps"
+            ) from None
+        if event is None:
+            return
+        if isinstance(event, Absence):
+            self._note_absence(event)
+        elif event.kind == "worker.patience":
+            deadline.renew()
+        elif event.kind == "worker.failed":
+            raise ExchangeError(f"the parameter server on rank {event.sender} cannot go on: {event.header['error']}")
+        elif handler := self.always.get(event.kind) or handlers.get(event.kind):
+            handler(event)
+
+    def deadline(self) -> Deadline:
+        """A time-out that begins now."""
+        return Deadline(self._timeout)
+
+    def close(self) -> None:
+        """Take nothing more."""
+        self._post.close()
+
+    def _note_absence(self, absence: Absence) -> None:
+        rank, why = absence.rank, absence.why
+        if rank in self._owners:
+            raise _server_gone(rank, why)
+        if absence.lost and rank < self._workers and self._in_step:
+            raise ExchangeError(f"rank {rank} is lost ({why}), and synchronous steps need every worker")
+        self.absent(rank)
+
+
+def _server_gone(rank: int, why: str) -> ExchangeError:
+    return ExchangeError(
+        f"the parameter server on rank {rank} is gone ({why}), and with it its part of the parameters and of the "
+        "optimizer's state: start again from a checkpoint"
+    )
+
+
+class Pulled:
+    """Answers of servers, installed.
+
+    Args:
+        rank: the own.
+
+    Attributes:
+        steps: this worker's steps, by the clock of each server; one that comes back may differ between them.
+        versions: of each server's parameters, as far as all of them are here.
+        epochs: barriers that each server had passed when it answered last.
+        progress: steps that the parameters stand for.
+        bytes: of parameters got from other processes.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        layout: ServerLayout,
+        replica: Replica,
+        buffers: Mapping[str, Tensor],
+        letters: Correspondence,
+    ) -> None:
+        self.steps = dict.fromkeys(layout.owners, 0)
+        self.versions = dict.fromkeys(layout.owners, 0)
+        self.epochs = dict.fromkeys(layout.owners, 0)
+        self.progress = self.bytes = 0
+        self.coordinator = layout.owners[0]
+        self._rank, self._replica, self._buffers, self._letters = rank, replica, buffers, letters
+        self._shards: dict[int, Sequence[Shard]] = {owner: layout.of(owner) for owner in layout.owners}
+
+    @property
+    def step(self) -> int:
+        """This worker's steps, by the clock of the server that counts barriers."""
+        return self.steps[self.coordinator]
+
+    def install(self, mail: Mail) -> None:
+        """Take one server's answer, be it handed on by another worker."""
+        owner = mail.header.get("owner", mail.sender)
+        message = unpack(mail.payload)
+        self._replica.install(message, self._shards[owner])
+        self._install_buffers(message)
+        if mail.sender != self._rank:
+            self.bytes += message.tensor_bytes
+        if not mail.header["partial"]:
+            self.versions[owner] = mail.header["version"]
+        if owner == self.coordinator:
+            self.progress = max(self.progress, int(mail.header["progress"] + 1e-6))
+        self.epochs[owner] = mail.header["epoch"]
+        self.note(owner, mail.header["step"])
+
+    def note(self, owner: int, step: int) -> None:
+        """A server has answered."""
+        answered = self._letters.answered
+        answered[owner] = step
+        if answered.keys() == self._shards.keys():
+            # Not before: whoever repeats a lost leader's push must name the step that it belongs to.
+            self.steps.update(answered)
+
+    @torch.no_grad()
+    def _install_buffers(self, message: Unpacked) -> None:
+        for name, tensor in message.tensors.items():
+            if name.startswith("buffer."):
+                self._buffers[name.removeprefix("buffer.")].copy_(tensor)

@@ -1,0 +1,1 @@
+"""Messages between live processes: connections, membership, heartbeats."""

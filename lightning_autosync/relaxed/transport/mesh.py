@@ -1,0 +1,354 @@
+"""Any-to-any messages between live processes: a peer that is lost is reported, and the others go on."""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_autosync.engine.rendezvous import listen, own_address
+from lightning_autosync.errors import ExchangeError, MeshTimeout, PeerLost
+from lightning_autosync.relaxed.transport.event_loop import Hub
+from lightning_autosync.relaxed.transport.handshake import sign_in
+from lightning_autosync.relaxed.transport.heartbeat import HeartbeatSettings
+from lightning_autosync.relaxed.transport.membership import Membership, Status
+from lightning_autosync.relaxed.transport.messages import Mail, Message, Sent, as_bytes, encode_head, payload_size
+
+
+class Inbox:
+    """A queue for each kind; filled by one thread, emptied by any."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._queues: dict[str, deque[Mail]] = {}
+
+    def put(self, mail: Mail) -> None:
+        with self._changed:
+            self._queues.setdefault(mail.kind, deque()).append(mail)
+            self._changed.notify_all()
+
+    def drain(self, kind: str) -> list[Mail]:
+        """All that waits of a kind, which waits no more."""
+        with self._changed:
+            return list(self._queues.pop(kind, ()))
+
+    def stir(self) -> None:
+        """Let those who wait look again whether waiting makes sense."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def take(
+        self, kinds: tuple[str, ...], sender: int | None, timeout: float, hopeless: Callable[[], ExchangeError | None]
+    ) -> Mail:
+        """The first message of one of the kinds (from ``sender``, if given).
+
+        Raises:
+            MeshTimeout: none came in ``timeout`` seconds.
+            ExchangeError: what ``hopeless`` returned, once no such message was left.
+        """
+        deadline = time.monotonic() + timeout
+        with self._changed:
+            while (mail := self._find(kinds, sender)) is None:
+                error = hopeless()
+                if error is not None:
+                    raise error
+                if not self._changed.wait(deadline - time.monotonic()) and time.monotonic() >= deadline:
+                    source = "" if sender is None else f" from rank {sender}"
+                    raise MeshTimeout(f"no message of kind {' or '.join(kinds)}{source} in {timeout:g} s")
+            return mail
+
+    def _find(self, kinds: tuple[str, ...], sender: int | None) -> Mail | None:
+        for kind in kinds:
+            queue = self._queues.get(kind, ())
+            for index, mail in enumerate(queue):
+                if sender is None or mail.sender == sender:
+                    del self._queues[kind][index]
+                    return mail
+        return None
+
+
+__all__ = ["HeartbeatSettings", "Mail", "Mesh", "Sent"]
+
+LARGEST_PAYLOAD = 64 * 1024**3
+"""Bytes that a message may have unless a smaller bound is given."""
+
+Handler = Callable[[Mail], None]
+Cancel = Callable[[], None]
+Placer = Callable[[int, dict[str, Any], int], memoryview | None]
+
+_NO_HEADER: Mapping[str, Any] = MappingProxyType({})
+
+
+class Mesh:
+    """One process's view of the mesh. All methods may be called from any thread; made by `open`.
+
+    Messages of up to 64 KiB overtake larger ones on the same way; apart from that, messages to one peer keep their
+    order, and none is lost or repeated while the peer lives, even if a connection drops.
+    """
+
+    def __init__(self, rank: int, size: int, incarnation: int) -> None:
+        self.rank, self.size, self.incarnation = rank, size, incarnation
+        self._members = Membership(rank, size, incarnation)
+        self._hub: Hub
+        self._inbox = Inbox()
+        self._handlers: dict[str, Handler] = {}
+        self._placers: dict[str, Placer] = {}
+        self._on_loss: list[Callable[[int, str], None]] = []
+        self._on_leave: list[Callable[[int], None]] = []
+        self._on_join: list[Callable[[int], None]] = []
+        self._changed = threading.Condition()
+        self._closed = False
+
+    @classmethod
+    def open(
+        cls,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        *,
+        secret: bytes,
+        address: str | None = None,
+        timeout: float = 60.0,
+        heartbeat: HeartbeatSettings | None = None,
+        largest: int = LARGEST_PAYLOAD,
+        rejoin: bool = False,
+    ) -> Mesh:
+        """Meet the other processes.
+
+        Args:
+            store: any torch store that all share; needed only while opening.
+            secret: one for all processes; see `secret.common_secret`.
+            address: the own address in the cluster's network; by default the one that faces ``MASTER_ADDR``.
+            timeout: seconds that meeting may take.
+            largest: payload bytes that a message may have at most.
+            rejoin: come back after this rank was lost; needs one live peer, and all that it counts as live. Otherwise
+                all must be there.
+
+        Raises:
+            ExchangeError: a peer that is needed could not be met in time.
+        """
+        deadline = time.monotonic() + timeout
+        listener = listen(address or own_address())
+        try:
+            place = listener.getsockname()[:2]
+            entry = sign_in(store, secret, rank, size, place, rejoin=rejoin, timeout=timeout)
+        except ExchangeError:
+            listener.close()
+            raise
+        mesh = cls(rank, size, entry.incarnation)
+        mesh._hub = Hub(mesh._members, listener, secret, heartbeat or HeartbeatSettings(), mesh, largest)
+        # A script may end without closing what it opened; peers must not take that for a loss.
+        atexit.register(mesh.close)
+        for peer, target in entry.addresses.items():
+            if rejoin or rank < peer:
+                mesh._hub.join(peer, target, entry.incarnations[peer], deadline - time.monotonic())
+        try:
+            mesh._meet(deadline, rejoin)
+        except ExchangeError:
+            mesh.close()
+            raise
+        return mesh
+
+    @property
+    def live(self) -> frozenset[int]:
+        """Ranks of the processes that take part at present, the own included."""
+        return self._members.live
+
+    @property
+    def left(self) -> frozenset[int]:
+        """Ranks of those that have closed their mesh in good order."""
+        return frozenset(
+            peer for peer in range(self.size) if peer != self.rank and self._members.status(peer) is Status.LEFT
+        )
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
+
+    @property
+    def error(self) -> ExchangeError | None:
+        """What ended this mesh, if anything did: `Expelled`, or a defect."""
+        return self._hub.error
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes handed to the kernel so far, heartbeats and headers included."""
+        return self._hub.bytes_sent
+
+    def send(
+        self,
+        peer: int,
+        kind: str,
+        header: Mapping[str, Any] = _NO_HEADER,
+        payload: Sequence[memoryview | Tensor] = (),
+    ) -> Sent:
+        """Queue a message and return at once; the payload must not change until ``Sent.done``.
+
+        Raises:
+            PeerLost: the peer is not live; a loss after that is raised by `Sent.wait`.
+            Expelled: the others have given this process up.
+            ExchangeError: the header is not JSON data, or a tensor is not contiguous in main memory.
+        """
+        error = self._hopeless(peer)
+        if error is not None:
+            raise error
+        message = Message(encode_head(kind, header), as_bytes(payload), Sent())
+        if peer == self.rank:
+            self._send_self(kind, header, message)
+        else:
+            self._hub.post(peer, message)
+        return message.sent
+
+    def receive(self, *kinds: str, sender: int | None = None, timeout: float) -> Mail:
+        """Wait for the next message of one of the kinds; what a lost peer had sent before is still delivered.
+
+        Raises:
+            PeerLost: ``sender`` is not live, and nothing of it is left.
+            MeshTimeout: nothing came in ``timeout`` seconds.
+            Expelled: the others have given this process up.
+        """
+        return self._inbox.take(kinds, sender, timeout, lambda: self._hopeless(sender))
+
+    def subscribe(self, kind: str, handler: Handler, place: Placer | None = None) -> Cancel:
+        """Hand messages of a kind to ``handler`` instead of `receive`; on the mesh's thread, so it must be quick.
+
+        ``place(sender, header, size)`` may name memory of ``size`` bytes into which a payload of more than 64 KiB
+        is received without a copy; None lets the mesh allocate it. What came before is handed over first.
+
+        Returns:
+            What ends the subscription; later messages wait for `receive`, or for the next subscriber.
+        """
+
+        def begin() -> None:
+            if place is not None:
+                self._placers[kind] = place
+            self._handlers[kind] = handler
+            for mail in self._inbox.drain(kind):
+                handler(mail)
+
+        def end() -> None:
+            if self._handlers.get(kind) is handler:
+                del self._handlers[kind]
+                self._placers.pop(kind, None)
+
+        # On the thread that delivers, so that no message slips through and the order stays.
+        self._hub.perform(begin)
+        return lambda: self._hub.perform(end)
+
+    def on_loss(self, handler: Callable[[int, str], None]) -> Cancel:
+        """Call ``handler(peer, why)`` on the mesh's thread for each peer that is lost from now on; until cancelled."""
+        return self._listen(self._on_loss, handler)
+
+    def on_leave(self, handler: Callable[[int], None]) -> Cancel:
+        """Call ``handler(peer)`` on the mesh's thread for each peer that closes its mesh from now on."""
+        return self._listen(self._on_leave, handler)
+
+    def on_join(self, handler: Callable[[int], None]) -> Cancel:
+        """Call ``handler(peer)`` on the mesh's thread for each peer that comes back from now on."""
+        return self._listen(self._on_join, handler)
+
+    @staticmethod
+    def _listen(listeners: list[Any], handler: Any) -> Cancel:
+        listeners.append(handler)
+        return lambda: listeners.remove(handler) if handler in listeners else None
+
+    def close(self) -> None:
+        """Send what is queued, take leave, and stop; the peers do not count this process as lost."""
+        atexit.unregister(self.close)
+        if not self._closed:
+            self._closed = True
+            self._hub.close()
+            self._inbox.stir()
+
+    def _hopeless(self, peer: int | None) -> ExchangeError | None:
+        """Why nothing can be sent to or come from ``peer`` (None: anybody) any more."""
+        if self._closed:
+            return ExchangeError("the mesh is closed")
+        if self._hub.error is not None:
+            return self._hub.error
+        if peer is None or peer == self.rank:
+            return None
+        if not 0 <= peer < self.size:
+            return ExchangeError(f"rank {peer} is not one of 0 to {self.size - 1}")
+        return None if self._members.is_live(peer) else PeerLost(peer, self._members.reason(peer))
+
+    def _send_self(self, kind: str, header: Mapping[str, Any], message: Message) -> None:
+        copy = memoryview(bytearray(b"".join(message.payload)))
+        placer = self._placers.get(kind)
+        place = placer(self.rank, dict(header), payload_size(message.payload)) if placer and copy.nbytes else None
+        if place is not None:
+            place[:] = copy
+        mail = Mail(self.rank, kind, dict(header), copy if place is None else place)
+        self._hub.submit(lambda: self.delivered(mail))
+        message.sent.settle()
+
+    def _meet(self, deadline: float, rejoin: bool) -> None:
+        awaited = self._awaited_again if rejoin else lambda: self._members.missing
+        with self._changed:
+            while awaited() and time.monotonic() < deadline:
+                self._changed.wait(deadline - time.monotonic())
+                if self._hub.error is not None:
+                    raise self._hub.error
+            absent = set(awaited())
+        if not rejoin or self._members.live == {self.rank}:
+            absent.update(peer for peer in self._others() if self._members.status(peer) is Status.LOST)
+        if absent:
+            reasons = "; ".join(f"rank {peer}: {self._members.reason(peer)}" for peer in sorted(absent))
+            raise ExchangeError(f"rank {self.rank} could not meet its peers: {reasons}")
+
+    def _awaited_again(self) -> list[int]:
+        """Whom a process that comes back must still meet: anybody, and then all whom those count as live."""
+        return self._members.unmet if self._members.live != {self.rank} else self._members.missing
+
+    def _others(self) -> list[int]:
+        return [peer for peer in range(self.size) if peer != self.rank]
+
+    def _notice(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+        self._inbox.stir()
+
+    # What the hub tells, on its thread.
+
+    def delivered(self, mail: Mail) -> None:
+        handler = self._handlers.get(mail.kind)
+        if handler is not None:
+            handler(mail)
+        else:
+            self._inbox.put(mail)
+
+    def place(self, sender: int, kind: str, header: dict[str, Any], size: int) -> memoryview | None:
+        placer = self._placers.get(kind)
+        return None if placer is None else placer(sender, header, size)
+
+    def joined(self, peer: int) -> None:
+        self._notice()
+        for handler in list(self._on_join):
+            handler(peer)
+
+    def lost(self, peer: int, why: str) -> None:
+        self._notice()
+        for handler in list(self._on_loss):
+            handler(peer, why)
+
+    def departed(self, peer: int) -> None:
+        self._notice()
+        for handler in list(self._on_leave):
+            handler(peer)
+
+    def stirred(self) -> None:
+        self._notice()
+
+    def failed(self, error: ExchangeError) -> None:
+        self._notice()
+        for peer in self._others():
+            for handler in list(self._on_loss):
+                handler(peer, str(error))

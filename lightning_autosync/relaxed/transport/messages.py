@@ -1,0 +1,276 @@
+"""What travels over a mesh: a kind, a JSON header that is checked where it arrives, and bytes."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, NamedTuple
+
+import torch
+from annotated_types import Len
+from pydantic import NonNegativeInt, TypeAdapter, ValidationError
+from torch import Tensor
+from typing_extensions import NotRequired, TypedDict
+
+from lightning_autosync.documents import describe_validation_error
+from lightning_autosync.errors import ExchangeError, MeshTimeout
+
+LARGEST_HEADER = 1024 * 1024
+"""Bytes of JSON that a message may have."""
+
+MOST_BUFFERS = 256
+"""Buffers that one system call may gather; the kernel takes 1024."""
+
+
+class Mail(NamedTuple):
+    """One message: its sender's rank, what it is, a few JSON values, and bytes that are the receiver's own."""
+
+    sender: int
+    kind: str
+    header: dict[str, Any]
+    payload: memoryview
+
+
+class Sent:
+    """A message under way; its payload must stay as it is until the receiver has confirmed it."""
+
+    def __init__(self) -> None:
+        self._event = threading.Event()
+        self._error: ExchangeError | None = None
+        self._moved_at = time.monotonic()
+        self.cancelled = False
+
+    @property
+    def done(self) -> bool:
+        """Whether the payload is the sender's own again."""
+        return self._event.is_set()
+
+    def wait(self, timeout: float) -> None:
+        """Block until the receiver has the message, at most ``timeout`` seconds.
+
+        Raises:
+            PeerLost: the receiver is gone.
+            MeshTimeout: it has not confirmed in time.
+        """
+        if not self._event.wait(timeout):
+            raise MeshTimeout(f"a message was not confirmed in {timeout:g} s")
+        if self._error is not None:
+            raise self._error
+
+    def wait_while_moving(self, patience: float) -> None:
+        """Block until the receiver has the message, however long that takes as long as parts of it arrive.
+
+        Raises:
+            PeerLost: the receiver is gone.
+            MeshTimeout: nothing of it was confirmed for ``patience`` seconds.
+        """
+        begin = time.monotonic()
+        while not self._event.wait(max(0.0, max(begin, self._moved_at) + patience - time.monotonic())):
+            if time.monotonic() >= max(begin, self._moved_at) + patience:
+                raise MeshTimeout(f"nothing of a message was confirmed for {patience:g} s")
+        if self._error is not None:
+            raise self._error
+
+    def move(self) -> None:
+        """The receiver has confirmed a part of it."""
+        self._moved_at = time.monotonic()
+
+    def cancel(self) -> None:
+        """Do not begin to send it any more; what is on its way goes on."""
+        self.cancelled = True
+
+    def settle(self, error: ExchangeError | None = None) -> None:
+        """It has arrived, or never will."""
+        self._error = self._error or error
+        self._event.set()
+
+
+def as_bytes(payload: Sequence[memoryview | Tensor]) -> list[memoryview]:
+    """The payload's parts as flat bytes, without copies; empty parts are left out."""
+    parts = [_tensor_bytes(part) if isinstance(part, Tensor) else memoryview(part).cast("B") for part in payload]
+    return [part for part in parts if part.nbytes]
+
+
+def _tensor_bytes(tensor: Tensor) -> memoryview:
+    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        raise ExchangeError("only contiguous tensors in main memory can be sent")
+    if not tensor.numel():
+        return memoryview(b"")
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+
+
+def cut(parts: Sequence[memoryview], size: int) -> Iterator[tuple[memoryview, ...]]:
+    """The parts' bytes in pieces of at most ``size`` bytes; small neighbours share a piece."""
+    piece: list[memoryview] = []
+    room = size
+    for part in parts:
+        while part.nbytes:
+            head, part = part[:room], part[room:]
+            piece.append(head)
+            room -= head.nbytes
+            if not room or len(piece) == MOST_BUFFERS:
+                yield tuple(piece)
+                piece, room = [], size
+    if piece:
+        yield tuple(piece)
+
+
+def payload_size(payload: Sequence[memoryview]) -> int:
+    """Bytes of all parts."""
+    return sum(part.nbytes for part in payload)
+
+
+class Message(NamedTuple):
+    """What a link is asked to send: the encoded kind and header, and the payload's parts."""
+
+    head: bytes
+    payload: list[memoryview]
+    sent: Sent
+
+
+def encode_head(kind: str, header: Mapping[str, Any]) -> bytes:
+    """A message's kind and header as bytes.
+
+    Raises:
+        ExchangeError: the header is not JSON data, or too large.
+    """
+    try:
+        head = json.dumps([kind, dict(header)], allow_nan=False).encode()
+    except (TypeError, ValueError) as cause:
+        raise ExchangeError(f"the header of a message of kind {kind!r} is not JSON data: {cause}") from None
+    if len(head) > LARGEST_HEADER:
+        raise ExchangeError(f"the header of a message of kind {kind!r} has {len(head)} bytes, over {LARGEST_HEADER}")
+    return head
+
+
+class _Peer(TypedDict):
+    peer: NonNegativeInt
+    incarnation: NonNegativeInt
+
+
+class _Lost(_Peer):
+    why: str
+
+
+class _Note(TypedDict):
+    iteration: NonNegativeInt
+    samples: NonNegativeInt
+    elements: NonNegativeInt
+    rate: NotRequired[float]
+    averages: NotRequired[list[str] | None]
+    step_time: NotRequired[float]
+    exchange_time: NotRequired[float]
+
+
+class _Generation(TypedDict):
+    generation: int
+
+
+class _Broken(_Generation):
+    number: NotRequired[int | None]
+
+
+class _Donate(TypedDict):
+    takers: list[Annotated[list[int], Len(2, 2)]]
+
+
+class _Take(TypedDict):
+    donor: NonNegativeInt
+    visit: int
+    drained: int
+
+
+class _Group(_Generation):
+    members: list[NonNegativeInt]
+    weights: list[float]
+    iteration: int
+    rate: float
+    atomic: bool
+    drain: bool
+
+
+class _Verdict(_Generation):
+    commit: bool
+
+
+class _Stop(TypedDict):
+    reason: str
+
+
+class _Model(TypedDict):
+    iteration: int
+    facts: dict[str, Any]
+    visit: int
+    optimizer: NonNegativeInt
+
+
+class _Chunk(_Generation):
+    chunk: NonNegativeInt
+
+
+class _Abort(_Generation):
+    why: str
+
+
+class _WorkAsked(TypedDict):
+    epoch: int
+    length: NonNegativeInt
+    count: NonNegativeInt
+
+
+class _Work(TypedDict):
+    epoch: int
+    start: NonNegativeInt
+    stop: NonNegativeInt
+
+
+class _PositionAsked(TypedDict):
+    name: str
+    meeting: int
+
+
+class _Position(TypedDict):
+    name: str
+    fault: str
+
+
+_SHAPES: dict[str, TypeAdapter[Any]] = {
+    kind: TypeAdapter(shape)
+    for kind, shape in {
+        "mesh.lost": _Lost,
+        "mesh.doubt": _Peer,
+        "mesh.heard": _Peer,
+        "controller.ready": _Note,
+        "controller.arrive": _Note,
+        "controller.complete": _Generation,
+        "controller.broken": _Broken,
+        "worker.donate": _Donate,
+        "worker.take": _Take,
+        "worker.group": _Group,
+        "worker.verdict": _Verdict,
+        "worker.stop": _Stop,
+        "worker.model": _Model,
+        "average.part": _Chunk,
+        "average.sum": _Chunk,
+        "average.abort": _Abort,
+        "work?": _WorkAsked,
+        "work": _Work,
+        "position?": _PositionAsked,
+        "position": _Position,
+    }.items()
+}
+"""Servers judge what workers send them by themselves, for it depends on the model."""
+
+
+def header_fault(kind: str, header: dict[str, Any]) -> str:
+    """What is wrong with a header as JSON had it; empty if nothing is, or nothing is asked of its kind."""
+    shape = _SHAPES.get(kind)
+    if shape is None:
+        return ""
+    try:
+        shape.validate_python(header, strict=True)
+    except ValidationError as error:
+        return describe_validation_error(error)
+    return ""

@@ -1,0 +1,383 @@
+"""One peer's messages over a connection that may break and be replaced without losing or repeating any.
+
+Messages become frames. Small messages are one frame and go before pieces of large ones, so that a bulk transfer
+delays no decision. Frames are numbered by the order in which they are written; the receiver confirms how many it has,
+and after a reconnection the sender repeats the rest.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import socket
+import struct
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from lightning_autosync.errors import ExchangeError
+from lightning_autosync.relaxed.transport.heartbeat import SilenceLimit
+from lightning_autosync.relaxed.transport.messages import (
+    LARGEST_HEADER,
+    Mail,
+    Message,
+    Sent,
+    cut,
+    header_fault,
+    payload_size,
+)
+
+_HEAD = struct.Struct("<BIQ")
+"""A frame's type, and two sizes (or a count), see below."""
+
+_SMALL, _LARGE, _PIECE, _BEAT, _LEAVE = range(5)
+"""
+SMALL: a whole message: bytes of its JSON head, bytes of its payload, which follow.
+LARGE: a message whose payload follows in pieces: bytes of its JSON head, which follows; bytes of the payload.
+PIECE: the next bytes of the large message under way.
+BEAT: how many frames the sender of the beat has received; the only frame that is not numbered.
+LEAVE: the last frame; the peer closes.
+"""
+
+SMALL_MESSAGE = 64 * 1024
+"""Payload bytes up to which a message is copied, sent in one frame, and goes before large ones."""
+
+PIECE = 256 * 1024
+"""Payload bytes of a large message between which small ones may pass."""
+
+Place = Callable[[str, dict[str, Any], int], memoryview | None]
+"""Where a large payload shall go, by kind, header and bytes; None leaves it to the link."""
+
+
+class ProtocolError(ExchangeError):
+    """The peer sent what no link sends."""
+
+
+class _Frame(NamedTuple):
+    buffers: tuple[memoryview, ...]
+    sent: Sent | None
+    """The message that this frame is a part of, unless it was settled before."""
+    last: bool = True
+    """Whether it completes that message."""
+
+
+class _Inbound(NamedTuple):
+    kind: str
+    header: dict[str, Any]
+    payload: memoryview
+
+
+class Link:
+    """What is under way from and to one peer. Used by the mesh's thread only.
+
+    Args:
+        place: asked for the destination of each large payload.
+        deliver: given each complete message; ``sender`` is ``peer``.
+        largest: payload bytes that a message may have at most.
+    """
+
+    def __init__(self, peer: int, place: Place, deliver: Callable[[Mail], None], largest: int) -> None:
+        self.peer = peer
+        self.received = 0
+        self.beat_due = False
+        self.peer_left = False
+        self._beaten = False
+        self._place, self._deliver, self._largest = place, deliver, largest
+        self._small: deque[Message] = deque()
+        self._large: deque[Message] = deque()
+        self._pieces: Iterator[_Frame] = iter(())
+        self._leave = False
+        self._confirmed = 0
+        self._unconfirmed: deque[_Frame] = deque()
+        self._repeat: deque[_Frame] = deque()
+        self._writing: list[memoryview] = []
+        self._inbound: _Inbound | None = None
+        self._filled = 0
+        self._head = bytearray(_HEAD.size)
+        self._body: memoryview | None = None
+        self._pending = memoryview(self._head)
+
+    # Sending
+
+    def post(self, message: Message) -> None:
+        """Queue a message; small ones are the sender's own again at once."""
+        if payload_size(message.payload) <= SMALL_MESSAGE:
+            copy = memoryview(b"".join(message.payload))
+            self._small.append(message._replace(payload=[copy]))
+            message.sent.settle()
+        else:
+            self._large.append(message)
+
+    def leave(self) -> None:
+        """Say good-bye after all that is queued."""
+        self._leave = True
+
+    @property
+    def idle(self) -> bool:
+        """Whether the peer has confirmed everything."""
+        waiting = self._small or self._large or self._unconfirmed or self._writing or self._leave
+        return not waiting
+
+    def write(self, connection: socket.socket, most: int) -> tuple[int, bool]:
+        """Write about ``most`` bytes; returns the bytes written, and whether more can be written as soon as possible.
+
+        Raises:
+            OSError: the connection broke.
+        """
+        total = 0
+        while total < most:
+            if not self._writing and not self._next_frame():
+                return total, False
+            try:
+                count = connection.sendmsg(self._writing)
+            except BlockingIOError:
+                return total, True
+            total += count
+            while self._writing and count >= self._writing[0].nbytes:
+                count -= self._writing.pop(0).nbytes
+            if self._writing:
+                self._writing[0] = self._writing[0][count:]
+        return total, True
+
+    def resume(self, peer_received: int) -> None:
+        """Go on over a new connection, on which the peer said how many frames it has.
+
+        Raises:
+            ProtocolError: it cannot have so many, or so few.
+        """
+        self._confirm(peer_received)
+        self._repeat = deque(self._unconfirmed)
+        self._writing = []
+        self._begin_head()
+
+    def abandon(self, error: ExchangeError) -> None:
+        """Nothing will be sent any more."""
+        for message in (*self._small, *self._large):
+            message.sent.settle(error)
+        for frame in (*self._pieces, *self._unconfirmed):
+            if frame.sent is not None:
+                frame.sent.settle(error)
+        for queue in (self._small, self._large, self._unconfirmed, self._repeat):
+            queue.clear()
+        self._writing, self._leave = [], False
+
+    def _next_frame(self) -> bool:
+        if self.beat_due:
+            self.beat_due = False
+            self._writing = [memoryview(_HEAD.pack(_BEAT, 0, self.received))]
+            return True
+        if self._repeat:
+            self._writing = list(self._repeat.popleft().buffers)
+            return True
+        frame = self._new_frame()
+        if frame is None:
+            return False
+        self._unconfirmed.append(frame)
+        self._writing = list(frame.buffers)
+        return True
+
+    def _new_frame(self) -> _Frame | None:
+        if self._small:
+            message = self._small.popleft()
+            return _opening(_SMALL, message, message.payload)
+        piece = next(self._pieces, None)
+        if piece is not None:
+            return piece
+        while self._large:
+            message = self._large.popleft()
+            if message.sent.cancelled:
+                message.sent.settle()
+                continue
+            self._pieces = _piece_frames(message)
+            return _opening(_LARGE, message, [])
+        if self._leave:
+            self._leave = False
+            return _Frame((memoryview(_HEAD.pack(_LEAVE, 0, 0)),), None)
+        return None
+
+    def _confirm(self, received: int) -> None:
+        if not self._confirmed <= received <= self._confirmed + len(self._unconfirmed):
+            raise ProtocolError(f"rank {self.peer} confirmed {received} frames")
+        while self._confirmed < received:
+            frame = self._unconfirmed.popleft()
+            self._confirmed += 1
+            if frame.sent is not None:
+                frame.sent.settle() if frame.last else frame.sent.move()
+
+    # Receiving
+
+    def read(self, connection: socket.socket, most: int) -> int:
+        """Read about ``most`` bytes; returns how many came. What came before the connection broke is taken in first.
+
+        Raises:
+            OSError: the connection broke, and nothing was left; ConnectionResetError if the peer closed it.
+            ProtocolError: nonsense came.
+        """
+        total = 0
+        while total < most:
+            try:
+                count = connection.recv_into(self._pending)
+            except BlockingIOError:
+                break
+            except OSError:
+                if total:
+                    break  # it is told again, by the next call
+                raise
+            if count == 0 and total:
+                break
+            if count == 0:
+                raise ConnectionResetError("it closed the connection")
+            total += count
+            self._pending = self._pending[count:]
+            if not self._pending:
+                self._advance()
+        return total
+
+    @property
+    def beaten(self) -> bool:
+        """Whether a beat came since this was asked last."""
+        beaten, self._beaten = self._beaten, False
+        return beaten
+
+    def _begin_head(self) -> None:
+        self._body, self._pending = None, memoryview(self._head)
+
+    def _advance(self) -> None:
+        """A frame's head or body is complete."""
+        kind, first, second = _HEAD.unpack(self._head)
+        if self._body is None:
+            self._body = self._destination(kind, first, second)
+            self._pending = self._body
+            if self._body.nbytes:
+                return
+        body = self._body
+        self._begin_head()
+        if kind == _BEAT:
+            self._beaten = True
+            self._confirm(second)
+            return
+        self.received += 1
+        self._complete(kind, first, second, body)
+
+    def _destination(self, kind: int, first: int, second: int) -> memoryview:
+        if kind in (_SMALL, _LARGE):
+            most = SMALL_MESSAGE if kind == _SMALL else self._largest
+            if first > LARGEST_HEADER or second > most:
+                raise ProtocolError(f"rank {self.peer} announced a message of {first} + {second} bytes")
+            return memoryview(bytearray(first + (second if kind == _SMALL else 0)))
+        if kind == _PIECE:
+            if self._inbound is None or second > self._inbound.payload.nbytes - self._filled:
+                raise ProtocolError(f"rank {self.peer} sent a piece of {second} bytes that belongs to no message")
+            return self._inbound.payload[self._filled : self._filled + second]
+        if kind in (_BEAT, _LEAVE):
+            return memoryview(b"")
+        raise ProtocolError(f"rank {self.peer} sent a frame of type {kind}")
+
+    def _complete(self, kind: int, first: int, second: int, body: memoryview) -> None:
+        if kind == _SMALL:
+            name, header = self._parse(body[:first])
+            # A copy, so that numbers in it are aligned.
+            self._deliver(Mail(self.peer, name, header, memoryview(bytearray(body[first:]))))
+        elif kind == _LARGE:
+            if self._inbound is not None:
+                raise ProtocolError(f"rank {self.peer} began a message within another")
+            name, header = self._parse(body)
+            self._inbound = _Inbound(name, header, self._room(name, header, second))
+            self._filled = 0
+        elif kind == _PIECE:
+            self._filled += second
+            self._finish_large()
+        else:
+            self.peer_left = self.beat_due = True
+
+    def _finish_large(self) -> None:
+        assert self._inbound is not None
+        if self._filled == self._inbound.payload.nbytes:
+            inbound, self._inbound = self._inbound, None
+            # The sender waits for this to get its buffer back.
+            self.beat_due = True
+            self._deliver(Mail(self.peer, *inbound))
+
+    def _room(self, kind: str, header: dict[str, Any], size: int) -> memoryview:
+        place = self._place(kind, header, size)
+        if place is None:
+            return self._new_room(size)
+        if place.nbytes != size:
+            raise ProtocolError(f"rank {self.peer} sent {size} bytes of {kind!r} where {place.nbytes} were expected")
+        return place.cast("B")
+
+    def _new_room(self, size: int) -> memoryview:
+        """Memory that the system provides as the payload comes, however large the peer says that it will be."""
+        try:
+            return np.empty(size, dtype=np.uint8).data
+        except MemoryError:
+            raise ProtocolError(f"rank {self.peer} announced {size} bytes, which do not fit into memory") from None
+
+    def _parse(self, text: memoryview) -> tuple[str, dict[str, Any]]:
+        try:
+            kind, header = json.loads(bytes(text))
+        except (ValueError, TypeError, RecursionError) as cause:
+            raise ProtocolError(f"rank {self.peer} sent a message without a proper header: {cause}") from None
+        if not isinstance(kind, str) or not isinstance(header, dict):
+            raise ProtocolError(f"rank {self.peer} sent a message without a kind or a header")
+        if fault := header_fault(kind, header):
+            raise ProtocolError(f"rank {self.peer} sent a message of kind {kind!r} with a header of no use: {fault}")
+        return kind, header
+
+
+def _opening(kind: int, message: Message, payload: list[memoryview]) -> _Frame:
+    head = _HEAD.pack(kind, len(message.head), payload_size(message.payload))
+    return _Frame((memoryview(head + message.head), *payload), None)
+
+
+def _piece_frames(message: Message) -> Iterator[_Frame]:
+    left = payload_size(message.payload)
+    for piece in cut(message.payload, PIECE):
+        size = payload_size(piece)
+        left -= size
+        yield _Frame((memoryview(_HEAD.pack(_PIECE, 0, size)), *piece), message.sent, last=not left)
+
+
+FORGIVEN = 5
+"""Absences of this process in a row that excuse a peer's silence: a live one is heard as soon as it is listened to."""
+
+
+@dataclass(eq=False)
+class Line:
+    """A link, and the connection that carries it at the moment."""
+
+    link: Link
+    limit: SilenceLimit
+    address: tuple[str, int]
+    socket: socket.socket | None = None
+    heard: float = 0.0
+    unproven: bool = True
+    """Nothing was heard on the present connection."""
+    deadline: float = math.inf
+    """When to give up: a broken line that is not replaced, or a peer that left and does not close."""
+    watching_writes: bool = False
+    disputed: bool = False
+    """The peer is of lower rank and cannot be reached; the others are asked whether they can."""
+    silent_from: float | None = None
+    """When the last sign of life came before a silence for which the connection is being replaced."""
+    _absences: int = 0
+
+    def hear(self, now: float) -> None:
+        """A sign of life."""
+        self.heard, self.unproven, self.silent_from, self._absences = now, False, None, 0
+        if not self.link.peer_left:
+            self.deadline = math.inf
+
+    def forgive(self, absence: float) -> None:
+        """This process was away itself for so many seconds, and must not blame the peer for the silence."""
+        self._absences += 1
+        if self._absences <= FORGIVEN:
+            self.heard += absence
+            self.deadline += absence
+            self.limit.pause()
+
+    def too_silent(self, now: float) -> bool:
+        return now - self.heard > self.limit.seconds and not self.link.peer_left

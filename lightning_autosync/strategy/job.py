@@ -1,0 +1,194 @@
+"""The mesh of a Trainer's job: its ranks, and the processes of ``autosync serve`` that its plan places on."""
+
+from __future__ import annotations
+
+import json
+import os
+from itertools import count
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from lightning_autosync.engine.lifeline import explained
+from lightning_autosync.engine.rendezvous import gather_json, own_address
+from lightning_autosync.engine.secret import common_secret, required_secret, seal, unseal
+from lightning_autosync.engine.store import find_store, open_store
+from lightning_autosync.errors import AutoSyncError, ExchangeError, PlanError
+from lightning_autosync.plan import SyncPlan
+from lightning_autosync.relaxed.transport.mesh import Mesh
+from lightning_autosync.strategy.resolution import Resolution
+from lightning_autosync.strategy.settings import Settings
+
+STORE_PORT = "AUTOSYNC_PORT"
+"""Environment variable: the port of rank 0 under which ``autosync serve``, and a rank that comes back, find the job;
+all of them need the secret of the job's environment then."""
+_FROM_OUTSIDE = f"{STORE_PORT} is set, so that processes may come to the job from outside"
+_UNDERWAY = "job/underway"
+
+_trainings = count(1)
+"""Of this process: a script may train several times, and who is started again begins with the first."""
+
+
+class JobMesh(NamedTuple):
+    """A job whose ranks are connected.
+
+    Attributes:
+        mesh: of all ranks, then of the servers.
+        store: that they met at; rank 0 holds it.
+        secret: that all know.
+        identity: what whoever comes back must run too.
+    """
+
+    mesh: Mesh
+    store: dist.TCPStore
+    secret: bytes
+    identity: dict[str, str]
+
+
+class Underway(NamedTuple):
+    """A job that this process comes back to: where its ranks met, and what they run."""
+
+    store: dist.TCPStore
+    secret: bytes
+    identity: dict[str, str]
+
+
+def open_mesh(found: Resolution, settings: Settings, rank: int, job: Underway | None = None) -> JobMesh:
+    """Meet all ranks and servers; servers may come late. Collective, but for a rank that comes back.
+
+    Args:
+        found: what all ranks run.
+        settings: what the user asked for.
+        rank: this process's in the job.
+        job: of `find_job`; None where the job begins.
+
+    Raises:
+        ExchangeError: they cannot connect to each other.
+        PlanError: the job that this process comes back to runs something else.
+    """
+    identity = _identity(found, next(_trainings))
+    if job is None:
+        secret = common_secret(required=_FROM_OUTSIDE if can_return() else "")
+        store = _meet_at_store(found, settings, rank)
+    else:
+        store, secret = job.store, job.secret
+        _check_same(job.identity, identity)
+    node = found.cluster.nodes[found.cluster.rank_nodes[rank]]
+    mesh = Mesh.open(
+        store,
+        rank,
+        found.plan.world_size + found.plan.servers,
+        secret=secret,
+        address=node.address,
+        timeout=settings.timeout,
+        heartbeat=settings.heartbeat,
+        rejoin=job is not None,
+    )
+    return JobMesh(mesh, store, secret, identity)
+
+
+def can_return() -> bool:
+    """Whether a rank that is started again would find the job."""
+    return bool(os.environ.get(STORE_PORT))
+
+
+def check_way_back() -> None:
+    """Whether those who find the job can be told from strangers; before anybody waits for this process.
+
+    Raises:
+        ExchangeError: they can find it, and there is no secret that they would know.
+    """
+    if can_return():
+        required_secret(_FROM_OUTSIDE)
+
+
+def announce_job(job: JobMesh) -> None:
+    """Let a rank that is started again know, by `find_job`, that the others are underway."""
+    job.store.set(_UNDERWAY, seal(job.secret, _UNDERWAY, json.dumps(job.identity)))
+
+
+def withdraw_job(store: dist.TCPStore) -> None:
+    """From now on, the job is found by nobody."""
+    store.delete_key(_UNDERWAY)
+
+
+def find_job(host: str, timeout: float) -> Underway | None:
+    """The job that is underway without this process; None if there is none, as where it only begins.
+
+    Args:
+        host: rank 0's.
+        timeout: seconds that the store may take to answer later on.
+
+    Raises:
+        ExchangeError: what listens there is no job's store; or the job has another secret than this process.
+    """
+    port = os.environ.get(STORE_PORT, "")
+    if not port.isdecimal():
+        return None
+    secret = required_secret(_FROM_OUTSIDE)
+    try:
+        store = find_store(host, int(port), timeout)
+        if not store.check([_UNDERWAY]):
+            return None
+        # If it ends in this moment, that is for `Mesh.open` to say.
+        return Underway(store, secret, json.loads(unseal(secret, _UNDERWAY, store.get(_UNDERWAY).decode())))
+    except ExchangeError as cause:
+        raise ExchangeError(f"{STORE_PORT}={port}: {cause}") from None
+    except (OSError, RuntimeError, ValueError):  # what is there was not written by a job
+        return None
+
+
+def _meet_at_store(found: Resolution, settings: Settings, rank: int) -> dist.TCPStore:
+    """The store that rank 0 opens."""
+    size = found.plan.world_size
+    if dist.get_world_size() != size:
+        raise ExchangeError(
+            f"the job has {size} ranks, of which {dist.get_world_size()} are left from its last training; start it anew"
+        )
+    own: dist.TCPStore | None = None
+    host, fault = "", ""
+    if rank == 0:
+        try:
+            host = own_address()
+            port = _store_port(found.plan)
+            own = open_store(host, port, settings.timeout)
+        except (AutoSyncError, RuntimeError, ValueError) as cause:
+            fault = str(cause).splitlines()[0]
+    place = gather_json([host, own.port if own is not None else 0, fault])[0]
+    if place[2]:
+        raise ExchangeError(f"rank 0 cannot open the store that ranks and servers meet at: {place[2]}")
+    try:
+        return own or find_store(place[0], place[1], settings.timeout)
+    except ExchangeError as cause:
+        raise explained(f"rank 0's store: {cause}") from None  # rank 0 may have died since it said where it is
+
+
+def _store_port(plan: SyncPlan) -> int:
+    """The port under which servers find the job; any will do where there are none."""
+    given = os.environ.get(STORE_PORT, "")
+    if given and not (given.isdecimal() and 0 < int(given) < 65536):
+        raise PlanError(f"{STORE_PORT}={given}: allowed: a port, 1 to 65535")
+    if plan.servers and not given:
+        raise PlanError(
+            f"plan: servers: {plan.servers} server-only ranks must find the job: set {STORE_PORT} to a port and start "
+            "`autosync serve` for each"
+        )
+    return int(given or 0)
+
+
+def _identity(found: Resolution, training: int) -> dict[str, str]:
+    return {
+        "training of the script": str(training),
+        "plan": found.plan.fingerprint,
+        "model": found.workload.variables_fingerprint,
+        "cluster": found.cluster.fingerprint,
+    }
+
+
+def _check_same(job: dict[str, str], own: dict[str, str]) -> None:
+    for name, value in own.items():
+        if job.get(name) != value:
+            raise PlanError(
+                f"{name}: the job that this rank comes back to has another ({job.get(name)}, not {value}); start it "
+                "with what the others were started with"
+            )

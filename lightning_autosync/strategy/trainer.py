@@ -1,0 +1,197 @@
+"""What the strategy changes in a Trainer (callbacks, signals), and what it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from lightning_autosync.errors import PlanError
+from lightning_autosync.plan import Consistency
+
+
+class _Callback:
+    """A callback for the Trainer of either framework."""
+
+    def __getattr__(self, name: str) -> Any:
+        # Both frameworks call every hook of their own Callback class, of which only two matter here.
+        if name.startswith(("on_", "setup", "teardown")):
+            return _ignore
+        raise AttributeError(name)
+
+    @property
+    def state_key(self) -> str:
+        return type(self).__qualname__
+
+    @property
+    def _legacy_state_key(self) -> type:
+        # Asked for where a Trainer that has been trained with this callback resumes from a checkpoint.
+        return type(self)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing is kept."""
+
+
+class EpochMeetings(_Callback):
+    """Where replicas that do not march in step meet: at the end of every epoch, before anything else happens there.
+
+    Every rank begins a pass, even one that gets no batch of it, and all leave it with one model; so whatever follows
+    (logging, checkpoints, the user's own hooks) may ask all ranks.
+    """
+
+    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+        trainer.strategy.begin_pass()
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        trainer.strategy.end_pass()
+
+
+class ErrorReport(_Callback):
+    """Tells the other ranks of an error on this one, before callbacks that save what can be saved ask them."""
+
+    def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
+        trainer.strategy.tell_others(exception)
+
+
+def put_first(trainer: Any, callback: _Callback) -> None:
+    """Let a callback come before all others; nothing if the trainer has one of its kind."""
+    if not any(isinstance(other, type(callback)) for other in trainer.callbacks):
+        trainer.callbacks.insert(0, callback)
+
+
+def _ignore(*_: Any, **__: Any) -> None:
+    pass
+
+
+SIGNAL_CHECK = "_broadcast_sigterm_tensor"
+"""Method of the epoch loop (from Lightning 2.6 on) that broadcasts before every batch whether rank 0 got a SIGTERM."""
+
+
+def leave_lockstep(trainer: Any) -> None:
+    """Let each rank look at its own signals only, as Lightning does at the end of each batch in any case.
+
+    What one rank does after a signal, the others learn by its lifeline or mesh.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    if hasattr(loop, SIGNAL_CHECK):
+        setattr(loop, SIGNAL_CHECK, _nothing)
+
+
+def end_by_signal(trainer: Any, told: Callable[[], None]) -> None:
+    """Let a SIGTERM end this rank with its batch, as with Lightning, but without asking the others.
+
+    Lightning's own handler makes a collective call, in whatever call the process may be just then: another rank would
+    take it for an answer.
+
+    Args:
+        trainer: before it registers its handlers.
+        told: called at the signal.
+    """
+    connector = trainer._signal_connector
+
+    def notice(signum: int, _: object) -> None:
+        launcher = trainer.strategy.launcher
+        if not connector.received_sigterm and launcher is not None:
+            launcher.kill(signum)
+        connector.received_sigterm = True
+        told()
+
+    connector._sigterm_notifier_fn = notice
+
+
+def check_trainer(trainer: Any, consistency: Consistency, scaler: Any) -> None:
+    """Refuse what would deadlock, or train another way than it says.
+
+    Raises:
+        PlanError: the trainer has a setting that needs all ranks at the same step, or gradients on all ranks.
+    """
+    mode = consistency.mode
+    scales = scaler is not None and scaler.is_enabled()
+    if mode not in ("partial_reduce", "periodic") and scales:
+        raise PlanError(f"precision: under '{mode}' servers step the optimizer, which a loss scaler cannot follow")
+    if mode == "synchronous":
+        if trainer.gradient_clip_val:
+            raise PlanError(
+                f"gradient_clip_val: {trainer.gradient_clip_val}: with `served` each rank would clip its own gradient, "
+                "not their mean; allowed: no clipping, or a plan without `served`"
+            )
+        return
+    if any(each.reduce_on_plateau and each.interval == "step" for each in trainer.lr_scheduler_configs):
+        raise PlanError(
+            f"lr_scheduler: ReduceLROnPlateau in every step: under '{mode}' ranks are at different ones; allowed: "
+            "interval 'epoch'"
+        )
+    for callback in trainer.callbacks:
+        if type(callback).__name__ == "Timer" and str(getattr(callback, "_interval", "")).endswith("step"):
+            raise PlanError(
+                f"max_time: it asks all ranks in every step, and under '{mode}' they are at different ones; allowed: "
+                "max_epochs"
+            )
+        if getattr(callback, "_train_time_interval", None):
+            raise PlanError(
+                f"ModelCheckpoint(train_time_interval): it asks all ranks in every step, and under '{mode}' they are "
+                "at different ones; allowed: every_n_epochs"
+            )
+
+
+def check_module(module: nn.Module) -> None:
+    """Refuse what asks all ranks in every forward pass.
+
+    Raises:
+        PlanError: the model has a SyncBatchNorm.
+    """
+    for name, part in module.named_modules():
+        if isinstance(part, nn.SyncBatchNorm):
+            raise PlanError(
+                f"model: '{name}' is a SyncBatchNorm, which needs all ranks in every step; replicas that do not march "
+                "in step need plain BatchNorm (sync_batchnorm=False)"
+            )
+
+
+def check_shared_epoch(trainer: Any) -> None:
+    """Refuse what counts a rank's batches or steps, of which each rank now has another number.
+
+    Raises:
+        PlanError: validation or checkpoints inside an epoch, or an end of it or of training by a rank's own count.
+    """
+    why = "ranks take as many batches of an epoch as they are fast enough for"
+    interval = trainer.val_check_interval
+    if not (isinstance(interval, float) and interval == 1.0):
+        raise PlanError(f"val_check_interval: {interval}: {why}, so validation comes at its end; allowed: 1.0")
+    if any(getattr(callback, "_every_n_train_steps", 0) for callback in trainer.checkpoint_callbacks):
+        raise PlanError(
+            f"ModelCheckpoint(every_n_train_steps): {why}, so checkpoints come at its end; allowed: every_n_epochs"
+        )
+    limit = trainer.limit_train_batches
+    if not (isinstance(limit, float) and limit == 1.0):
+        raise PlanError(
+            f"limit_train_batches: {limit} (overfit_batches and fast_dev_run set it too): {why}; allowed: 1.0, and a "
+            "smaller data set (torch.utils.data.Subset)"
+        )
+    if trainer.max_steps != -1:
+        raise PlanError(
+            f"max_steps: {trainer.max_steps}: {why}, so none knows when all have made them; allowed: max_epochs"
+        )
+    if trainer.min_steps:
+        raise PlanError(
+            f"min_steps: {trainer.min_steps}: {why}, so none knows when all have made them; allowed: min_epochs"
+        )
+
+
+def check_one_loader(trainer: Any) -> None:
+    """Refuse several loaders, whose samples would be dealt out as if they were one's.
+
+    Raises:
+        PlanError: there are several.
+    """
+    loaders = trainer.train_dataloader
+    if isinstance(loaders, dict | list | tuple) and len(loaders) > 1:
+        raise PlanError(f"train_dataloader: {len(loaders)} loaders at once cannot be dealt out; give one")
+
+
+def _nothing() -> None:
+    pass

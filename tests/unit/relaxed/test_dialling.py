@@ -1,0 +1,32 @@
+"""Calls to peers, each on a thread of its own."""
+
+from __future__ import annotations
+
+import socket
+import threading
+
+from strangers import SECRET
+
+from lightning_autosync.relaxed.transport.handshake import JOIN, Dialler, Hello
+
+
+def test_closing_waits_for_every_call_whoever_made_it() -> None:
+    """Nobody accepts, so that a call goes on until its dialler hangs up."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = listener.getsockname()[:2]
+        hello = Hello(JOIN, 0, 1, 0, 0, *address)
+        dialler, told = Dialler(SECRET), []
+
+        def call() -> None:
+            for _ in range(5):
+                dialler.call(address, hello, 30.0, lambda: False, told.append, told.append)
+
+        callers = [threading.Thread(target=call) for _ in range(4)]
+        for caller in callers:
+            caller.start()
+        for caller in callers:
+            caller.join()
+        assert told == []
+        dialler.hang_up()
+        dialler.join()
+        assert told == [None] * 20
