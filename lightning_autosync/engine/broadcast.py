@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,8 +10,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_autosync.documents import digest
+from lightning_autosync.engine.rendezvous import gather_json
+from lightning_autosync.errors import PlanError
 from lightning_autosync.workload import shared_buffers, shared_parameters
 
+_Form = tuple[str, list[int], str]
+"""Name, shape and dtype of a buffer."""
 CHUNK = 256 * 1024 * 1024
 """Bytes, about, that are flattened at a time."""
 
@@ -41,25 +45,77 @@ def structure_digest(module: nn.Module) -> str:
 class BufferBroadcast:
     """Buffers follow rank 0, as with DDP: in the first forward pass after one that is for a synchronized backward pass.
 
-    In between ranks may differ, as the running statistics of normalization layers do.
+    In between ranks may differ, as the running statistics of normalization layers do. Beside its buffers, rank 0 tells
+    whether they are still those that the ranks agreed on: tensors of unlike sizes in one broadcast would be mixed up,
+    or abort the process. Where there were none at first, none are looked for on other ranks.
+
+    Args:
+        module: whose buffers, alike on all ranks (see `structure_digest`).
+        group: of the ranks; None is the default one.
     """
 
     def __init__(self, module: nn.Module, group: dist.ProcessGroup | None = None) -> None:
         self._module = module
         self._group = group
         self._due = True
+        self._agreed = _forms(shared_buffers(module))
 
     def before_forward(self, synchronizes: bool) -> None:
         """Call before each forward pass, of training and evaluation alike.
 
         Args:
             synchronizes: whether a synchronized backward pass may follow.
+
+        Raises:
+            PlanError: buffers came, went, or got another shape or dtype, on some ranks only.
         """
         if self._due:
             # Looked up each time, for modules may replace their buffers. `data` keeps autograd out: a graph that
             # saved running statistics never reads them in training mode, and must not see them as modified.
-            broadcast_tensors([buffer.data for _, buffer in shared_buffers(self._module)], self._group)
+            self._follow([(name, buffer.data) for name, buffer in shared_buffers(self._module)])
         self._due = synchronizes
+
+    def _follow(self, found: list[tuple[str, Tensor]]) -> None:
+        forms, tensors = _forms(found), [tensor for _, tensor in found]
+        # Reading what was sent would wait for an accelerator.
+        if self._agreed and all(tensor.device.type == "cpu" for tensor in tensors):
+            changed = forms != self._agreed
+            note = torch.tensor([changed], dtype=torch.int64)
+            broadcast_tensors([note, *(map(_empty, self._agreed) if changed else tensors)], self._group)
+            if not changed and not note:
+                return
+            own = {dist.get_rank(self._group): forms, 0: self._agreed}
+            _refuse_differences(dict(enumerate(gather_json(forms, self._group))) if note else own)
+        self._agreed = forms
+        broadcast_tensors(tensors, self._group)
+
+
+def _forms(buffers: Iterable[tuple[str, Tensor]]) -> list[_Form]:
+    return [(name, [*buffer.shape], str(buffer.dtype)) for name, buffer in buffers]
+
+
+def _empty(form: _Form) -> Tensor:
+    """Of a buffer's size, in place of it."""
+    _, shape, dtype = form
+    return torch.zeros(shape, dtype=getattr(torch, dtype.removeprefix("torch.")))
+
+
+def _refuse_differences(forms: Mapping[int, Sequence[_Form]]) -> None:
+    """Raise if buffers differ between ranks; the forms are by rank, those of rank 0 among them."""
+    first = {name: rest for name, *rest in forms[0]}
+    for rank, theirs in forms.items():
+        own = {name: rest for name, *rest in theirs}
+        for name in [*first, *own]:
+            if own.get(name) != first.get(name):
+                said = " and ".join(f"{_told(one.get(name))} on rank {who}" for who, one in ((rank, own), (0, first)))
+                raise PlanError(
+                    f"model: buffer '{name}' is {said}; ranks broadcast their buffers before forward passes: change "
+                    "the model on all ranks alike, at the same step, or set broadcast_buffers=False"
+                )
+
+
+def _told(form: Sequence[Any] | None) -> str:
+    return "missing" if form is None else f"{form[1]} of shape {form[0]}"
 
 
 def _form(tensor: Tensor) -> list[Any]:

@@ -94,6 +94,43 @@ def change(name: str, where: list[int], **strategy: Any) -> str | float:
     return apart(module)
 
 
+def new_buffer(module: Changing) -> None:
+    module.register_buffer("late", torch.full((3,), 1.0 + dist.get_rank(), dtype=torch.float64))
+
+
+def longer_buffer(module: Changing) -> None:
+    module.mark = torch.full((7,), 1.0 + dist.get_rank())
+
+
+def no_buffer(module: Changing) -> None:
+    del module.mark
+
+
+class Marked(Changing):
+    """With a buffer that is each rank's own but for what rank 0 broadcasts."""
+
+    def __init__(self, change: Callable[[Changing], None], ranks: list[int]) -> None:
+        super().__init__(change, ranks)
+        self.register_buffer("mark", torch.zeros(5))
+        self.seen: list[float] = []
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        self.seen += [float(buffer.sum()) for buffer in self.buffers()]
+        return super().training_step(batch, index)
+
+
+def change_buffers(name: str, where: list[int], ddp: bool = False) -> list[float] | str:
+    """What a rank sees of its buffers while it trains, or the error."""
+    seed_everything(3)
+    changes = {change.__name__: change for change in (new_buffer, longer_buffer, no_buffer)}
+    module = Marked(changes[name], where)
+    try:
+        make_trainer(DDPStrategy() if ddp else AutoSyncStrategy(timeout=60.0)).fit(module)
+    except AutoSyncError as error:
+        return f"{type(error).__name__}: {error}"
+    return module.seen
+
+
 def apart(module: nn.Module) -> float:
     """How far the parameters of replicas are apart."""
     worst = 0.0

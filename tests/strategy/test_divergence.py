@@ -30,6 +30,28 @@ def test_parameters_that_change_on_one_rank_are_an_error_on_all(duo, change, exp
     assert found[0].startswith("PlanError: model: " + expected)
 
 
+@pytest.mark.parametrize("change", ["new_buffer", "longer_buffer"])
+def test_buffers_that_change_on_all_ranks_are_followed_as_with_ddp(duo, change: str) -> None:
+    ours, theirs = (duo.run("divergence_jobs:change_buffers", name=change, where=[0, 1], ddp=ddp) for ddp in (0, 1))
+    assert ours == theirs
+    assert ours[0] == ours[1]
+
+
+@pytest.mark.parametrize("odd", [0, 1])
+@pytest.mark.parametrize(
+    ("change", "buffer", "changed", "before"),
+    [
+        ("new_buffer", "late", "torch.float64 of shape [3]", "missing"),
+        ("longer_buffer", "mark", "torch.float32 of shape [7]", "torch.float32 of shape [5]"),
+        ("no_buffer", "mark", "missing", "torch.float32 of shape [5]"),
+    ],
+)
+def test_buffers_that_change_on_one_rank_are_an_error_on_all(duo, change, buffer, changed, before, odd) -> None:
+    first, second = (changed, before) if odd == 0 else (before, changed)
+    for error in duo.run("divergence_jobs:change_buffers", name=change, where=[odd]):
+        assert f"model: buffer '{buffer}' is {second} on rank 1 and {first} on rank 0; " in error
+
+
 @pytest.mark.parametrize("strategy", [*PLANS, {"plain_backward": True}])
 @pytest.mark.parametrize("change", ["assign_in_place", "new_head", "freeze"])
 def test_parameters_that_change_on_all_ranks_are_followed_under_fabric(duo, change: str, strategy) -> None:
