@@ -61,8 +61,8 @@ def fit(configuration: dict[str, Any], directory: Path) -> None:
     write_text(directory / "result.json", json.dumps(result) + "\n")
     for table in tables(result["comparison"]):
         console.print(table)
-    if start is not None and any(run.simulator == start.kind.name for run in runs):
-        console.print(f"{start.kind.name} went on from {settings.start}, which may have seen some of the test before")
+    if start is not None and any(run.simulator == start.kind.KIND for run in runs):
+        console.print(f"{start.kind.KIND} went on from {settings.start}, which may have seen some of the test before")
     console.print(f"{fitted}, {directory / 'result.json'}", soft_wrap=True, highlight=False)
 
 
@@ -97,8 +97,8 @@ def _start(settings: Settings, cores: set[float]) -> tuple[LearnedEstimator | No
     start = load_simulator(settings.start)
     if not isinstance(start, LearnedEstimator):
         raise DocumentError(f"start: {settings.start}: a replay learns nothing; give a learned simulator")
-    if start.kind.name != settings.simulator.kind:
-        raise DocumentError(f"start: {settings.start}: it is '{start.kind.name}', not '{settings.simulator.kind}'")
+    if settings.simulator.kind != start.kind.KIND:
+        raise DocumentError(f"start: {settings.start}: it is '{start.kind.KIND}', not '{settings.simulator.kind}'")
     start.tuning = settings.simulator.tuning
     return start, start.constants
 

@@ -7,34 +7,34 @@ from typing import NamedTuple
 import numpy
 from numpy.typing import NDArray
 
-from lightning_autosync.learned.scene import Floats, Integers
-from lightning_autosync.learned.traits import COMPRESSORS, EVERYBODY, MODES, Traits
+from lightning_autosync.learned.context import Floats, Integers
+from lightning_autosync.learned.plan_arrays import COMPRESSORS, EVERYBODY, MODES, PlanArrays
 
 _PATH = ("forward", "backward", "optimizer", "finish", "launch", "hosts", "cores", "pipeline", "links")
 """What a step waits for."""
 _ON = {"its pipeline": "pipeline", "shared cores": "cores"}
 
 
-def overall(traits: Traits) -> Floats:
+def overall(arrays: PlanArrays) -> Floats:
     """[features] shares, logarithms of counts, and the replay's step in units of the least one; none tells names."""
-    return numpy.concatenate([_times(traits), _counts(traits), _kinds(traits), _surroundings(traits)])
+    return numpy.concatenate([_times(arrays), _counts(arrays), _kinds(arrays), _surroundings(arrays)])
 
 
-def _times(traits: Traits) -> Floats:
+def _times(arrays: PlanArrays) -> Floats:
     """What the replay says."""
-    prediction, scene = traits.prediction, traits.scene
+    prediction, context = arrays.prediction, arrays.context
     step = prediction.step_time
-    links = len(scene.topology.channels)
+    links = len(context.topology.channels)
     busy = prediction.demand.sum(axis=0) / step
-    wires, hosts, cores = busy[:links], busy[links : links + scene.ranks], busy[links + scene.ranks :]
-    workload = scene.workload
+    wires, hosts, cores = busy[:links], busy[links : links + context.ranks], busy[links + context.ranks :]
+    workload = context.workload
     path = dict.fromkeys(_PATH, 0.0)
     for span in prediction.critical_path:
         path[_waits_for(span.name)] += span.seconds / step
     shares = [
-        numpy.log(step / scene.scale),
+        numpy.log(step / context.scale),
         numpy.log(step),
-        numpy.log(traits.fluid / step),
+        numpy.log(arrays.fluid / step),
         prediction.synchronization_time / step,
         (workload.forward_time + workload.backward_time) / step,
         wires.max(initial=0.0),
@@ -53,54 +53,54 @@ def _waits_for(name: str) -> str:
     return _ON.get(channel, "hosts" if channel.startswith("host of rank ") else "links")
 
 
-def _counts(traits: Traits) -> Floats:
+def _counts(arrays: PlanArrays) -> Floats:
     """How many messages, shards and pieces there are, in all and a second."""
-    shards, step = traits.shards, traits.prediction.step_time
+    shards, step = arrays.shards, arrays.prediction.step_time
     numbers = [
-        len(traits.mode),
+        len(arrays.mode),
         len(shards.message),
         shards.pieces.sum(),
-        (traits.mode == 0).sum(),
-        (traits.mode == 1).sum(),
-        (traits.mode > 3).sum(),
+        (arrays.mode == 0).sum(),
+        (arrays.mode == 1).sum(),
+        (arrays.mode > 3).sum(),
         (shards.pieces * (shards.depth > 0)).sum(),
     ]
-    ranks = traits.scene.ranks
-    crowd = traits.scene.constants.crowd(ranks)
-    a_second = [1e-3 * crowd * ranks * number / step for number in (len(traits.mode), shards.pieces.sum())]
+    ranks = arrays.context.ranks
+    crowd = arrays.context.constants.crowd(ranks)
+    a_second = [1e-3 * crowd * ranks * number / step for number in (len(arrays.mode), shards.pieces.sum())]
     depth = numpy.average(shards.depth, weights=shards.bytes + 1) if len(shards.depth) else 0.0
     return numpy.array([*numpy.log1p(numbers), *numpy.log1p(a_second), depth / ranks])
 
 
-def _kinds(traits: Traits) -> Floats:
+def _kinds(arrays: PlanArrays) -> Floats:
     """Share of the bytes that travels so and so, and of the messages."""
-    weights = traits.bytes / max(1.0, traits.bytes.sum())
-    modes = numpy.bincount(traits.mode, weights, len(MODES))
-    compressors = numpy.bincount(traits.compressor, weights, len(COMPRESSORS))
-    counts = numpy.bincount(traits.mode, minlength=len(MODES)) / len(traits.mode)
+    weights = arrays.bytes / max(1.0, arrays.bytes.sum())
+    modes = numpy.bincount(arrays.mode, weights, len(MODES))
+    compressors = numpy.bincount(arrays.compressor, weights, len(COMPRESSORS))
+    counts = numpy.bincount(arrays.mode, minlength=len(MODES)) / len(arrays.mode)
     flags = [
-        weights @ traits.served,
-        weights @ traits.local,
-        weights @ traits.row_wise,
-        weights @ (traits.priority > 0),
+        weights @ arrays.by_servers,
+        weights @ arrays.local,
+        weights @ arrays.row_wise,
+        weights @ (arrays.priority > 0),
     ]
     return numpy.concatenate([modes, compressors, counts, flags])
 
 
-def _surroundings(traits: Traits) -> Floats:
+def _surroundings(arrays: PlanArrays) -> Floats:
     """The workload and the cluster, as far as no plan changes them."""
-    scene = traits.scene
-    rates = scene.topology.capacities
-    latencies = [channel.latency for channel in scene.topology.channels]
+    context = arrays.context
+    rates = context.topology.capacities
+    latencies = [channel.latency for channel in context.topology.channels]
     return numpy.array(
         [
-            numpy.log(scene.ranks),
-            numpy.log(len(scene.cluster.nodes)),
-            numpy.log10(scene.bytes.sum() + 1) / 8,
-            numpy.log(len(scene.bytes)),
+            numpy.log(context.ranks),
+            numpy.log(len(context.cluster.nodes)),
+            numpy.log10(context.bytes.sum() + 1) / 8,
+            numpy.log(len(context.bytes)),
             numpy.log(rates.max() / rates.min()) if len(rates) else 0.0,
-            numpy.log1p(1e4 * max(latencies, default=0.0) / scene.scale),
-            numpy.log(scene.constants.crowd(scene.ranks)),
+            numpy.log1p(1e4 * max(latencies, default=0.0) / context.scale),
+            numpy.log(context.constants.crowd(context.ranks)),
         ]
     )
 
@@ -148,31 +148,31 @@ class Graph(NamedTuple):
     overall: NDArray[numpy.float32]
 
 
-def encode_graph(traits: Traits) -> Graph:
+def encode_graph(arrays: PlanArrays) -> Graph:
     """The graph of a plan; all numbers are shares, logarithms, or times in units of the step that the replay says."""
-    scene = traits.scene
-    merged = merge(traits)
-    shards = _shard_nodes(traits, merged)
-    messages = _message_nodes(traits, merged)
-    links = len(scene.topology.channels)
-    busy = traits.prediction.demand.sum(axis=0) / traits.prediction.step_time
-    devices = numpy.column_stack([scene.devices, busy[links : links + scene.ranks]])
-    channels = numpy.column_stack([scene.links, busy[:links]])
-    nodes = (scene.variables, messages, shards.features, devices, channels)
+    context = arrays.context
+    merged = merge(arrays)
+    shards = _shard_nodes(arrays, merged)
+    messages = _message_nodes(arrays, merged)
+    links = len(context.topology.channels)
+    busy = arrays.prediction.demand.sum(axis=0) / arrays.prediction.step_time
+    devices = numpy.column_stack([context.devices, busy[links : links + context.ranks]])
+    channels = numpy.column_stack([context.links, busy[:links]])
+    nodes = (context.variables, messages, shards.features, devices, channels)
     return Graph(
         tuple(array.astype(numpy.float32) for array in nodes),
-        tuple(_edges(traits, merged, shards)),
-        overall(traits).astype(numpy.float32),
+        tuple(_edges(arrays, merged, shards)),
+        overall(arrays).astype(numpy.float32),
     )
 
 
-def merge(traits: Traits) -> Integers:
+def merge(arrays: PlanArrays) -> Integers:
     """[messages] the node of each; every message has its own where there are few."""
-    count = len(traits.mode)
+    count = len(arrays.mode)
     if count <= MESSAGES:
         return numpy.arange(count)
-    flags = 4 * traits.served + 2 * traits.local + (traits.priority > 0)
-    kind = (8 * (traits.mode * len(COMPRESSORS) + traits.compressor) + flags).astype(numpy.int64)
+    flags = 4 * arrays.by_servers + 2 * arrays.local + (arrays.priority > 0)
+    kind = (8 * (arrays.mode * len(COMPRESSORS) + arrays.compressor) + flags).astype(numpy.int64)
     kind = numpy.unique(kind, return_inverse=True)[1]
     place = numpy.zeros(count, dtype=numpy.int64)
     for one in range(kind.max() + 1):
@@ -193,22 +193,22 @@ def _mean(merged: Integers, values: Floats) -> Floats:
     return means
 
 
-def _message_nodes(traits: Traits, merged: Integers) -> Floats:
-    prediction, scene, count = traits.prediction, traits.scene, len(traits.mode)
-    step, links = prediction.step_time, len(scene.topology.channels)
+def _message_nodes(arrays: PlanArrays, merged: Integers) -> Floats:
+    prediction, context, count = arrays.prediction, arrays.context, len(arrays.mode)
+    step, links = prediction.step_time, len(context.topology.channels)
     times = numpy.array([(span.ready, span.start, span.end) for span in prediction.timeline.messages]) / step
-    demand = _demand(traits, merged)
-    hosts = demand[:, links : links + scene.ranks]
-    shards = traits.shards
+    demand = _demand(arrays, merged)
+    hosts = demand[:, links : links + context.ranks]
+    shards = arrays.shards
     per_message = [numpy.bincount(shards.message, values, count) for values in (None, shards.pieces)]
     depth = numpy.zeros(count)
     numpy.maximum.at(depth, shards.message, shards.depth)
-    size = numpy.bincount(merged, traits.bytes)
+    size = numpy.bincount(merged, arrays.bytes)
     columns = [
-        *(_mean(merged, (traits.mode == mode).astype(float)) for mode in range(len(MODES))),
-        *(_mean(merged, (traits.compressor == kind).astype(float)) for kind in range(1, len(COMPRESSORS))),
-        *(_mean(merged, flag) for flag in (traits.served, traits.local, traits.row_wise)),
-        _mean(merged, numpy.sign(traits.priority)),
+        *(_mean(merged, (arrays.mode == mode).astype(float)) for mode in range(len(MODES))),
+        *(_mean(merged, (arrays.compressor == kind).astype(float)) for kind in range(1, len(COMPRESSORS))),
+        *(_mean(merged, flag) for flag in (arrays.by_servers, arrays.local, arrays.row_wise)),
+        _mean(merged, numpy.sign(arrays.priority)),
         numpy.log1p(numpy.bincount(merged)),
         size / max(1.0, size.sum()),
         numpy.log10(size + 1) / 8,
@@ -218,17 +218,17 @@ def _message_nodes(traits: Traits, merged: Integers) -> Floats:
         demand[:, :links].max(axis=1, initial=0.0),
         hosts.max(axis=1),
         hosts.mean(axis=1),
-        demand[:, links + scene.ranks :].sum(axis=1),
+        demand[:, links + context.ranks :].sum(axis=1),
         *(numpy.log1p(numpy.bincount(merged, values)) for values in per_message),
-        _mean(merged, depth) / scene.ranks,
+        _mean(merged, depth) / context.ranks,
     ]
     return numpy.stack(columns, axis=1)
 
 
-def _demand(traits: Traits, merged: Integers) -> Floats:
+def _demand(arrays: PlanArrays, merged: Integers) -> Floats:
     """[nodes, channels] share of the step in which a message keeps a channel busy."""
-    demand = numpy.zeros((merged.max() + 1, traits.prediction.demand.shape[1]))
-    numpy.add.at(demand, merged, traits.prediction.demand / traits.prediction.step_time)
+    demand = numpy.zeros((merged.max() + 1, arrays.prediction.demand.shape[1]))
+    numpy.add.at(demand, merged, arrays.prediction.demand / arrays.prediction.step_time)
     return demand
 
 
@@ -239,16 +239,16 @@ class _ShardNodes(NamedTuple):
     share: Floats
 
 
-def _shard_nodes(traits: Traits, merged: Integers) -> _ShardNodes:
+def _shard_nodes(arrays: PlanArrays, merged: Integers) -> _ShardNodes:
     """Shards of one message with one root are one node."""
-    shards, ranks = traits.shards, traits.scene.ranks
+    shards, ranks = arrays.shards, arrays.context.ranks
     code, place = numpy.unique(merged[shards.message] * (ranks + 1) + shards.root + 1, return_inverse=True)
     message, root = code // (ranks + 1), code % (ranks + 1) - 1
     count, size = numpy.bincount(place), numpy.bincount(place, shards.bytes)
     share = size / numpy.maximum(1.0, numpy.bincount(message, size)[message])
     features = [
         share,
-        size / max(1.0, traits.bytes.sum()),
+        size / max(1.0, arrays.bytes.sum()),
         numpy.log10(size + 1) / 8,
         numpy.log1p(count),
         numpy.log1p(numpy.bincount(place, shards.pieces)),
@@ -258,19 +258,19 @@ def _shard_nodes(traits: Traits, merged: Integers) -> _ShardNodes:
     return _ShardNodes(numpy.stack(features, axis=1), message, root, share)
 
 
-def _edges(traits: Traits, merged: Integers, shards: _ShardNodes) -> list[Edges]:
+def _edges(arrays: PlanArrays, merged: Integers, shards: _ShardNodes) -> list[Edges]:
     """In the order of `RELATIONS`."""
-    scene = traits.scene
-    links, nodes = len(scene.topology.channels), int(merged.max()) + 1
-    demand = _demand(traits, merged)
+    context = arrays.context
+    links, nodes = len(context.topology.channels), int(merged.max()) + 1
+    demand = _demand(arrays, merged)
     later = numpy.arange(1, nodes)
     pieces = numpy.arange(len(shards.message))
-    at = _placements(shards, scene.ranks)
+    at = _placements(shards, context.ranks)
     routed = _nonzero(demand[:, :links])
-    handled = _nonzero(demand[:, links : links + scene.ranks])
-    ones = numpy.ones(len(scene.attachments[0]))
+    handled = _nonzero(demand[:, links : links + context.ranks])
+    ones = numpy.ones(len(context.attachments[0]))
     return [
-        _travels(traits, merged),
+        _travels(arrays, merged),
         _edge(later - 1, later, numpy.ones(nodes - 1)),
         _edge(later, later - 1, numpy.ones(nodes - 1)),
         _edge(pieces, shards.message, shards.share),
@@ -280,17 +280,17 @@ def _edges(traits: Traits, merged: Integers, shards: _ShardNodes) -> list[Edges]
         routed,
         Edges(routed.target, routed.source, routed.weight),
         Edges(handled.target, handled.source, handled.weight),
-        _edge(*scene.attachments, ones / 2),
-        _edge(*scene.attachments[::-1], ones),
+        _edge(*context.attachments, ones / 2),
+        _edge(*context.attachments[::-1], ones),
     ]
 
 
-def _travels(traits: Traits, merged: Integers) -> Edges:
+def _travels(arrays: PlanArrays, merged: Integers) -> Edges:
     """Bundles to messages, each with its share of the message's bytes."""
-    scene = traits.scene
-    bundles = int(scene.bundle_of.max()) + 1
-    code, place = numpy.unique(merged[traits.members] * bundles + scene.bundle_of, return_inverse=True)
-    message, size = code // bundles, numpy.bincount(place, scene.bytes)
+    context = arrays.context
+    bundles = int(context.bundle_of.max()) + 1
+    code, place = numpy.unique(merged[arrays.members] * bundles + context.bundle_of, return_inverse=True)
+    message, size = code // bundles, numpy.bincount(place, context.bytes)
     return _edge(code % bundles, message, size / numpy.maximum(1.0, numpy.bincount(message, size)[message]))
 
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy
 import torch
+from pydantic import Field
 from torch import nn
 
-from lightning_autosync.learned.graph import NODES, RELATIONS, Graph
-from lightning_autosync.learned.networks import HeteroSizes, Network, Standard, load_dgl
+from lightning_autosync.documents import Record
+from lightning_autosync.learned.graph import NODES, RELATIONS, Graph, encode_graph
+from lightning_autosync.learned.networks import Layers, Network, Standard, Width, load_dgl
 
 
 class GraphBatch(NamedTuple):
@@ -31,13 +33,13 @@ class GraphBatch(NamedTuple):
     overall: torch.Tensor
 
 
-def batch_graphs(graphs: Sequence[Graph]) -> GraphBatch:
+def batch_graphs(items: Sequence[Graph]) -> GraphBatch:
     """Put graphs side by side; edges are moved on by the nodes of the graphs before."""
-    counts = {name: numpy.array([len(graph.nodes[place]) for graph in graphs]) for place, name in enumerate(NODES)}
+    counts = {name: numpy.array([len(graph.nodes[place]) for graph in items]) for place, name in enumerate(NODES)}
     before = {name: numpy.cumsum(number) - number for name, number in counts.items()}
     ends, weights = {}, []
     for place, relation in enumerate(RELATIONS):
-        edges = [graph.edges[place] for graph in graphs]
+        edges = [graph.edges[place] for graph in items]
         lengths = [len(edge.source) for edge in edges]
         source = numpy.concatenate([edge.source for edge in edges]) + numpy.repeat(before[relation[0]], lengths)
         target = numpy.concatenate([edge.target for edge in edges]) + numpy.repeat(before[relation[2]], lengths)
@@ -47,12 +49,12 @@ def batch_graphs(graphs: Sequence[Graph]) -> GraphBatch:
     return GraphBatch(
         load_dgl().heterograph(ends, num_nodes_dict=total),
         {
-            name: torch.from_numpy(numpy.concatenate([graph.nodes[place] for graph in graphs]))
+            name: torch.from_numpy(numpy.concatenate([graph.nodes[place] for graph in items]))
             for place, name in enumerate(NODES)
         },
         tuple(weights),
         {name: torch.from_numpy(number) for name, number in counts.items()},
-        torch.from_numpy(numpy.stack([graph.overall for graph in graphs])),
+        torch.from_numpy(numpy.stack([graph.overall for graph in items])),
     )
 
 
@@ -67,16 +69,38 @@ _READ = (
 """Node types that are read out, and how."""
 
 
+class HeteroSizes(Record):
+    """Of `HeteroNetwork`.
+
+    Attributes:
+        hidden: width of a node's state.
+        layers: of convolution.
+        dropout: share of the read-out that is left out in training, below 1.
+    """
+
+    hidden: Width = 32
+    layers: Layers = 2
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.1
+
+
 class HeteroNetwork(Network):
     """A relational graph convolution (Schlichtkrull et al., 2018) with weighted edges and residual states.
 
-    Its scores are corrections of the logarithm of the replay's step. The last layer begins at zero, so that an
-    untrained network leaves the replay as it is.
-
-    Args:
-        features: for each node type how many there are, and of the plan as a whole.
-        sizes: of the layers.
+    The last layer begins at zero, so that an untrained network leaves the replay as it is.
     """
+
+    KIND = "hetero"
+    SIZES = HeteroSizes
+    INPUTS = (*NODES, "overall")
+    CORRECTS = True
+    REGRESSION = 1.0
+    encode = staticmethod(encode_graph)
+    collate = staticmethod(batch_graphs)
+
+    @staticmethod
+    def features(item: Graph) -> dict[str, int]:
+        numbers = {name: nodes.shape[1] for name, nodes in zip(NODES, item.nodes, strict=True)}
+        return {**numbers, "overall": len(item.overall)}
 
     def __init__(self, features: dict[str, int], sizes: HeteroSizes) -> None:
         super().__init__()
@@ -98,7 +122,6 @@ class HeteroNetwork(Network):
         )
 
     def observe(self, batch: GraphBatch) -> None:
-        """Learn the scale of the features."""
         for name, values in (*batch.features.items(), ("overall", batch.overall)):
             standard = self.standards[name]
             assert isinstance(standard, Standard)

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import ModuleType
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import numpy
 import torch
 from numpy.typing import NDArray
-from pydantic import Field
+from pydantic import Field, ValidationError
 from torch import nn
 
-from lightning_autosync.documents import Count, Record
-from lightning_autosync.learned.predefined import ShardSet
+from lightning_autosync.documents import Count, Record, describe_validation_error
+from lightning_autosync.learned.plan_arrays import PlanArrays
+from lightning_autosync.learned.predefined import ShardSet, predefined, shard_set
 from lightning_autosync.learned.simulator import SimulatorError
 
 _LEAST, _BELOW = (1, 1, 3), (2,)
@@ -87,20 +89,6 @@ class AttentionSizes(Record):
     layers: Layers = 2
 
 
-class HeteroSizes(Record):
-    """Of `HeteroNetwork`.
-
-    Attributes:
-        hidden: width of a node's state.
-        layers: of convolution.
-        dropout: share of the read-out that is left out in training, below 1.
-    """
-
-    hidden: Width = 32
-    layers: Layers = 2
-    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.1
-
-
 class Standard(nn.Module):
     """Brings features to mean 0 and deviation 1, as they were on the first samples that it was shown.
 
@@ -126,13 +114,46 @@ class Standard(nn.Module):
 
 
 class Network(nn.Module, ABC):
-    """What sees a plan whole makes ``width`` numbers of it, and ``head``, which is small, a score of these."""
+    """A kind of learned simulator: what it sees of a plan, and the network that scores it.
+
+    ``embed`` makes ``width`` numbers of what it sees; ``head``, which is small, makes a score of these.
+
+    Attributes:
+        KIND: name, as in ``SIMULATORS``.
+        SIZES: sizes of its layers.
+        INPUTS: names of its inputs.
+        CORRECTS: whether scores add to the logarithm of the replay's step. Those of the others add to the logarithm of
+            the least step, which is the same for all plans of a workload on a cluster.
+        REGRESSION: weight of the error of the logarithm beside the ranking loss. AutoSync's simulators are trained to
+            rank only (0); a straight line then brings their scores to seconds.
+    """
+
+    KIND: ClassVar[str]
+    SIZES: ClassVar[type[Record]]
+    INPUTS: ClassVar[tuple[str, ...]]
+    CORRECTS: ClassVar[bool] = False
+    REGRESSION: ClassVar[float] = 0.0
 
     head: nn.Module
 
+    @staticmethod
+    @abstractmethod
+    def encode(arrays: PlanArrays) -> Any:
+        """What it sees of a plan."""
+
+    @staticmethod
+    @abstractmethod
+    def features(item: Any) -> dict[str, int]:
+        """How many features each input has, by name, from one encoded plan."""
+
+    @staticmethod
+    @abstractmethod
+    def collate(items: Sequence[Any]) -> Any:
+        """Several encoded plans as one input of the network."""
+
     @abstractmethod
     def observe(self, batch: Any) -> None:
-        """Learn the scale of the features from some plans."""
+        """Take the scale of the features from some plans."""
 
     @abstractmethod
     def embed(self, batch: Any) -> torch.Tensor:
@@ -147,27 +168,61 @@ class Network(nn.Module, ABC):
         scores: torch.Tensor = self.head(embedded).squeeze(-1)
         return scores
 
+    @classmethod
+    def base(cls, arrays: PlanArrays) -> float:
+        """Logarithm of the seconds to which scores add."""
+        return math.log(arrays.prediction.step_time if cls.CORRECTS else arrays.context.scale)
 
-def collate_vectors(items: Sequence[NDArray[numpy.float32]]) -> torch.Tensor:
-    """[plans, features]."""
-    return torch.from_numpy(numpy.stack(items))
+    @classmethod
+    def sized(cls, sizes: Mapping[str, Any]) -> Record:
+        """Sizes from plain data; what is left out is at its default.
+
+        Raises:
+            SimulatorError: the first that is wrong, as ``network.SIZE``.
+        """
+        try:
+            return cls.SIZES.model_validate(dict(sizes))
+        except ValidationError as error:
+            allowed = ", ".join(cls.SIZES.model_fields) or "no sizes"
+            raise SimulatorError(f"network.{describe_validation_error(error)}; '{cls.KIND}' takes {allowed}") from None
+
+    @classmethod
+    def build(cls, features: dict[str, int], sizes: Record) -> Network:
+        """An untrained network.
+
+        Raises:
+            SimulatorError: there is no memory for it, or DGL is missing.
+        """
+        try:
+            return cls(features, sizes)
+        except RuntimeError as error:
+            why = str(error).strip().partition("\n")[0]
+            raise SimulatorError(f"simulator '{cls.KIND}': network: {why}") from None
 
 
 class LinearNetwork(Network):
-    """A weighted sum of the predefined features.
+    """A weighted sum of the predefined features."""
 
-    Args:
-        features: of a plan.
-        sizes: none.
-    """
+    KIND = "linear"
+    SIZES = LinearSizes
+    INPUTS = ("plan",)
+    encode = staticmethod(predefined)
 
     def __init__(self, features: dict[str, int], sizes: LinearSizes) -> None:
         super().__init__()
         self.standard = Standard(features["plan"])
         self.head = nn.Linear(features["plan"], 1)
 
+    @staticmethod
+    def features(item: NDArray[numpy.float32]) -> dict[str, int]:
+        return {"plan": len(item)}
+
+    @staticmethod
+    def collate(items: Sequence[NDArray[numpy.float32]]) -> torch.Tensor:
+        """[plans, features]."""
+        return torch.from_numpy(numpy.stack(items))
+
     def observe(self, batch: torch.Tensor) -> None:
-        """Learn the scale of the features."""
         self.standard.observe(batch)
 
     def embed(self, batch: torch.Tensor) -> torch.Tensor:
@@ -239,23 +294,33 @@ class ShardEncoder(nn.Module):
         return made.new_zeros(int(batch.lengths.sum()), self.hidden).index_add(0, batch.variable, made)
 
 
-class RecurrentNetwork(Network):
-    """A bidirectional LSTM over variables in the order of backward.
+class ShardNetwork(Network):
+    """Sees the shards of each variable."""
 
-    Args:
-        features: of a shard.
-        sizes: of the layers.
-    """
+    INPUTS = ("shard",)
+    encode = staticmethod(shard_set)
+    collate = staticmethod(collate_shards)
+    shards: ShardEncoder
+
+    @staticmethod
+    def features(item: ShardSet) -> dict[str, int]:
+        return {"shard": item.features.shape[1]}
+
+    def observe(self, batch: ShardBatch) -> None:
+        self.shards.standard.observe(batch.features)
+
+
+class RecurrentNetwork(ShardNetwork):
+    """A bidirectional LSTM over variables in the order of backward."""
+
+    KIND = "recurrent"
+    SIZES = RecurrentSizes
 
     def __init__(self, features: dict[str, int], sizes: RecurrentSizes) -> None:
         super().__init__()
         self.shards = ShardEncoder(features["shard"], sizes.hidden)
         self.recurrent = nn.LSTM(sizes.hidden, sizes.state, sizes.layers, batch_first=True, bidirectional=True)
         self.head = nn.Linear(2 * sizes.state, 1)
-
-    def observe(self, batch: ShardBatch) -> None:
-        """Learn the scale of the features."""
-        self.shards.standard.observe(batch.features)
 
     def embed(self, batch: ShardBatch) -> torch.Tensor:
         """[plans, 2 x state]."""
@@ -266,13 +331,12 @@ class RecurrentNetwork(Network):
         return states.sum(dim=1) / batch.lengths[:, None]
 
 
-class AttentionNetwork(Network):
-    """Graph attention (GAT; Velickovic et al., 2018) among variables.
+class AttentionNetwork(ShardNetwork):
+    """Graph attention (GAT; Velickovic et al., 2018) among variables."""
 
-    Args:
-        features: of a shard.
-        sizes: of the layers.
-    """
+    KIND = "attention"
+    SIZES = AttentionSizes
+    collate = staticmethod(collate_shard_graphs)
 
     def __init__(self, features: dict[str, int], sizes: AttentionSizes) -> None:
         super().__init__()
@@ -284,10 +348,6 @@ class AttentionNetwork(Network):
             convolution(before, hidden, heads, residual=True, activation=nn.functional.elu) for before in widths[:-1]
         )
         self.head = nn.Linear(widths[-1], 1)
-
-    def observe(self, batch: ShardBatch) -> None:
-        """Learn the scale of the features."""
-        self.shards.standard.observe(batch.features)
 
     def embed(self, batch: ShardBatch) -> torch.Tensor:
         """[plans, hidden x heads]."""

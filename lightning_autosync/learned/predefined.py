@@ -11,8 +11,8 @@ from typing import NamedTuple
 import numpy
 from numpy.typing import NDArray
 
-from lightning_autosync.learned.scene import Floats, Integers, Scene
-from lightning_autosync.learned.traits import COMPRESSORS, EVERYBODY, Traits
+from lightning_autosync.learned.context import Context, Floats, Integers
+from lightning_autosync.learned.plan_arrays import COMPRESSORS, EVERYBODY, PlanArrays
 
 SLOTS = 16
 """Servers, and groups, that have an input of their own; more share them in turn."""
@@ -41,12 +41,12 @@ class _Costs(NamedTuple):
     costs: Floats
 
 
-def predefined(traits: Traits) -> NDArray[numpy.float32]:
+def predefined(arrays: PlanArrays) -> NDArray[numpy.float32]:
     """[12] the most and the sum, over servers and over groups, of transmission, overhead and device latency.
 
     Transmission is in units of the least step's time; overhead and latency are counts of messages; all as logarithms.
     """
-    rows = _costs(traits)
+    rows = _costs(arrays)
     served = rows.root != EVERYBODY
     servers = _totals(rows.root[served], rows.costs[served])
     groups = _totals(rows.message[~served], rows.costs[~served])
@@ -54,36 +54,36 @@ def predefined(traits: Traits) -> NDArray[numpy.float32]:
     return numpy.log1p(numpy.concatenate(parts)).astype(numpy.float32)
 
 
-def shard_set(traits: Traits) -> ShardSet:
+def shard_set(arrays: PlanArrays) -> ShardSet:
     """One vector for each shard of each variable."""
-    scene, rows = traits.scene, _costs(traits)
-    bundles = int(scene.bundle_of.max()) + 1
-    count = len(traits.mode)
-    pairs, place = numpy.unique(traits.members * bundles + scene.bundle_of, return_inverse=True)
-    size = numpy.bincount(place, scene.bytes)
+    context, rows = arrays.context, _costs(arrays)
+    bundles = int(context.bundle_of.max()) + 1
+    count = len(arrays.mode)
+    pairs, place = numpy.unique(arrays.members * bundles + context.bundle_of, return_inverse=True)
+    size = numpy.bincount(place, context.bytes)
     held: list[Integers] = [numpy.flatnonzero(pairs // bundles == message) for message in range(count)]
     pair = numpy.concatenate([held[message] for message in rows.message])
     row = numpy.repeat(numpy.arange(len(rows.message)), [len(held[message]) for message in rows.message])
-    part = size[pair] / numpy.maximum(1.0, traits.bytes[rows.message[row]])
-    features = _vectors(traits, rows, row, part)
+    part = size[pair] / numpy.maximum(1.0, arrays.bytes[rows.message[row]])
+    features = _vectors(arrays, rows, row, part)
     group = numpy.zeros(bundles, dtype=numpy.int64)
     group[pairs % bundles] = pairs // bundles
     return ShardSet(features.astype(numpy.float32), pairs[pair] % bundles, group)
 
 
-def _vectors(traits: Traits, rows: _Costs, row: Integers, part: Floats) -> Floats:
+def _vectors(arrays: PlanArrays, rows: _Costs, row: Integers, part: Floats) -> Floats:
     """[shards, features]: which server and group, how, how large, and what it costs."""
-    scene, message, root = traits.scene, rows.message[row], rows.root[row]
+    context, message, root = arrays.context, rows.message[row], rows.root[row]
     served, costs = root != EVERYBODY, rows.costs[row] * part[:, None]
-    local, wise = traits.local[message], traits.row_wise[message]
-    rates = _rates(scene)
+    local, wise = arrays.local[message], arrays.row_wise[message]
+    rates = _rates(context)
     # Nobody is the root of what is all-reduced, which moves at the slowest rate.
     rate = numpy.where(served, rates[root], rates.min())
     flags = [served * local, served * (1 - local), served * wise, ~served]
     numbers = [
-        rows.bytes[row] * part / max(1.0, scene.bytes.sum()),
+        rows.bytes[row] * part / max(1.0, context.bytes.sum()),
         numpy.log(rate / rates.max()),
-        numpy.full(len(row), numpy.log(scene.ranks / len(scene.cluster.nodes))),
+        numpy.full(len(row), numpy.log(context.ranks / len(context.cluster.nodes))),
         *numpy.log1p(costs).T,
         served,
     ]
@@ -91,50 +91,52 @@ def _vectors(traits: Traits, rows: _Costs, row: Integers, part: Floats) -> Float
         [
             numpy.eye(SLOTS)[root % SLOTS] * served[:, None],
             numpy.eye(SLOTS)[message % SLOTS],
-            numpy.eye(len(COMPRESSORS))[traits.compressor[message]],
+            numpy.eye(len(COMPRESSORS))[arrays.compressor[message]],
             numpy.stack([numpy.asarray(column, dtype=float) for column in (*flags, *numbers)], axis=1),
         ],
         axis=1,
     )
 
 
-def _costs(traits: Traits) -> _Costs:
+def _costs(arrays: PlanArrays) -> _Costs:
     """Transmission, overhead and latency of each shard on a server, and of each all-reduced message."""
-    scene, shards = traits.scene, traits.shards
-    rates = _rates(scene)
-    replicas = scene.ranks / len(scene.cluster.nodes)
-    on_server = (shards.root != EVERYBODY) & (traits.served[shards.message] > 0)
+    context, shards = arrays.context, arrays.shards
+    rates = _rates(context)
+    replicas = context.ranks / len(context.cluster.nodes)
+    on_server = (shards.root != EVERYBODY) & (arrays.by_servers[shards.message] > 0)
     message, root = shards.message[on_server], shards.root[on_server]
-    receivers = numpy.where(traits.local[message] > 0, len(scene.cluster.nodes) - 1.0, _remote(scene)[root])
+    receivers = numpy.where(arrays.local[message] > 0, len(context.cluster.nodes) - 1.0, _remote(context)[root])
     sent = shards.bytes[on_server] * receivers / rates[root]
-    servers = numpy.stack([sent / scene.scale, receivers, numpy.full(len(message), replicas)], axis=1)
-    whole = numpy.setdiff1d(numpy.arange(len(traits.mode)), message)
-    moved = traits.bytes[whole] / rates.min() / scene.scale
-    groups = numpy.stack([moved, numpy.full(len(whole), float(scene.ranks)), numpy.full(len(whole), replicas)], axis=1)
+    servers = numpy.stack([sent / context.scale, receivers, numpy.full(len(message), replicas)], axis=1)
+    whole = numpy.setdiff1d(numpy.arange(len(arrays.mode)), message)
+    moved = arrays.bytes[whole] / rates.min() / context.scale
+    groups = numpy.stack(
+        [moved, numpy.full(len(whole), float(context.ranks)), numpy.full(len(whole), replicas)], axis=1
+    )
     return _Costs(
         numpy.concatenate([message, whole]),
         numpy.concatenate([root, numpy.full(len(whole), EVERYBODY)]),
-        numpy.concatenate([shards.bytes[on_server], traits.bytes[whole]]),
+        numpy.concatenate([shards.bytes[on_server], arrays.bytes[whole]]),
         numpy.concatenate([servers, groups]),
     )
 
 
-def _remote(scene: Scene) -> Floats:
+def _remote(context: Context) -> Floats:
     """[ranks] how many ranks are on other nodes than a rank; on a lone node, how many others there are."""
-    node = numpy.array(scene.cluster.rank_nodes)
+    node = numpy.array(context.cluster.rank_nodes)
     together = (node[:, None] == node[None, :]).sum(axis=1)
-    remote: Floats = scene.ranks - numpy.where(together < scene.ranks, together, 1).astype(float)
+    remote: Floats = context.ranks - numpy.where(together < context.ranks, together, 1).astype(float)
     return remote
 
 
-def _rates(scene: Scene) -> Floats:
+def _rates(context: Context) -> Floats:
     """[ranks] bytes/s of the fastest way from a rank to another node, or to another rank of a lone node."""
-    node = scene.cluster.rank_nodes
+    node = context.cluster.rank_nodes
     lone = len(set(node)) == 1
-    rates = numpy.ones(scene.ranks)
-    for i in range(scene.ranks):
-        others = [j for j in range(scene.ranks) if j != i and (lone or node[i] != node[j])]
-        rates[i] = max((scene.topology.bandwidth(i, j) for j in others), default=1.0)
+    rates = numpy.ones(context.ranks)
+    for i in range(context.ranks):
+        others = [j for j in range(context.ranks) if j != i and (lone or node[i] != node[j])]
+        rates[i] = max((context.topology.bandwidth(i, j) for j in others), default=1.0)
     return rates
 
 

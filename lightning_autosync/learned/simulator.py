@@ -15,8 +15,8 @@ from pydantic import Field
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.documents import Document, write_bytes
 from lightning_autosync.errors import DocumentError
+from lightning_autosync.learned.context import Contexts
 from lightning_autosync.learned.dataset.sample import Sample
-from lightning_autosync.learned.scene import Scenes
 from lightning_autosync.plan import SyncPlan, compile_plan
 from lightning_autosync.replay.constants import Constants
 from lightning_autosync.workload import Workload
@@ -174,11 +174,11 @@ class ReplayEstimator:
 
     def __init__(self, constants: Constants | None = None) -> None:
         self.constants = constants or Constants()
-        self._scenes = Scenes(self.constants)
+        self._contexts = Contexts(self.constants)
 
     def estimate(self, workload: Workload, cluster: ClusterSpec, plans: Sequence[SyncPlan]) -> Estimate:
         """As the replay prices them; the deviation is 0."""
-        replay = self._scenes.of(workload, cluster).replay
+        replay = self._contexts.of(workload, cluster).replay
         schedules = (compile_plan(plan, workload, cluster) for plan in plans)
         seconds = numpy.array([replay.predict(schedule).step_time for schedule in schedules], dtype=numpy.float64)
         return Estimate(seconds, numpy.zeros(len(seconds)))

@@ -16,7 +16,6 @@ from torch import nn
 
 from lightning_autosync.documents import Index, Record
 from lightning_autosync.learned.examples import Examples
-from lightning_autosync.learned.kinds import Kind
 from lightning_autosync.learned.networks import Network
 
 
@@ -78,7 +77,6 @@ TUNING = Training(part="head", epochs=10, learning_rate=1e-3)
 
 @one_thread()
 def train(
-    kind: Kind,
     network: Network,
     examples: Examples,
     settings: Training,
@@ -88,7 +86,6 @@ def train(
     """Train a network in place.
 
     Args:
-        kind: of the network.
         network: trained further from what it knows.
         examples: to learn from.
         settings: how.
@@ -99,24 +96,24 @@ def train(
         The validation loss of what was kept; None without.
     """
     random = numpy.random.default_rng(seed)
-    trained, answers = _trained(kind, network, examples, settings)
+    trained, answers = _trained(network, examples, settings)
     optimizer = torch.optim.AdamW(trained.parameters(), settings.learning_rate, weight_decay=settings.weight_decay)
     steps_of_epoch = math.ceil(len(examples) / settings.batch)
     epochs = max(settings.epochs, math.ceil(settings.least_steps / steps_of_epoch))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _pace(step, epochs * steps_of_epoch))
     best, kept = math.inf, None
     if validation is not None:
-        best, kept = _validate(kind, network, validation, settings), copy.deepcopy(network.state_dict())
+        best, kept = _validate(network, validation, settings), copy.deepcopy(network.state_dict())
     for _ in range(epochs):
         network.train()
         for places in _batches(examples.pair, settings.batch, random):
             optimizer.zero_grad()
-            loss = _loss(kind, answers(places), examples.part(places), settings.sharpness)
+            loss = _loss(network, answers(places), examples.part(places), settings.sharpness)
             loss.backward()
             nn.utils.clip_grad_norm_(trained.parameters(), _CLIP)
             optimizer.step()
             schedule.step()
-        if validation is not None and (found := _validate(kind, network, validation, settings)) < best:
+        if validation is not None and (found := _validate(network, validation, settings)) < best:
             best, kept = found, copy.deepcopy(network.state_dict())
     if kept is None:
         return None
@@ -125,29 +122,29 @@ def train(
 
 
 def _trained(
-    kind: Kind, network: Network, examples: Examples, settings: Training
+    network: Network, examples: Examples, settings: Training
 ) -> tuple[nn.Module, Callable[[Integers], torch.Tensor]]:
     """What is trained, and the scores of the examples at some places."""
     if settings.part == "all":
-        return network, lambda places: network(kind.collate([examples.items[place] for place in places]))
-    embedded = embed(kind, network, examples.items)
+        return network, lambda places: network(network.collate([examples.items[place] for place in places]))
+    embedded = embed(network, examples.items)
     return network.head, lambda places: network.score(embedded[torch.from_numpy(places)])
 
 
-def embed(kind: Kind, network: Network, items: Sequence[Any], batch: int = 256) -> torch.Tensor:
+def embed(network: Network, items: Sequence[Any], batch: int = 256) -> torch.Tensor:
     """[plans, width] what a network makes of plans, before its head."""
     network.eval()
     with torch.no_grad():
-        parts = [network.embed(kind.collate(items[start : start + batch])) for start in range(0, len(items), batch)]
+        parts = [network.embed(network.collate(items[start : start + batch])) for start in range(0, len(items), batch)]
     return torch.cat(parts)
 
 
 @one_thread()
-def scores(kind: Kind, network: Network, items: Sequence[Any]) -> Floats:
+def scores(network: Network, items: Sequence[Any]) -> Floats:
     """[plans] the network's answers."""
     if not items:
         return numpy.zeros(0)
-    embedded = embed(kind, network, items)
+    embedded = embed(network, items)
     with torch.no_grad():
         return network.score(embedded).numpy().astype(numpy.float64)
 
@@ -167,31 +164,31 @@ def told_apart(target: Floats, noise: Floats, drift: Floats, batch: Integers) ->
     return apart
 
 
-def _loss(kind: Kind, score: torch.Tensor, part: Examples, sharpness: float) -> torch.Tensor:
+def _loss(network: Network | type[Network], score: torch.Tensor, part: Examples, sharpness: float) -> torch.Tensor:
     """The ranking loss over pairs that can be told apart, and the regression loss where the kind has one."""
     same = part.pair[:, None] == part.pair[None, :]
     apart = told_apart(part.target, part.noise, part.drift, part.batch)
     slower = (part.target[:, None] > part.target[None, :]) & same & apart
     upper, lower = (torch.from_numpy(places) for places in numpy.nonzero(slower))
-    factor = sharpness if kind.corrects else 1.0
+    factor = sharpness if network.CORRECTS else 1.0
     base = torch.from_numpy(part.base).float()
     value = base + score
     loss = score.sum() * 0.0
     if len(upper):
         loss = loss + nn.functional.softplus(factor * (value[lower] - value[upper])).mean()
-    if kind.regression:
+    if network.REGRESSION:
         target = torch.from_numpy(part.target).float()
-        loss = loss + kind.regression * nn.functional.huber_loss(value / _FAR, target / _FAR)
+        loss = loss + network.REGRESSION * nn.functional.huber_loss(value / _FAR, target / _FAR)
     return loss
 
 
-def _validate(kind: Kind, network: Network, examples: Examples, settings: Training) -> float:
+def _validate(network: Network, examples: Examples, settings: Training) -> float:
     """The loss over all pairs of the examples, workload by workload and cluster by cluster."""
-    score = torch.from_numpy(scores(kind, network, examples.items)).float()
+    score = torch.from_numpy(scores(network, examples.items)).float()
     total = 0.0
     for pair in numpy.unique(examples.pair):
         places = numpy.flatnonzero(examples.pair == pair)
-        total += len(places) * float(_loss(kind, score[places], examples.part(places), settings.sharpness))
+        total += len(places) * float(_loss(network, score[places], examples.part(places), settings.sharpness))
     return total / len(examples)
 
 

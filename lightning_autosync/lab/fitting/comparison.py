@@ -90,7 +90,7 @@ class _Judge:
         return Run(how, number, kind, split.unseen, accuracy, time.perf_counter() - begun)
 
     def _untrained(self, kind: str, seed: int) -> Simulator:
-        if self._start is not None and self._start.kind.name == kind:
+        if self._start is not None and kind == self._start.kind.KIND:
             return copy.deepcopy(self._start)
         return self._options[kind].build(self._constants, seed)
 

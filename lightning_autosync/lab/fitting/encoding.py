@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 import numpy
 
 from lightning_autosync.lab.fitting.spread import spread
+from lightning_autosync.learned.context import Contexts
 from lightning_autosync.learned.dataset import Sample
+from lightning_autosync.learned.ensemble import KINDS
 from lightning_autosync.learned.examples import Examples, number_pairs
-from lightning_autosync.learned.kinds import KINDS
-from lightning_autosync.learned.scene import Scenes
-from lightning_autosync.learned.traits import traits
+from lightning_autosync.learned.plan_arrays import plan_arrays
 from lightning_autosync.replay import Constants
 
 _CHUNK = 64
@@ -61,16 +61,16 @@ def encode_samples(
 
 
 class _Encoder:
-    """Keeps the scenes of what it encoded before."""
+    """Keeps the contexts of what it encoded before."""
 
     def __init__(self, constants: Constants, kinds: Sequence[str]) -> None:
-        self._scenes = Scenes(constants)
+        self._contexts = Contexts(constants)
         self._kinds = {name: KINDS[name] for name in kinds if name in KINDS}
 
     def __call__(self, samples: Sequence[Sample]) -> list[_Encoded]:
         return [self._encode(sample) for sample in samples]
 
     def _encode(self, sample: Sample) -> _Encoded:
-        found = traits(self._scenes.of(sample.workload, sample.cluster), sample.plan)
+        found = plan_arrays(self._contexts.of(sample.workload, sample.cluster), sample.plan)
         items = {name: (kind.encode(found), kind.base(found)) for name, kind in self._kinds.items()}
         return _Encoded(float(numpy.log(found.prediction.step_time)), items)

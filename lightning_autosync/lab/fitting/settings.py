@@ -8,7 +8,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, field_validator
 
 from lightning_autosync.documents import Configuration, Index
 from lightning_autosync.learned import SIMULATORS
-from lightning_autosync.learned.settings import SimulatorSettings, check_kind
+from lightning_autosync.learned.registry import SimulatorSettings, check_kind
 
 SplitName = Literal["trial", "cluster", "model", "both"]
 SPLITS: tuple[SplitName, ...] = get_args(SplitName)

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
 from lightning_autosync.documents import Count, Index, Record
-from lightning_autosync.learned.settings import SimulatorSettings
+from lightning_autosync.learned.registry import SimulatorSettings
 from lightning_autosync.measure.bench import settings as bench
 from lightning_autosync.plan import builders
 from lightning_autosync.search.sampler.proposer import Sizes

@@ -619,14 +619,15 @@ KINDS: dict[str, Kind] = {
         _read_dataset,
         (
             "learned.dataset.parts",
-            "learned.dataset.parts",
             "learned.dataset.dataset",
             "learned.dataset.sample",
         ),
         seal=_seal_parts,
     ),
-    "dataset, journal": Kind(_make_journal, _read_journal, ("learned.dataset.writer", "learned.dataset.writer")),
-    "simulator": Kind(_make_simulators, _read_simulators, ("learned.simulator", "learned.learner"), seal=_seal_weights),
+    "dataset, journal": Kind(_make_journal, _read_journal, ("learned.dataset.writer",)),
+    "simulator": Kind(
+        _make_simulators, _read_simulators, ("learned.simulator", "learned.ensemble"), seal=_seal_weights
+    ),
     "study": Kind(_make_study, _read_study, ("search.studies", "search.tried"), names=_STUDY),
     "study, tuning": Kind(
         _make_tuning_study,

@@ -250,7 +250,7 @@ NO_DOCUMENTS = {
     "lab.collection.drafts": "text that was made in the same process",
     "lab.collection.environment": "/proc",
     "measure.bench.conditions": "/proc and /sys",
-    "learned.settings": "the package's own configuration",
+    "learned.registry": "the package's own configuration",
     "measure.bench.load": "/proc",
     "report.link_use": "what tc says",
     "relaxed.transport.handshake": "messages between ranks",

@@ -47,10 +47,10 @@ def measured(workload: Workload, cluster: ClusterSpec, plans: Sequence[SyncPlan]
     return [Sample(workload, cluster, plan, (time,)) for plan, time in zip(plans, times, strict=True)]
 
 
-def drawn(count: int, *scenes: tuple[Workload, ClusterSpec], semantics: Semantics = "compressed") -> list[Sample]:
+def drawn(count: int, *contexts: tuple[Workload, ClusterSpec], semantics: Semantics = "compressed") -> list[Sample]:
     """So many samples of each workload and cluster."""
     samples = []
-    for number, (model, cluster) in enumerate(scenes):
+    for number, (model, cluster) in enumerate(contexts):
         space, random = PlanSpace(model, cluster, semantics, runs=2, lone=0), Random(number)
         samples += measured(model, cluster, [space.plan(space.draw(random)) for _ in range(count)])
     return samples

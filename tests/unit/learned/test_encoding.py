@@ -11,12 +11,12 @@ from learned_samples import CONSTANTS, plan_of, star, workload
 
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.errors import PlanError
+from lightning_autosync.learned.context import BUNDLES, Context
+from lightning_autosync.learned.ensemble import KINDS
 from lightning_autosync.learned.graph import MESSAGES, NODES, RELATIONS, Edges, Graph, encode_graph, merge
 from lightning_autosync.learned.hetero import batch_graphs
-from lightning_autosync.learned.kinds import KINDS
+from lightning_autosync.learned.plan_arrays import plan_arrays
 from lightning_autosync.learned.predefined import predefined, shard_set
-from lightning_autosync.learned.scene import BUNDLES, Scene
-from lightning_autosync.learned.traits import traits
 from lightning_autosync.plan import SyncPlan, builders
 from lightning_autosync.plan.space import PlanSpace
 from lightning_autosync.workload import Variable, Workload
@@ -25,14 +25,14 @@ LINKS, HOSTS = RELATIONS.index(("message", "routed over", "link")), RELATIONS.in
 
 
 @pytest.fixture(scope="module")
-def scene() -> Scene:
-    return Scene(workload(), star(400, 100, 100), CONSTANTS)
+def context() -> Context:
+    return Context(workload(), star(400, 100, 100), CONSTANTS)
 
 
 @pytest.fixture(scope="module")
-def graphs(scene: Scene) -> list[Graph]:
-    space, random = PlanSpace(scene.workload, scene.cluster, "compressed"), Random(0)
-    return [encode_graph(traits(scene, space.plan(space.draw(random)))) for _ in range(8)]
+def graphs(context: Context) -> list[Graph]:
+    space, random = PlanSpace(context.workload, context.cluster, "compressed"), Random(0)
+    return [encode_graph(plan_arrays(context, space.plan(space.draw(random)))) for _ in range(8)]
 
 
 def test_nodes_and_edges_are_whole(graphs: list[Graph]) -> None:
@@ -57,8 +57,8 @@ def test_shares_of_a_message_add_up(graphs: list[Graph]) -> None:
             assert numpy.bincount(edges.target, edges.weight) == pytest.approx(1, abs=1e-5)
 
 
-def test_routes_carry_the_load_that_the_replay_says(scene: Scene) -> None:
-    found = traits(scene, builders.ps(scene.workload, scene.cluster, server=0))
+def test_routes_carry_the_load_that_the_replay_says(context: Context) -> None:
+    found = plan_arrays(context, builders.ps(context.workload, context.cluster, server=0))
     graph, step = encode_graph(found), found.prediction.step_time
     busy = numpy.bincount(graph.edges[LINKS].target, graph.edges[LINKS].weight, 6)
     assert busy == pytest.approx(list(found.prediction.timeline.links.values()), rel=1e-4)
@@ -68,16 +68,16 @@ def test_routes_carry_the_load_that_the_replay_says(scene: Scene) -> None:
     assert found.prediction.demand[:, -1].sum() < step
 
 
-def test_shards_lie_on_the_ranks_that_reduce_them(scene: Scene) -> None:
+def test_shards_lie_on_the_ranks_that_reduce_them(context: Context) -> None:
     plan = plan_of(
-        scene.workload,
+        context.workload,
         3,
         architecture="parameter_server",
         topology="star",
         partition={"shards": 3, "weights": [2.0, 1.0, 1.0]},
         placement=(0, 2, 2),
     )
-    graph = encode_graph(traits(scene, plan))
+    graph = encode_graph(plan_arrays(context, plan))
     edges = graph.edges[[name for _, name, _ in RELATIONS].index("reduced at")]
     assert edges.target.tolist() == [0, 2]
     assert edges.weight == pytest.approx([0.5, 0.5], abs=1e-3)
@@ -87,8 +87,8 @@ def test_many_messages_and_variables_are_merged_and_nothing_is_lost() -> None:
     variables = tuple(Variable(name=f"v{number}", shape=(100 + number,)) for number in range(200))
     many = Workload(name="many", variables=variables, forward_time=0.01, backward_time=0.02)
     cluster = star(100, 100)
-    scene = Scene(many, cluster, CONSTANTS)
-    found = traits(scene, builders.partitioned_all_reduce(many, cluster))
+    context = Context(many, cluster, CONSTANTS)
+    found = plan_arrays(context, builders.partitioned_all_reduce(many, cluster))
     assert len(found.mode) > MESSAGES
     merged = merge(found)
     graph = encode_graph(found)
@@ -108,7 +108,7 @@ def test_messages_of_different_kinds_are_never_merged() -> None:
         for number, variable in enumerate(variables)
     ]
     plan = SyncPlan.from_dict({"format": SyncPlan.FORMAT, "world_size": 2, "groups": groups})
-    found = traits(Scene(many, star(100, 100), CONSTANTS), plan)
+    found = plan_arrays(Context(many, star(100, 100), CONSTANTS), plan)
     merged = merge(found)
     for node in range(merged.max() + 1):
         assert len(set(found.mode[merged == node].tolist())) == 1
@@ -120,16 +120,16 @@ def test_names_mean_nothing(kind: str) -> None:
     encoded = []
     for name in ("one", "other"):
         model = workload(name)
-        found = traits(Scene(model, cluster, CONSTANTS), builders.ps_load_balancing(model, cluster))
+        found = plan_arrays(Context(model, cluster, CONSTANTS), builders.ps_load_balancing(model, cluster))
         encoded.append(KINDS[kind].encode(found))
     for one, other in zip(_arrays(encoded[0]), _arrays(encoded[1]), strict=True):
         assert numpy.array_equal(one, other)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_answers_do_not_depend_on_the_company_in_a_batch(kind: str, scene: Scene) -> None:
-    space, random = PlanSpace(scene.workload, scene.cluster, "compressed"), Random(3)
-    items = [KINDS[kind].encode(traits(scene, space.plan(space.draw(random)))) for _ in range(6)]
+def test_answers_do_not_depend_on_the_company_in_a_batch(kind: str, context: Context) -> None:
+    space, random = PlanSpace(context.workload, context.cluster, "compressed"), Random(3)
+    items = [KINDS[kind].encode(plan_arrays(context, space.plan(space.draw(random)))) for _ in range(6)]
     network = _network(kind, items)
     with torch.inference_mode():
         together = network(KINDS[kind].collate(items))
@@ -149,9 +149,10 @@ def test_the_order_of_nodes_means_nothing(node: str, graphs: list[Graph]) -> Non
     torch.testing.assert_close(before, after, rtol=1e-4, atol=1e-5)
 
 
-def test_placement_changes_the_graph_but_not_its_size(scene: Scene) -> None:
+def test_placement_changes_the_graph_but_not_its_size(context: Context) -> None:
     network_items = [
-        encode_graph(traits(scene, builders.ps(scene.workload, scene.cluster, server=server))) for server in (0, 1, 2)
+        encode_graph(plan_arrays(context, builders.ps(context.workload, context.cluster, server=server)))
+        for server in (0, 1, 2)
     ]
     network = _network("hetero", network_items)
     with torch.inference_mode():
@@ -164,19 +165,19 @@ def test_transmission_is_that_of_the_published_cost_model() -> None:
     """VGG16's first dense shard, 3,952,640 floats, on 4 nodes of 4 devices at 50 Gbit/s: 3 and 12 remote receivers."""
     cluster = ClusterSpec.uniform(nodes=4, devices=4, bandwidth="50 Gbit/s")
     model = Workload(name="fc1", variables=(Variable(name="w", shape=(3952640,)),), backward_time=0.01)
-    scene = Scene(model, cluster, CONSTANTS)
+    context = Context(model, cluster, CONSTANTS)
     for local, seconds in ((True, 0.0075890688), (False, 0.0303562752)):
         plan = plan_of(model, 16, architecture="parameter_server", topology="star", local_aggregation=local)
-        features = predefined(traits(scene, plan))
+        features = predefined(plan_arrays(context, plan))
         assert features.shape == (12,)
-        assert numpy.expm1(features[0]) * scene.scale == pytest.approx(seconds, rel=1e-3)
+        assert numpy.expm1(features[0]) * context.scale == pytest.approx(seconds, rel=1e-3)
         assert features[6:].tolist() == [0.0] * 6  # no group is all-reduced
 
 
-def test_every_byte_is_in_a_shard_of_its_variable(scene: Scene) -> None:
-    space, random = PlanSpace(scene.workload, scene.cluster), Random(5)
+def test_every_byte_is_in_a_shard_of_its_variable(context: Context) -> None:
+    space, random = PlanSpace(context.workload, context.cluster), Random(5)
     for _ in range(5):
-        found = shard_set(traits(scene, space.plan(space.draw(random))))
+        found = shard_set(plan_arrays(context, space.plan(space.draw(random))))
         assert set(found.variable.tolist()) == set(range(10))
         share = found.features[:, -7]  # size over total
         assert share.sum() == pytest.approx(1, rel=1e-3)
@@ -186,7 +187,7 @@ def test_an_all_reduce_is_shown_at_the_slowest_rate_however_ranks_are_numbered()
     model, encoded = workload(), []
     for rates in ((100, 400, 400), (400, 100, 400), (400, 400, 100)):
         cluster = star(*rates)
-        found = shard_set(traits(Scene(model, cluster, CONSTANTS), builders.all_reduce(model, cluster)))
+        found = shard_set(plan_arrays(Context(model, cluster, CONSTANTS), builders.all_reduce(model, cluster)))
         assert numpy.exp(found.features[:, -6]) == pytest.approx(100 / 400)  # rate over the fastest
         encoded.append(found)
     for one in encoded[1:]:
@@ -199,22 +200,22 @@ def test_an_all_reduce_is_shown_at_the_slowest_rate_however_ranks_are_numbered()
 def test_a_lone_node_is_a_cluster_too(kind: str, devices: int) -> None:
     node = {"format": ClusterSpec.FORMAT, "name": "one", "nodes": [{"name": "node", "devices": devices}]}
     model, cluster = workload(), ClusterSpec.from_dict(node)
-    item = KINDS[kind].encode(traits(Scene(model, cluster, CONSTANTS), builders.all_reduce(model, cluster)))
+    item = KINDS[kind].encode(plan_arrays(Context(model, cluster, CONSTANTS), builders.all_reduce(model, cluster)))
     assert all(numpy.isfinite(array).all() for array in _arrays(item))
     with torch.inference_mode():
         assert _network(kind, [item])(KINDS[kind].collate([item, item])).isfinite().all()
 
 
-def test_a_plan_without_schedule_is_refused(scene: Scene) -> None:
-    plan = SyncPlan.from_dict({**plan_of(scene.workload, 3).to_dict(), "consistency": {"mode": "asynchronous"}})
+def test_a_plan_without_schedule_is_refused(context: Context) -> None:
+    plan = SyncPlan.from_dict({**plan_of(context.workload, 3).to_dict(), "consistency": {"mode": "asynchronous"}})
     with pytest.raises(PlanError, match="asynchronous"):
-        traits(scene, plan)
+        plan_arrays(context, plan)
 
 
 def _network(kind: str, items: list[object]) -> torch.nn.Module:
     """With weights drawn at random, the last ones too."""
     torch.manual_seed(0)
-    network = KINDS[kind].network(KINDS[kind].features(items[0]), KINDS[kind].sized({}))
+    network = KINDS[kind].build(KINDS[kind].features(items[0]), KINDS[kind].sized({}))
     for parameter in network.parameters():
         if not parameter.any():
             torch.nn.init.normal_(parameter, std=0.3)

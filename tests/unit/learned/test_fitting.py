@@ -32,9 +32,9 @@ from lightning_autosync.lab.fitting.splits import BLOCKS, cluster, divide, famil
 from lightning_autosync.lab.fitting.spread import spread
 from lightning_autosync.learned import LearnedEstimator, load_simulator, training
 from lightning_autosync.learned.dataset import Conditions, Dataset, Entry, Sample, Writer
+from lightning_autosync.learned.ensemble import KINDS
 from lightning_autosync.learned.examples import Examples, Floats
-from lightning_autosync.learned.kinds import KINDS
-from lightning_autosync.learned.settings import SimulatorSettings
+from lightning_autosync.learned.registry import SimulatorSettings
 from lightning_autosync.learned.training import CERTAIN, told_apart
 from lightning_autosync.plan import SyncPlan, compile_plan, signature
 from lightning_autosync.replay import Replay
@@ -210,7 +210,7 @@ def test_drift_hides_differences_between_batches_alone() -> None:
 def test_what_drift_hides_is_no_label() -> None:
     """Of two plans that come the wrong way round, the loss of a kind without regression is of those told apart."""
     kind = KINDS["linear"]
-    assert not kind.regression
+    assert not kind.REGRESSION
     target, score = numpy.array([0.0, 0.05]), torch.tensor([0.3, 0.0])
     within, between = (timed(target, drift=0.03, batch=batch) for batch in ([0, 0], [0, 1]))
     assert float(training._loss(kind, score, within, 1.0)) > 0.5
@@ -373,22 +373,22 @@ def test_encoding_keeps_the_order_of_samples() -> None:
 
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    scenes = [
+    contexts = [
         (workload(model, layers=3, width=128), star(*rates, name=name))
         for name, rates in (("fat", (400, 100, 100)), ("even", (200, 200, 200)), ("thin", (200, 50, 50)))
         for model in ("vgg", "bert", "gpt")
     ]
     path = tmp_path_factory.mktemp("dataset")
     with Writer(path) as writer:
-        writer.append(Entry(sample, Conditions({"machine": "made up"})) for sample in drawn(7, *scenes))
+        writer.append(Entry(sample, Conditions({"machine": "made up"})) for sample in drawn(7, *contexts))
     return path
 
 
 def test_a_dataset_all_of_whose_samples_were_disturbed_says_so(tmp_path: Path) -> None:
-    scene = workload("vgg", layers=3, width=128), star(400, 100, 100, name="fat")
+    context = workload("vgg", layers=3, width=128), star(400, 100, 100, name="fat")
     with Writer(tmp_path / "samples") as writer:
         conditions = Conditions({"machine": "made up"}, disturbed=True)
-        writer.append(Entry(sample, conditions) for sample in drawn(2, scene))
+        writer.append(Entry(sample, conditions) for sample in drawn(2, context))
     with pytest.raises(DocumentError, match=r"measured undisturbed; 2 were measured beside other load: collect"):
         fit(_configuration(tmp_path / "samples"), tmp_path)
 
@@ -422,7 +422,7 @@ def test_the_command_leaves_a_simulator_and_a_result(
     assert "pairs are within noise" in printed
     simulator = load_simulator(tmp_path / "simulator")
     assert isinstance(simulator, LearnedEstimator)
-    assert simulator.kind.name == "hetero"
+    assert simulator.kind.KIND == "hetero"
     assert simulator.constants.cores == 2
 
     again = _configuration(dataset, compare=[], start=str(tmp_path / "simulator"))

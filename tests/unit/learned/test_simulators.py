@@ -121,7 +121,7 @@ def _shuffled(examples: Examples) -> Examples:
 
 def test_the_deviation_is_by_how_much_the_networks_disagree(samples: list[Sample], fitted: LearnedEstimator) -> None:
     seen = fitted.encode(samples[:6])
-    both = numpy.stack([seen.base + scores(fitted.kind, network, seen.items) for network in fitted.networks])
+    both = numpy.stack([seen.base + scores(network, seen.items) for network in fitted.networks])
     estimate = fitted.estimate_encoded(seen.items, seen.base)
     assert estimate.deviation == pytest.approx(abs(both[0] - both[1]) / 2, rel=1e-4)
     assert numpy.log(estimate.seconds) == pytest.approx(both.mean(axis=0))
@@ -243,12 +243,12 @@ def test_the_simulator_that_was_there_outlives_an_interruption(
             other.save(tmp_path)
     there = load_simulator(tmp_path)
     assert isinstance(there, LearnedEstimator)
-    assert there.kind.name == "hetero"
+    assert there.kind.KIND == "hetero"
     other.save(tmp_path)
     assert before not in [path.read_bytes() for path in tmp_path.glob("*.safetensors")]
     there = load_simulator(tmp_path)
     assert isinstance(there, LearnedEstimator)
-    assert there.kind.name == "linear"
+    assert there.kind.KIND == "linear"
 
 
 @pytest.mark.parametrize(

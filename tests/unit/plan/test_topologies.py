@@ -10,7 +10,7 @@ import pytest
 
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.errors import PlanError
-from lightning_autosync.learned.traits import MODES
+from lightning_autosync.learned.plan_arrays import MODES
 from lightning_autosync.plan import SyncPlan, builders, compile_plan, topologies
 from lightning_autosync.plan.space import PlanSpace
 from lightning_autosync.report.figures.plan import method_of

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy
 
-from lightning_autosync.learned.scene import Floats, Integers, Scene
+from lightning_autosync.learned.context import Context, Floats, Integers
 from lightning_autosync.plan import SyncPlan, compile_plan
 from lightning_autosync.plan.messages import ITEMSIZE
 from lightning_autosync.plan.schedule import (
@@ -52,27 +52,27 @@ class Shards(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Traits:
-    """A plan as compiled for a scene and priced by its replay.
+class PlanArrays:
+    """A plan as compiled for a context and priced by its replay.
 
     Attributes:
-        scene: workload and cluster.
+        context: workload and cluster.
         prediction: the replay's.
         fluid: seconds of a step in which messages flow as a whole, as the replay prices it.
         mode, compressor: [messages] indices into `MODES` and `COMPRESSORS`.
-        served, local, row_wise: [messages] 1 where servers reduce, where nodes aggregate first, where rows travel.
+        by_servers, local, row_wise: [messages] 1 where servers reduce, where nodes aggregate first, where rows travel.
         priority: [messages].
         bytes: [messages] that a step changes.
         members: [variables] the message of each variable, in the order of backward.
         shards: ranges and their roots.
     """
 
-    scene: Scene
+    context: Context
     prediction: Prediction
     fluid: float
     mode: Integers
     compressor: Integers
-    served: Floats
+    by_servers: Floats
     local: Floats
     row_wise: Floats
     priority: Floats
@@ -81,31 +81,31 @@ class Traits:
     shards: Shards
 
 
-def traits(scene: Scene, plan: SyncPlan) -> Traits:
+def plan_arrays(context: Context, plan: SyncPlan) -> PlanArrays:
     """Compile and price a plan, and put down what it does.
 
     Raises:
         PlanError: it has no schedule, or is not for this workload and cluster.
     """
-    schedule = compile_plan(plan, scene.workload, scene.cluster)
+    schedule = compile_plan(plan, context.workload, context.cluster)
     groups, messages = plan.groups, schedule.messages
-    members = numpy.empty(len(scene.bytes), dtype=numpy.int64)
+    members = numpy.empty(len(context.bytes), dtype=numpy.int64)
     for message in messages:
-        members[[scene.index[name] for name in message.variables]] = message.index
-    size: Floats = numpy.bincount(members, scene.bytes, len(messages)).astype(numpy.float64)
-    return Traits(
-        scene=scene,
-        prediction=scene.replay.predict(schedule),
-        fluid=scene.replay.predict(schedule, "fluid").step_time,
+        members[[context.index[name] for name in message.variables]] = message.index
+    size: Floats = numpy.bincount(members, context.bytes, len(messages)).astype(numpy.float64)
+    return PlanArrays(
+        context=context,
+        prediction=context.replay.predict(schedule),
+        fluid=context.replay.predict(schedule, "fluid").step_time,
         mode=numpy.array([_mode(message, group) for message, group in zip(messages, groups, strict=True)]),
         compressor=numpy.array([COMPRESSORS.index(group.compressor.kind) for group in groups]),
-        served=numpy.array([group.architecture == "parameter_server" for group in groups], dtype=float),
+        by_servers=numpy.array([group.architecture == "parameter_server" for group in groups], dtype=float),
         local=numpy.array([group.local_aggregation for group in groups], dtype=float),
         row_wise=numpy.array([message.rows > 0 for message in messages], dtype=float),
         priority=numpy.array([group.priority for group in groups], dtype=float),
         bytes=size,
         members=members,
-        shards=_shards(scene, messages, size),
+        shards=_shards(context, messages, size),
     )
 
 
@@ -114,13 +114,13 @@ def _mode(message: Message, group: Group) -> int:
     return _MODE_OF[type(first)] if type(first) in _MODE_OF else MODES.index(find(group.topology).encoded_as)
 
 
-def _shards(scene: Scene, messages: tuple[Message, ...], size: Floats) -> Shards:
+def _shards(context: Context, messages: tuple[Message, ...], size: Floats) -> Shards:
     rows: list[tuple[int, int, float, int, int]] = []
     for message in messages:
         whole = max(1, message.numel * ITEMSIZE[message.dtype])
         unit = ITEMSIZE[message.dtype] * float(size[message.index]) / whole
         for transfer in (transfer for round in message.rounds for transfer in round.transfers):
-            for root, numel, pieces, depth in _ranges(scene, transfer):
+            for root, numel, pieces, depth in _ranges(context, transfer):
                 rows.append((message.index, root, unit * numel, pieces, depth))
     return Shards(
         numpy.array([row[0] for row in rows], dtype=numpy.int64),
@@ -131,14 +131,14 @@ def _shards(scene: Scene, messages: tuple[Message, ...], size: Floats) -> Shards
     )
 
 
-def _ranges(scene: Scene, transfer: Transfer) -> Iterator[tuple[int, int, int, int]]:
+def _ranges(context: Context, transfer: Transfer) -> Iterator[tuple[int, int, int, int]]:
     """Root, elements, pieces and depth of each range of a transfer."""
     if isinstance(transfer, TreeTransfer):
         numel = transfer.stop - transfer.start
         parents = transfer.reduce.parents
-        if parents not in scene.depths:
-            scene.depths[parents] = transfer.reduce.depth
-        yield transfer.root, numel, ceil(numel / transfer.segment), scene.depths[parents]
+        if parents not in context.depths:
+            context.depths[parents] = transfer.reduce.depth
+        yield transfer.root, numel, ceil(numel / transfer.segment), context.depths[parents]
     elif isinstance(transfer, AllToAll):
         for owner, start, stop in zip(transfer.owners, transfer.bounds, transfer.bounds[1:], strict=False):
             yield owner, stop - start, 1, 1

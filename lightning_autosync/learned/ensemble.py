@@ -19,11 +19,12 @@ from safetensors.torch import load, save
 
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.documents import Count, Index, Record, describe_validation_error
+from lightning_autosync.learned.context import Context, Contexts
 from lightning_autosync.learned.dataset.sample import Sample
 from lightning_autosync.learned.examples import Examples, Keys
-from lightning_autosync.learned.kinds import KINDS, Kind
-from lightning_autosync.learned.networks import Network
-from lightning_autosync.learned.scene import Scene, Scenes
+from lightning_autosync.learned.hetero import HeteroNetwork
+from lightning_autosync.learned.networks import AttentionNetwork, LinearNetwork, Network, RecurrentNetwork
+from lightning_autosync.learned.plan_arrays import plan_arrays
 from lightning_autosync.learned.simulator import (
     HEADER,
     Estimate,
@@ -34,7 +35,6 @@ from lightning_autosync.learned.simulator import (
     write_simulator,
 )
 from lightning_autosync.learned.training import TUNING, Training, scores, train
-from lightning_autosync.learned.traits import traits
 from lightning_autosync.plan import SyncPlan
 from lightning_autosync.replay.constants import Constants
 from lightning_autosync.workload import Workload
@@ -42,6 +42,10 @@ from lightning_autosync.workload import Workload
 Floats = NDArray[numpy.float64]
 Integers = NDArray[numpy.int64]
 
+KINDS: dict[str, type[Network]] = {
+    network.KIND: network for network in (LinearNetwork, RecurrentNetwork, AttentionNetwork, HeteroNetwork)
+}
+"""By name."""
 MOST_MEMBERS, MOST_FEATURES = 64, 4096
 """Of a saved ensemble: its networks, and the numbers in each of their inputs."""
 _MOST = 16384
@@ -94,7 +98,7 @@ class LearnedEstimator:
     ) -> None:
         if kind not in KINDS:
             raise SimulatorError(f"simulator: '{kind}' is not known; allowed: replay, {', '.join(KINDS)}")
-        self.kind: Kind = KINDS[kind]
+        self.kind = KINDS[kind]
         self.constants = constants or Constants()
         self.members = members
         try:
@@ -107,28 +111,28 @@ class LearnedEstimator:
         self.networks: list[Network] = []
         self._features: dict[str, int] = {}
         self._lines = numpy.tile([1.0, 0.0], (members, 1))
-        self._scenes = Scenes(self.constants)
+        self._contexts = Contexts(self.constants)
         self._encoded: OrderedDict[tuple[str, str, SyncPlan], tuple[Any, float]] = OrderedDict()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LearnedEstimator:
         """Networks of its own; what plans look like is the same for both, and not worked out twice."""
         made = object.__new__(type(self))
-        memo |= {id(self): made, id(self._encoded): self._encoded, id(self._scenes): self._scenes}
+        memo |= {id(self): made, id(self._encoded): self._encoded, id(self._contexts): self._contexts}
         made.__dict__ = {name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()}
         return made
 
     def estimate(self, workload: Workload, cluster: ClusterSpec, plans: Sequence[SyncPlan]) -> Estimate:
         """The mean of the networks' logarithms, and their deviation."""
         key = workload.fingerprint, cluster.fingerprint
-        scene = self._scenes.of(workload, cluster, key)
-        found = [self._encode(scene, key, plan) for plan in plans]
+        context = self._contexts.of(workload, cluster, key)
+        found = [self._encode(context, key, plan) for plan in plans]
         return self.estimate_encoded([item for item, _ in found], numpy.array([base for _, base in found]))
 
     def estimate_encoded(self, items: Sequence[Any], base: Floats) -> Estimate:
         """The same for encoded plans and the logarithms of seconds to which the networks add."""
         if not self.networks or not len(items):
             return Estimate(numpy.exp(base), numpy.zeros(len(base)))
-        answers = numpy.stack([scores(self.kind, network, items) for network in self.networks])
+        answers = numpy.stack([scores(network, items) for network in self.networks])
         values = base + self._lines[:, :1] * answers + self._lines[:, 1:]
         return Estimate(numpy.exp(values.mean(axis=0)), values.std(axis=0))
 
@@ -155,9 +159,9 @@ class LearnedEstimator:
             seed = self.seed * self.members + number
             learned, validation = _kept_apart(examples, held_out[number % len(held_out)] if held_out else None)
             with _seeded(seed):
-                train(self.kind, network, learned, settings, seed, validation)
-            if not self.kind.regression:
-                found = scores(self.kind, network, learned.items)
+                train(network, learned, settings, seed, validation)
+            if not self.kind.REGRESSION:
+                found = scores(network, learned.items)
                 self._lines[number] = _line(found, learned.target - learned.base)
 
     def _observe(self, examples: Examples) -> None:
@@ -173,7 +177,7 @@ class LearnedEstimator:
         keys = Keys()
         found = [
             self._encode(
-                self._scenes.of(sample.workload, sample.cluster, keys.of(sample)), keys.of(sample), sample.plan
+                self._contexts.of(sample.workload, sample.cluster, keys.of(sample)), keys.of(sample), sample.plan
             )
             for sample in samples
         ]
@@ -186,9 +190,9 @@ class LearnedEstimator:
             SimulatorError: nothing was fitted yet.
         """
         if not self.networks:
-            raise SimulatorError(f"simulator '{self.kind.name}': not fitted yet, so there is nothing to save")
+            raise SimulatorError(f"simulator '{self.kind.KIND}': not fitted yet, so there is nothing to save")
         weights = save({name: tensor.contiguous() for name, tensor in self._tensors().items()})
-        write_simulator(directory, self.kind.name, self.constants, self._shape.model_dump(mode="json"), weights)
+        write_simulator(directory, self.kind.KIND, self.constants, self._shape.model_dump(mode="json"), weights)
 
     @classmethod
     def load(cls, directory: str | os.PathLike[str]) -> LearnedEstimator:
@@ -200,14 +204,13 @@ class LearnedEstimator:
         header = read_header(directory)
         made = cls._described(header, Path(directory) / HEADER)
         path, content = read_weights(directory, header)
+        what = ""
         try:
             made._build(len(content))
-        except SimulatorError as error:
-            raise SimulatorError(f"{path}: {error}") from None
-        try:
+            what = "these are not the weights of this simulator: "
             _fill(made._tensors(), content)
         except SimulatorError as error:
-            raise SimulatorError(f"{path}: these are not the weights of this simulator: {error}") from None
+            raise SimulatorError(f"{path}: {what}{error}") from None
         return made
 
     @classmethod
@@ -215,15 +218,19 @@ class LearnedEstimator:
         """What a header, read from ``path``, describes, without its networks."""
         if header.kind not in KINDS:
             raise SimulatorError(f"{path}: kind: expected one of {', '.join(KINDS)}; got '{header.kind}'")
-        kind = KINDS[header.kind]
+        inputs = KINDS[header.kind].INPUTS
         try:
             shape = Shape.model_validate(header.settings)
-            kind.sized(shape.network)
-            kind.check_inputs(shape.features)
+            KINDS[header.kind].sized(shape.network)
         except ValidationError as error:
             raise SimulatorError(f"{path}: settings.{describe_validation_error(error)}") from None
         except SimulatorError as error:
             raise SimulatorError(f"{path}: settings.{error}") from None
+        if set(shape.features) != set(inputs):
+            found = ", ".join(shape.features) or "none"
+            raise SimulatorError(
+                f"{path}: settings.features: '{header.kind}' has some of {', '.join(inputs)}; got {found}"
+            )
         made = cls(
             header.kind, header.constants, shape.members, shape.network, shape.training, shape.tuning, shape.seed
         )
@@ -259,15 +266,15 @@ class LearnedEstimator:
         self.networks = []
         for number in range(self.members):
             with _seeded(self.seed * self.members + number):
-                self.networks.append(self.kind.network(self._features, self.sizes))
+                self.networks.append(self.kind.build(self._features, self.sizes))
             if available is not None and (needed := self.members * _bytes(self.networks[0])) > available:
                 raise SimulatorError(f"{available} bytes; {self.members} networks of these sizes take {needed}")
 
-    def _encode(self, scene: Scene, key: tuple[str, str], plan: SyncPlan) -> tuple[Any, float]:
+    def _encode(self, context: Context, key: tuple[str, str], plan: SyncPlan) -> tuple[Any, float]:
         """What this kind sees of a plan, and the logarithm of the seconds to which it adds."""
         whole = (*key, plan)
         if whole not in self._encoded:
-            found = traits(scene, plan)
+            found = plan_arrays(context, plan)
             self._encoded[whole] = self.kind.encode(found), self.kind.base(found)
             if len(self._encoded) > _MOST:
                 self._encoded.popitem(last=False)

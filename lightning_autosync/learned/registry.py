@@ -1,7 +1,10 @@
-"""The config group ``simulator``: which simulator, of what size, and how it is trained."""
+"""All simulators by name, and the config group ``simulator``: which one, of what size, and how it is trained."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from pydantic import Field, PositiveInt, field_validator, model_validator
@@ -9,10 +12,30 @@ from typing_extensions import Self
 
 from lightning_autosync.cluster import configuration_directory
 from lightning_autosync.documents import Record, read_data
-from lightning_autosync.learned import SIMULATORS, Simulator, Training
-from lightning_autosync.learned.kinds import KINDS
-from lightning_autosync.learned.training import TUNING
+from lightning_autosync.learned.ensemble import KINDS, LearnedEstimator
+from lightning_autosync.learned.simulator import HEADER, ReplayEstimator, Simulator, SimulatorError, read_header
+from lightning_autosync.learned.training import TUNING, Training
 from lightning_autosync.replay import Constants
+
+SIMULATORS: dict[str, Callable[..., Simulator]] = {
+    ReplayEstimator.KIND: ReplayEstimator,
+    **{name: partial(LearnedEstimator, name) for name in KINDS},
+}
+"""Simulators by name; all take ``constants``, the learned ones also what `LearnedEstimator` takes."""
+
+
+def load_simulator(directory: str | os.PathLike[str]) -> Simulator:
+    """Read a simulator of any kind.
+
+    Raises:
+        SimulatorError: there is none, or it is of another format version, damaged, or of a kind unknown here.
+    """
+    kind = read_header(directory).kind
+    if kind not in SIMULATORS:
+        raise SimulatorError(
+            f"{os.path.join(directory, HEADER)}: kind: '{kind}' is not known; allowed: {', '.join(SIMULATORS)}"
+        )
+    return ReplayEstimator.load(directory) if kind == ReplayEstimator.KIND else LearnedEstimator.load(directory)
 
 
 class SimulatorSettings(Record):
@@ -45,7 +68,7 @@ class SimulatorSettings(Record):
             return self
         KINDS[self.kind].sized(self.network)
         for name, settings in (("training", self.training), ("tuning", self.tuning)):
-            if settings.sharpness != Training().sharpness and not KINDS[self.kind].corrects:
+            if settings.sharpness != Training().sharpness and not KINDS[self.kind].CORRECTS:
                 raise ValueError(f"{name}.sharpness: the ranking loss of '{self.kind}' takes none; leave it out")
         return self
 

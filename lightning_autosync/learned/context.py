@@ -1,4 +1,4 @@
-"""`Scene`: what a simulator knows of a workload on a cluster before it sees a plan."""
+"""`Context`: what a simulator knows of a workload on a cluster before it sees a plan."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ Integers = NDArray[numpy.int64]
 BUNDLES = 32
 """Variable nodes of a graph at most; neighbours in the order of backward are taken together beyond."""
 _MOST = 128
-"""Scenes that are kept; each holds a few hundred kilobytes."""
+"""Contexts that are kept; each holds a few hundred kilobytes."""
 _LEAST_SECONDS = 1e-6
 """Where a workload takes no time at all."""
 
 
-class Scene:
+class Context:
     """A workload on a cluster; everything is worked out when first asked for, and once.
 
     Args:
@@ -144,22 +144,22 @@ class Scene:
         return pairs[:, 0], pairs[:, 1]
 
 
-class Scenes:
-    """The scenes of one set of constants, the most recently used ones kept."""
+class Contexts:
+    """The contexts of one set of constants, the most recently used ones kept."""
 
     def __init__(self, constants: Constants) -> None:
         self._constants = constants
-        self._kept: OrderedDict[tuple[str, str], Scene] = OrderedDict()
+        self._kept: OrderedDict[tuple[str, str], Context] = OrderedDict()
 
-    def of(self, workload: Workload, cluster: ClusterSpec, key: tuple[str, str] | None = None) -> Scene:
-        """The scene of a workload on a cluster; ``key`` are their fingerprints, where they are known.
+    def of(self, workload: Workload, cluster: ClusterSpec, key: tuple[str, str] | None = None) -> Context:
+        """The context of a workload on a cluster; ``key`` are their fingerprints, where they are known.
 
         Raises:
             ClusterError: the rates of the cluster are unknown.
         """
         key = key or (workload.fingerprint, cluster.fingerprint)
         if key not in self._kept:
-            self._kept[key] = Scene(workload, cluster, self._constants)
+            self._kept[key] = Context(workload, cluster, self._constants)
             if len(self._kept) > _MOST:
                 self._kept.popitem(last=False)
         self._kept.move_to_end(key)
