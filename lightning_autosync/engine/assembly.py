@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from lightning_autosync.cluster import ClusterSpec, Topology
 from lightning_autosync.engine.buckets import Bucket, DenseBucket, RowBucket
+from lightning_autosync.engine.collectives import gather_json
+from lightning_autosync.engine.connections import CONNECT_TIMEOUT, connect_pairs
 from lightning_autosync.engine.exchanges import (
     AllReduceExchange,
     AllToAllExchange,
@@ -27,10 +29,9 @@ from lightning_autosync.engine.exchanges import (
     two_level_groups,
 )
 from lightning_autosync.engine.exchanges.staging import StagedExchange, StagedRowExchange
+from lightning_autosync.engine.failure_detector import open_failure_detector
 from lightning_autosync.engine.layout import real_view
-from lightning_autosync.engine.lifeline import open_lifeline
 from lightning_autosync.engine.pacing import pacing_rates
-from lightning_autosync.engine.rendezvous import connect_pairs, gather_json
 from lightning_autosync.engine.shared_memory import SharedMemory
 from lightning_autosync.engine.transport import Transport
 from lightning_autosync.errors import PlanError
@@ -45,8 +46,6 @@ from lightning_autosync.plan.schedule import (
 
 _ROUNDS = 2
 """Channels a message: PowerSGD's two rounds need one each."""
-_CONNECT_TIMEOUT = 120.0
-"""Seconds, at most, for all ranks to connect."""
 
 
 class Assembly:
@@ -80,7 +79,7 @@ class Assembly:
         self._transport: Transport | None = None
         address = _own_address(cluster, self._rank)
         alone = watched or (address is None and "MASTER_ADDR" not in os.environ)
-        self._lifeline = None if alone else open_lifeline(group, timeout, address)
+        self._failure_detector = None if alone else open_failure_detector(group, timeout, address)
         try:
             self._transport = self._connect(schedule, cluster, address)
             self._shared = self._share(schedule)
@@ -107,8 +106,8 @@ class Assembly:
             self._transport.close()
         if self._shared is not None:
             self._shared.close()
-        if self._lifeline is not None:
-            self._lifeline.close()
+        if self._failure_detector is not None:
+            self._failure_detector.close()
 
     def _two_level_groups(self, schedule: Schedule) -> TwoLevelGroups | None:
         transfers = (
@@ -125,7 +124,7 @@ class Assembly:
         if not any(message.on_trees for message in schedule.messages):
             return None
         edges = schedule.tree_edges()
-        sockets = connect_pairs(edges, self._group, address, min(self._timeout, _CONNECT_TIMEOUT))
+        sockets = connect_pairs(edges, self._group, address, min(self._timeout, CONNECT_TIMEOUT))
         if cluster is None or not cluster.measured:
             return Transport(sockets)
         topology = Topology(cluster)
@@ -138,7 +137,7 @@ class Assembly:
         if not shared:
             return None
         sizes = {message.index: message.rounds[0].length * getattr(torch, message.dtype).itemsize for message in shared}
-        return SharedMemory(sizes, self._group, min(self._timeout, _CONNECT_TIMEOUT))
+        return SharedMemory(sizes, self._group, min(self._timeout, CONNECT_TIMEOUT))
 
     def _bucket(self, message: Message) -> Bucket:
         parameters = [self._parameters[name] for name in message.variables]

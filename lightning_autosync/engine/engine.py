@@ -15,9 +15,9 @@ from torch.utils.hooks import RemovableHandle
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.engine.assembly import Assembly
 from lightning_autosync.engine.buckets import Bucket
-from lightning_autosync.engine.lifeline import report
 from lightning_autosync.engine.memories import CompressorMemory, Memories, check_scale
 from lightning_autosync.engine.tracing import Recorder
+from lightning_autosync.engine.waiting import announce
 from lightning_autosync.errors import ExchangeError
 from lightning_autosync.plan.schedule import Schedule
 
@@ -45,7 +45,7 @@ class Engine:
             buffers, which saves memory. By default ``parameter.grad`` stays the user's own tensor.
         static_graph: as of ``DistributedDataParallel``: whether each backward pass accumulates each gradient as often
             as the first one did, so that a module may run several times under reentrant checkpointing.
-        watched: whether the caller has a `Lifeline` open for all ranks, so that the engine needs none.
+        watched: whether the caller has a `FailureDetector` open for all ranks, so that the engine needs none.
 
     Attributes:
         schedule: what is exchanged.
@@ -229,7 +229,7 @@ class Engine:
     def interrupt(self, cause: BaseException) -> None:
         """A backward pass ended with an error on this rank: what its messages hold is unknown, so none can follow."""
         self._interruption = f"{type(cause).__name__}: {cause}"
-        report(cause)
+        announce(cause)
 
     @property
     def bytes_sent(self) -> int:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping
 from typing import NoReturn
 
-from lightning_autosync.engine.lifeline import explained, wait_watched
+from lightning_autosync.engine.waiting import explained, wait_for_ranks
 from lightning_autosync.errors import ExchangeError
 
 _RECORD = struct.Struct("=II")
@@ -101,7 +101,7 @@ class Handover:
         if self._error is not None:
             raise self._error
         try:
-            wait_watched(lambda seconds: self._reached(mark, step, seconds), what, timeout)
+            wait_for_ranks(lambda seconds: self._reached(mark, step, seconds), what, timeout)
         except ExchangeError as error:
             self._fail(error)
 

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
+from lightning_autosync.engine.collectives import gather_json
 from lightning_autosync.engine.layout import real_view
-from lightning_autosync.engine.rendezvous import gather_json
 from lightning_autosync.errors import ExchangeError
 
 _WIDTH = 1024

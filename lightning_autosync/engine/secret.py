@@ -10,7 +10,7 @@ import stat
 
 import torch.distributed as dist
 
-from lightning_autosync.engine.rendezvous import gather_json
+from lightning_autosync.engine.collectives import gather_json
 from lightning_autosync.errors import ExchangeError
 
 SECRET, SECRET_FILE = "AUTOSYNC_SECRET", "AUTOSYNC_SECRET_FILE"

@@ -22,8 +22,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_autosync.engine.collectives import gather_json
+from lightning_autosync.engine.connections import connect_pairs
 from lightning_autosync.engine.handover import Handover
-from lightning_autosync.engine.rendezvous import connect_pairs, gather_json
 from lightning_autosync.errors import ExchangeError, PlanError
 
 

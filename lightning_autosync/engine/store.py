@@ -9,7 +9,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from lightning_autosync.engine.rendezvous import listen
+from lightning_autosync.engine.connections import listen
 from lightning_autosync.errors import ExchangeError
 
 PATIENCE = 10.0

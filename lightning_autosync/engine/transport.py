@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from lightning_autosync.engine.sockets import tune_connection
+from lightning_autosync.engine.connections import tune_connection
 from lightning_autosync.errors import ExchangeError
 
 _HEADER = struct.Struct("<IIIIIQ")

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from lightning_autosync import errors
-from lightning_autosync.engine.lifeline import Lifeline, open_lifeline
-from lightning_autosync.engine.rendezvous import gather_json
-from lightning_autosync.engine.roll_call import Meeting, roll_call
+from lightning_autosync.engine.collectives import gather_json
+from lightning_autosync.engine.failure_detector import FailureDetector, open_failure_detector
+from lightning_autosync.engine.rendezvous_check import Rendezvous, checked_rendezvous
 from lightning_autosync.errors import AutoSyncError, ExchangeError, PlanError
 from lightning_autosync.plan import SyncPlan
 from lightning_autosync.strategy.settings import Settings
@@ -72,13 +72,13 @@ def _raise_difference(identities: list[dict[str, str]]) -> None:
 
 
 def all_called(environment: Any, settings: Settings) -> AbstractContextManager[None]:
-    """Around the forming of the process group and `meet`: see `roll_call`.
+    """Around the forming of the process group and `meet`: see `checked_rendezvous`.
 
     Args:
         environment: Lightning's ``ClusterEnvironment``, which knows this process's rank by now.
     """
-    return roll_call(
-        Meeting(
+    return checked_rendezvous(
+        Rendezvous(
             environment.main_address,
             environment.main_port,
             environment.global_rank(),
@@ -88,7 +88,7 @@ def all_called(environment: Any, settings: Settings) -> AbstractContextManager[N
     )
 
 
-def meet(settings: Settings) -> Lifeline | None:
+def meet(settings: Settings) -> FailureDetector | None:
     """Compare what ranks run, and connect them so that each learns which one is lost; collective.
 
     The versions of this package and of the plan's format must be equal; of torch's version the first two numbers
@@ -106,7 +106,7 @@ def meet(settings: Settings) -> Lifeline | None:
     """
     _compare_versions(gather_json(own_versions()))
     agree(lambda: _usable(settings), _rules)
-    return open_lifeline(None, settings.timeout)
+    return open_failure_detector(None, settings.timeout)
 
 
 def own_versions() -> dict[str, str]:

@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 from typing_extensions import NotRequired, TypedDict
 
 from lightning_autosync.documents import Count, Record, checked, shortened, shown
+from lightning_autosync.engine.collectives import group_device
 from lightning_autosync.engine.memories import Memories, Memory
-from lightning_autosync.engine.rendezvous import group_device
 from lightning_autosync.errors import PeerLost, PlanError
 from lightning_autosync.relaxed.base import Synchronizer
 from lightning_autosync.relaxed.transport.mesh import Mesh

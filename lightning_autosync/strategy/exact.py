@@ -14,9 +14,8 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from lightning_autosync.engine import Engine
-from lightning_autosync.engine.broadcast import BufferBroadcast, broadcast_tensors
+from lightning_autosync.engine.collectives import BufferBroadcast, broadcast_tensors, gather_json, group_device
 from lightning_autosync.engine.memories import Memories
-from lightning_autosync.engine.rendezvous import gather_json, group_device
 from lightning_autosync.engine.replica_check import ReplicaCheck
 from lightning_autosync.engine.watch import ParameterWatch, difference
 from lightning_autosync.errors import PlanError
@@ -39,7 +38,7 @@ class Replica:
         nodes: number of the job's nodes.
         devices: ranks on each.
         group: process group of all ranks; None is the default one.
-        watched: whether the strategy has a `Lifeline` open.
+        watched: whether the strategy has a `FailureDetector` open.
 
     Raises:
         DocumentError: (or a subclass, on every rank) plan, model, cluster and job do not fit each other.

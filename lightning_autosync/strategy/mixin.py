@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_autosync.engine import Engine
-from lightning_autosync.engine.lifeline import Lifeline
+from lightning_autosync.engine.failure_detector import FailureDetector
 from lightning_autosync.engine.scheduling import set_batch_scheduling
 from lightning_autosync.plan import Schedule, Semantics, SyncPlan
 from lightning_autosync.strategy.agreement import all_called, meet
@@ -127,7 +127,7 @@ class AutoSyncMixin(_Base):
         super().__init__(**launch)
         self._settings: Settings = settings
         self._replica: Replica | RelaxedReplica | None = None
-        self._lifeline: Lifeline | None = None
+        self._failure_detector: FailureDetector | None = None
         self._job: Underway | None = None
         """That this process comes back to."""
         self._skipped = 0
@@ -156,7 +156,7 @@ class AutoSyncMixin(_Base):
         self.set_world_ranks()
         with all_called(self.cluster_environment, self._settings):
             super().setup_environment()
-            self._lifeline = meet(self._settings)
+            self._failure_detector = meet(self._settings)
 
     def setup(self, trainer: Any) -> None:
         leave_lockstep(trainer)
@@ -165,8 +165,8 @@ class AutoSyncMixin(_Base):
         super().setup(trainer)
 
     def _on_sigterm(self) -> None:
-        if self._lifeline is not None:
-            self._lifeline.terminate()
+        if self._failure_detector is not None:
+            self._failure_detector.terminate()
 
     def configure_ddp(self) -> None:
         assert self.model is not None
@@ -180,7 +180,7 @@ class AutoSyncMixin(_Base):
         else:
             self._replica = RelaxedReplica(*place, self.global_rank, self._job)
             self._job = None
-            self._close_lifeline()  # who is lost, their mesh tells from here on
+            self._close_failure_detector()  # who is lost, their mesh tells from here on
         self.model = SynchronizedModule(self.model, self._replica)
 
     def setup_optimizers(self, trainer: Any) -> None:
@@ -401,8 +401,8 @@ class AutoSyncMixin(_Base):
 
     def tell_others(self, exception: BaseException) -> None:
         """This rank ends with an error: let the others name it."""
-        if self._lifeline is not None:
-            self._lifeline.fail(exception)
+        if self._failure_detector is not None:
+            self._failure_detector.announce(exception)
         if self._relaxed is not None:
             self._relaxed.fail(exception)
 
@@ -410,15 +410,15 @@ class AutoSyncMixin(_Base):
         try:
             self._close()
         finally:
-            self._close_lifeline()
+            self._close_failure_detector()
         if isinstance(self.model, SynchronizedModule):
             self.model = self.lightning_module
         super().teardown()
 
-    def _close_lifeline(self) -> None:
-        if self._lifeline is not None:
-            self._lifeline.close()
-            self._lifeline = None
+    def _close_failure_detector(self) -> None:
+        if self._failure_detector is not None:
+            self._failure_detector.close()
+            self._failure_detector = None
 
     def _close(self) -> None:
         if self._replica is not None:

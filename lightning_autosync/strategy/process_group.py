@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from lightning_autosync.engine.lifeline import Watch, watching
+from lightning_autosync.engine.waiting import Monitor, monitored_by
 from lightning_autosync.errors import ExchangeError
 from lightning_autosync.relaxed.averaging_worker import Meeting
 
@@ -83,7 +83,7 @@ def begin_alone(backend: str) -> None:
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
 
-class LossWatch(Watch):
+class LossWatch(Monitor):
     """Ends what all who met do together, once one of them is lost.
 
     Args:
@@ -95,7 +95,7 @@ class LossWatch(Watch):
         self.timeout = others.timeout
         self._what, self._others = what, others
 
-    def look(self) -> None:
+    def check(self) -> None:
         if self._others.lost():
             raise self.explain("")
 
@@ -112,9 +112,9 @@ class LossWatch(Watch):
         )
 
     def _await_loss(self) -> bool:
-        deadline = time.monotonic() + self.patience
+        deadline = time.monotonic() + self.answer_timeout
         while not self._others.lost() and time.monotonic() < deadline:
-            time.sleep(self.patience / 50)
+            time.sleep(self.answer_timeout / 50)
         return bool(self._others.lost())
 
 
@@ -128,7 +128,7 @@ def told_of_loss(what: str, others: Others) -> Iterator[None]:
     """
     watch = LossWatch(what, others)
     try:
-        with watching(watch):
+        with monitored_by(watch):
             yield
     except ExchangeError:
         raise

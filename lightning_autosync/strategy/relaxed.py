@@ -12,7 +12,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_autosync.engine.broadcast import BufferBroadcast, broadcast_tensors
+from lightning_autosync.engine.collectives import BufferBroadcast, broadcast_tensors
 from lightning_autosync.engine.watch import ParameterWatch
 from lightning_autosync.errors import ExchangeError, PlanError
 from lightning_autosync.plan import SyncPlan

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_autosync.cluster import ClusterSpec
-from lightning_autosync.engine.broadcast import structure_digest
+from lightning_autosync.engine.collectives import structure_digest
 from lightning_autosync.engine.shared_memory import sharing_fault
 from lightning_autosync.errors import ClusterError, PlanError
 from lightning_autosync.plan import Schedule, SyncPlan, builders, compile_plan

@@ -74,7 +74,7 @@ SIGNAL_CHECK = "_broadcast_sigterm_tensor"
 def leave_lockstep(trainer: Any) -> None:
     """Let each rank look at its own signals only, as Lightning does at the end of each batch in any case.
 
-    What one rank does after a signal, the others learn by its lifeline or mesh.
+    What one rank does after a signal, the others learn by the failure detector or the mesh.
     """
     loop = trainer.fit_loop.epoch_loop
     if hasattr(loop, SIGNAL_CHECK):

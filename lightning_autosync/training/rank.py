@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.documents import write_text
-from lightning_autosync.engine.rendezvous import gather_json
+from lightning_autosync.engine.collectives import gather_json
 from lightning_autosync.errors import ClusterError, DocumentError, UnwritableError
 from lightning_autosync.measure.models.models import Batch, Model
 from lightning_autosync.measure.models.recipes import model_of

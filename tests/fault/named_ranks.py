@@ -20,7 +20,7 @@ from torchmetrics import MeanMetric
 
 from lightning_autosync import AutoSyncFabricStrategy, AutoSyncStrategy, builders
 from lightning_autosync.cluster import ClusterSpec
-from lightning_autosync.engine.rendezvous import gather_json
+from lightning_autosync.engine.collectives import gather_json
 from lightning_autosync.strategy import resolution
 from lightning_autosync.strategy.resolution import resolve
 from lightning_autosync.workload import describe

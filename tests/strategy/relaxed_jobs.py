@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler
 from torchmetrics import MeanMetric
 
 from lightning_autosync import AutoSyncStrategy, SyncPlan
-from lightning_autosync.engine.rendezvous import gather_json
+from lightning_autosync.engine.collectives import gather_json
 from lightning_autosync.plan import Consistency, Group, builders
 from lightning_autosync.relaxed.transport.mesh import Mesh
 from lightning_autosync.strategy.job import STORE_PORT

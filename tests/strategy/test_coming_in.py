@@ -11,9 +11,9 @@ from strangers import SECRET, listening_as
 
 from lightning_autosync.cli.serve import serve
 from lightning_autosync.engine import store as stores
-from lightning_autosync.engine.lifeline import watching
 from lightning_autosync.engine.secret import seal
 from lightning_autosync.engine.store import open_store
+from lightning_autosync.engine.waiting import monitored_by
 from lightning_autosync.errors import ExchangeError
 from lightning_autosync.strategy import job
 from lightning_autosync.strategy.job import STORE_PORT, check_way_back, find_job
@@ -75,5 +75,5 @@ def test_a_first_rank_that_died_before_its_store_was_found_is_named(monkeypatch:
         monkeypatch.setattr(job.dist, "get_world_size", lambda: 2)
         found = SimpleNamespace(plan=SimpleNamespace(world_size=2))
         others = Others(1, lambda: {0: "its process has ended"}, lambda _: None, 1.0)
-        with watching(LossWatch("a step", others)), pytest.raises(ExchangeError, match=r"rank 0 is lost \(its process"):
+        with monitored_by(LossWatch("a step", others)), pytest.raises(ExchangeError, match="rank 0 is lost"):
             job._meet_at_store(found, Settings(timeout=20.0), 1)

@@ -9,7 +9,7 @@ from lightning_autosync.strategy.process_group import LossWatch, Others
 
 
 def test_where_only_a_connection_is_lost_ranks_name_those_that_end_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LossWatch, "patience", 0.05)
+    monkeypatch.setattr(LossWatch, "answer_timeout", 0.05)
     lost: dict[int, str] = {}
     told: list[ExchangeError] = []
 
@@ -23,7 +23,7 @@ def test_where_only_a_connection_is_lost_ranks_name_those_that_end_with_it(monke
 
 
 def test_where_a_rank_is_lost_nothing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LossWatch, "patience", 0.05)
+    monkeypatch.setattr(LossWatch, "answer_timeout", 0.05)
     told: list[ExchangeError] = []
     error = LossWatch("a barrier", Others(0, lambda: {1: "it is silent"}, told.append, 1.0)).explain("closed by peer")
     assert told == []
@@ -31,6 +31,6 @@ def test_where_a_rank_is_lost_nothing_is_told(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_where_nobody_answers_the_first_to_notice_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LossWatch, "patience", 0.05)
+    monkeypatch.setattr(LossWatch, "answer_timeout", 0.05)
     error = LossWatch("a barrier", Others(3, dict, lambda _: None, 1.0)).explain("closed by peer")
     assert "closed by peer; the first whose connection failed is rank 3" in str(error)

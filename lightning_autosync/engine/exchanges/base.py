@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_autosync.engine.lifeline import explained, wait_watched
+from lightning_autosync.engine.waiting import explained, wait_for_ranks
 from lightning_autosync.errors import ExchangeError
 
 
@@ -71,7 +71,7 @@ class Completion:
 
     def wait(self) -> None:
         if self._error is None:
-            wait_watched(self._done.wait, self._what, self._timeout)
+            wait_for_ranks(self._done.wait, self._what, self._timeout)
         if self._error is not None:
             raise explained(self._error) from self._error
 

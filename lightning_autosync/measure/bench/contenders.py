@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.engine import Engine
-from lightning_autosync.engine.broadcast import BufferBroadcast
+from lightning_autosync.engine.collectives import BufferBroadcast
 from lightning_autosync.measure.bench.hooks import install
 from lightning_autosync.measure.bench.settings import DDPOptions
 from lightning_autosync.measure.models.models import Model

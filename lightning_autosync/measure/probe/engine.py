@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.engine import Engine
-from lightning_autosync.engine.rendezvous import gather_json
+from lightning_autosync.engine.collectives import gather_json
 from lightning_autosync.measure.models.paced import PacedModule
 from lightning_autosync.plan import Group, SyncPlan, compile_plan
 from lightning_autosync.workload import Variable, Workload, variable_names

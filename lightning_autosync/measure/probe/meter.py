@@ -14,7 +14,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from lightning_autosync.engine.rendezvous import connect_pairs, gather_json, own_address
+from lightning_autosync.engine.collectives import gather_json
+from lightning_autosync.engine.connections import connect_pairs, own_address
 from lightning_autosync.measure.emulation.throughput import smoothed_round_trip
 from lightning_autosync.measure.probe.sharing import Flow
 from lightning_autosync.measure.probe.stream import Arrival, stream

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
-from lightning_autosync.engine.door import Visitor
-from lightning_autosync.engine.sockets import tune_connection
+from lightning_autosync.engine.authentication import Caller
+from lightning_autosync.engine.connections import tune_connection
 from lightning_autosync.errors import ExchangeError, Expelled, PeerLost
 from lightning_autosync.relaxed.transport import handshake
 from lightning_autosync.relaxed.transport.handshake import Answer, Dialler, Hello
@@ -111,11 +111,11 @@ class Peers:
         missed = partial(self._not_joined, peer, incarnation)
         self._dial(peer, address, hello, timeout, lambda: self._members.status(peer) is not Status.UNKNOWN, missed)
 
-    def answer(self, visitor: Visitor) -> None:
+    def answer(self, caller: Caller) -> None:
         """A process that knows the secret has connected."""
-        guest = visitor.connection
+        guest = caller.connection
         try:
-            hello = handshake.decode_hello(visitor.claim)
+            hello = handshake.decode_hello(caller.claim)
             if self.closing < math.inf or self.error is not None:
                 verdict = handshake.ENDED
             else:
@@ -123,7 +123,7 @@ class Peers:
             resumed = hello.purpose == handshake.RESUME
             received = self.lines[hello.rank].link.received if verdict == handshake.WELCOME and resumed else 0
             answer = Answer(verdict, self._members.incarnation, received, self._members.incarnations())
-            visitor.answer(handshake.encode(answer))
+            caller.answer(handshake.encode(answer))
         except (OSError, ExchangeError):
             guest.close()
             return

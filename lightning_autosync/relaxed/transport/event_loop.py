@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
-from lightning_autosync.engine.door import Door
+from lightning_autosync.engine.authentication import Acceptor
 from lightning_autosync.errors import ExchangeError
 from lightning_autosync.relaxed.transport.connections import DOUBT, HEARD, LOST, Events, Peers
 from lightning_autosync.relaxed.transport.heartbeat import HeartbeatSettings
@@ -121,7 +121,7 @@ class Hub:
             largest,
             self._delivered,
         )
-        self._door = Door(listener, self._selector, secret, settings.redial, self._peers.answer)
+        self._acceptor = Acceptor(listener, self._selector, secret, settings.redial, self._peers.answer)
         self._tick_at = self._looked_at = time.monotonic()
         self._selector.register(self._orders.woken, selectors.EVENT_READ, self._orders.obey)
         self._thread = threading.Thread(target=self._serve, name="autosync-mesh", daemon=True)
@@ -168,7 +168,7 @@ class Hub:
             with suppress(ExchangeError):
                 order()
         self._peers.close()
-        self._door.close()
+        self._acceptor.close()
         self._selector.close()
 
     # The loop
@@ -212,7 +212,7 @@ class Hub:
         self._tick_at = self._looked_at + self._settings.interval / 2
         self._peers.tick(self._looked_at)
         self._flush()
-        self._door.tick(self._looked_at)
+        self._acceptor.tick(self._looked_at)
 
     def _flush(self) -> None:
         while self._peers.unwritten:

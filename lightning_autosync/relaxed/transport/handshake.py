@@ -1,7 +1,7 @@
 """How processes of a mesh find each other: addresses in a torch store, then a hello over a new connection.
 
 The store is open to whoever reaches it. So the addresses in it are sealed with the job's secret, which is not in it.
-Over a connection both sides prove that they know the secret; see `greeting`.
+Over a connection both sides prove that they know the secret; see `engine.authentication`.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from lightning_autosync.engine import greeting
-from lightning_autosync.engine.lifeline import explained, wait_watched
+from lightning_autosync.engine.authentication import connect_with_retries
 from lightning_autosync.engine.secret import seal, unseal
+from lightning_autosync.engine.waiting import explained, wait_for_ranks
 from lightning_autosync.errors import ExchangeError, PeerLost
 
 
@@ -68,7 +68,7 @@ def _await_others(book: dist.Store, others: list[int], timeout: float) -> None:
         return True
 
     try:
-        wait_watched(there, "the mesh", timeout)
+        wait_for_ranks(there, "the mesh", timeout)
     except PeerLost:
         raise
     except ExchangeError:
@@ -165,7 +165,7 @@ def dial_until(
         OSError: nobody listens there, or no answer came before ``deadline`` (seconds of `time.monotonic`).
     """
     while not settled():
-        found = greeting.call_until(target, secret, encode(hello), deadline, settled)
+        found = connect_with_retries(target, secret, encode(hello), deadline, settled)
         if found is None:
             return None
         connection, text = found

@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_autosync.engine.rendezvous import listen, own_address
+from lightning_autosync.engine.connections import listen, own_address
 from lightning_autosync.errors import ExchangeError, MeshTimeout, PeerLost
 from lightning_autosync.relaxed.transport.event_loop import Hub
 from lightning_autosync.relaxed.transport.handshake import sign_in

@@ -250,7 +250,7 @@ def test_a_process_that_is_away_all_the_time_still_finds_out_who_is_lost() -> No
             # It falls silent without a word, and answers no call.
             mesh.receive("go", sender=0, timeout=20.0)
             mesh._hub._peers.tick = lambda now: None  # type: ignore[method-assign]
-            mesh._hub._door._admit = lambda visitor: None
+            mesh._hub._acceptor._admit = lambda caller: None
             mesh._hub._peers._dial = lambda *_: None  # type: ignore[method-assign]
             lost.wait(20.0)
             return True

@@ -1,4 +1,4 @@
-"""Who may come in: greetings, the door, pairs of ranks among strangers."""
+"""Who may connect: handshakes, the acceptor, pairs of ranks among strangers."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 from strangers import KINDS, SECRET, claim, listening_as, visit
 
-from lightning_autosync.engine import door as door_module
-from lightning_autosync.engine import greeting, rendezvous
-from lightning_autosync.engine.door import Door, Visitor
+from lightning_autosync.engine import authentication, connections
+from lightning_autosync.engine.authentication import Acceptor, Caller
 from lightning_autosync.errors import ExchangeError
 
 HOST = "127.0.0.1"
@@ -31,38 +30,38 @@ def soon(seconds: float = 20.0) -> float:
 
 
 @contextmanager
-def served(secret: bytes = SECRET, patience: float = 20.0) -> Iterator[tuple[tuple[str, int], list[bytes], Door]]:
-    """A door that answers everybody "welcome": where, what visitors claimed, itself."""
-    listener, selector = rendezvous.listen(HOST), selectors.DefaultSelector()
+def served(secret: bytes = SECRET, timeout: float = 20.0) -> Iterator[tuple[tuple[str, int], list[bytes], Acceptor]]:
+    """An acceptor that answers everybody "welcome": where, what callers claimed, itself."""
+    listener, selector = connections.listen(HOST), selectors.DefaultSelector()
     address, claims, over = listener.getsockname(), [], threading.Event()
 
-    def admit(visitor: Visitor) -> None:
-        claims.append(visitor.claim)
-        visitor.answer(b"welcome")
-        visitor.connection.close()
+    def admit(caller: Caller) -> None:
+        claims.append(caller.claim)
+        caller.answer(b"welcome")
+        caller.connection.close()
 
-    door = Door(listener, selector, secret, patience, admit)
+    acceptor = Acceptor(listener, selector, secret, timeout, admit)
 
     def serve() -> None:
         while not over.is_set():
             for key, _ in selector.select(0.05):
                 key.data()
-            door.tick(time.monotonic())
+            acceptor.tick(time.monotonic())
 
     thread = threading.Thread(target=serve)
     thread.start()
     try:
-        yield address, claims, door
+        yield address, claims, acceptor
     finally:
         over.set()
         thread.join()
-        door.close()
+        acceptor.close()
         selector.close()
 
 
 def test_who_knows_the_secret_is_let_in_and_hears_it_of_the_other() -> None:
     with served() as (address, claims, _):
-        found = greeting.call(address, SECRET, b"it is me", soon(), never)
+        found = authentication.connect(address, SECRET, b"it is me", soon(), never)
         assert found is not None
         assert found[1] == b"welcome"
         found[0].close()
@@ -71,8 +70,8 @@ def test_who_knows_the_secret_is_let_in_and_hears_it_of_the_other() -> None:
 
 def test_a_caller_of_another_secret_is_hung_up_on() -> None:
     with served() as (address, claims, _):
-        with pytest.raises(greeting.HungUp):
-            greeting.call(address, b"another secret of that length", b"it is me", soon(), never)
+        with pytest.raises(authentication.ConnectionClosed):
+            authentication.connect(address, b"another secret of that length", b"it is me", soon(), never)
         for kind in KINDS:
             assert visit(address, kind)
     assert claims == []
@@ -81,11 +80,11 @@ def test_a_caller_of_another_secret_is_hung_up_on() -> None:
 def test_what_was_overheard_is_of_no_use_later() -> None:
     with served() as (address, claims, _):
         with socket.create_connection(address) as honest:
-            said = claim(honest.recv(greeting.OPENING), SECRET, b"once")
+            said = claim(honest.recv(authentication.OPENING), SECRET, b"once")
             honest.sendall(said)
             assert honest.recv(1000).endswith(b"welcome")
         with socket.create_connection(address) as stranger:
-            stranger.recv(greeting.OPENING)
+            stranger.recv(authentication.OPENING)
             stranger.sendall(said)
             assert stranger.recv(1000) == b""
     assert claims == [b"once"]
@@ -95,11 +94,11 @@ def test_a_secret_does_not_travel() -> None:
     heard: list[bytes] = []
 
     def listen(caller: socket.socket) -> None:
-        caller.sendall(greeting.BANNER + bytes(16))
+        caller.sendall(authentication.BANNER + bytes(16))
         heard.append(caller.recv(4096))
 
     with listening_as(listen) as address, pytest.raises(TimeoutError):
-        greeting.call(address, SECRET, b"it is me", soon(0.5), never)
+        authentication.connect(address, SECRET, b"it is me", soon(0.5), never)
     assert SECRET not in heard[0]
     assert SECRET.hex().encode() not in heard[0]
 
@@ -109,38 +108,41 @@ def test_a_secret_does_not_travel() -> None:
     [
         (lambda caller: None, "no answer"),
         (lambda caller: caller.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n<html>"), "no process of a job"),
-        (lambda caller: caller.sendall(greeting.BANNER + bytes(16) + b"\xff" * 100), "nonsense"),
-        (lambda caller: caller.sendall(greeting.BANNER + bytes(16) + b"\0" * 36), "does not know the secret"),
+        (
+            lambda caller: caller.sendall(authentication.BANNER + bytes(16) + b"\xff" * 100),
+            "in another form",
+        ),
+        (lambda caller: caller.sendall(authentication.BANNER + bytes(16) + b"\0" * 36), "does not know the secret"),
     ],
 )
 def test_a_listener_that_is_something_else_is_told(behave: Callable[[socket.socket], Any], error: str) -> None:
     with listening_as(behave) as address, pytest.raises(OSError, match=error):
-        greeting.call_until(address, SECRET, b"it is me", soon(1.0), never)
+        authentication.connect_with_retries(address, SECRET, b"it is me", soon(1.0), never)
 
 
 def test_few_strangers_are_held_and_an_honest_caller_gets_in_among_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door_module, "MOST_GUESTS", 8)
-    with served() as (address, claims, door), ExitStack() as held:
+    monkeypatch.setattr(authentication, "MAX_PENDING", 8)
+    with served() as (address, claims, acceptor), ExitStack() as held:
         for _ in range(100):
             held.enter_context(socket.create_connection(address))
-        found = greeting.call_until(address, SECRET, b"it is me", soon(), never)
+        found = authentication.connect_with_retries(address, SECRET, b"it is me", soon(), never)
         assert found is not None
         found[0].close()
         assert claims == [b"it is me"]
-        assert len(door._guests) <= 8
+        assert len(acceptor._pending) <= 8
 
 
 def test_who_is_hung_up_on_calls_again() -> None:
     """As one whose place strangers took."""
-    with served() as (address, claims, door):
-        hear = door._hear
+    with served() as (address, claims, acceptor):
+        read = acceptor._read
 
         def crowded(connection: socket.socket) -> None:
-            door._hear = hear  # type: ignore[method-assign]
-            door._turn_away(connection)
+            acceptor._read = read  # type: ignore[method-assign]
+            acceptor._refuse(connection)
 
-        door._hear = crowded  # type: ignore[method-assign]
-        found = greeting.call_until(address, SECRET, b"it is me", soon(), never)
+        acceptor._read = crowded  # type: ignore[method-assign]
+        found = authentication.connect_with_retries(address, SECRET, b"it is me", soon(), never)
         assert found is not None
         found[0].close()
     assert claims == [b"it is me"]
@@ -150,21 +152,21 @@ def test_who_is_hung_up_on_before_it_speaks_calls_again() -> None:
     """On a socket of the machine, unlike TCP, a caller learns at once that nobody listens any more."""
     name, heard = "\0autosync-test-" + secrets.token_hex(8), threading.Event()
 
-    def settled() -> bool:
+    def cancelled() -> bool:
         return heard.is_set()
 
-    with rendezvous.listen(name) as listener:
+    with connections.listen(name) as listener:
 
         def hang_up() -> None:
             for _ in range(2):
                 caller, _ = listener.accept()
-                caller.sendall(greeting.BANNER + bytes(16))
+                caller.sendall(authentication.BANNER + bytes(16))
                 caller.close()
             heard.set()
 
         thread = threading.Thread(target=hang_up)
         thread.start()
-        assert greeting.call_until([name], SECRET, b"it is me", soon(), settled) is None
+        assert authentication.connect_with_retries([name], SECRET, b"it is me", soon(), cancelled) is None
         thread.join()
 
 
@@ -181,14 +183,14 @@ def test_slow_strangers_do_not_keep_ranks_apart(monkeypatch: pytest.MonkeyPatch)
         besieged.wait(20.0)
         return offers
 
-    monkeypatch.setattr(rendezvous, "gather_json", gather)
-    monkeypatch.setattr(rendezvous.dist, "get_rank", lambda group: at_hand.rank)
+    monkeypatch.setattr(connections, "gather_json", gather)
+    monkeypatch.setattr(connections.dist, "get_rank", lambda group: at_hand.rank)
     found: dict[int, Any] = {}
 
     def run(rank: int) -> None:
         at_hand.rank = rank
         try:
-            found[rank] = rendezvous.connect_pairs(edges, None, HOST, 20.0)
+            found[rank] = connections.connect_pairs(edges, None, HOST, 20.0)
         except ExchangeError as error:
             found[rank] = error
 
@@ -215,6 +217,6 @@ def test_slow_strangers_do_not_keep_ranks_apart(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_burst_of_callers_fits_into_the_queue() -> None:
     """More than there are ranks, before anybody looks; who does not fit would have to come again a second later."""
-    with rendezvous.listen(HOST) as listener, ExitStack() as held:
+    with connections.listen(HOST) as listener, ExitStack() as held:
         for _ in range(100):
             held.enter_context(socket.create_connection(listener.getsockname(), timeout=0.9))

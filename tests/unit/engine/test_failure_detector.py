@@ -11,24 +11,25 @@ from collections.abc import Iterator
 import pytest
 import torch.distributed as dist
 
-from lightning_autosync.engine import lifeline
-from lightning_autosync.engine.lifeline import Inquiry, Lifeline, Verdict, explained, wait_watched
+from lightning_autosync.engine import waiting
+from lightning_autosync.engine.failure_detector import FailureDetector, Inquiry, Verdict
+from lightning_autosync.engine.waiting import explained, wait_for_ranks
 from lightning_autosync.errors import ExchangeError, PeerLost
 from lightning_autosync.strategy.process_group import LossWatch, Others
 
-PATIENCE = 2.0
+ANSWER_TIMEOUT = 2.0
 
 
 def inquiry(late: bool = True) -> Inquiry:
     """Of three ranks, all of which were asked at time 0."""
-    found = Inquiry({1, 2}, PATIENCE)
-    assert found.unasked(0.0) == [1, 2]
-    assert found.unasked(0.1) == []
-    found.ask(0.1, late, 1)
+    found = Inquiry({1, 2}, ANSWER_TIMEOUT)
+    assert found.ranks_to_ping(0.0) == [1, 2]
+    assert found.ranks_to_ping(0.1) == []
+    found.request(0.1, late, 1)
     return found
 
 
-def test_who_does_not_answer_is_named_when_patience_ends() -> None:
+def test_who_does_not_answer_is_named_after_the_answer_timeout() -> None:
     found = inquiry()
     found.answered(1, 8.0)
     assert found.verdict(1.9) is None
@@ -67,7 +68,7 @@ def test_where_nobody_is_at_fault_the_first_to_notice_is_named(late: bool) -> No
     found = inquiry(late)
     found.answered(1, 8.0)
     found.answered(2, 8.0)
-    found.ask(0.2, late, 2)
+    found.request(0.2, late, 2)
     verdict = found.verdict(1.0)
     assert verdict is not None
     assert verdict.rank is None
@@ -75,36 +76,36 @@ def test_where_nobody_is_at_fault_the_first_to_notice_is_named(late: bool) -> No
 
 
 def test_nothing_is_concluded_before_somebody_asks() -> None:
-    assert Inquiry({1}, PATIENCE).verdict(100.0) is None
+    assert Inquiry({1}, ANSWER_TIMEOUT).verdict(100.0) is None
 
 
 @pytest.fixture
-def ends() -> Iterator[tuple[Lifeline, Lifeline]]:
+def ends() -> Iterator[tuple[FailureDetector, FailureDetector]]:
     """Both ends of two ranks in one process."""
     one, other = socket.socketpair()
-    pair = Lifeline(0, {1: one}, 4.0), Lifeline(1, {0: other}, 4.0)
+    pair = FailureDetector(0, {1: one}, 4.0), FailureDetector(1, {0: other}, 4.0)
     yield pair
     for end in reversed(pair):
         end.close()
 
 
-def wait_for_verdict(end: Lifeline) -> Verdict:
+def wait_for_verdict(end: FailureDetector) -> Verdict:
     assert end._known.wait(20.0)
     assert end.verdict is not None
     return end.verdict
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_an_error_of_one_rank_reaches_the_other(ends: tuple[Lifeline, Lifeline], failing: int) -> None:
-    ends[failing].fail(ValueError("too small"))
+def test_an_error_of_one_rank_reaches_the_other(ends: tuple[FailureDetector, FailureDetector], failing: int) -> None:
+    ends[failing].announce(ValueError("too small"))
     assert wait_for_verdict(ends[1 - failing]) == Verdict(failing, "it ended with ValueError: too small")
     with pytest.raises(PeerLost, match=f"rank {failing} is lost: it ended with ValueError: too small"):
-        ends[1 - failing].look()
+        ends[1 - failing].check()
 
 
 @pytest.mark.parametrize("failing", [0, 1])
 def test_an_end_that_closes_without_a_word_is_a_process_that_died(
-    ends: tuple[Lifeline, Lifeline], failing: int
+    ends: tuple[FailureDetector, FailureDetector], failing: int
 ) -> None:
     ends[failing]._connections[1 - failing].socket.shutdown(socket.SHUT_RDWR)
     assert wait_for_verdict(ends[1 - failing]) == Verdict(failing, "its process has ended")
@@ -112,31 +113,31 @@ def test_an_end_that_closes_without_a_word_is_a_process_that_died(
 
 @pytest.mark.parametrize("leaving", [0, 1])
 def test_who_takes_leave_is_not_at_fault_until_somebody_misses_it(
-    ends: tuple[Lifeline, Lifeline], leaving: int
+    ends: tuple[FailureDetector, FailureDetector], leaving: int
 ) -> None:
     ends[leaving].close()
-    ends[1 - leaving].look()
+    ends[1 - leaving].check()
     assert "it has ended, while others go on" in str(ends[1 - leaving].explain("a barrier failed"))
 
 
 @pytest.mark.parametrize("nonsense", [b'[1, 2]\n{"are you there"\n', b"[" * 10_000 + b"\n"])
-def test_nonsense_ends_the_connection_only(ends: tuple[Lifeline, Lifeline], nonsense: bytes) -> None:
+def test_nonsense_ends_the_connection_only(ends: tuple[FailureDetector, FailureDetector], nonsense: bytes) -> None:
     ends[1]._connections[0].socket.send(nonsense)
-    assert wait_for_verdict(ends[0]) == Verdict(1, "it sent what is no message")
+    assert wait_for_verdict(ends[0]) == Verdict(1, "it sent something that is not a message")
 
 
-def test_a_wait_ends_with_the_verdict(ends: tuple[Lifeline, Lifeline]) -> None:
-    ends[0].fail(ValueError("too small"))
+def test_a_wait_ends_with_the_verdict(ends: tuple[FailureDetector, FailureDetector]) -> None:
+    ends[0].announce(ValueError("too small"))
     with pytest.raises(PeerLost, match="rank 0 is lost"):
-        wait_watched(lambda seconds: bool(time.sleep(0.01)), "a message", 60.0)
+        wait_for_ranks(lambda seconds: bool(time.sleep(0.01)), "a message", 60.0)
 
 
 def test_a_wait_in_vain_says_for_what_and_how_long() -> None:
     with pytest.raises(ExchangeError, match=r"a message: no answer from the other ranks in 0\.3 s"):
-        wait_watched(lambda seconds: bool(time.sleep(seconds)), "a message", 0.3)
+        wait_for_ranks(lambda seconds: bool(time.sleep(seconds)), "a message", 0.3)
 
 
-def test_a_rank_waits_while_any_of_its_threads_does(ends: tuple[Lifeline, Lifeline]) -> None:
+def test_a_rank_waits_while_any_of_its_threads_does(ends: tuple[FailureDetector, FailureDetector]) -> None:
     one, other = ends[0].waiting(), ends[0].waiting()
     one.__enter__()
     other.__enter__()
@@ -146,23 +147,23 @@ def test_a_rank_waits_while_any_of_its_threads_does(ends: tuple[Lifeline, Lifeli
     assert ends[0]._waiting_since is None
 
 
-def test_a_sigterm_ends_a_wait_that_does_not_end_by_itself(ends: tuple[Lifeline, Lifeline]) -> None:
+def test_a_sigterm_ends_a_wait_that_does_not_end_by_itself(ends: tuple[FailureDetector, FailureDetector]) -> None:
     ends[1].terminate()
     with pytest.raises(ExchangeError, match="this rank got a SIGTERM"):
-        wait_watched(lambda seconds: bool(time.sleep(0.01)), "a message", 60.0)
+        wait_for_ranks(lambda seconds: bool(time.sleep(0.01)), "a message", 60.0)
 
 
-def test_without_a_lifeline_an_error_stays_what_it_is() -> None:
+def test_without_a_monitor_an_error_stays_what_it_is() -> None:
     error = ExchangeError("lost the connection to rank 1")
     assert explained(error) is error
     assert type(explained("why")) is ExchangeError
 
 
-def test_torch_is_left_alone_when_all_are_closed(ends: tuple[Lifeline, Lifeline]) -> None:
-    assert dist.Work.wait is lifeline._wait
+def test_torch_is_left_alone_when_all_are_closed(ends: tuple[FailureDetector, FailureDetector]) -> None:
+    assert dist.Work.wait is waiting._wait
     for end in ends:
         end.close()
-    assert dist.Work.wait is lifeline._plain_wait
+    assert dist.Work.wait is waiting._torch_wait
 
 
 @pytest.mark.parametrize("backend", ["cuda:nccl", "cpu:gloo,cuda:nccl"])
@@ -170,18 +171,18 @@ def test_a_backend_of_gpus_is_left_alone(backend: str, monkeypatch: pytest.Monke
     """NCCL takes a wait of limited time for one that blocks, and aborts the group at its end."""
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_backend_config", lambda: backend)
-    with lifeline.watching(LossWatch("a step", Others(1, dict, lambda _: None, 4.0))):
-        assert dist.Work.wait is lifeline._plain_wait
+    with waiting.monitored_by(LossWatch("a step", Others(1, dict, lambda _: None, 4.0))):
+        assert dist.Work.wait is waiting._torch_wait
 
 
 def test_a_forked_child_does_not_hide_that_its_parent_died() -> None:
     """As a loader's workers, which outlive it by seconds."""
     one, other = socket.socketpair()
     told, tell = os.pipe()
-    first = Lifeline(0, {1: one}, 4.0)
+    first = FailureDetector(0, {1: one}, 4.0)
     rank = os.fork()
     if rank == 0:
-        second = Lifeline(1, {0: other}, 4.0)
+        second = FailureDetector(1, {0: other}, 4.0)
         worker = os.fork()
         if worker == 0:
             time.sleep(60.0)

@@ -1,7 +1,8 @@
-"""Making replicas equal: tensors of rank 0, broadcast to all."""
+"""Small collectives over a process group: JSON values of all ranks, tensors and buffers of rank 0."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -10,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_autosync.documents import digest
-from lightning_autosync.engine.rendezvous import gather_json
 from lightning_autosync.errors import PlanError
 from lightning_autosync.workload import shared_buffers, shared_parameters
 
@@ -18,6 +18,28 @@ _Form = tuple[str, list[int], str]
 """Name, shape and dtype of a buffer."""
 CHUNK = 256 * 1024 * 1024
 """Bytes, about, that are flattened at a time."""
+
+
+def group_device(group: dist.ProcessGroup | None) -> torch.device:
+    """Where tensors must lie for the group's collectives."""
+    if dist.get_backend(group) == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Every rank's value, in rank order; values are plain JSON data and may differ in size."""
+    device = group_device(group)
+    payload = json.dumps(value).encode()
+    size = torch.tensor([len(payload)], dtype=torch.int64, device=device)
+    sizes = [torch.zeros_like(size) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(sizes, size, group=group)
+    longest = max(int(other) for other in sizes)
+    padded = torch.zeros(longest, dtype=torch.uint8, device=device)
+    padded[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+    gathered = [torch.zeros_like(padded) for _ in sizes]
+    dist.all_gather(gathered, padded, group=group)
+    return [json.loads(bytes(other[: int(length)].tolist())) for other, length in zip(gathered, sizes, strict=True)]
 
 
 def broadcast_tensors(tensors: Iterable[Tensor], group: dist.ProcessGroup | None = None) -> None:

@@ -13,7 +13,7 @@ def told(*ranks: int | None, **options: Any) -> list[Any]:
     """What those say who come, as the ranks that they take themselves for."""
     with socket.create_server((HOST, 0)) as free:
         port = free.getsockname()[1]
-    with Crew("roll_calls:come", len(ranks), port=port, ranks=list(ranks), **options) as crew:
+    with Crew("rendezvous_calls:come", len(ranks), port=port, ranks=list(ranks), **options) as crew:
         there = [place for place, rank in enumerate(ranks) if rank is not None and rank != options.get("dies")]
         return [crew.result(place, 60.0) for place in there]
 

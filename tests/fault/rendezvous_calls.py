@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lightning_autosync.engine.roll_call import Meeting, roll_call
+from lightning_autosync.engine.rendezvous_check import Rendezvous, checked_rendezvous
 from lightning_autosync.errors import ExchangeError
 
 HOST = "127.0.0.1"
@@ -34,7 +34,7 @@ def come(
     if claimed is None:
         return ""
     try:
-        with roll_call(Meeting(HOST, port, claimed, size, timeout)):
+        with checked_rendezvous(Rendezvous(HOST, port, claimed, size, timeout)):
             if claimed == dies:
                 os.kill(os.getpid(), signal.SIGKILL)
             dist.init_process_group(

@@ -12,8 +12,8 @@ import pytest
 from clusters import shared_nodes, uneven_cluster
 
 from lightning_autosync.cluster import ClusterSpec, Topology
+from lightning_autosync.engine.connections import tune_connection
 from lightning_autosync.engine.pacing import HEADROOM, LEAST_PART, PAYLOAD_SHARE, pacing_rates, pipeline_stretches
-from lightning_autosync.engine.sockets import tune_connection
 from lightning_autosync.errors import ClusterError
 from lightning_autosync.plan import (
     Compressor,

@@ -1,0 +1,334 @@
+"""How two processes of a job make sure of each other before they exchange anything else.
+
+Each proves that it knows the job's secret, which does not travel: it tags what it says, and random bytes that the other
+has just drawn, with HMAC-SHA256. So a recorded handshake is of no use later. What follows on the connection is neither
+encrypted nor tagged.
+
+=========  ============================================================================================
+listener   `BANNER`, its random bytes
+caller     length of its claim, its random bytes, tag, the claim
+listener   length of its answer, tag, the answer; or it closes the connection
+=========  ============================================================================================
+"""
+
+from __future__ import annotations
+
+import errno
+import hmac
+import os
+import secrets
+import select
+import selectors
+import socket
+import struct
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+BANNER = b"AUTOSYNC"
+_RANDOM, _TAG = 16, 32
+_LENGTH = struct.Struct("<I")
+OPENING = len(BANNER) + _RANDOM
+_HEAD = _LENGTH.size + _RANDOM + _TAG
+_MAX_CLAIM = 1024
+_MAX_ANSWER = 1024 * 1024
+"""Bytes. An answer grows with the number of ranks, and comes from the process that was called."""
+MAX_PENDING = 256
+"""Connections in the middle of a handshake. One more, and the oldest is closed; an honest caller then calls again."""
+_ACCEPTED_AT_ONCE = 64
+"""Connections to accept before anything else gets its turn."""
+_POLL_INTERVAL = 0.1
+"""Seconds between looks whether a call is still needed."""
+_RETRY = 0.05
+"""Seconds after which a caller whose connection was closed calls again."""
+
+Address = Sequence[object]
+"""Host and port, or the name of a socket of this machine."""
+
+
+class ConnectionClosed(ConnectionError):  # noqa: N818 - an event, named as one
+    """The listener closed the connection before it answered: it is busy with others, or has another secret."""
+
+
+class ListenerHandshake:
+    """A listener's side of one handshake. It never reads more bytes than a handshake has."""
+
+    def __init__(self, secret: bytes) -> None:
+        self._secret, self._own = secret, secrets.token_bytes(_RANDOM)
+        self._received = bytearray()
+        self._missing = _HEAD
+
+    @property
+    def opening(self) -> bytes:
+        """What the listener says first."""
+        return BANNER + self._own
+
+    def read(self, connection: socket.socket) -> bytes | None:
+        """Take in what has come; the claim, or None while it is incomplete.
+
+        Raises:
+            OSError: the caller has closed the connection, or does not know the secret.
+        """
+        part = connection.recv(self._missing)
+        if not part:
+            raise ConnectionResetError("it closed the connection")
+        self._received += part
+        self._missing -= len(part)
+        if self._missing:
+            return None
+        length = _LENGTH.unpack_from(self._received)[0]
+        if length > _MAX_CLAIM:
+            raise ConnectionRefusedError("it is no process of a job")
+        self._missing = _HEAD + length - len(self._received)
+        if self._missing:
+            return None
+        claim, tag = bytes(self._received[_HEAD:]), bytes(self._received[_HEAD - _TAG : _HEAD])
+        if not hmac.compare_digest(tag, _tag(self._secret, b"caller", self._own, self._other, claim)):
+            raise ConnectionRefusedError("it does not know the secret")
+        return claim
+
+    @property
+    def _other(self) -> bytes:
+        return bytes(self._received[_LENGTH.size : _LENGTH.size + _RANDOM])
+
+    def answer(self, text: bytes) -> bytes:
+        """What to send to a caller whose claim was read."""
+        return _LENGTH.pack(len(text)) + _tag(self._secret, b"listener", self._own, self._other, text) + text
+
+
+class Caller(NamedTuple):
+    """A process that knows the secret, and what it claims; the connection is non-blocking."""
+
+    connection: socket.socket
+    claim: bytes
+    handshake: ListenerHandshake
+
+    def answer(self, text: bytes) -> None:
+        """Send an answer, which completes the handshake.
+
+        Raises:
+            OSError: the caller has closed the connection.
+        """
+        self.connection.sendall(self.handshake.answer(text))
+
+
+class _Pending(NamedTuple):
+    handshake: ListenerHandshake
+    deadline: float
+
+
+class Acceptor:
+    """Accepts connections, and makes all their handshakes side by side. Used by one thread only.
+
+    Args:
+        listener: a listening socket; the acceptor owns it.
+        selector: the thread that waits for its events calls their ``data``, where that is callable.
+        secret: the job's.
+        timeout: seconds that a handshake may take.
+        admit: given each caller that knows the secret; the connection is its own from then on.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        selector: selectors.BaseSelector,
+        secret: bytes,
+        timeout: float,
+        admit: Callable[[Caller], None],
+    ) -> None:
+        self._listener, self._selector, self._secret = listener, selector, secret
+        self._timeout, self._admit = timeout, admit
+        self._pending: dict[socket.socket, _Pending] = {}
+        listener.setblocking(False)
+        selector.register(listener, selectors.EVENT_READ, self._accept)
+
+    def tick(self, now: float) -> None:
+        """Close connections whose handshake takes too long; ``now`` is `time.monotonic`'s."""
+        for connection, pending in list(self._pending.items()):
+            if now <= pending.deadline:
+                break
+            self._refuse(connection)
+
+    def close(self) -> None:
+        for connection in (self._listener, *self._pending):
+            connection.close()
+
+    def _accept(self) -> None:
+        for _ in range(_ACCEPTED_AT_ONCE):
+            try:
+                connection, _ = self._listener.accept()
+            except OSError as cause:
+                if cause.errno in (errno.EMFILE, errno.ENFILE):
+                    self._make_room(0)  # no descriptors are left; strangers give theirs back
+                return
+            self._make_room(MAX_PENDING - 1)
+            self._begin(connection)
+
+    def _begin(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        handshake = ListenerHandshake(self._secret)
+        try:
+            connection.sendall(handshake.opening)
+        except OSError:
+            connection.close()
+            return
+        self._pending[connection] = _Pending(handshake, time.monotonic() + self._timeout)
+        self._selector.register(connection, selectors.EVENT_READ, partial(self._read, connection))
+
+    def _read(self, connection: socket.socket) -> None:
+        pending = self._pending.get(connection)
+        if pending is None:
+            return  # refused in the same turn
+        try:
+            claim = pending.handshake.read(connection)
+        except BlockingIOError:
+            return
+        except OSError:
+            self._refuse(connection)
+            return
+        if claim is not None:
+            self._release(connection)
+            self._admit(Caller(connection, claim, pending.handshake))
+
+    def _make_room(self, limit: int) -> None:
+        while len(self._pending) > limit:
+            self._refuse(next(iter(self._pending)))
+
+    def _refuse(self, connection: socket.socket) -> None:
+        self._release(connection)
+        connection.close()
+
+    def _release(self, connection: socket.socket) -> None:
+        del self._pending[connection]
+        self._selector.unregister(connection)
+
+
+def connect(
+    target: Address, secret: bytes, claim: bytes, deadline: float, cancelled: Callable[[], bool]
+) -> tuple[socket.socket, bytes] | None:
+    """Connect, and make the caller's side of the handshake; None once ``cancelled`` returns True.
+
+    Args:
+        target: where to connect.
+        secret: the job's.
+        claim: what to say.
+        deadline: of the whole handshake, in seconds of `time.monotonic`.
+        cancelled: tells that the call is no longer needed.
+
+    Returns:
+        The connection, which is non-blocking, and the answer of the listener, which knows the secret.
+
+    Raises:
+        ConnectionClosed: the listener closed the connection; another call may succeed.
+        OSError: nothing listens there, or nothing that knows the secret; or no answer came before ``deadline``.
+    """
+    connection = socket.socket(_family(target), socket.SOCK_STREAM)
+    try:
+        connection.setblocking(False)
+        call = _Call(connection, deadline, cancelled)
+        call.connect(target)
+        opening = call.receive(OPENING)
+        if not opening.startswith(BANNER):
+            raise ConnectionError("what listens there is no process of a job")
+        theirs, own = opening[len(BANNER) :], secrets.token_bytes(_RANDOM)
+        tag = _tag(secret, b"caller", theirs, own, claim)
+        call.send(_LENGTH.pack(len(claim)) + own + tag + claim)
+        head = call.receive(_LENGTH.size + _TAG)
+        length = _LENGTH.unpack_from(head)[0]
+        if length > _MAX_ANSWER:
+            raise ConnectionError("it answered in another form than a process of a job")
+        text = call.receive(length)
+        if not hmac.compare_digest(head[_LENGTH.size :], _tag(secret, b"listener", theirs, own, text)):
+            raise ConnectionError("it does not know the secret of this job")
+        return connection, text
+    except _Cancelled:
+        connection.close()
+        return None
+    except BaseException:
+        connection.close()
+        raise
+
+
+def connect_with_retries(
+    target: Address, secret: bytes, claim: bytes, deadline: float, cancelled: Callable[[], bool]
+) -> tuple[socket.socket, bytes] | None:
+    """As `connect`, again whenever the listener closes the connection: it may be busy with strangers.
+
+    Raises:
+        OSError: as of `connect`, but never `ConnectionClosed`.
+    """
+    while not cancelled():
+        try:
+            return connect(target, secret, claim, deadline, cancelled)
+        except ConnectionClosed:
+            if time.monotonic() + _RETRY > deadline:
+                raise TimeoutError("it closed the connection each time") from None
+        time.sleep(_RETRY)
+    return None
+
+
+class _Cancelled(Exception):  # noqa: N818 - an event, named as one
+    """The call is no longer needed."""
+
+
+class _Call:
+    """Waits of one call."""
+
+    def __init__(self, connection: socket.socket, deadline: float, cancelled: Callable[[], bool]) -> None:
+        self._connection, self._deadline, self._cancelled = connection, deadline, cancelled
+
+    def connect(self, target: Address) -> None:
+        fault = self._connection.connect_ex(str(target[0]) if len(target) == 1 else tuple(target))
+        if fault not in (0, errno.EINPROGRESS, errno.EAGAIN):
+            raise OSError(fault, os.strerror(fault))
+        if fault == errno.EAGAIN:  # a Unix socket whose queue is full
+            raise ConnectionClosed("it is busy")
+        self._wait(select.POLLOUT)
+        if fault := self._connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            raise OSError(fault, os.strerror(fault))
+
+    def send(self, data: bytes) -> None:
+        """Send what fits into an empty queue."""
+        try:
+            self._connection.sendall(data)
+        except ConnectionError:
+            raise ConnectionClosed("it closed the connection") from None
+
+    def receive(self, size: int) -> bytes:
+        """The next ``size`` bytes."""
+        data = bytearray()
+        while len(data) < size:
+            self._wait(select.POLLIN)
+            try:
+                part = self._connection.recv(size - len(data))
+            except BlockingIOError:
+                continue
+            except ConnectionError:
+                part = b""
+            if not part:
+                raise ConnectionClosed("it closed the connection")
+            data += part
+            if time.monotonic() > self._deadline:
+                raise TimeoutError("no answer")
+        return bytes(data)
+
+    def _wait(self, event: int) -> None:
+        """Until the connection can be used."""
+        waiting = select.poll()
+        waiting.register(self._connection, event)
+        while not waiting.poll(_POLL_INTERVAL * 1000):
+            if self._cancelled():
+                raise _Cancelled
+            if time.monotonic() > self._deadline:
+                raise TimeoutError("no answer")
+
+
+def _family(target: Address) -> socket.AddressFamily:
+    if len(target) == 1:
+        return socket.AF_UNIX
+    return socket.AF_INET6 if ":" in str(target[0]) else socket.AF_INET
+
+
+def _tag(secret: bytes, role: bytes, listener: bytes, caller: bytes, text: bytes) -> bytes:
+    return hmac.digest(secret, role + b"\0" + listener + caller + text, "sha256")

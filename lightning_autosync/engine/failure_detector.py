@@ -1,0 +1,418 @@
+"""Which rank is at fault when an exchange fails.
+
+A rank that gives up closes connections to ranks that are well, so a lost connection alone does not tell who is to
+blame. Therefore every rank keeps one connection to the job's first rank, served by a thread of its own. Nothing travels
+on it in a step. A process that dies closes it. One that ends with an error says so. When ranks have waited in vain, the
+first rank asks all of them who still answers, and tells every rank the same verdict.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import selectors
+import socket
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any, NamedTuple
+from weakref import WeakSet
+
+import torch.distributed as dist
+
+from lightning_autosync.engine.connections import CONNECT_TIMEOUT, connect_pairs
+from lightning_autosync.engine.waiting import ANSWER_TIMEOUT, Monitor, activate, deactivate
+from lightning_autosync.errors import ExchangeError, PeerLost
+
+_MAX_MESSAGE = 64 * 1024
+"""Bytes."""
+_SILENT = "it does not answer: its process is stopped, or its machine is cut off"
+_ENDED = "it has ended, while others go on"
+
+
+class Verdict(NamedTuple):
+    """Which rank is at fault, and why; the rank is None if all of them answer."""
+
+    rank: int | None
+    why: str
+
+
+class Inquiry:
+    """What the first rank knows of the others, and the verdict that follows. Times are those of `time.monotonic`.
+
+    Args:
+        ranks: the others.
+        answer_timeout: seconds after which a rank that does not answer counts as silent.
+    """
+
+    def __init__(self, ranks: set[int], answer_timeout: float) -> None:
+        self.present = ranks
+        self._answer_timeout = answer_timeout
+        self._left: set[int] = set()
+        self._pinged: dict[int, float] = {}
+        self._waiting: dict[int, float | None] = {}
+        self._requested: float | None = None
+        self._first = 0
+        self._late = False
+
+    def ranks_to_ping(self, now: float) -> list[int]:
+        """All present ranks whose answer is not under way; they count as pinged from ``now`` on."""
+        fresh = sorted(self.present - self._pinged.keys())
+        self._pinged.update(dict.fromkeys(fresh, now))
+        return fresh
+
+    def request(self, now: float, late: bool, rank: int) -> None:
+        """A rank wants a verdict; ``late`` if it has waited until its time-out."""
+        if self._requested is None:
+            self._requested, self._first = now, rank
+        self._late = self._late or late
+
+    def answered(self, rank: int, waiting: float | None) -> None:
+        """A rank answers that it has waited for others for so many seconds; None if it does not wait."""
+        self._pinged.pop(rank, None)
+        self._waiting[rank] = waiting
+
+    def leave(self, rank: int) -> None:
+        """A rank has ended in good order."""
+        self.forget(rank)
+        self._left.add(rank)
+
+    def forget(self, rank: int) -> None:
+        """A rank's connection is closed."""
+        self.present.discard(rank)
+        self._pinged.pop(rank, None)
+        self._waiting.pop(rank, None)
+
+    @property
+    def requested(self) -> bool:
+        """Whether some rank waits for a verdict."""
+        return self._requested is not None
+
+    def verdict(self, now: float) -> Verdict | None:
+        """The verdict; None if no rank requested one, or as long as answers may still come."""
+        if self._requested is None:
+            return None
+        silent = sorted(self._pinged)
+        if any(now - self._pinged[rank] < self._answer_timeout for rank in silent):
+            return None
+        if silent:
+            others = f"; nor do ranks {', '.join(map(str, silent[1:]))}" if silent[1:] else ""
+            return Verdict(silent[0], _SILENT + others)
+        # A process that dies closes its connections one after the other: the one to here may be the last.
+        if now - self._requested < self._answer_timeout / 4:
+            return None
+        if self._left:
+            return Verdict(min(self._left), _ENDED)
+        elsewhere = sorted(rank for rank, waiting in self._waiting.items() if waiting is None)
+        if self._late and elsewhere:
+            return Verdict(elsewhere[0], "it is alive, but does not come: it is busy, or stuck, with something else")
+        if self._late:
+            different = "all ranks answer, but wait for each other in different calls"
+            return Verdict(None, f"{different}; the first that reached its time-out is rank {self._first}")
+        return Verdict(None, f"all ranks answer; rank {self._first} was the first whose connection failed")
+
+
+class _Connection:
+    """One connection, which carries JSON lines."""
+
+    def __init__(self, rank: int, connection: socket.socket) -> None:
+        self.rank = rank
+        self.socket = connection
+        self.lost: str | None = None
+        self._unread = bytearray()
+        self._unsent = bytearray()
+        connection.setblocking(False)
+
+    def read(self) -> list[dict[str, Any]]:
+        """The messages that are complete; `lost` says why there will be no more."""
+        try:
+            data = self.socket.recv(_MAX_MESSAGE)
+            if not data:
+                self.lost = "its process has ended"
+        except BlockingIOError:
+            return []
+        except OSError as cause:
+            self.lost = f"its process has ended, or its network was cut ({cause.strerror})"
+            return []
+        *lines, rest = (bytes(self._unread) + data).split(b"\n")
+        self._unread = bytearray(rest)
+        try:
+            found = [json.loads(line) for line in lines]
+        except (ValueError, RecursionError):
+            found = [None]
+        if len(rest) > _MAX_MESSAGE or not all(isinstance(message, dict) for message in found):
+            self.lost = "it sent something that is not a message"
+            return []
+        return found
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Give the kernel what it takes now; what is left goes with the next message."""
+        self._unsent += json.dumps(message).encode() + b"\n"
+        with suppress(OSError):
+            del self._unsent[: self.socket.send(self._unsent)]
+
+
+class FailureDetector(Monitor):
+    """One rank's part of what the module describes.
+
+    Args:
+        rank: this rank.
+        sockets: connected stream sockets, by rank: on rank 0 those to all others, elsewhere the one to rank 0. The
+            detector owns them.
+        timeout: seconds that ranks wait for each other.
+    """
+
+    def __init__(self, rank: int, sockets: Mapping[int, socket.socket], timeout: float) -> None:
+        self.rank = rank
+        self.timeout = timeout
+        self.answer_timeout = min(ANSWER_TIMEOUT, timeout / 4)
+        self.verdict: Verdict | None = None
+        self._known, self._said_goodbye = threading.Event(), threading.Event()
+        self._inquiry = Inquiry(set(sockets), self.answer_timeout) if rank == 0 else None
+        self._waits: dict[object, float] = {}
+        """Since when each thread that waits does so."""
+        self._terminated: float | None = None
+        self._unanswered: float | None = None
+        """Since when rank 0 owes this rank an answer."""
+        self._first_left = False
+        self._closed = self._over = False
+        self._calls: deque[Callable[[], None]] = deque()
+        self._selector = selectors.DefaultSelector()
+        self._wake, self._woken = socket.socketpair()
+        self._woken.setblocking(False)
+        self._selector.register(self._woken, selectors.EVENT_READ, None)
+        self._connections = {peer: _Connection(peer, connection) for peer, connection in sockets.items()}
+        for connection in self._connections.values():
+            self._selector.register(connection.socket, selectors.EVENT_READ, connection)
+        self._thread = threading.Thread(target=self._serve, name="autosync-failures", daemon=True)
+        self._thread.start()
+        _detectors.add(self)
+        activate(self)
+        atexit.register(self._end_with_process)
+
+    # On the threads that wait
+
+    def check(self) -> None:
+        if self.verdict is not None:
+            raise self._error(self.verdict, "")
+        if self._terminated is not None and time.monotonic() - self._terminated > self.answer_timeout:
+            raise ExchangeError("this rank got a SIGTERM while it waited for others, which did not come")
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        wait = object()
+        self._waits[wait] = time.monotonic()
+        try:
+            yield
+        finally:
+            del self._waits[wait]
+
+    def prepare(self) -> None:
+        self._submit(self._ping_all)
+
+    def explain(self, cause: str, late: bool = False) -> ExchangeError:
+        self._submit(lambda: self._request(late))
+        deadline = time.monotonic() + 3 * self.answer_timeout
+        while not self._known.wait(self.answer_timeout / 10) and time.monotonic() < deadline:
+            since = self._unanswered
+            if since is not None and time.monotonic() - since > self.answer_timeout:
+                self._submit(lambda: self._tell_all(Verdict(0, _SILENT)))
+        return self._error(self.verdict or Verdict(None, "no rank is known to be lost"), cause)
+
+    def announce(self, error: BaseException) -> None:
+        if self._closed:
+            return
+        terminated = self._terminated is not None
+        why = "it got a SIGTERM" if terminated else f"it ended with {type(error).__name__}: {error}"
+        culprit = error.peer if isinstance(error, PeerLost) else self.rank
+        why = error.why if isinstance(error, PeerLost) else why
+        self._submit(lambda: self._tell_all(Verdict(culprit, why[: _MAX_MESSAGE // 16])))
+
+    def terminate(self) -> None:
+        """This process got a SIGTERM: it ends after its step, or soon if it waits in vain for others."""
+        self._terminated = self._terminated or time.monotonic()
+
+    def close(self) -> None:
+        """Tell the others that this rank leaves in good order."""
+        if self._closed:
+            return
+        self._closed = True
+        atexit.unregister(self._end_with_process)
+        deactivate(self)
+        self._submit(self._say_goodbye)
+        # The first rank's thread serves the others for as long as they, and this process, go on.
+        self._said_goodbye.wait(self.answer_timeout)
+
+    def close_sockets(self) -> None:
+        """Also for forked children, whose copies of the sockets would hide that the parent has died."""
+        for connection in [one.socket for one in self._connections.values()] + [self._wake, self._woken]:
+            connection.close()
+
+    def _end_with_process(self) -> None:
+        error = getattr(sys, "last_value", None)
+        if error is not None:
+            self.announce(error)
+        self.close()
+
+    def _error(self, verdict: Verdict, cause: str) -> ExchangeError:
+        if verdict.rank is None:
+            return ExchangeError(f"{cause or 'an exchange failed'}; {verdict.why}")
+        if verdict.why == _ENDED and f"rank {verdict.rank} " in cause:
+            return ExchangeError(cause)
+        if verdict.rank == self.rank:
+            return ExchangeError(f"the other ranks have given up this one, rank {self.rank}: {verdict.why}")
+        return PeerLost(verdict.rank, verdict.why)
+
+    @property
+    def _waiting_since(self) -> float | None:
+        """Since when this rank waits for others, on any thread; None if it does not."""
+        return min(self._waits.copy().values(), default=None)
+
+    def _submit(self, call: Callable[[], None]) -> None:
+        self._calls.append(call)
+        with suppress(OSError):
+            self._wake.send(b"\0")
+
+    # On the detector's thread
+
+    def _serve(self) -> None:
+        while not self._over:
+            asked = self._inquiry is not None and self._inquiry.requested and self.verdict is None
+            for key, _ in self._selector.select(self.answer_timeout / 10 if asked else None):
+                if key.data is None:
+                    with suppress(BlockingIOError):
+                        self._woken.recv(4096)
+                elif key.data.lost is None:
+                    self._read(key.data)
+            while self._calls:
+                self._calls.popleft()()
+            if self._inquiry is not None:
+                if self.verdict is None and (found := self._inquiry.verdict(time.monotonic())):
+                    self._tell_all(found)
+                self._over = self._over or (self._closed and not self._inquiry.present)
+        self.close_sockets()
+        self._selector.close()
+
+    def _read(self, connection: _Connection) -> None:
+        for message in connection.read():
+            self._handle(connection, message)
+        if connection.lost is not None:
+            self._selector.unregister(connection.socket)
+            connection.socket.close()
+            self._lose(connection.rank, connection.lost)
+
+    def _handle(self, connection: _Connection, message: dict[str, Any]) -> None:
+        self._unanswered = None
+        rank = connection.rank
+        match message:
+            case {"are you there": _}:
+                since = self._waiting_since
+                connection.send({"waiting": None if since is None else time.monotonic() - since})
+            case {"waiting": seconds} if self._inquiry is not None:
+                self._inquiry.answered(rank, seconds)
+            case {"ask": late} if self._inquiry is not None:
+                if self.verdict is not None:
+                    connection.send({"verdict": [*self.verdict]})
+                self._request(bool(late), rank)
+            case {"wonder": _} if self._inquiry is not None:
+                connection.send({"here": True})
+                self._ping_all()
+            case {"verdict": [int() | None as culprit, str() as why]}:
+                (self._accept if self._inquiry is None else self._tell_all)(Verdict(culprit, why))
+            case {"leave": _}:
+                if self._inquiry is not None:
+                    self._inquiry.leave(rank)
+                self._first_left = rank == 0
+
+    def _ping_all(self) -> None:
+        if self._inquiry is None:
+            self._ask_first({"wonder": True})
+            return
+        for rank in self._inquiry.ranks_to_ping(time.monotonic()):
+            self._connections[rank].send({"are you there": True})
+
+    def _request(self, late: bool, rank: int = 0) -> None:
+        """``rank`` wants a verdict."""
+        if self.verdict is not None:
+            return
+        if self._inquiry is not None:
+            self._ping_all()
+            self._inquiry.answered(0, None if self._waiting_since is None else 0.0)
+            self._inquiry.request(time.monotonic(), late, rank)
+        elif self._first_left:
+            self._accept(Verdict(0, _ENDED))
+        else:
+            self._ask_first({"ask": late})
+
+    def _ask_first(self, message: dict[str, Any]) -> None:
+        """Send rank 0 a message that it has to answer."""
+        self._unanswered = self._unanswered or time.monotonic()
+        self._connections[0].send(message)
+
+    def _lose(self, rank: int, why: str) -> None:
+        if self._inquiry is not None:
+            lost = rank in self._inquiry.present
+            self._inquiry.forget(rank)
+            if lost:
+                self._tell_all(Verdict(rank, why))
+        elif not self._first_left:
+            self._accept(Verdict(0, why))
+
+    def _tell_all(self, verdict: Verdict) -> None:
+        """Accept this verdict and pass it on, unless there is one already."""
+        if self.verdict is not None:
+            return
+        self._accept(verdict)
+        for connection in self._connections.values():
+            if connection.lost is None:
+                connection.send({"verdict": [*verdict]})
+
+    def _accept(self, verdict: Verdict) -> None:
+        if self.verdict is None:
+            self.verdict = verdict
+            self._known.set()
+
+    def _say_goodbye(self) -> None:
+        for connection in self._connections.values():
+            if connection.lost is None:
+                connection.send({"leave": True})
+        self._over = self._inquiry is None or not self._inquiry.present
+        self._said_goodbye.set()
+
+
+_detectors: WeakSet[FailureDetector] = WeakSet()
+
+
+def open_failure_detector(
+    group: dist.ProcessGroup | None, timeout: float, address: str | None = None
+) -> FailureDetector | None:
+    """Connect the ranks of ``group`` (None is the default one), collectively; None for one rank.
+
+    While the detector is open, each wait of this process for a collective call on CPUs, whoever made it, ends with an
+    `ExchangeError` that names the rank at fault.
+
+    Args:
+        group: the ranks.
+        timeout: seconds that ranks wait for each other.
+        address: where this rank listens while they connect; None takes `own_address`.
+
+    Raises:
+        ExchangeError: ranks cannot connect to each other.
+    """
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    if size == 1:
+        return None
+    edges = [(0, other) for other in range(1, size)]
+    return FailureDetector(rank, connect_pairs(edges, group, address, min(timeout, CONNECT_TIMEOUT)), timeout)
+
+
+def _after_fork() -> None:
+    for detector in list(_detectors):
+        detector.close_sockets()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,194 @@
+"""Which ranks are missing when torch's process group forms: errors name ranks, not store keys.
+
+All ranks sign in at the store by which the group forms. One of them, the last to come or the first that reaches its
+time-out, writes the result there for all.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from itertools import count
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from lightning_autosync.engine.store import find_store
+from lightning_autosync.engine.waiting import SLICE
+from lightning_autosync.errors import AutoSyncError, ExchangeError
+
+_LINGER = 3.0
+"""Seconds, at most, that rank 0, which holds the store, stays for the others to read the result."""
+_AGENT = "TORCHELASTIC_USE_AGENT_STORE"
+"""Environment variable of torch: "True" where a launcher holds the store, for all attempts."""
+
+_rounds = count(1)
+"""Numbers the groups that this process forms: a script may form several."""
+
+
+class Rendezvous(NamedTuple):
+    """Where and how ranks come together.
+
+    Attributes:
+        host: rank 0's.
+        port: that its store has.
+        rank: this process's.
+        size: how many there are.
+        timeout: seconds that ranks wait for each other.
+    """
+
+    host: str
+    port: int
+    rank: int
+    size: int
+    timeout: float
+
+
+@contextmanager
+def checked_rendezvous(rendezvous: Rendezvous) -> Iterator[None]:
+    """Put it around the forming of the process group, up to where a `FailureDetector` is open; collective.
+
+    It does nothing for one rank, where a group exists already, or where a launcher holds the store and watches the
+    processes.
+
+    Raises:
+        ExchangeError: a rank did not come in time, came twice, or was lost meanwhile; the error names it.
+    """
+    if rendezvous.size == 1 or dist.is_initialized() or os.environ.get(_AGENT) == str(True):
+        yield
+        return
+    sign_in = _SignIn(rendezvous)
+    sign_in.wait_for_all("came", "did not come", rendezvous.timeout)
+    try:
+        yield
+    except AutoSyncError:
+        raise
+    except RuntimeError as cause:
+        if not isinstance(cause, dist.DistError) and "gloo" not in str(cause).lower():
+            raise
+        # A rank that still waits for the lost one fails at its own time-out.
+        sign_in.wait_for_all("failed", "was lost while the process group formed", rendezvous.timeout + _LINGER)
+        raise ExchangeError(
+            f"the process group could not form, though no rank is lost: {_first_line(cause)}"
+        ) from cause
+
+
+class _SignIn:
+    """This rank's access to the store."""
+
+    def __init__(self, rendezvous: Rendezvous) -> None:
+        self._rendezvous = rendezvous
+        self._name = secrets.token_hex(16)
+        self._store = dist.PrefixStore(f"autosync/roll/{next(_rounds)}", self._open())
+
+    def wait_for_all(self, what: str, fault: str, timeout: float) -> None:
+        """Sign in under ``what``, and wait until all ranks have.
+
+        Raises:
+            ExchangeError: some have not; ``fault`` says so.
+        """
+        try:
+            result = self._sign_in(what, timeout)
+        except RuntimeError as cause:
+            raise ExchangeError(f"rank 0 is lost: its store does not answer any more ({_first_line(cause)})") from cause
+        if result["twice"] is not None:
+            raise ExchangeError(
+                f"two processes came as rank {result['twice']}{_missing(result['missing'], '; so far, ', fault)}: each "
+                "process of a job needs a RANK of its own, and each job a MASTER_PORT of its own"
+            )
+        if result["missing"]:
+            raise ExchangeError(f"{_missing(result['missing'], '', fault)} (in {timeout:g} s)")
+
+    def _sign_in(self, what: str, timeout: float) -> dict[str, object]:
+        store, rank, size = self._store, self._rendezvous.rank, self._rendezvous.size
+        deadline = time.monotonic() + timeout
+        key = f"{what}/result"
+        second = store.compare_set(f"{what}/{rank}", "", self._name).decode() != self._name
+        if second:
+            self._write_result(what, twice=rank)
+        elif store.add(f"{what}/count", 1) == size:
+            self._write_result(what)
+        while not _is_there(store, key, max(SLICE, deadline - time.monotonic())):
+            if time.monotonic() > deadline:
+                self._write_result(what)
+        result: dict[str, object] = json.loads(store.get(key))
+        store.add(f"{what}/read", 1)
+        if result["missing"]:
+            self._linger(what, size if result["twice"] is not None else store.add(f"{what}/count", 0))
+        return {**result, "twice": rank} if second else result
+
+    def _write_result(self, what: str, twice: int | None = None) -> None:
+        """Unless there is a result already."""
+        missing = [rank for rank in range(self._rendezvous.size) if not self._store.check([f"{what}/{rank}"])]
+        self._store.compare_set(f"{what}/result", "", json.dumps({"missing": missing, "twice": twice}))
+
+    def _linger(self, what: str, readers: int) -> None:
+        """Rank 0 stays until the others have read the result, because its store ends with it."""
+        end = time.monotonic() + _LINGER
+        while self._rendezvous.rank == 0 and self._store.add(f"{what}/read", 0) < readers and time.monotonic() < end:
+            time.sleep(SLICE / 4)
+
+    def _open(self) -> dist.TCPStore:
+        rendezvous = self._rendezvous
+        if rendezvous.rank == 0:
+            # A process that has the port already may be a second one with this rank.
+            with suppress(dist.DistNetworkError):
+                return dist.TCPStore(
+                    rendezvous.host,
+                    rendezvous.port,
+                    rendezvous.size,
+                    is_master=True,
+                    timeout=timedelta(seconds=rendezvous.timeout),
+                    wait_for_workers=False,
+                    multi_tenant=True,
+                )
+        try:
+            return find_store(rendezvous.host, rendezvous.port, rendezvous.timeout, waiting=rendezvous.timeout)
+        except (ConnectionError, ExchangeError) as cause:  # after it was killed, its port may still accept
+            raise ExchangeError(
+                f"rank 0 did not come (in {rendezvous.timeout:g} s), or is lost: it has no store at MASTER_ADDR, "
+                f"MASTER_PORT: {cause}"
+            ) from None
+
+
+def _is_there(store: dist.Store, key: str, seconds: float) -> bool:
+    """Whether the store has ``key``, after so many seconds at most.
+
+    One long wait, because torch prints a warning for each that ends in vain. It runs in a thread, because it cannot be
+    interrupted by Ctrl-C.
+    """
+    found: list[bool | RuntimeError] = []
+
+    def wait() -> None:
+        try:
+            store.wait([key], timedelta(seconds=seconds))
+            found.append(True)
+        except dist.DistStoreError:
+            found.append(False)
+        except RuntimeError as cause:
+            found.append(cause)
+
+    waiter = threading.Thread(target=wait, name="autosync-rendezvous", daemon=True)
+    waiter.start()
+    while waiter.is_alive():
+        waiter.join(SLICE)
+    if isinstance(found[0], RuntimeError):
+        raise found[0]
+    return found[0]
+
+
+def _missing(ranks: object, before: str, fault: str) -> str:
+    assert isinstance(ranks, list)
+    if not ranks:
+        return ""
+    return f"{before}rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} {fault}"
+
+
+def _first_line(cause: BaseException) -> str:
+    return str(cause).splitlines()[0]

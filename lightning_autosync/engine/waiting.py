@@ -1,0 +1,196 @@
+"""Waiting for other ranks, in short slices: between two of them a monitor tells whether a rank is lost.
+
+A backend whose peer is gone reports an address, or nothing until its time-out. While a monitor is active, waits of this
+package and ``wait`` of torch's collective works ask it, and errors name the rank at fault.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
+from time import monotonic
+from typing import Any
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import OpType  # type: ignore[attr-defined]
+
+from lightning_autosync.errors import ExchangeError, PeerLost
+
+SLICE = 0.2
+"""Seconds of waiting after which the monitor is asked. Python handles signals between two slices too."""
+ANSWER_TIMEOUT = 2.0
+"""Seconds, at most, in which a live rank answers."""
+
+
+class Monitor(ABC):
+    """Knows which ranks are lost.
+
+    Attributes:
+        timeout: seconds that ranks wait for each other.
+        answer_timeout: seconds in which a live rank answers; so long before the time-out, `prepare` is called.
+    """
+
+    timeout: float
+    answer_timeout: float = ANSWER_TIMEOUT
+
+    @abstractmethod
+    def check(self) -> None:
+        """Call now and then while waiting.
+
+        Raises:
+            ExchangeError: a rank is lost, or this one has to end.
+        """
+
+    @abstractmethod
+    def explain(self, cause: str, late: bool = False) -> ExchangeError:
+        """The error to raise after a failed exchange. It names the rank at fault, if one is known.
+
+        Args:
+            cause: what this rank saw.
+            late: whether this rank waited until its time-out.
+        """
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """Around a wait for other ranks."""
+        return nullcontext()
+
+    def prepare(self) -> None:  # noqa: B027 - not every monitor can ask other ranks
+        """The time-out is near: ask the other ranks now, so that the answer is known when it is over."""
+
+    def announce(self, error: BaseException) -> None:  # noqa: B027 - as before
+        """Tell all ranks that this one ends with ``error``."""
+
+
+_monitors: list[Monitor] = []
+"""The active ones; waits ask the last."""
+_SLICE = timedelta(seconds=SLICE)
+_POINT_TO_POINT = {int(kind) for kind in (OpType.SEND, OpType.RECV, OpType.RECVANYSOURCE)}
+"""Works that cannot be asked whether they are complete."""
+_SOURCE_LINE = re.compile(r"^\[\S+\] ")
+"""Where in its own source a backend found an error."""
+_NOT_YET = "Operation timed out!"
+"""What a work's ``wait`` says when the time that it was given is over."""
+_torch_wait = dist.Work.wait
+
+
+def activate(monitor: Monitor) -> None:
+    """Let all waits of this process ask ``monitor``, until `deactivate`."""
+    _monitors.append(monitor)
+    _patch_works()
+
+
+def deactivate(monitor: Monitor) -> None:
+    """Undo `activate`; nothing if it was undone before."""
+    if monitor in _monitors:
+        _monitors.remove(monitor)
+    _patch_works()
+
+
+@contextmanager
+def monitored_by(monitor: Monitor) -> Iterator[None]:
+    """Inside, all waits of this process ask ``monitor``."""
+    activate(monitor)
+    try:
+        yield
+    finally:
+        deactivate(monitor)
+
+
+def wait_for_ranks(ready: Callable[[float], bool], what: str, timeout: float, raises_late: bool = False) -> None:
+    """Wait for other ranks.
+
+    Args:
+        ready: waits for so many seconds at most; returns whether what is waited for is there.
+        what: what errors call it.
+        timeout: seconds to wait.
+        raises_late: whether ``ready`` itself raises after its own time-out, which may be longer.
+
+    Raises:
+        ExchangeError: a rank is lost, or did not answer in ``timeout`` seconds. The error names the rank at fault.
+    """
+    if ready(min(SLICE, timeout)):
+        return
+    monitor = _monitors[-1] if _monitors else None
+    deadline, prepared = monotonic() + timeout - SLICE, False
+    with monitor.waiting() if monitor is not None else nullcontext():
+        while not ready(SLICE):
+            now = monotonic()
+            if monitor is not None:
+                monitor.check()
+                if not prepared and now >= deadline - monitor.answer_timeout:
+                    prepared = True
+                    monitor.prepare()
+            if now >= deadline and not raises_late:
+                raise explained(
+                    f"{what}: no answer from the other ranks in {timeout:g} s; one of them is stuck, or they do not "
+                    "run the same steps",
+                    late=True,
+                )
+
+
+def explained(cause: BaseException | str, late: bool = False) -> ExchangeError:
+    """The error to raise after a failed exchange; see `Monitor.explain`."""
+    if isinstance(cause, PeerLost):
+        return cause
+    if _monitors:
+        return _monitors[-1].explain(str(cause), late)
+    return cause if isinstance(cause, ExchangeError) else ExchangeError(str(cause))
+
+
+def announce(error: BaseException) -> None:
+    """Tell the other ranks, where a monitor can, that this rank ends with ``error``."""
+    if _monitors:
+        _monitors[-1].announce(error)
+
+
+def _patch_works() -> None:
+    """While a monitor is active, ``wait`` of torch's works waits in slices."""
+    patched = _monitors and _can_wait_in_slices()
+    dist.Work.wait = _wait if patched else _torch_wait  # type: ignore[method-assign, assignment]
+
+
+def _can_wait_in_slices() -> bool:
+    """Whether the default group's works allow it.
+
+    Gloo's do. With NCCL, a wait that has a time-out blocks the process, and aborts the group when the time is over.
+    """
+    if not dist.is_initialized():
+        return True
+    return {pair.rpartition(":")[2] for pair in dist.get_backend_config().split(",")} == {"gloo"}
+
+
+def _wait(work: Any, *arguments: Any, **options: Any) -> Any:
+    """In place of ``torch.distributed.Work.wait``."""
+    if arguments or options or not _monitors or work._get_op_type() in _POINT_TO_POINT:
+        return _torch_wait(work, *arguments, **options)
+    slices = 0
+
+    def ready(seconds: float) -> bool:
+        nonlocal slices
+        slices += 1
+        try:
+            # Some kinds of works can only be asked by a wait that has a time-out.
+            _torch_wait(work, _SLICE if seconds == SLICE else timedelta(seconds=seconds))
+        except RuntimeError as cause:
+            if _NOT_YET not in str(cause):
+                raise
+            return False
+        return True
+
+    timeout = _monitors[-1].timeout
+    try:
+        wait_for_ranks(ready, "a collective call", timeout, raises_late=True)
+    except ExchangeError:
+        raise
+    except RuntimeError as cause:
+        late = "imed out" in str(cause) or slices * SLICE > 0.9 * timeout
+        reason = _SOURCE_LINE.sub("", str(cause).splitlines()[0])
+        raise explained(f"a collective call failed: {reason}", late) from cause
+    return True
+
+
+os.register_at_fork(after_in_child=_monitors.clear)
