@@ -254,7 +254,7 @@ def _count(store: dist.Store, kind: str, rank: int, met: bool) -> None:
 
 def _connections(mesh: Any) -> list[socket.socket]:
     """Those that are there just now."""
-    sockets = [line.socket for line in list(mesh._hub._peers.lines.values())]
+    sockets = [connection.sock for connection in list(mesh._loop._connections.by_rank.values())]
     return [one for one in sockets if one is not None]
 
 

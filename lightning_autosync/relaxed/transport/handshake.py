@@ -22,7 +22,7 @@ from lightning_autosync.engine.waiting import explained, wait_for_ranks
 from lightning_autosync.errors import ExchangeError, PeerLost
 
 
-class Entry(NamedTuple):
+class PeerAddresses(NamedTuple):
     """A process's place in the book: its incarnation, and where the others listen, under which of theirs at least."""
 
     incarnation: int
@@ -30,9 +30,9 @@ class Entry(NamedTuple):
     incarnations: dict[int, int]
 
 
-def sign_in(
+def exchange_addresses(
     store: dist.Store, secret: bytes, rank: int, size: int, address: tuple[str, int], *, rejoin: bool, timeout: float
-) -> Entry:
+) -> PeerAddresses:
     """Write the own address into the store and read the others'.
 
     Every process that opens a mesh for the first time counts a round of its own; as all open their meshes in the same
@@ -52,7 +52,7 @@ def sign_in(
         # Before the addresses: what listens there may be newer than thought, never older.
         incarnations = {other: book.add(f"incarnation/{other}", 0) for other in others}
         addresses = {other: _address(secret, turn, other, book.get(f"address/{other}")) for other in others}
-        return Entry(incarnation, addresses, incarnations)
+        return PeerAddresses(incarnation, addresses, incarnations)
     except ExchangeError:
         raise
     except (RuntimeError, ValueError) as cause:
@@ -156,7 +156,7 @@ def _decode(text: bytes, types: tuple[type, ...]) -> list[Any]:
     return values
 
 
-def dial_until(
+def connect_until(
     target: tuple[str, int], secret: bytes, hello: Hello, deadline: float, settled: Callable[[], bool]
 ) -> tuple[socket.socket, Answer] | None:
     """Call a process, again while it hangs up or tells to wait; None once ``settled`` says that it is not needed.
@@ -186,12 +186,12 @@ def dial_until(
     return None
 
 
-Reached = Callable[[tuple[socket.socket, Answer] | None], None]
+Connected = Callable[[tuple[socket.socket, Answer] | None], None]
 """Told the connection and the answer; None if the call is no longer needed."""
-Missed = Callable[[OSError], None]
+Failed = Callable[[OSError], None]
 
 
-class Dialler:
+class Connector:
     """Makes calls, with the job's secret, until closed."""
 
     def __init__(self, secret: bytes) -> None:
@@ -200,32 +200,34 @@ class Dialler:
         self._changing = threading.Lock()  # the mesh's thread calls, and whoever makes the mesh
         self._closed = threading.Event()
 
-    def call(
+    def connect(
         self,
         address: tuple[str, int],
         hello: Hello,
         timeout: float,
         settled: Callable[[], bool],
-        reached: Reached,
-        missed: Missed,
+        connected: Connected,
+        failed: Failed,
     ) -> None:
         """Call for at most ``timeout`` seconds, or until ``settled``; tell how it went, on the call's own thread."""
         deadline = time.monotonic() + timeout
 
         def run() -> None:
             try:
-                found = dial_until(address, self._secret, hello, deadline, lambda: settled() or self._closed.is_set())
+                found = connect_until(
+                    address, self._secret, hello, deadline, lambda: settled() or self._closed.is_set()
+                )
             except OSError as cause:
-                missed(cause)
+                failed(cause)
             else:
-                reached(found)
+                connected(found)
 
         thread = threading.Thread(target=run, name="autosync-dial", daemon=True)
         with self._changing:
             thread.start()
             self._threads = [*(one for one in self._threads if one.is_alive()), thread]
 
-    def hang_up(self) -> None:
+    def stop(self) -> None:
         """Let calls end soon; who waits in one is told that it is no longer needed."""
         self._closed.set()
 

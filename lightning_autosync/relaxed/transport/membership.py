@@ -32,7 +32,7 @@ class Membership:
 
     def __init__(self, rank: int, size: int, incarnation: int) -> None:
         self.rank, self.size, self.incarnation = rank, size, incarnation
-        self.dialling: dict[int, tuple[str, int]] = {}
+        self.connecting: dict[int, tuple[str, int]] = {}
         """Peers that are being called for the first time, and where."""
         self._known: dict[int, int] = {}
         self._status = {peer: Status.UNKNOWN for peer in range(size) if peer != rank}
@@ -95,7 +95,7 @@ class Membership:
             return STALE
         if hello.purpose == JOIN:
             # Of two that call each other the lower rank's call counts; unless it goes to an address of the past.
-            called = self.dialling.get(hello.rank)
+            called = self.connecting.get(hello.rank)
             both_call = called == (hello.host, hello.port) and self.rank < hello.rank
             return WAIT if both_call or hello.incarnation == known else WELCOME
         if hello.incarnation > known or not self.is_live(hello.rank):

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from lightning_autosync.engine.connections import listen, own_address
 from lightning_autosync.errors import ExchangeError, MeshTimeout, PeerLost
-from lightning_autosync.relaxed.transport.event_loop import Hub
-from lightning_autosync.relaxed.transport.handshake import sign_in
+from lightning_autosync.relaxed.transport.event_loop import EventLoop
+from lightning_autosync.relaxed.transport.handshake import exchange_addresses
 from lightning_autosync.relaxed.transport.heartbeat import HeartbeatSettings
 from lightning_autosync.relaxed.transport.membership import Membership, Status
 from lightning_autosync.relaxed.transport.messages import Mail, Message, Sent, as_bytes, encode_head, payload_size
@@ -39,24 +39,24 @@ class Inbox:
         with self._changed:
             return list(self._queues.pop(kind, ()))
 
-    def stir(self) -> None:
+    def notify(self) -> None:
         """Let those who wait look again whether waiting makes sense."""
         with self._changed:
             self._changed.notify_all()
 
     def take(
-        self, kinds: tuple[str, ...], sender: int | None, timeout: float, hopeless: Callable[[], ExchangeError | None]
+        self, kinds: tuple[str, ...], sender: int | None, timeout: float, failure: Callable[[], ExchangeError | None]
     ) -> Mail:
         """The first message of one of the kinds (from ``sender``, if given).
 
         Raises:
             MeshTimeout: none came in ``timeout`` seconds.
-            ExchangeError: what ``hopeless`` returned, once no such message was left.
+            ExchangeError: what ``failure`` returned, once no such message was left.
         """
         deadline = time.monotonic() + timeout
         with self._changed:
             while (mail := self._find(kinds, sender)) is None:
-                error = hopeless()
+                error = failure()
                 if error is not None:
                     raise error
                 if not self._changed.wait(deadline - time.monotonic()) and time.monotonic() >= deadline:
@@ -96,7 +96,7 @@ class Mesh:
     def __init__(self, rank: int, size: int, incarnation: int) -> None:
         self.rank, self.size, self.incarnation = rank, size, incarnation
         self._members = Membership(rank, size, incarnation)
-        self._hub: Hub
+        self._loop: EventLoop
         self._inbox = Inbox()
         self._handlers: dict[str, Handler] = {}
         self._placers: dict[str, Placer] = {}
@@ -138,17 +138,17 @@ class Mesh:
         listener = listen(address or own_address())
         try:
             place = listener.getsockname()[:2]
-            entry = sign_in(store, secret, rank, size, place, rejoin=rejoin, timeout=timeout)
+            entry = exchange_addresses(store, secret, rank, size, place, rejoin=rejoin, timeout=timeout)
         except ExchangeError:
             listener.close()
             raise
         mesh = cls(rank, size, entry.incarnation)
-        mesh._hub = Hub(mesh._members, listener, secret, heartbeat or HeartbeatSettings(), mesh, largest)
+        mesh._loop = EventLoop(mesh._members, listener, secret, heartbeat or HeartbeatSettings(), mesh, largest)
         # A script may end without closing what it opened; peers must not take that for a loss.
         atexit.register(mesh.close)
         for peer, target in entry.addresses.items():
             if rejoin or rank < peer:
-                mesh._hub.join(peer, target, entry.incarnations[peer], deadline - time.monotonic())
+                mesh._loop.join(peer, target, entry.incarnations[peer], deadline - time.monotonic())
         try:
             mesh._meet(deadline, rejoin)
         except ExchangeError:
@@ -176,12 +176,12 @@ class Mesh:
     @property
     def error(self) -> ExchangeError | None:
         """What ended this mesh, if anything did: `Expelled`, or a defect."""
-        return self._hub.error
+        return self._loop.error
 
     @property
     def bytes_sent(self) -> int:
         """Bytes handed to the kernel so far, heartbeats and headers included."""
-        return self._hub.bytes_sent
+        return self._loop.bytes_sent
 
     def send(
         self,
@@ -197,14 +197,14 @@ class Mesh:
             Expelled: the others have given this process up.
             ExchangeError: the header is not JSON data, or a tensor is not contiguous in main memory.
         """
-        error = self._hopeless(peer)
+        error = self._unreachable(peer)
         if error is not None:
             raise error
         message = Message(encode_head(kind, header), as_bytes(payload), Sent())
         if peer == self.rank:
             self._send_self(kind, header, message)
         else:
-            self._hub.post(peer, message)
+            self._loop.post(peer, message)
         return message.sent
 
     def receive(self, *kinds: str, sender: int | None = None, timeout: float) -> Mail:
@@ -215,7 +215,7 @@ class Mesh:
             MeshTimeout: nothing came in ``timeout`` seconds.
             Expelled: the others have given this process up.
         """
-        return self._inbox.take(kinds, sender, timeout, lambda: self._hopeless(sender))
+        return self._inbox.take(kinds, sender, timeout, lambda: self._unreachable(sender))
 
     def subscribe(self, kind: str, handler: Handler, place: Placer | None = None) -> Cancel:
         """Hand messages of a kind to ``handler`` instead of `receive`; on the mesh's thread, so it must be quick.
@@ -240,8 +240,8 @@ class Mesh:
                 self._placers.pop(kind, None)
 
         # On the thread that delivers, so that no message slips through and the order stays.
-        self._hub.perform(begin)
-        return lambda: self._hub.perform(end)
+        self._loop.perform(begin)
+        return lambda: self._loop.perform(end)
 
     def on_loss(self, handler: Callable[[int, str], None]) -> Cancel:
         """Call ``handler(peer, why)`` on the mesh's thread for each peer that is lost from now on; until cancelled."""
@@ -265,15 +265,15 @@ class Mesh:
         atexit.unregister(self.close)
         if not self._closed:
             self._closed = True
-            self._hub.close()
-            self._inbox.stir()
+            self._loop.close()
+            self._inbox.notify()
 
-    def _hopeless(self, peer: int | None) -> ExchangeError | None:
+    def _unreachable(self, peer: int | None) -> ExchangeError | None:
         """Why nothing can be sent to or come from ``peer`` (None: anybody) any more."""
         if self._closed:
             return ExchangeError("the mesh is closed")
-        if self._hub.error is not None:
-            return self._hub.error
+        if self._loop.error is not None:
+            return self._loop.error
         if peer is None or peer == self.rank:
             return None
         if not 0 <= peer < self.size:
@@ -287,7 +287,7 @@ class Mesh:
         if place is not None:
             place[:] = copy
         mail = Mail(self.rank, kind, dict(header), copy if place is None else place)
-        self._hub.submit(lambda: self.delivered(mail))
+        self._loop.submit(lambda: self.delivered(mail))
         message.sent.settle()
 
     def _meet(self, deadline: float, rejoin: bool) -> None:
@@ -295,8 +295,8 @@ class Mesh:
         with self._changed:
             while awaited() and time.monotonic() < deadline:
                 self._changed.wait(deadline - time.monotonic())
-                if self._hub.error is not None:
-                    raise self._hub.error
+                if self._loop.error is not None:
+                    raise self._loop.error
             absent = set(awaited())
         if not rejoin or self._members.live == {self.rank}:
             absent.update(peer for peer in self._others() if self._members.status(peer) is Status.LOST)
@@ -314,9 +314,9 @@ class Mesh:
     def _notice(self) -> None:
         with self._changed:
             self._changed.notify_all()
-        self._inbox.stir()
+        self._inbox.notify()
 
-    # What the hub tells, on its thread.
+    # What the loop tells, on its thread.
 
     def delivered(self, mail: Mail) -> None:
         handler = self._handlers.get(mail.kind)
@@ -344,7 +344,7 @@ class Mesh:
         for handler in list(self._on_leave):
             handler(peer)
 
-    def stirred(self) -> None:
+    def changed(self) -> None:
         self._notice()
 
     def failed(self, error: ExchangeError) -> None:

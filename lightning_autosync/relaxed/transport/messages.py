@@ -59,17 +59,17 @@ class Sent:
         if self._error is not None:
             raise self._error
 
-    def wait_while_moving(self, patience: float) -> None:
+    def wait_while_moving(self, stall: float) -> None:
         """Block until the receiver has the message, however long that takes as long as parts of it arrive.
 
         Raises:
             PeerLost: the receiver is gone.
-            MeshTimeout: nothing of it was confirmed for ``patience`` seconds.
+            MeshTimeout: nothing of it was confirmed for ``stall`` seconds.
         """
         begin = time.monotonic()
-        while not self._event.wait(max(0.0, max(begin, self._moved_at) + patience - time.monotonic())):
-            if time.monotonic() >= max(begin, self._moved_at) + patience:
-                raise MeshTimeout(f"nothing of a message was confirmed for {patience:g} s")
+        while not self._event.wait(max(0.0, max(begin, self._moved_at) + stall - time.monotonic())):
+            if time.monotonic() >= max(begin, self._moved_at) + stall:
+                raise MeshTimeout(f"nothing of a message was confirmed for {stall:g} s")
         if self._error is not None:
             raise self._error
 
@@ -123,7 +123,7 @@ def payload_size(payload: Sequence[memoryview]) -> int:
 
 
 class Message(NamedTuple):
-    """What a link is asked to send: the encoded kind and header, and the payload's parts."""
+    """What a stream is asked to send: the encoded kind and header, and the payload's parts."""
 
     head: bytes
     payload: list[memoryview]
@@ -240,8 +240,8 @@ _SHAPES: dict[str, TypeAdapter[Any]] = {
     kind: TypeAdapter(shape)
     for kind, shape in {
         "mesh.lost": _Lost,
-        "mesh.doubt": _Peer,
-        "mesh.heard": _Peer,
+        "mesh.suspect": _Peer,
+        "mesh.alive": _Peer,
         "controller.ready": _Note,
         "controller.arrive": _Note,
         "controller.complete": _Generation,

@@ -49,11 +49,11 @@ PIECE = 256 * 1024
 """Payload bytes of a large message between which small ones may pass."""
 
 Place = Callable[[str, dict[str, Any], int], memoryview | None]
-"""Where a large payload shall go, by kind, header and bytes; None leaves it to the link."""
+"""Where a large payload shall go, by kind, header and bytes; None leaves it to the stream."""
 
 
 class ProtocolError(ExchangeError):
-    """The peer sent what no link sends."""
+    """The peer sent what no process of a mesh sends."""
 
 
 class _Frame(NamedTuple):
@@ -70,7 +70,7 @@ class _Inbound(NamedTuple):
     payload: memoryview
 
 
-class Link:
+class FrameStream:
     """What is under way from and to one peer. Used by the mesh's thread only.
 
     Args:
@@ -346,18 +346,16 @@ FORGIVEN = 5
 
 
 @dataclass(eq=False)
-class Line:
-    """A link, and the connection that carries it at the moment."""
+class Connection:
+    """A live peer: its stream of frames, the socket under it at the moment, and when it was last heard."""
 
-    link: Link
+    stream: FrameStream
     limit: SilenceLimit
     address: tuple[str, int]
-    socket: socket.socket | None = None
+    sock: socket.socket | None = None
     heard: float = 0.0
-    unproven: bool = True
-    """Nothing was heard on the present connection."""
     deadline: float = math.inf
-    """When to give up: a broken line that is not replaced, or a peer that left and does not close."""
+    """When to give up: a broken connection that is not replaced, or a peer that left and does not close."""
     watching_writes: bool = False
     disputed: bool = False
     """The peer is of lower rank and cannot be reached; the others are asked whether they can."""
@@ -365,10 +363,16 @@ class Line:
     """When the last sign of life came before a silence for which the connection is being replaced."""
     _absences: int = 0
 
+    def attach(self, sock: socket.socket, now: float) -> None:
+        """Go on over ``sock``, on which a beat is due at once."""
+        self.sock, self.heard, self.disputed, self.watching_writes = sock, now, False, False
+        self.limit.pause()
+        self.stream.beat_due = True
+
     def hear(self, now: float) -> None:
         """A sign of life."""
-        self.heard, self.unproven, self.silent_from, self._absences = now, False, None, 0
-        if not self.link.peer_left:
+        self.heard, self.silent_from, self._absences = now, None, 0
+        if not self.stream.peer_left:
             self.deadline = math.inf
 
     def forgive(self, absence: float) -> None:
@@ -380,4 +384,4 @@ class Line:
             self.limit.pause()
 
     def too_silent(self, now: float) -> bool:
-        return now - self.heard > self.limit.seconds and not self.link.peer_left
+        return now - self.heard > self.limit.seconds and not self.stream.peer_left

@@ -19,9 +19,7 @@ from strangers import KINDS, SECRET, claim, visit
 
 from lightning_autosync.errors import ExchangeError, Expelled, GroupBroken, MeshTimeout, PeerLost
 from lightning_autosync.relaxed.group_average import GroupAverage, cut_chunks, weighted_sum
-from lightning_autosync.relaxed.transport import event_loop as hub_module
-from lightning_autosync.relaxed.transport import handshake
-from lightning_autosync.relaxed.transport import stream as link_module
+from lightning_autosync.relaxed.transport import event_loop, handshake, stream
 from lightning_autosync.relaxed.transport.heartbeat import HeartbeatSettings
 from lightning_autosync.relaxed.transport.mesh import Mesh
 from lightning_autosync.relaxed.transport.messages import Sent
@@ -117,7 +115,7 @@ def test_strangers_are_turned_away_and_take_nobody_with_them() -> None:
 
     def play(mesh: Mesh) -> bytes:
         if mesh.rank == 0:
-            address = mesh._hub._address
+            address = mesh._loop._address
             for kind in KINDS:
                 assert visit(address, kind)
             lone, unknown = b'["\\ud800", 1, 1, 1, 1, "h", 1]', b'["join", 7, 1, 0, 0, "h", 1]'
@@ -137,15 +135,15 @@ def test_strangers_are_turned_away_and_take_nobody_with_them() -> None:
 def test_a_slow_link_is_not_a_dead_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """A transfer that takes several times the bearable silence; decisions pass it by."""
     quick = HeartbeatSettings(interval=0.05, shortest=0.5, longest=0.8)
-    monkeypatch.setattr(hub_module, "_TURN", 64 * 1024)
-    monkeypatch.setattr(link_module, "PIECE", 64 * 1024)
-    read = hub_module.Hub._read
+    monkeypatch.setattr(event_loop, "_TURN", 64 * 1024)
+    monkeypatch.setattr(stream, "PIECE", 64 * 1024)
+    read = event_loop.EventLoop._read
 
-    def slow_read(hub: Any, peer: int, line: Any) -> None:
+    def slow_read(loop: Any, peer: int, peer_connection: Any) -> None:
         time.sleep(0.01)
-        read(hub, peer, line)
+        read(loop, peer, peer_connection)
 
-    monkeypatch.setattr(hub_module.Hub, "_read", slow_read)
+    monkeypatch.setattr(event_loop.EventLoop, "_read", slow_read)
 
     def play(mesh: Mesh) -> float:
         other = 1 - mesh.rank
@@ -167,8 +165,8 @@ def test_who_suspects_a_peer_that_others_hear_is_the_one_to_leave() -> None:
 
     def play(mesh: Mesh) -> str:
         if mesh.rank == 2:
-            peers = mesh._hub._peers
-            mesh._hub.perform(lambda: deafen(peers, mesh))
+            peers = mesh._loop._connections
+            mesh._loop.perform(lambda: deafen(peers, mesh))
             with pytest.raises(Expelled, match="cannot hear rank 0, which rank 1 hears"):
                 mesh.receive("nothing", sender=0, timeout=20.0)
             return "left"
@@ -181,8 +179,8 @@ def test_who_suspects_a_peer_that_others_hear_is_the_one_to_leave() -> None:
 
     def deafen(peers: Any, mesh: Mesh) -> None:
         """Nothing from rank 0 arrives any more, and it cannot be reached."""
-        line = peers.lines[0]
-        line.link.read = lambda *_: (_ for _ in ()).throw(BlockingIOError())
+        peer_connection = peers.by_rank[0]
+        peer_connection.stream.read = lambda *_: (_ for _ in ()).throw(BlockingIOError())
         dial = peers._dial
 
         def unreachable(peer: int, address: Any, hello: Any, timeout: float, settled: Any, missed: Any) -> None:
@@ -190,7 +188,7 @@ def test_who_suspects_a_peer_that_others_hear_is_the_one_to_leave() -> None:
 
         peers._dial = unreachable
         peers._still_wanted = lambda *_: False
-        peers.interrupted(0, line, "it was silent")
+        peers.interrupted(0, peer_connection, "it was silent")
         # Nor does its own call come through.
         judge = peers._members.judge
         peers._members.judge = lambda hello: handshake.WAIT if hello.rank == 0 else judge(hello)
@@ -203,12 +201,12 @@ def test_what_a_lost_peer_thinks_of_this_process_does_not_count() -> None:
 
     def play(mesh: Mesh) -> bool:
         if mesh.rank == 2:
-            peers, members = mesh._hub._peers, mesh._members
+            peers, members = mesh._loop._connections, mesh._members
             hello = peers._hello(handshake.PROBE, members.incarnation_of(1), 0)
             answer = handshake.Answer(handshake.EXPELLED, 1, 0, {})
             connection, other = socket.socketpair()
-            mesh._hub.perform(lambda: peers.adopt(1, members.incarnation_of(1), "so says rank 0"))
-            mesh._hub.perform(lambda: peers._reached(1, ("", 0), hello, (connection, answer)))
+            mesh._loop.perform(lambda: peers.lost_according_to(1, members.incarnation_of(1), "so says rank 0"))
+            mesh._loop.perform(lambda: peers._connected(1, ("", 0), hello, (connection, answer)))
             other.close()
             assert mesh.error is None
             mesh.send(0, "well")
@@ -226,13 +224,13 @@ def test_a_connection_that_went_dead_is_replaced_before_anybody_is_lost() -> Non
         losses: list[int] = []
         mesh.on_loss(lambda peer, why: losses.append(peer))
         other = 1 - mesh.rank
-        line = mesh._hub._peers.lines[other]
-        before = line.socket
+        peer_connection = mesh._loop._connections.by_rank[other]
+        before = peer_connection.sock
         if mesh.rank == 1:
             # What arrives on this connection is never read.
-            mesh._hub.perform(lambda: mesh._hub._selector.modify(before, 0x2, other))
+            mesh._loop.perform(lambda: mesh._loop._selector.modify(before, 0x2, other))
         deadline = time.monotonic() + 20.0
-        while line.socket in (before, None) and time.monotonic() < deadline:
+        while peer_connection.sock in (before, None) and time.monotonic() < deadline:
             time.sleep(0.02)
         mesh.send(other, "over the new one")
         mesh.receive("over the new one", sender=other, timeout=20.0)
@@ -249,18 +247,18 @@ def test_a_process_that_is_away_all_the_time_still_finds_out_who_is_lost() -> No
         if mesh.rank == 1:
             # It falls silent without a word, and answers no call.
             mesh.receive("go", sender=0, timeout=20.0)
-            mesh._hub._peers.tick = lambda now: None  # type: ignore[method-assign]
-            mesh._hub._acceptor._admit = lambda caller: None
-            mesh._hub._peers._dial = lambda *_: None  # type: ignore[method-assign]
+            mesh._loop._connections.tick = lambda now: None  # type: ignore[method-assign]
+            mesh._loop._acceptor._admit = lambda caller: None
+            mesh._loop._connections._dial = lambda *_: None  # type: ignore[method-assign]
             lost.wait(20.0)
             return True
-        flush = mesh._hub._flush
+        flush = mesh._loop._flush
 
         def starved() -> None:
             time.sleep(0.15)
             flush()
 
-        mesh._hub._flush = starved  # type: ignore[method-assign]
+        mesh._loop._flush = starved  # type: ignore[method-assign]
         mesh.send(1, "go")
         with pytest.raises(PeerLost):
             mesh.receive("nothing", sender=1, timeout=10.0)

@@ -23,19 +23,19 @@ def test_a_message_that_comes_too_late_for_the_meshs_thread_is_settled(monkeypat
         ]
         meshes = [opened.result() for opened in opening]
     late = Message(encode_head("late", {}), as_bytes([torch.zeros(100_000)]), Sent())
-    hub = meshes[0]._hub
-    hang_up = hub._peers.hang_up
+    loop = meshes[0]._loop
+    stop = loop._connections.stop
 
-    def send_then_hang_up() -> None:
-        assert not hub._thread.is_alive()
-        hub.post(1, late)
-        hang_up()
+    def send_then_stop() -> None:
+        assert not loop._thread.is_alive()
+        loop.post(1, late)
+        stop()
 
-    monkeypatch.setattr(hub._peers, "hang_up", send_then_hang_up)
+    monkeypatch.setattr(loop._connections, "stop", send_then_stop)
     meshes[0].close()
     with pytest.raises(ExchangeError) as caught:
         late.sent.wait(1.0)
     assert not isinstance(caught.value, MeshTimeout)
     with pytest.raises(ExchangeError, match="the mesh is closed"):
-        hub.post(1, late)
+        loop.post(1, late)
     meshes[1].close()

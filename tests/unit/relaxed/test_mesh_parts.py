@@ -15,7 +15,7 @@ from lightning_autosync.relaxed.transport.handshake import Answer, Hello
 from lightning_autosync.relaxed.transport.heartbeat import HeartbeatSettings, SilenceLimit
 from lightning_autosync.relaxed.transport.membership import Membership, Status
 from lightning_autosync.relaxed.transport.messages import Mail, Message, Sent, cut, encode_head
-from lightning_autosync.relaxed.transport.stream import Link, ProtocolError
+from lightning_autosync.relaxed.transport.stream import FrameStream, ProtocolError
 
 SETTINGS = HeartbeatSettings(interval=0.5, shortest=1.0, longest=30.0)
 
@@ -65,7 +65,9 @@ class _Pair:
 
     def __init__(self, largest: int = 1 << 24) -> None:
         self.inboxes: tuple[list[Mail], list[Mail]] = ([], [])
-        self.links = tuple(Link(1 - side, lambda *_: None, self.inboxes[side].append, largest) for side in (0, 1))
+        self.streams = tuple(
+            FrameStream(1 - side, lambda *_: None, self.inboxes[side].append, largest) for side in (0, 1)
+        )
         self.reconnect(first=True)
 
     def reconnect(self, *, first: bool = False) -> None:
@@ -73,21 +75,21 @@ class _Pair:
             for connection in self.sockets:
                 connection.close()
             for side in (0, 1):
-                self.links[side].resume(self.links[1 - side].received)
+                self.streams[side].resume(self.streams[1 - side].received)
         self.sockets = socket.socketpair()
         for connection in self.sockets:
             connection.setblocking(False)
 
     def move(self, side: int, most: int) -> None:
-        self.links[side].write(self.sockets[side], most)
-        self.links[1 - side].read(self.sockets[1 - side], most)
+        self.streams[side].write(self.sockets[side], most)
+        self.streams[1 - side].read(self.sockets[1 - side], most)
 
     def settle(self) -> None:
         for _ in range(2000):
             for side in (0, 1):
-                self.links[side].beat_due = True
+                self.streams[side].beat_due = True
                 self.move(side, 1 << 20)
-            if all(link.idle for link in self.links):
+            if all(stream.idle for stream in self.streams):
                 return
         raise AssertionError("the links did not come to rest")
 
@@ -104,7 +106,7 @@ def test_a_link_loses_and_repeats_nothing_however_often_it_breaks(seed: int) -> 
         size = drawn.choice([0, 10, 70_000, 700_000])
         message = _message(number, drawn.randbytes(size))
         sent.append(message)
-        pair.links[0].post(message)
+        pair.streams[0].post(message)
         for _ in range(drawn.randrange(4)):
             pair.move(drawn.randrange(2), drawn.randrange(1, 400_000))
         if drawn.random() < 0.5:
@@ -118,17 +120,17 @@ def test_a_link_loses_and_repeats_nothing_however_often_it_breaks(seed: int) -> 
 
 def test_small_messages_overtake_large_ones() -> None:
     pair = _Pair()
-    pair.links[0].post(_message(0, bytes(4_000_000)))
+    pair.streams[0].post(_message(0, bytes(4_000_000)))
     pair.move(0, 100_000)
-    pair.links[0].post(_message(1, b"urgent"))
+    pair.streams[0].post(_message(1, b"urgent"))
     pair.settle()
     assert [mail.header["number"] for mail in pair.inboxes[1]] == [1, 0]
 
 
 def test_a_large_payload_is_the_senders_own_only_once_it_has_arrived() -> None:
     pair, message = _Pair(), _message(0, bytes(1_000_000))
-    pair.links[0].post(message)
-    pair.links[0].write(pair.sockets[0], 1 << 20)
+    pair.streams[0].post(message)
+    pair.streams[0].write(pair.sockets[0], 1 << 20)
     assert not message.sent.done
     pair.settle()
     assert message.sent.done
@@ -137,7 +139,7 @@ def test_a_large_payload_is_the_senders_own_only_once_it_has_arrived() -> None:
 def test_a_cancelled_message_is_not_begun() -> None:
     pair, first, second = _Pair(), _message(0, bytes(1_000_000)), _message(1, bytes(1_000_000))
     for message in (first, second):
-        pair.links[0].post(message)
+        pair.streams[0].post(message)
         pair.move(0, 1000)
         message.sent.cancel()
     pair.settle()
@@ -149,17 +151,17 @@ def test_a_large_message_moves_with_every_confirmed_piece() -> None:
     pair, message = _Pair(), _message(0, bytes(1_000_000))
     moves: list[int] = []
     message.sent.move = lambda: moves.append(1)  # type: ignore[method-assign]
-    pair.links[0].post(message)
+    pair.streams[0].post(message)
     pair.settle()
     assert len(moves) == 3
 
 
 def test_too_large_a_message_is_refused_before_memory_is_taken() -> None:
     pair = _Pair(largest=100_000)
-    pair.links[0].post(_message(0, bytes(100_001)))
-    pair.links[0].write(pair.sockets[0], 1 << 20)
+    pair.streams[0].post(_message(0, bytes(100_001)))
+    pair.streams[0].write(pair.sockets[0], 1 << 20)
     with pytest.raises(ProtocolError, match="announced a message"):
-        pair.links[1].read(pair.sockets[1], 1 << 20)
+        pair.streams[1].read(pair.sockets[1], 1 << 20)
 
 
 @given(st.binary(min_size=13, max_size=200))
@@ -167,7 +169,7 @@ def test_noise_never_breaks_a_link_in_another_way(noise: bytes) -> None:
     pair = _Pair(largest=1000)
     pair.sockets[0].sendall(noise)
     try:
-        pair.links[1].read(pair.sockets[1], 1 << 20)
+        pair.streams[1].read(pair.sockets[1], 1 << 20)
     except ProtocolError:
         return
     finally:
@@ -236,9 +238,9 @@ def test_a_lost_peer_cannot_resume_but_can_join_anew() -> None:
 
 def test_a_call_to_an_address_of_the_past_does_not_keep_a_newcomer_waiting() -> None:
     members = Membership(0, 3, incarnation=1)
-    members.dialling[1] = ("host", 99)
+    members.connecting[1] = ("host", 99)
     assert members.judge(_hello(1, 2, handshake.JOIN)) == handshake.WELCOME
-    members.dialling[1] = ("host", 1)
+    members.connecting[1] = ("host", 1)
     assert members.judge(_hello(1, 2, handshake.JOIN)) == handshake.WAIT
 
 

@@ -44,7 +44,7 @@ NONSENSE = {
     "a header that is a list": small("mesh.lost", []),
     "a loss of nobody": small("mesh.lost", {}),
     "a loss of text": small("mesh.lost", {"peer": "one", "incarnation": 1, "why": ""}),
-    "a doubt without an incarnation": small("mesh.doubt", {"peer": 1}),
+    "a doubt without an incarnation": small("mesh.suspect", {"peer": 1}),
     "a note without fields": small("controller.ready", {}),
     "a note of text": small("controller.ready", {**_NOTE, "elements": "many"}),
     "a note of a truth": small("controller.arrive", {**_NOTE, "iteration": True}),
@@ -80,7 +80,7 @@ def test_nonsense_ends_its_senders_connection_only() -> None:
     with closing(first[0]) as victim, closing(first[1]) as other:
         controller = Controller(victim, Coordinator(2, Grouping(2)))
         for name, data in NONSENSE.items():
-            sender._hub.perform(lambda data=data, sender=sender: sender._hub._peers.lines[0].socket.send(data))
+            sender._loop.perform(lambda data=data, sender=sender: sender._loop._connections.by_rank[0].sock.send(data))
             await_true(lambda: 2 not in victim.live, f"rank 0 does not mind {name}")
             await_true(lambda: 2 not in other.live, f"rank 1 hears nothing of {name}")
             sender.close()

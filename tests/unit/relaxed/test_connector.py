@@ -7,7 +7,7 @@ import threading
 
 from strangers import SECRET
 
-from lightning_autosync.relaxed.transport.handshake import JOIN, Dialler, Hello
+from lightning_autosync.relaxed.transport.handshake import JOIN, Connector, Hello
 
 
 def test_closing_waits_for_every_call_whoever_made_it() -> None:
@@ -15,11 +15,11 @@ def test_closing_waits_for_every_call_whoever_made_it() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = listener.getsockname()[:2]
         hello = Hello(JOIN, 0, 1, 0, 0, *address)
-        dialler, told = Dialler(SECRET), []
+        connector, told = Connector(SECRET), []
 
         def call() -> None:
             for _ in range(5):
-                dialler.call(address, hello, 30.0, lambda: False, told.append, told.append)
+                connector.connect(address, hello, 30.0, lambda: False, told.append, told.append)
 
         callers = [threading.Thread(target=call) for _ in range(4)]
         for caller in callers:
@@ -27,6 +27,6 @@ def test_closing_waits_for_every_call_whoever_made_it() -> None:
         for caller in callers:
             caller.join()
         assert told == []
-        dialler.hang_up()
-        dialler.join()
+        connector.stop()
+        connector.join()
         assert told == [None] * 20
