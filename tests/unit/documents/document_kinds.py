@@ -28,7 +28,7 @@ from tuning_world import World
 from hydra_plugins.autosync import _study as sweeps
 from hydra_plugins.autosync._space import read_space as sweep_space
 from lightning_autosync.cli import predict as predicting
-from lightning_autosync.cli.configuration import with_own_clusters
+from lightning_autosync.cli.arguments import prepared
 from lightning_autosync.cli.report import report
 from lightning_autosync.cli.validate import hosts_of
 from lightning_autosync.cluster import ClusterSpec, configuration_directory, read_resource_spec, resolve_cluster
@@ -134,11 +134,11 @@ def _cluster(name: str, data: dict[str, Any]) -> Kind:
         made = folder / "made"
         shutil.rmtree(made, ignore_errors=True)
         made.mkdir()
-        with_own_clusters([f"cluster={folder / name}"], made)
+        prepared([f"cluster={folder / name}"], made)
         cluster = resolve_cluster(folder / name)
         return lambda: _use_cluster(cluster)
 
-    return Kind(make, read, ("cli.configuration", "cluster.spec"))
+    return Kind(make, read, ("cli.arguments", "cli.configuration", "cluster.spec"))
 
 
 def _use_cluster(cluster: ClusterSpec) -> None:
