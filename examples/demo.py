@@ -21,7 +21,7 @@ from rich.table import Table
 
 from lightning_autosync import AutoSyncStrategy, ClusterSpec, SyncPlan
 from lightning_autosync.cluster import resolve_cluster
-from lightning_autosync.measure.bench.interleaving import run_bench
+from lightning_autosync.measure.bench.run import run_bench
 from lightning_autosync.measure.bench.settings import Settings
 from lightning_autosync.measure.bench.table import result_table
 from lightning_autosync.measure.models.models import Digits as BenchDigits

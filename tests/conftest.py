@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +30,10 @@ class SharedPool:
     def __init__(self) -> None:
         self._pool: WorkerPool | None = None
 
-    def run(self, function: str, /, *, ranks: Iterable[int] | None = None, **arguments: Any) -> list[Any]:
-        """As :meth:`WorkerPool.run`; functions of modules beside the distributed tests can be named."""
+    def run(
+        self, function: Callable[..., Any], /, *, ranks: Iterable[int] | None = None, **arguments: Any
+    ) -> list[Any]:
+        """As :meth:`WorkerPool.run`; functions may be of modules beside the distributed tests."""
         return self.live().run(function, ranks=ranks, **arguments)
 
     def live(self) -> WorkerPool:

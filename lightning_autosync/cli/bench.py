@@ -7,10 +7,10 @@ from typing import Any
 
 from lightning_autosync.errors import DocumentError
 from lightning_autosync.measure.bench import command
-from lightning_autosync.measure.bench.hosts import job_hosts
 from lightning_autosync.measure.bench.preparation import make_cluster, prepare
 from lightning_autosync.measure.bench.result import Result
 from lightning_autosync.measure.bench.settings import Settings
+from lightning_autosync.measure.hosts import job_hosts
 from lightning_autosync.measure.workers import WorkerPool
 from lightning_autosync.plan import SyncPlan
 from lightning_autosync.replay import Constants

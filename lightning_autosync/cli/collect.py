@@ -17,7 +17,7 @@ from lightning_autosync.lab.collection.combinations import draw_combinations
 from lightning_autosync.lab.collection.settings import Settings
 from lightning_autosync.learned.dataset import Writer
 from lightning_autosync.measure.emulation.netns import require_namespaces
-from lightning_autosync.measure.emulation.shared_hosts import shared_hosts
+from lightning_autosync.measure.hosts import shared_hosts
 
 FORMAT = "autosync-collection/1"
 

@@ -24,7 +24,7 @@ from lightning_autosync.lab.fitting.table import tables
 from lightning_autosync.learned import LearnedEstimator, Simulator, load_simulator
 from lightning_autosync.learned.dataset import Dataset, Sample
 from lightning_autosync.learned.examples import Examples
-from lightning_autosync.measure.emulation.shared_hosts import shared_hosts
+from lightning_autosync.measure.hosts import shared_hosts
 from lightning_autosync.replay import Constants
 from lightning_autosync.run_files import RunFile, alone
 

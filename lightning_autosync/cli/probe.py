@@ -21,7 +21,6 @@ from lightning_autosync.measure.probe.table import link_rows, links_table, nodes
 from lightning_autosync.measure.workers.pool import WorkerPool
 from lightning_autosync.replay.constants import Constants
 
-_WORKER = "lightning_autosync.measure.probe.job:probe_ranks"
 FILE_WIDTH = 110
 """Columns of the tables where they do not go to a terminal."""
 
@@ -70,7 +69,7 @@ def run_probe(settings: Settings) -> dict[str, Any]:
         settings.launch.open(where) as launch,
         WorkerPool(where.world_size if where else settings.ranks, launch, timeout=settings.timeout) as pool,
     ):
-        answer: dict[str, Any] = pool.run(_WORKER, **_arguments(settings))[0]
+        answer: dict[str, Any] = pool.run(probe_ranks, **_arguments(settings))[0]
     return answer
 
 

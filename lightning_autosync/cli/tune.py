@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_autosync.errors import AutoSyncError
-from lightning_autosync.measure.emulation.shared_hosts import shared_hosts
+from lightning_autosync.measure.hosts import shared_hosts
 from lightning_autosync.measure.workers import WorkerPool
 from lightning_autosync.report.compare import compare_timelines
 from lightning_autosync.report.tuning.page import REPORT, write_report

@@ -15,7 +15,7 @@ from lightning_autosync.lab.validation.accuracy import RANKED, Accuracy, Priced,
 from lightning_autosync.lab.validation.cases import Case, draw_cases
 from lightning_autosync.lab.validation.measuring import Measurement, measure_cases
 from lightning_autosync.lab.validation.settings import Settings
-from lightning_autosync.measure.emulation.shared_hosts import shared_hosts
+from lightning_autosync.measure.hosts import shared_hosts
 from lightning_autosync.plan import compile_plan
 from lightning_autosync.replay import Constants, Replay
 
@@ -40,7 +40,7 @@ def validate(configuration: dict[str, Any], directory: Path) -> None:
     constants = shared_hosts(settings.constants)
     cases = draw_cases(settings)
     path = Path(settings.measurements) if settings.measurements else directory / "measurements.jsonl"
-    found = measure_cases(cases, price(cases, lambda _: constants), settings, path)
+    found = measure_cases(cases, settings, path)
     predicted = price(cases, lambda case: constants if settings.constants else hosts_of(found[case.key], constants))
     priced = [
         Priced(case, one.seconds, predicted[case.key], one.foreign_cores, one.noise)

@@ -9,6 +9,7 @@ from typing import Any
 
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.engine.tracing import StepTrace
+from lightning_autosync.measure import replica_calls
 from lightning_autosync.measure.emulation.launch import EmulatedLaunch
 from lightning_autosync.measure.workers import WorkerPool
 from lightning_autosync.plan import SyncPlan, compile_plan
@@ -18,8 +19,6 @@ from lightning_autosync.report.measured import measured_timeline
 from lightning_autosync.report.timeline import draw_timelines, write_trace
 from lightning_autosync.report.timelines_file import TIMELINES, save_timelines
 from lightning_autosync.workload import Workload
-
-_REPLICA = "lightning_autosync.lab.validation.replica"
 
 
 def compare_timelines(
@@ -83,9 +82,9 @@ def _trace(
     }
     counts = [_count(pool)]
     # The same without the steps that are traced: what connections and warming up send is not theirs.
-    pool.run(f"{_REPLICA}:measure", steps=0, **documents)
+    pool.run(replica_calls.trace, steps=0, **documents)
     counts.append(_count(pool))
-    found = pool.run(f"{_REPLICA}:trace", steps=steps, **documents)
+    found = pool.run(replica_calls.trace, steps=steps, **documents)
     counts.append(_count(pool))
     sent = {name: (last - 2 * counts[1][name] + counts[0][name]) / steps for name, last in counts[2].items()}
     return [[StepTrace(**trace) for trace in traces] for traces in zip(*found, strict=True)], sent

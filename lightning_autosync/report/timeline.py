@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_autosync.documents import write_text
 from lightning_autosync.errors import DocumentError
-from lightning_autosync.measure.bench.figures import save_figure
+from lightning_autosync.measure.figures import save_figure
 from lightning_autosync.replay.prediction import Span, Timeline
 
 if TYPE_CHECKING:

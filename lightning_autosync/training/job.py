@@ -20,7 +20,6 @@ from lightning_autosync.measure.workers import WorkerError, WorkerPool
 from lightning_autosync.plan import SyncPlan, builders
 from lightning_autosync.training.settings import Settings
 
-_RANK = "lightning_autosync.training.rank"
 START_TIMEOUT = 120.0
 """Seconds for all ranks to start."""
 
@@ -71,6 +70,8 @@ def _plan_document(settings: Settings) -> dict[str, Any] | None:
 def _train_by_workers(
     settings: Settings, launch: LaunchSettings, cluster: ClusterSpec | None, order: dict[str, Any]
 ) -> dict[str, Any]:
+    from lightning_autosync.training.rank import train_worker
+
     ranks = cluster.world_size if cluster is not None else settings.ranks or 2
     with (
         launch.open(cluster) as place,
@@ -85,7 +86,7 @@ def _train_by_workers(
         ) as pool,
     ):
         try:
-            result: dict[str, Any] = pool.run(f"{_RANK}:train_worker", **order)[0]
+            result: dict[str, Any] = pool.run(train_worker, **order)[0]
         except WorkerError as error:
             raise _plain(error) from error
     return result

@@ -8,13 +8,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import bench_modules
 import pytest
 
-from lightning_autosync.measure.bench.interleaving import play, run_bench
+from lightning_autosync.measure import conditions
 from lightning_autosync.measure.bench.preparation import prepare
 from lightning_autosync.measure.bench.result import Result
+from lightning_autosync.measure.bench.run import play, run_bench
 from lightning_autosync.measure.bench.settings import Settings
-from lightning_autosync.measure.workers import WorkerError, WorkerPool
+from lightning_autosync.measure.session import MeasurementSession
+from lightning_autosync.measure.workers import WorkerError
 
 RUN = "import sys; from lightning_autosync.cli import main; sys.argv[0] = 'autosync'; main()"
 
@@ -88,9 +91,9 @@ def test_buffers_follow_and_random_parts_are_the_same_in_every_contender() -> No
     settings = Settings.parse({"model": own, **short, "contenders": {"star": {"builder": "ps"}}})
     kept: list[int] = []
     preparation = prepare(settings)
-    with WorkerPool(2) as pool:
-        result = play(settings, preparation, pool, keep=lambda one: kept.append(one.to_dict()["rounds"]))
-        for ddp, star in pool.run("bench_modules:running_means", names=["ddp", "star"]):
+    with MeasurementSession(preparation.cluster, settings.launch, settings.timeout) as session:
+        result = play(settings, preparation, session, keep=lambda one: kept.append(one.to_dict()["rounds"]))
+        for ddp, star in session.run(bench_modules.running_means, names=["ddp", "star"]):
             assert star == pytest.approx(ddp, abs=5e-4)  # what is dropped at random differs
     assert all(measurement.deviation < 1e-5 for measurement in result.measurements.values())
     assert kept == [1]
@@ -137,7 +140,6 @@ def test_hooks_send_less(paced):
 
 
 def test_a_worker_that_fails_is_told(monkeypatch):
-    monkeypatch.setattr("lightning_autosync.measure.bench.interleaving._WORKER", "lightning_autosync.nowhere")
-    settings = Settings.parse({"model": {"kind": "flat", "mib": 0.1}})
-    with pytest.raises(WorkerError, match=r"lightning_autosync\.nowhere"):
-        run_bench(settings)
+    monkeypatch.setattr(conditions, "load_average", bench_modules.fails)
+    with pytest.raises(WorkerError, match=r"ZeroDivisionError"):
+        run_bench(Settings.parse({"model": {"kind": "flat", "mib": 0.1}}))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import digits
 import pytest
 from clusters import shared_nodes, uneven_cluster
 from digits import network
@@ -33,7 +34,7 @@ def accuracies(pool) -> dict[tuple[str, str], tuple[float, float]]:
         builders.all_reduce(workload, cluster, topology=topology, compressor=COMPRESSORS[kind]).to_dict()
         for kind, topology in cases
     ]
-    answers = pool.run("digits:accuracies", plans=made, cluster=cluster.to_dict(), epochs=EPOCHS)[:4]
+    answers = pool.run(digits.accuracies, plans=made, cluster=cluster.to_dict(), epochs=EPOCHS)[:4]
     worst = [max(rank[case][1] for rank in answers) for case in range(len(cases))]
     return {case: (answers[0][place][0], worst[place]) for place, case in enumerate(cases)}
 
@@ -58,7 +59,7 @@ def test_random_lossy_plans_learn_and_keep_replicas_equal(pool, data: st.DataObj
     workload = describe(network())
     drawn = [data.draw(plans(workload, size, lossy=True)) for _ in range(2)]
     arguments = {"plans": [plan.to_dict() for plan in drawn], "cluster": cluster.to_dict(), "epochs": 3}
-    for found in pool.run("digits:accuracies", **arguments)[:size]:
+    for found in pool.run(digits.accuracies, **arguments)[:size]:
         for plan, (accuracy, difference) in zip(drawn, found, strict=True):
             assert difference < 1e-5, plan.describe()
             assert accuracy > 0.15, plan.describe()  # a guess is right in 0.1
@@ -72,5 +73,5 @@ def test_shards_of_encoded_collectives_all_travel(pool, kind: str) -> None:
     groups = [group.model_copy(update={"partition": Partition(shards=2)}) for group in plan.groups]
     cut = plan.model_copy(update={"groups": tuple(groups)})
     arguments = {"plans": [cut.to_dict()], "cluster": cluster.to_dict(), "epochs": 1}
-    for ((_, difference),) in pool.run("digits:accuracies", **arguments)[:3]:
+    for ((_, difference),) in pool.run(digits.accuracies, **arguments)[:3]:
         assert difference < 1e-5

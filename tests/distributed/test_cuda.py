@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+import cuda_calls
 import pytest
 import torch
 from recommender import Recommender, workload_of
@@ -65,7 +66,7 @@ def dense_plan(topology: str, **more: Any) -> SyncPlan:
 def test_every_topology_sums_on_the_device(pair, device: str, side_stream: bool) -> None:
     plans = [dense_plan(topology, bucket_bytes=4000).to_dict() for topology in ("native", *ON_TREES)]
     arguments = {"device": device, "side_stream": side_stream}
-    for found in pair.run("cuda_calls:distances", plans=plans, cluster=CLUSTER.to_dict(), **arguments):
+    for found in pair.run(cuda_calls.distances, plans=plans, cluster=CLUSTER.to_dict(), **arguments):
         assert max(found) < 1e-10
 
 
@@ -73,7 +74,7 @@ def test_every_topology_sums_on_the_device(pair, device: str, side_stream: bool)
 @pytest.mark.parametrize("device", DEVICES)
 def test_waiting_where_parameters_are_used(pair, device: str, topology: str) -> None:
     plan = dense_plan(topology, bucket_bytes=4000).to_dict()
-    assert max(pair.run("cuda_calls:overlapped", device=device, plan=plan, cluster=CLUSTER.to_dict())) < 1e-10
+    assert max(pair.run(cuda_calls.overlapped, device=device, plan=plan, cluster=CLUSTER.to_dict())) < 1e-10
 
 
 @pytest.mark.parametrize("topology", ["native", "star"])
@@ -81,7 +82,7 @@ def test_waiting_where_parameters_are_used(pair, device: str, topology: str) -> 
 def test_compressors_do_on_the_device_what_they_do_on_the_cpu(pair, device: str, topology: str) -> None:
     kinds = ("fp16", "bf16", "int8", "topk", "powersgd")
     plans = [dense_plan(topology, compressor=kind).to_dict() for kind in kinds]
-    for found in pair.run("cuda_calls:compressed", device=device, plans=plans, cluster=CLUSTER.to_dict()):
+    for found in pair.run(cuda_calls.compressed, device=device, plans=plans, cluster=CLUSTER.to_dict()):
         for kind, (from_cpu, from_rank_0) in zip(kinds, found, strict=True):
             assert from_rank_0 < 1e-12, kind
             # A value on the edge between two integers or ranks may fall to the other side.
@@ -95,26 +96,26 @@ def test_touched_rows_on_the_device(pair, device: str, sparse: bool) -> None:
     topologies = ("native", *ON_TREES)
     plans = [builders.all_reduce(workload, CLUSTER, topology=topology).to_dict() for topology in topologies]
     arguments = {"device": device, "sparse": sparse}
-    for found in pair.run("cuda_calls:rows", plans=plans, cluster=CLUSTER.to_dict(), **arguments):
+    for found in pair.run(cuda_calls.rows, plans=plans, cluster=CLUSTER.to_dict(), **arguments):
         assert max(found) < 1e-12
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_world_of_one_by_native_collectives(single, device: str) -> None:
-    assert single.run("cuda_calls:alone", device=device) == [[1.0, 2.0]]
+    assert single.run(cuda_calls.alone, device=device) == [[1.0, 2.0]]
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_two_levels_wait_for_backward_and_are_waited_for(single, device: str) -> None:
-    assert single.run("cuda_calls:two_levels", device=device) == [[0.0] * 3]
+    assert single.run(cuda_calls.two_levels, device=device) == [[0.0] * 3]
 
 
 @pytest.mark.parametrize("accelerator", ["cpu", pytest.param("gpu", marks=needs_gpu)])
 @pytest.mark.parametrize("plan", ["all_reduce", "ps"])
 def test_a_trainer_whose_nodes_share_one_device(pair, accelerator: str, plan: str) -> None:
-    found = pair.run("cuda_calls:trainer_over_one_device", accelerator=accelerator, plan=plan)
+    found = pair.run(cuda_calls.trainer_over_one_device, accelerator=accelerator, plan=plan)
     assert found[0] == found[1]
-    expected = pair.run("cuda_calls:trainer_over_one_device", accelerator="cpu", plan=plan)[0]
+    expected = pair.run(cuda_calls.trainer_over_one_device, accelerator="cpu", plan=plan)[0]
     assert found[0] == pytest.approx(expected, rel=1e-4, abs=1e-5)
 
 

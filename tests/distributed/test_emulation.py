@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import worker_calls
 
 from lightning_autosync.cluster.spec import ClusterSpec
 from lightning_autosync.measure.emulation import check, netns
@@ -99,7 +100,7 @@ def marked_programs(mark: str, program: str, count: int = 1) -> Iterator[list[su
 
 def least_seconds(pool: WorkerPool, pairs: list[list[int]], amount: int, tries: int = 3) -> float:
     """Seconds until the last pair is done, in the try that other load disturbed least."""
-    return min(max(pool.run("worker_calls:send_in_pairs", pairs=pairs, amount=amount)) for _ in range(tries))
+    return min(max(pool.run(worker_calls.send_in_pairs, pairs=pairs, amount=amount)) for _ in range(tries))
 
 
 def line_of_three() -> ClusterSpec:
@@ -143,7 +144,7 @@ def test_ranks_share_the_link_between_racks():
         EmulatedLaunch(cluster) as launch,
         WorkerPool(4, launch, extra_paths=[HERE], scheduling="batch") as pool,
     ):
-        assert pool.run("worker_calls:sum_of_ranks") == [6.0] * 4
+        assert pool.run(worker_calls.sum_of_ranks) == [6.0] * 4
         inside = least_seconds(pool, [[0, 1], [2, 3]], amount)
         across = least_seconds(pool, [[0, 2], [1, 3]], amount)
     assert inside == pytest.approx(FRAMING * amount / (400 * MEGABIT), rel=0.25)
@@ -155,8 +156,8 @@ def test_nodes_forward_and_ranks_of_a_node_share_it():
     nodes = [node.model_copy(update={"devices": 2 if node.name == "right" else 1}) for node in cluster.nodes]
     cluster = cluster.model_copy(update={"nodes": tuple(nodes)})
     with EmulatedLaunch(cluster) as launch, WorkerPool(4, launch, extra_paths=[HERE]) as pool:
-        assert pool.run("worker_calls:sum_of_ranks", elements=10_000) == [6.0] * 4
-        places = pool.run("worker_calls:place")
+        assert pool.run(worker_calls.sum_of_ranks, elements=10_000) == [6.0] * 4
+        places = pool.run(worker_calls.place)
     assert [(place["LOCAL_RANK"], place["GROUP_RANK"]) for place in places] == [
         ("0", "0"),
         ("0", "1"),
@@ -208,7 +209,7 @@ def test_nothing_is_left_when_a_worker_is_killed():
     cluster = ClusterSpec.uniform(2, bandwidth=100 * MEGABIT)
     with EmulatedLaunch(cluster) as launch, WorkerPool(2, launch, extra_paths=[HERE]) as pool:
         with pytest.raises(WorkerError, match=r"rank 1 died \(killed by SIGKILL\)"):
-            pool.run("worker_calls:die_during_all_reduce", rank=1)
+            pool.run(worker_calls.die_during_all_reduce, rank=1)
         assert own_namespaces()
     assert not own_namespaces()
 
@@ -260,7 +261,7 @@ def test_nothing_is_left_after_fifty_emulations_with_random_kills():
         with EmulatedLaunch(ClusterSpec.star([4e6, 2e6, 1e6])) as launch:
             with WorkerPool(3, launch, extra_paths=[os.environ["HERE"]]) as pool:
                 while True:
-                    pool.run("worker_calls:sum_of_ranks", elements=100_000)
+                    pool.run(worker_calls.sum_of_ranks, elements=100_000)
     """
     before = own_links()
     for turn in range(10):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import product
 
+import engine_calls
 import pytest
 
 from lightning_autosync.plan import topologies
@@ -18,7 +19,7 @@ TOLERANCES = {"none": 1e-6, "bf16": 0.01, "int8": 0.02, "powersgd": 1e-3}
 def test_parameters_unused_somewhere_get_the_mean_and_unused_everywhere_none(pool, topology, compressor) -> None:
     # A backward pass needs something to differentiate, so the middle rank uses what the others do not.
     uses = [(True, False), (False, True), (True, False)]
-    answers = pool.run("engine_calls:gradients", topology=topology, uses=uses, compressor=compressor)[:3]
+    answers = pool.run(engine_calls.gradients, topology=topology, uses=uses, compressor=compressor)[:3]
     assert answers[0] == answers[1] == answers[2]
     if compressor != "topk":  # which keeps one of these few elements
         # The inputs of rank r are r + 1.
@@ -27,7 +28,7 @@ def test_parameters_unused_somewhere_get_the_mean_and_unused_everywhere_none(poo
         assert answers[0]["right.weight"] == pytest.approx([2 / 3] * 6, rel=TOLERANCES[compressor])
         assert answers[0]["right.bias"] == pytest.approx([1 / 3] * 2, rel=TOLERANCES[compressor])
     uses = [(True, False)] * 3
-    for found in pool.run("engine_calls:gradients", topology=topology, uses=uses, compressor=compressor)[:3]:
+    for found in pool.run(engine_calls.gradients, topology=topology, uses=uses, compressor=compressor)[:3]:
         assert found["right.weight"] is None
         assert found["right.bias"] is None
         assert found["left.bias"] is not None
@@ -35,14 +36,14 @@ def test_parameters_unused_somewhere_get_the_mean_and_unused_everywhere_none(poo
 
 @pytest.mark.parametrize("topology", topologies.names())
 def test_accumulated_gradients_are_averaged_once(pool, topology: str) -> None:
-    for gaps in pool.run("engine_calls:accumulated", topology=topology):
+    for gaps in pool.run(engine_calls.accumulated, topology=topology):
         assert max(gaps) < 1e-12
 
 
 @pytest.mark.parametrize("topology", ["native", "tree"])
 @pytest.mark.parametrize("compressor", ["bf16", "int8", "topk", "powersgd"])
 def test_compressor_memory_survives_a_restart(pool, compressor: str, topology: str) -> None:
-    assert pool.run("engine_calls:restored", compressor=compressor, topology=topology) == [0.0] * pool.world_size
+    assert pool.run(engine_calls.restored, compressor=compressor, topology=topology) == [0.0] * pool.world_size
 
 
 @pytest.mark.parametrize("topology", ["native", "tree"])
@@ -50,7 +51,7 @@ def test_compressor_memory_survives_a_restart(pool, compressor: str, topology: s
 def test_compressor_memory_follows_the_loss_scale_and_forgets_skipped_steps(pool, compressor, topology) -> None:
     # A QR may round a scaled matrix in another way.
     tolerance = 1e-6 if compressor == "powersgd" else 0.0
-    for found in pool.run("engine_calls:under_a_scaler", compressor=compressor, topology=topology):
+    for found in pool.run(engine_calls.under_a_scaler, compressor=compressor, topology=topology):
         assert found["distance"] <= tolerance
         assert found["memory"] <= tolerance
         assert found["lost"] > 1e-6
@@ -58,13 +59,13 @@ def test_compressor_memory_follows_the_loss_scale_and_forgets_skipped_steps(pool
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, float("inf")])
 def test_a_loss_scale_that_is_none(pool, scale: float) -> None:
-    for error in pool.run("engine_calls:refused_scale", scale=scale):
+    for error in pool.run(engine_calls.refused_scale, scale=scale):
         assert "loss_scale" in error
 
 
 @pytest.mark.parametrize("compressor", ["int8", "topk", "powersgd"])
 def test_compressor_memory_goes_over_to_another_plan_by_variable(pool, compressor: str) -> None:
-    for found in pool.run("engine_calls:carried_over", compressor=compressor):
+    for found in pool.run(engine_calls.carried_over, compressor=compressor):
         assert found["shapes"]["hidden.weight"] == [13, 108]
         assert found["lost"] > 0
         assert found["difference"] == 0.0
@@ -73,12 +74,12 @@ def test_compressor_memory_goes_over_to_another_plan_by_variable(pool, compresso
 
 
 def test_ranks_with_different_plans_are_refused_on_every_rank(pool) -> None:
-    for error in pool.run("engine_calls:mismatched", what="plan"):
+    for error in pool.run(engine_calls.mismatched, what="plan"):
         assert error.startswith("PlanError: schedule: rank 1 compiled another one than rank 0")
 
 
 def test_schedule_for_another_world_is_refused_on_every_rank(pool) -> None:
-    for error in pool.run("engine_calls:mismatched", what="world"):
+    for error in pool.run(engine_calls.mismatched, what="world"):
         assert "the process group has 3" in error
 
 
@@ -86,7 +87,7 @@ def test_schedule_for_another_world_is_refused_on_every_rank(pool) -> None:
     ("topology", "compressor"), [*product(["native", "star"], ["none", "int8"]), ("shared_memory", "none")]
 )
 def test_a_frozen_parameter_disturbs_nothing(pool, topology: str, compressor: str) -> None:
-    for history in pool.run("engine_calls:frozen_in_turn", topology=topology, compressor=compressor):
+    for history in pool.run(engine_calls.frozen_in_turn, topology=topology, compressor=compressor):
         live, frozen = zip(*history, strict=True)
         assert live == pytest.approx([1.0] * 8, rel=0.02)
         # Its gradient was accumulated twice, and then left alone.
@@ -95,13 +96,13 @@ def test_a_frozen_parameter_disturbs_nothing(pool, topology: str, compressor: st
 
 @pytest.mark.parametrize(("builder", "topology"), [("byteps", "star"), ("all_reduce", "shared_memory")])
 def test_ranks_may_end_without_waiting_for_each_other(pool, builder: str, topology: str) -> None:
-    errors = pool.run("engine_calls:ended_without_a_barrier", builder=builder, topology=topology, trials=8)
+    errors = pool.run(engine_calls.ended_without_a_barrier, builder=builder, topology=topology, trials=8)
     assert errors == [[]] * pool.world_size
 
 
 @pytest.mark.parametrize("topology", ["ring", "shared_memory"])
 def test_a_rank_that_ends_early_is_named(pool, topology: str) -> None:
-    errors = pool.run("engine_calls:fewer_steps", topology=topology, victim=2)
+    errors = pool.run(engine_calls.fewer_steps, topology=topology, victim=2)
     assert errors.pop(2) == ""
     assert all(error for error in errors)
     # Who hears of it first names it; the others may only see that one leave.
@@ -109,18 +110,18 @@ def test_a_rank_that_ends_early_is_named(pool, topology: str) -> None:
 
 
 def test_a_world_of_one(pool) -> None:
-    assert pool.run("engine_calls:alone")[0] == [1.0, 1.0]
+    assert pool.run(engine_calls.alone)[0] == [1.0, 1.0]
 
 
 def test_a_rank_that_cannot_listen_stops_all(pool) -> None:
-    for error in pool.run("engine_calls:deaf"):
+    for error in pool.run(engine_calls.deaf):
         assert error.startswith("rank 1 cannot listen for its peers: 192.0.2.1: ")
 
 
 def test_no_backward_pass_follows_one_that_broke_off(pool) -> None:
-    for error in pool.run("engine_calls:after_an_error"):
+    for error in pool.run(engine_calls.after_an_error):
         assert "ended with an error on this rank (MemoryError: out of memory)" in error
 
 
 def test_gradients_with_a_graph_of_their_own(pool) -> None:
-    assert pool.run("engine_calls:second_derivatives") == pytest.approx([6.0] * pool.world_size)
+    assert pool.run(engine_calls.second_derivatives) == pytest.approx([6.0] * pool.world_size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import training
 from clusters import shared_nodes, uneven_cluster
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -24,7 +25,7 @@ def test_every_builder_and_topology_equals_ddp(pool, builder: str, size: int) ->
     workload = describe(Net().double())
     names = topologies.everywhere()
     plans = [builders.build(builder, workload, cluster, topology=topology).to_dict() for topology in names]
-    for found in pool.run("training:distances", plans=plans, cluster=cluster.to_dict(), double=True)[:size]:
+    for found in pool.run(training.distances, plans=plans, cluster=cluster.to_dict(), double=True)[:size]:
         assert max(found) < 1e-12, dict(zip(names, found, strict=True))
 
 
@@ -33,7 +34,7 @@ def test_shared_memory_equals_ddp(pool, size: int) -> None:
     cluster = ClusterSpec.uniform(1, devices=size)
     workload = describe(Net().double())
     made = [builders.shared_memory(workload, cluster, bucket_bytes=limit).to_dict() for limit in (1, 1000, 10**8)]
-    for found in pool.run("training:distances", plans=made, cluster=cluster.to_dict(), double=True)[:size]:
+    for found in pool.run(training.distances, plans=made, cluster=cluster.to_dict(), double=True)[:size]:
         assert max(found) < 1e-12
 
 
@@ -46,7 +47,7 @@ def test_random_exact_plans_equal_ddp(pool, data: st.DataObject) -> None:
     workload = describe(Net().double())
     drawn = [data.draw(plans(workload, size, one_node=cluster is machine), label="plan") for _ in range(5)]
     answers = pool.run(
-        "training:distances",
+        training.distances,
         plans=[plan.to_dict() for plan in drawn],
         cluster=cluster.to_dict(),
         double=True,
@@ -62,7 +63,7 @@ def test_waiting_where_parameters_are_used_equals_ddp(pool, builder: str) -> Non
     workload = describe(Net().double())
     plans = [builders.build(builder, workload, cluster, topology=topology) for topology in topologies.everywhere()]
     made = [plan.to_dict() for plan in plans]
-    for found in pool.run("training:overlapped_distances", plans=made, cluster=cluster.to_dict()):
+    for found in pool.run(training.overlapped_distances, plans=made, cluster=cluster.to_dict()):
         for plan, (distance, under_way) in zip(plans, found, strict=True):
             assert distance < 1e-12, plan.describe()
             assert under_way == len(plan.groups)
@@ -73,6 +74,6 @@ def test_single_precision_equals_ddp(pool) -> None:
     workload = describe(Net())
     made = [builders.build(name, workload, cluster) for name in SPANNING]
     for found in pool.run(
-        "training:distances", plans=[plan.to_dict() for plan in made], cluster=cluster.to_dict(), steps=5
+        training.distances, plans=[plan.to_dict() for plan in made], cluster=cluster.to_dict(), steps=5
     )[:4]:
         assert max(found) < 1e-5

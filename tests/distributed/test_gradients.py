@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gradient_calls
 import pytest
 
 CASES = [
@@ -24,7 +25,7 @@ CASES = [
 @pytest.mark.parametrize("topology", ["native", "tree", "shared_memory"])
 @pytest.mark.parametrize(("model", "job"), CASES)
 def test_gradients_are_those_of_ddp_whatever_a_user_does_with_them(pool, model: str, job: str, topology: str) -> None:
-    for gap in pool.run("gradient_calls:gap", model=model, job=job, topology=topology):
+    for gap in pool.run(gradient_calls.gap, model=model, job=job, topology=topology):
         assert gap < 2e-6
 
 
@@ -33,5 +34,5 @@ def test_gradients_are_those_of_ddp_whatever_a_user_does_with_them(pool, model: 
 def test_gradients_as_views_are_those_of_ddp_with_views(pool, case: tuple[str, str], topology: str) -> None:
     model, job = case
     arguments = {"model": model, "job": job, "topology": topology, "gradient_as_bucket_view": True}
-    for gap in pool.run("gradient_calls:gap", **arguments):
+    for gap in pool.run(gradient_calls.gap, **arguments):
         assert gap < 2e-6

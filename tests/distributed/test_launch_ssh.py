@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import worker_calls
 from near import cluster, near_command
 from test_workers import wait_until_gone
 
@@ -67,11 +68,11 @@ def check_pool(command: list[str]) -> None:
     """Ranks meet, print without harm, tell of errors, and are gone when the pool is closed."""
     launch = SshLaunch(cluster("127.0.0.1", "127.0.0.1"), command, interface="lo")
     with WorkerPool(2, launch, timeout=60.0, extra_paths=[HERE]) as pool:
-        assert pool.run("worker_calls:sum_of_ranks") == [1.0, 1.0]
+        assert pool.run(worker_calls.sum_of_ranks) == [1.0, 1.0]
         with pytest.raises(WorkerError, match="rank 1 raised ValueError: no luck on 1"):
-            pool.run("worker_calls:fail_on", rank=1)
-        pids = pool.run("os:getpid")
-        assert pool.run("os:getcwd") == [os.getcwd()] * 2
+            pool.run(worker_calls.fail_on, rank=1)
+        pids = pool.run(os.getpid)
+        assert pool.run(os.getcwd) == [os.getcwd()] * 2
         assert not set(pids) & set(pool.pids) or command[0] != "ssh"
     assert wait_until_gone(pids) == []
 
@@ -92,7 +93,7 @@ def test_workers_end_with_a_caller_that_is_interrupted(secure_shell: list[str]) 
 
     def interrupted() -> None:
         with WorkerPool(2, launch, timeout=60.0) as pool:
-            pids.extend(pool.run("os:getpid"))
+            pids.extend(pool.run(os.getpid))
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import server_calls
 from clusters import shared_nodes, uneven_cluster
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -49,7 +50,7 @@ def test_in_step_they_equal_ddp(pool, kind: str, options: dict[str, Any], eager:
         spread([4], 3, only=2),
     ]
     answers = pool.run(
-        "server_calls:synchronous_runs", plans=[p.to_dict() for p in made], kind=kind, options=options, eager=eager
+        server_calls.synchronous_runs, plans=[p.to_dict() for p in made], kind=kind, options=options, eager=eager
     )
     for found in zip(*answers[:3], strict=True):
         assert max(one["distance"] for one in found) < 1e-12
@@ -69,7 +70,7 @@ def test_any_plan_equals_ddp(pool, data: st.DataObject) -> None:
         groups = tuple(group.model_copy(update=topology) for group in plan.groups)
         made.append(plan.model_copy(update={"groups": groups}))
     answers = pool.run(
-        "server_calls:synchronous_runs",
+        server_calls.synchronous_runs,
         plans=[plan.to_dict() for plan in made],
         kind="SGD",
         options={"momentum": 0.9},
@@ -81,7 +82,7 @@ def test_any_plan_equals_ddp(pool, data: st.DataObject) -> None:
 
 def test_runs_are_reproducible_to_the_bit(pool) -> None:
     made = [spread([0, 1, 4], 4, only=1).to_dict()] * 3
-    answers = pool.run("server_calls:synchronous_runs", plans=made, kind="Adam", options={})
+    answers = pool.run(server_calls.synchronous_runs, plans=made, kind="Adam", options={})
     assert len({one["digest"] for found in answers[:4] for one in found}) == 1
 
 
@@ -89,7 +90,7 @@ def test_state_and_traffic_fall_with_the_number_of_servers(pool) -> None:
     steps, size = 4, 4
     made = [spread(list(range(count)), size) for count in (1, 2, 4)]
     answers = pool.run(
-        "server_calls:synchronous_runs", plans=[p.to_dict() for p in made], kind="Adam", options={}, steps=steps
+        server_calls.synchronous_runs, plans=[p.to_dict() for p in made], kind="Adam", options={}, steps=steps
     )
     numel = sum(variable.numel for variable in describe(Net()).variables)
     for number, plan in enumerate(made):
@@ -109,7 +110,7 @@ def test_a_node_pushes_once(pool) -> None:
     steps, cluster = 4, shared_nodes(4)
     plan = spread([4], 4, only=1, local_aggregation=True)
     answers = pool.run(
-        "server_calls:synchronous_runs",
+        server_calls.synchronous_runs,
         plans=[plan.to_dict()],
         kind="SGD",
         options={},
@@ -119,10 +120,10 @@ def test_a_node_pushes_once(pool) -> None:
     assert max(found[0]["distance"] for found in answers[:4]) < 1e-12
     assert len({found[0]["digest"] for found in answers[:4]}) == 1
     arguments = {"cluster": cluster.to_dict(), "steps": steps}
-    pushes = pool.run("server_calls:pushes_by_sender", plan=plan.to_dict(), **arguments)[4]
+    pushes = pool.run(server_calls.pushes_by_sender, plan=plan.to_dict(), **arguments)[4]
     assert pushes == {"0": steps, "2": steps}
     alone = spread([4], 4, only=1)
-    pushes = pool.run("server_calls:pushes_by_sender", plan=alone.to_dict(), **arguments)[4]
+    pushes = pool.run(server_calls.pushes_by_sender, plan=alone.to_dict(), **arguments)[4]
     assert pushes == {str(rank): steps for rank in range(4)}
 
 
@@ -140,7 +141,7 @@ def test_rows_equal_dense_ddp(pool, kind: str, sparse: bool, options: dict[str, 
         builders.byteps(workload, cluster),
     ]
     answers = pool.run(
-        "server_calls:row_runs",
+        server_calls.row_runs,
         plans=[plan.to_dict() for plan in made],
         kind=kind,
         sparse=sparse,
@@ -158,8 +159,8 @@ def test_few_rows_travel(pool, sparse: bool) -> None:
     plan = builders.ps(workload, cluster).to_dict()
     arguments = {"plans": [plan], "kind": "SGD", "sparse": sparse, "options": {}}
     steps, row, head = 5, 8 + 8 * WIDTH, 8 * (2 * WIDTH + 2)
-    changed = pool.run("server_calls:row_runs", needed=False, **arguments)
-    named = pool.run("server_calls:row_runs", needed=True, **arguments)
+    changed = pool.run(server_calls.row_runs, needed=False, **arguments)
+    named = pool.run(server_calls.row_runs, needed=True, **arguments)
     for rank in (1, 2):
         # A batch has six rows at most, three workers change eighteen.
         assert changed[rank][0][1] <= steps * (6 * row + head)
@@ -175,7 +176,7 @@ def test_a_checkpoint_goes_on_with_other_servers(pool, kind: str, options: dict[
     second = builders.partitioned_ps(workload, cluster).model_copy(update={"servers": 1})
     groups = [group.model_copy(update={"placement": (3,) * group.shards}) for group in second.groups[:2]]
     second = second.model_copy(update={"groups": (*groups, *second.groups[2:])})
-    answers = pool.run("server_calls:continued", first=first, second=second.to_dict(), kind=kind, options=options)
+    answers = pool.run(server_calls.continued, first=first, second=second.to_dict(), kind=kind, options=options)
     assert max(answers[:3]) < 1e-12
 
 
@@ -190,7 +191,7 @@ MODES: list[dict[str, Any]] = [
 def test_staleness_is_bounded_and_all_end_alike(pool, consistency: dict[str, Any]) -> None:
     plan = spread([0, 3], 3, only=1, consistency=consistency)
     steps, pauses = [12, 5, 9], [0.0, 0.05, 0.01]
-    found = pool.run("server_calls:stale_runs", plan=plan.to_dict(), steps=steps, pauses=pauses)[:3]
+    found = pool.run(server_calls.stale_runs, plan=plan.to_dict(), steps=steps, pauses=pauses)[:3]
     if consistency["mode"] != "asynchronous":
         # A worker in step c has pushed c, so the others have pushed c - s and begun step c - s at the earliest; that
         # they tell so only when their answer is here makes one more.
@@ -217,15 +218,15 @@ def test_no_push_is_lost_or_applied_twice(pool, consistency: dict[str, Any]) -> 
     small = workload.model_copy(update={"variables": variables})
     plan = builders.partitioned_ps(small, uneven_cluster(4)).model_copy(update={"workload": None})
     plan = SyncPlan.from_dict({**plan.to_dict(), "consistency": consistency})
-    assert max(pool.run("server_calls:sums_of_pushes", plan=plan.to_dict(), steps=20)[:4]) < 1e-12
+    assert max(pool.run(server_calls.sums_of_pushes, plan=plan.to_dict(), steps=20)[:4]) < 1e-12
 
 
 def test_other_optimizers_are_refused(pool) -> None:
-    for found in pool.run("server_calls:refusals", plan=spread([0], 2).to_dict())[:2]:
+    for found in pool.run(server_calls.refusals, plan=spread([0], 2).to_dict())[:2]:
         assert found.startswith("PlanError: optimizer: torch.optim.lbfgs.LBFGS cannot run on slices of parameters")
 
 
 def test_eager_pushes_wait_for_accumulated_gradients(pool) -> None:
-    for error, far in pool.run("server_calls:accumulated", plan=spread([0, 1], 2).to_dict())[:2]:
+    for error, far in pool.run(server_calls.accumulated, plan=spread([0, 1], 2).to_dict())[:2]:
         assert far < 1e-12
         assert "changed after it was pushed" in error

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import relaxed_calls
 import torch
 from relaxed_calls import LR, local_step
 from torch import Tensor
@@ -28,7 +29,7 @@ def periodic(period: int, outer: str = "averaging", **fields: Any) -> dict[str, 
 def train(pool, settings: dict[str, Any], epochs: list[list[int]], **options: Any) -> list[dict[str, Any]]:
     size = len(epochs[0])
     arguments = {"key": f"relaxed-{next(_keys)}", "settings": settings, "size": size, "epochs": epochs, **options}
-    return pool.run("relaxed_calls:train_relaxed", **arguments)[:size]
+    return pool.run(relaxed_calls.train_relaxed, **arguments)[:size]
 
 
 def distance(one: list[float], other: list[float]) -> float:
@@ -65,7 +66,7 @@ def initial() -> Tensor:
 
 @pytest.mark.parametrize("settings", [periodic(1), FULL], ids=["periodic", "partial reduce of all"])
 def test_averaging_after_every_step_equals_ddp(pool, settings: dict[str, Any]) -> None:
-    reference = pool.run("relaxed_calls:train_ddp", size=3, steps=6)[0]
+    reference = pool.run(relaxed_calls.train_ddp, size=3, steps=6)[0]
     for found in train(pool, settings, [[6, 6, 6]]):
         assert distance(found["weights"], reference) < EXACT
         assert found["progress"] == [1, 2, 3, 4, 5, 6]
@@ -73,7 +74,7 @@ def test_averaging_after_every_step_equals_ddp(pool, settings: dict[str, Any]) -
 
 @pytest.mark.parametrize("settings", [periodic(1), FULL], ids=["periodic", "partial reduce of all"])
 def test_averaged_momentum_equals_ddp_with_momentum(pool, settings: dict[str, Any]) -> None:
-    reference = pool.run("relaxed_calls:train_ddp", size=3, steps=6, momentum=0.9)[0]
+    reference = pool.run(relaxed_calls.train_ddp, size=3, steps=6, momentum=0.9)[0]
     for found in train(pool, settings | {"momentum": "average"}, [[6, 6, 6]], momentum=0.9):
         assert distance(found["weights"], reference) < EXACT
 
@@ -172,7 +173,7 @@ def test_fragments_are_averaged_in_turn_and_together_make_local_sgd(pool) -> Non
 
 
 def test_warm_up_averages_every_step(pool) -> None:
-    reference = pool.run("relaxed_calls:train_ddp", size=3, steps=4)[0]
+    reference = pool.run(relaxed_calls.train_ddp, size=3, steps=4)[0]
     for found in train(pool, periodic(50, "diloco", warmup=4), [[4, 4, 4]]):
         assert distance(found["weights"], reference) < EXACT
 

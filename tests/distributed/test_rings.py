@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import pytest
+import ring_calls
 
 from lightning_autosync.replay.stages import BACKWARDS, ONWARDS
 
 
 @pytest.mark.parametrize(("collective", "way"), [("all_reduce", BACKWARDS), ("all_gather", ONWARDS)])
 def test_a_ring_goes_its_way(pool, collective: str, way: int) -> None:
-    found = pool.run("ring_calls:traffic", collective=collective)
+    found = pool.run(ring_calls.traffic, collective=collective)
     owner = {(ours, theirs): rank for rank, connections in enumerate(found) for ours, theirs, _ in connections}
     for rank, connections in enumerate(found):
         sent = [0] * pool.world_size

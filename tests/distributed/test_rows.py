@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import recommender
 from clusters import shared_nodes, uneven_cluster
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -25,7 +26,7 @@ def test_rows_equal_dense_ddp_on_every_topology(pool, kind: str, size: int) -> N
         for topology in topologies.everywhere()
     ]
     arguments = {"plans": made, "cluster": cluster.to_dict(), "sparse": KINDS[kind]}
-    for found in pool.run("recommender:row_distances", **arguments)[:size]:
+    for found in pool.run(recommender.row_distances, **arguments)[:size]:
         assert max(found) < 1e-12
 
 
@@ -34,7 +35,7 @@ def test_a_rank_that_does_not_touch_the_table(pool) -> None:
     workload = workload_of(Recommender(sparse=False), "row_sparse")
     made = [builders.all_reduce(workload, cluster, topology=topology).to_dict() for topology in topologies.everywhere()]
     arguments = {"plans": made, "cluster": cluster.to_dict(), "sparse": False, "idle_rank": 1}
-    for found in pool.run("recommender:row_distances", **arguments)[:3]:
+    for found in pool.run(recommender.row_distances, **arguments)[:3]:
         assert max(found) < 1e-12
 
 
@@ -47,7 +48,7 @@ def test_random_plans_with_rows_equal_dense_ddp(pool, data: st.DataObject) -> No
     workload = workload_of(Recommender(sparse=False), kind)
     drawn = [data.draw(plans(workload, size)).to_dict() for _ in range(4)]
     arguments = {"plans": drawn, "cluster": cluster.to_dict(), "sparse": KINDS[kind]}
-    for found in pool.run("recommender:row_distances", **arguments)[:size]:
+    for found in pool.run(recommender.row_distances, **arguments)[:size]:
         assert max(found) < 1e-12
 
 
@@ -56,7 +57,7 @@ def test_gradients_keep_their_layout_and_few_bytes_travel(pool, kind: str) -> No
     cluster = uneven_cluster(4)
     workload = workload_of(Recommender(sparse=False), kind)
     plan = builders.ps(workload, cluster)
-    answers = pool.run("recommender:gradient_kinds", plan=plan.to_dict(), cluster=cluster.to_dict(), sparse=KINDS[kind])
+    answers = pool.run(recommender.gradient_kinds, plan=plan.to_dict(), cluster=cluster.to_dict(), sparse=KINDS[kind])
     for layout, touched, sent in answers[:4]:
         assert layout == ("torch.sparse_coo" if kind == "sparse" else "torch.strided")
         assert touched == [0, 1, 2, 3, 20]
@@ -67,5 +68,5 @@ def test_gradients_keep_their_layout_and_few_bytes_travel(pool, kind: str) -> No
 def test_idle_ranks_get_the_layout_of_the_others_and_unused_tables_none(pool, kind: str) -> None:
     arguments = {"cluster": uneven_cluster(3).to_dict(), "sparse": KINDS[kind]}
     layout = "torch.sparse_coo" if kind == "sparse" else "torch.strided"
-    assert pool.run("recommender:layouts_of_idle_ranks", touched=True, **arguments)[:3] == [[layout]] * 3
-    assert pool.run("recommender:layouts_of_idle_ranks", touched=False, **arguments)[:3] == [[None]] * 3
+    assert pool.run(recommender.layouts_of_idle_ranks, touched=True, **arguments)[:3] == [[layout]] * 3
+    assert pool.run(recommender.layouts_of_idle_ranks, touched=False, **arguments)[:3] == [[None]] * 3

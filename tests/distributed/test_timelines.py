@@ -12,9 +12,9 @@ from lightning_autosync.cli.bench import bench
 from lightning_autosync.cli.tune import tune
 from lightning_autosync.cluster import ClusterSpec, Topology
 from lightning_autosync.errors import DocumentError
-from lightning_autosync.measure.bench.bounds import least_step
 from lightning_autosync.measure.bench.settings import Settings
 from lightning_autosync.measure.emulation import netns
+from lightning_autosync.measure.hosts import least_step
 from lightning_autosync.measure.workers import LaunchError
 from lightning_autosync.report.timelines_file import load_timelines
 

@@ -18,13 +18,13 @@ from omegaconf import OmegaConf
 
 from lightning_autosync.cluster import configuration_directory
 from lightning_autosync.errors import AutoSyncError
+from lightning_autosync.measure.interleaving import StoppingRule, TrialMeasurement, measure_in_turns
+from lightning_autosync.measure.session import Contender, ContenderError
 from lightning_autosync.plan import SyncPlan, builders
 from lightning_autosync.search import studies
 from lightning_autosync.search.tuning.command import tune
 from lightning_autosync.search.tuning.job import Job
-from lightning_autosync.search.tuning.measuring import Course, Rule, measure_in_turns
 from lightning_autosync.search.tuning.settings import Settings
-from lightning_autosync.search.tuning.stage import Entrant, Stage, TrialError
 
 RUN = "import sys; from lightning_autosync.cli import main; sys.argv[0] = 'autosync'; main()"
 SMALL = (
@@ -192,16 +192,16 @@ def test_a_worker_that_dies_fails_its_plan_and_workers_start_again():
     settings = Settings.parse({"model": model, "trial": {"warm_up": 1, "least": 2, "most": 4}})
     job = Job.of(settings)
     order = job.plan_order(builders.all_reduce(job.workload, job.cluster))
-    with Stage(settings, job.cluster) as stage:
-        good, bad = Course(Entrant("good", order)), Course(Entrant("bad", order))
-        stage.measure(bad.entrant, 1)
-        os.kill(stage.pool.pids[1], signal.SIGKILL)
-        with pytest.raises(TrialError, match="rank 1 died"):
-            stage.measure(bad.entrant, 1)
-        assert not stage.live(bad.entrant)
-        measure_in_turns(stage, [good], Rule(settings.trial), warm_up=1)
+    with job.session() as session:
+        good, bad = TrialMeasurement(Contender("good", order)), Contender("bad", order)
+        session.measure(bad, 1)
+        os.kill(session.pool.pids[1], signal.SIGKILL)
+        with pytest.raises(ContenderError, match="rank 1 died"):
+            session.measure(bad, 1)
+        assert not session.live(bad)
+        measure_in_turns(session, [good], StoppingRule(settings.trial), warm_up=1)
         assert good.state == "complete"
-        assert stage.restarts == 1
+        assert session.restarts == 1
 
 
 @pytest.mark.slow

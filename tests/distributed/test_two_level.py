@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import training
 
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.measure.workers import WorkerPool
@@ -23,7 +24,7 @@ def test_two_levels_equal_ddp(four, builder: str, order: list[str] | None) -> No
     if order is not None:
         names = [node.name for node in cluster.nodes]
         cluster = cluster.with_rank_order([names[int(name[1])] for name in order])
-    for found in four.run("training:two_level_distance", builder=builder, cluster=cluster.to_dict()):
+    for found in four.run(training.two_level_distance, builder=builder, cluster=cluster.to_dict()):
         assert found < 1e-12
 
 
@@ -31,6 +32,6 @@ def test_engines_that_follow_each_other_share_the_groups(four) -> None:
     cluster = ClusterSpec.uniform(nodes=2, devices=2).to_dict()
     counts = []
     for _ in range(4):
-        four.run("training:two_level_distance", builder="hierarchical", cluster=cluster)
-        counts.append(four.run("training:group_count"))
+        four.run(training.two_level_distance, builder="hierarchical", cluster=cluster)
+        counts.append(four.run(training.group_count))
     assert counts == [counts[0]] * 4

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+import trajectory
 from clusters import shared_nodes
 from digits import network
 from trajectory import GOLDEN, OPTIMIZERS
@@ -25,7 +26,7 @@ def test_losses_follow_the_golden_trajectory(pool, builder: str, topology: str, 
     cluster = shared_nodes(size)
     plan = builders.build(builder, describe(network().double()), cluster, topology=topology)
     losses = pool.run(
-        "trajectory:trajectory",
+        trajectory.trajectory,
         size=size,
         optimizer=optimizer,
         plan=plan.to_dict(),

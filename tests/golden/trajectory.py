@@ -65,7 +65,7 @@ def main() -> None:
     here = Path(__file__).parent
     with WorkerPool(4, extra_paths=[here, here.parent, here.parent / "distributed"]) as pool:
         golden = {
-            f"{optimizer}-{size}": pool.run("trajectory:trajectory", size=size, optimizer=optimizer)[0]
+            f"{optimizer}-{size}": pool.run(trajectory, size=size, optimizer=optimizer)[0]
             for optimizer in OPTIMIZERS
             for size in (2, 3, 4)
         }
@@ -73,4 +73,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    from trajectory import main as write  # workers import functions of the module, not of this script
+
+    write()

@@ -39,6 +39,13 @@ class Verdict:
     told: str
 
 
+def _on_a_side(function: str, arguments: dict[str, Any]) -> Any:
+    """In a worker: call a function of `parity.side`, whose import changes the process that it is in."""
+    from parity import side
+
+    return getattr(side, function)(**arguments)
+
+
 class Crew:
     """Two live ranks, started again if a job breaks them."""
 
@@ -49,7 +56,7 @@ class Crew:
         if self._pool is None or self._pool.closed:
             paths = [TESTS, TESTS / "strategy"]
             self._pool = WorkerPool(2, timeout=LONGEST, extra_paths=paths, scheduling="batch")
-        found: list[Any] = self._pool.run(f"parity.side:{function}", **arguments)
+        found: list[Any] = self._pool.run(_on_a_side, function=function, arguments=arguments)
         return found
 
     def renew(self) -> None:

@@ -34,8 +34,9 @@ from lightning_autosync.strategy.resolution import Resolution
 from lightning_autosync.strategy.settings import Settings
 from lightning_autosync.workload import describe
 
-os.environ["LOCAL_RANK"] = os.environ["RANK"]
-warnings.filterwarnings("ignore")
+if "RANK" in os.environ:  # in a worker; tests import this module for the names of its functions
+    os.environ["LOCAL_RANK"] = os.environ["RANK"]
+    warnings.filterwarnings("ignore")
 
 QUIET = {
     "logger": False,

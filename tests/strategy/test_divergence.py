@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import divergence_jobs
 import pytest
 
 PLANS = [{}, {"plan": "all_reduce"}, {"plan": "packed_trees"}]
@@ -11,7 +12,7 @@ WAYS = [*PLANS, {"static_graph": True}]
 @pytest.mark.parametrize("strategy", WAYS)
 @pytest.mark.parametrize("change", ["replace", "add_layer", "freeze", "assign"])
 def test_parameters_that_change_on_all_ranks_are_followed(duo, change: str, strategy: dict[str, str]) -> None:
-    assert duo.run("divergence_jobs:change", name=change, where=[0, 1], **strategy) == [0.0, 0.0]
+    assert duo.run(divergence_jobs.change, name=change, where=[0, 1], **strategy) == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("strategy", PLANS)
@@ -25,7 +26,7 @@ def test_parameters_that_change_on_all_ranks_are_followed(duo, change: str, stra
     ],
 )
 def test_parameters_that_change_on_one_rank_are_an_error_on_all(duo, change, expected, strategy) -> None:
-    found = duo.run("divergence_jobs:change", name=change, where=[1], **strategy)
+    found = duo.run(divergence_jobs.change, name=change, where=[1], **strategy)
     assert found[0] == found[1]
     assert found[0].startswith("PlanError: model: " + expected)
 
@@ -76,7 +77,7 @@ def test_what_changes_on_one_rank_is_an_error_on_all_under_fabric(duo, change, e
 
 @pytest.mark.parametrize("change", ["learning_rate", "weight", "gradient"])
 def test_weights_that_differ_are_an_error_on_all_ranks(duo, change: str) -> None:
-    first, second = duo.run("divergence_jobs:change", name=change, where=[1], check_replicas=2)
+    first, second = duo.run(divergence_jobs.change, name=change, where=[1], check_replicas=2)
     assert first == second
     assert first.startswith("ExchangeError: replicas differ: the weights of ")
     assert "'head.bias'" in first
@@ -87,19 +88,19 @@ def test_weights_that_differ_are_an_error_on_all_ranks(duo, change: str) -> None
 
 
 def test_weights_are_compared_when_training_ends(duo) -> None:
-    found = duo.run("divergence_jobs:change", name="weight", where=[1])
+    found = duo.run(divergence_jobs.change, name="weight", where=[1])
     assert all("replicas differ: the weights of 'head.bias'" in error for error in found)
 
 
 def test_the_comparison_of_weights_can_be_left_out(duo) -> None:
-    first, second = duo.run("divergence_jobs:change", name="weight", where=[1], check_replicas=0)
+    first, second = duo.run(divergence_jobs.change, name="weight", where=[1], check_replicas=0)
     assert first == 0.0
     assert second > 0.1
 
 
 @pytest.mark.parametrize("strategy", PLANS)
 def test_networks_that_are_frozen_in_turn_keep_their_engine(duo, strategy: dict[str, str]) -> None:
-    for found in duo.run("divergence_jobs:in_turn", **strategy):
+    for found in duo.run(divergence_jobs.in_turn, **strategy):
         assert found["distance"] < 1e-6
         assert found["plans"] <= 2
 
@@ -108,17 +109,17 @@ def test_networks_that_are_frozen_in_turn_keep_their_engine(duo, strategy: dict[
 @pytest.mark.parametrize("plan", [None, "all_reduce", "packed_trees"])
 def test_a_gradient_of_one_rank_is_the_mean_when_another_part_begins_to_train(duo, plan, as_view: bool) -> None:
     arguments = {"plan": plan, "gradient_as_bucket_view": as_view}
-    assert duo.run("divergence_jobs:unused_when_changed", **arguments) == [[0.5, 0.5, 1.0]] * 2
+    assert duo.run(divergence_jobs.unused_when_changed, **arguments) == [[0.5, 0.5, 1.0]] * 2
 
 
 def test_a_part_may_begin_to_train_as_another_is_frozen(duo) -> None:
-    assert duo.run("divergence_jobs:one_for_another") == [[1.0, 1.0]] * 2
+    assert duo.run(divergence_jobs.one_for_another) == [[1.0, 1.0]] * 2
 
 
 @pytest.mark.parametrize("strategy", [*PLANS, {"gradient_as_bucket_view": True}])
 def test_parameters_that_get_another_dtype_are_synchronized(duo, strategy) -> None:
-    assert duo.run("divergence_jobs:other_dtype", **strategy) == [[0.5] * 4] * 2
+    assert duo.run(divergence_jobs.other_dtype, **strategy) == [[0.5] * 4] * 2
 
 
 def test_an_error_while_gradients_are_accumulated_is_the_ranks_own(duo) -> None:
-    assert duo.run("divergence_jobs:error_while_accumulating") == [1.0, 1.0]
+    assert duo.run(divergence_jobs.error_while_accumulating) == [1.0, 1.0]

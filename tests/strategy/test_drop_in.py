@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 
+import drop_in_jobs
 import pytest
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy
@@ -15,7 +16,7 @@ from lightning_autosync import AutoSyncFabricStrategy, AutoSyncStrategy
 
 
 def both(duo, **job) -> tuple[list[list[float]], list[list[float]]]:
-    ours, theirs = (duo.run("drop_in_jobs:run", strategy=strategy, **job) for strategy in ("autosync", "ddp"))
+    ours, theirs = (duo.run(drop_in_jobs.run, strategy=strategy, **job) for strategy in ("autosync", "ddp"))
     assert all(len(seen) > 20 for seen in theirs)
     return ours, theirs
 
@@ -37,21 +38,21 @@ def test_buffers_stay_each_ranks_own_where_they_do_under_ddp(duo, option: str) -
 
 
 def test_what_is_ignored_stays_each_ranks_own(duo) -> None:
-    first, second = duo.run("drop_in_jobs:run", strategy="autosync", job="Ignoring")
+    first, second = duo.run(drop_in_jobs.run, strategy="autosync", job="Ignoring")
     assert (first[0], second[0]) == (0.0, 1.0)  # the buffer
     assert first[-2:] != second[-2:]  # the layer
 
 
 def test_fabric_broadcasts_buffers_where_ddp_does(duo) -> None:
-    ours = duo.run("drop_in_jobs:run_fabric", strategy="autosync")
-    theirs = duo.run("drop_in_jobs:run_fabric", strategy="ddp")
+    ours = duo.run(drop_in_jobs.run_fabric, strategy="autosync")
+    theirs = duo.run(drop_in_jobs.run_fabric, strategy="ddp")
     assert [pytest.approx(seen, abs=1e-6) for seen in theirs] == ours
 
 
 def test_averaging_plans_refuse_ignored_parameters(duo) -> None:
     words = "_ddp_params_and_buffers_to_ignore names 'own.weight', but 'periodic' averages"
     with pytest.raises(Exception, match=words):
-        duo.run("drop_in_jobs:run", strategy="autosync", job="Ignoring", plan="periodic", semantics="relaxed")
+        duo.run(drop_in_jobs.run, strategy="autosync", job="Ignoring", plan="periodic", semantics="relaxed")
 
 
 DDP_OPTIONS = {

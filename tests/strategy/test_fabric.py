@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jobs
 import pytest
 
 
@@ -11,27 +12,27 @@ import pytest
     ids=["fabric.backward", "loss.backward", "bf16-mixed"],
 )
 def test_equals_ddp(duo, arguments: dict[str, object]) -> None:
-    assert max(duo.run("jobs:fabric_against_ddp", **arguments)) < 1e-6
+    assert max(duo.run(jobs.fabric_against_ddp, **arguments)) < 1e-6
 
 
 def test_step_methods_compute_in_the_precision_asked_for(duo) -> None:
-    assert duo.run("jobs:fabric_redirects")[0] == ["torch.bfloat16", "torch.bfloat16"]
+    assert duo.run(jobs.fabric_redirects)[0] == ["torch.bfloat16", "torch.bfloat16"]
 
 
 def test_the_engine_knows_the_scale_of_the_loss(duo) -> None:
-    for found in duo.run("jobs:fabric_scales"):
+    for found in duo.run(jobs.fabric_scales):
         assert found["told"] == found["used"]
         assert found["used"][-1] > found["used"][0]
 
 
 def test_a_module_may_be_set_up_again(duo) -> None:
-    assert duo.run("jobs:fabric_twice") == [[1.5], [1.5]]
+    assert duo.run(jobs.fabric_twice) == [[1.5], [1.5]]
 
 
 def test_a_rank_may_run_a_module_more_often_than_others(duo) -> None:
-    assert duo.run("jobs:fabric_looks") == [[-1.25], [-1.25]]
+    assert duo.run(jobs.fabric_looks) == [[-1.25], [-1.25]]
 
 
 def test_resumed_training_equals_uninterrupted(duo, tmp_path) -> None:
-    for found in duo.run("jobs:fabric_resume", folder=str(tmp_path)):
+    for found in duo.run(jobs.fabric_resume, folder=str(tmp_path)):
         assert found == {"distance": 0.0, "step": 2, "remainder": []}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from pathlib import Path
 
+import jobs
 import pytest
 
 from lightning_autosync import AutoSyncStrategy, SyncPlan
@@ -84,53 +85,53 @@ def same_error(found: list[str], *words: str) -> None:
 
 def test_a_plan_for_another_model(duo, tmp_path) -> None:
     path = save_plan(tmp_path / "plan.yaml")
-    found = duo.run("jobs:error_of", model="Tied", plan=path)
+    found = duo.run(jobs.error_of, model="Tied", plan=path)
     same_error(found, "PlanError", "plan.yaml", ["the model has no trainable parameter", "is in no group"][1])
 
 
 def test_a_plan_for_another_number_of_ranks(duo, tmp_path) -> None:
     path = save_plan(tmp_path / "plan.yaml", ranks=3)
-    same_error(duo.run("jobs:error_of", model="Plain", plan=path), "PlanError", "3 ranks", "this job")
+    same_error(duo.run(jobs.error_of, model="Plain", plan=path), "PlanError", "3 ranks", "this job")
 
 
 def test_a_cluster_of_another_size(duo) -> None:
-    found = duo.run("jobs:error_of", model="Plain", cluster="ring_of_four")
+    found = duo.run(jobs.error_of, model="Plain", cluster="ring_of_four")
     same_error(found, "ClusterError", "ring_of_four", "4 ranks", "the job has 2")
 
 
 def test_semantics_above_the_allowed(duo, tmp_path) -> None:
     path = save_plan(tmp_path / "plan.yaml", compressor="bf16")
-    same_error(duo.run("jobs:error_of", model="Plain", plan=path), "PlanError", "'compressed'")
+    same_error(duo.run(jobs.error_of, model="Plain", plan=path), "PlanError", "'compressed'")
 
 
 def test_a_file_that_one_rank_lacks(duo, tmp_path) -> None:
     save_plan(tmp_path / "plan-0.yaml")
-    found = duo.run("jobs:error_of", model="Plain", plan=str(tmp_path / "plan-{rank}.yaml"))
+    found = duo.run(jobs.error_of, model="Plain", plan=str(tmp_path / "plan-{rank}.yaml"))
     same_error(found, "PlanError", "on rank 1 only", "plan-1.yaml", "cannot be read")
 
 
 def test_plans_that_differ_between_ranks(duo, tmp_path) -> None:
     save_plan(tmp_path / "plan-0.yaml")
     save_plan(tmp_path / "plan-1.yaml", topology="ring")
-    found = duo.run("jobs:error_of", model="Plain", plan=str(tmp_path / "plan-{rank}.yaml"))
+    found = duo.run(jobs.error_of, model="Plain", plan=str(tmp_path / "plan-{rank}.yaml"))
     same_error(found, "PlanError", "plan: rank 1 has another than rank 0")
 
 
 def test_models_that_differ_between_ranks(duo) -> None:
-    same_error(duo.run("jobs:odd_model"), "PlanError", "model", "rank 1 has another than rank 0")
+    same_error(duo.run(jobs.odd_model), "PlanError", "model", "rank 1 has another than rank 0")
 
 
 def test_a_parameter_unfrozen_outside_the_users_plan(duo, tmp_path) -> None:
     head = PLAIN.model_copy(update={"variables": PLAIN.variables[2:]})
     path = tmp_path / "head.yaml"
     builders.all_reduce(head, ClusterSpec.uniform(2)).save(path)
-    found = duo.run("jobs:error_of", model="ThawsAtOnce", plan=str(path))
+    found = duo.run(jobs.error_of, model="ThawsAtOnce", plan=str(path))
     same_error(found, "PlanError", "head.yaml", "'body.weight' was unfrozen")
 
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_backward_pass_that_breaks_off_on_one_rank_ends_all(duo, victim: int) -> None:
-    found = duo.run("jobs:broken_backward", victim=victim)
+    found = duo.run(jobs.broken_backward, victim=victim)
     assert found[victim]["error"] == "MemoryError: no memory for this gradient"
     assert found[1 - victim]["error"] == (
         f"PeerLost: rank {victim} is lost: it ended with MemoryError: no memory for this gradient"
@@ -141,14 +142,14 @@ def test_a_backward_pass_that_breaks_off_on_one_rank_ends_all(duo, victim: int) 
 
 
 def test_nothing_to_train(duo) -> None:
-    same_error(duo.run("jobs:error_of", model="AllFrozen"), "WorkloadError", "no trainable parameter")
+    same_error(duo.run(jobs.error_of, model="AllFrozen"), "WorkloadError", "no trainable parameter")
 
 
 @pytest.mark.parametrize(
     ("name", "value"), [("torch", "1.0"), ("lightning-autosync", "9"), ("the plan's format", "autosync-plan/2")]
 )
 def test_versions_that_differ_between_ranks(duo, name: str, value: str) -> None:
-    found = duo.run("jobs:error_of_meeting", odd=1, versions={name: value}, arguments={})
+    found = duo.run(jobs.error_of_meeting, odd=1, versions={name: value}, arguments={})
     same_error(found, f"ExchangeError: ranks run different versions of {name}: ", f"on rank 0; {value} on rank 1")
 
 
@@ -162,5 +163,5 @@ def test_versions_that_differ_between_ranks(duo, name: str, value: str) -> None:
     ],
 )
 def test_settings_that_differ_between_ranks(duo, arguments: dict[str, object], words: str) -> None:
-    found = duo.run("jobs:error_of_meeting", odd=1, versions={}, arguments=arguments)
+    found = duo.run(jobs.error_of_meeting, odd=1, versions={}, arguments=arguments)
     same_error(found, "PlanError", words.format(odd=1), "rank 1 has another than rank 0")

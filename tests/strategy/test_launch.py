@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jobs
 import pytest
 
 SCRIPT = Path(__file__).parent / "launched.py"
@@ -30,5 +31,5 @@ def test_weights_are_those_of_ddp(duo, tmp_path, launch: str) -> None:
     done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert "timed out" not in done.stderr  # torch's warnings while ranks wait for the last one
-    expected = duo.run("jobs:weights", strategy="ddp")[0]
+    expected = duo.run(jobs.weights, strategy="ddp")[0]
     assert json.loads(result.read_text()) == pytest.approx(expected, abs=1e-6)

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import relaxed_jobs
 import torch
 from models import one_cycle
 
@@ -28,7 +29,7 @@ MODES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("mode", MODES)
 def test_ranks_end_equal_and_have_learned(duo, mode: str) -> None:
-    for found in duo.run("relaxed_jobs:train", consistency=MODES[mode], max_epochs=3):
+    for found in duo.run(relaxed_jobs.train, consistency=MODES[mode], max_epochs=3):
         assert found["apart"] == 0.0
         assert found["finite"]
         assert found["last"] < found["first"]
@@ -36,7 +37,7 @@ def test_ranks_end_equal_and_have_learned(duo, mode: str) -> None:
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_servers_that_wait_for_all_are_ddp(duo, momentum: float) -> None:
-    assert max(duo.run("relaxed_jobs:against_ddp", consistency=MODES["served"], momentum=momentum)) < 1e-5
+    assert max(duo.run(relaxed_jobs.against_ddp, consistency=MODES["served"], momentum=momentum)) < 1e-5
 
 
 @pytest.mark.parametrize("accumulated", [1, 2])
@@ -44,23 +45,23 @@ def test_buffers_follow_rank_0_where_servers_wait_for_all(duo, accumulated: int)
     # Cumulative statistics: every forward pass counts, and a counter that is set back shows. After the last step DDP
     # leaves the other ranks' buffers as they are.
     arguments = {"consistency": MODES["served"], "running": True, "accumulated": accumulated}
-    assert duo.run("relaxed_jobs:against_ddp", **arguments)[0] < 1e-5
+    assert duo.run(relaxed_jobs.against_ddp, **arguments)[0] < 1e-5
 
 
 def test_averaging_after_every_plain_step_is_ddp(duo) -> None:
     every = {"mode": "periodic", "period": 1, "outer": "averaging"}
-    assert max(duo.run("relaxed_jobs:against_ddp", consistency=every)) < 1e-5
+    assert max(duo.run(relaxed_jobs.against_ddp, consistency=every)) < 1e-5
 
 
 def test_an_epoch_is_one_pass_of_which_the_faster_rank_takes_more(duo) -> None:
-    found = duo.run("relaxed_jobs:train", consistency="asynchronous", learner={"slow": 0.05}, max_epochs=2)[0]
+    found = duo.run(relaxed_jobs.train, consistency="asynchronous", learner={"slow": 0.05}, max_epochs=2)[0]
     for fast, slow in zip(*found["seen"], strict=True):
         assert sorted(fast + slow) == list(range(48))
         assert len(fast) > len(slow)
 
 
 def test_a_loader_that_cannot_be_dealt_out_is_named(duo) -> None:
-    first, second = duo.run("relaxed_jobs:warned", weighted=True)
+    first, second = duo.run(relaxed_jobs.warned, weighted=True)
     assert any(text.startswith("train_dataloader: what a WeightedRandomSampler draws") for text in first), first
     assert not any(text.startswith("train_dataloader") for text in second)
 
@@ -69,7 +70,7 @@ def test_a_loader_that_cannot_be_dealt_out_is_named(duo) -> None:
 def test_a_rank_that_comes_late_to_a_pass_still_gets_a_batch_and_validates(duo, mode: str) -> None:
     # By the time rank 1 asks, rank 0 has asked for both batches.
     arguments = {"learner": {"late": 0.3}, "samples": 8, "max_epochs": 3}
-    found = duo.run("relaxed_jobs:train", consistency=MODES[mode], **arguments)
+    found = duo.run(relaxed_jobs.train, consistency=MODES[mode], **arguments)
     assert all(seen["apart"] == 0.0 for seen in found)
     assert found[0]["validations"] == [3, 3]
     for one, other in zip(*found[0]["seen"], strict=True):
@@ -78,7 +79,7 @@ def test_a_rank_that_comes_late_to_a_pass_still_gets_a_batch_and_validates(duo, 
 
 
 def test_schedules_follow_the_progress_of_the_job_and_not_a_ranks_own_steps(duo) -> None:
-    found = duo.run("relaxed_jobs:train", consistency="asynchronous", learner={"slow": 0.05}, max_epochs=2)[0]
+    found = duo.run(relaxed_jobs.train, consistency="asynchronous", learner={"slow": 0.05}, max_epochs=2)[0]
     fast, slow = found["counts"]
     assert fast["own"] > fast["progress"] > slow["own"]
     for counts in (fast, slow):
@@ -93,7 +94,7 @@ def test_schedules_follow_the_progress_of_the_job_and_not_a_ranks_own_steps(duo)
 )
 def test_schedules_can_be_made_for_the_steps_of_a_training(duo, mode: str, accumulated: int, steps: int) -> None:
     arguments = {"learner": {"cycle": True}, "max_epochs": 2, "accumulate_grad_batches": accumulated}
-    for found in duo.run("relaxed_jobs:train", consistency=MODES[mode], **arguments):
+    for found in duo.run(relaxed_jobs.train, consistency=MODES[mode], **arguments):
         for counts in found["counts"]:
             # Whatever ranks took beyond it at the end of an epoch, no schedule goes beyond what it was made for.
             assert (counts["total"], counts["scheduler"]) == (steps, steps)
@@ -111,25 +112,25 @@ def last_rates(steps: int) -> list[float]:
 
 @pytest.mark.parametrize("when", ["step", "end of batch"])
 def test_servers_that_wait_for_all_answer_reductions_in_each_step(duo, when: str) -> None:
-    for found in duo.run("relaxed_jobs:train", consistency=MODES["served"], learner={"log": when}):
+    for found in duo.run(relaxed_jobs.train, consistency=MODES["served"], learner={"log": when}):
         assert found["apart"] == 0.0
 
 
 @pytest.mark.parametrize("mode", ["local SGD", "served"])
 def test_a_checkpoint_resumes_the_same_trajectory(duo, tmp_path, mode: str) -> None:
-    distances = duo.run("relaxed_jobs:resume", folder=str(tmp_path), consistency=MODES[mode], momentum=0.9)
+    distances = duo.run(relaxed_jobs.resume, folder=str(tmp_path), consistency=MODES[mode], momentum=0.9)
     assert max(distances) < 1e-5
 
 
 @pytest.mark.parametrize("mode", ["partial reduce", "asynchronous"])
 def test_ranks_that_drift_resume_equal_and_go_on_learning(duo, tmp_path, mode: str) -> None:
-    for found in duo.run("relaxed_jobs:resume_drifting", folder=str(tmp_path), consistency=MODES[mode]):
+    for found in duo.run(relaxed_jobs.resume_drifting, folder=str(tmp_path), consistency=MODES[mode]):
         assert found["apart"] == 0.0
         assert found["last"] < 0.5 * found["first"]
 
 
 def test_ranks_that_drift_go_on_from_their_own_momenta_and_the_progress_of_the_job(duo, tmp_path) -> None:
-    for found in duo.run("relaxed_jobs:resume_positions", folder=str(tmp_path), consistency=MODES["partial reduce"]):
+    for found in duo.run(relaxed_jobs.resume_positions, folder=str(tmp_path), consistency=MODES["partial reduce"]):
         saved, begun = found["progress"]
         assert begun == saved >= 12
         assert found["kept"]
@@ -141,39 +142,39 @@ SERVED = MODES["served"]
 
 @pytest.mark.parametrize(("first", "second"), [(None, SERVED), (SERVED, None)], ids=["to servers", "from servers"])
 def test_the_state_of_the_optimizer_moves_to_servers_and_back(duo, tmp_path, first: Any, second: Any) -> None:
-    for found in duo.run("relaxed_jobs:resume_as", folder=str(tmp_path), first=first, second=second):
+    for found in duo.run(relaxed_jobs.resume_as, folder=str(tmp_path), first=first, second=second):
         assert found["distance"] < 1e-5
         # Steps made before count on, whoever counted them.
         assert found["steps"][0] == found["steps"][1]
 
 
 def test_a_checkpoint_of_another_version_is_refused(duo, tmp_path) -> None:
-    for error in duo.run("relaxed_jobs:resume_old", folder=str(tmp_path)):
+    for error in duo.run(relaxed_jobs.resume_old, folder=str(tmp_path)):
         assert "PlanError: checkpoint: its state is 'autosync-relaxed/1', and this version reads" in error
 
 
 @pytest.mark.parametrize("mode", ["partial reduce", "asynchronous"])
 def test_collectives_are_answered_wherever_all_ranks_come(duo, tmp_path, mode: str) -> None:
-    for found in duo.run("relaxed_jobs:everywhere", folder=str(tmp_path), consistency=MODES[mode]):
+    for found in duo.run(relaxed_jobs.everywhere, folder=str(tmp_path), consistency=MODES[mode]):
         assert found["apart"] == 0.0
         assert found["kept"] == 2
 
 
 @pytest.mark.parametrize("mode", ["local SGD", "bounded staleness"])
 def test_checkpoints_and_validation_inside_an_epoch_of_equal_shares(duo, tmp_path, mode: str) -> None:
-    for found in duo.run("relaxed_jobs:inside", folder=str(tmp_path), consistency=MODES[mode]):
+    for found in duo.run(relaxed_jobs.inside, folder=str(tmp_path), consistency=MODES[mode]):
         assert found["apart"] == 0.0
         assert found["validations"] == [4, 4]
         assert found["kept"] == 2
 
 
 def test_time_outs_reach_the_mesh_and_the_groups(duo) -> None:
-    for seen in duo.run("relaxed_jobs:patience"):
+    for seen in duo.run(relaxed_jobs.patience):
         assert seen == {"longest": 33.0, "interval": 0.25, "stall": 17.0}
 
 
 def test_reductions_at_the_end_of_an_epoch_are_answered(duo) -> None:
-    for found in duo.run("relaxed_jobs:train", consistency=MODES["partial reduce"], learner={"log": "epoch"}):
+    for found in duo.run(relaxed_jobs.train, consistency=MODES["partial reduce"], learner={"log": "epoch"}):
         assert found["apart"] == 0.0
 
 
@@ -238,14 +239,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 def test_servers_do_not_clip_each_gradient_for_itself(duo) -> None:
-    for error in duo.run("relaxed_jobs:attempt", consistency=MODES["served"], gradient_clip_val=0.5):
+    for error in duo.run(relaxed_jobs.attempt, consistency=MODES["served"], gradient_clip_val=0.5):
         assert "PlanError: gradient_clip_val: 0.5" in error
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_would_deadlock_is_refused(duo, case: str) -> None:
     arguments, expected = REFUSED[case]
-    errors = duo.run("relaxed_jobs:attempt", **{"consistency": MODES["partial reduce"], **arguments})
+    errors = duo.run(relaxed_jobs.attempt, **{"consistency": MODES["partial reduce"], **arguments})
     assert any(re.search(expected, error) for error in errors), errors
     # Whoever comes there later may find that the other has left.
     assert all(re.search(f"{expected}|PeerLost: rank . is lost: it has left", error) for error in errors), errors

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import stranger_jobs
 from strangers import KINDS, SECRET, Address, listening, visit
 from test_serve_verb import start
 
@@ -96,7 +97,7 @@ def run(pool: WorkerPool, kind: str, strangers: int, folder: Path) -> tuple[list
     storm = Storm([*pool.pids, *(server.pid for server in servers)], strangers, progress)
     try:
         job = {"kind": kind, "progress": str(progress), "strangers": strangers, "port": port}
-        found = pool.run("stranger_jobs:train", epochs=EPOCHS, steps=STEPS, **job)
+        found = pool.run(stranger_jobs.train, epochs=EPOCHS, steps=STEPS, **job)
         for server in servers:
             assert server.wait(60.0) == 0
     finally:

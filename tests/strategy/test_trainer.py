@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jobs
 import pytest
 
 PAIR = {"format": "autosync-cluster/1", "name": "pair", "uniform": {"nodes": 2, "bandwidth": "1 Gbit/s"}}
@@ -49,7 +50,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_equals_ddp(duo, case: str) -> None:
-    for found in duo.run("jobs:compare", **CASES[case]):
+    for found in duo.run(jobs.compare, **CASES[case]):
         assert found["distance"] < 1e-6
         assert found["moved"] > 1e-3
         assert found["notes"].get("largest_difference", 0.0) == 0.0
@@ -59,27 +60,27 @@ def test_equals_ddp(duo, case: str) -> None:
 @pytest.mark.parametrize("error_feedback", [True, False])
 def test_a_frozen_parameter_does_not_disturb_live_ones_in_its_message(duo, error_feedback: bool) -> None:
     compressor = {"kind": "int8", "error_feedback": error_feedback}
-    for gap in duo.run("jobs:live_beside_frozen", compressor=compressor):
+    for gap in duo.run(jobs.live_beside_frozen, compressor=compressor):
         assert gap < 0.02
 
 
 def test_a_compiled_module_equals_ddp(duo) -> None:
-    assert max(duo.run("jobs:compiled_whole")) < 1e-6
+    assert max(duo.run(jobs.compiled_whole)) < 1e-6
 
 
 def test_buffers_are_left_alone_if_so_asked(duo) -> None:
     arguments = {"model": "Normalized", "max_epochs": 1}
-    assert duo.run("jobs:replicas_equal", strategy={"broadcast_buffers": False}, **arguments)[1] > 0.1
+    assert duo.run(jobs.replicas_equal, strategy={"broadcast_buffers": False}, **arguments)[1] > 0.1
 
 
 def test_validation_sees_the_buffers_of_rank_0(duo) -> None:
-    first, second = duo.run("jobs:evaluation_buffers")
+    first, second = duo.run(jobs.evaluation_buffers)
     assert first == second
     assert len(set(first)) > 1
 
 
 def test_every_loop(duo) -> None:
-    first, second = duo.run("jobs:all_loops")
+    first, second = duo.run(jobs.all_loops)
     assert first["rank"] == second["rank"] == 0.5
     assert first["sampler"]
     assert first["engine_closed"]
@@ -91,20 +92,20 @@ def test_every_loop(duo) -> None:
 
 
 def test_large_tables_travel_by_rows(duo) -> None:
-    for rows in duo.run("jobs:by_rows")[0].values():
+    for rows in duo.run(jobs.by_rows)[0].values():
         assert sorted(rows)[-1] == 5000
 
 
 @pytest.mark.parametrize("compressor", [None, "int8", "powersgd"])
 def test_resumed_training_equals_uninterrupted(duo, tmp_path, compressor: str | None) -> None:
-    for found in duo.run("jobs:resume", folder=str(tmp_path), plan=compressor):
+    for found in duo.run(jobs.resume, folder=str(tmp_path), plan=compressor):
         assert found["distance"] < 1e-6
         assert (found["shapes"] is None) == (compressor is None)
         assert not found["warnings"]
 
 
 def test_compressor_state_of_another_plan_is_dropped_with_a_warning(duo, tmp_path) -> None:
-    first, second = duo.run("jobs:resume", folder=str(tmp_path), plan="int8", tail={"plan": "all_reduce"})
+    first, second = duo.run(jobs.resume, folder=str(tmp_path), plan="int8", tail={"plan": "all_reduce"})
     assert len(first["warnings"]) == 1
     assert "plan" in first["warnings"][0]
     assert not second["warnings"]
@@ -112,19 +113,19 @@ def test_compressor_state_of_another_plan_is_dropped_with_a_warning(duo, tmp_pat
 
 def test_compressor_state_goes_over_to_another_plan(duo, tmp_path) -> None:
     tail = {"compressor": "int8", "topology": "star", "bucket_bytes": 1}
-    for found in duo.run("jobs:resume", folder=str(tmp_path), plan="int8", tail=tail):
+    for found in duo.run(jobs.resume, folder=str(tmp_path), plan="int8", tail=tail):
         assert not found["warnings"]
 
 
 def test_error_feedback_follows_the_gradient_scaler(duo) -> None:
-    for found in duo.run("jobs:scaled", poisoned=3):
+    for found in duo.run(jobs.scaled, poisoned=3):
         assert found["distance"] == 0.0
         assert max(found["scales"]) > found["scales"][0] > 0
         assert found["scales"][4] < found["scales"][3]
 
 
 def test_unfreezing_keeps_what_compressors_remember(duo) -> None:
-    first, second = duo.run("jobs:thawed")
+    first, second = duo.run(jobs.thawed)
     for found in (first, second):
         before, after = found["before"], found["after"]
         assert any(before["head.weight"])
@@ -139,4 +140,4 @@ def test_unfreezing_keeps_what_compressors_remember(duo) -> None:
 
 def test_pytorch_lightning_equals_its_own_ddp(duo) -> None:
     pytest.importorskip("pytorch_lightning")
-    assert max(duo.run("jobs:other_framework")) < 1e-6
+    assert max(duo.run(jobs.other_framework)) < 1e-6

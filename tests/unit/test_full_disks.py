@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 from disks import read_only, small_disk
-from test_tuning_interruptions import staged
-from tuning_stage import PricedStage
+from priced_session import PricedSession
+from test_tuning_interruptions import with_session
 from tuning_world import World, configuration
 
 from lightning_autosync.documents import append_lines, held, write_data, write_text
@@ -105,7 +105,7 @@ def test_a_sweep_whose_disk_is_full(tmp_path):
 @pytest.mark.parametrize("temporary", [True, False])
 def test_the_best_plan_is_printed_and_kept_where_it_can_be(temporary, tmp_path, monkeypatch, capsys):
     world, run = World(tmp_path / "world"), tmp_path / "run"
-    staged(monkeypatch, world, PricedStage(world.price))
+    with_session(monkeypatch, world, PricedSession(world.price))
     (run / "plan.yaml").mkdir(parents=True)  # a folder in place of the file
     (tmp_path / "other").mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / ("other" if temporary else "none")))

@@ -8,16 +8,16 @@ from typing import Any
 
 import optuna
 import pytest
-from tuning_stage import PricedStage
+from priced_session import PricedSession
 from tuning_world import CLUSTER, MODEL, World, settings
 
 from lightning_autosync.documents import write_data
 from lightning_autosync.errors import DocumentError
+from lightning_autosync.measure import session as measurement_session
 from lightning_autosync.measure.workers import LaunchError, WorkerError
 from lightning_autosync.plan import SyncPlan, compile_plan
 from lightning_autosync.plan.space import BUILDER, COMPOSED, PlanSpace
 from lightning_autosync.search import storages, studies, tried
-from lightning_autosync.search.tuning import stage as tuning_stage
 from lightning_autosync.search.tuning.buckets import PARAMETER, BucketSpace
 from lightning_autosync.search.tuning.errors import TuningError
 from lightning_autosync.search.tuning.job import Job
@@ -53,7 +53,7 @@ def test_a_run_spends_its_budget_on_builders_first():
     assert tuner.trials_per_minute is not None
     best = ranked(records)
     assert best[0][1] == min(record.seconds for record in records if record.state == "complete")
-    assert world.stage.restarts == 0
+    assert world.session.restarts == 0
 
 
 @pytest.mark.parametrize("baselines", [True, False])
@@ -93,7 +93,7 @@ def test_failed_plans_are_failed_trials_and_too_many_end_the_run():
         number = int(name.split()[1]) if name.startswith("trial") else 0
         return float("inf") if number == 3 or number >= 9 else world.price(name, order)
 
-    world.stage = PricedStage(breaks)
+    world.session = PricedSession(breaks)
     trials = world.trials()
     with pytest.raises(TuningError, match="the last 6 trials failed, the latest one so: rank 1 died while trial 14"):
         world.tuner(trials).run()
@@ -247,10 +247,10 @@ def test_workers_that_do_not_start_twice_end_the_search_and_say_so(monkeypatch):
     def start(*asked: Any, **given: Any) -> Any:
         raise WorkerError("did not answer", rank=1)
 
-    monkeypatch.setattr(tuning_stage, "WorkerPool", start)
+    monkeypatch.setattr(measurement_session, "WorkerPool", start)
     world = World()
     with (
-        tuning_stage.Stage(world.settings, world.job.cluster) as stage,
+        world.job.session() as session,
         pytest.raises(LaunchError, match=r"workers did not start twice: .*did not answer"),
     ):
-        stage.measure(tuning_stage.Entrant("trial 0", {}), 1)
+        session.measure(measurement_session.Contender("trial 0", {}), 1)

@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 from tuning_world import World, configuration
 
-from lightning_autosync.measure.bench.interleaving import ContenderError
 from lightning_autosync.measure.bench.preparation import Preparation
 from lightning_autosync.measure.bench.result import Measurement, Result
 from lightning_autosync.measure.bench.settings import Settings as BenchSettings
-from lightning_autosync.measure.emulation.link_check import LinkCheck
+from lightning_autosync.measure.session import ContenderError
 from lightning_autosync.measure.workers import InputError, WorkerError
 from lightning_autosync.plan.builders import build
 from lightning_autosync.search.tuning import last_comparison
@@ -33,19 +32,6 @@ TIMES = {
     "lucky": ([1.0] * 5, [1.3, 1.1, 1.3, 1.3, 1.3]),
     "steady": ([1.1] * 5, [1.1] * 5),
 }
-
-
-class _Restarted:
-    """Workers that are started again."""
-
-    pool: Any = None
-
-    def __init__(self) -> None:
-        self.restarts = 0
-        self.links: Sequence[LinkCheck] = ()
-
-    def restart(self) -> None:
-        self.restarts += 1
 
 
 def played(job: Job, settings: BenchSettings, times: Mapping[str, Sequence[float]]) -> Result:
@@ -187,15 +173,14 @@ def test_several_settings_of_ddp_come_to_it_and_as_many_rounds_choose_as_judge(t
     job = Job.of(settings)
     seen: dict[str, Any] = {}
 
-    def play(asked: BenchSettings, preparation: Preparation, pool: Any, links: Any) -> Result:
-        assert (pool, links) == (None, ())
+    def play(asked: BenchSettings, preparation: Preparation, session: Any) -> Result:
         seen.update(rounds=asked.rounds, orders=list(preparation.orders), contenders=list(asked.all_contenders()))
         return played(job, asked, {name: [1.0] * asked.rounds for name in preparation.orders})
 
     monkeypatch.setattr(last_comparison, "play", play)
     plans = {"ps": build("ps", job.workload, job.cluster)}
     rivals = ["ddp_5_view", "ddp_1", "ddp_5"]
-    found = compare(job, _Restarted(), plans, rivals, tmp_path)
+    found = compare(job, None, plans, rivals, tmp_path)
     assert seen == {"rounds": 4, "orders": [*rivals, "ps"], "contenders": [*rivals, "ps"]}
     assert os.listdir(tmp_path / "finalists") == ["ps.yaml"]
     assert (found.choice.settings.rounds, found.result.settings.rounds) == (2, 2)
@@ -204,68 +189,64 @@ def test_several_settings_of_ddp_come_to_it_and_as_many_rounds_choose_as_judge(t
 
 def test_a_last_comparison_that_fails_twice_is_no_success(tmp_path, monkeypatch):
     job = Job.of(Settings.parse({**configuration(), "rounds": 2}))
-    workers = _Restarted()
+    count = iter(range(9))
 
     def play(*asked: Any) -> Result:
-        raise WorkerError(f"died in session {workers.restarts}", rank=1)
+        raise WorkerError(f"died in session {next(count)}", rank=1)
 
     monkeypatch.setattr(last_comparison, "play", play)
     rivals = [options.name for options in job.settings.ddp.options()]
     with pytest.raises(TuningError, match=r"the last comparison failed twice: .*session 1"):
-        compare(job, workers, {"ps": build("ps", job.workload, job.cluster)}, rivals, tmp_path)
-    assert workers.restarts == 1
+        compare(job, None, {"ps": build("ps", job.workload, job.cluster)}, rivals, tmp_path)
 
 
 def test_a_plan_that_fails_twice_is_left_out_of_the_last_comparison(tmp_path, monkeypatch):
     job = Job.of(Settings.parse({**configuration(), "rounds": 5}))
     asked = []
 
-    def play(settings: BenchSettings, preparation: Preparation, pool: Any, links: Any) -> Result:
+    def play(settings: BenchSettings, preparation: Preparation, session: Any) -> Result:
         asked.append(list(preparation.orders))
         if "hanging" in preparation.orders:
             raise ContenderError("hanging", WorkerError("rank 1 died", rank=1))
         return played(job, settings, {name: [1.0] * settings.rounds for name in preparation.orders})
 
     monkeypatch.setattr(last_comparison, "play", play)
-    plan, workers = build("ps", job.workload, job.cluster), _Restarted()
-    found = compare(job, workers, {"ps": plan, "hanging": plan, "sound": plan}, ["ddp"], tmp_path)
+    plan = build("ps", job.workload, job.cluster)
+    found = compare(job, None, {"ps": plan, "hanging": plan, "sound": plan}, ["ddp"], tmp_path)
     assert asked == [["ddp", "ps", "hanging", "sound"]] * 2 + [["ddp", "ps", "sound"]]
-    assert workers.restarts == 2
     assert set(found.plans) == {"ps", "sound"}
     assert found.to_dict()["left_out"] == {"hanging": "rank 1 died"}
     best = Best(7, "evolved", found.seconds, plan, None)
     lines = Outcome(job, "x", [], None, None, best, found, Pace(None, (), 1.0, 0), False).lines()
     assert "hanging failed at that and was left out: rank 1 died" in lines
-    without = compare(job, workers, {"hanging": plan, "sound": plan}, ["ddp"], tmp_path)
+    without = compare(job, None, {"hanging": plan, "sound": plan}, ["ddp"], tmp_path)
     assert (without.winner, without.builder) == ("sound", None)
 
 
 def test_a_last_comparison_of_which_every_plan_fails_is_no_success(tmp_path, monkeypatch):
     job = Job.of(Settings.parse({**configuration(), "rounds": 2}))
 
-    def play(settings: BenchSettings, preparation: Preparation, pool: Any, links: Any) -> Result:
+    def play(settings: BenchSettings, preparation: Preparation, session: Any) -> Result:
         raise ContenderError(list(preparation.orders)[-1], WorkerError("rank 1 died", rank=1))
 
     monkeypatch.setattr(last_comparison, "play", play)
-    plan, workers = build("ps", job.workload, job.cluster), _Restarted()
+    plan = build("ps", job.workload, job.cluster)
     with pytest.raises(TuningError, match=r"failed with every plan; the last: contender 'ps': rank 1 died"):
-        compare(job, workers, {"ps": plan, "other": plan}, ["ddp"], tmp_path)
-    assert workers.restarts == 4
+        compare(job, None, {"ps": plan, "other": plan}, ["ddp"], tmp_path)
 
 
 def test_a_plan_that_workers_refuse_is_left_out_at_once(tmp_path, monkeypatch):
     job = Job.of(Settings.parse({**configuration(), "rounds": 5}))
 
-    def play(settings: BenchSettings, preparation: Preparation, pool: Any, links: Any) -> Result:
+    def play(settings: BenchSettings, preparation: Preparation, session: Any) -> Result:
         if "foreign" in preparation.orders:
             raise ContenderError("foreign", InputError("schedule: there is no parameter 'x'", rank=0))
         return played(job, settings, {name: [1.0] * settings.rounds for name in preparation.orders})
 
     monkeypatch.setattr(last_comparison, "play", play)
-    plan, workers = build("ps", job.workload, job.cluster), _Restarted()
-    found = compare(job, workers, {"ps": plan, "foreign": plan}, ["ddp"], tmp_path)
+    plan = build("ps", job.workload, job.cluster)
+    found = compare(job, None, {"ps": plan, "foreign": plan}, ["ddp"], tmp_path)
     assert found.left_out == {"foreign": "schedule: there is no parameter 'x'"}
-    assert workers.restarts == 1
 
 
 def test_a_rival_that_fails_twice_ends_the_last_comparison(tmp_path, monkeypatch):
@@ -275,6 +256,6 @@ def test_a_rival_that_fails_twice_ends_the_last_comparison(tmp_path, monkeypatch
         raise ContenderError("ddp", WorkerError("rank 1 died", rank=1))
 
     monkeypatch.setattr(last_comparison, "play", play)
-    plan, workers = build("ps", job.workload, job.cluster), _Restarted()
+    plan = build("ps", job.workload, job.cluster)
     with pytest.raises(TuningError, match="the last comparison failed twice: contender 'ddp': rank 1 died"):
-        compare(job, workers, {"ps": plan, "other": plan}, ["ddp"], tmp_path)
+        compare(job, None, {"ps": plan, "other": plan}, ["ddp"], tmp_path)

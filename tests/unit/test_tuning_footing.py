@@ -9,7 +9,7 @@ from typing import Any
 import numpy
 import optuna
 import pytest
-from tuning_stage import PricedStage
+from priced_session import PricedSession
 from tuning_world import DDP_SECONDS, World
 
 from lightning_autosync.cluster import ClusterSpec
@@ -20,13 +20,13 @@ from lightning_autosync.plan import SyncPlan
 from lightning_autosync.plan.space import BUILDER
 from lightning_autosync.search.tuning.errors import TuningError
 from lightning_autosync.search.tuning.opponents import Standing, builder_plans
-from lightning_autosync.search.tuning.reference import REFERENCE, Reference
+from lightning_autosync.search.tuning.reference import REFERENCE, settle_reference
 from lightning_autosync.search.tuning.trials import drift_of, ranked
 from lightning_autosync.workload import Workload
 
 SLOWEST_RANK = 1.01
 NEARLY = 0.1
-"""The stage's times are a replay's of less detail, so what trials share of the reference's deviations is nearly all."""
+"""The session's times are a replay's of less detail, so trials share nearly all of the reference's deviations."""
 
 
 def test_the_reference_is_measured_beside_every_trial_and_ranking_follows_it():
@@ -111,7 +111,7 @@ def test_a_run_that_goes_on_measures_no_opponent_again(tmp_path):
     trials = again.trials()
     opponents = again.opponents(trials, again.reference(trials))
     opponents.measure({})
-    assert "ddp" not in {name for name, _ in again.stage.turns}
+    assert "ddp" not in {name for name, _ in again.session.turns}
     assert opponents.fastest("ddp", Drift({}))[0].seconds == pytest.approx(DDP_SECONDS * SLOWEST_RANK)
 
 
@@ -124,13 +124,13 @@ def test_a_setting_of_ddp_that_was_given_up_beside_others_is_measured_when_it_is
         Standing("ddp", "ddp", 0, "pruned", 0.9, "its fastest step takes 9 times the best"),
     ]
     first.measure({})
-    assert "ddp" in {name for name, _ in world.stage.turns}
+    assert "ddp" in {name for name, _ in world.session.turns}
     assert [one.name for one in first.fastest("ddp", Drift({}))] == ["ddp"]
 
 
 def test_opponents_that_all_fail_say_why():
     world = World()
-    world.stage = PricedStage(lambda name, order: float("inf") if "ddp" in order else world.price(name, order))
+    world.session = PricedSession(lambda name, order: float("inf") if "ddp" in order else world.price(name, order))
     trials = world.trials()
     with pytest.raises(DocumentError, match="ddp: none of them ran; ddp: rank 1 died while ddp ran"):
         world.opponents(trials, world.reference(trials)).measure({})
@@ -140,7 +140,7 @@ def test_the_study_keeps_the_reference_for_all_sessions_whatever_they_would_choo
     world = World()
     study = world.trials().study
     one, other = list(builder_plans(world.job).values())[:2]
-    Reference(world.job, world.stage).settle(study, [one, other])  # type: ignore[arg-type]
+    settle_reference(world.new_reference(), study, [one, other])
     kept = study.user_attrs[REFERENCE]
     measured: list[str] = []
 
@@ -148,8 +148,8 @@ def test_the_study_keeps_the_reference_for_all_sessions_whatever_they_would_choo
         measured.append(SyncPlan.from_dict(order["plan"]).fingerprint)
         return 1.0
 
-    again = Reference(world.job, PricedStage(note))  # type: ignore[arg-type]
-    again.settle(study, [other, one])
+    again = world.new_reference(PricedSession(note))
+    settle_reference(again, study, [other, one])
     assert again.measure() == pytest.approx(SLOWEST_RANK)
     assert set(measured) == {one.fingerprint}
     assert study.user_attrs[REFERENCE] == kept
@@ -163,11 +163,11 @@ def test_a_plan_that_does_not_run_is_no_reference():
     def breaks(name: str, order: Mapping[str, Any]) -> float:
         return float("inf") if SyncPlan.from_dict(order["plan"]).fingerprint == one.fingerprint else 1.0
 
-    reference = Reference(world.job, PricedStage(breaks))  # type: ignore[arg-type]
-    reference.settle(study, [one])
-    assert (reference.measure(), reference.course()) == (None, None)
+    reference = world.new_reference(PricedSession(breaks))
+    settle_reference(reference, study, [one])
+    assert (reference.measure(), reference.measurement()) == (None, None)
     assert REFERENCE not in study.user_attrs
-    reference.settle(study, [one, other])
+    settle_reference(reference, study, [one, other])
     assert reference.measure() == pytest.approx(SLOWEST_RANK)
 
 
@@ -193,13 +193,13 @@ def test_each_process_sees_the_drift_of_its_own_trials_and_ranks_all_on_its_foot
 def test_the_failures_of_another_process_do_not_end_this_one():
     storage = optuna.storages.InMemoryStorage()
     broken = World(storage=storage, batch=1, failures=3)
-    broken.stage = PricedStage(
+    broken.session = PricedSession(
         lambda name, order: float("inf") if name.startswith("trial") else broken.price(name, order)
     )
     with pytest.raises(TuningError, match="the last 3 trials failed"):
         broken.tuner(broken.trials(run="broken", alone=False)).run()
     sound = World(storage=storage, batch=1, failures=3, budget=6)
-    sound.stage = PricedStage(lambda name, order: float("inf") if name == "trial 3" else sound.price(name, order))
+    sound.session = PricedSession(lambda name, order: float("inf") if name == "trial 3" else sound.price(name, order))
     trials = sound.trials(run="sound", alone=False)
     sound.tuner(trials).run()
     assert [record.state for record in trials.records()][:4] == ["failed"] * 4

@@ -20,7 +20,7 @@ from hydra.types import RunMode
 from locks import held_elsewhere
 from omegaconf import OmegaConf
 from optuna.trial import TrialState
-from tuning_stage import PricedStage
+from priced_session import PricedSession
 from tuning_world import World, configuration
 
 from lightning_autosync.cluster import ClusterSpec
@@ -36,6 +36,7 @@ from lightning_autosync.search.tried import RUN
 from lightning_autosync.search.tuning import run as tuning_run
 from lightning_autosync.search.tuning.command import STATUS, Interrupted, UnfinishedError, tune
 from lightning_autosync.search.tuning.errors import TuningError
+from lightning_autosync.search.tuning.job import Job
 from lightning_autosync.search.tuning.owner import is_gone, this_process
 from lightning_autosync.search.tuning.settings import Settings
 from lightning_autosync.search.tuning.trials import OWNER
@@ -50,20 +51,20 @@ def heard_ctrl_c() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
-def interrupted_at(world: World, broken: str, interrupted: str) -> PricedStage:
-    """A stage on which one trial kills a worker and another meets a Ctrl-C."""
+def interrupted_at(world: World, broken: str, interrupted: str) -> PricedSession:
+    """A session on which one trial kills a worker and another meets a Ctrl-C."""
 
     def price(name: str, order: Mapping[str, Any]) -> float:
         if name == interrupted:
             raise KeyboardInterrupt
         return float("inf") if name == broken else world.price(name, order)
 
-    return PricedStage(price)
+    return PricedSession(price)
 
 
 def test_an_interruption_leaves_no_trial_running_and_keeps_the_rest():
     world = World()
-    world.stage = interrupted_at(world, "none", "trial 6")
+    world.session = interrupted_at(world, "none", "trial 6")
     trials = world.trials()
     with pytest.raises(KeyboardInterrupt):
         world.tuner(trials).run()
@@ -127,7 +128,7 @@ def test_a_ctrl_c_does_not_wait_for_a_simulator_that_is_trained(tmp_path):
 
 def test_builders_that_were_interrupted_are_tried_again_and_those_that_failed_are_not(tmp_path):
     world = World(tmp_path)
-    world.stage = interrupted_at(world, "trial 3", "trial 4")
+    world.session = interrupted_at(world, "trial 3", "trial 4")
     trials = world.trials()
     with pytest.raises(KeyboardInterrupt):
         world.tuner(trials).run()
@@ -183,28 +184,28 @@ def test_a_process_that_had_the_same_number_is_gone():
 
 def test_a_run_that_another_process_is_at_work_on_is_refused(tmp_path, monkeypatch):
     world = World()
-    staged(monkeypatch, world, PricedStage(world.price))
+    with_session(monkeypatch, world, PricedSession(world.price))
     refusal = pytest.raises(TuningError, match=f"{tmp_path}: another process is at work on this run")
     with held_elsewhere(tmp_path / ".tune.lock"), refusal:
         tune(configuration(), tmp_path)
     tune(configuration(), tmp_path)
 
 
-def staged(monkeypatch: pytest.MonkeyPatch, world: World, stage: PricedStage) -> list[dict[str, Any]]:
-    """Runs are on that stage; the last comparison only notes what it was asked for."""
+def with_session(monkeypatch: pytest.MonkeyPatch, world: World, session: PricedSession) -> list[dict[str, Any]]:
+    """Runs are on that session; the last comparison only notes what it was asked for."""
     asked: list[dict[str, Any]] = []
 
-    def compare(job: Any, stage: Any, plans: Any, rivals: Any, directory: Any) -> None:
+    def compare(job: Any, session: Any, plans: Any, rivals: Any, directory: Any) -> None:
         asked.append({"plans": list(plans), "rivals": rivals})
 
-    monkeypatch.setattr(tuning_run, "Stage", lambda settings, cluster: stage)
+    monkeypatch.setattr(Job, "session", lambda self: session)
     monkeypatch.setattr(tuning_run, "compare", compare)
     return asked
 
 
 def test_after_a_ctrl_c_the_command_ends_with_130_and_says_how_to_go_on(tmp_path, monkeypatch, capsys):
     world = World()
-    staged(monkeypatch, world, interrupted_at(world, "none", "trial 6"))
+    with_session(monkeypatch, world, interrupted_at(world, "none", "trial 6"))
     with pytest.raises(Interrupted) as caught:
         tune(configuration(), tmp_path)
     assert caught.value.code == STATUS == 130
@@ -215,7 +216,7 @@ def test_after_a_ctrl_c_the_command_ends_with_130_and_says_how_to_go_on(tmp_path
     assert plan.to_dict() == found["best"]["plan"]
     compile_plan(plan, Workload.load(tmp_path / "workload.yaml"), ClusterSpec.load(tmp_path / "cluster.yaml"))
     assert f"hydra.run.dir={tmp_path}" in capsys.readouterr().out
-    staged(monkeypatch, world, PricedStage(world.price))
+    with_session(monkeypatch, world, PricedSession(world.price))
     outcome = tune(configuration(), tmp_path)
     assert sum(not record.interrupted for record in outcome.records) == 16
     assert not outcome.interrupted
@@ -229,7 +230,7 @@ def test_a_search_that_cannot_go_on_leaves_what_it_found(tmp_path, monkeypatch):
             raise LaunchError("no worker can be started any more")
         return world.price(name, order)
 
-    staged(monkeypatch, world, PricedStage(price))
+    with_session(monkeypatch, world, PricedSession(price))
     with pytest.raises(UnfinishedError, match="no worker can be started any more; what was found") as caught:
         tune(configuration(), tmp_path)
     found = json.loads((tmp_path / "result.json").read_text())
@@ -237,7 +238,7 @@ def test_a_search_that_cannot_go_on_leaves_what_it_found(tmp_path, monkeypatch):
     assert not found["interrupted"]
     assert caught.value.outcome.best is not None
     assert SyncPlan.load(tmp_path / "plan.yaml").to_dict() == found["best"]["plan"]
-    staged(monkeypatch, world, PricedStage(world.price))
+    with_session(monkeypatch, world, PricedSession(world.price))
     assert tune(configuration(), tmp_path).failure is None
 
 
@@ -253,20 +254,20 @@ def test_a_storage_that_answers_no_more_leaves_what_was_read_from_it(tmp_path, m
     def full(*arguments: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    staged(monkeypatch, world, PricedStage(price))
+    with_session(monkeypatch, world, PricedSession(price))
     with pytest.raises(UnfinishedError, match=r"storage does not answer: OSError: .*No space left.*; what was found"):
         tune(configuration(), tmp_path)
     found = json.loads((tmp_path / "result.json").read_text())
     assert [trial["number"] for trial in found["trials"] if trial["state"] != "failed"] == list(range(12))
     assert SyncPlan.load(tmp_path / "plan.yaml").to_dict() == found["best"]["plan"]
     monkeypatch.undo()
-    staged(monkeypatch, world, PricedStage(world.price))
+    with_session(monkeypatch, world, PricedSession(world.price))
     assert tune(configuration(), tmp_path).failure is None
 
 
 def test_within_a_sweep_it_is_the_sweep_that_goes_on(tmp_path, monkeypatch, capsys):
     world = World()
-    staged(monkeypatch, world, interrupted_at(world, "none", "ddp"))
+    with_session(monkeypatch, world, interrupted_at(world, "none", "ddp"))
     swept = OmegaConf.create({"hydra": {"mode": RunMode.MULTIRUN, "sweep": {"dir": str(tmp_path)}}})
     monkeypatch.setattr(HydraConfig.instance(), "cfg", swept)
     with pytest.raises(Interrupted):
@@ -276,7 +277,7 @@ def test_within_a_sweep_it_is_the_sweep_that_goes_on(tmp_path, monkeypatch, caps
 
 def test_a_ctrl_c_before_the_first_trial_ends_likewise_and_writes_nothing(tmp_path, monkeypatch, capsys):
     world = World()
-    staged(monkeypatch, world, interrupted_at(world, "none", "ddp"))
+    with_session(monkeypatch, world, interrupted_at(world, "none", "ddp"))
     with pytest.raises(Interrupted) as caught:
         tune(configuration(), tmp_path)
     assert caught.value.code == 130
@@ -293,7 +294,7 @@ def test_a_builder_that_was_given_up_beside_a_faster_plan_may_still_be_the_best_
     def price(name: str, order: Mapping[str, Any]) -> float:
         return next(unsteady) if name == "trial 9" else 0.03 if name == "trial 11" else 0.06
 
-    asked = staged(monkeypatch, World(), PricedStage(price))
+    asked = with_session(monkeypatch, World(), PricedSession(price))
     tune(configuration(batch=4, budget=12), tmp_path)
     found = json.loads((tmp_path / "result.json").read_text())
     given_up = found["trials"][9]
@@ -304,7 +305,7 @@ def test_a_builder_that_was_given_up_beside_a_faster_plan_may_still_be_the_best_
 @pytest.mark.parametrize("search", [{"sampler": "horovod"}, {"sampler": "random"}, {"baselines": False}])
 def test_every_sampler_has_the_same_opponents(search, tmp_path, monkeypatch):
     world = World()
-    asked = staged(monkeypatch, world, PricedStage(world.price))
+    asked = with_session(monkeypatch, world, PricedSession(world.price))
     tuned = {**configuration(**search), "ddp": {"bucket_cap_mb": ["default", 1, 5, 100]}}
     outcome = tuning_run.Run(Settings.parse(tuned), tmp_path, ExitStack()).run()
     plans = {str(point[BUILDER]): world.space.plan(point) for point in world.space.baselines()}

@@ -66,11 +66,11 @@ def test_a_storage_that_does_not_answer_is_one_error_of_ours(monkeypatch: pytest
 
     for name in ("get_study_user_attrs", "set_study_user_attr", "get_all_trials"):
         monkeypatch.setattr(study._storage, name, silent)
-    stage: Any = None
+    session: Any = None
     for asking in (
         lambda: world.job.hold(study),
         lambda: _keep(study, plan),
-        lambda: Opponents(world.job, stage, stage, study, None),
+        lambda: Opponents(world.job, session, session, study, None),
         lambda: studies.enqueue(study, [], BASELINE),
     ):
         with pytest.raises(storages.StorageError, match="does not answer: StorageInternalError: gone"):

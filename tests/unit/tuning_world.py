@@ -7,18 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import optuna
-from tuning_stage import PricedStage
+from priced_session import PricedSession
 
 from lightning_autosync.cluster import resolve_cluster
 from lightning_autosync.learned import ReplayEstimator
 from lightning_autosync.measure.emulation.emulated_clusters import emulable
+from lightning_autosync.measure.reference import ReferencePlan
 from lightning_autosync.plan import SyncPlan, compile_plan
 from lightning_autosync.plan.space import PlanSpace
 from lightning_autosync.replay import Replay
 from lightning_autosync.search import studies
 from lightning_autosync.search.tuning.job import Job
 from lightning_autosync.search.tuning.opponents import Opponents, builder_plans
-from lightning_autosync.search.tuning.reference import Reference
+from lightning_autosync.search.tuning.reference import settle_reference
 from lightning_autosync.search.tuning.samplers import make_sampler
 from lightning_autosync.search.tuning.settings import Settings
 from lightning_autosync.search.tuning.sources import Sources
@@ -49,7 +50,7 @@ class World:
         self.space = PlanSpace(self.job.workload, self.job.cluster)
         self.replay = Replay(self.job.workload, self.job.cluster)
         self.factor = 1.0
-        self.stage = PricedStage(self.price)
+        self.session = PricedSession(self.price)
         self.storage = storage or (optuna.storages.InMemoryStorage() if folder is None else folder / "study.journal")
         self.prices: dict[str, float] = {}
 
@@ -70,13 +71,16 @@ class World:
         studies.enqueue_baselines(study, self.space)
         return trials
 
-    def reference(self, trials: Trials) -> Reference:
-        made = Reference(self.job, self.stage)  # type: ignore[arg-type]
-        made.settle(trials.study, list(builder_plans(self.job).values()))
+    def reference(self, trials: Trials) -> ReferencePlan:
+        made = self.new_reference()
+        settle_reference(made, trials.study, list(builder_plans(self.job).values()))
         return made
 
-    def opponents(self, trials: Trials, reference: Reference) -> Opponents:
-        return Opponents(self.job, self.stage, reference, trials.study, trials.own)  # type: ignore[arg-type]
+    def new_reference(self, session: PricedSession | None = None) -> ReferencePlan:
+        return ReferencePlan(session or self.session, self.job.plan_order, self.settings.trial.warm_up)
+
+    def opponents(self, trials: Trials, reference: ReferencePlan) -> Opponents:
+        return Opponents(self.job, self.session, reference, trials.study, trials.own)  # type: ignore[arg-type]
 
     def tuner(self, trials: Trials, replay: Any = None) -> Tuner:
         """With ``replay`` to price plans; None takes the one of `tune`."""
@@ -84,4 +88,4 @@ class World:
         opponents = self.opponents(trials, reference)
         opponents.measure({})
         replay = ReplayEstimator() if replay is None else replay
-        return Tuner(self.job, self.stage, trials, opponents, reference, replay)  # type: ignore[arg-type]
+        return Tuner(self.job, self.session, trials, opponents, reference, replay)  # type: ignore[arg-type]

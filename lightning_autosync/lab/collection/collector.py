@@ -4,24 +4,49 @@ from __future__ import annotations
 
 import logging
 import os
+import platform
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
+from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.lab.collection.combinations import Combination
-from lightning_autosync.lab.collection.crew import Batch, Crew
 from lightning_autosync.lab.collection.drafts import Draft, draw_drafts
-from lightning_autosync.lab.collection.environment import describe_environment
 from lightning_autosync.lab.collection.settings import Settings
 from lightning_autosync.learned.dataset import Conditions, Entry, Sample, Writer
-from lightning_autosync.measure.workers.errors import WorkerError
+from lightning_autosync.measure.conditions import describe_worker, usable_cores
+from lightning_autosync.measure.launches.settings import LaunchSettings
+from lightning_autosync.measure.replica_calls import StepBudget, measure_plans
+from lightning_autosync.measure.session import MeasurementSession, reason
+from lightning_autosync.measure.step_time import slowest_rank
+from lightning_autosync.measure.workers import WorkerError
 from lightning_autosync.plan import SyncPlan
 from lightning_autosync.replay import Constants
 
 _log = logging.getLogger(__name__)
+
+
+_FAR = 3.0
+"""Times the budget of all steps of a plan: where a single step takes longer, one is counted."""
+_PACKAGES = ("lightning-autosync", "torch", "numpy")
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What a batch of plans took.
+
+    Attributes:
+        steps: by plan, seconds of each step of the slowest rank.
+        foreign_cores: cores that other processes kept busy meanwhile; None where unknown.
+    """
+
+    steps: Sequence[Sequence[float]]
+    foreign_cores: float | None
 
 
 @dataclass
@@ -72,18 +97,23 @@ class Collector:
         for turn in range(self._settings.passes):
             for _, group in groupby(combinations, key=lambda combination: combination.cluster.fingerprint):
                 of_cluster = list(group)
-                with Crew(of_cluster[0].cluster, self._settings) as crew:
+                with self._session(of_cluster[0].cluster) as session:
                     for combination in of_cluster:
-                        self._visit(crew, combination, turn)
+                        self._visit(session, combination, turn)
                 self._writer.flush()
 
-    def _visit(self, crew: Crew, combination: Combination, turn: int) -> None:
+    def _session(self, cluster: ClusterSpec) -> MeasurementSession:
+        settings = self._settings
+        timeout = settings.timeout * (settings.batch + 1)
+        return MeasurementSession(cluster, LaunchSettings(kind="emulated"), timeout, settings.scheduling)
+
+    def _visit(self, session: MeasurementSession, combination: Combination, turn: int) -> None:
         """Measure this turn's part of a combination's plans, as far as it is not measured undisturbed yet."""
         drafts = self._draw(combination)
         keys = self._writer.keys
         missing = [draft for draft in drafts[turn :: self._settings.passes] if draft.key not in keys]
         for start in range(0, len(missing), self._settings.batch):
-            self._measure(crew, combination, drafts[0], missing[start : start + self._settings.batch])
+            self._measure(session, combination, drafts[0], missing[start : start + self._settings.batch])
         if missing:
             counts = self.progress.measured, len(self._writer.keys)
             _log.info("%s: %d measured, %d in the dataset", combination.name, *counts)
@@ -95,31 +125,43 @@ class Collector:
             self.progress.drawing += time.perf_counter() - start
         return self._drafts[combination.name]
 
-    def _measure(self, crew: Crew, combination: Combination, reference: Draft, missing: Sequence[Draft]) -> None:
+    def _measure(
+        self, session: MeasurementSession, combination: Combination, reference: Draft, missing: Sequence[Draft]
+    ) -> None:
         """One batch, the reference plan before it; where it fails, its plans one by one."""
         drafts = [reference, *(draft for draft in missing if draft is not reference)]
         try:
-            batch = self._order(crew, combination, drafts)
+            batch = self._measure_batch(session, combination, drafts)
         except WorkerError as error:
             if len(missing) == 1:
                 self._fail(combination, missing[0], error)
                 return
             for draft in missing:
-                self._measure(crew, combination, reference, [draft])
+                self._measure(session, combination, reference, [draft])
             return
         if self._environment is None:
-            self._environment = describe_environment(
-                crew.ask("lightning_autosync.measure.bench.conditions:describe_worker")
-            )
+            self._environment = describe_environment(session.run(describe_worker, ranks=[0])[0])
         entries = list(self._entries(combination, drafts, batch, self._environment))
         self._writer.append(entries)
         # Not what was added: a pair that was disturbed again is not, and the reference plan may be, measured beside.
         self.progress.measured += len(missing)
         self.progress.disturbed += len(missing) * entries[0].conditions.disturbed
 
-    def _order(self, crew: Crew, combination: Combination, drafts: list[Draft]) -> Batch:
-        start = time.perf_counter()
-        batch = crew.measure(combination, [draft.plan for draft in drafts])
+    def _measure_batch(self, session: MeasurementSession, combination: Combination, drafts: list[Draft]) -> Batch:
+        start, settings = time.perf_counter(), self._settings
+        min_steps, max_steps = settings.steps
+        budget = StepBudget(settings.warm_up, settings.seconds, min_steps, max_steps, _FAR * settings.seconds)
+        load = session.watch_load()
+        by_rank = session.run(
+            measure_plans,
+            workload=combination.workload.to_dict(),
+            cluster=combination.cluster.to_dict(),
+            plans=[draft.plan for draft in drafts],
+            budget=asdict(budget),
+            timeout=settings.timeout,
+        )
+        foreign = None if load is None else load.foreign_cores()
+        batch = Batch([slowest_rank(steps) for steps in zip(*by_rank, strict=True)], foreign)
         self.progress.measuring += time.perf_counter() - start
         self.progress.stepping += sum(
             sum(taken) / len(taken) * (len(taken) + self._settings.warm_up) for taken in batch.steps
@@ -154,8 +196,31 @@ class Collector:
             yield Entry(sample, conditions)
 
     def _fail(self, combination: Combination, draft: Draft, error: WorkerError) -> None:
-        reason = str(error).partition("\n")[0]
-        _log.warning("%s: a plan of kind %s failed: %s", combination.name, draft.kind, reason)
-        self.progress.failed.append({"combination": combination.name, "plan": draft.text, "error": reason})
+        why = reason(error)
+        _log.warning("%s: a plan of kind %s failed: %s", combination.name, draft.kind, why)
+        self.progress.failed.append({"combination": combination.name, "plan": draft.text, "error": why})
         if len(self.progress.failed) > self._settings.failures:
             raise error
+
+
+def describe_environment(worker: dict[str, Any]) -> dict[str, Any]:
+    """The machine and the software as plain data; ``worker`` is what a worker says of itself."""
+    return {
+        **worker,
+        "system": platform.system(),
+        "kernel": platform.release(),
+        "machine": platform.machine(),
+        "processor": _processor(),
+        "cores": usable_cores(),
+        "python": platform.python_version(),
+        "versions": {package: version(package) for package in _PACKAGES},
+        "emulated": {"links": True, "compute": True},
+    }
+
+
+def _processor() -> str:
+    """The model name of the first core, as Linux has it."""
+    table = Path("/proc/cpuinfo")
+    lines = table.read_text().splitlines() if table.exists() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor())

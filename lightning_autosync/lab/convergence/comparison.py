@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import platform
 from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
@@ -13,18 +12,16 @@ from lightning_autosync.errors import AutoSyncError, DocumentError
 from lightning_autosync.lab.convergence.course import time_to
 from lightning_autosync.lab.convergence.result import Groups, Result, Run, best_rate, load_rates
 from lightning_autosync.lab.convergence.settings import Method, Settings
-from lightning_autosync.lab.convergence.trial import Budget
-from lightning_autosync.measure.bench.load import LoadMeter
+from lightning_autosync.lab.convergence.trial import Budget, train
+from lightning_autosync.measure import conditions
 from lightning_autosync.measure.bench.preparation import make_cluster
-from lightning_autosync.measure.workers import WorkerPool
-from lightning_autosync.measure.workers.cores import usable_cores
+from lightning_autosync.measure.session import MeasurementSession
 from lightning_autosync.plan import SyncPlan, builders
 from lightning_autosync.relaxed.grouping import BOUND, windows_apart
 from lightning_autosync.workload import Workload, describe
 
 TUNING_SEED = 1000
 """The first seed by which learning rates are chosen; those that count begin at 0."""
-_TRAIN = "lightning_autosync.lab.convergence.trial:train"
 _log = logging.getLogger(__name__)
 
 
@@ -41,12 +38,8 @@ def compare(settings: Settings) -> Result:
         if name not in known and len(settings.grid(name)) > 1 and settings.tuning_seeds == 0:
             raise DocumentError(f"rates_of: no rate of '{name}' in {settings.rates_of}, and tuning_seeds is 0")
     load_before = os.getloadavg()
-    policy: Any = None if settings.scheduling == "none" else settings.scheduling
-    with (
-        settings.launch.open(cluster) as launch,
-        WorkerPool(settings.workers, launch, timeout=settings.timeout, scheduling=policy) as pool,
-    ):
-        comparison = _Comparison(settings, workload, cluster, plans, pool)
+    with MeasurementSession(cluster, settings.launch, settings.timeout, settings.scheduling) as session:
+        comparison = _Comparison(settings, workload, cluster, plans, session)
         tuned = {name: comparison.tune(name) for name in plans if name not in known and len(settings.grid(name)) > 1}
         rates = {
             name: best_rate(tuned[name]) if name in tuned else known.get(name, settings.grid(name)[0]) for name in plans
@@ -58,16 +51,13 @@ def compare(settings: Settings) -> Result:
             for name in plans
             if seed < settings.seeds_of(name)
         ]
-        conditions = {
-            **pool.run("lightning_autosync.measure.bench.conditions:describe_worker", ranks=[0])[0],
-            "cores": usable_cores(),
-            "system": f"{platform.system()} {platform.release()}",
-            "python": platform.python_version(),
+        found = {
+            **session.run(conditions.describe_worker, ranks=[0])[0],
             "load_average_before": load_before,
             "load_average_after": os.getloadavg(),
         }
     tuning = [run for found in tuned.values() for run in found]
-    return Result(settings, workload.bytes, rates, runs, tuning, conditions)
+    return Result(settings, workload.bytes, rates, runs, tuning, found)
 
 
 class Prepared(NamedTuple):
@@ -103,11 +93,10 @@ class _Comparison:
         workload: Workload,
         cluster: ClusterSpec,
         plans: dict[str, SyncPlan],
-        pool: WorkerPool,
+        session: MeasurementSession,
     ) -> None:
         self._settings, self._workload, self._cluster = settings, workload, cluster
-        self._plans, self._pool = plans, pool
-        self._load = LoadMeter(pool.pids)
+        self._plans, self._session = plans, session
         self._count = 0
 
     def tune(self, name: str) -> list[Run]:
@@ -123,9 +112,9 @@ class _Comparison:
         """One training."""
         settings = self._settings
         self._count += 1
-        self._load.restart()
-        found = self._pool.run(
-            _TRAIN,
+        load = self._session.watch_load()
+        found = self._session.run(
+            train,
             task=settings.task.model_dump(),
             method=settings.methods[name].model_dump(),
             plan=self._plans[name].to_dict(),
@@ -148,7 +137,7 @@ class _Comparison:
             key=f"training-{self._count}",
             timeout=settings.timeout,
         )
-        run = _joined(found, name, speed, seed, rate, settings.target, self._load.foreign_cores())
+        run = _joined(found, name, speed, seed, rate, settings.target, None if load is None else load.foreign_cores())
         run = replace(run, groups=_joined_groups(found, self._plans[name].consistency.isolation or BOUND))
         reached = "" if run.reached is None else f", {settings.target:g} % after {run.reached:.2f} s"
         _log.info(

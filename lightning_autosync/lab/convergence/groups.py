@@ -23,6 +23,7 @@ from torch import Tensor
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.engine.secret import common_secret
 from lightning_autosync.errors import ExchangeError
+from lightning_autosync.measure.interleaving import alternating_rounds
 from lightning_autosync.measure.launches.settings import LaunchSettings
 from lightning_autosync.measure.workers import WorkerPool
 from lightning_autosync.relaxed.group_average import GroupAverage
@@ -34,7 +35,6 @@ MEGABYTES = (1.0, 25.0)
 ROUNDS = 25
 WARM_UP = 3
 """Rounds that do not count: in them connections and groups are made."""
-_HERE = "lightning_autosync.lab.convergence.groups"
 _TIMEOUT = timedelta(seconds=60)
 
 
@@ -63,7 +63,7 @@ def main(rate: str | None = None) -> None:
 
 def compare(pool: WorkerPool, size: int, megabytes: float, rounds: int, key: str) -> list[tuple[float, float]]:
     """For each round the seconds until the last member had the mesh's average, and until it had gloo's."""
-    found = pool.run(f"{_HERE}:measure", size=size, megabytes=megabytes, rounds=rounds, key=key)
+    found = pool.run(measure, size=size, megabytes=megabytes, rounds=rounds, key=key)
     return [
         (max(rank[number][0] for rank in found), max(rank[number][1] for rank in found)) for number in range(rounds)
     ]
@@ -86,12 +86,12 @@ def measure(size: int, megabytes: float, rounds: int, key: str) -> list[list[flo
     ways: list[Any] = [_MeshWay(mesh), _GlooWay(store, rank)]
     model = torch.randn(int(megabytes * 1e6 / 4), generator=torch.Generator().manual_seed(rank))
     found = []
-    for number in range(WARM_UP + rounds):
+    for number, turns in zip(range(WARM_UP + rounds), alternating_rounds(lambda: (0, 1)), strict=False):
         # All pairs of neighbours in turn, as groups change all the time.
         members = sorted((number + place) % ranks for place in range(size))
         results: list[Tensor] = []  # of both ways, or none
         seconds = [0.0, 0.0]
-        for way in (0, 1) if number % 2 == 0 else (1, 0):
+        for way in turns:
             dist.barrier()
             if rank in members:
                 begin = time.perf_counter()
@@ -137,4 +137,7 @@ class _GlooWay:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:2])
+    # Workers import functions of this module by its own name, which is not that of a script.
+    from lightning_autosync.lab.convergence import groups
+
+    groups.main(*sys.argv[1:2])

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from lightning_autosync.lab.convergence.result import Result
 from lightning_autosync.lab.convergence.table import title
-from lightning_autosync.measure.bench.figures import save_figure
+from lightning_autosync.measure.figures import save_figure
 
 
 def draw(result: Result, path: str | os.PathLike[str]) -> None:

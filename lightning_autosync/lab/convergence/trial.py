@@ -16,7 +16,7 @@ from lightning_autosync.lab.convergence.ending import Ending
 from lightning_autosync.lab.convergence.settings import Method
 from lightning_autosync.lab.convergence.tasks import AnyTask, Task, loss
 from lightning_autosync.lab.convergence.ways import Way, open_way
-from lightning_autosync.measure.bench.conditions import bytes_sent
+from lightning_autosync.measure.conditions import bytes_sent
 from lightning_autosync.measure.models.straggler import Straggler, StragglerSettings
 from lightning_autosync.plan import SyncPlan
 from lightning_autosync.workload import Workload

@@ -9,7 +9,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from lightning_autosync.measure.workers.cores import usable_cores
+from lightning_autosync.measure.conditions import usable_cores
 
 Piece = TypeVar("Piece")
 Made = TypeVar("Made")

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from lightning_autosync.lab.rehearsal.outcome import Standing
-from lightning_autosync.measure.bench.figures import save_figure
+from lightning_autosync.measure.figures import save_figure
 
 COLOURS = {
     "autosync": "#2a7fb8",

@@ -13,7 +13,7 @@ from lightning_autosync.cluster import ClusterSpec, resolve_cluster, synchroniza
 from lightning_autosync.lab.rehearsal.settings import Settings
 from lightning_autosync.learned import Estimate
 from lightning_autosync.measure.emulation.emulated_clusters import emulable
-from lightning_autosync.measure.emulation.shared_hosts import shared_hosts
+from lightning_autosync.measure.hosts import shared_hosts
 from lightning_autosync.plan import SyncPlan, compile_plan, signature
 from lightning_autosync.plan.space import PlanSpace
 from lightning_autosync.replay import Constants, Replay

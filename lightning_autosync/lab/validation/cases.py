@@ -15,7 +15,7 @@ from lightning_autosync.errors import DocumentError
 from lightning_autosync.lab.validation.plans import BUILDERS, draw_buckets, draw_built, draw_free
 from lightning_autosync.lab.validation.settings import Settings
 from lightning_autosync.measure.emulation.emulated_clusters import emulable
-from lightning_autosync.measure.emulation.shared_hosts import shared_hosts
+from lightning_autosync.measure.hosts import shared_hosts
 from lightning_autosync.plan import SyncPlan, compile_plan
 from lightning_autosync.replay import Replay
 from lightning_autosync.replay.bound import changed_bytes

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-import math
-import statistics
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from pathlib import Path
@@ -15,21 +12,19 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import ConfigDict, Field
 
-from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.documents import PLAIN, Index, Spent, Taken, append_lines, checked, parse_json, whole_lines
 from lightning_autosync.errors import DocumentError
 from lightning_autosync.lab.validation.cases import Case
 from lightning_autosync.lab.validation.settings import Settings
 from lightning_autosync.learned.dataset.sample import step_noise
-from lightning_autosync.measure.bench.load import LoadMeter
-from lightning_autosync.measure.emulation.check import measured_links
-from lightning_autosync.measure.emulation.launch import EmulatedLaunch
-from lightning_autosync.measure.emulation.shared_hosts import probed_hosts
-from lightning_autosync.measure.workers import WorkerPool
+from lightning_autosync.measure.hosts import probed_hosts
+from lightning_autosync.measure.launches.settings import LaunchSettings
+from lightning_autosync.measure.replica_calls import StepBudget, measure_plans
+from lightning_autosync.measure.session import MeasurementSession
+from lightning_autosync.measure.step_time import slowest_rank, step_time
 from lightning_autosync.replay import Constants
 
-_LEAST_STEPS, _MOST_STEPS = 3, 12
-_MEASURE = "lightning_autosync.lab.validation.replica:measure"
+_MIN_STEPS, _MAX_STEPS = 3, 12
 _log = logging.getLogger(__name__)
 
 
@@ -57,17 +52,13 @@ class Measurement:
 
     @property
     def seconds(self) -> float:
-        """Seconds of a step: the median over steps, of the slowest rank."""
-        return statistics.median(self._slowest)
+        """Seconds of a step, as of `step_time`."""
+        return step_time(self.steps)
 
     @property
     def noise(self) -> float:
         """Standard error of `seconds` over `seconds`, from how much the steps of that rank differ."""
-        return step_noise(self._slowest)
-
-    @property
-    def _slowest(self) -> Sequence[float]:
-        return max(self.steps, key=statistics.median)
+        return step_noise(slowest_rank(self.steps))
 
 
 def load_measurements(path: Path) -> dict[str, Measurement]:
@@ -86,14 +77,11 @@ def load_measurements(path: Path) -> dict[str, Measurement]:
     return found
 
 
-def measure_cases(
-    cases: Iterable[Case], predicted: Mapping[str, float], settings: Settings, path: Path
-) -> dict[str, Measurement]:
+def measure_cases(cases: Iterable[Case], settings: Settings, path: Path) -> dict[str, Measurement]:
     """Measure the cases that ``path`` does not have yet; returns all by key.
 
     Args:
         cases: of one cluster after the other.
-        predicted: seconds of a step by key, which decide how many steps are measured.
         settings: how to measure.
         path: file to which every measurement is added as soon as it is there.
 
@@ -114,40 +102,29 @@ def measure_cases(
     done = 0
     for _, group in groupby(missing, key=lambda case: case.cluster.fingerprint):
         of_cluster = list(group)
-        with ExitStack() as stack:
-            pool = _enter_pool(stack, of_cluster[0].cluster, settings)
-            load = LoadMeter(pool.pids)
+        cluster, launch = of_cluster[0].cluster, LaunchSettings(kind="emulated")
+        with MeasurementSession(cluster, launch, settings.timeout, settings.scheduling) as session:
             hosts = None
             for place, case in enumerate(of_cluster):
                 if settings.constants is None and place % settings.probe_every == 0:
-                    hosts = probed_hosts(pool, case.cluster, settings.scheduling).to_dict()
-                measured = _measure(case, pool, load, settings, predicted[case.key])
-                found[case.key] = replace(measured, hosts=hosts)
+                    hosts = probed_hosts(session.pool, case.cluster, settings.scheduling).to_dict()
+                found[case.key] = replace(_measure(case, session, settings), hosts=hosts)
                 append_lines(path, json.dumps(asdict(found[case.key])) + "\n")
                 done += 1
-                _log.info(
-                    "%d of %d: %s, %s: %.1f ms", done, len(missing), case.pair, case.kind, 1e3 * found[case.key].seconds
-                )
+                milliseconds = 1e3 * found[case.key].seconds
+                _log.info("%d of %d: %s, %s: %.1f ms", done, len(missing), case.pair, case.kind, milliseconds)
     return found
 
 
-def _enter_pool(stack: ExitStack, cluster: ClusterSpec, settings: Settings) -> WorkerPool:
-    launch = stack.enter_context(EmulatedLaunch(cluster))
-    measured_links(launch)
-    policy: Any = None if settings.scheduling == "none" else settings.scheduling
-    return stack.enter_context(WorkerPool(cluster.world_size, launch, timeout=settings.timeout, scheduling=policy))
-
-
-def _measure(case: Case, pool: WorkerPool, load: LoadMeter, settings: Settings, predicted: float) -> Measurement:
-    steps = min(_MOST_STEPS, max(_LEAST_STEPS, math.ceil(settings.seconds / predicted)))
-    load.restart()
-    times = pool.run(
-        _MEASURE,
+def _measure(case: Case, session: MeasurementSession, settings: Settings) -> Measurement:
+    load = session.watch_load()
+    by_rank = session.run(
+        measure_plans,
         workload=case.workload.to_dict(),
-        plan=case.plan.to_dict(),
         cluster=case.cluster.to_dict(),
-        warm_up=settings.warm_up,
-        steps=steps,
+        plans=[case.plan.to_dict()],
+        budget=asdict(StepBudget(settings.warm_up, settings.seconds, _MIN_STEPS, _MAX_STEPS)),
         timeout=settings.timeout / 2,  # so that ranks can say what they waited for
     )
-    return Measurement(case.key, times, load.foreign_cores(), settings.scheduling, settings.warm_up)
+    foreign = None if load is None else load.foreign_cores()
+    return Measurement(case.key, [plans[0] for plans in by_rank], foreign, settings.scheduling, settings.warm_up)

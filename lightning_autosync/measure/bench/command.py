@@ -11,9 +11,9 @@ from rich.console import Console
 
 from lightning_autosync.documents import write_text
 from lightning_autosync.errors import UnwritableError
-from lightning_autosync.measure.bench.interleaving import run_bench
 from lightning_autosync.measure.bench.picture import draw
 from lightning_autosync.measure.bench.result import Result
+from lightning_autosync.measure.bench.run import run_bench
 from lightning_autosync.measure.bench.settings import Settings
 from lightning_autosync.measure.bench.table import remarks, result_table
 

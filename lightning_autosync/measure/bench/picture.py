@@ -6,9 +6,9 @@ import os
 
 from matplotlib.figure import Figure
 
-from lightning_autosync.measure.bench.figures import save_figure
 from lightning_autosync.measure.bench.result import Result
 from lightning_autosync.measure.bench.table import by_class, title
+from lightning_autosync.measure.figures import save_figure
 
 DDP_COLOUR, BEST_COLOUR, PLAN_COLOUR = "#b8bec8", "#5d6675", "#2a7fb8"
 

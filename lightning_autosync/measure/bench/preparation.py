@@ -25,7 +25,7 @@ class Preparation:
     Attributes:
         cluster: the machines, scaled and ordered; if emulated, as they are then.
         workload: the model's variables, tables as those of which rows can travel.
-        orders: for each contender, the arguments of :func:`lightning_autosync.measure.bench.contenders.set_up`.
+        orders: by contender, the arguments of `lightning_autosync.measure.replica_calls.set_up` but for the name.
         classes: what each contender computes.
         reasons: why a contender's own function chose its plan, for those that say.
     """
@@ -126,7 +126,6 @@ def _prepared(
     name: str, contender: Contender, settings: Settings, cluster: ClusterSpec, workload: Workload
 ) -> _Prepared:
     order = {
-        "name": name,
         "model": settings.model.model_dump(),
         "sparse": contender.embeddings == "sparse",
         "cluster": cluster.to_dict(),

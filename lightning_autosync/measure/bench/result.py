@@ -9,16 +9,14 @@ from functools import cached_property
 from typing import Any
 
 from lightning_autosync.cluster import ClusterSpec
-from lightning_autosync.measure.bench.bounds import Bound
 from lightning_autosync.measure.bench.preparation import Preparation
 from lightning_autosync.measure.bench.settings import Class, Settings
-from lightning_autosync.measure.bench.statistics import Interval, paired_ratio, relative_medians, round_time
+from lightning_autosync.measure.conditions import BUSY
+from lightning_autosync.measure.hosts import Bound
+from lightning_autosync.measure.step_time import Interval, Steps, paired_ratio, relative_medians, step_time
 from lightning_autosync.workload import Workload
 
 FORMAT = "autosync-bench/1"
-BUSY = 0.1
-"""Cores used by others from which on a run is not worth much."""
-Round = Sequence[Sequence[float]]
 
 
 @dataclass(frozen=True)
@@ -34,7 +32,7 @@ class Measurement:
         periodic: whether its steps differ by plan, so that a round's time is their mean and not their median.
     """
 
-    rounds: Sequence[Round]
+    rounds: Sequence[Steps]
     sent: Sequence[float] | None
     foreign_cores: Sequence[float] | None
     deviation: float
@@ -43,7 +41,7 @@ class Measurement:
     @cached_property
     def times(self) -> list[float]:
         """Seconds a step, by round."""
-        return [round_time(steps_by_rank, mean=self.periodic) for steps_by_rank in self.rounds]
+        return [step_time(steps_by_rank, mean=self.periodic) for steps_by_rank in self.rounds]
 
     @property
     def median(self) -> float:

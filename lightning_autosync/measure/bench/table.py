@@ -7,8 +7,9 @@ from typing import get_args
 from rich.table import Table
 
 from lightning_autosync.measure.bench.preparation import make_cluster
-from lightning_autosync.measure.bench.result import BUSY, Result
+from lightning_autosync.measure.bench.result import Result
 from lightning_autosync.measure.bench.settings import Class
+from lightning_autosync.measure.conditions import BUSY
 from lightning_autosync.measure.emulation.launch import NOTICEABLE_LATENCY
 
 EXACT = 1e-4

@@ -19,8 +19,8 @@ from lightning_autosync.engine.exchanges import TreeExchange
 from lightning_autosync.engine.exchanges.rows import Rows, add_rows
 from lightning_autosync.engine.transport import UP, Frame, Transport
 from lightning_autosync.errors import ExchangeError
+from lightning_autosync.measure.conditions import usable_cores
 from lightning_autosync.measure.probe.engine import measure_engine
-from lightning_autosync.measure.workers.cores import usable_cores
 from lightning_autosync.plan.schedule import Message, Round, TreeTransfer
 from lightning_autosync.plan.spec import Compressor
 from lightning_autosync.plan.trees import Tree

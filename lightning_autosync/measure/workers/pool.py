@@ -9,22 +9,37 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from lightning_autosync.measure.launches.local import Launch, LocalLaunch
+from lightning_autosync.measure.workers.calls import function_name, wrong_input
 from lightning_autosync.measure.workers.errors import LaunchError, WorkerError
 from lightning_autosync.measure.workers.process import WorkerProcess
-from lightning_autosync.measure.workers.replies import wrong_input
 
 GRACE = 5.0  # seconds for the other ranks to answer after one has raised
 RENEWAL = 15.0  # seconds for all ranks to meet in a new process group
 POLL = 0.25  # seconds between looks at whether a silent worker still lives
 DRAIN = 1.0  # seconds, at most, to read what a worker printed before its answer
 STACK_DUMP = 0.3  # seconds for a silent worker to write its stacks
+
+
+class Pool(Protocol):
+    """Live workers that call functions: a `WorkerPool` or a `JobPool`."""
+
+    world_size: int
+
+    @property
+    def pids(self) -> Sequence[int]: ...
+
+    def run(
+        self, function: Callable[..., Any], /, *, ranks: Iterable[int] | None = None, **arguments: Any
+    ) -> list[Any]: ...
+
+    def close(self) -> None: ...
 
 
 class WorkerPool:
@@ -108,8 +123,12 @@ class WorkerPool:
         """The process id of each rank."""
         return [worker.pid for worker in self._workers]
 
-    def run(self, function: str, /, *, ranks: Iterable[int] | None = None, **arguments: Any) -> list[Any]:
-        """Call ``package.module:function`` with ``arguments`` on every rank, or on ``ranks`` only.
+    def run(
+        self, function: Callable[..., Any], /, *, ranks: Iterable[int] | None = None, **arguments: Any
+    ) -> list[Any]:
+        """Call a function with ``arguments`` on every rank, or on ``ranks`` only.
+
+        Workers import the function under its name, so it is one of a module, at its top level.
 
         The default process group is there when the function starts. Arguments and results travel
         as JSON, so tuples come out as lists.
@@ -118,6 +137,7 @@ class WorkerPool:
             What each addressed rank returned, in the order of ``ranks``.
 
         Raises:
+            TypeError: workers cannot import the function, or an argument is not JSON.
             WorkerError: a rank raised. If every rank answered, the pool lives on, in a new process
                 group (subgroups made before are gone). Else, as when a rank died or did not answer
                 within ``timeout`` seconds, the pool is closed.
@@ -127,7 +147,7 @@ class WorkerPool:
             if self.closed:
                 raise WorkerError("the pool is closed", rank=0)
             addressed = self._check_ranks(ranks)
-            order = {"action": "call", "function": function, "arguments": arguments}
+            order = {"action": "call", "function": function_name(function), "arguments": arguments}
             deadline = time.monotonic() + self.timeout
             return self._exchange(addressed, order, deadline)
 

@@ -8,7 +8,7 @@ its stderr:
 - ``{"action": "announce", "port": p}``: let ``env://`` lead to that store; whoever is called makes the group itself.
 - ``{"action": "call", "function": "package.module:name", "arguments": {...}}``: answers what it returns.
 
-An answer is ``{"result": ...}`` or ``{"error": ...}``, as :mod:`~lightning_autosync.measure.workers.replies` has it.
+An answer is ``{"result": ...}`` or ``{"error": ...}``, as :mod:`~lightning_autosync.measure.workers.calls` has it.
 """
 
 from __future__ import annotations
@@ -16,19 +16,17 @@ from __future__ import annotations
 import argparse
 import ctypes
 import faulthandler
-import importlib
 import json
 import os
 import queue
 import signal
 import sys
 import threading
-from collections.abc import Callable
 from datetime import timedelta
-from typing import IO, Any, NoReturn, cast
+from typing import IO, Any, NoReturn
 
 from lightning_autosync.engine.scheduling import set_batch_scheduling
-from lightning_autosync.measure.workers.replies import describe
+from lightning_autosync.measure.workers.calls import describe, find_function
 
 PR_SET_PDEATHSIG = 1
 
@@ -71,17 +69,6 @@ def follow_orders(stream: IO[bytes], orders: queue.SimpleQueue[dict[str, Any]]) 
     end_now()
 
 
-def resolve(name: str) -> Callable[..., Any]:
-    """The function that ``package.module:function`` names."""
-    module, separator, path = name.partition(":")
-    if not separator:
-        raise ValueError(f"'{name}' does not name a function: expected 'package.module:function'")
-    target: Any = importlib.import_module(module)
-    for attribute in path.split("."):
-        target = getattr(target, attribute)
-    return cast(Callable[..., Any], target)
-
-
 class Member:
     """This process as a rank: its rendezvous store, its process group, and what it can be told."""
 
@@ -118,7 +105,7 @@ class Member:
         }
 
     def call(self, function: str, arguments: dict[str, Any]) -> Any:
-        return resolve(function)(**arguments)
+        return find_function(function)(**arguments)
 
     def _connect(self, port: int) -> Any:
         from lightning_autosync.engine.store import find_store, open_store

@@ -11,7 +11,7 @@ from pydantic import ConfigDict, Field
 
 from lightning_autosync.documents import Record, Taken, checked
 from lightning_autosync.errors import DocumentError
-from lightning_autosync.measure.bench.statistics import Interval, paired_ratio
+from lightning_autosync.measure.step_time import Interval, paired_ratio
 
 Kind = Literal["plan", "builder", "finalist", "ddp", "contender"]
 

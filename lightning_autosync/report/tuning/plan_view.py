@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning_autosync.documents import Record, checked
 from lightning_autosync.errors import PlanError
-from lightning_autosync.measure.emulation.shared_hosts import shared_hosts
+from lightning_autosync.measure.hosts import shared_hosts
 from lightning_autosync.plan import Schedule, SyncPlan, compile_plan
 from lightning_autosync.replay import Constants, Prediction, Replay
 from lightning_autosync.replay.constants import Cores

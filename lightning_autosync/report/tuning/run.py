@@ -13,8 +13,8 @@ from typing import Any
 
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.errors import DocumentError
-from lightning_autosync.measure.bench.bounds import Bound, least_step
 from lightning_autosync.measure.drift import Drift
+from lightning_autosync.measure.hosts import Bound, least_step
 from lightning_autosync.plan import SyncPlan
 from lightning_autosync.report.tuning.document import Trial, TuningResult, read_result
 from lightning_autosync.report.tuning.final import Final

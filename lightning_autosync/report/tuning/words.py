@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lightning_autosync.measure.bench.statistics import CONFIDENCE, Interval
+from lightning_autosync.measure.step_time import CONFIDENCE, Interval
 from lightning_autosync.report.tuning.final import Final
 from lightning_autosync.report.tuning.run import TuningRun
 from lightning_autosync.report.units import milliseconds

@@ -17,11 +17,11 @@ from rich.console import Console
 from lightning_autosync.documents import as_yaml, held, write_text
 from lightning_autosync.errors import UnwritableError
 from lightning_autosync.interrupts import STATUS
+from lightning_autosync.measure.workers.job_pool import require_job, serve
 from lightning_autosync.search.tuning.errors import TuningError
 from lightning_autosync.search.tuning.result import Outcome
 from lightning_autosync.search.tuning.run import Run
 from lightning_autosync.search.tuning.settings import Settings
-from lightning_autosync.search.tuning.within_job import require_job, serve
 
 PLAN, WORKLOAD, CLUSTER = "plan.yaml", "workload.yaml", "cluster.yaml"
 RESULT = "result.json"

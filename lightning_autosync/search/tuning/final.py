@@ -13,8 +13,8 @@ from functools import cached_property
 from typing import Any
 
 from lightning_autosync.measure.bench.result import Measurement, Result
-from lightning_autosync.measure.bench.statistics import Interval, relative_medians
 from lightning_autosync.measure.bench.table import EXACT
+from lightning_autosync.measure.step_time import Interval, relative_medians
 from lightning_autosync.plan import SyncPlan
 from lightning_autosync.plan.builders import BUILDERS
 

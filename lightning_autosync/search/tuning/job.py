@@ -12,11 +12,12 @@ from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.documents import checked, parse_json, shown
 from lightning_autosync.errors import DocumentError
 from lightning_autosync.measure.bench import settings as bench
-from lightning_autosync.measure.bench.interleaving import Pool
 from lightning_autosync.measure.bench.preparation import prepare
 from lightning_autosync.measure.bench.settings import DDPOptions
+from lightning_autosync.measure.session import MeasurementSession
 from lightning_autosync.plan import SyncPlan
 from lightning_autosync.search.storages import StudyError, answered
+from lightning_autosync.search.tuning.profile import profile
 from lightning_autosync.search.tuning.settings import Settings
 from lightning_autosync.workload import Workload
 
@@ -25,7 +26,6 @@ PACED = ("paced", "flat")
 JOB = "autosync:job"
 """User attribute of a study: what its times depend on beside workload and cluster, as JSON text."""
 _Facts = dict[str, Any]
-_PROFILE = "lightning_autosync.search.tuning.profile:profile"
 
 
 @dataclass(frozen=True)
@@ -59,9 +59,9 @@ class Job:
         """Whether the model really computes, so that its times have to be measured."""
         return self.settings.model.kind not in PACED
 
-    def profiled(self, pool: Pool) -> Job:
+    def profiled(self, session: MeasurementSession) -> Job:
         """The job with the times of its slowest rank, all ranks computing side by side."""
-        found = pool.run(_PROFILE, model=self.settings.model.model_dump())
+        found = session.run(profile, model=self.settings.model.model_dump())
         workloads = [Workload.from_dict(data, "profile") for data in found]
         return replace(self, workload=max(workloads, key=lambda one: one.forward_time + one.backward_time))
 
@@ -87,8 +87,13 @@ class Job:
                 )
         study.set_user_attr(JOB, json.dumps(own))
 
+    def session(self) -> MeasurementSession:
+        """Workers for it, as the settings say."""
+        told = self.settings
+        return MeasurementSession(self.cluster, told.launch, told.timeout, told.scheduling, told.within_job)
+
     def plan_order(self, plan: SyncPlan) -> dict[str, Any]:
-        """Arguments of `lightning_autosync.measure.bench.contenders.set_up` for a plan, but for the name."""
+        """Arguments of `lightning_autosync.measure.replica_calls.set_up` for a plan, but for the name."""
         return {**self._order(), "plan": plan.to_dict(), "workload": self.workload.to_dict()}
 
     def ddp_order(self, options: DDPOptions) -> dict[str, Any]:

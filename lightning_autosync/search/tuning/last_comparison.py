@@ -5,41 +5,30 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
 
-from lightning_autosync.measure.bench.interleaving import ContenderError, Pool, play
 from lightning_autosync.measure.bench.preparation import Preparation, plan_class, prepare
+from lightning_autosync.measure.bench.run import play
 from lightning_autosync.measure.bench.settings import Contender, DDPOptions, DDPSweep, Settings
-from lightning_autosync.measure.emulation.link_check import LinkCheck
+from lightning_autosync.measure.session import ContenderError, MeasurementSession, reason
 from lightning_autosync.measure.workers import InputError, WorkerError
 from lightning_autosync.plan import SyncPlan
 from lightning_autosync.search.tuning.errors import TuningError
 from lightning_autosync.search.tuning.final import Final
 from lightning_autosync.search.tuning.job import Job, bench_settings
-from lightning_autosync.search.tuning.stage import reason
 
 _log = logging.getLogger(__name__)
 
 
-class Workers(Protocol):
-    """What is asked of the live workers; `Stage` has it."""
-
-    links: Sequence[LinkCheck]
-
-    @property
-    def pool(self) -> Pool: ...
-
-    def restart(self) -> None: ...
-
-
-def compare(job: Job, stage: Workers, plans: Mapping[str, SyncPlan], rivals: Sequence[str], directory: Path) -> Final:
+def compare(
+    job: Job, session: MeasurementSession, plans: Mapping[str, SyncPlan], rivals: Sequence[str], directory: Path
+) -> Final:
     """Measure plans and settings of DDP in turns, once more where a worker fails.
 
     A plan that fails twice, or that workers refuse, is left out.
 
     Args:
         job: what is tuned; its settings say how many rounds judge, and as many before them choose.
-        stage: its live workers.
+        session: its live workers.
         plans: the finalists by name; builders' have the builder's.
         rivals: names of DDP's settings, one or more.
         directory: of the run; ``finalists/NAME.yaml`` appear in it.
@@ -58,10 +47,9 @@ def compare(job: Job, stage: Workers, plans: Mapping[str, SyncPlan], rivals: Seq
         contenders = {name: Contender(plan=str(paths[name]), embeddings="rows") for name in left}
         settings = own.model_copy(update={"contenders": {**own.contenders, **contenders}})
         try:
-            played = play(settings, _prepared(job, left, others), stage.pool, stage.links)
+            played = play(settings, _prepared(job, left, others), session)
         except WorkerError as error:
             failures.note(error, left)
-            stage.restart()
         else:
             return Final.of(played, left, rivals, failures.left_out)
     raise TuningError(f"the last comparison failed with every plan; the last: {failures.last}")

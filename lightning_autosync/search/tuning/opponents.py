@@ -15,15 +15,15 @@ from pydantic import ConfigDict, Field
 from lightning_autosync.documents import PLAIN, Index, Record, Taken, checked, digest, parse_json
 from lightning_autosync.errors import DocumentError
 from lightning_autosync.measure.drift import Drift
+from lightning_autosync.measure.interleaving import StoppingRule, TrialMeasurement, measure_in_turns
+from lightning_autosync.measure.reference import ReferencePlan
+from lightning_autosync.measure.session import Contender, MeasurementSession
 from lightning_autosync.plan import SyncPlan, compile_plan
 from lightning_autosync.plan.builders import build
 from lightning_autosync.plan.space import BUILDER, PlanSpace
 from lightning_autosync.search.storages import StudyError, answered
 from lightning_autosync.search.tuning.interruptions import uninterrupted
 from lightning_autosync.search.tuning.job import Job
-from lightning_autosync.search.tuning.measuring import Course, Rule, measure_in_turns
-from lightning_autosync.search.tuning.reference import Reference
-from lightning_autosync.search.tuning.stage import Entrant, Stage
 
 OPPONENTS = "autosync:opponents"
 """User attribute of a study, with a digest of the run whose opponents it holds behind it: JSON text."""
@@ -76,15 +76,17 @@ class Opponents:
 
     Args:
         job: what is tuned.
-        stage: its live workers.
+        session: its live workers.
         reference: that shows the drift of the machine.
         study: that keeps them.
         run: whose opponents these are; None where the study is of one run only.
     """
 
-    def __init__(self, job: Job, stage: Stage, reference: Reference, study: optuna.Study, run: str | None) -> None:
+    def __init__(
+        self, job: Job, session: MeasurementSession, reference: ReferencePlan, study: optuna.Study, run: str | None
+    ) -> None:
         self._job = job
-        self._stage = stage
+        self._session = session
         self._reference = reference
         self._study = study
         self._name = f"{OPPONENTS}:{digest(run)}"
@@ -146,23 +148,23 @@ class Opponents:
 
     def _play(self, kind: Kind, orders: Mapping[str, Mapping[str, Any]]) -> None:
         """One batch. What is known of other batches gives up nobody here: the machine may have drifted since."""
-        courses = [Course(Entrant(name, order)) for name, order in orders.items()]
-        reference = self._reference.course()
+        measurements = [TrialMeasurement(Contender(name, order)) for name, order in orders.items()]
+        reference = self._reference.measurement()
         beside = [] if reference is None else [reference]
         trial = self._job.settings.trial
-        measure_in_turns(self._stage, [*beside, *courses], Rule(trial), trial.warm_up)
-        self._keep(kind, courses, reference)
+        measure_in_turns(self._session, [*beside, *measurements], StoppingRule(trial), trial.warm_up)
+        self._keep(kind, measurements, reference)
 
     @uninterrupted()
     @answered()
-    def _keep(self, kind: Kind, courses: Sequence[Course], reference: Course | None) -> None:
+    def _keep(self, kind: Kind, measurements: Sequence[TrialMeasurement], reference: TrialMeasurement | None) -> None:
         """Take in what a batch gave."""
         batch = 1 + max((*self._turns, *(one.batch for one in self._standings)), default=-1)
         if reference is not None and reference.state == "complete" and reference.seconds is not None:
             self._turns[batch] = reference.seconds
-        names = {course.entrant.name for course in courses}
+        names = {one.contender.name for one in measurements}
         before = [one for one in self._standings if one.kind != kind or one.name not in names]
-        self._standings = [*before, *(_standing(kind, batch, course) for course in courses)]
+        self._standings = [*before, *(_standing(kind, batch, one) for one in measurements)]
         self._study.set_user_attr(self._name, json.dumps(self.to_dict()))
 
 
@@ -176,5 +178,5 @@ def builder_plans(job: Job) -> dict[str, SyncPlan]:
     return plans
 
 
-def _standing(kind: Kind, batch: int, course: Course) -> Standing:
-    return Standing(kind, course.entrant.name, batch, course.state, course.seconds, course.why)
+def _standing(kind: Kind, batch: int, measurement: TrialMeasurement) -> Standing:
+    return Standing(kind, measurement.contender.name, batch, measurement.state, measurement.seconds, measurement.why)

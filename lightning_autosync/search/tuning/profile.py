@@ -7,8 +7,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_autosync.measure.bench.contenders import SEED
 from lightning_autosync.measure.models.recipes import model_of
+from lightning_autosync.measure.replicas import SEED
 from lightning_autosync.workload import capture
 
 

@@ -13,6 +13,8 @@ from typing import Any
 from lightning_autosync.documents import digest, identity
 from lightning_autosync.errors import AutoSyncError
 from lightning_autosync.learned import ReplayEstimator
+from lightning_autosync.measure.reference import ReferencePlan
+from lightning_autosync.measure.session import MeasurementSession, reason
 from lightning_autosync.plan import SyncPlan
 from lightning_autosync.plan.builders import build
 from lightning_autosync.plan.space import PlanSpace
@@ -24,12 +26,11 @@ from lightning_autosync.search.tuning.interruptions import uninterrupted
 from lightning_autosync.search.tuning.job import Job
 from lightning_autosync.search.tuning.last_comparison import compare
 from lightning_autosync.search.tuning.opponents import Opponent, Opponents, builder_plans
-from lightning_autosync.search.tuning.reference import Reference
+from lightning_autosync.search.tuning.reference import settle_reference
 from lightning_autosync.search.tuning.result import Best, Outcome, Pace
 from lightning_autosync.search.tuning.samplers import Space, make_sampler
 from lightning_autosync.search.tuning.settings import SearchSettings, Settings
 from lightning_autosync.search.tuning.sources import Sources
-from lightning_autosync.search.tuning.stage import Stage, reason
 from lightning_autosync.search.tuning.trials import Record, Trials, drift_of, ranked
 from lightning_autosync.search.tuning.tuner import Tuner
 
@@ -73,20 +74,20 @@ class Run:
             TuningError: no DDP ran, or too many trials failed, before any trial came to a time.
             LaunchError: workers cannot be started; likewise.
         """
-        with Stage(self._settings, self._job.cluster) as stage:
-            self._job = self._with_times(stage)
+        with self._job.session() as session:
+            self._job = self._with_times(session)
             trials = self._open(self._space())
-            reference = Reference(self._job, stage)
-            opponents = Opponents(self._job, stage, reference, trials.study, trials.own)
+            reference = ReferencePlan(session, self._job.plan_order, self._settings.trial.warm_up)
+            opponents = Opponents(self._job, session, reference, trials.study, trials.own)
             replay = ReplayEstimator(self._sources.constants) if self._job.cluster.measured else None
-            tuner = Tuner(self._job, stage, trials, opponents, reference, replay)
+            tuner = Tuner(self._job, session, trials, opponents, reference, replay)
             final, interrupted, failure = None, False, None
             try:
                 builders = builder_plans(self._job)
-                reference.settle(trials.study, self._by_price(builders))
+                settle_reference(reference, trials.study, self._by_price(builders))
                 opponents.measure({} if self._settings.search.tries_builders else builders)
                 tuner.run()
-                final = self._compare(stage, trials, opponents)
+                final = self._compare(session, trials, opponents)
             except KeyboardInterrupt:
                 self._saving.enter_context(uninterrupted())
                 _log.warning("interrupted")
@@ -97,7 +98,7 @@ class Run:
                 if not ranked(trials.records(), trials.own):
                     raise
                 failure = reason(error)
-            pace = Pace(tuner.trials_per_minute, trials.proposals, time.perf_counter() - self._begin, stage.restarts)
+            pace = Pace(tuner.trials_per_minute, trials.proposals, time.perf_counter() - self._begin, session.restarts)
         records = trials.records()
         return Outcome(
             job=self._job,
@@ -114,7 +115,7 @@ class Run:
             measured=opponents.to_dict(),
         )
 
-    def _with_times(self, stage: Stage) -> Job:
+    def _with_times(self, session: MeasurementSession) -> Job:
         """The job with the times of its model: those that the study has, or measured now."""
         if not self._job.measured_model:
             return self._job
@@ -122,7 +123,7 @@ class Run:
             known = studies.workload_of(studies.load_study(self._storage, self._settings.study.name))
             if known.variables_fingerprint == self._job.workload.variables_fingerprint:
                 return replace(self._job, workload=known)
-        return self._job.profiled(stage.pool)
+        return self._job.profiled(session)
 
     def _space(self) -> Space:
         if self._settings.search.sampler == "horovod":
@@ -176,7 +177,7 @@ class Run:
         found = [(record.builder, seconds) for record, seconds in fastest if record.builder is not None]
         return Opponent(*found[0]) if found else None
 
-    def _compare(self, stage: Stage, trials: Trials, opponents: Opponents) -> Final:
+    def _compare(self, session: MeasurementSession, trials: Trials, opponents: Opponents) -> Final:
         records = trials.records()
         builder = self._best_builder(trials, opponents)
         plans = self._finalists(trials, builder)
@@ -184,7 +185,7 @@ class Run:
             raise TuningError(f"none of {len(records)} trials came to a time; the last: {_last_error(records)}")
         rivals = [one.name for one in opponents.fastest("ddp", drift_of(records, trials.own))[:RIVALS]]
         _log.info("%d plans and %s in twice %d rounds", len(plans), ", ".join(rivals), self._settings.rounds)
-        return compare(self._job, stage, plans, rivals, self._directory)
+        return compare(self._job, session, plans, rivals, self._directory)
 
     def _finalists(self, trials: Trials, builder: Opponent | None) -> dict[str, SyncPlan]:
         """The best builder's plan and the fastest others, builders' among them or not, by name."""

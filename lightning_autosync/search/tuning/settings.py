@@ -6,11 +6,12 @@ import os
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from lightning_autosync.documents import Count, Index, Record
 from lightning_autosync.learned.registry import SimulatorSettings
 from lightning_autosync.measure.bench import settings as bench
+from lightning_autosync.measure.interleaving import TrialSettings
 from lightning_autosync.plan import builders
 from lightning_autosync.search.sampler.proposer import Sizes
 from lightning_autosync.search.transfer import TransferSettings
@@ -61,37 +62,6 @@ class SearchSettings(Record):
     def tries_builders(self) -> bool:
         """Whether builders' plans are trials; where they are not, they are measured beside the study."""
         return self.baselines and self.sampler != "horovod"
-
-
-class TrialSettings(Record):
-    """How long a plan is measured.
-
-    Attributes:
-        warm_up: steps that do not count.
-        least: steps after which a plan may be done.
-        most: steps after which it is.
-        error: relative standard error of the median at which it is done in between.
-        turn: seconds that a plan's turn lasts, about, before the next plan of its batch has its own.
-        prune_after: steps after which a plan may be given up as slower than the best.
-        margin: share by which even its fastest step must be slower then.
-        hopeless: times the best (before there is one, times the reference) that its fastest step may take before a
-            plan is given up, however few its steps.
-    """
-
-    warm_up: Count = 2
-    least: Count = 5
-    most: Count = 20
-    error: PositiveFloat = 0.01
-    turn: PositiveFloat = 0.3
-    prune_after: Count = 3
-    margin: NonNegativeFloat = 0.1
-    hopeless: Annotated[float, Field(gt=1)] = 2.5
-
-    @model_validator(mode="after")
-    def _check(self) -> TrialSettings:
-        if self.most < self.least:
-            raise ValueError(f"most: {self.most} is below least, {self.least}")
-        return self
 
 
 class StudySettings(Record):

@@ -9,7 +9,7 @@ import optuna
 
 from lightning_autosync.learned import Estimator
 from lightning_autosync.learned.dataset import Sample
-from lightning_autosync.measure.bench.hosts import job_hosts
+from lightning_autosync.measure.hosts import job_hosts
 from lightning_autosync.replay import Constants
 from lightning_autosync.search.transfer import load_transfer
 from lightning_autosync.search.tuning.job import PACED, Job

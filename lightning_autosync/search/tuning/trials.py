@@ -13,6 +13,7 @@ import optuna
 from optuna.trial import FrozenTrial, TrialState
 
 from lightning_autosync.measure.drift import Drift, Footing, Sight
+from lightning_autosync.measure.interleaving import TrialMeasurement
 from lightning_autosync.plan import SyncPlan
 from lightning_autosync.plan.space import BUILDER, COMPOSED
 from lightning_autosync.search.sampler import AutoSyncSampler
@@ -41,7 +42,6 @@ from lightning_autosync.search.tried import (
 )
 from lightning_autosync.search.tuning.buckets import BucketSpace
 from lightning_autosync.search.tuning.interruptions import uninterrupted
-from lightning_autosync.search.tuning.measuring import Course
 from lightning_autosync.search.tuning.owner import is_gone, this_process
 from lightning_autosync.search.tuning.samplers import Space
 
@@ -181,23 +181,23 @@ class Trials:
             trial.set_user_attr(name, value)
 
     @answered()
-    def tell(self, trial: optuna.Trial, course: Course, batch: int, reference: float | None) -> None:
+    def tell(self, trial: optuna.Trial, measurement: TrialMeasurement, batch: int, reference: float | None) -> None:
         """Keep what was measured, and end the trial; ``reference`` are the seconds of that plan in its ``batch``."""
         trial.set_user_attr(BATCH, batch)
-        trial.set_user_attr(ELAPSED, course.elapsed)
-        trial.set_user_attr(STEPS, [list(steps) for steps in course.steps])
+        trial.set_user_attr(ELAPSED, measurement.elapsed)
+        trial.set_user_attr(STEPS, [list(steps) for steps in measurement.steps])
         trial.set_user_attr(PLAN, self.plan(trial).fingerprint)
         if reference is not None:
             trial.set_user_attr(REFERENCE, reference)
-        if course.why is not None:
-            trial.set_user_attr(ERROR, course.why)
-        seconds = course.seconds
+        if measurement.why is not None:
+            trial.set_user_attr(ERROR, measurement.why)
+        seconds = measurement.seconds
         if seconds is not None:
             trial.set_user_attr(SECONDS, seconds)
-        if course.state == "complete":
+        if measurement.state == "complete":
             self._end(trial, TrialState.COMPLETE, seconds)
-        elif course.state == "pruned" and seconds is not None:
-            trial.report(seconds, course.count)
+        elif measurement.state == "pruned" and seconds is not None:
+            trial.report(seconds, measurement.count)
             self._end(trial, TrialState.PRUNED)
         else:
             self._end(trial, TrialState.FAIL)

@@ -10,16 +10,16 @@ import optuna
 
 from lightning_autosync.errors import DocumentError
 from lightning_autosync.learned import ReplayEstimator
+from lightning_autosync.measure.interleaving import StoppingRule, TrialMeasurement, measure_in_turns
+from lightning_autosync.measure.reference import ReferencePlan
+from lightning_autosync.measure.session import Contender, MeasurementSession
 from lightning_autosync.plan import SyncPlan, compile_plan
 from lightning_autosync.search.tried import BROKEN_OFF, PREDICTED, PRICE
 from lightning_autosync.search.tuning.errors import TuningError
 from lightning_autosync.search.tuning.interruptions import uninterrupted
 from lightning_autosync.search.tuning.job import Job
-from lightning_autosync.search.tuning.measuring import Course, Rule, measure_in_turns
 from lightning_autosync.search.tuning.opponents import Opponents
 from lightning_autosync.search.tuning.progress import TuningProgress
-from lightning_autosync.search.tuning.reference import Reference
-from lightning_autosync.search.tuning.stage import Entrant, Stage
 from lightning_autosync.search.tuning.trials import Record, Trials, drift_of, footing_of, of_run, ranked
 
 
@@ -28,7 +28,7 @@ class Pending:
     """A trial that is being measured."""
 
     trial: optuna.Trial
-    course: Course
+    measurement: TrialMeasurement
 
 
 @dataclass
@@ -51,7 +51,7 @@ class Tuner:
 
     Args:
         job: what is tuned.
-        stage: its live workers.
+        session: its live workers.
         trials: the study.
         opponents: DDP among them, with which plans are compared from the start.
         reference: it shows the machine's drift.
@@ -61,14 +61,14 @@ class Tuner:
     def __init__(
         self,
         job: Job,
-        stage: Stage,
+        session: MeasurementSession,
         trials: Trials,
         opponents: Opponents,
-        reference: Reference,
+        reference: ReferencePlan,
         replay: ReplayEstimator | None = None,
     ) -> None:
         self._job = job
-        self._stage = stage
+        self._session = session
         self._trials = trials
         self._opponents = opponents
         self._reference = reference
@@ -117,9 +117,9 @@ class Tuner:
             batch.reference = self._reference.measure() if batch.pending else None
             # The reference is a builder's plan, so that, where these are trials, some trial should be as fast.
             seen = batch.reference if self._job.settings.search.tries_builders else None
-            rule = Rule(self._job.settings.trial, self._best_so_far(batch), seen)
-            courses = [one.course for one in batch.pending]
-            measure_in_turns(self._stage, courses, rule, self._job.settings.trial.warm_up)
+            rule = StoppingRule(self._job.settings.trial, self._best_so_far(batch), seen)
+            measurements = [one.measurement for one in batch.pending]
+            measure_in_turns(self._session, measurements, rule, self._job.settings.trial.warm_up)
             self._tell(batch, batch.pending)
         except BaseException as error:
             self._give_up(batch, error)
@@ -138,13 +138,13 @@ class Tuner:
     @uninterrupted()
     def _tell(self, batch: Batch, decided: Sequence[Pending]) -> None:
         for one in decided:
-            self._trials.tell(one.trial, one.course, batch.asked[0].number, batch.reference)
+            self._trials.tell(one.trial, one.measurement, batch.asked[0].number, batch.reference)
 
     @uninterrupted()
     def _give_up(self, batch: Batch, error: BaseException) -> None:
         """End what an interruption or an error left running; what was decided counts, a plan that failed above all."""
         ended = {record.number for record in self._trials.records()}
-        decided = [one for one in batch.pending if one.course.state != "running" and one.trial.number not in ended]
+        decided = [one for one in batch.pending if one.measurement.state != "running" and one.trial.number not in ended]
         self._tell(batch, decided)
         ended |= {one.trial.number for one in decided}
         why = BROKEN_OFF if isinstance(error, KeyboardInterrupt) else str(error)
@@ -161,7 +161,7 @@ class Tuner:
             self._trials.fail(trial, str(error))
             return None
         self._price(trial, plan)
-        return Pending(trial, Course(Entrant(f"trial {trial.number}", self._job.plan_order(plan))))
+        return Pending(trial, TrialMeasurement(Contender(f"trial {trial.number}", self._job.plan_order(plan))))
 
     def _price(self, trial: optuna.Trial, plan: SyncPlan) -> None:
         """Note what the replay says of a plan; it is what is predicted, too, unless the sampler predicted something."""

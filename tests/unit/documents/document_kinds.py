@@ -51,8 +51,10 @@ from lightning_autosync.learned.dataset import Conditions, Dataset, Entry, Sampl
 from lightning_autosync.learned.dataset.parts import MANIFEST
 from lightning_autosync.learned.dataset.writer import JOURNAL
 from lightning_autosync.learned.simulator import HEADER
-from lightning_autosync.measure.emulation.shared_hosts import shared_hosts
+from lightning_autosync.measure.hosts import shared_hosts
+from lightning_autosync.measure.interleaving import TrialMeasurement
 from lightning_autosync.measure.models.models import Paced
+from lightning_autosync.measure.session import Contender
 from lightning_autosync.plan import SyncPlan, builders, compile_plan
 from lightning_autosync.plan.space import PlanSpace
 from lightning_autosync.replay import Constants, Replay, least_step
@@ -64,8 +66,6 @@ from lightning_autosync.search import studies, tried
 from lightning_autosync.search.sampler.transplant import carried_over
 from lightning_autosync.search.studies import check
 from lightning_autosync.search.transfer import TransferSettings, load_transfer
-from lightning_autosync.search.tuning.measuring import Course
-from lightning_autosync.search.tuning.stage import Entrant
 from lightning_autosync.search.tuning.trials import drift_of, ranked
 from lightning_autosync.strategy.checkpoint import FORMAT as EXACT_STATE
 from lightning_autosync.strategy.checkpoint import KEY as STATE_KEY
@@ -411,10 +411,10 @@ def _make_tuning_study(folder: Path) -> list[str]:
     for number in range(2):
         trial = trials.ask()
         trials.suggest(trial)
-        course = Course(Entrant(f"trial_{number}", {}))
-        course.add([[0.1, 0.2], [0.1, 0.3]])
+        measurement = TrialMeasurement(Contender(f"trial_{number}", {}))
+        measurement.add([[0.1, 0.2], [0.1, 0.3]])
         trials.note(trial, tried.PRICE, 0.1)
-        trials.tell(trial, course, number, 0.25)
+        trials.tell(trial, measurement, number, 0.25)
     return ["study.journal"]
 
 

@@ -248,10 +248,9 @@ RAW = re.compile(
 )
 NO_DOCUMENTS = {
     "lab.collection.drafts": "text that was made in the same process",
-    "lab.collection.environment": "/proc",
-    "measure.bench.conditions": "/proc and /sys",
+    "lab.collection.collector": "/proc",
+    "measure.conditions": "/proc and /sys",
     "learned.registry": "the package's own configuration",
-    "measure.bench.load": "/proc",
     "report.link_use": "what tc says",
     "relaxed.transport.handshake": "messages between ranks",
     "relaxed.transport.stream": "messages between ranks",
@@ -262,11 +261,11 @@ NO_DOCUMENTS = {
     "engine.rendezvous_check": "messages between ranks",
     "engine.shared_memory": "/proc",
     "search.tuning.owner": "/proc",
-    "search.tuning.within_job": "messages between ranks",
     "strategy.job": "messages between ranks",
     "strategy.trainer_state": "messages between ranks",
     "training.job": "the result of its own job, passed on",
     "measure.probe.meter": "/proc",
+    "measure.workers.job_pool": "messages between ranks",
     "measure.workers.process": "messages of workers",
     "measure.workers.worker": "messages of workers",
 }

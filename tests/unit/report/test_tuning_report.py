@@ -18,7 +18,7 @@ from tuning_runs import write_run
 from lightning_autosync.cli.report import report
 from lightning_autosync.documents import write_text
 from lightning_autosync.errors import DocumentError
-from lightning_autosync.measure.bench.statistics import paired_ratio
+from lightning_autosync.measure.step_time import paired_ratio
 from lightning_autosync.report.tuning.page import write_report
 from lightning_autosync.report.tuning.run import TuningRun
 from lightning_autosync.report.tuning.words import summary

@@ -5,31 +5,31 @@ from __future__ import annotations
 import math
 
 import pytest
-from tuning_stage import PricedStage
+from priced_session import PricedSession
 
 from lightning_autosync.measure.drift import Drift
-from lightning_autosync.search.tuning.measuring import Course, Rule, measure_in_turns, relative_error
-from lightning_autosync.search.tuning.settings import TrialSettings
-from lightning_autosync.search.tuning.stage import Entrant
+from lightning_autosync.measure.interleaving import StoppingRule, TrialMeasurement, TrialSettings, measure_in_turns
+from lightning_autosync.measure.session import Contender
+from lightning_autosync.measure.step_time import relative_error
 
 SETTINGS = TrialSettings(least=4, most=10, error=0.02, turn=0.1, prune_after=3, margin=0.1, hopeless=2.5)
 
 
-def course(*turns: list[float]) -> Course:
-    made = Course(Entrant("a", {}))
+def measured(*turns: list[float]) -> TrialMeasurement:
+    made = TrialMeasurement(Contender("a", {}))
     for steps in turns:
         made.add([steps, [0.9 * step for step in steps]])
     return made
 
 
 def decided(best: float | None, *turns: list[float]) -> str:
-    made = course(*turns)
-    Rule(SETTINGS, best).decide(made)
+    made = measured(*turns)
+    StoppingRule(SETTINGS, best).decide(made)
     return made.state
 
 
-def test_a_course_is_as_slow_as_its_slowest_rank():
-    found = course([1.0, 3.0], [2.0])
+def test_a_measurement_is_as_slow_as_its_slowest_rank():
+    found = measured([1.0, 3.0], [2.0])
     assert found.steps == [[1.0, 3.0, 2.0], pytest.approx([0.9, 2.7, 1.8])]
     assert found.seconds == 2.0
     assert (found.count, found.turns) == (3, 2)
@@ -63,34 +63,34 @@ def test_short_steps_are_not_judged_by_one_turn_but_long_ones_are():
 
 
 def test_turns_are_filled_but_never_exceed_what_is_left():
-    rule = Rule(SETTINGS)
-    assert rule.turn(course()) == 1
-    assert rule.turn(course([0.04])) == 3
-    assert rule.turn(course([0.001])) == 4
-    assert rule.turn(course([0.001] * 9)) == 1
-    assert rule.turn(course([7.0])) == 1
+    rule = StoppingRule(SETTINGS)
+    assert rule.turn(measured()) == 1
+    assert rule.turn(measured([0.04])) == 3
+    assert rule.turn(measured([0.001])) == 4
+    assert rule.turn(measured([0.001] * 9)) == 1
+    assert rule.turn(measured([7.0])) == 1
 
 
 def test_plans_take_turns_in_alternating_order_until_each_is_decided():
-    stage = PricedStage(_price)
-    courses = [Course(Entrant(name, {})) for name in ("a", "slow", "b", "awful")]
-    measure_in_turns(stage, courses, Rule(SETTINGS), warm_up=2)  # type: ignore[arg-type]
-    assert [one.state for one in courses] == ["complete", "pruned", "complete", "pruned"]
-    names = [name for name, _ in stage.turns]
+    session = PricedSession(_price)
+    measurements = [TrialMeasurement(Contender(name, {})) for name in ("a", "slow", "b", "awful")]
+    measure_in_turns(session, measurements, StoppingRule(SETTINGS), warm_up=2)  # type: ignore[arg-type]
+    assert [one.state for one in measurements] == ["complete", "pruned", "complete", "pruned"]
+    names = [name for name, _ in session.turns]
     assert names[:3] == ["a", "a", "a"]  # two steps to warm up, one that counts
     second_round = [name for name in names[names.index("awful") :] if name != "awful"]
     assert second_round[:3] == ["b", "slow", "a"]
-    assert sorted(stage.taken_down) == ["a", "awful", "b", "slow"]
-    assert all(one.elapsed >= 0 for one in courses)
+    assert sorted(session.taken_down) == ["a", "awful", "b", "slow"]
+    assert all(one.elapsed >= 0 for one in measurements)
 
 
-def test_a_course_apart_is_no_measure_for_others_and_others_are_none_for_it():
-    stage = PricedStage(_price)
-    fast, slow = Course(Entrant("a", {}), apart=True), Course(Entrant("slow", {}))
-    measure_in_turns(stage, [fast, slow], Rule(SETTINGS), warm_up=2)  # type: ignore[arg-type]
+def test_a_measurement_apart_is_no_measure_for_others_and_others_are_none_for_it():
+    session = PricedSession(_price)
+    fast, slow = TrialMeasurement(Contender("a", {}), apart=True), TrialMeasurement(Contender("slow", {}))
+    measure_in_turns(session, [fast, slow], StoppingRule(SETTINGS), warm_up=2)  # type: ignore[arg-type]
     assert [one.state for one in (fast, slow)] == ["complete", "complete"]
-    fast, awful = Course(Entrant("a", {})), Course(Entrant("awful", {}), apart=True)
-    measure_in_turns(stage, [fast, awful], Rule(SETTINGS), warm_up=2)  # type: ignore[arg-type]
+    fast, awful = TrialMeasurement(Contender("a", {})), TrialMeasurement(Contender("awful", {}), apart=True)
+    measure_in_turns(session, [fast, awful], StoppingRule(SETTINGS), warm_up=2)  # type: ignore[arg-type]
     assert [one.state for one in (fast, awful)] == ["complete", "complete"]
 
 
@@ -99,20 +99,20 @@ def _price(name: str, order: object) -> float:
 
 
 def test_a_plan_that_kills_a_worker_fails_alone_and_the_others_go_on_with_their_steps():
-    stage = PricedStage(_price)
-    courses = [Course(Entrant(name, {})) for name in ("a", "broken", "b")]
-    measure_in_turns(stage, courses, Rule(SETTINGS), warm_up=1)  # type: ignore[arg-type]
-    assert [one.state for one in courses] == ["complete", "failed", "complete"]
-    assert courses[1].why == "rank 1 died while broken ran"
-    assert stage.restarts == 1
+    session = PricedSession(_price)
+    measurements = [TrialMeasurement(Contender(name, {})) for name in ("a", "broken", "b")]
+    measure_in_turns(session, measurements, StoppingRule(SETTINGS), warm_up=1)  # type: ignore[arg-type]
+    assert [one.state for one in measurements] == ["complete", "failed", "complete"]
+    assert measurements[1].why == "rank 1 died while broken ran"
+    assert session.restarts == 1
     # Of a: a warm-up step and a step, then, on new workers, both once more before its turns go on.
-    assert [steps for name, steps in stage.turns if name == "a"][:3] == [1, 1, 1]
-    assert courses[0].count >= SETTINGS.least
+    assert [steps for name, steps in session.turns if name == "a"][:3] == [1, 1, 1]
+    assert measurements[0].count >= SETTINGS.least
 
 
 def test_before_any_plan_is_done_only_multiples_of_what_was_seen_are_given_up():
-    rule = Rule(SETTINGS, seen=0.1)
-    slower, hopeless = Course(Entrant("slower", {})), Course(Entrant("hopeless", {}))
+    rule = StoppingRule(SETTINGS, reference=0.1)
+    slower, hopeless = TrialMeasurement(Contender("slower", {})), TrialMeasurement(Contender("hopeless", {}))
     for _ in range(3):
         slower.add([[0.2, 0.2]])
         hopeless.add([[0.3]])

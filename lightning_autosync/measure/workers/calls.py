@@ -1,13 +1,41 @@
-"""What ranks answer that raised, and what the one who asked raises of that."""
+"""A call of a function in workers: its name on the way there, and its errors on the way back."""
 
 from __future__ import annotations
 
 import traceback
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from importlib import import_module
 from typing import Any
 
 from lightning_autosync.errors import DocumentError
 from lightning_autosync.measure.workers.errors import InputError
+
+
+def function_name(function: Callable[..., Any]) -> str:
+    """``package.module:name`` of a function, by which workers find it.
+
+    Raises:
+        TypeError: workers cannot import it under that name.
+    """
+    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
+    found = f"{module}:{name}"
+    if module in (None, "__main__") or name is None or not _leads_to(found, function):
+        raise TypeError(f"workers cannot import {function!r}; pass a function defined at the top level of a module")
+    return found
+
+
+def find_function(name: str) -> Callable[..., Any]:
+    """The function that `function_name` named."""
+    module, _, function = name.partition(":")
+    found: Callable[..., Any] = getattr(import_module(module), function)
+    return found
+
+
+def _leads_to(name: str, function: Callable[..., Any]) -> bool:
+    try:
+        return find_function(name) is function
+    except (ImportError, AttributeError):
+        return False
 
 
 def describe(error: BaseException) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -16,9 +16,8 @@ import torch
 import torch.distributed as dist
 
 from lightning_autosync.engine.scheduling import set_batch_scheduling
-from lightning_autosync.measure.workers import LaunchError, WorkerError
-from lightning_autosync.measure.workers.replies import describe, wrong_input
-from lightning_autosync.measure.workers.worker import resolve
+from lightning_autosync.measure.workers.calls import describe, find_function, function_name, wrong_input
+from lightning_autosync.measure.workers.errors import LaunchError, WorkerError
 
 _IDLE = timedelta(seconds=5)
 """Time after which a rank without an order looks again."""
@@ -63,7 +62,7 @@ class JobRank:
         try:
             if order["action"] == _RENEW:
                 return {"result": self._renew()}
-            return {"result": json.loads(json.dumps(resolve(order["function"])(**order["arguments"])))}
+            return {"result": json.loads(json.dumps(find_function(order["function"])(**order["arguments"])))}
         except Exception as error:
             return {"error": describe(error)}
 
@@ -89,7 +88,7 @@ class JobRank:
 
     def _renew(self) -> list[str | int]:
         """Make the process group anew, with nothing left of what ran in the old one."""
-        from lightning_autosync.measure.bench.contenders import forget
+        from lightning_autosync.measure.replica_calls import forget
 
         forget()
         dist.destroy_process_group()
@@ -125,14 +124,18 @@ class JobPool:
             raise LaunchError(f"launch=torchrun: {error}; start the job again to go on with its study") from None
         self.pids = [pid for host, pid in where if host == socket.gethostname()]
 
-    def run(self, function: str, /, *, ranks: Iterable[int] | None = None, **arguments: Any) -> list[Any]:
+    def run(
+        self, function: Callable[..., Any], /, *, ranks: Iterable[int] | None = None, **arguments: Any
+    ) -> list[Any]:
         """As `WorkerPool.run`; ranks that are not addressed do nothing.
 
         Raises:
             WorkerError: a rank raised, or did not answer in time; what was wrong input is an `InputError`.
         """
         addressed = list(range(self.world_size) if ranks is None else ranks)
-        return self._exchange({"action": "call", "function": function, "arguments": arguments}, addressed)
+        return self._exchange(
+            {"action": "call", "function": function_name(function), "arguments": arguments}, addressed
+        )
 
     def close(self) -> None:
         """Nothing: the ranks stay, and `renew` clears up."""

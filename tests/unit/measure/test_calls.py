@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lightning_autosync.errors import DocumentError
-from lightning_autosync.measure.workers.replies import describe, wrong_input
+from lightning_autosync.measure.workers.calls import describe, wrong_input
 
 
 def described(error: Exception) -> dict[str, Any]:

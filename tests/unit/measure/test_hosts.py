@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_autosync.measure.bench.hosts import job_hosts
-from lightning_autosync.measure.workers.cores import usable_cores
+from lightning_autosync.measure.conditions import usable_cores
+from lightning_autosync.measure.hosts import job_hosts
 from lightning_autosync.replay import Constants
 from lightning_autosync.search.tuning.settings import Settings
 from lightning_autosync.search.tuning.sources import _constants

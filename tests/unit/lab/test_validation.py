@@ -108,7 +108,7 @@ def test_measurements_are_read_up_to_an_interruption(tmp_path: Path) -> None:
     # The steps of the slowest rank: 1, 2 and 3 s, a deviation of 1 s from their median.
     assert found["a"].noise == pytest.approx(1.4826 * 1.2533 / 3**0.5 / 2)
     with pytest.raises(DocumentError, match="made with scheduling=batch warm_up=2, now"):
-        measure_cases([], {}, Settings.parse({"scheduling": "none"}), path)
+        measure_cases([], Settings.parse({"scheduling": "none"}), path)
     path.write_text("not a measurement\n")
     with pytest.raises(DocumentError, match=r"measurements.jsonl:1: not a measurement"):
         load_measurements(path)

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 
 from lightning_autosync.cluster import ClusterSpec
-from lightning_autosync.measure.bench import conditions
-from lightning_autosync.measure.bench.interleaving import ContenderError, play
+from lightning_autosync.measure import conditions
 from lightning_autosync.measure.bench.preparation import prepare
 from lightning_autosync.measure.bench.result import Result
+from lightning_autosync.measure.bench.run import play
 from lightning_autosync.measure.bench.settings import Settings
 from lightning_autosync.measure.bench.table import remarks, title
+from lightning_autosync.measure.session import ContenderError, MeasurementSession
 from lightning_autosync.measure.workers import InputError, WorkerError
 
 
@@ -29,9 +30,9 @@ class FarPool:
         self._machines = machines
         self._errors = errors or {}
 
-    def run(self, function: str, /, *, ranks: Any = None, **arguments: Any) -> list[Any]:
+    def run(self, function: Any, /, *, ranks: Any = None, **arguments: Any) -> list[Any]:
         addressed = list(range(self.world_size) if ranks is None else ranks)
-        for what in (arguments.get("name"), function.rpartition(":")[2]):
+        for what in (arguments.get("name"), function.__name__):
             if what in self._errors:
                 raise self._errors[what]
         answers = {
@@ -44,10 +45,19 @@ class FarPool:
             "measure": lambda rank: [0.1] * arguments["steps"],
             "set_up": lambda rank: None,
         }
-        return [answers[function.rpartition(":")[2]](rank) for rank in addressed]
+        return [answers[function.__name__](rank) for rank in addressed]
 
     def close(self) -> None:
         """Nothing to end."""
+
+
+class FarSession(MeasurementSession):
+    """A session on such a pool."""
+
+    far: FarPool
+
+    def _start(self) -> FarPool:
+        return self.far
 
 
 def played(launch: str, machines: list[tuple[str, str]], errors: Mapping[str, WorkerError] | None = None) -> Result:
@@ -60,7 +70,10 @@ def played(launch: str, machines: list[tuple[str, str]], errors: Mapping[str, Wo
             "rounds": 2,
         }
     )
-    return play(settings, prepare(settings), FarPool(machines, errors))
+    preparation = prepare(settings)
+    session = FarSession(preparation.cluster, settings.launch, settings.timeout)
+    session.far = FarPool(machines, errors)
+    return play(settings, preparation, session)
 
 
 @pytest.mark.parametrize(

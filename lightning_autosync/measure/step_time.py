@@ -1,14 +1,20 @@
-"""Medians and paired ratios over rounds."""
+"""What a step takes: from the ranks' times to one number, and from rounds to ratios."""
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy
 
+from lightning_autosync.learned.dataset.sample import step_noise
+
 RESAMPLES = 10_000
 CONFIDENCE = 0.95
+Steps = Sequence[Sequence[float]]
+"""Seconds, by rank and step."""
 
 
 @dataclass(frozen=True)
@@ -20,14 +26,32 @@ class Interval:
     high: float
 
 
-def round_time(steps_by_rank: Sequence[Sequence[float]], mean: bool = False) -> float:
-    """Seconds a step in one round: each rank's median step (or mean), of the slowest rank."""
-    of_steps = numpy.mean if mean else numpy.median
-    return max(float(of_steps(steps)) for steps in steps_by_rank)
+def slowest_rank(steps: Steps, mean: bool = False) -> Sequence[float]:
+    """The steps of the rank with the longest median (or mean) step; empty if there are none."""
+    average = statistics.fmean if mean else statistics.median
+    return max(steps, key=average, default=())
+
+
+def step_time(steps: Steps, mean: bool = False) -> float:
+    """Seconds of a step of a plan: the median step of the slowest rank.
+
+    A synchronous job goes at the pace of its slowest rank, and a median ignores single steps that were disturbed.
+
+    Args:
+        steps: seconds by rank and step, one step or more.
+        mean: take the mean instead, for methods whose steps differ by design.
+    """
+    slowest = slowest_rank(steps, mean)
+    return statistics.fmean(slowest) if mean else statistics.median(slowest)
+
+
+def relative_error(steps: Sequence[float]) -> float:
+    """Standard error of the median over the median; infinite with fewer than two steps."""
+    return step_noise(steps) if len(steps) > 1 else math.inf
 
 
 def relative_medians(times: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """For each contender the median over rounds of its time over the round's median contender."""
+    """For each contender the median over rounds of its time over the median time of that round's contenders."""
     names = list(times)
     by_round = numpy.asarray([times[name] for name in names])
     relative = by_round / numpy.median(by_round, axis=0)
@@ -41,7 +65,7 @@ def paired_ratio(times: Sequence[float], reference: Sequence[float], seed: int =
     replacement.
 
     Raises:
-        ValueError: no round, or not equally many.
+        ValueError: there is no round, or the numbers of rounds differ.
     """
     if not times or len(times) != len(reference):
         raise ValueError(f"ratios are paired by round: got {len(times)} and {len(reference)} rounds")

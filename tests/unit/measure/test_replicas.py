@@ -1,4 +1,4 @@
-"""Contenders inside a worker, here alone in its process group."""
+"""Replicas inside a worker, here alone in its process group."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import pytest
 import torch.distributed as dist
 
 from lightning_autosync.cluster import ClusterSpec
-from lightning_autosync.measure.bench.contenders import Contender, DDPContender, PlanContender
 from lightning_autosync.measure.bench.settings import DDPOptions
 from lightning_autosync.measure.models import paced
 from lightning_autosync.measure.models.models import Model
 from lightning_autosync.measure.models.recipes import model_of
+from lightning_autosync.measure.replicas import DDPReplica, PlanReplica, Replica, Training
 from lightning_autosync.plan import builders
 from lightning_autosync.workload import Variable, Workload
 
@@ -48,11 +48,12 @@ def alone() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def contender(kind: str, model: Model) -> Contender:
+def replica(kind: str, model: Model) -> Replica:
+    training = Training.of(model, False, SLOW)
     if kind == "ddp":
-        return DDPContender(model, False, DDPOptions(), SLOW)
+        return DDPReplica(training, DDPOptions(), SLOW)
     workload = model.workload("rows")
-    return PlanContender(model, False, builders.all_reduce(workload, SLOW), workload, SLOW, timeout=10.0)
+    return PlanReplica(training, builders.all_reduce(workload, SLOW), workload, SLOW, timeout=10.0)
 
 
 @pytest.mark.usefixtures("alone")
@@ -62,7 +63,7 @@ def test_paced_steps_take_what_the_bound_and_the_replay_count(
 ) -> None:
     """Forward, backward and optimizer, all of them at the speed of the rank's node."""
     WORKLOAD.save(tmp_path / "workload.yaml")
-    one = contender(kind, model_of({"kind": "paced", "workload_file": str(tmp_path / "workload.yaml")}))
+    one = replica(kind, model_of({"kind": "paced", "workload_file": str(tmp_path / "workload.yaml")}))
     clock = Clock()
     monkeypatch.setattr(paced, "time", clock)
     one.step()
@@ -72,7 +73,7 @@ def test_paced_steps_take_what_the_bound_and_the_replay_count(
 
 @pytest.mark.usefixtures("alone")
 def test_real_models_step_a_real_optimizer() -> None:
-    one = contender("ddp", model_of({"kind": "layers", "tensors": 2, "width": 4, "batch": 2}))
+    one = replica("ddp", model_of({"kind": "layers", "tensors": 2, "width": 4, "batch": 2}))
     before = [parameter.detach().clone() for parameter in one.module.parameters()]
     one.step()
     assert any((was != now).any() for was, now in zip(before, one.module.parameters(), strict=True))

@@ -10,18 +10,18 @@ import pytest
 from rich.console import Console
 
 from lightning_autosync.cluster import FRAMING, ClusterSpec
-from lightning_autosync.measure.bench.bounds import Bound, least_step
 from lightning_autosync.measure.bench.picture import draw
 from lightning_autosync.measure.bench.preparation import prepare
 from lightning_autosync.measure.bench.result import Measurement, Result
 from lightning_autosync.measure.bench.settings import Settings
-from lightning_autosync.measure.bench.statistics import paired_ratio, relative_medians, round_time
 from lightning_autosync.measure.bench.table import remarks, result_table, title
+from lightning_autosync.measure.hosts import Bound, least_step
+from lightning_autosync.measure.step_time import paired_ratio, relative_medians, step_time
 from lightning_autosync.workload import Variable, Workload
 
 
 def test_a_round_takes_as_long_as_the_median_step_of_the_slowest_rank():
-    assert round_time([[1.0, 2.0, 9.0], [3.0, 3.5, 4.0]]) == 3.5
+    assert step_time([[1.0, 2.0, 9.0], [3.0, 3.5, 4.0]]) == 3.5
 
 
 def test_ratios_are_paired_by_round():

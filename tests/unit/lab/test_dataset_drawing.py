@@ -12,12 +12,13 @@ from lightning_autosync.cluster import synchronization_rate
 from lightning_autosync.errors import DocumentError
 from lightning_autosync.lab.collection.card import card
 from lightning_autosync.lab.collection.collector import Collector
-from lightning_autosync.lab.collection.combinations import Combination, draw_combinations
-from lightning_autosync.lab.collection.crew import Batch, slowest_rank
+from lightning_autosync.lab.collection.combinations import draw_combinations
 from lightning_autosync.lab.collection.drafts import REFERENCE, draw_drafts, kinds
-from lightning_autosync.lab.collection.job import Budget
 from lightning_autosync.lab.collection.settings import Mixture, Settings
 from lightning_autosync.learned.dataset import Dataset, Writer
+from lightning_autosync.measure.conditions import describe_worker
+from lightning_autosync.measure.replica_calls import StepBudget
+from lightning_autosync.measure.step_time import slowest_rank
 from lightning_autosync.plan import SyncPlan, compile_plan
 from lightning_autosync.replay import Constants
 
@@ -91,7 +92,7 @@ def test_kinds_follow_the_mixture() -> None:
 
 
 def test_steps_fit_the_budget() -> None:
-    budget = Budget(warm_up=1, seconds=0.2, least=2, most=5, timeout=1.0)
+    budget = StepBudget(warm_up=1, seconds=0.2, min_steps=2, max_steps=5, single_beyond=0.6)
     assert [budget.steps(seconds) for seconds in (0.01, 0.06, 0.15, 0.5, 1.0)] == [5, 4, 2, 2, 1]
 
 
@@ -126,33 +127,38 @@ def test_wrong_combinations_are_told(changes: dict[str, Any], message: str) -> N
         draw_combinations(parse(**changes))
 
 
-class MadeUpCrew:
+class MadeUpSession:
     """Workers whose steps take what they are told, beside as many busy cores as they are told."""
 
     def __init__(self) -> None:
         self.foreign = 0.0
-        self.orders: list[list[dict[str, Any]]] = []
+        self.batches = 0
 
-    def measure(self, combination: Combination, plans: list[dict[str, Any]]) -> Batch:
-        self.orders.append(plans)
-        return Batch([[0.01 * len(self.orders)] for _ in plans], self.foreign)
+    def run(self, function: Any, ranks: Any = None, **arguments: Any) -> list[Any]:
+        if function is describe_worker:
+            return [{"machine": "made up"}]
+        self.batches += 1
+        return [[[share * self.batches] for _ in arguments["plans"]] for share in (0.01, 0.005)]
 
-    def ask(self, function: str) -> dict[str, Any]:
-        return {"machine": "made up"}
+    def watch_load(self) -> MadeUpSession:
+        return self
+
+    def foreign_cores(self) -> float:
+        return self.foreign
 
 
 def test_what_was_disturbed_is_measured_again_by_the_next_run(tmp_path: Path) -> None:
     settings = parse(clusters=["fat_node_star"], pairs=3, passes=1, mixture={"built": 0, "drawn": 0, "evolved": 0})
     (combination,) = draw_combinations(settings)
-    crew, counts = MadeUpCrew(), []
+    session, counts = MadeUpSession(), []
     for foreign in (1.0, 1.0, 0.0, 0.0):
-        crew.foreign = foreign
+        session.foreign = foreign
         with Writer(tmp_path) as writer:
             run = Collector(settings, Constants(), writer)
-            run._visit(crew, combination, 0)  # type: ignore[arg-type]
+            run._visit(session, combination, 0)  # type: ignore[arg-type]
             counts.append((run.progress.measured, run.progress.disturbed, len(writer.keys)))
         assert "3 pairs of a plan" in card(tmp_path)
     assert counts == [(3, 3, 0), (3, 3, 0), (3, 0, 3), (0, 0, 3)]
-    assert len(crew.orders) == 3
+    assert session.batches == 3
     assert [sample.seconds for sample in Dataset.load(tmp_path)] == pytest.approx([0.03] * 3)
     assert "(0 here)" in card(tmp_path)

@@ -1,0 +1,76 @@
+"""What the replay and the bound assume of the hosts of a job, by where its ranks run."""
+
+from __future__ import annotations
+
+from lightning_autosync.cluster import ClusterSpec
+from lightning_autosync.measure.conditions import usable_cores
+from lightning_autosync.measure.emulation.launch import BURST
+from lightning_autosync.measure.probe.constants import fit_constants
+from lightning_autosync.measure.probe.job import probe_hosts
+from lightning_autosync.measure.workers import Pool
+from lightning_autosync.replay import Bound, Constants
+from lightning_autosync.replay import least_step as least_step_of_links
+from lightning_autosync.workload import Workload
+
+_BURST = 1024 * int(BURST.removesuffix("kb"))
+"""Bytes, as the emulated links' token buckets are set."""
+
+
+def probed_hosts(pool: Pool, cluster: ClusterSpec, scheduling: str) -> Constants:
+    """The constants of a pool's hosts as they are just now, of the links those of `shared_hosts`.
+
+    Raises:
+        WorkerError: a worker failed.
+    """
+    leaders = [cluster.ranks_of(node)[0] for node in range(len(cluster.nodes))]
+    probe = pool.run(probe_hosts, leaders=leaders, scheduling=scheduling)[0]
+    devices = [len(cluster.ranks_of(node)) for node in range(len(cluster.nodes))]
+    links = shared_hosts()
+    found = fit_constants(probe, scheduling, machines=1, devices=devices, accelerated=True)
+    return found.model_copy(update={"burst": links.burst, "sharing_loss": links.sharing_loss})
+
+
+def shared_hosts(path: str | None = None, cores: float | None = None) -> Constants:
+    """The constants in a probe's file, or the defaults on ``cores`` (None: all of this machine's) and emulated links.
+
+    Paced gradients take no core, as those of an accelerator.
+
+    Raises:
+        DocumentError: the file is not one of constants.
+    """
+    if path is not None:
+        return Constants.load(path).model_copy(update={"accelerated": True})
+    return Constants(cores=cores or usable_cores(), burst=_BURST, accelerated=True)
+
+
+def job_hosts(launch: str, paced: bool, path: str | None = None) -> Constants:
+    """Constants with which a job is replayed.
+
+    Args:
+        launch: kind of the launch. Ranks that it puts on this machine share its cores; only emulated links have the
+            burst of token buckets.
+        paced: whether computation goes by the clock, and so takes no core, as that of an accelerator.
+        path: a file of constants from a probe; None takes the defaults.
+
+    Raises:
+        DocumentError: the file is not one of constants.
+    """
+    if path is not None:
+        known = Constants.load(path)
+    elif launch == "emulated":
+        known = shared_hosts()
+    else:
+        known = Constants(cores=usable_cores() if launch == "local" else None)
+    return known.model_copy(update={"accelerated": paced})
+
+
+def least_step(workload: Workload, cluster: ClusterSpec) -> Bound:
+    """`lightning_autosync.replay.least_step` on a cluster's emulated links.
+
+    Their rates count framing. Each direction of a link lets a burst of 128 KiB pass at once after a rest, which the
+    bound takes off in every step: the least time of any single one, whatever its links did before. That is 10 ms of the
+    715 ms that ``experiment=fat_star_4`` takes, and all of what a message of some KiB asks of its links, which is bound
+    by hosts and not by links.
+    """
+    links = shared_hosts()
+    return least_step_of_links(workload, cluster, links.framing, links.burst)

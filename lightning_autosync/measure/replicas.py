@@ -1,0 +1,199 @@
+"""Replicas of a model in a worker: DDP, or the engine that follows a plan, in one and the same training loop.
+
+Annotations are not postponed here: DDP compares those of a communication hook with the types themselves.
+"""
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import Self
+
+from lightning_autosync.cluster import ClusterSpec
+from lightning_autosync.engine import Engine
+from lightning_autosync.engine.collectives import BufferBroadcast
+from lightning_autosync.engine.tracing import Recorder
+from lightning_autosync.measure.bench.settings import DDPOptions
+from lightning_autosync.measure.models.models import Batch, Model
+from lightning_autosync.measure.models.paced import PacedModule
+from lightning_autosync.plan import SyncPlan, compile_plan
+from lightning_autosync.workload import Workload, variable_names
+
+SEED = 0
+_FIRST_HOOKED_STEP = 2
+"""The first step with a hook that keeps state by bucket: DDP makes its buckets anew after the first step."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """What this rank trains, however it synchronizes.
+
+    Attributes:
+        module: called with a batch, it returns the loss.
+        batches: taken in turn.
+        step_optimizer: makes the optimizer's step; None where there is no optimizer.
+    """
+
+    module: nn.Module
+    batches: Sequence[Batch]
+    step_optimizer: Callable[[], object] | None
+
+    @classmethod
+    def of(cls, model: Model, sparse: bool, cluster: ClusterSpec) -> Self:
+        """From a recipe; modules of all contenders and ranks start with the same weights."""
+        torch.manual_seed(SEED)
+        module = model.module(sparse, _speed(cluster))
+        return cls(module, model.batches(dist.get_rank()), model.optimizer(module))
+
+    @classmethod
+    def paced(cls, workload: Workload, cluster: ClusterSpec) -> Self:
+        """Paced compute as a workload says."""
+        module = PacedModule(workload, _speed(cluster))
+        return cls(module, [(torch.tensor(dist.get_rank()),)], module.step_optimizer)
+
+
+def _speed(cluster: ClusterSpec) -> float:
+    """How fast this rank's node computes."""
+    return cluster.nodes[cluster.rank_nodes[dist.get_rank()]].speed
+
+
+class Replica(ABC):
+    """A model in training; all replicas run the same loop, and only the synchronization differs."""
+
+    def __init__(self, training: Training) -> None:
+        self.module = training.module
+        self._batches = training.batches
+        self._step_optimizer = training.step_optimizer
+        self._after_step: Callable[[], None] | None = None
+        self._parameters = list(self.module.parameters())
+        self._steps = 0
+
+    @property
+    @abstractmethod
+    def synchronized(self) -> nn.Module:
+        """The module that is called for the loss."""
+
+    def run(self, steps: int) -> list[float]:
+        """Seconds of each of so many steps; collective, since ranks begin together."""
+        dist.barrier()
+        times = [time.perf_counter()]
+        for _ in range(steps):
+            self.step()
+            times.append(time.perf_counter())
+        return [end - start for start, end in pairwise(times)]
+
+    def step(self, recorder: Recorder | None = None) -> None:
+        """One training step, on the next batch."""
+        self.backward(self._steps % len(self._batches), recorder)
+        self._steps += 1
+        if self._step_optimizer is not None:
+            self._step_optimizer()
+        if self._after_step is not None:
+            self._after_step()
+        # Module.zero_grad would walk through the modules, which costs 3 us a parameter.
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def backward(self, batch: int = 0, recorder: Recorder | None = None) -> None:
+        """Forward and backward of one batch; gradients hold the mean over ranks afterwards."""
+        loss = self.synchronized(*self._batches[batch])
+        if recorder is not None:
+            recorder.end_forward()
+        loss.backward()
+
+    def close(self) -> None:  # noqa: B027 - DDP has nothing to close
+        """Close connections."""
+
+
+class DDPReplica(Replica):
+    """``DistributedDataParallel``; a bucket cap of ``default`` leaves DDP its own rule."""
+
+    def __init__(self, training: Training, options: DDPOptions, cluster: ClusterSpec) -> None:
+        super().__init__(training)
+        self._wrapped = DistributedDataParallel(
+            self.module,
+            bucket_cap_mb=None if options.bucket_cap_mb == "default" else options.bucket_cap_mb,
+            gradient_as_bucket_view=options.gradient_as_bucket_view,
+            static_graph=options.static_graph,
+            init_sync=False,  # all ranks start from one seed
+        )
+        self._after_step = _install_hook(self._wrapped, options, cluster)
+
+    @property
+    def synchronized(self) -> nn.Module:
+        return self._wrapped
+
+
+class PlanReplica(Replica):
+    """The engine that follows a plan; buffers follow rank 0 before each forward pass, as with DDP.
+
+    Args:
+        timeout: seconds to wait for other ranks.
+
+    Raises:
+        AutoSyncError: plan, workload and cluster do not fit each other.
+    """
+
+    def __init__(
+        self, training: Training, plan: SyncPlan, workload: Workload, cluster: ClusterSpec, timeout: float
+    ) -> None:
+        super().__init__(training)
+        self.schedule = compile_plan(plan, workload, cluster)
+        self.engine = Engine(variable_names(self.module), self.schedule, cluster=cluster, timeout=timeout)
+        self._buffers = BufferBroadcast(self.module)
+
+    @property
+    def synchronized(self) -> nn.Module:
+        return self.module
+
+    def backward(self, batch: int = 0, recorder: Recorder | None = None) -> None:
+        self._buffers.before_forward(synchronizes=True)
+        super().backward(batch, recorder)
+
+    def close(self) -> None:
+        self.engine.close()
+
+
+def _install_hook(
+    wrapped: DistributedDataParallel, options: DDPOptions, cluster: ClusterSpec
+) -> Callable[[], None] | None:
+    """Give DDP the communication hook of ``options``; returns what to call after every step of the optimizer."""
+    if options.hook == "fp16":
+        wrapped.register_comm_hook(None, fp16_compress_hook)
+    elif options.hook == "bf16":
+        wrapped.register_comm_hook(None, _bf16_hook)
+    elif options.hook == "powersgd":
+        state = PowerSGDState(None, matrix_approximation_rank=options.rank, start_powerSGD_iter=_FIRST_HOOKED_STEP)
+        wrapped.register_comm_hook(state, powerSGD_hook)
+    elif options.hook == "post_local_sgd":
+        local = PostLocalSGDState(None, _node_group(cluster), _FIRST_HOOKED_STEP)
+        wrapped.register_comm_hook(local, post_localSGD_hook)
+        averager = PeriodicModelAverager(period=options.period)
+        return lambda: averager.average_parameters(wrapped.parameters())
+    return None
+
+
+def _bf16_hook(group: dist.ProcessGroup | None, bucket: dist.GradBucket) -> Future[Tensor]:
+    """The all-reduce in bfloat16; torch's own ``bf16_compress_hook`` raises a TypeError on gloo."""
+    narrow = bucket.buffer().to(torch.bfloat16).div_(dist.get_world_size(group))
+    reduced = dist.all_reduce(narrow, group=group, async_op=True).get_future()
+    return reduced.then(lambda done: bucket.buffer().copy_(done.value()[0]))
+
+
+def _node_group(cluster: ClusterSpec) -> dist.ProcessGroup:
+    """This rank's group of the ranks that share its node; of itself alone where all ranks share one node."""
+    nodes = [list(cluster.ranks_of(index)) for index in range(len(cluster.nodes))]
+    groups = nodes if len(nodes) > 1 else [[rank] for rank in range(cluster.world_size)]
+    group, _ = dist.new_subgroups_by_enumeration(groups)
+    return group

@@ -1,0 +1,234 @@
+"""Live workers that measure contenders: these are set up, take turns, and are taken down; a crash costs a restart."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+from types import TracebackType
+from typing import Any, Literal
+
+from typing_extensions import Self
+
+from lightning_autosync.cluster import ClusterSpec
+from lightning_autosync.measure import replica_calls
+from lightning_autosync.measure.conditions import LoadMeter, machine
+from lightning_autosync.measure.emulation.check import measured_links
+from lightning_autosync.measure.emulation.link_check import LinkCheck
+from lightning_autosync.measure.launches.local import Launch
+from lightning_autosync.measure.launches.settings import LaunchSettings
+from lightning_autosync.measure.step_time import Steps
+from lightning_autosync.measure.workers import InputError, LaunchError, Pool, WorkerError, WorkerPool
+from lightning_autosync.measure.workers.job_pool import JobPool, JobRank
+
+Scheduling = Literal["none", "batch"]
+_log = logging.getLogger(__name__)
+
+
+class ContenderError(WorkerError):
+    """A worker failed while a contender was set up or measured. Wrong input is reported in its own words.
+
+    Attributes:
+        contender: its name.
+        failure: the error of the workers.
+    """
+
+    def __init__(self, contender: str, failure: WorkerError) -> None:
+        message = str(failure) if isinstance(failure, InputError) else f"contender '{contender}': {failure}"
+        super().__init__(message, failure.rank, failure.traceback, failure.kind, failure.reason)
+        self.contender = contender
+        self.failure = failure
+
+
+@dataclass(eq=False)
+class Contender:
+    """One way to synchronize, set up in workers under a name.
+
+    Attributes:
+        name: one contender at a time has it.
+        order: arguments of `lightning_autosync.measure.replica_calls.set_up`, without the name.
+        life: number of the pool in which it is set up, from 1 on; 0 if it is not set up.
+    """
+
+    name: str
+    order: Mapping[str, Any]
+    life: int = field(default=0)
+
+
+class MeasurementSession:
+    """A pool of workers and the contenders that are set up on it.
+
+    The pool starts when it is first needed. After an error the state of the workers is unknown, so the pool is ended.
+    The next call starts another one, and contenders are set up again when they are measured next.
+
+    Args:
+        cluster: whose links are emulated, if the launch says so.
+        launch: where workers run.
+        timeout: seconds that one call may take.
+        scheduling: the kernel's scheduling policy for the workers.
+        within_job: the workers are the ranks of the torchrun job that this process is rank 0 of.
+
+    Attributes:
+        links: the measured rates of emulated links.
+    """
+
+    def __init__(
+        self,
+        cluster: ClusterSpec,
+        launch: LaunchSettings,
+        timeout: float,
+        scheduling: Scheduling = "batch",
+        within_job: bool = False,
+    ) -> None:
+        self._cluster = cluster
+        self._launch_settings = launch
+        self._timeout = timeout
+        self._scheduling: Scheduling = scheduling
+        self._within_job = within_job
+        self._stack = ExitStack()
+        self._launch: Launch | None = None
+        self._job: JobPool | None = None
+        self._pool: Pool | None = None
+        self._life = 0
+        self.links: Sequence[LinkCheck] = ()
+
+    def __enter__(self) -> Self:
+        if self._within_job:
+            self._job = JobPool(JobRank(self._timeout, self._scheduling == "batch"))
+            self._stack.callback(self._job.end)
+        else:
+            self._launch = self._stack.enter_context(self._launch_settings.open(self._cluster))
+            self.links = measured_links(self._launch)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.restart()
+        self._stack.close()
+
+    @property
+    def restarts(self) -> int:
+        """Pools that were started after the first one."""
+        return max(0, self._life - 1)
+
+    @property
+    def pool(self) -> Pool:
+        """The live pool.
+
+        Raises:
+            LaunchError: workers cannot be started here, or did not start twice.
+        """
+        if self._pool is None:
+            try:
+                self._pool = self._start()
+            except WorkerError as error:  # on a busy machine a worker may be too late once
+                _log.warning("workers did not start: %s; once more", reason(error))
+                try:
+                    self._pool = self._start()
+                except WorkerError as again:
+                    raise LaunchError(f"workers did not start twice: {reason(again)}") from None
+            self._life += 1
+        return self._pool
+
+    def restart(self) -> None:
+        """End the workers. The next call starts others."""
+        if self._pool is not None:
+            with suppress(WorkerError):
+                self._pool.close()
+        self._pool = None
+
+    def run(
+        self, function: Callable[..., Any], /, *, ranks: Iterable[int] | None = None, **arguments: Any
+    ) -> list[Any]:
+        """As `WorkerPool.run`; an error ends the workers."""
+        pool = self.pool
+        try:
+            return pool.run(function, ranks=ranks, **arguments)
+        except WorkerError:
+            self.restart()
+            raise
+
+    def set_up(self, contender: Contender) -> None:
+        """Make a contender in the workers, where it is not made yet. Raises as `call`."""
+        pool = self.pool  # starting workers is nobody's turn
+        if self.live(contender):
+            return
+        with self._turn_of(contender):
+            pool.run(replica_calls.set_up, **{**contender.order, "name": contender.name})
+            contender.life = self._life
+
+    def call(self, contender: Contender, function: Callable[..., Any], **arguments: Any) -> list[Any]:
+        """Call a function of `replica_calls` for a contender on all ranks; the contender is set up first if need be.
+
+        Raises:
+            ContenderError: a worker failed, died or did not answer in time.
+            LaunchError: workers cannot be started again.
+        """
+        self.set_up(contender)
+        with self._turn_of(contender):
+            return self.pool.run(function, name=contender.name, **arguments)
+
+    def measure(self, contender: Contender, steps: int) -> Steps:
+        """Seconds of each step by rank. Raises as `call`."""
+        found: Steps = self.call(contender, replica_calls.measure, steps=steps)
+        return found
+
+    def live(self, contender: Contender) -> bool:
+        """Whether it is set up on the present workers."""
+        return self._pool is not None and contender.life == self._life
+
+    def take_down(self, contender: Contender) -> None:
+        """Let the workers forget a contender."""
+        if not self.live(contender):
+            return
+        contender.life = 0
+        try:
+            self.run(replica_calls.tear_down, name=contender.name)
+        except WorkerError as error:
+            _log.warning("%s could not be taken down: %s; the workers are ended", contender.name, reason(error))
+
+    def watch_load(self) -> LoadMeter | None:
+        """Count from now on what other processes use of this machine; None if workers run elsewhere."""
+        return LoadMeter(self.pool.pids) if self._is_here else None
+
+    @contextmanager
+    def _turn_of(self, contender: Contender) -> Iterator[None]:
+        try:
+            yield
+        except WorkerError as error:
+            self.restart()
+            raise ContenderError(contender.name, error) from None
+
+    @cached_property
+    def machines(self) -> list[tuple[str, str]]:
+        """Identity and name of each machine that workers run on."""
+        return sorted({(identity, name) for identity, name in self.run(machine)})
+
+    @cached_property
+    def _is_here(self) -> bool:
+        # Over ssh even workers of this machine are no children of this process, which therefore cannot count them.
+        return self._launch_settings.kind != "ssh" and self.machines == [machine()]
+
+    def _start(self) -> Pool:
+        if self._job is not None:
+            self._check_ranks(self._job)
+            self._job.renew()
+            return self._job
+        _log.info("starting %d workers", self._cluster.world_size)
+        scheduling = None if self._scheduling == "none" else self._scheduling
+        return WorkerPool(self._cluster.world_size, self._launch, timeout=self._timeout, scheduling=scheduling)
+
+    def _check_ranks(self, job: JobPool) -> None:
+        if job.world_size != self._cluster.world_size:
+            raise LaunchError(
+                f"launch=torchrun: the job has {job.world_size} ranks, cluster '{self._cluster.name}' has "
+                f"{self._cluster.world_size}"
+            )
+
+
+def reason(error: BaseException) -> str:
+    """The first line of an error's message."""
+    return str(error).strip().partition("\n")[0] or type(error).__name__
