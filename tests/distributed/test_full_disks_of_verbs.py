@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 from disks import small_disk
-from lightning_autosync.workers import LaunchError
 from tuning_runs import write_run
 
 from lightning_autosync.measure.emulation import netns
+from lightning_autosync.measure.workers import LaunchError
 
 try:
     netns.require_namespaces()

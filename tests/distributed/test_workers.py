@@ -188,7 +188,7 @@ def test_settings_that_do_not_exist_are_refused():
 def test_no_worker_survives_a_caller_that_is_killed():
     program = textwrap.dedent(
         """
-        import sys, threading, time
+        import os, sys, threading, time
         from lightning_autosync.measure.workers import WorkerPool
 
         pools = []
