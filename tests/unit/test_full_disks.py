@@ -31,9 +31,10 @@ def tune(configuration, directory):
 """
 RUN = """
 import sys
-from lightning_autosync import cli
-cli.VERBS["tune"] = ("verb", "")
-cli.main()
+import verb
+from lightning_autosync.cli.application import main
+sys.modules["lightning_autosync.cli.tune"] = verb
+main()
 """
 
 
