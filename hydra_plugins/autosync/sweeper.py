@@ -227,12 +227,12 @@ def _hide_passwords(config: DictConfig) -> None:
     given: Any = OmegaConf.to_container(config.hydra.overrides.hydra)  # as they were given, with interpolations
     if not any("://" in text for text in (str(storage), *given)):
         return
-    from lightning_autosync.search.passwords import by_environment, has_password, in_environment
+    from lightning_autosync.search.passwords import as_environment_variable, has_password, hide_passwords
 
     with open_dict(config.hydra):
-        config.hydra.overrides.hydra = by_environment(given)
+        config.hydra.overrides.hydra = hide_passwords(given)
         if has_password(storage):
-            config.hydra.sweeper.storage = in_environment(storage)
+            config.hydra.sweeper.storage = as_environment_variable(storage)
 
 
 def _directions(direction: Any) -> list[Direction]:

@@ -80,9 +80,9 @@ def run_verb(verb: str) -> None:
     with tempfile.TemporaryDirectory(prefix="autosync-") as folder:
         interrupts.remove_at_end(folder)
         if any("://" in argument for argument in sys.argv):
-            from lightning_autosync.search.passwords import by_environment
+            from lightning_autosync.search.passwords import hide_passwords
 
-            sys.argv[1:] = by_environment(sys.argv[1:])
+            sys.argv[1:] = hide_passwords(sys.argv[1:])
         sys.argv[1:] = prepared(with_todays_keys(verb, sys.argv[1:]), Path(folder))
         check_overrides(verb, sys.argv[1:])
         if TORCHRUN in sys.argv:

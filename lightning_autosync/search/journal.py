@@ -1,4 +1,4 @@
-"""Optuna's journal file, without waiting for the disk at every line, nor for a process that is dead."""
+"""Optuna's journal file, without a wait for the disk at every line, and without locks that dead processes left."""
 
 from __future__ import annotations
 
@@ -16,9 +16,12 @@ from pydantic import ConfigDict, Field
 from lightning_autosync.documents import Record, append_lines, checked
 from lightning_autosync.errors import DocumentError
 
+LOCK_TIMEOUT = 60.0
+"""Seconds for which another process may hold the lock; it needs a few milliseconds."""
+
 
 class _Line(Record):
-    """What of a line Optuna takes as it is, so that it would show only where somebody asks for it."""
+    """The fields of a line that Optuna does not check: a wrong one would show only when somebody reads it."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -33,16 +36,12 @@ class _Line(Record):
     intermediate_values: dict[str, float] = Field(default_factory=dict)
 
 
-PATIENCE = 60.0
-"""Seconds for which a process may keep its turn, which it needs for a few milliseconds."""
-
-
 class Journal(JournalFileBackend):
-    """A journal that survives the end of any process, but not of the machine.
+    """A journal that survives the end of any process, but not a crash of the machine.
 
     A trial of a plan space writes some seventy lines, one for each parameter. Optuna waits until each is on the disk,
-    which takes longer than many a trial; here the operating system writes them when it sees fit. The file's form, and
-    how processes take turns, are Optuna's, but a turn ends with the process that has it.
+    which takes longer than many a trial. Here the operating system decides when to write. The form of the file and its
+    lock are Optuna's, but the lock ends with the process that holds it.
 
     Args:
         path: of the file; made where there is none.
@@ -50,11 +49,11 @@ class Journal(JournalFileBackend):
 
     def __init__(self, path: str) -> None:
         self._path = path
-        self._turn = Turn(path)
-        super().__init__(path, self._turn)
+        self._lock = JournalLock(path)
+        super().__init__(path, self._lock)
 
     def read_logs(self, log_number_from: int) -> Generator[dict[str, Any], None, None]:
-        """The lines from one on.
+        """The lines from a number on.
 
         Raises:
             DocumentError: a line is not one of a journal.
@@ -70,20 +69,20 @@ class Journal(JournalFileBackend):
             raise DocumentError(f"{self._path}:{number + 1}: not a line of a journal: {error}") from None
 
     def append_logs(self, logs: list[dict[str, Any]]) -> None:
-        """Write lines at the end of the file, after what a process that was killed in the midst of one left whole."""
+        """Append lines after the last whole line; a part of a line that a killed process left is dropped."""
         lines = "".join(json.dumps(log, separators=(",", ":")) + "\n" for log in logs)
-        self._turn.acquire()
+        self._lock.acquire()
         try:
             append_lines(self._path, lines)
         finally:
-            self._turn.release()
+            self._lock.release()
 
 
-class Turn(JournalFileSymlinkLock):
-    """Optuna's lock, a symbolic link, for processes of Optuna alone; among ours a lock that the kernel keeps besides.
+class JournalLock(JournalFileSymlinkLock):
+    """Optuna's lock (a symbolic link), which other Optuna programs respect, and a kernel lock beside it for ours.
 
-    Optuna takes a link away only after it was there for 30 s: it cannot know whether the process that made it lives.
-    Ours has a second name. Whoever has the kernel's lock and finds that name knows that its maker is dead.
+    Optuna removes a link only after 30 s, because it cannot know whether the process that made it lives. Ours has a
+    second name. Whoever holds the kernel's lock and finds that second name knows that its maker is dead.
 
     Args:
         path: of the journal.
@@ -91,19 +90,19 @@ class Turn(JournalFileSymlinkLock):
 
     def __init__(self, path: str) -> None:
         super().__init__(path)
-        self._ours = f"{self._lock_file}.autosync"
+        self._second_name = f"{self._lock_file}.autosync"
         self._file: IO[bytes] | None = None
 
     def acquire(self) -> bool:
-        """Wait for the turn.
+        """Wait for the lock.
 
         Raises:
-            TimeoutError: it did not come in `PATIENCE` seconds.
+            TimeoutError: another process held it for `LOCK_TIMEOUT` seconds.
         """
-        file = open(self._lock_target_file, "ab")  # noqa: SIM115 - open for as long as the turn lasts
+        file = open(self._lock_target_file, "ab")  # noqa: SIM115 - open for as long as the lock is held
         try:
-            if self._wait(file):
-                self._take()
+            if self._lock_in_kernel(file):
+                self._replace_link()
             else:
                 super().acquire()
         except BaseException:
@@ -113,45 +112,36 @@ class Turn(JournalFileSymlinkLock):
         return True
 
     def release(self) -> None:
-        """End the turn.
+        """Release the lock.
 
         Raises:
-            RuntimeError: it was another's.
+            RuntimeError: another process holds it.
         """
         try:
-            if self._file is None or not os.path.lexists(self._ours):
+            if self._file is None or not os.path.lexists(self._second_name):
                 super().release()
             else:
-                self._remove(self._lock_file)
+                self._remove_link()
         finally:
             file, self._file = self._file, None
             if file is not None:
                 file.close()
 
-    def _take(self) -> None:
-        """Make the link, after that of a dead process is removed; call with the kernel's lock."""
-        try:
-            self._remove(self._lock_file)
-            self._link()
-        except BaseException:
-            self._remove(self._lock_file)
-            raise
-
-    def _wait(self, file: IO[bytes]) -> bool:
-        """Have the kernel's lock; False where the file system has no such locks, so that Optuna's own is left.
+    def _lock_in_kernel(self, file: IO[bytes]) -> bool:
+        """Take the kernel's lock; False where the file system has none, so that Optuna's own has to do.
 
         Raises:
-            TimeoutError: another process had it for too long; it may be stopped.
+            TimeoutError: another process held it for too long; it may be stopped.
         """
-        deadline, pause = time.monotonic() + PATIENCE, 0.001
+        deadline, pause = time.monotonic() + LOCK_TIMEOUT, 0.001
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 if time.monotonic() > deadline:
                     raise TimeoutError(
-                        f"{self._lock_target_file}: another process has been writing to it for {PATIENCE:g} s; is it "
-                        "stopped?"
+                        f"{self._lock_target_file}: another process has been writing to it for {LOCK_TIMEOUT:g} s; "
+                        "is it stopped?"
                     ) from None
                 time.sleep(pause)
                 pause = min(2 * pause, 0.05)
@@ -160,20 +150,26 @@ class Turn(JournalFileSymlinkLock):
             else:
                 return True
 
-    def _link(self) -> None:
+    def _replace_link(self) -> None:
+        """Make the link, after removing that of a dead process; only with the kernel's lock."""
         try:
-            os.symlink(self._lock_target_file, self._ours)
-            os.link(self._ours, self._lock_file, follow_symlinks=False)
-        except OSError:  # another's, of Optuna, or a file system without such links
-            with suppress(FileNotFoundError):
-                os.unlink(self._ours)
-            super().acquire()
+            self._remove_link()
+            try:
+                os.symlink(self._lock_target_file, self._second_name)
+                os.link(self._second_name, self._lock_file, follow_symlinks=False)
+            except OSError:  # another Optuna program holds it, or the file system has no such links
+                with suppress(FileNotFoundError):
+                    os.unlink(self._second_name)
+                super().acquire()
+        except BaseException:
+            self._remove_link()
+            raise
 
-    def _remove(self, lock: str) -> None:
-        """Remove our link, be it a dead process's, and its second name; another's stays."""
+    def _remove_link(self) -> None:
+        """Remove our link, or that of a dead process of ours, and its second name; links of others stay."""
         with suppress(FileNotFoundError):
-            ours = os.lstat(self._ours)
+            ours = os.lstat(self._second_name)
             with suppress(FileNotFoundError):
-                if os.path.samestat(os.lstat(lock), ours):
-                    os.unlink(lock)
-            os.unlink(self._ours)
+                if os.path.samestat(os.lstat(self._lock_file), ours):
+                    os.unlink(self._lock_file)
+            os.unlink(self._second_name)

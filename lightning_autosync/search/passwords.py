@@ -1,4 +1,4 @@
-"""Passwords in the addresses of databases: not for files, messages, or the command lines of other processes."""
+"""Passwords in addresses of databases, which must not reach files, messages, or command lines of child processes."""
 
 from __future__ import annotations
 
@@ -11,55 +11,52 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError
 
 VARIABLE = "AUTOSYNC_STORAGE_"
-"""How environment variables begin that hold the addresses of a command line, in the order in which they stand there."""
+"""Prefix of environment variables that hold addresses; a number follows."""
 _ADDRESS = re.compile(r"[A-Za-z][\w+.-]*://\S+")
 
 
 def without_password(storage: str) -> str:
-    """The address of a storage with stars for the password in it, if there is one."""
+    """The address of a storage with stars for its password."""
     if "://" not in storage:
         return storage
     try:
         shown = make_url(storage).render_as_string(hide_password=True)
-    except (ArgumentError, ValueError):  # no address: whatever could be a password goes
+    except (ArgumentError, ValueError):  # it is no address: hide whatever could be a password
         shown = re.sub(r"(://[^:]*):.*@", r"\1:***@", storage)
-    # Of several @ the last ends what is secret, wherever others take it to end.
+    # The last @ ends the password, although SQLAlchemy may take an earlier one.
     shown = re.sub(r"(://[^/?]*:)[^/?]*@", r"\1***@", shown)
     return re.sub(r"([?&][^=&]*pass(?:word|wd)[^=&]*=)[^&]*", r"\1***", shown, flags=re.IGNORECASE)
 
 
 def without_passwords(text: str) -> str:
-    """Any text with stars for the passwords in the addresses that it has."""
+    """A text with stars for the passwords in all its addresses."""
     return _ADDRESS.sub(lambda found: without_password(found[0]), text)
 
 
 def has_password(value: Any) -> bool:
-    """Whether this is an address with a password in it."""
+    """Whether a value is an address with a password."""
     if not isinstance(value, str) or "://" not in value or "${" in value:
         return False
     secret = re.compile(r"://[^/?]*:[^/?]+@|[?&][^=&]*pass(?:word|wd)[^=&]*=[^&]", re.IGNORECASE)
-    return secret.search(value) is not None or _has_one_for_drivers(value)
-
-
-def _has_one_for_drivers(address: str) -> bool:
-    """Whether SQLAlchemy finds a password, which may have characters that others would have escaped."""
-    try:
-        return bool(make_url(address).password)
+    if secret.search(value) is not None:
+        return True
+    try:  # SQLAlchemy finds passwords with characters that should have been escaped
+        return bool(make_url(value).password)
     except (ArgumentError, ValueError):
         return False
 
 
-def by_environment(arguments: Sequence[str]) -> list[str]:
-    """Overrides of Hydra with ``${oc.env:...}`` for each address that has a password, which is in the environment then.
+def hide_passwords(arguments: Sequence[str]) -> list[str]:
+    """Overrides of Hydra with ``${oc.env:...}`` in place of each address that has a password.
 
-    Hydra writes overrides and what comes of them to files; interpolations it writes as they are. Processes that this
-    one starts find the address in the environment, too.
+    The address moves to the environment, where processes that this one starts find it, too. Hydra writes overrides and
+    configurations to files, and interpolations as they are.
     """
     return [_override(argument) if "://" in argument else argument for argument in arguments]
 
 
-def in_environment(address: str) -> str:
-    """An interpolation that stands for the address from now on, here and in processes that this one starts."""
+def as_environment_variable(address: str) -> str:
+    """Put an address into the environment; an interpolation that stands for it here and in child processes."""
     held = {value: name for name, value in os.environ.items() if name.startswith(VARIABLE)}
     name = held.get(address, f"{VARIABLE}{len(held) + 1}")
     os.environ[name] = address
@@ -68,9 +65,9 @@ def in_environment(address: str) -> str:
 
 def _override(argument: str) -> str:
     key, equals, given = argument.partition("=")
-    told = {written: in_environment(address) for address, written in _addresses(argument, given)}
-    for written in sorted(told, key=len, reverse=True):  # one may be the beginning of another
-        given = given.replace(written, f"'{told[written]}'")
+    variables = {written: as_environment_variable(address) for address, written in _addresses(argument, given)}
+    for written in sorted(variables, key=len, reverse=True):  # one may be the beginning of another
+        given = given.replace(written, f"'{variables[written]}'")
     return f"{key}{equals}{given}"
 
 
@@ -82,7 +79,7 @@ def _addresses(argument: str, given: str) -> Iterator[tuple[str, str]]:
 
     try:
         values = list(_leaves(OverridesParser.create().parse_override(argument)._value))
-    except HydraException:  # characters that would need quotes: it is one address, or nothing that can be used
+    except HydraException:  # characters that need quotes: take it for one address
         values = [given]
     for value in values:
         text = value.text if isinstance(value, QuotedString) else value

@@ -1,4 +1,4 @@
-"""Storages of Optuna studies: journal files and databases, and one error for what they raise."""
+"""Storages of Optuna studies: journal files and databases, and one error for all that they raise."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class StudyError(DocumentError):
 
 
 class StorageError(StudyError):
-    """A storage of studies does not answer, or not any more."""
+    """The storage of a study does not answer, or stopped answering."""
 
 
 def open_storage(storage: str | os.PathLike[str]) -> optuna.storages.BaseStorage:
-    """A storage: a URL opens a database, anything else is the path of a journal file, made where there is none.
+    """Open a database (a URL) or a journal file (a path; the file is made where there is none).
 
     Raises:
         StudyError: it cannot be opened.
@@ -37,7 +37,7 @@ def open_storage(storage: str | os.PathLike[str]) -> optuna.storages.BaseStorage
     text = os.fspath(storage)
     try:
         if "://" in text:
-            # A connection that the database dropped meanwhile is opened again and ends no run.
+            # A connection that the database dropped is opened again and does not end the run.
             return optuna.storages.get_storage(RDBStorage(text, engine_kwargs={"pool_pre_ping": True}))
         if Path(text).suffix not in _JOURNALS:
             raise StudyError(f"{text}: a storage is a URL, or a journal file named *{', *'.join(_JOURNALS)}")
@@ -45,15 +45,15 @@ def open_storage(storage: str | os.PathLike[str]) -> optuna.storages.BaseStorage
         return optuna.storages.JournalStorage(Journal(text))
     except StudyError:
         raise
-    except Exception as error:  # what drivers and the journal's reader raise is as various as they are
+    except Exception as error:  # drivers of databases and readers of journals raise errors of all kinds
         raise StudyError(
-            f"{without_password(text)}: cannot be opened as a storage of studies: {in_a_line(error)}"
+            f"{without_password(text)}: cannot be opened as a storage of studies: {one_line(error)}"
         ) from None
 
 
 @contextmanager
-def answered() -> Iterator[None]:
-    """What a storage raises within the block, as various as databases and file systems are, is one error of ours.
+def storage_errors() -> Iterator[None]:
+    """Errors of databases and file systems within the block become one of ours.
 
     Raises:
         StorageError: the storage did not answer.
@@ -62,15 +62,15 @@ def answered() -> Iterator[None]:
         yield
     except (OptunaError, SQLAlchemyError, OSError) as error:
         raise StorageError(
-            f"the study's storage does not answer: {in_a_line(error)}; once it does, the same command goes on"
+            f"the study's storage does not answer: {one_line(error)}; once it does, the same command goes on"
         ) from error
 
 
 def missing_file(storage: str) -> str | None:
-    """The file that a storage would be in, if it is to be in one and is not there; to open SQLite's would make it."""
+    """The file of a storage, if it should be in one that does not exist. Opening SQLite's would create it."""
     if "://" not in storage:
         return None if Path(storage).is_file() else storage
-    with suppress(ArgumentError, ValueError):  # which opening it tells of
+    with suppress(ArgumentError, ValueError):  # opening it tells what is wrong
         url = make_url(storage)
         path = url.database or ":memory:"
         if url.get_backend_name() == "sqlite" and not path.startswith((":memory:", "file:")):
@@ -78,6 +78,6 @@ def missing_file(storage: str) -> str | None:
     return None
 
 
-def in_a_line(error: Exception) -> str:
-    """An error's type and message, in one line, without passwords."""
+def one_line(error: Exception) -> str:
+    """An error's type and message in one line, without passwords."""
     return without_passwords(" ".join(f"{type(error).__name__}: {error}".split()))[:300]

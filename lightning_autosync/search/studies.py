@@ -1,7 +1,7 @@
 """Optuna studies of plans: what they are about, their points, and their trials as samples.
 
-A study carries its workload, its cluster and the level of semantics as user attributes, so that it tells everything to
-whoever opens it: plans and samples are made anew from its trials' parameters.
+A study carries its workload, its cluster and the level of semantics as user attributes. So plans and samples can be
+made from its trials' parameters by anybody who opens it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, Protocol
 
 import optuna
@@ -25,38 +25,31 @@ from lightning_autosync.measure.drift import Footing, run_with_turns
 from lightning_autosync.plan.space import Genome, PlanSpace, Value
 from lightning_autosync.plan.spec import Semantics
 from lightning_autosync.search.passwords import without_password
-from lightning_autosync.search.storages import (
-    StudyError,
-    answered,
-    in_a_line,
-    missing_file,
-    open_storage,
-)
-from lightning_autosync.search.tried import (
+from lightning_autosync.search.storages import StudyError, missing_file, one_line, open_storage, storage_errors
+from lightning_autosync.search.trial_attributes import (
     BASELINE,
     ORIGIN,
     REFINED,
     RUN,
-    given_point,
+    attribute,
+    enqueued_point,
     kind_of,
     measured_steps,
     plan_of,
     sight_of,
-    told,
     was_interrupted,
 )
 from lightning_autosync.workload import Workload
 
 FORMAT = "autosync-study/2"
-"""What the attributes below are called and mean."""
+"""Version of the names and meanings of the attributes below."""
 SPACE, WORKLOAD, CLUSTER, SEMANTICS = "autosync:space", "autosync:workload", "autosync:cluster", "autosync:semantics"
 """User attributes of a study: format, fingerprint and sizes of its space, and its documents as JSON text."""
 MOST_RUNS, MOST_LONE = 64, 1024
-"""Of a study's space: `PlanSpace` makes 4 and 6 unless it is told otherwise."""
-_DESCRIBING = 5.0
-"""Seconds that a study's maker has for saying what it is about; after that it is taken to be dead."""
-_LOOK = 0.05
-"""Seconds between two looks whether it has."""
+"""Limits of a study's space; `PlanSpace` makes 4 and 6 by default."""
+_DESCRIBE_TIMEOUT = 5.0
+"""Seconds in which the process that made a study must describe it; after that it is taken for dead."""
+_POLL_INTERVAL = 0.05
 
 
 class Suggesting(Protocol):
@@ -71,11 +64,11 @@ def distributions(space: PlanSpace) -> dict[str, CategoricalDistribution]:
 
 
 def suggest(trial: Suggesting, space: PlanSpace) -> dict[str, Value]:
-    """A point of the space from a trial; every parameter is asked for, always in the same order."""
+    """A point of the space from a trial. It asks for every parameter, always in the same order."""
     return {name: trial.suggest_categorical(name, domain) for name, domain in space.parameters.items()}
 
 
-@answered()
+@storage_errors()
 def open_study(
     storage: str | os.PathLike[str] | optuna.storages.BaseStorage,
     name: str,
@@ -85,26 +78,26 @@ def open_study(
     pruner: optuna.pruners.BasePruner | None = None,
     first: Sequence[Genome] = (),
 ) -> optuna.Study:
-    """Create a study of this space, or go on with the one of that name.
+    """Create a study of this space, or open the one of that name.
 
-    Of several processes that begin a study at once, the one that makes it says what it is about; the others are refused
-    if they are about something else.
+    If several processes begin a study at once, the one that makes it describes it. The others are refused if their
+    space differs.
 
     Args:
         storage: as `open_storage` takes it, or an open one.
         name: of the study.
         space: whose points the trials are.
         sampler, pruner: as Optuna takes them.
-        first: points of baselines that a new study tries first, whoever makes it.
+        first: points of baselines that a new study measures first.
 
     Raises:
-        StudyError: the storage cannot be opened, or the study is of another space or of something else.
+        StudyError: the storage cannot be opened, or the study is of another space or no study of plans.
         StorageError: the storage does not answer.
     """
     opened = storage if isinstance(storage, optuna.storages.BaseStorage) else open_storage(storage)
-    study, is_ours = _made_or_found(opened, name, sampler, pruner)
+    study, is_ours = _create_or_load(opened, name, sampler, pruner)
     if not is_ours:
-        _await_description(study)
+        _wait_for_description(study)
     if SPACE not in study.user_attrs:
         if WORKLOAD not in study.user_attrs and study.get_trials(deepcopy=False):
             raise StudyError(f"study '{name}': it has trials, but none of plans; choose another name or storage")
@@ -113,9 +106,9 @@ def open_study(
     return study
 
 
-@answered()
+@storage_errors()
 def load_study(storage: str | os.PathLike[str], name: str | None = None) -> optuna.Study:
-    """Open a study that is there, to read it; ``name`` may be left out where the storage has one only.
+    """Open an existing study to read it; ``name`` may be left out if the storage has one study only.
 
     Raises:
         StudyError: there is no such storage or study, or it is not one of plans.
@@ -136,7 +129,7 @@ def load_study(storage: str | os.PathLike[str], name: str | None = None) -> optu
 
 
 def describe(study: optuna.Study, space: PlanSpace, first: Sequence[Genome] = ()) -> None:
-    """Write into a study what it is about, and which baselines it tries first."""
+    """Write into a study what it is about, and enqueue the baselines that it measures first."""
     study.set_user_attr(WORKLOAD, json.dumps(space.workload.to_dict()))
     study.set_user_attr(CLUSTER, json.dumps(space.cluster.to_dict()))
     study.set_user_attr(SEMANTICS, space.semantics)
@@ -148,9 +141,7 @@ def describe(study: optuna.Study, space: PlanSpace, first: Sequence[Genome] = ()
 
 
 def check(study: optuna.Study, space: PlanSpace) -> None:
-    """See to it that a study is about the same workload and cluster as a space, and has blocks like it.
-
-    Domains may differ: see `space_of`.
+    """Check that a study is about the same workload, cluster and blocks as a space. Domains may differ (`space_of`).
 
     Raises:
         StudyError: it is not.
@@ -178,12 +169,12 @@ def check(study: optuna.Study, space: PlanSpace) -> None:
             raise StudyError(
                 f"study '{study.study_name}': it is of another {what} ({f'{there} {theirs[what]}'.strip()}, not "
                 f"{f'{here} {value}'.strip()})"
-                f"{_more(study, space)}; choose another name or storage, or give it as a source of transfer"
+                f"{_other_times(study, space)}; choose another name or storage, or give it as a source of transfer"
             )
 
 
-def _more(study: optuna.Study, space: PlanSpace) -> str:
-    """What else there is to say of a study about something else."""
+def _other_times(study: optuna.Study, space: PlanSpace) -> str:
+    """A hint, if a study is of the same variables but of another workload."""
     known, own = workload_of(study), space.workload
     if known.fingerprint == own.fingerprint or known.variables_fingerprint != own.variables_fingerprint:
         return ""
@@ -193,13 +184,13 @@ def _more(study: optuna.Study, space: PlanSpace) -> str:
     )
 
 
-def _made_or_found(
+def _create_or_load(
     storage: optuna.storages.BaseStorage,
     name: str,
     sampler: optuna.samplers.BaseSampler | None,
     pruner: optuna.pruners.BasePruner | None,
 ) -> tuple[optuna.Study, bool]:
-    """The study of that name, and whether it was made just now; of several processes, one makes it."""
+    """The study of that name, and whether this process made it."""
     kept: dict[str, Any] = {"storage": storage, "study_name": name, "sampler": sampler, "pruner": pruner}
     try:
         try:
@@ -207,16 +198,16 @@ def _made_or_found(
         except optuna.exceptions.DuplicatedStudyError:
             return optuna.load_study(**kept), False
     except Exception as error:
-        raise StudyError(f"study '{name}': cannot be opened: {in_a_line(error)}") from None
+        raise StudyError(f"study '{name}': cannot be opened: {one_line(error)}") from None
 
 
-def _await_description(study: optuna.Study) -> None:
-    """Leave it to the process that made a study to say what it is about, unless that has died over it."""
-    deadline = time.monotonic() + _DESCRIBING
+def _wait_for_description(study: optuna.Study) -> None:
+    """Wait until the process that made a study has described it, unless that process seems dead."""
+    deadline = time.monotonic() + _DESCRIBE_TIMEOUT
     while SPACE not in study.user_attrs and time.monotonic() < deadline:
         if WORKLOAD not in study.user_attrs and study.get_trials(deepcopy=False):
             return
-        time.sleep(_LOOK)
+        time.sleep(_POLL_INTERVAL)
 
 
 def workload_of(study: optuna.Study) -> Workload:
@@ -238,7 +229,7 @@ def _where(study: optuna.Study, name: str | None = None) -> str:
 
 
 def space_of(study: optuna.Study) -> PlanSpace:
-    """The space of a study, from what the study says of itself, with the domains that its trials have.
+    """The space of a study by its attributes, with the domains that its trials have.
 
     Raises:
         StudyError: the study is not one of plans, or its trials have other parameters than its workload asks for.
@@ -260,9 +251,9 @@ def space_of(study: optuna.Study) -> PlanSpace:
 
 
 def _recorded_domains(study: optuna.Study) -> dict[str, tuple[Value, ...]]:
-    """What each parameter could be when the study began: builders and topologies may have come or gone since.
+    """The domains of parameters when the study began: builders and topologies may have come or gone since.
 
-    Empty before the first trial, when nothing binds a study to the domains of then.
+    Empty before the first trial.
     """
     found: dict[str, tuple[Value, ...]] = {}
     for trial in study.get_trials(deepcopy=False):
@@ -272,17 +263,17 @@ def _recorded_domains(study: optuna.Study) -> dict[str, tuple[Value, ...]]:
     return found
 
 
-@answered()
+@storage_errors()
 def enqueue(study: optuna.Study, points: Sequence[Genome], origin: str) -> None:
-    """Have these points tried next, but for those that the study has or waits for already.
-
-    Trials that were interrupted do not count: nothing is known of their plans.
+    """Enqueue points, except those that the study has or has enqueued already. Interrupted trials do not count.
 
     Raises:
         StorageError: the study's storage does not answer.
     """
     trials = study.get_trials(deepcopy=False)
-    known = [given_point(trial) for trial in trials if not was_interrupted(trial) and REFINED not in trial.user_attrs]
+    known = [
+        enqueued_point(trial) for trial in trials if not was_interrupted(trial) and REFINED not in trial.user_attrs
+    ]
     for point in points:
         if point not in known:
             study.enqueue_trial(dict(point), user_attrs={ORIGIN: origin})
@@ -290,14 +281,12 @@ def enqueue(study: optuna.Study, points: Sequence[Genome], origin: str) -> None:
 
 
 def enqueue_baselines(study: optuna.Study, space: PlanSpace) -> None:
-    """Have every builder's plan tried first."""
+    """Enqueue every builder's plan."""
     enqueue(study, space.baselines(), BASELINE)
 
 
 def samples_of(study: optuna.Study) -> list[Sample]:
-    """The measured trials of a study, whether they ran to their end or were stopped for being slow.
-
-    Steps are on the footing of one of its runs.
+    """The measured trials of a study, complete or pruned. Steps are corrected to the speed of one of its runs.
 
     Raises:
         StudyError: the study is not one of plans, or its trials are not points of its space.
@@ -306,7 +295,7 @@ def samples_of(study: optuna.Study) -> list[Sample]:
     samples = []
     for trial in study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED)):
         if steps := measured_steps(trial):
-            plan, factor = plan_of(trial, space), footing.bring(told(trial, RUN), trial.number, 1.0)
+            plan, factor = plan_of(trial, space), footing.bring(attribute(trial, RUN), trial.number, 1.0)
             brought = tuple(factor * seconds for seconds in steps)
             try:
                 samples.append(Sample(space.workload, space.cluster, plan, brought, kind_of(trial)))
@@ -316,13 +305,13 @@ def samples_of(study: optuna.Study) -> list[Sample]:
 
 
 def footing_of_study(study: optuna.Study) -> Footing:
-    """The footing of the run that has the study's first trial, or of the first that has turns of the reference."""
+    """The correction to the run of the study's first trial, or to the first run that measured the reference."""
     sights = [sight_of(trial) for trial in study.get_trials(deepcopy=False)]
     return Footing.of(sights, run_with_turns(sights, sights[0].run if sights else None))
 
 
 class _Sizes(Record):
-    """What a study says of its space."""
+    """The attribute `SPACE`."""
 
     format: str
     fingerprint: str
@@ -331,7 +320,6 @@ class _Sizes(Record):
 
 
 def _sizes(study: optuna.Study) -> _Sizes:
-    """What a study says of its space, in the format of this release."""
     sizes = _attribute(study, SPACE)
     found = sizes.get("format") if isinstance(sizes, dict) else None
     check_format(found, FORMAT, _where(study), StudyError)
@@ -345,7 +333,6 @@ def _semantics(study: optuna.Study) -> Semantics:
 
 
 def _attribute(study: optuna.Study, name: str) -> Any:
-    attributes: Mapping[str, Any] = study.user_attrs
-    if name not in attributes:
+    if name not in study.user_attrs:
         raise StudyError(f"study '{study.study_name}': it does not say its '{name}', so it is not one of plans")
-    return attributes[name]
+    return study.user_attrs[name]

@@ -1,4 +1,4 @@
-"""Transfer: what a search starts from, of other models, other clusters, or both."""
+"""Transfer: earlier results of other models, other clusters, or both, which a search starts from."""
 
 from __future__ import annotations
 
@@ -7,16 +7,19 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import optuna
-from pydantic import Field, ValidationError
+from optuna.trial import FrozenTrial, TrialState
+from pydantic import Field
 
 from lightning_autosync.cluster import ClusterSpec
-from lightning_autosync.documents import Record, describe_validation_error, digest
+from lightning_autosync.documents import Record, checked, digest
 from lightning_autosync.errors import DocumentError
 from lightning_autosync.learned import Estimator, load_simulator
 from lightning_autosync.learned.dataset import Dataset, Sample
+from lightning_autosync.plan.space import BUILDER, Block, PlanSpace, Value
 from lightning_autosync.plan.spec import Semantics
 from lightning_autosync.search.storages import StudyError
-from lightning_autosync.search.studies import cluster_of, load_study, space_of, workload_of
+from lightning_autosync.search.studies import cluster_of, footing_of_study, load_study, space_of, workload_of
+from lightning_autosync.search.trial_attributes import RUN, attribute, seconds_of
 from lightning_autosync.workload import Workload
 
 Text = Annotated[str, Field(min_length=1)]
@@ -46,10 +49,9 @@ class DatasetSource(Record):
         path: folder of the dataset.
         models: names of the workloads that are taken; empty takes all.
         clusters: names of the clusters that are taken; empty takes all.
-        relation: which of these are taken beside the search's own workload and cluster: ``any``; ``other_model``, on
-            the same cluster; ``other_cluster``, of the same model; or ``both_other``. A model is the same whose
-            variables have the same names and shapes, a cluster whose machines and links are the same, whatever either
-            is called.
+        relation: which of these are taken: ``any``; ``other_model``, on the search's cluster; ``other_cluster``, of the
+            search's model; or ``both_other``. Models are the same if their variables have the same names and shapes.
+            Clusters are the same if their machines and links are. Names do not count.
     """
 
     path: Text
@@ -59,11 +61,11 @@ class DatasetSource(Record):
 
 
 class TransferSettings(Record):
-    """The sources of a search, by names of the user's choice (``conf/transfer``).
+    """The sources of a search (``conf/transfer``). The user gives each source a name.
 
     Attributes:
-        studies: whose trials train the simulator, and whose best points are carried over.
-        datasets: whose samples train the simulator.
+        studies: they train the simulator, and their best points are measured again.
+        datasets: their samples train the simulator.
         simulator: directory of a fitted simulator; None keeps the search's own.
     """
 
@@ -78,10 +80,7 @@ class TransferSettings(Record):
         Raises:
             DocumentError: the first thing wrong, by field.
         """
-        try:
-            return cls.model_validate(data or {})
-        except ValidationError as error:
-            raise DocumentError(f"transfer: {describe_validation_error(error)}") from None
+        return checked(cls, data or {}, "transfer")
 
 
 @dataclass(frozen=True)
@@ -102,11 +101,11 @@ class Transfer:
 def load_transfer(
     settings: TransferSettings, workload: Workload, cluster: ClusterSpec, semantics: Semantics = "exact"
 ) -> Transfer:
-    """Open all sources of a search for a workload on a cluster, for plans of some level at most.
+    """Open all sources of a search for a workload on a cluster, with plans of this level of semantics at most.
 
     Raises:
-        DocumentError: a source is not there, is damaged, or is not what the settings say of it; the message begins with
-            the source's name.
+        DocumentError: a source is missing or damaged, or is of another model or cluster than the settings say; the
+            message begins with the source's name.
     """
     estimator = None
     if settings.simulator is not None:
@@ -177,7 +176,7 @@ def _is_wanted(sample: Sample, source: DatasetSource, own: _Own) -> bool:
 
 
 class _Own:
-    """The search's own workload and cluster, with which those of samples are compared by what they are."""
+    """Compares the workloads and clusters of samples with those of the search, by content."""
 
     def __init__(self, workload: Workload, cluster: ClusterSpec) -> None:
         self._variables = workload.variables_fingerprint
@@ -188,16 +187,16 @@ class _Own:
         return sample.workload.variables_fingerprint == self._variables
 
     def has_cluster(self, sample: Sample) -> bool:
-        """Worked out once for each of a dataset's clusters, however many samples share it."""
+        """Computed once for each cluster of a dataset: many samples share one."""
         identity = id(sample.cluster)
         if identity not in self._known:
-            # The cluster is kept, so that no other can come to have the same identity.
+            # Keep the cluster, so that no other object can get the same identity.
             self._known[identity] = sample.cluster, _machines(sample.cluster) == self._machines
         return self._known[identity][1]
 
 
 def _machines(cluster: ClusterSpec) -> str:
-    """The fingerprint of a cluster but for what people call it."""
+    """The fingerprint of a cluster without its name."""
     return digest({name: value for name, value in cluster.to_dict().items() if name != "name"})
 
 
@@ -205,3 +204,82 @@ def _names(samples: Sequence[Sample]) -> str:
     models = sorted({sample.workload.name for sample in samples})
     clusters = sorted({sample.cluster.name for sample in samples})
     return f"it has models {', '.join(models) or 'none'}, clusters {', '.join(clusters) or 'none'}"
+
+
+MAX_BEST_POINTS = 12
+"""Points of a source study that are measured again."""
+
+
+def best_points(study: optuna.Study, space: PlanSpace, count: int = MAX_BEST_POINTS) -> list[dict[str, Value]]:
+    """The best points of a study of another model or cluster, each once, mapped to ``space``.
+
+    Raises:
+        StudyError: the study is not one of plans.
+    """
+    source, footing = space_of(study), footing_of_study(study)
+    trials = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
+
+    def corrected(trial: FrozenTrial) -> float:
+        return footing.bring(attribute(trial, RUN), trial.number, seconds_of(trial) or 0.0)
+
+    ranked = sorted((trial for trial in trials if seconds_of(trial) is not None), key=corrected)
+    points: dict[tuple[Value, ...], dict[str, Value]] = {}
+    for trial in ranked:
+        if source.parameters.keys() <= trial.params.keys() and len(points) < count:
+            point = mapped_point(trial.params, source, space)
+            points.setdefault(tuple(point.values()), point)
+    return list(points.values())
+
+
+def mapped_point(genome: Mapping[str, Value], source: PlanSpace, target: PlanSpace) -> dict[str, Value]:
+    """The point of ``target`` that treats every block like the block of ``source`` at the same place of backward.
+
+    A value that a domain of the target does not have becomes the domain's first. A builder that does not fit the target
+    becomes the first value of that domain: composed.
+    """
+    genome = source.normal(genome)
+    point: dict[str, Value] = {name: domain[0] for name, domain in target.parameters.items()}
+    if genome[BUILDER] in target.parameters[BUILDER]:
+        point[BUILDER] = genome[BUILDER]
+    source_places, places = _places(source), _places(target)
+    blocks = {block.name: block for block in target.blocks}
+    like = {name: _nearest(block, places[name], source, source_places) for name, block in blocks.items()}
+    for name, domain in target.parameters.items():
+        block, _, aspect = name.rpartition("/")
+        if block in blocks:
+            value = _mapped_value(genome, f"{like[block]}/{aspect}", source, domain, aspect)
+            point[name] = domain[0] if value is None else value
+    return target.normal(point)
+
+
+def _mapped_value(
+    genome: Mapping[str, Value], name: str, source: PlanSpace, domain: tuple[Value, ...], aspect: str
+) -> Value | None:
+    """The source's value, if the target's domain has it; sizes of buckets by their index in the domain."""
+    if name in genome:
+        if aspect == "bucket":
+            return domain[min(source.parameters[name].index(genome[name]), len(domain) - 1)]
+        if genome[name] in domain:
+            return genome[name]
+    return "native" if aspect == "method" and "native" in domain else None
+
+
+def _places(space: PlanSpace) -> dict[str, float]:
+    """The place of each block in backward: the share of bytes before its middle variable."""
+    workload = space.workload
+    before: dict[str, float] = {}
+    passed = 0
+    for name in workload.ready_order:
+        before[name] = passed / max(1, workload.bytes)
+        passed += workload.variable(name).bytes
+    return {block.name: before[block.variables[len(block.variables) // 2].name] for block in space.blocks}
+
+
+def _nearest(block: Block, place: float, source: PlanSpace, places: Mapping[str, float]) -> str:
+    """The source's block of the same kind (dense or row-wise, one variable or several) that is nearest in place."""
+
+    def distance(other: Block) -> tuple[bool, bool, float]:
+        differs_in_count = (len(other.variables) == 1) != (len(block.variables) == 1)
+        return other.dense != block.dense, differs_in_count, abs(places[other.name] - place)
+
+    return min(source.blocks, key=distance).name

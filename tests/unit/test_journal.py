@@ -14,12 +14,12 @@ import optuna
 import pytest
 from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
 
-from lightning_autosync.search.journal import Journal, Turn
+from lightning_autosync.search.journal import Journal, JournalLock
 
 _HOLDER = """
 import sys
-from lightning_autosync.search.journal import Turn
-Turn(sys.argv[1]).acquire()
+from lightning_autosync.search.journal import JournalLock
+JournalLock(sys.argv[1]).acquire()
 print("held", flush=True)
 input()
 """
@@ -67,8 +67,8 @@ def test_a_study_goes_on_at_once_after_a_kill(path):
 
 
 def test_who_waits_for_a_stopped_process_is_told(path, monkeypatch):
-    monkeypatch.setattr("lightning_autosync.search.journal.PATIENCE", 0.1)
-    stopped = Turn(str(path))
+    monkeypatch.setattr("lightning_autosync.search.journal.LOCK_TIMEOUT", 0.1)
+    stopped = JournalLock(str(path))
     stopped.acquire()
     with pytest.raises(TimeoutError, match="another process has been writing to it for "):
         Journal(str(path)).append_logs([{"op": 1}])
@@ -77,7 +77,7 @@ def test_who_waits_for_a_stopped_process_is_told(path, monkeypatch):
 
 
 def test_processes_of_optuna_alone_take_turns_with_ours(path):
-    theirs, ours = JournalFileSymlinkLock(str(path)), Turn(str(path))
+    theirs, ours = JournalFileSymlinkLock(str(path)), JournalLock(str(path))
     order: list[str] = []
 
     def wait() -> None:
@@ -107,7 +107,7 @@ def test_turns_are_taken_where_the_kernel_keeps_no_locks(path, monkeypatch):
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
     monkeypatch.setattr("fcntl.flock", refused)
-    first, second, order = Turn(str(path)), Turn(str(path)), []
+    first, second, order = JournalLock(str(path)), JournalLock(str(path)), []
 
     def wait() -> None:
         second.acquire()

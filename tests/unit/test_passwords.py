@@ -11,8 +11,8 @@ import pytest
 
 from lightning_autosync.search.passwords import (
     VARIABLE,
-    by_environment,
     has_password,
+    hide_passwords,
     without_password,
     without_passwords,
 )
@@ -67,7 +67,7 @@ def own_environment(monkeypatch):
     ],
 )
 def test_an_address_with_a_password_goes_by_the_environment(address, form):
-    (told,) = by_environment([form.format(address)])
+    (told,) = hide_passwords([form.format(address)])
     assert SECRET not in told
     assert f"${{oc.env:{VARIABLE}1}}" in told
     assert os.environ[f"{VARIABLE}1"] == address
@@ -75,11 +75,11 @@ def test_an_address_with_a_password_goes_by_the_environment(address, form):
 
 def test_what_holds_no_password_stays_as_it_is():
     line = ["study.storage=sqlite:///x.db", "a=postgresql://user@host/db", "b='${oc.env:DB}'", "-m", "c=1,2"]
-    assert by_environment(line) == line
+    assert hide_passwords(line) == line
 
 
 def test_each_address_of_a_sweep_has_a_variable():
-    (told,) = by_environment([f"study.storage={ADDRESSES[0]},sqlite:///x.db,'{ADDRESSES[2]}'"])
+    (told,) = hide_passwords([f"study.storage={ADDRESSES[0]},sqlite:///x.db,'{ADDRESSES[2]}'"])
     assert told == f"study.storage='${{oc.env:{VARIABLE}1}}',sqlite:///x.db,'${{oc.env:{VARIABLE}2}}'"
 
 

@@ -26,15 +26,15 @@ from lightning_autosync.learned.dataset.sample import step_noise
 from lightning_autosync.plan import SyncPlan, builders, compile_plan, signature
 from lightning_autosync.plan.space import BUILDER, COMPOSED, PlanSpace
 from lightning_autosync.replay import Constants, Replay
-from lightning_autosync.search import storages, studies, tried
+from lightning_autosync.search import storages, studies
+from lightning_autosync.search import trial_attributes as attrs
 from lightning_autosync.search.sampler import AutoSyncSampler
-from lightning_autosync.search.sampler.belief import Beliefs, Believer
-from lightning_autosync.search.sampler.choice import pick
-from lightning_autosync.search.sampler.features import Embedding, similarity
-from lightning_autosync.search.sampler.holdout import HoldOut
+from lightning_autosync.search.sampler.cost_model import CostEstimate, CostModel, CrossFit
+from lightning_autosync.search.sampler.error_model import ErrorModel
+from lightning_autosync.search.sampler.features import PlanFeatures, similarity
 from lightning_autosync.search.sampler.observations import CHOICE, Choice, Observations, decode, encode, point_of
 from lightning_autosync.search.sampler.population import Candidate, Population
-from lightning_autosync.search.sampler.residual import Residuals
+from lightning_autosync.search.sampler.proposer import pick
 from lightning_autosync.workload import Variable, Workload
 
 SMALL = {"population": 48, "batch": 4}
@@ -80,7 +80,7 @@ def test_it_learns_what_the_simulator_gets_wrong() -> None:
     drawn = [otherwise(SPACE.plan(SPACE.draw(rng))) for _ in range(200)]
     assert study.best_value < min(drawn)
     late = study.trials[-1]
-    assert late.user_attrs[tried.PREDICTED] == pytest.approx(late.value, rel=0.15)
+    assert late.user_attrs[attrs.PREDICTED] == pytest.approx(late.value, rel=0.15)
 
 
 def test_no_plan_is_proposed_twice_and_failed_ones_never_again() -> None:
@@ -107,7 +107,7 @@ def test_only_a_plan_that_failed_by_itself_stays_tried(interrupted: bool) -> Non
     for _ in range(2):
         trial = study.ask()
         plans.append(signature(SPACE.plan(studies.suggest(trial, SPACE))))
-        trial.set_user_attr(tried.INTERRUPTED, interrupted)
+        trial.set_user_attr(attrs.INTERRUPTED, interrupted)
         study.tell(trial, state=optuna.trial.TrialState.FAIL)
     assert (plans[0] == plans[1]) == interrupted
 
@@ -192,7 +192,7 @@ def test_where_some_parameters_are_given_it_proposes_the_others_to_match() -> No
     for _ in range(8):
         study.enqueue_trial(fixed)
     tune(study.sampler, 8, study=study)
-    assert all(trial.params[BUILDER] == COMPOSED and tried.REFINED not in trial.user_attrs for trial in study.trials)
+    assert all(trial.params[BUILDER] == COMPOSED and attrs.REFINED not in trial.user_attrs for trial in study.trials)
     rng = Random(0)
     drawn = sorted(seconds(SPACE.plan({**SPACE.draw(rng), **fixed})) for _ in range(50))
     assert statistics.median(trial.value for trial in study.trials) < drawn[5]
@@ -208,7 +208,7 @@ def test_what_is_given_again_is_priced_as_what_runs() -> None:
     tune(study.sampler, 3, study=study)
     for trial in study.trials:
         assert trial.params[BUILDER] == point[BUILDER]
-        assert trial.user_attrs[tried.PREDICTED] == pytest.approx(trial.value, rel=0.1)
+        assert trial.user_attrs[attrs.PREDICTED] == pytest.approx(trial.value, rel=0.1)
 
 
 def test_a_points_own_plan_goes_before_a_refinement_that_does_the_same() -> None:
@@ -245,7 +245,7 @@ def test_of_many_sources_only_so_much_is_looked_at() -> None:
     workloads = [layers(2, f"model {number}") for number in range(100)]
     plan = builders.all_reduce(workloads[0], SPACE.cluster)
     sources = [Sample(workload, SPACE.cluster, plan, (0.1 + n,)) for workload in workloads for n in range(20)]
-    errors = Believer(SPACE.workload, SPACE.cluster, None, sources).source_errors()
+    errors = CostModel(SPACE.workload, SPACE.cluster, None, sources).source_errors()
     assert errors is not None
     assert len(errors[1]) == 4 * len(workloads)
 
@@ -425,7 +425,7 @@ def test_errors_of_a_simulator_are_those_on_plans_that_it_was_not_taught() -> No
     sampler = AutoSyncSampler(SPACE, estimator=Memorizer(), seed=0, refit=20, **SMALL)
     study = tune(sampler, 21, lambda plan: 2 * seconds(plan))
     late = study.trials[-1]  # the first after all others were learned by heart
-    assert late.user_attrs[tried.PREDICTED] == pytest.approx(late.value, rel=0.1)
+    assert late.user_attrs[attrs.PREDICTED] == pytest.approx(late.value, rel=0.1)
 
 
 def test_a_simulator_is_told_how_sure_a_time_is() -> None:
@@ -436,7 +436,7 @@ def test_a_simulator_is_told_how_sure_a_time_is() -> None:
         trial = study.ask()
         plan = SPACE.plan(studies.suggest(trial, SPACE))
         steps = (0.1 - spread, 0.1, 0.1 + spread)
-        trial.set_user_attr(tried.STEPS, [steps])
+        trial.set_user_attr(attrs.STEPS, [steps])
         study.tell(trial, 0.1)
         expected[signature(plan)] = step_noise(steps)
     assert len(estimator.noise) == 2  # the third trial was told after the training that it began with
@@ -451,7 +451,7 @@ def test_errors_on_sources_are_those_of_plans_that_were_held_out_too() -> None:
     steps = [2 * replay.predict(compile_plan(plan, other.workload, other.cluster)).step_time for plan in plans]
     samples = [Sample(other.workload, other.cluster, plan, (step,)) for plan, step in zip(plans, steps, strict=True)]
     estimator = Memorizer()
-    holdout = HoldOut(estimator, samples)
+    holdout = CrossFit(estimator, samples)
     holdout.fit([])
     assert estimator.estimate(other.workload, other.cluster, plans).seconds == pytest.approx(steps)
     unseen = numpy.exp(holdout.unseen(other.workload, other.cluster, plans))
@@ -477,13 +477,13 @@ def test_sources_teach_and_seed_but_do_not_enter_the_study() -> None:
 
 
 def test_what_a_source_got_wrong_is_expected_here_too() -> None:
-    embedding = Embedding(SPACE.workload)
+    embedding = PlanFeatures(SPACE.workload)
     rng = Random(3)
     plans = [SPACE.plan(SPACE.draw(rng)) for _ in range(60)]
     features = numpy.array([embedding(plan) for plan in plans])
     ring = numpy.array([sum(g.topology == "ring" for g in plan.groups) / len(plan.groups) for plan in plans])
     errors = 0.5 * ring
-    residuals = Residuals()
+    residuals = ErrorModel()
     tasks = numpy.array([1.0] * 50 + [0.0] * 2)
     residuals.fit(features[:52], errors[:52], tasks)
     expected, _ = residuals.predict(features[52:])
@@ -500,12 +500,12 @@ def test_what_is_little_known_of_is_bred_however_the_simulator_prices_it(monkeyp
         sampler = AutoSyncSampler(SPACE, seed=0, **SMALL)
         proposer = sampler._proposer
         assert proposer is not None
-        known = proposer._believer.guess
+        known = proposer._cost.rough
 
-        def guess(candidates: Sequence[Candidate]) -> Beliefs:
-            return Beliefs(known(candidates).mean, deviation * numpy.array([rings(one) for one in candidates]))
+        def rough(candidates: Sequence[Candidate]) -> CostEstimate:
+            return CostEstimate(known(candidates).mean, deviation * numpy.array([rings(one) for one in candidates]))
 
-        monkeypatch.setattr(proposer._believer, "guess", guess)
+        monkeypatch.setattr(proposer._cost, "rough", rough)
         tune(sampler, 12)
         return float(numpy.mean([rings(one) for one in proposer._population.candidates.values()]))
 
@@ -513,10 +513,10 @@ def test_what_is_little_known_of_is_bred_however_the_simulator_prices_it(monkeyp
 
 
 def test_uncertainty_grows_away_from_what_was_measured() -> None:
-    embedding = Embedding(SPACE.workload)
+    embedding = PlanFeatures(SPACE.workload)
     rng = Random(4)
     features = numpy.array([embedding(SPACE.plan(SPACE.draw(rng))) for _ in range(20)])
-    residuals = Residuals()
+    residuals = ErrorModel()
     residuals.fit(features[:10], numpy.linspace(0, 0.2, 10), numpy.zeros(10))
     _, deviation = residuals.predict(features)
     assert deviation[:10].max() < deviation[10:].max()
@@ -525,11 +525,11 @@ def test_uncertainty_grows_away_from_what_was_measured() -> None:
 
 
 def test_the_greedy_choice_avoids_what_is_alike() -> None:
-    embedding = Embedding(SPACE.workload)
+    embedding = PlanFeatures(SPACE.workload)
     rng = Random(5)
     one, other = (embedding(SPACE.plan(SPACE.draw(rng))) for _ in range(2))
     features = numpy.array([one, one, other])
-    beliefs = Beliefs(numpy.array([0.0, 0.001, 0.01]), numpy.zeros(3))
+    beliefs = CostEstimate(numpy.array([0.0, 0.001, 0.01]), numpy.zeros(3))
     assert pick(beliefs, features, numpy.zeros((0, len(one))), 3) == [0, 2, 1]
     assert pick(beliefs, features, features[:1], 1) == [2]
 
@@ -542,8 +542,8 @@ def test_features_do_not_depend_on_names_and_compare_across_models() -> None:
     assert signature(renamed) == signature(plan)
     deep = PlanSpace(layers(48, "deep"), uneven_cluster(4))
     whole = [next(s.coherent()) for s in (SPACE, deep)]
-    one = Embedding(SPACE.workload)(SPACE.plan(whole[0]))
-    other = Embedding(deep.workload)(deep.plan(whole[1]))
+    one = PlanFeatures(SPACE.workload)(SPACE.plan(whole[0]))
+    other = PlanFeatures(deep.workload)(deep.plan(whole[1]))
     assert similarity(one[None], other[None])[0, 0] > 0.95
 
 
@@ -554,13 +554,17 @@ def test_times_are_taken_as_the_reference_beside_them_shows_the_machine() -> Non
     for number in range(18):
         trial = study.ask()
         run, slow = ("other", 4.0) if number >= 12 else ("own", 2.0 if number >= 6 else 1.0)
-        for name, value in ((tried.RUN, run), (tried.BATCH, number), (tried.REFERENCE, slow)):
+        for name, value in (
+            (attrs.RUN, run),
+            (attrs.BATCH, number),
+            (attrs.REFERENCE, slow),
+        ):
             trial.set_user_attr(name, value)
         proposed.append(seconds(SPACE.plan(studies.suggest(trial, SPACE))))
-        trial.set_user_attr(tried.PRICE, proposed[-1])
+        trial.set_user_attr(attrs.PRICE, proposed[-1])
         study.tell(trial, proposed[-1] * slow)
     asking = study.ask()
-    asking.set_user_attr(tried.RUN, "own")
+    asking.set_user_attr(attrs.RUN, "own")
     found = Observations.of(study.get_trials(deepcopy=False), SPACE, asking.number)
     brought = numpy.exp([logarithm for _, _, logarithm in found.measured])
     assert brought == pytest.approx([1.5 * one for one in proposed])
@@ -570,8 +574,14 @@ def test_what_was_proposed_is_known_to_the_live_trial() -> None:
     study = optuna.create_study(sampler=AutoSyncSampler(SPACE, seed=0, **SMALL))
     trial = study.ask()
     plan = SPACE.plan(studies.suggest(trial, SPACE))
-    assert trial.user_attrs[tried.ORIGIN] in (tried.BUILT, "coherent", "drawn", "evolved", "neighbour")
-    assert trial.user_attrs[tried.PREDICTED] == pytest.approx(seconds(plan))
+    assert trial.user_attrs[attrs.ORIGIN] in (
+        attrs.BUILT,
+        "coherent",
+        "drawn",
+        "evolved",
+        "neighbour",
+    )
+    assert trial.user_attrs[attrs.PREDICTED] == pytest.approx(seconds(plan))
     assert trial.user_attrs.items() <= study.trials[0].user_attrs.items()
 
 
@@ -586,18 +596,18 @@ def test_refined_plans_are_tried_in_place_of_their_points() -> None:
             trial = study.ask()
             point = studies.suggest(trial, SPACE)
             assert point == SPACE.normal(point)
-            plan = tried.plan_of(trial, SPACE)
-            assert (plan != SPACE.plan(point)) == (tried.REFINED in trial.user_attrs)
+            plan = attrs.plan_of(trial, SPACE)
+            assert (plan != SPACE.plan(point)) == (attrs.REFINED in trial.user_attrs)
             signatures.append(signature(plan))
             study.tell(trial, otherwise(plan))
 
     go_on(20)
     study.sampler = AutoSyncSampler(SPACE, seed=3, refine=6, **SMALL)
     go_on(20)
-    refined = [trial for trial in study.trials if tried.REFINED in trial.user_attrs]
+    refined = [trial for trial in study.trials if attrs.REFINED in trial.user_attrs]
     assert len(refined) >= 5
     assert min(trial.number for trial in refined) >= 6
-    assert {trial.user_attrs[tried.ORIGIN] for trial in refined} == {"refined"}
+    assert {trial.user_attrs[attrs.ORIGIN] for trial in refined} == {"refined"}
     assert len(set(signatures)) == len(signatures)
     assert [signature(sample.plan) for sample in studies.samples_of(study)] == signatures
 
@@ -609,7 +619,7 @@ def test_a_point_that_others_decide_on_is_not_refined() -> None:
     for _ in range(12):
         study.enqueue_trial({given: SPACE.parameters[given][1]})
     tune(sampler, 12, study=study)
-    assert not any(tried.REFINED in trial.user_attrs for trial in study.trials)
+    assert not any(attrs.REFINED in trial.user_attrs for trial in study.trials)
 
 
 def test_a_refined_plan_that_is_none_gives_a_clear_error() -> None:
@@ -617,9 +627,9 @@ def test_a_refined_plan_that_is_none_gives_a_clear_error() -> None:
     trial = study.ask()
     studies.suggest(trial, SPACE)
     for text in ("{", "{}", "3"):
-        trial.set_user_attr(tried.REFINED, text)
+        trial.set_user_attr(attrs.REFINED, text)
         with pytest.raises(storages.StudyError, match=r"trial 0: autosync:refined.*"):
-            tried.plan_of(trial, SPACE)
+            attrs.plan_of(trial, SPACE)
     study.tell(trial, 1.0)
     tune(study.sampler, 3, study=study)  # the sampler leaves it out
 

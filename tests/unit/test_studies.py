@@ -13,9 +13,10 @@ from clusters import uneven_cluster
 from lightning_autosync.errors import DocumentError
 from lightning_autosync.plan import builders
 from lightning_autosync.plan.space import BUILDER, PlanSpace
-from lightning_autosync.search import storages, studies, tried
+from lightning_autosync.search import storages, studies
+from lightning_autosync.search import trial_attributes as attrs
 from lightning_autosync.search.sampler.observations import Observations
-from lightning_autosync.search.storages import StudyError, answered
+from lightning_autosync.search.storages import StudyError, storage_errors
 from lightning_autosync.search.tuning.buckets import BucketSpace
 from lightning_autosync.workload import Variable, Workload
 
@@ -38,7 +39,7 @@ def storage(tmp_path: Path) -> Path:
 def measure(study: optuna.Study, steps: list[list[float]]) -> optuna.Trial:
     trial = study.ask()
     studies.suggest(trial, SPACE)
-    trial.set_user_attr(tried.STEPS, steps)
+    trial.set_user_attr(attrs.STEPS, steps)
     study.tell(trial, 2.0)
     return trial
 
@@ -101,7 +102,7 @@ def test_a_study_whose_maker_died_before_it_described_it_is_described(
     storage: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made_by_another(storage, None)
-    monkeypatch.setattr(studies, "_DESCRIBING", 0.0)
+    monkeypatch.setattr(studies, "_DESCRIBE_TIMEOUT", 0.0)
     assert studies.space_of(studies.open_study(storage, "one", SPACE)).fingerprint == SPACE.fingerprint
 
 
@@ -184,7 +185,7 @@ def test_a_study_goes_on_with_the_domains_that_it_began_with(storage: Path) -> N
     study = studies.open_study(storage, "one", SPACE)  # today's
     space = studies.space_of(study)
     assert space.parameters == began.parameters
-    assert tried.plan_of(study.get_trials()[-1], space) == plan
+    assert attrs.plan_of(study.get_trials()[-1], space) == plan
     studies.suggest(study.ask(), space)
     with pytest.raises(ValueError, match="does not support dynamic value space"):
         studies.suggest(study.ask(), SPACE)  # so that this test fails if Optuna ever does
@@ -203,9 +204,9 @@ def test_a_topology_that_is_not_there_is_an_error_where_it_is_used(storage: Path
     known, unknown = study.get_trials()
     assert Observations.of([known, unknown], space, -1).measured[0][0] == known.number
     assert len(Observations.of([known, unknown], space, -1).measured) == 1
-    tried.plan_of(known, space)
+    attrs.plan_of(known, space)
     with pytest.raises(StudyError, match=r"trial 1: method: 'pigeons' is not known; the registered topologies offer"):
-        tried.plan_of(unknown, space)
+        attrs.plan_of(unknown, space)
 
 
 def test_trials_of_other_parameters_are_refused(storage: Path) -> None:
@@ -232,7 +233,7 @@ def test_a_study_of_another_format_is_refused(storage: Path) -> None:
 def test_what_a_storage_raises_is_one_error_of_ours() -> None:
     with (
         pytest.raises(storages.StorageError, match=r"does not answer: OSError: .* the same command goes on"),
-        answered(),
+        storage_errors(),
     ):
         raise OSError(28, "No space left on device")
 
@@ -244,9 +245,9 @@ def test_baselines_come_first_once_and_say_so(storage: Path) -> None:
     assert len(study.trials) == len(SPACE.baselines())
     measure(study, [[2.0]])
     trial = study.trials[0]
-    assert trial.user_attrs[tried.ORIGIN] == tried.BASELINE
+    assert trial.user_attrs[attrs.ORIGIN] == attrs.BASELINE
     name = str(SPACE.baselines()[0][BUILDER])
-    assert tried.plan_of(trial, SPACE) == builders.build(name, WORKLOAD, SPACE.cluster)
+    assert attrs.plan_of(trial, SPACE) == builders.build(name, WORKLOAD, SPACE.cluster)
     assert studies.samples_of(study)[0].kind == name
 
 
@@ -254,7 +255,7 @@ def test_points_whose_trials_were_interrupted_are_enqueued_again(storage: Path) 
     study = studies.open_study(storage, "one", SPACE)
     studies.enqueue_baselines(study, SPACE)
     interrupted, failed, measured = (study.ask() for _ in range(3))
-    interrupted.set_user_attr(tried.INTERRUPTED, True)
+    interrupted.set_user_attr(attrs.INTERRUPTED, True)
     for trial in (interrupted, failed):
         study.tell(trial, state=optuna.trial.TrialState.FAIL)
     study.tell(measured, 1.0)
@@ -295,7 +296,7 @@ def test_a_trial_of_other_parameters_is_named() -> None:
     study = optuna.create_study()
     study.optimize(lambda trial: trial.suggest_float("x", 0, 1), n_trials=1)
     with pytest.raises(StudyError, match="trial 0: plan space: parameter"):
-        tried.plan_of(study.trials[0], SPACE)
+        attrs.plan_of(study.trials[0], SPACE)
     assert issubclass(StudyError, DocumentError)
 
 
@@ -322,7 +323,7 @@ def test_a_study_whose_maker_died_among_the_baselines_gets_the_rest(
 ) -> None:
     study = optuna.create_study(storage=storages.open_storage(storage), study_name="one")
     study.set_user_attr(studies.WORKLOAD, "{}")
-    studies.enqueue(study, SPACE.baselines()[:2], tried.BASELINE)
-    monkeypatch.setattr(studies, "_DESCRIBING", 0.1)
+    studies.enqueue(study, SPACE.baselines()[:2], attrs.BASELINE)
+    monkeypatch.setattr(studies, "_DESCRIBE_TIMEOUT", 0.1)
     found = studies.open_study(storage, "one", SPACE, first=SPACE.baselines())
     assert [trial.system_attrs["fixed_params"] for trial in found.trials] == SPACE.baselines()

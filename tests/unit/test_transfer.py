@@ -17,9 +17,8 @@ from lightning_autosync.learned import ReplayEstimator
 from lightning_autosync.learned.dataset import Sample
 from lightning_autosync.plan.space import BUILDER, PlanSpace
 from lightning_autosync.search import studies
-from lightning_autosync.search.sampler.transplant import carried_over, transplant
 from lightning_autosync.search.storages import StudyError
-from lightning_autosync.search.transfer import TransferSettings, load_transfer
+from lightning_autosync.search.transfer import TransferSettings, best_points, load_transfer, mapped_point
 from lightning_autosync.search.tuning.buckets import BucketSpace
 from lightning_autosync.workload import Variable, Workload
 
@@ -56,7 +55,7 @@ def parse(**sources: object) -> TransferSettings:
 def test_every_place_of_backward_keeps_its_treatment() -> None:
     genome = SOURCE.draw(Random(1))
     genome |= {"run0/method": "ring", "run1/method": "native", "run2/method": "star", "run2/servers": "even"}
-    point = transplant(genome, SOURCE, TARGET)
+    point = mapped_point(genome, SOURCE, TARGET)
     assert TARGET.normal(point) == point
     assert [point[f"run{number}/method"] for number in range(3)] == ["ring", "native", "star"]
     assert point["run2/servers"] == "even"
@@ -66,18 +65,18 @@ def test_what_the_target_cannot_do_stays_at_its_first_value() -> None:
     source = PlanSpace(layers(30), shared_nodes(6))
     genome = source.normal({**source.draw(Random(1)), "run0/method": "hierarchical"})
     assert "hierarchical" not in TARGET.parameters["run0/method"]
-    assert transplant(genome, source, TARGET)["run0/method"] == "native"
+    assert mapped_point(genome, source, TARGET)["run0/method"] == "native"
 
 
 def test_a_builder_stays_itself() -> None:
     point = next(point for point in SOURCE.baselines() if point[BUILDER] == "byteps")
-    assert transplant(point, SOURCE, TARGET)[BUILDER] == "byteps"
+    assert mapped_point(point, SOURCE, TARGET)[BUILDER] == "byteps"
 
 
 def test_the_best_points_of_a_study_come_first_and_once(journal: Path) -> None:
     study = studies.load_study(journal)
-    points = carried_over(study, TARGET, 3)
-    assert points[0] == transplant(study.best_trial.params, SOURCE, TARGET)
+    points = best_points(study, TARGET, 3)
+    assert points[0] == mapped_point(study.best_trial.params, SOURCE, TARGET)
     assert len({tuple(point.values()) for point in points}) == len(points) <= 3
 
 

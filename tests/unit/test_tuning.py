@@ -17,7 +17,8 @@ from lightning_autosync.measure import session as measurement_session
 from lightning_autosync.measure.workers import LaunchError, WorkerError
 from lightning_autosync.plan import SyncPlan, compile_plan
 from lightning_autosync.plan.space import BUILDER, COMPOSED, PlanSpace
-from lightning_autosync.search import storages, studies, tried
+from lightning_autosync.search import storages, studies
+from lightning_autosync.search import trial_attributes as attrs
 from lightning_autosync.search.tuning.buckets import PARAMETER, BucketSpace
 from lightning_autosync.search.tuning.errors import TuningError
 from lightning_autosync.search.tuning.job import Job
@@ -217,8 +218,8 @@ def test_what_is_wrong_with_a_source_is_no_fault_of_the_options(tmp_path):
     study = old.trials().study
     trial = study.ask()
     studies.suggest(trial, old.space)
-    trial.set_user_attr(tried.REFINED, "no plan")
-    trial.set_user_attr(tried.STEPS, [[0.1]])
+    trial.set_user_attr(attrs.REFINED, "no plan")
+    trial.set_user_attr(attrs.STEPS, [[0.1]])
     study.tell(trial, 0.1)
     sources = replace(Sources.of(new.job), studies=[studies.load_study(old.storage, "tune")])
     with pytest.raises(storages.StudyError, match=r"^trial 0: autosync:refined: not valid JSON: "):

@@ -32,7 +32,7 @@ from lightning_autosync.plan.space import BUILDER
 from lightning_autosync.search import storages
 from lightning_autosync.search.journal import Journal
 from lightning_autosync.search.sampler import AutoSyncSampler
-from lightning_autosync.search.tried import RUN
+from lightning_autosync.search.trial_attributes import RUN
 from lightning_autosync.search.tuning import run as tuning_run
 from lightning_autosync.search.tuning.command import STATUS, Interrupted, UnfinishedError, tune
 from lightning_autosync.search.tuning.errors import TuningError

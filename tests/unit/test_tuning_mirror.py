@@ -13,7 +13,7 @@ from optuna.trial import FrozenTrial, TrialState
 from tuning_world import settings
 
 from lightning_autosync.plan.space import BUILDER, COMPOSED
-from lightning_autosync.search.tried import BASELINE, BATCH, ORIGIN, PRICE, REFERENCE, REFINED, RUN, STEPS
+from lightning_autosync.search.trial_attributes import BASELINE, BATCH, ORIGIN, PRICE, REFERENCE, REFINED, RUN, STEPS
 from lightning_autosync.search.tuning.buckets import PARAMETER, BucketSpace
 from lightning_autosync.search.tuning.job import Job
 from lightning_autosync.search.tuning.mirror import MirrorSampler

@@ -11,7 +11,7 @@ from tuning_world import World
 
 from lightning_autosync.plan.builders import build
 from lightning_autosync.search import storages, studies
-from lightning_autosync.search.tried import BASELINE, INTERRUPTED
+from lightning_autosync.search.trial_attributes import BASELINE, INTERRUPTED
 from lightning_autosync.search.tuning.opponents import Opponents
 from lightning_autosync.search.tuning.reference import _keep
 

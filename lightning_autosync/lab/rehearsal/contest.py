@@ -20,7 +20,7 @@ from lightning_autosync.learned import Estimator, ReplayEstimator
 from lightning_autosync.plan.space import PlanSpace
 from lightning_autosync.run_files import alone
 from lightning_autosync.search.studies import describe, enqueue, suggest
-from lightning_autosync.search.tried import BASELINE, ORIGIN, plan_of
+from lightning_autosync.search.trial_attributes import BASELINE, ORIGIN, plan_of
 from lightning_autosync.search.tuning.buckets import BucketSpace
 from lightning_autosync.search.tuning.samplers import make_sampler
 from lightning_autosync.search.tuning.settings import SearchSettings

@@ -11,7 +11,7 @@ import numpy
 from rich.table import Table
 
 from lightning_autosync.lab.rehearsal.runs import Run
-from lightning_autosync.search.tried import BASELINE
+from lightning_autosync.search.trial_attributes import BASELINE
 
 NEARLY = 0.98
 """Share of the best known speed that counts as found."""

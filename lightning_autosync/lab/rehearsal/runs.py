@@ -14,7 +14,7 @@ from lightning_autosync.documents import PLAIN, Integer, Spent, Taken
 from lightning_autosync.errors import DocumentError
 from lightning_autosync.lab.rehearsal.settings import Settings
 from lightning_autosync.run_files import REMEDY, RunFile
-from lightning_autosync.search.tried import BASELINE
+from lightning_autosync.search.trial_attributes import BASELINE
 
 FORMAT = "autosync-rehearsal-runs/3"
 _FREE = frozenset({"pairs", "samplers", "seeds", "source", "runs"})

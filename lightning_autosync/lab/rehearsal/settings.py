@@ -9,7 +9,7 @@ from typing_extensions import Self
 
 from lightning_autosync.documents import Configuration, Index
 from lightning_autosync.replay.replay import Detail
-from lightning_autosync.search.sampler.proposer import Sizes
+from lightning_autosync.search.sampler.proposer import SamplerSizes
 
 Name = Literal["autosync", "transfer", "random", "tpe", "gp", "horovod", "oracle"]
 
@@ -84,7 +84,7 @@ class Settings(Configuration):
         if itself is not None:
             raise ValueError(f"source: '{itself}' would start from its own study; name a pair that is none of pairs")
         try:
-            Sizes.check(self.options)
+            SamplerSizes.check(self.options)
         except ValueError as error:
             raise ValueError(f"options: {error}") from None
         return self

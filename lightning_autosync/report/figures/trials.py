@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from lightning_autosync.report.figures.style import BLUE, GREY, INK, OCHRE, PURPLE, TEAL
 from lightning_autosync.report.tuning.document import Trial
 from lightning_autosync.report.units import milliseconds
-from lightning_autosync.search.tried import BASELINE
+from lightning_autosync.search.trial_attributes import BASELINE
 
 _BASELINE_LOOK = (GREY, "s")
 _LOOKS = ((BLUE, "o"), (TEAL, "^"), (PURPLE, "D"), (OCHRE, "v"), (INK, "P"), (BLUE, "h"), (TEAL, "p"))

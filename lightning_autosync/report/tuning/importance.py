@@ -80,12 +80,12 @@ def _of_points(whole: optuna.Study) -> optuna.Study:
     from optuna.trial import TrialState
 
     from lightning_autosync.search.studies import footing_of_study
-    from lightning_autosync.search.tried import RUN, is_composed, seconds_of, told
+    from lightning_autosync.search.trial_attributes import RUN, attribute, is_composed, seconds_of
 
     footing, study = footing_of_study(whole), optuna.create_study()
     for trial in whole.get_trials(states=(TrialState.COMPLETE,)):
         if is_composed(trial) and (seconds := seconds_of(trial)) is not None:
-            trial.value = footing.bring(told(trial, RUN), trial.number, seconds)
+            trial.value = footing.bring(attribute(trial, RUN), trial.number, seconds)
             study.add_trial(trial)
     return study
 

@@ -18,7 +18,7 @@ from lightning_autosync.measure.hosts import Bound, least_step
 from lightning_autosync.plan import SyncPlan
 from lightning_autosync.report.tuning.document import Trial, TuningResult, read_result
 from lightning_autosync.report.tuning.final import Final
-from lightning_autosync.search.tried import BASELINE
+from lightning_autosync.search.trial_attributes import BASELINE
 from lightning_autosync.workload import Workload
 
 

@@ -1,4 +1,4 @@
-"""Plans as vectors: what share of the bytes, at which place of the backward pass, travels in which way."""
+"""Plans as vectors: the share of the bytes, at each place of the backward pass, that each method carries."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ Floats = NDArray[numpy.float64]
 
 PLACES = 8
 """Equal parts of the bytes, in the order of backward."""
-_WAYS = ("native", "served", "shared_memory", "ring", "tree", "star", "hierarchical", "packed")
+_METHODS = ("native", "server", "shared_memory", "ring", "tree", "star", "hierarchical", "packed")
 _COMPRESSORS = ("fp16", "bf16", "int8", "topk", "powersgd")
 _SIZES = (1 / 2, 1 / 8, 1 / 32)
-"""Shares of all bytes from which on a message is of the first class, the second ...; smaller ones are of the last."""
+"""Least share of all bytes of a message of the first class, of the second class, and so on."""
 _SMALL_SEGMENT = 64 * 1024
 _CHANNELS = (
-    *_WAYS,
+    *_METHODS,
     *_COMPRESSORS,
     *(f"size{number}" for number in range(len(_SIZES) + 1)),
     "one_server",
@@ -33,14 +33,12 @@ _CHANNELS = (
     "large_segment",
 )
 _INDEX = {name: number for number, name in enumerate(_CHANNELS)}
+POOLED = len(_CHANNELS) + 1
+"""Length of the part of a vector that is summed over places."""
 
 
-class Embedding:
-    """Makes vectors of plans for one workload; those of plans for different workloads can be compared.
-
-    Args:
-        workload: the variables.
-    """
+class PlanFeatures:
+    """Makes vectors of plans for one workload. Vectors of plans for different workloads can be compared."""
 
     def __init__(self, workload: Workload) -> None:
         order = [workload.variable(name) for name in workload.ready_order]
@@ -54,44 +52,41 @@ class Embedding:
         self._row = {variable.name: row for row, variable in enumerate(order)}
 
     def __call__(self, plan: SyncPlan) -> Floats:
-        """The vector of a plan, [channels x (places + 1)]; the first part is the sum over places, then place by place.
+        """The vector of a plan, [channels x (places + 1) + 1].
 
-        At each place the channels hold shares of the place's bytes, scaled so that the squared distance of two plans
-        is the mean over places; the sum holds shares of all bytes, and last the logarithm of the count of messages.
+        It begins with the sum over places (`POOLED` numbers): shares of all bytes, then the logarithm of the number of
+        messages. Then follow the shares of each place's bytes, scaled so that the squared distance of two plans is the
+        mean over places.
         """
-        made = numpy.zeros((PLACES, len(_CHANNELS)))
+        shares = numpy.zeros((PLACES, len(_CHANNELS)))
         for group in plan.groups:
             mass = self._share[[self._row[name] for name in group.variables]].sum(axis=0)
             for channel in _channels(group, float(mass.sum())):
-                made[:, _INDEX[channel]] += mass
+                shares[:, _INDEX[channel]] += mass
         count = math.log2(len(plan.groups)) / 10
-        return numpy.concatenate([made.sum(axis=0), [count], made.ravel() * PLACES**0.5])
-
-
-POOLED = len(_CHANNELS) + 1
-"""Length of the part of a vector that is summed over places."""
+        return numpy.concatenate([shares.sum(axis=0), [count], shares.ravel() * PLACES**0.5])
 
 
 def similarity(vectors: Floats, other: Floats) -> Floats:
-    """How alike plans are, 0 to 1, arrays [n, features] and [m, features] to [n, m]."""
+    """[n, m] similarity of plans, 0 to 1, of vectors [n, features] and [m, features]."""
     return numpy.exp(-2 * squared_distance(vectors, other))
 
 
 def squared_distance(vectors: Floats, other: Floats) -> Floats:
-    """Between the parts that are told place by place."""
+    """[n, m] squared distances between the parts that are not summed over places."""
     one, two = vectors[:, POOLED:], other[:, POOLED:]
     squares = (one**2).sum(axis=1)[:, None] + (two**2).sum(axis=1)[None, :] - 2 * one @ two.T
     return numpy.maximum(squares, 0.0)
 
 
 def _channels(group: Group, share: float) -> Iterator[str]:
-    served = group.architecture == "parameter_server"
+    has_server = group.architecture == "parameter_server"
     mode = find(group.topology).encoded_as
-    yield "served" if served and mode == "all_reduce" else {"all_reduce": "native"}.get(mode, mode)
+    yield "server" if has_server and mode == "all_reduce" else {"all_reduce": "native"}.get(mode, mode)
     if group.compressor.kind != "none":
         yield group.compressor.kind
     yield f"size{next((number for number, least in enumerate(_SIZES) if share >= least), len(_SIZES))}"
-    if served and len(set(group.placement or (0,))) == 1:
+    if has_server and len(set(group.placement or (0,))) == 1:
         yield "one_server"
     if group.partition is not None and group.partition.weights is not None:
         yield "weighted"

@@ -1,4 +1,4 @@
-"""What a study knows so far: which points were measured, which are being measured."""
+"""What a study knows so far: which points were measured, and which are being measured."""
 
 from __future__ import annotations
 
@@ -11,17 +11,25 @@ from optuna.trial import FrozenTrial, TrialState
 
 from lightning_autosync.measure.drift import Footing, run_with_turns
 from lightning_autosync.plan.space import PlanSpace, Value
-from lightning_autosync.search.tried import REFINED, RUN, measured_steps, seconds_of, sight_of, told, was_interrupted
+from lightning_autosync.search.trial_attributes import (
+    REFINED,
+    RUN,
+    attribute,
+    measured_steps,
+    seconds_of,
+    sight_of,
+    was_interrupted,
+)
 
 CHOICE = "autosync:choice"
-"""System attribute of a trial: the point that was chosen for it, there before its parameters are."""
+"""System attribute of a trial: the point that was chosen for it. It is there before the trial's parameters are."""
 _DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 
 Point = dict[str, Value]
 
 
 class Choice(NamedTuple):
-    """What a trial tries.
+    """What a trial measures.
 
     Attributes:
         point: of the space.
@@ -37,64 +45,59 @@ class Observations:
     """The trials of a study as points of its space.
 
     Attributes:
-        measured: trials with a time, complete or stopped early: number, choice, and the logarithm of the seconds.
-        steps: seconds of each step of these, by number; of a trial that tells no steps, its time alone.
+        measured: trials with a time, complete or pruned: number, choice, and the logarithm of the seconds.
+        steps: by number of these, seconds of each step; the time alone of a trial without steps.
         pending: choices that are being measured now.
-        tried: those of all other trials, which failed by themselves; interrupted ones may be tried again.
+        failed: choices of trials that failed by themselves. Interrupted ones may be measured again.
         choosing: numbers of the running trials whose choice is not known yet.
-        footing: that the seconds are on.
+        footing: that corrected the seconds for drift.
     """
 
     measured: list[tuple[int, Choice, float]] = field(default_factory=list)
     steps: dict[int, tuple[float, ...]] = field(default_factory=dict)
     pending: list[Choice] = field(default_factory=list)
-    tried: list[Choice] = field(default_factory=list)
+    failed: list[Choice] = field(default_factory=list)
     choosing: list[int] = field(default_factory=list)
     footing: Footing = field(default_factory=lambda: Footing({}, None))
 
     @classmethod
     def of(cls, trials: Sequence[FrozenTrial], space: PlanSpace, own: int) -> Observations:
-        """Sort trials, but for the one numbered ``own``; trials of other parameters are left out.
+        """Sort all trials but the one numbered ``own``; trials with other parameters are left out.
 
-        Seconds are on the footing of the run that ``own`` belongs to, where runs measure a reference.
+        Where runs measure a reference, seconds are corrected to the speed of the run that ``own`` belongs to.
         """
-        made = cls(footing=_footing(trials, own))
+        found = cls(footing=_footing(trials, own))
         for trial in trials:
             if trial.number == own:
                 continue
-            choice = choice_of(trial, space)
+            point = point_of(trial, space)
+            choice = None if point is None else Choice(point, attribute(trial, REFINED))
             if trial.state in (TrialState.RUNNING, TrialState.WAITING):
                 if choice is not None:
-                    made.pending.append(choice)
+                    found.pending.append(choice)
                 elif trial.state == TrialState.RUNNING:
-                    made.choosing.append(trial.number)
+                    found.choosing.append(trial.number)
             elif choice is not None and not was_interrupted(trial):
-                made._add_finished(trial, choice)
-        return made
+                found._add_finished(trial, choice)
+        return found
 
     def _add_finished(self, trial: FrozenTrial, choice: Choice) -> None:
         if (seconds := seconds_of(trial)) is None:
-            self.tried.append(choice)
+            self.failed.append(choice)
             return
-        factor = self.footing.bring(told(trial, RUN), trial.number, 1.0)
+        factor = self.footing.bring(attribute(trial, RUN), trial.number, 1.0)
         self.measured.append((trial.number, choice, math.log(factor * seconds)))
         self.steps[trial.number] = tuple(factor * step for step in measured_steps(trial))
 
 
 def _footing(trials: Sequence[FrozenTrial], own: int) -> Footing:
-    run = next((told(trial, RUN) for trial in reversed(trials) if trial.number == own), None)
+    run = next((attribute(trial, RUN) for trial in reversed(trials) if trial.number == own), None)
     sights = [sight_of(trial) for trial in trials]
     return Footing.of(sights, run_with_turns(sights, run))
 
 
-def choice_of(trial: FrozenTrial, space: PlanSpace) -> Choice | None:
-    """What a trial tries; None if it is unknown."""
-    point = point_of(trial, space)
-    return None if point is None else Choice(point, told(trial, REFINED))
-
-
 def point_of(trial: FrozenTrial, space: PlanSpace) -> Point | None:
-    """The point of a trial: its parameters, what it was given, or what was chosen for it; None if it is unknown."""
+    """The point of a trial: its parameters, those that it was given, or those chosen for it; None if it is unknown."""
     fixed = trial.system_attrs.get("fixed_params")
     choice = trial.system_attrs.get(CHOICE)
     chosen = decode(str(choice), space) if choice is not None else {}

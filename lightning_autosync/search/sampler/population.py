@@ -1,9 +1,9 @@
-"""Candidates: points of a space with their plans, priced roughly, and bred for low prices."""
+"""Candidates: points of a space with their plans, priced roughly, and evolved towards low prices."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from random import Random
@@ -14,27 +14,28 @@ from lightning_autosync.errors import DocumentError
 from lightning_autosync.plan import SyncPlan, compile_plan, signature
 from lightning_autosync.plan.space import Genome, PlanSpace, Refinement, Value
 from lightning_autosync.replay import Constants, Replay
-from lightning_autosync.search.sampler.features import Embedding, Floats
+from lightning_autosync.search.sampler.features import Floats, PlanFeatures
 from lightning_autosync.search.sampler.observations import Choice
-from lightning_autosync.search.tried import BUILT, refined_plan
+from lightning_autosync.search.trial_attributes import BUILT, refined_plan
 
 Score = Callable[[Sequence["Candidate"]], Floats]
-"""Logarithms of seconds that candidates are believed to take, or any other number that is lower for better ones."""
+"""[n] numbers of n candidates, lower for better ones: for example logarithms of estimated seconds."""
+_MAX_NEIGHBOURS = 200
 
 
 @dataclass(frozen=True, eq=False)
 class Candidate:
-    """A point that may be proposed.
+    """A plan that may be proposed.
 
     Attributes:
-        genome: the point, in its normal form.
+        genome: its point, in normal form.
         origin: how it came about.
-        plan: what it stands for.
-        signature: of the plan; points with the same one do the same.
-        features: of the plan.
-        rough: logarithm of the seconds of a step in which messages flow as a whole, as the replay prices it; 0 where
-            the rates of the links are unknown.
-        refined: whether the plan refines the point and is not the point's own.
+        plan: what is measured.
+        signature: of the plan. Plans with the same signature do the same.
+        features: [features] of the plan.
+        rough: logarithm of the step's seconds by a fluid replay, in which messages flow as a whole; 0 where the rates
+            of the links are unknown.
+        refined: whether the plan refines the point and is not the point's own plan.
     """
 
     genome: Mapping[str, Value]
@@ -47,12 +48,12 @@ class Candidate:
 
 
 class Population:
-    """The candidates of one space; what does not compile never becomes one.
+    """The candidates of one space. A plan that does not compile never becomes one.
 
     Args:
-        space: whose points are bred.
+        space: of the points.
         constants: of the hosts, for the replay.
-        size: points that are priced before the first proposal; half of them are founders.
+        size: points that are priced before the first proposal; half of them are the first generation.
     """
 
     def __init__(self, space: PlanSpace, constants: Constants, size: int) -> None:
@@ -60,51 +61,62 @@ class Population:
         self.candidates: dict[str, Candidate] = {}
         self._size = size
         self._names = tuple(space.parameters)
-        self._known: dict[tuple[Value, ...], Candidate | None] = {}
+        self._by_point: dict[tuple[Value, ...], Candidate | None] = {}
+        self._by_document: dict[str, Candidate | None] = {}
         self._expanded: set[str] = set()
         self._replay = Replay(space.workload, space.cluster, constants) if space.cluster.measured else None
-        self._embedding = Embedding(space.workload)
+        self._features = PlanFeatures(space.workload)
         self._refinement = Refinement(space.workload, space.cluster)
-        self._documents: dict[str, Candidate | None] = {}
 
     def of(self, choice: Choice) -> Candidate | None:
-        """The candidate that a trial tries; None if there is none, as for a plan that does not compile."""
+        """The candidate that a trial measures; None if its plan does not compile."""
         if choice.refined is None:
             return self.add(choice.point, "measured")
-        if choice.refined not in self._documents:
+        if choice.refined not in self._by_document:
             try:
                 plan = refined_plan(choice.refined)
             except DocumentError:
-                self._documents[choice.refined] = None
+                self._by_document[choice.refined] = None
             else:
-                self._documents[choice.refined] = self._refined(self.space.normal(choice.point), plan)
-        return self._documents[choice.refined]
+                self._by_document[choice.refined] = self._add_refined(self.space.normal(choice.point), plan)
+        return self._by_document[choice.refined]
 
     def add(self, genome: Genome, origin: str) -> Candidate | None:
         """The candidate of a point; None if its plan does not compile."""
         point = self.space.normal(genome)
         key = tuple(point[name] for name in self._names)
-        if key not in self._known:
-            made = self._make(point, origin)
-            if made is not None:
-                there = self.candidates.get(made.signature)
-                # A point's own plan goes before one that came about as a refinement: it can be a parent, and be given.
-                made = made if there is None or there.refined else there
-                self.candidates[made.signature] = made
-            self._known[key] = made
-        return self._known[key]
+        if key not in self._by_point:
+            self._by_point[key] = self._add_point(point, origin)
+        return self._by_point[key]
 
-    def refine(self, count: int, score: Score, rng: Random) -> None:
-        """Price up to ``count`` plans that refine the best ones; the better, the more."""
-        best = self._best(score, max(8, self._size // 20))
-        for _ in range(count if best else 0):
-            parent = best[min(rng.randrange(len(best)), rng.randrange(len(best)))]
-            plan = self._refinement.draw(parent.plan, rng)
-            if plan is not None:
-                self._refined(parent.genome, plan)
+    def _add_point(self, point: dict[str, Value], origin: str) -> Candidate | None:
+        try:
+            made = self._priced(point, origin, self.space.plan(point))
+        except DocumentError:
+            return None
+        there = self.candidates.get(made.signature)
+        # A point's own plan replaces an equal refinement of another point: it can be a parent, and be given.
+        made = made if there is None or there.refined else there
+        self.candidates[made.signature] = made
+        return made
 
-    def found(self, rng: Random, seeds: Iterable[Genome] = ()) -> None:
-        """What evolution begins with: builders, what is carried over, coherent points, and draws."""
+    def _add_refined(self, point: Mapping[str, Value], plan: SyncPlan) -> Candidate | None:
+        """The candidate of a plan that refines a point; an equal one may be there already."""
+        name = signature(plan)
+        if name not in self.candidates:
+            try:
+                self.candidates[name] = replace(self._priced(point, "refined", plan), refined=True)
+            except DocumentError:
+                return None
+        return self.candidates[name]
+
+    def _priced(self, point: Mapping[str, Value], origin: str, plan: SyncPlan) -> Candidate:
+        schedule = compile_plan(plan, self.space.workload, self.space.cluster)
+        rough = math.log(self._replay.predict(schedule, "fluid").step_time) if self._replay else 0.0
+        return Candidate(point, origin, plan, signature(plan), self._features(plan), rough)
+
+    def start(self, rng: Random, seeds: Iterable[Genome] = ()) -> None:
+        """The first generation: ``seeds`` from elsewhere, builders, points that treat all alike, and random points."""
         for genome in seeds:
             self.add(genome, "transferred")
         for genome in self.space.baselines():
@@ -117,75 +129,61 @@ class Population:
 
     def grow(self, count: int, score: Score, rng: Random) -> None:
         """Price up to ``count`` new points: half of them neighbours of the best ones, the others their children."""
-        target = len(self._known) + count
-        half = len(self._known) + count // 2
+        target = len(self._by_point) + count
+        half = len(self._by_point) + count // 2
         for _ in range(count):
-            if len(self._known) >= half or not self._expand(score, half):
+            if len(self._by_point) >= half or not self._expand(score, half):
                 break
-        parents = self._best(score, max(8, self._size // 20), refined=False)
+        parents = self.best(score, max(8, self._size // 20), refined=False)
         for _ in range(3 * count):
-            if len(self._known) >= target or not parents:
+            if len(self._by_point) >= target or not parents:
                 return
             self.add(self._child(parents, rng), "evolved")
 
+    def refine(self, count: int, score: Score, rng: Random) -> None:
+        """Price up to ``count`` plans that refine good ones; better plans are refined more often."""
+        best = self.best(score, max(8, self._size // 20))
+        for _ in range(count if best else 0):
+            parent = _good_one(best, rng)
+            plan = self._refinement.draw(parent.plan, rng)
+            if plan is not None:
+                self._add_refined(parent.genome, plan)
+
     def trim(self, keep: int, score: Score, always: Iterable[str]) -> None:
-        """Forget all but the best ``keep`` candidates and those with the given signatures."""
+        """Forget all but the best ``keep`` candidates and those with the signatures ``always``."""
         if len(self.candidates) <= 2 * keep:
             return
-        kept = {candidate.signature for candidate in self._best(score, keep)} | set(always)
+        kept = {candidate.signature for candidate in self.best(score, keep)} | set(always)
         self.candidates = {name: one for name, one in self.candidates.items() if name in kept}
 
-    def _make(self, point: dict[str, Value], origin: str) -> Candidate | None:
-        try:
-            return self._priced(point, origin, self.space.plan(point))
-        except DocumentError:
-            return None
-
-    def _refined(self, point: Mapping[str, Value], plan: SyncPlan) -> Candidate | None:
-        """The candidate of a plan that refines a point; one that does the same may be there already."""
-        name = signature(plan)
-        if name not in self.candidates:
-            try:
-                self.candidates[name] = replace(self._priced(point, "refined", plan), refined=True)
-            except DocumentError:
-                return None
-        return self.candidates[name]
-
-    def _priced(self, point: Mapping[str, Value], origin: str, plan: SyncPlan) -> Candidate:
-        schedule = compile_plan(plan, self.space.workload, self.space.cluster)
-        rough = math.log(self._replay.predict(schedule, "fluid").step_time) if self._replay else 0.0
-        return Candidate(point, origin, plan, signature(plan), self._embedding(plan), rough)
-
-    def _expand(self, score: Score, until: int) -> bool:
-        """Add the neighbours of the best candidate whose neighbours are not there yet; False if there is none."""
-        best = next((one for one in self._best(score, 16, refined=False) if one.signature not in self._expanded), None)
-        if best is None:
-            return False
-        self._expanded.add(best.signature)
-        for genome in self._neighbours(best):
-            self.add(genome, "neighbour")
-            if len(self._known) >= until:
-                self._expanded.discard(best.signature)
-                break
-        return True
-
-    def _neighbours(self, candidate: Candidate) -> Iterator[dict[str, Value]]:
-        return islice(self.space.neighbours(candidate.genome), 200)
-
-    def _best(self, score: Score, count: int, refined: bool = True) -> list[Candidate]:
-        """The best candidates; points alone, if not ``refined`` ones too, which have the points of others."""
+    def best(self, score: Score, count: int, refined: bool = True) -> list[Candidate]:
+        """The best candidates, best first; without those that refine a point unless ``refined``."""
         everyone = [one for one in self.candidates.values() if refined or not one.refined]
         if not everyone:
             return []
         return [everyone[index] for index in numpy.argsort(score(everyone), kind="stable")[:count]]
 
+    def _expand(self, score: Score, until: int) -> bool:
+        """Add the neighbours of the best candidate that has not been expanded; False if there is none."""
+        best = next((one for one in self.best(score, 16, refined=False) if one.signature not in self._expanded), None)
+        if best is None:
+            return False
+        self._expanded.add(best.signature)
+        for genome in islice(self.space.neighbours(best.genome), _MAX_NEIGHBOURS):
+            self.add(genome, "neighbour")
+            if len(self._by_point) >= until:
+                self._expanded.discard(best.signature)
+                break
+        return True
+
     def _child(self, parents: Sequence[Candidate], rng: Random) -> dict[str, Value]:
-        """A mutant of a good parent, or of what two of them have between them; the better, the more children."""
-
-        def parent() -> Genome:
-            return parents[min(rng.randrange(len(parents)), rng.randrange(len(parents)))].genome
-
-        genome = parent()
+        """A mutation of a good parent, or of a crossover of two."""
+        genome = _good_one(parents, rng).genome
         if rng.random() < 0.5:
-            genome = self.space.crossover(genome, parent(), rng)
+            genome = self.space.crossover(genome, _good_one(parents, rng).genome, rng)
         return self.space.mutate(genome, rng, rng.choice((0.02, 0.08, 0.2)))
+
+
+def _good_one(ordered: Sequence[Candidate], rng: Random) -> Candidate:
+    """One of some candidates, best first: the better, the likelier."""
+    return ordered[min(rng.randrange(len(ordered)), rng.randrange(len(ordered)))]

@@ -1,4 +1,4 @@
-"""The next point: a generation of candidates every few proposals, and one choice among them for each."""
+"""The next plan to measure: a generation of candidates every few proposals, and one choice among them for each."""
 
 from __future__ import annotations
 
@@ -18,41 +18,45 @@ from lightning_autosync.learned.dataset import Sample
 from lightning_autosync.plan import SyncPlan
 from lightning_autosync.plan.space import Genome, PlanSpace, Value
 from lightning_autosync.replay import Constants
-from lightning_autosync.search.sampler.belief import Beliefs, Believer
-from lightning_autosync.search.sampler.choice import ALIKENESS, STARTUP_ALIKENESS, optimistic, pick
-from lightning_autosync.search.sampler.features import Floats
-from lightning_autosync.search.sampler.holdout import HoldOut
+from lightning_autosync.search.sampler.cost_model import CostEstimate, CostModel, CrossFit
+from lightning_autosync.search.sampler.features import Floats, similarity
 from lightning_autosync.search.sampler.observations import Choice, Observations
 from lightning_autosync.search.sampler.population import Candidate, Population
-from lightning_autosync.search.sampler.transplant import carried_over
 from lightning_autosync.search.studies import samples_of
+from lightning_autosync.search.transfer import best_points
 
-_BRED = 12
-"""Points newly bred and priced roughly for each proposal of a batch."""
-_FIRST_ROUNDS = 4
-"""Generations before the first proposal; half of the first population is bred in them."""
+_EVOLVED = 12
+"""New points that are priced roughly, for each proposal of a batch."""
+_FIRST_GENERATIONS = 4
+"""Generations before the first proposal; they make half of the first population."""
 _REFINED = 6
-"""Plans newly bred that refine the best, for each proposal of a batch."""
-_SHORTLIST = 1
-"""Candidates newly given to the simulator for each proposal of a batch."""
-_DRAWS = 50
-"""Draws in search of a plan that was not tried."""
-_CHOOSING = 60.0
-"""Seconds after which a worker that still has not chosen is taken to be dead; by our own clock, others' may differ."""
+"""New plans that refine the best, for each proposal of a batch."""
+_SIMULATED = 1
+"""New candidates that the simulator estimates, for each proposal of a batch."""
+_MAX_DRAWS = 50
+"""Random points in search of a plan that was not measured."""
+_MAX_CHOOSING = 60.0
+"""Seconds after which a worker without a choice is taken for dead, by our own clock."""
 _KEPT = 400
 """Candidates that are kept from one generation to the next."""
+_OPTIMISM = 1.0
+"""Standard deviations below the mean at which a candidate is valued (lower confidence bound)."""
+_SIMILARITY_COST = 0.03
+"""Logarithm of seconds that a candidate loses for being equal to one that is being measured."""
+_FIRST_SIMILARITY_COST = 0.2
+"""The same among the first trials: unlike plans show where the simulator errs."""
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """A point to measure.
+    """A plan to measure.
 
     Attributes:
-        point: in its normal form.
+        point: in normal form.
         origin: how it came about.
-        predicted: seconds of a step, as believed.
-        refined: the plan to measure, if it refines the point; None for the point's own.
+        predicted: estimated seconds of a step.
+        refined: the plan to measure, if it refines the point; None for the point's own plan.
     """
 
     point: Mapping[str, Value]
@@ -62,11 +66,11 @@ class Proposal:
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """How much is bred and how often; as arguments of `AutoSyncSampler`.
+class SamplerSizes:
+    """How many candidates there are and how often the simulator is trained; arguments of `AutoSyncSampler`.
 
     Raises:
-        ValueError: one is not a whole number, or below 1.
+        ValueError: a size is not a whole number, or is below 1.
     """
 
     population: int = 384
@@ -84,10 +88,10 @@ class Sizes:
 
     @classmethod
     def check(cls, options: Mapping[str, Any]) -> None:
-        """See to it that these are names and values of some of the sizes.
+        """Check names and values of some of the sizes.
 
         Raises:
-            ValueError: they are not.
+            ValueError: one is wrong.
         """
         names = [one.name for one in fields(cls)]
         for name in options:
@@ -97,26 +101,26 @@ class Sizes:
 
 
 @dataclass(frozen=True)
-class Sources:
-    """What other models and clusters have taught.
+class TransferredData:
+    """Results of other models and clusters.
 
     Attributes:
-        samples: measured steps, of studies too.
-        points: of the space, the best of the studies' carried over.
+        samples: measured plans, those of studies included.
+        points: of the space: the best points of the studies, mapped to it.
     """
 
     samples: Sequence[Sample]
     points: Sequence[Genome]
 
     @classmethod
-    def of(cls, space: PlanSpace, studies: Sequence[Study], samples: Sequence[Sample]) -> Sources:
-        """Those of studies and further samples.
+    def of(cls, space: PlanSpace, studies: Sequence[Study], samples: Sequence[Sample]) -> TransferredData:
+        """From studies and further samples.
 
         Raises:
             StudyError: one is not a study of plans.
         """
         of_studies = [sample for study in studies for sample in samples_of(study)]
-        points = [point for study in studies for point in carried_over(study, space)]
+        points = [point for study in studies for point in best_points(study, space)]
         if studies or samples:
             measured = len(of_studies) + len(samples)
             _log.info("from elsewhere: %d measured plans, %d of the best points carried over", measured, len(points))
@@ -124,14 +128,14 @@ class Sources:
 
 
 class Proposer:
-    """Proposes points of one space; see `AutoSyncSampler`, whose arguments these are."""
+    """Proposes points of one space; its arguments are explained at `AutoSyncSampler`."""
 
     def __init__(
         self,
         space: PlanSpace,
         estimator: Estimator | None,
-        sources: Sources,
-        sizes: Sizes,
+        transferred: TransferredData,
+        sizes: SamplerSizes,
         rng: Random,
         constants: Constants | None = None,
     ) -> None:
@@ -139,69 +143,69 @@ class Proposer:
             estimator = ReplayEstimator(constants)
         constants = constants or getattr(estimator, "constants", None) or Constants()
         self.space = space
-        self._holdout = (
-            None
-            if estimator is None or isinstance(estimator, ReplayEstimator)  # the replay learns nothing from samples
-            else HoldOut(estimator, sources.samples)
-        )
-        self._sources = sources
+        learns = estimator is not None and not isinstance(estimator, ReplayEstimator)
+        self._cross_fit = CrossFit(estimator, transferred.samples) if learns and estimator is not None else None
+        self._transferred = transferred
         self._sizes = sizes
         self._rng = rng
         self._population = Population(space, constants, sizes.population)
-        self._believer = Believer(space.workload, space.cluster, estimator, sources.samples)
+        self._cost = CostModel(space.workload, space.cluster, estimator, transferred.samples)
         self._proposed = 0
         self._trained: int | None = None
         self._prepared_for: int | None = None
-        self._seen: dict[int, float] = {}
+        self._choosing_since: dict[int, float] = {}
 
     @property
-    def takes_long(self) -> bool:
-        """Whether a proposal may take long: there is a simulator to train, or there are sources to estimate."""
-        return self._holdout is not None or bool(self._sources.samples)
+    def is_slow(self) -> bool:
+        """Whether a proposal may take long: a simulator learns, or there are samples of other models to estimate."""
+        return self._cross_fit is not None or bool(self._transferred.samples)
 
     def is_prepared(self, number: int) -> bool:
         """Whether `prepare` was last called for the trial with this number."""
         return self._prepared_for == number
+
+    def prepare(self, observations: Observations, number: int) -> None:
+        """Do the slow part of a trial's proposal: train the simulator if that is due, and estimate the sources."""
+        if not self._population.candidates:
+            self._population.start(self._rng, self._transferred.points)
+        self._train(observations)
+        self._cost.source_errors()
+        self._prepared_for = number
 
     def propose(self, observations: Observations, number: int, given: Mapping[str, Value] | None = None) -> Proposal:
         """The next point to measure.
 
         Args:
             observations: what the study knows.
-            number: of the trial that asks: while earlier ones are still choosing, it takes a later place.
-            given: values of some parameters that others have decided on; then the plan is the point's own.
+            number: of the trial that asks. While k earlier trials are still choosing, it takes the k+1st best plan.
+            given: values of some parameters that are decided already; then the plan is the point's own.
         """
         if not self.is_prepared(number):
             self.prepare(observations, number)
         measured = self._measured(observations)
-        self._believer.learn(measured)
+        self._cost.learn(measured)
         pending = self._candidates(observations.pending)
-        taken = {*measured, *(one.signature for one in (*pending, *self._candidates(observations.tried)))}
+        taken = {*measured, *(one.signature for one in (*pending, *self._candidates(observations.failed)))}
         if self._proposed % self._sizes.batch == 0:
             self._generate(taken, len(measured))
         self._proposed += 1
         given = given or {}
         if given:
-            taken |= {name for name, one in self._population.candidates.items() if not _fits(one, given)}
+            taken |= {name for name, one in self._population.candidates.items() if not _has_values(one, given)}
         place = sum(other < number for other in self._alive(observations.choosing))
         ready = self._ready(taken, place + 1, given)
-        if len(measured) < self._sizes.startup and not self._sources.samples:
-            return self._begin(ready, [*pending, *(one for one, _ in measured.values())], place)
-        return self._choose(ready, pending, place)
-
-    def prepare(self, observations: Observations, number: int) -> None:
-        """What may take long of the proposal for a trial: train the simulator, if that is due, estimate the sources."""
-        if not self._population.candidates:
-            self._population.found(self._rng, self._sources.points)
-        self._train(observations)
-        self._believer.source_errors()
-        self._prepared_for = number
+        if len(measured) < self._sizes.startup and not self._transferred.samples:
+            simulated = self._cost.simulate(ready)
+            certain = CostEstimate(simulated.mean, 0 * simulated.deviation)
+            others = [*pending, *(one for one, _ in measured.values())]
+            return _chosen(ready, certain, others, place, _FIRST_SIMILARITY_COST)
+        return _chosen(ready, self._cost.estimate(ready), pending, place, _SIMILARITY_COST)
 
     def _alive(self, choosing: Sequence[int]) -> list[int]:
-        """Those of the trials without a choice whose workers may still be about it."""
+        """The trials without a choice whose workers may still be about it."""
         now = time.monotonic()
-        self._seen = {number: self._seen.get(number, now) for number in choosing}
-        return [number for number, since in self._seen.items() if now - since < _CHOOSING]
+        self._choosing_since = {number: self._choosing_since.get(number, now) for number in choosing}
+        return [number for number, since in self._choosing_since.items() if now - since < _MAX_CHOOSING]
 
     def _measured(self, observations: Observations) -> dict[str, tuple[Candidate, float]]:
         """By signature a candidate and the mean of the logarithms of its times."""
@@ -212,27 +216,27 @@ class Proposer:
         return {name: (candidate, math.fsum(logs) / len(logs)) for name, (candidate, logs) in times.items()}
 
     def _candidates(self, choices: Sequence[Choice]) -> list[Candidate]:
-        made = (self._population.of(choice) for choice in choices)
-        return [candidate for candidate in made if candidate is not None]
+        found = (self._population.of(choice) for choice in choices)
+        return [candidate for candidate in found if candidate is not None]
 
     def _train(self, observations: Observations) -> None:
-        """Train a simulator that learns: on the sources at first, then whenever enough trials came in."""
-        if self._holdout is None:
+        """Train a simulator that learns: on the sources at first, then after every ``refit`` further plans."""
+        if self._cross_fit is None:
             return
         measured = self._measured(observations)
-        first, elsewhere = self._trained is None, len(self._sources.samples)
+        first, elsewhere = self._trained is None, len(self._transferred.samples)
         if not (first and elsewhere) and len(measured) - (self._trained or 0) < self._sizes.refit:
             return
         own = self._samples(observations)
         _log.info("training the simulator on %d measured plans, %d from elsewhere", len(own) + elsewhere, elsewhere)
-        again = [one for one in self._population.candidates.values() if self._believer.estimated(one)]
-        self._holdout.fit(own)
-        self._believer.taught(self._holdout, [candidate for candidate, _ in measured.values()])
-        self._believer.estimate(again)
+        again = [one for one in self._population.candidates.values() if self._cost.is_simulated(one)]
+        self._cross_fit.fit(own)
+        self._cost.use_trained(self._cross_fit, [candidate for candidate, _ in measured.values()])
+        self._cost.simulate(again)
         self._trained = len(measured)
 
     def _samples(self, observations: Observations) -> list[Sample]:
-        """What was measured, a sample a plan with all steps that it made, which tell its noise."""
+        """A sample for each measured plan with all its steps, which show the noise."""
         steps: dict[str, tuple[Candidate, list[float]]] = {}
         for number, choice, _ in observations.measured:
             if (candidate := self._population.of(choice)) is not None:
@@ -243,72 +247,93 @@ class Proposer:
         ]
 
     def _generate(self, taken: set[str], measured: int) -> None:
-        """Breed what may be fast by rough prices, and have the best of it estimated; likewise what refines the best.
+        """Evolve candidates by rough estimates and let the simulator estimate the best of them.
 
-        As candidates are chosen, so points are bred: what is little known of counts as fast as it may be. Else those
-        that the simulator favours would fill the population, and where it is wrong of a kind would never be seen.
-        Refined are those that are believed to be the fastest.
+        Points are bred by their lower confidence bounds. With plain estimates, kinds of plans that the simulator
+        wrongly takes for slow would never be measured, and the error never found. Only plans that are estimated to be
+        the fastest are refined.
         """
-        population, believer = self._population, self._believer
+        population, cost = self._population, self._cost
         first = self._proposed == 0
-        for _ in range(_FIRST_ROUNDS if first else 1):
-            count = self._sizes.population // (2 * _FIRST_ROUNDS) if first else _BRED * self._sizes.batch
-            population.grow(count, self._promise, self._rng)
+        for _ in range(_FIRST_GENERATIONS if first else 1):
+            count = self._sizes.population // (2 * _FIRST_GENERATIONS) if first else _EVOLVED * self._sizes.batch
+            population.grow(count, self._rough_bound, self._rng)
             if self._sizes.refine is not None and measured >= self._sizes.refine:
-                population.refine(_REFINED * self._sizes.batch, believer.rough, self._rng)
-            everyone = list(population.candidates.values())
-            order = numpy.argsort(self._promise(everyone), kind="stable")
-            new = [everyone[index] for index in order if not believer.estimated(everyone[index])]
-            believer.estimate(new[: _SHORTLIST * self._sizes.batch])
-            believer.calibrate(everyone)
-        population.trim(_KEPT, self._promise, taken)
+                population.refine(_REFINED * self._sizes.batch, lambda found: cost.rough(found).mean, self._rng)
+            ordered = population.best(self._rough_bound, len(population.candidates))
+            new = [one for one in ordered if not cost.is_simulated(one)]
+            cost.simulate(new[: _SIMULATED * self._sizes.batch])
+            cost.calibrate(list(population.candidates.values()))
+        population.trim(_KEPT, self._rough_bound, taken)
 
-    def _promise(self, candidates: Sequence[Candidate]) -> Floats:
-        return optimistic(self._believer.guess(candidates))
-
-    def _begin(self, ready: list[Candidate], chosen: Sequence[Candidate], place: int) -> Proposal:
-        """One of the first: fast as the simulator has it, and unlike all before it."""
-        estimates, deviations = self._believer.estimate(ready)
-        return _proposal(ready, Beliefs(estimates, 0 * deviations), chosen, place, STARTUP_ALIKENESS)
-
-    def _choose(self, ready: list[Candidate], pending: Sequence[Candidate], place: int) -> Proposal:
-        """One of the others: fast or uncertain by belief, and unlike what is being measured."""
-        return _proposal(ready, self._believer.believe(ready), pending, place, ALIKENESS)
+    def _rough_bound(self, candidates: Sequence[Candidate]) -> Floats:
+        return lower_bound(self._cost.rough(candidates))
 
     def _ready(self, taken: set[str], count: int, given: Mapping[str, Value]) -> list[Candidate]:
-        """Candidates to choose from: those that are estimated; else any; where all plans were tried, those again."""
+        """Candidates to choose from: simulated ones; else any; where all plans were measured, measured ones again."""
         free = self._free(taken)
-        estimated = [one for one in free if self._believer.estimated(one)]
-        if len(estimated) >= count:
-            return estimated
-        for _ in range(_DRAWS):
+        simulated = [one for one in free if self._cost.is_simulated(one)]
+        if len(simulated) >= count:
+            return simulated
+        for _ in range(_MAX_DRAWS):
             if len(free) >= count:
                 break
             self._population.add({**self.space.draw(self._rng), **given}, "drawn")
             free = self._free(taken)
-        found = free or self._again(given)
-        order = numpy.argsort(self._believer.rough(found), kind="stable")
+        found = free or self._measured_again(given)
+        order = numpy.argsort(self._cost.rough(found).mean, kind="stable")
         return [found[index] for index in order[:count]]
 
-    def _again(self, given: Mapping[str, Value]) -> list[Candidate]:
-        """Points of which all plans were tried: those that have what is given, if there are any."""
+    def _measured_again(self, given: Mapping[str, Value]) -> list[Candidate]:
         points = [one for one in self._population.candidates.values() if not one.refined]
-        return [one for one in points if _fits(one, given)] or points
+        return [one for one in points if _has_values(one, given)] or points
 
     def _free(self, taken: set[str]) -> list[Candidate]:
         return [one for one in self._population.candidates.values() if one.signature not in taken]
 
 
-def _fits(candidate: Candidate, given: Mapping[str, Value]) -> bool:
+def _has_values(candidate: Candidate, given: Mapping[str, Value]) -> bool:
     """Whether a candidate is a point's own plan, and the point has these values."""
     return not candidate.refined and all(candidate.genome.get(name, value) == value for name, value in given.items())
 
 
-def _proposal(
-    ready: Sequence[Candidate], beliefs: Beliefs, chosen: Sequence[Candidate], place: int, alikeness: float
+def lower_bound(cost: CostEstimate) -> Floats:
+    """[n] lower confidence bounds of the logarithms of seconds (Srinivas et al., 2010)."""
+    bounds: Floats = cost.mean - _OPTIMISM * cost.deviation
+    return bounds
+
+
+def pick(
+    cost: CostEstimate, features: Floats, chosen: Floats, count: int, similarity_cost: float = _SIMILARITY_COST
+) -> list[int]:
+    """Indices of the best ``count`` candidates in order, each unlike ``chosen`` and those picked before.
+
+    Greedy for low time and low similarity (AutoSync, section 4); uncertainty counts as in `lower_bound`.
+
+    Args:
+        cost: of n candidates.
+        features: [n, features] of theirs.
+        chosen: [m, features] of plans that are being measured.
+        count: how many are wanted; at most n are returned.
+        similarity_cost: logarithm of seconds that being equal to a chosen one costs.
+    """
+    value = lower_bound(cost)
+    likeness = similarity(features, chosen).max(axis=1) if len(chosen) else numpy.zeros(len(features))
+    picked: list[int] = []
+    for _ in range(min(count, len(features))):
+        total = value + similarity_cost * likeness
+        total[picked] = numpy.inf
+        best = int(numpy.argmin(total))
+        picked.append(best)
+        likeness = numpy.maximum(likeness, similarity(features, features[best : best + 1])[:, 0])
+    return picked
+
+
+def _chosen(
+    ready: Sequence[Candidate], cost: CostEstimate, others: Sequence[Candidate], place: int, similarity_cost: float
 ) -> Proposal:
+    """The candidate at some ``place`` in the order of `pick`."""
     features = numpy.array([one.features for one in ready])
-    others = numpy.array([one.features for one in chosen])
-    index = pick(beliefs, features, others, place + 1, alikeness)[-1]
-    best, seconds = ready[index], math.exp(float(beliefs.mean[index]))
+    index = pick(cost, features, numpy.array([one.features for one in others]), place + 1, similarity_cost)[-1]
+    best, seconds = ready[index], math.exp(float(cost.mean[index]))
     return Proposal(best.genome, best.origin, seconds, best.plan if best.refined else None)

@@ -1,10 +1,11 @@
-"""The Optuna side of the sampler: trials in, points out."""
+"""`AutoSyncSampler`: the Optuna side of the sampler. Trials in, points out."""
 
 from __future__ import annotations
 
 import json
+import math
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from random import Random
 from typing import Any
 
@@ -19,45 +20,50 @@ from lightning_autosync.learned import Estimator
 from lightning_autosync.learned.dataset import Sample
 from lightning_autosync.plan.space import PlanSpace
 from lightning_autosync.replay import Constants
-from lightning_autosync.search.sampler import generic
 from lightning_autosync.search.sampler.observations import CHOICE, Observations, encode
-from lightning_autosync.search.sampler.proposer import Proposal, Proposer, Sizes, Sources
+from lightning_autosync.search.sampler.proposer import Proposal, Proposer, SamplerSizes, TransferredData
 from lightning_autosync.search.studies import distributions
-from lightning_autosync.search.tried import ORIGIN, PREDICTED, REFINED
+from lightning_autosync.search.trial_attributes import ORIGIN, PREDICTED, REFINED
+
+_GENERIC_STARTUP = 10
+"""Without a space: random trials before the first child."""
+_GENERIC_PARENTS = 0.25
+"""Without a space: share of the trials, the best of them, that have children; at least four."""
 
 
 class AutoSyncSampler(BaseSampler):
-    """Proposes plans as AutoSync does: a population is priced by simulators, and the most promising are measured.
+    """Proposes plans as AutoSync does: simulators price a population of plans, and the most promising are measured.
 
-    The replay prices a population of points roughly, evolution and moves between neighbours breed more, the simulator
-    prices the best of them, and what it gets wrong is learned from every trial. Proposed is what is fast by belief,
-    uncertain, and unlike what is being measured already. No plan is proposed twice.
+    The replay prices a population of points roughly. Evolution and moves between neighbours add more points. The
+    simulator prices the best of them, and a Gaussian process learns its errors from every trial. The sampler proposes
+    plans that are estimated to be fast, or are uncertain, and unlike those being measured. It proposes no plan twice.
 
-    All that it knows of a study it reads from the storage, so that several threads, processes and machines may work on
-    one study, and an interrupted one goes on. A trial may be given some of its parameters (``study.enqueue_trial``); it
-    proposes the others to match. Parameters that are none of the space's are drawn at random. Without a space it
-    evolves the best trials, whatever their parameters are.
+    All that the sampler knows of a study it reads from the storage. So several threads, processes and machines may
+    work on one study, and an interrupted study can be resumed. A trial may have some of its parameters given
+    (``study.enqueue_trial``); the sampler proposes the others to match. Parameters that are not in the space are drawn
+    at random. Without a space the sampler evolves the best trials, whatever their parameters are.
 
     Args:
-        space: whose points the trials of a study are; see ``suggest``.
-        estimator: the simulator, which is trained further as trials come in, and copies of it (by ``copy.deepcopy``)
-            beside it; None takes the replay alone, or nothing where the rates of the links are unknown.
+        space: whose points the trials of a study are; see `lightning_autosync.search.studies.suggest`.
+        estimator: the simulator. It is trained further as trials come in, and so are copies of it (made by
+            ``copy.deepcopy``). None takes the replay, or no simulator where the rates of the links are unknown.
         source_studies: studies of other models or clusters. They train the simulator, their errors tell about this
-            one's, and their best points are carried over; the study itself is not touched.
-        source_samples: measured steps of other models or clusters, used likewise.
-        seed: of all draws; None takes one from the system.
+            study's, and their best points are tried here. They are not changed.
+        source_samples: measured steps of other models or clusters, used in the same way.
+        seed: of all random draws; None takes one from the system.
         population: points that are priced before the first proposal.
-        batch: proposals between two generations; each prices ``12 * batch`` new points.
-        startup: trials before which only the simulator's price and unlikeness count, where no source tells more.
+        batch: proposals between two generations. Each generation prices ``12 * batch`` new points.
+        startup: trials that are chosen by the simulator's price and dissimilarity alone, where there are no sources.
         refit: trials after which a learned simulator is trained again.
-        refine: measured trials from which on plans are proposed, too, that no point stands for: the best ones changed
-            message by message and variable by variable. Such a trial has the point that its plan refines for params
-            and carries the plan itself; take the plans of trials by ``plan_of`` then. None proposes points alone.
+        refine: number of measured trials after which plans are proposed, too, that no point stands for: the best plans,
+            changed message by message and parameter by parameter. Such a trial has the parameters of the point that is
+            refined and carries the plan itself: get plans of trials by
+            `lightning_autosync.search.trial_attributes.plan_of`. None proposes points alone.
         constants: of the hosts, for rough prices; None takes the estimator's.
 
     Raises:
         StudyError: a source is not a study of plans.
-        ValueError: a size is not a whole number, or below 1.
+        ValueError: a size is not a whole number, or is below 1.
     """
 
     def __init__(
@@ -68,11 +74,11 @@ class AutoSyncSampler(BaseSampler):
         source_studies: Sequence[Study] = (),
         source_samples: Sequence[Sample] = (),
         seed: int | None = None,
-        population: int = Sizes.population,
-        batch: int = Sizes.batch,
-        startup: int = Sizes.startup,
-        refit: int = Sizes.refit,
-        refine: int | None = Sizes.refine,
+        population: int = SamplerSizes.population,
+        batch: int = SamplerSizes.batch,
+        startup: int = SamplerSizes.startup,
+        refit: int = SamplerSizes.refit,
+        refine: int | None = SamplerSizes.refine,
         constants: Constants | None = None,
     ) -> None:
         self._space = space
@@ -81,9 +87,9 @@ class AutoSyncSampler(BaseSampler):
         self._lock = threading.Lock()
         self._proposer: Proposer | None = None
         if space is not None:
-            sizes = Sizes(population, batch, startup, refit, refine)
-            sources = Sources.of(space, source_studies, source_samples)
-            self._proposer = Proposer(space, estimator, sources, sizes, self._rng, constants)
+            sizes = SamplerSizes(population, batch, startup, refit, refine)
+            transferred = TransferredData.of(space, source_studies, source_samples)
+            self._proposer = Proposer(space, estimator, transferred, sizes, self._rng, constants)
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
@@ -95,12 +101,12 @@ class AutoSyncSampler(BaseSampler):
         self._lock = threading.Lock()
 
     def reseed_rng(self) -> None:
-        """Draw otherwise from now on: replicas of a sampler must not propose the same."""
+        """Draw other numbers from now on: copies of a sampler must not propose the same."""
         self._rng.seed()
         self._random.reseed_rng()
 
     def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
-        """The whole space from the first trial on; without one, what all trials so far have in common."""
+        """The whole space from the first trial on; without a space, what all trials so far have in common."""
         if self._space is not None:
             return dict(distributions(self._space))
         common = intersection_search_space(study.get_trials(deepcopy=False))
@@ -109,10 +115,10 @@ class AutoSyncSampler(BaseSampler):
     def sample_relative(
         self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
     ) -> dict[str, Any]:
-        """A point; it is published as a system attribute of the trial before it is returned.
+        """A point. It is published as a system attribute of the trial before it is returned.
 
         Raises:
-            ValueError: the study has several objectives, or wants its objective, a time, to be large; or only some of
+            ValueError: the study has several objectives or maximizes its objective, which is a time; or only some of
                 the space's parameters are asked for.
         """
         self._raise_error_if_multi_objective(study)
@@ -129,26 +135,25 @@ class AutoSyncSampler(BaseSampler):
                 "give them to each trial by study.enqueue_trial, in place of a PartialFixedSampler"
             )
         with self._lock:
-            if self._proposer.takes_long and not self._proposer.is_prepared(trial.number):
-                # The study is read again afterwards: others may have gone on for minutes.
+            if self._proposer.is_slow and not self._proposer.is_prepared(trial.number):
+                # The study is read again afterwards, because others may have gone on for minutes.
                 self._proposer.prepare(self._observed(study, trial.number), trial.number)
             observations, given = self._observed(study, trial.number), trial.system_attrs.get("fixed_params", {})
             proposal = self._proposer.propose(observations, trial.number, given)
-            self._publish(study, trial, proposal, space)
+            _publish(study, trial, proposal, space)
         return dict(proposal.point)
 
     def prepare(self, trials: Sequence[FrozenTrial], number: int) -> None:
-        """Do what may take long of the proposal for one trial: train the simulator, where that is due, and estimate
-        the sources.
+        """Do the slow part of one trial's proposal: train the simulator, where that is due, and estimate the sources.
 
-        The proposal would do so itself. This is for those who hold signals back while a trial is given its point: with
-        thousands of samples from elsewhere, training takes minutes. Nothing is written to the study.
+        The proposal would do so itself. Call this first where signals are held back during the proposal: with thousands
+        of samples from elsewhere, training takes minutes. Nothing is written to the study.
 
         Args:
             trials: all of the study.
             number: of the trial; nothing is done for one whose parameters are all given.
         """
-        if self._proposer is None or not self._proposer.takes_long:
+        if self._proposer is None or not self._proposer.is_slow:
             return
         space = self._proposer.space
         own = next((trial for trial in trials if trial.number == number), None)
@@ -160,7 +165,7 @@ class AutoSyncSampler(BaseSampler):
     def sample_independent(
         self, study: Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
     ) -> Any:
-        """A value drawn at random, for parameters that are not in the space or not in all trials."""
+        """A random value, for parameters that are not in the space or not in all trials."""
         self._raise_error_if_multi_objective(study)
         return self._random.sample_independent(study, trial, param_name, param_distribution)
 
@@ -180,15 +185,50 @@ class AutoSyncSampler(BaseSampler):
 
         with self._lock:
             trials = [one for one in study.get_trials(deepcopy=False) if one.number != trial.number]
-            return generic.evolve(trials, study.direction, search_space, self._rng, draw)
+            return _evolved(_ranked(trials, study.direction, search_space), search_space, self._rng, draw)
 
-    def _publish(self, study: Study, trial: FrozenTrial, proposal: Proposal, space: PlanSpace) -> None:
-        storage: optuna.storages.BaseStorage = study._storage
-        notes: dict[str, Any] = {ORIGIN: proposal.origin, PREDICTED: proposal.predicted}
-        if proposal.refined is not None:
-            notes[REFINED] = json.dumps(proposal.refined.to_dict(), separators=(",", ":"))
-        for name, value in notes.items():
-            storage.set_trial_user_attr(trial._trial_id, name, value)
-            trial.user_attrs[name] = value  # a live trial keeps its own copy, as `Trial.set_user_attr` knows
-        # Last: whoever sees the choice finds the others too.
-        storage.set_trial_system_attr(trial._trial_id, CHOICE, encode(proposal.point, space))
+
+def _publish(study: Study, trial: FrozenTrial, proposal: Proposal, space: PlanSpace) -> None:
+    storage: optuna.storages.BaseStorage = study._storage
+    notes: dict[str, Any] = {ORIGIN: proposal.origin, PREDICTED: proposal.predicted}
+    if proposal.refined is not None:
+        notes[REFINED] = json.dumps(proposal.refined.to_dict(), separators=(",", ":"))
+    for name, value in notes.items():
+        storage.set_trial_user_attr(trial._trial_id, name, value)
+        trial.user_attrs[name] = value  # a live trial keeps its own copy, as `Trial.set_user_attr` knows
+    # Last: whoever sees the choice finds the others too.
+    storage.set_trial_system_attr(trial._trial_id, CHOICE, encode(proposal.point, space))
+
+
+def _evolved(
+    ranked: Sequence[FrozenTrial],
+    search_space: Mapping[str, BaseDistribution],
+    rng: Random,
+    draw: Callable[[str, BaseDistribution], Any],
+) -> dict[str, Any]:
+    """A child of two of the best trials: each parameter from either. On average one parameter is drawn anew."""
+    if len(ranked) < _GENERIC_STARTUP:
+        return {name: draw(name, distribution) for name, distribution in search_space.items()}
+    best = ranked[: max(4, math.ceil(_GENERIC_PARENTS * len(ranked)))]
+    parents = rng.choice(best), rng.choice(best)
+    child = {name: rng.choice(parents).params[name] for name in search_space}
+    for name, distribution in search_space.items():
+        if rng.random() < 1 / len(search_space):
+            child[name] = draw(name, distribution)
+    return child
+
+
+def _ranked(
+    trials: Sequence[FrozenTrial], direction: StudyDirection, search_space: Mapping[str, BaseDistribution]
+) -> list[FrozenTrial]:
+    """Trials that have all parameters, best first. Running ones count as the worst value seen (constant liar)."""
+    sign = -1.0 if direction == StudyDirection.MAXIMIZE else 1.0
+    known = [trial for trial in trials if search_space.keys() <= trial.params.keys()]
+    values = {
+        trial.number: sign * trial.value
+        for trial in known
+        if trial.state == TrialState.COMPLETE and trial.value is not None and not math.isnan(trial.value)
+    }
+    worst = max(values.values(), default=math.inf)
+    values |= {trial.number: worst for trial in known if trial.state == TrialState.RUNNING}
+    return sorted((trial for trial in known if trial.number in values), key=lambda t: (values[t.number], t.number))

@@ -45,7 +45,7 @@ class BucketSpace:
 
     @property
     def range(self) -> tuple[float, float]:
-        """Sizes in MiB between which plans differ."""
+        """SamplerSizes in MiB between which plans differ."""
         whole = self.workload.bytes / MIB
         return min(LEAST, whole / PARTS), min(MOST, whole)
 

@@ -16,7 +16,7 @@ from lightning_autosync.measure.bench.preparation import prepare
 from lightning_autosync.measure.bench.settings import DDPOptions
 from lightning_autosync.measure.session import MeasurementSession
 from lightning_autosync.plan import SyncPlan
-from lightning_autosync.search.storages import StudyError, answered
+from lightning_autosync.search.storages import StudyError, storage_errors
 from lightning_autosync.search.tuning.profile import profile
 from lightning_autosync.search.tuning.settings import Settings
 from lightning_autosync.workload import Workload
@@ -65,7 +65,7 @@ class Job:
         workloads = [Workload.from_dict(data, "profile") for data in found]
         return replace(self, workload=max(workloads, key=lambda one: one.forward_time + one.backward_time))
 
-    @answered()
+    @storage_errors()
     def hold(self, study: optuna.Study) -> None:
         """See to it that times of a study are of jobs like this one.
 
@@ -90,7 +90,7 @@ class Job:
     def session(self) -> MeasurementSession:
         """Workers for it, as the settings say."""
         told = self.settings
-        return MeasurementSession(self.cluster, told.launch, told.timeout, told.scheduling, told.within_job)
+        return MeasurementSession(self.cluster, attribute.launch, attribute.timeout, attribute.scheduling, attribute.within_job)
 
     def plan_order(self, plan: SyncPlan) -> dict[str, Any]:
         """Arguments of `lightning_autosync.measure.replica_calls.set_up` for a plan, but for the name."""

@@ -11,7 +11,7 @@ from optuna.samplers import BaseSampler
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from lightning_autosync.measure.drift import Footing
-from lightning_autosync.search.tried import RUN, is_composed, seconds_of, sight_of, told
+from lightning_autosync.search.trial_attributes import RUN, attribute, is_composed, seconds_of, sight_of
 
 
 class MirrorSampler(BaseSampler):
@@ -66,4 +66,4 @@ class MirrorSampler(BaseSampler):
             if trial.state == TrialState.RUNNING:
                 yield create_trial(state=TrialState.RUNNING, **point)
             elif (seconds := seconds_of(trial)) is not None:
-                yield create_trial(value=footing.bring(told(trial, RUN), trial.number, seconds), **point)
+                yield create_trial(value=footing.bring(attribute(trial, RUN), trial.number, seconds), **point)

@@ -21,7 +21,7 @@ from lightning_autosync.measure.session import Contender, MeasurementSession
 from lightning_autosync.plan import SyncPlan, compile_plan
 from lightning_autosync.plan.builders import build
 from lightning_autosync.plan.space import BUILDER, PlanSpace
-from lightning_autosync.search.storages import StudyError, answered
+from lightning_autosync.search.storages import StudyError, storage_errors
 from lightning_autosync.search.tuning.interruptions import uninterrupted
 from lightning_autosync.search.tuning.job import Job
 
@@ -90,7 +90,7 @@ class Opponents:
         self._reference = reference
         self._study = study
         self._name = f"{OPPONENTS}:{digest(run)}"
-        with answered():
+        with storage_errors():
             text = study.user_attrs.get(self._name, "{}")
         where = f"study '{study.study_name}': {self._name}"
         kept = checked(_Kept, parse_json(text, where, StudyError), where, StudyError)
@@ -156,7 +156,7 @@ class Opponents:
         self._keep(kind, measurements, reference)
 
     @uninterrupted()
-    @answered()
+    @storage_errors()
     def _keep(self, kind: Kind, measurements: Sequence[TrialMeasurement], reference: TrialMeasurement | None) -> None:
         """Take in what a batch gave."""
         batch = 1 + max((*self._turns, *(one.batch for one in self._standings)), default=-1)

@@ -10,7 +10,7 @@ import optuna
 from lightning_autosync.documents import parse_json
 from lightning_autosync.measure.reference import ReferencePlan
 from lightning_autosync.plan import SyncPlan
-from lightning_autosync.search.storages import StudyError, answered
+from lightning_autosync.search.storages import StudyError, storage_errors
 from lightning_autosync.search.tuning.interruptions import uninterrupted
 
 REFERENCE = "autosync:reference-plan"
@@ -34,14 +34,14 @@ def settle_reference(reference: ReferencePlan, study: optuna.Study, plans: Seque
 
 
 @uninterrupted()
-@answered()
+@storage_errors()
 def _kept(study: optuna.Study) -> SyncPlan | None:
     found, where = study.user_attrs.get(REFERENCE), f"study '{study.study_name}': {REFERENCE}"
     return None if found is None else SyncPlan.from_dict(parse_json(found, where, StudyError), where)
 
 
 @uninterrupted()
-@answered()
+@storage_errors()
 def _keep(study: optuna.Study, plan: SyncPlan) -> SyncPlan:
     """The plan, or that of another process that chose one in the meantime."""
     if (kept := _kept(study)) is not None:

@@ -18,7 +18,7 @@ from lightning_autosync.measure.session import MeasurementSession, reason
 from lightning_autosync.plan import SyncPlan
 from lightning_autosync.plan.builders import build
 from lightning_autosync.plan.space import PlanSpace
-from lightning_autosync.search import storages, studies, tried
+from lightning_autosync.search import storages, studies, trial_attributes
 from lightning_autosync.search.tuning.buckets import BucketSpace
 from lightning_autosync.search.tuning.errors import TuningError
 from lightning_autosync.search.tuning.final import Final
@@ -145,16 +145,16 @@ class Run:
         study.sampler = make_sampler(self._seeded(trials), space, self._sources)
         if left := trials.settle():
             _log.info("%d trials of an interrupted session have failed; their plans may be tried again", left)
-        studies.enqueue(study, first, tried.BASELINE)  # once more those that were interrupted
+        studies.enqueue(study, first, trial_attributes.BASELINE)  # once more those that were interrupted
         return trials
 
     def _seeded(self, trials: Trials) -> SearchSettings:
         """The settings of the search with a seed of this session's own: one that goes on, or has others beside it, must
         not draw again what was drawn before."""
-        search, told = self._settings.search, len(trials.records())
-        if search.seed is None or (trials.alone and not told):
+        search, finished = self._settings.search, len(trials.records())
+        if search.seed is None or (trials.alone and not finished):
             return search
-        own = int(digest([search.seed, trials.run, told]), 16) % 2**32
+        own = int(digest([search.seed, trials.run, finished]), 16) % 2**32
         return search.model_copy(update={"seed": own})
 
     def _by_price(self, builders: Mapping[str, SyncPlan]) -> list[SyncPlan]:

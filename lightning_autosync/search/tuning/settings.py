@@ -13,7 +13,7 @@ from lightning_autosync.learned.registry import SimulatorSettings
 from lightning_autosync.measure.bench import settings as bench
 from lightning_autosync.measure.interleaving import TrialSettings
 from lightning_autosync.plan import builders
-from lightning_autosync.search.sampler.proposer import Sizes
+from lightning_autosync.search.sampler.proposer import SamplerSizes
 from lightning_autosync.search.transfer import TransferSettings
 
 SamplerName = Literal["autosync", "random", "tpe", "gp", "horovod"]
@@ -53,7 +53,7 @@ class SearchSettings(Record):
         if self.options and self.sampler not in SIMULATED:
             raise ValueError(f"options: are of the sampler 'autosync'; '{self.sampler}' takes none")
         try:
-            Sizes.check(self.options)
+            SamplerSizes.check(self.options)
         except ValueError as error:
             raise ValueError(f"options: {error}") from None
         return self

@@ -1,4 +1,4 @@
-"""The study of a run: trials asked for, told, and read back as records."""
+"""The study of a run: trials asked for, attribute, and read back as records."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from lightning_autosync.measure.interleaving import TrialMeasurement
 from lightning_autosync.plan import SyncPlan
 from lightning_autosync.plan.space import BUILDER, COMPOSED
 from lightning_autosync.search.sampler import AutoSyncSampler
-from lightning_autosync.search.storages import answered
+from lightning_autosync.search.storages import storage_errors
 from lightning_autosync.search.studies import suggest
-from lightning_autosync.search.tried import (
+from lightning_autosync.search.trial_attributes import (
     BASELINE,
     BATCH,
-    BROKEN_OFF,
     BUILT,
+    CTRL_C,
     ERROR,
     INTERRUPTED,
     ORIGIN,
@@ -34,10 +34,10 @@ from lightning_autosync.search.tried import (
     REFINED,
     RUN,
     STEPS,
+    attribute,
     measured_steps,
     plan_of,
-    time_of,
-    told,
+    step_time,
     was_interrupted,
 )
 from lightning_autosync.search.tuning.buckets import BucketSpace
@@ -77,20 +77,20 @@ class Record:
         builder = COMPOSED if REFINED in trial.user_attrs else trial.params.get(BUILDER, COMPOSED)
         return cls(
             number=trial.number,
-            origin=told(trial, ORIGIN) or "unknown",
+            origin=attribute(trial, ORIGIN) or "unknown",
             state=_STATES[trial.state],
-            seconds=time_of(trial.user_attrs.get(SECONDS)) if steps else None,
-            predicted=told(trial, PREDICTED),
-            steps=told(trial, STEPS) or [],
-            elapsed=time_of(trial.user_attrs.get(ELAPSED)),
-            error=told(trial, ERROR),
+            seconds=step_time(trial.user_attrs.get(SECONDS)) if steps else None,
+            predicted=attribute(trial, PREDICTED),
+            steps=attribute(trial, STEPS) or [],
+            elapsed=step_time(trial.user_attrs.get(ELAPSED)),
+            error=attribute(trial, ERROR),
             builder=None if builder == COMPOSED else str(builder),
-            plan=told(trial, PLAN),
-            reference=told(trial, REFERENCE),
-            batch=told(trial, BATCH),
-            run=told(trial, RUN),
+            plan=attribute(trial, PLAN),
+            reference=attribute(trial, REFERENCE),
+            batch=attribute(trial, BATCH),
+            run=attribute(trial, RUN),
             interrupted=was_interrupted(trial),
-            price=told(trial, PRICE),
+            price=attribute(trial, PRICE),
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -127,7 +127,7 @@ class Trials:
         """The run whose trials are this one's; None where all are."""
         return None if self.alone else self.run
 
-    @answered()
+    @storage_errors()
     def settle(self) -> int:
         """End the trials that an interruption left running, of this run or of a process that died; their number."""
         running = self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
@@ -136,7 +136,7 @@ class Trials:
             self.interrupt(trial)
         return len(left)
 
-    @answered()
+    @storage_errors()
     def ask(self) -> optuna.Trial:
         """A new trial, whose parameters are still to be suggested."""
         begin = time.perf_counter()
@@ -155,7 +155,7 @@ class Trials:
             with self._proposing():
                 self.study.sampler.prepare(self._all(), trial.number)
 
-    @answered()
+    @storage_errors()
     def suggest(self, trial: optuna.Trial) -> None:
         """Give a new trial a value for each of its parameters."""
         with self._proposing():
@@ -174,13 +174,13 @@ class Trials:
         """The plan of the finished trial with this number."""
         return next(self.plan(trial) for trial in self.finished() if trial.number == number)
 
-    @answered()
+    @storage_errors()
     def note(self, trial: optuna.Trial, name: str, value: Any) -> None:
         """Give a trial a user attribute that it does not have yet."""
         if name not in trial.user_attrs:
             trial.set_user_attr(name, value)
 
-    @answered()
+    @storage_errors()
     def tell(self, trial: optuna.Trial, measurement: TrialMeasurement, batch: int, reference: float | None) -> None:
         """Keep what was measured, and end the trial; ``reference`` are the seconds of that plan in its ``batch``."""
         trial.set_user_attr(BATCH, batch)
@@ -202,14 +202,14 @@ class Trials:
         else:
             self._end(trial, TrialState.FAIL)
 
-    @answered()
+    @storage_errors()
     def fail(self, trial: optuna.Trial, why: str) -> None:
         """End a trial that was not measured."""
         trial.set_user_attr(ERROR, why)
         self._end(trial, TrialState.FAIL)
 
-    @answered()
-    def interrupt(self, trial: optuna.Trial | FrozenTrial, why: str = BROKEN_OFF) -> None:
+    @storage_errors()
+    def interrupt(self, trial: optuna.Trial | FrozenTrial, why: str = CTRL_C) -> None:
         """End a trial that was broken off by nothing of its plan's doing; the plan may be tried again."""
         with suppress(optuna.exceptions.UpdateFinishedTrialError):  # another process has ended it
             for name, value in ((ERROR, why), (INTERRUPTED, True)):
@@ -221,7 +221,7 @@ class Trials:
         self._is_lost = True
 
     @uninterrupted()
-    @answered()
+    @storage_errors()
     def finished(self) -> list[FrozenTrial]:
         """Those that ended, in whatever way, in order."""
         if not self._is_lost:
@@ -242,7 +242,7 @@ class Trials:
             self.study.tell(trial, value, state=state)
 
     @uninterrupted()
-    @answered()
+    @storage_errors()
     def _all(self) -> list[FrozenTrial]:
         return self.study.get_trials(deepcopy=False)
 

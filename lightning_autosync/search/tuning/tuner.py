@@ -14,7 +14,7 @@ from lightning_autosync.measure.interleaving import StoppingRule, TrialMeasureme
 from lightning_autosync.measure.reference import ReferencePlan
 from lightning_autosync.measure.session import Contender, MeasurementSession
 from lightning_autosync.plan import SyncPlan, compile_plan
-from lightning_autosync.search.tried import BROKEN_OFF, PREDICTED, PRICE
+from lightning_autosync.search.trial_attributes import CTRL_C, PREDICTED, PRICE
 from lightning_autosync.search.tuning.errors import TuningError
 from lightning_autosync.search.tuning.interruptions import uninterrupted
 from lightning_autosync.search.tuning.job import Job
@@ -147,7 +147,7 @@ class Tuner:
         decided = [one for one in batch.pending if one.measurement.state != "running" and one.trial.number not in ended]
         self._tell(batch, decided)
         ended |= {one.trial.number for one in decided}
-        why = BROKEN_OFF if isinstance(error, KeyboardInterrupt) else str(error)
+        why = CTRL_C if isinstance(error, KeyboardInterrupt) else str(error)
         for trial in batch.asked:
             if trial.number not in ended:
                 self._trials.interrupt(trial, why)

@@ -62,10 +62,10 @@ from lightning_autosync.report.timeline import write_trace
 from lightning_autosync.report.timelines_file import TIMELINES, load_timelines, save_timelines
 from lightning_autosync.report.tuning.comparison import find_runs
 from lightning_autosync.report.tuning.rows import summary_row
-from lightning_autosync.search import studies, tried
-from lightning_autosync.search.sampler.transplant import carried_over
+from lightning_autosync.search import studies
+from lightning_autosync.search import trial_attributes as attrs
 from lightning_autosync.search.studies import check
-from lightning_autosync.search.transfer import TransferSettings, load_transfer
+from lightning_autosync.search.transfer import TransferSettings, best_points, load_transfer
 from lightning_autosync.search.tuning.trials import drift_of, ranked
 from lightning_autosync.strategy.checkpoint import FORMAT as EXACT_STATE
 from lightning_autosync.strategy.checkpoint import KEY as STATE_KEY
@@ -372,13 +372,13 @@ def _make_study(folder: Path) -> list[str]:
         trial = study.ask()
         studies.suggest(trial, SPACE)
         attributes = {
-            tried.ORIGIN: "drawn",
-            tried.STEPS: [[0.1, 0.2], [0.3, 0.1]],
-            tried.RUN: "here",
-            tried.BATCH: number,
-            tried.REFERENCE: 0.2,
-            tried.PRICE: 0.1,
-            **({tried.REFINED: json.dumps(refined.to_dict())} if number == 1 else {}),
+            attrs.ORIGIN: "drawn",
+            attrs.STEPS: [[0.1, 0.2], [0.3, 0.1]],
+            attrs.RUN: "here",
+            attrs.BATCH: number,
+            attrs.REFERENCE: 0.2,
+            attrs.PRICE: 0.1,
+            **({attrs.REFINED: json.dumps(refined.to_dict())} if number == 1 else {}),
         }
         for name, value in attributes.items():
             trial.set_user_attr(name, value)
@@ -392,7 +392,7 @@ def _read_study(folder: Path) -> Use:
     target = ClusterSpec.uniform(3, bandwidth=1e7, name="uniform")
     found = load_transfer(settings, WORKLOAD, target).studies[0]
     studies.samples_of(found)
-    carried_over(found, PlanSpace(WORKLOAD, target))
+    best_points(found, PlanSpace(WORKLOAD, target))
     check(studies.open_study(path, found.study_name, SPACE), SPACE)
 
 
@@ -413,7 +413,7 @@ def _make_tuning_study(folder: Path) -> list[str]:
         trials.suggest(trial)
         measurement = TrialMeasurement(Contender(f"trial_{number}", {}))
         measurement.add([[0.1, 0.2], [0.1, 0.3]])
-        trials.note(trial, tried.PRICE, 0.1)
+        trials.note(trial, attrs.PRICE, 0.1)
         trials.tell(trial, measurement, number, 0.25)
     return ["study.journal"]
 
@@ -628,7 +628,7 @@ KINDS: dict[str, Kind] = {
     "simulator": Kind(
         _make_simulators, _read_simulators, ("learned.simulator", "learned.ensemble"), seal=_seal_weights
     ),
-    "study": Kind(_make_study, _read_study, ("search.studies", "search.tried"), names=_STUDY),
+    "study": Kind(_make_study, _read_study, ("search.studies", "search.trial_attributes"), names=_STUDY),
     "study, tuning": Kind(
         _make_tuning_study,
         _read_tuning_study,

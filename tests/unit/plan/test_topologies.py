@@ -14,7 +14,7 @@ from lightning_autosync.learned.plan_arrays import MODES
 from lightning_autosync.plan import SyncPlan, builders, compile_plan, topologies
 from lightning_autosync.plan.space import PlanSpace
 from lightning_autosync.report.figures.plan import method_of
-from lightning_autosync.search.sampler.features import Embedding
+from lightning_autosync.search.sampler.features import PlanFeatures
 from lightning_autosync.workload import Variable, Workload
 
 WORKLOAD = Workload(name="layers", variables=tuple(Variable(name=f"layer{i}", shape=(64, 64)) for i in range(4)))
@@ -92,7 +92,7 @@ def test_a_package_elsewhere_adds_one(foreign: None) -> None:
     drawn = space.plan(dict(space.baselines()[0]) | {"builder": "composed", "layer0/method": "line"})
     assert "line" in {group.topology for group in drawn.groups}
     assert method_of(plan.groups[0]) == "line"
-    assert Embedding(WORKLOAD)(plan).any()
+    assert PlanFeatures(WORKLOAD)(plan).any()
     assert "line" in SyncPlan.json_schema()["$defs"]["Group"]["properties"]["topology"]["enum"]
 
 

@@ -1,4 +1,4 @@
-"""What a trial of a study says: its plan, its steps, how its point came about."""
+"""What a trial of a study carries: its plan, its steps, how its point came about."""
 
 from __future__ import annotations
 
@@ -19,27 +19,28 @@ ORIGIN, PREDICTED, STEPS, PLAN = "autosync:origin", "autosync:predicted", "autos
 """User attributes of a trial: how its point came about, seconds of a step as estimated when it was chosen, seconds of
 each measured step (a list a rank), and the fingerprint of its plan."""
 REFINED = "autosync:refined"
-"""Another one: the document of a plan that refines the trial's point and is tried in its place, as JSON text."""
+"""The document of a plan that refines the trial's point and is measured in its place, as JSON text."""
 ERROR, INTERRUPTED = "autosync:error", "autosync:interrupted"
-"""More of them: why a trial failed or was stopped early, and whether that was none of its plan's doing, as a Ctrl-C."""
-BROKEN_OFF = "interrupted"
-"""Why a trial failed that a Ctrl-C ended."""
+"""Why a trial failed or was stopped early; whether the cause lay outside its plan, as with a Ctrl-C."""
+CTRL_C = "interrupted"
+"""The `ERROR` of a trial that a Ctrl-C ended."""
 RUN, BATCH, REFERENCE, PRICE = "autosync:run", "autosync:batch", "autosync:reference", "autosync:price"
-"""Of a run beside others in a study: the name of its directory, the number of the first trial of a batch, seconds of a
-step of the study's reference plan, measured beside that batch, and those of the trial's plan as the replay says."""
+"""The run (the name of its directory), the number of the first trial of the batch, seconds of a step of the study's
+reference plan beside that batch, and seconds of the trial's plan by the replay."""
+SECONDS, ELAPSED, OWNER = "autosync:seconds", "autosync:elapsed", "autosync:owner"
+"""The median step, the seconds that the trial took in all, and the process that it belongs to."""
 BASELINE, BUILT = "baseline", "builder"
-"""Origins of points that stand for a builder's plan: of those tried in front, and of what a sampler proposes."""
-_SAID: dict[str, Any] = {
+"""Origins of points that stand for a builder's plan: of those enqueued first, and of those that a sampler proposes."""
+_TYPES: dict[str, Any] = {
     **dict.fromkeys((ORIGIN, PLAN, REFINED, ERROR, RUN), str),
     **dict.fromkeys((PREDICTED, REFERENCE, PRICE), Taken),
     STEPS: list[list[Taken]],
     INTERRUPTED: bool,
     BATCH: Index,
 }
-"""What each of them is."""
 
 
-class Tried(Protocol):
+class TrialLike(Protocol):
     """A live or a finished trial of Optuna."""
 
     @property
@@ -52,11 +53,21 @@ class Tried(Protocol):
     def user_attrs(self) -> dict[str, Any]: ...
 
 
-def plan_of(trial: Tried, space: PlanSpace) -> SyncPlan:
+def attribute(trial: TrialLike, name: str) -> Any:
+    """One of the attributes above, but for `SECONDS`, `ELAPSED` and `OWNER`; None if the trial does not have it.
+
+    Raises:
+        StudyError: it is of another type.
+    """
+    value = trial.user_attrs.get(name)
+    return None if value is None else checked(_TYPES[name], value, f"trial {trial.number}: {name}", StudyError)
+
+
+def plan_of(trial: TrialLike, space: PlanSpace) -> SyncPlan:
     """The plan of a trial: the one that refines its point, if it carries one, else the point's own.
 
     Raises:
-        StudyError: its parameters are not those of the space, or what it carries is no plan.
+        StudyError: its parameters are not those of the space, or the plan that it carries cannot be read.
     """
     try:
         refined = trial.user_attrs.get(REFINED)
@@ -69,7 +80,7 @@ def refined_plan(text: str) -> SyncPlan:
     """The plan that a trial carries as `REFINED`.
 
     Raises:
-        PlanError: it is none.
+        PlanError: the text is no plan.
     """
     return SyncPlan.from_dict(parse_json(text, REFINED, PlanError), REFINED)
 
@@ -78,71 +89,60 @@ def sight_of(trial: FrozenTrial) -> Sight:
     """What a trial tells of drift."""
     steps = measured_steps(trial) if trial.state.is_finished() else ()
     return Sight(
-        run=told(trial, RUN),
+        run=attribute(trial, RUN),
         number=trial.number,
-        batch=told(trial, BATCH),
-        reference=told(trial, REFERENCE),
+        batch=attribute(trial, BATCH),
+        reference=attribute(trial, REFERENCE),
         seconds=statistics.median(steps) if steps else None,
-        price=told(trial, PRICE),
+        price=attribute(trial, PRICE),
         baseline=trial.user_attrs.get(ORIGIN) in (BASELINE, BUILT),
     )
 
 
-def told(trial: Tried, name: str) -> Any:
-    """What a trial says by one of the attributes above; None if it does not say it.
-
-    Raises:
-        StudyError: it says something else.
-    """
-    value = trial.user_attrs.get(name)
-    return None if value is None else checked(_SAID[name], value, f"trial {trial.number}: {name}", StudyError)
-
-
-def time_of(value: Any) -> float | None:
-    """A value that Optuna keeps, if it can be the seconds of a step."""
+def step_time(value: Any) -> float | None:
+    """A value from a study, if it can be the seconds of a step; else None."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return float(value) if is_number and 0 < value <= LONGEST else None
 
 
 def measured_steps(trial: FrozenTrial) -> tuple[float, ...]:
-    """Seconds of each measured step of the slowest rank; of a trial without, its value alone; empty if it has none."""
-    if by_rank := [steps for steps in told(trial, STEPS) or () if steps]:
+    """Seconds of each measured step of the slowest rank; the value alone of a trial without; empty if it has none."""
+    if by_rank := [steps for steps in attribute(trial, STEPS) or () if steps]:
         return tuple(max(by_rank, key=statistics.median))
     value = trial.value if trial.state == TrialState.COMPLETE else None
     if value is None:
         with suppress(ValueError):
             value = trial.intermediate_values[max(trial.intermediate_values)]
-    seconds = time_of(value)
+    seconds = step_time(value)
     return () if seconds is None else (seconds,)
 
 
 def seconds_of(trial: FrozenTrial) -> float | None:
-    """Seconds of a step of a trial's plan: its value, or, if it was given up, the median of the steps that it made;
-    None where it has no time."""
+    """Seconds of a step of a trial's plan: its value, or the median of the steps of a pruned trial; None without."""
     if trial.state == TrialState.COMPLETE and trial.value is not None:
-        return time_of(trial.value)
+        return step_time(trial.value)
     if trial.state == TrialState.PRUNED and (steps := measured_steps(trial)):
         return statistics.median(steps)
     return None
 
 
 def is_composed(trial: FrozenTrial) -> bool:
-    """Whether a trial's parameters tell its plan: it is no builder's, and none that refines the point."""
+    """Whether a trial's parameters alone determine its plan: it is no builder's, and refines no point."""
     return REFINED not in trial.user_attrs and trial.params.get(BUILDER, COMPOSED) == COMPOSED
 
 
 def was_interrupted(trial: FrozenTrial) -> bool:
-    """Whether a trial ended before anything was learned of its plan, so that the plan may be tried again."""
+    """Whether a trial ended before its plan was measured, so that the plan may be measured again."""
     return trial.state == TrialState.FAIL and bool(trial.user_attrs.get(INTERRUPTED))
 
 
-def given_point(trial: FrozenTrial) -> Genome:
-    """The point that a trial was given, or else the one that it has come to."""
+def enqueued_point(trial: FrozenTrial) -> Genome:
+    """The point that a trial was enqueued with, or else its parameters."""
     found = trial.system_attrs.get("fixed_params")
     return found if isinstance(found, dict) else trial.params
 
 
 def kind_of(trial: FrozenTrial) -> str:
-    """How a trial's point came about, or the builder that it stands for."""
-    origin = str(told(trial, ORIGIN) or "drawn")
+    """The name of the builder whose plan a trial measures, or else how its point came about."""
+    origin = str(attribute(trial, ORIGIN) or "drawn")
     return str(trial.params.get(BUILDER, origin)) if origin in (BASELINE, BUILT) else origin
