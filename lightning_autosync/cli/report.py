@@ -10,10 +10,10 @@ import optuna
 from pydantic import Field, model_validator
 
 from lightning_autosync.documents import Configuration, write_text
-from lightning_autosync.report.tuning.comparison import find_runs, write_comparison
-from lightning_autosync.report.tuning.page import REPORT, write_report
-from lightning_autosync.report.tuning.rows import summary_row
-from lightning_autosync.report.tuning.run import TuningRun
+from lightning_autosync.report.comparison import find_runs, write_comparison
+from lightning_autosync.report.page import REPORT, write_report
+from lightning_autosync.report.summary import summary_row
+from lightning_autosync.report.tuning_run import TuningRun
 
 FORMAT = "autosync-report/1"
 

@@ -11,8 +11,8 @@ from lightning_autosync.errors import AutoSyncError
 from lightning_autosync.measure.hosts import shared_hosts
 from lightning_autosync.measure.workers import WorkerPool
 from lightning_autosync.report.compare import compare_timelines
-from lightning_autosync.report.tuning.page import REPORT, write_report
-from lightning_autosync.report.tuning.run import TuningRun
+from lightning_autosync.report.page import REPORT, write_report
+from lightning_autosync.report.tuning_run import TuningRun
 from lightning_autosync.search.tuning import command
 from lightning_autosync.search.tuning.result import Outcome
 

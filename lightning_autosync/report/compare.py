@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import os
 import statistics
+import subprocess
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from lightning_autosync.cluster import ClusterSpec
-from lightning_autosync.engine.tracing import StepTrace
+from lightning_autosync.engine.tracing import StepTrace, Times
 from lightning_autosync.measure import replica_calls
 from lightning_autosync.measure.emulation.launch import EmulatedLaunch
-from lightning_autosync.measure.workers import WorkerPool
-from lightning_autosync.plan import SyncPlan, compile_plan
-from lightning_autosync.replay import Constants, Replay, Timeline
-from lightning_autosync.report.link_use import busy_shares, bytes_on_links
-from lightning_autosync.report.measured import measured_timeline
-from lightning_autosync.report.timeline import draw_timelines, write_trace
-from lightning_autosync.report.timelines_file import TIMELINES, save_timelines
+from lightning_autosync.measure.workers import LaunchError, WorkerPool
+from lightning_autosync.plan import Schedule, SyncPlan, compile_plan
+from lightning_autosync.replay import Constants, MessageSpan, Replay, Span, Timeline
+from lightning_autosync.report.timeline import TIMELINES, draw_timelines, save_timelines, write_trace
 from lightning_autosync.workload import Workload
 
 
@@ -33,15 +33,15 @@ def compare_timelines(
 ) -> dict[str, Timeline]:
     """Run a plan with paced compute in ``pool``, and draw its median step beside the predicted one.
 
-    ``timeline.svg``, ``timeline.png``, ``trace.json`` and ``timelines.json`` appear in ``directory``. How busy links
-    are is measured where they are emulated; elsewhere the measured step is without.
+    ``timeline.svg``, ``timeline.png``, ``trace.json`` and ``timelines.json`` are written to ``directory``. The use of
+    links is measured where they are emulated. Elsewhere the measured timeline has none.
 
     Args:
         plan: for the workload on the cluster.
         workload: variables and times.
-        cluster: where the pool's workers are.
+        cluster: of the pool's workers.
         pool: of as many ranks.
-        directory: for the pictures.
+        directory: for the files.
         constants: of the hosts.
         warm_up: steps before those that are traced.
         steps: that are traced.
@@ -55,9 +55,9 @@ def compare_timelines(
     schedule = compile_plan(plan, workload, cluster)
     prediction = Replay(workload, cluster, constants).predict(schedule)
     traces, sent = _trace(plan, workload, cluster, pool, warm_up, steps)
-    lasting = [max(trace.end for trace in one) for one in traces]
-    median = lasting.index(statistics.median_low(lasting))
-    links = busy_shares(pool.launch, sent, lasting[median]) if isinstance(pool.launch, EmulatedLaunch) else {}
+    durations = [max(trace.end for trace in one) for one in traces]
+    median = durations.index(statistics.median_low(durations))
+    links = busy_shares(pool.launch, sent, durations[median]) if isinstance(pool.launch, EmulatedLaunch) else {}
     timelines = {
         "measured": measured_timeline(schedule, traces[median], links),
         "predicted": prediction.timeline,
@@ -72,7 +72,7 @@ def compare_timelines(
 def _trace(
     plan: SyncPlan, workload: Workload, cluster: ClusterSpec, pool: WorkerPool, warm_up: int, steps: int
 ) -> tuple[list[list[StepTrace]], dict[str, float]]:
-    """What every rank recorded, step by step; and the bytes of a step on each emulated link."""
+    """The records of every rank, step by step, and the bytes of a step on each emulated link."""
     documents: dict[str, Any] = {
         "workload": workload.to_dict(),
         "plan": plan.to_dict(),
@@ -81,7 +81,7 @@ def _trace(
         "timeout": pool.timeout,
     }
     counts = [_count(pool)]
-    # The same without the steps that are traced: what connections and warming up send is not theirs.
+    # The same without the traced steps, to subtract what connecting and warming up send.
     pool.run(replica_calls.trace, steps=0, **documents)
     counts.append(_count(pool))
     found = pool.run(replica_calls.trace, steps=steps, **documents)
@@ -92,3 +92,74 @@ def _trace(
 
 def _count(pool: WorkerPool) -> dict[str, int]:
     return bytes_on_links(pool.launch) if isinstance(pool.launch, EmulatedLaunch) else {}
+
+
+def measured_timeline(schedule: Schedule, traces: Sequence[StepTrace], links: Mapping[str, float]) -> Timeline:
+    """One step of all ranks, which began it together.
+
+    A message is ready when the last rank has packed it. It starts when the first rank hands it over and ends when the
+    last rank has the sum. Messages that no rank sent are left out.
+
+    Args:
+        schedule: that ran.
+        traces: of each rank.
+        links: busy share of each direction of a link; empty where that was not measured.
+    """
+    spans = []
+    for message in schedule.messages:
+        started = _known([trace.started for trace in traces], message.index)
+        completed = _known([trace.completed for trace in traces], message.index)
+        if started and completed:
+            ready = _known([trace.ready for trace in traces], message.index)
+            start = min(started)
+            spans.append(MessageSpan(message.name, start, max(completed), max(ready, default=start)))
+    compute = tuple(
+        (
+            Span("forward", 0.0, trace.forward),
+            Span("backward", trace.forward, trace.backward),
+            Span("optimizer", trace.synchronized, trace.end),
+        )
+        for trace in traces
+    )
+    return Timeline(max(trace.end for trace in traces), tuple(spans), compute, links)
+
+
+def _known(times: Sequence[Times], index: int) -> list[float]:
+    """The known times of one message, of all ranks."""
+    return [seconds for of_rank in times if (seconds := of_rank[index]) is not None]
+
+
+def bytes_on_links(launch: EmulatedLaunch) -> dict[str, int]:
+    """Bytes that left over each direction of an emulated link so far, with framing, by its name ``a > b``.
+
+    The kernel's token buckets count them. They count every frame by itself, although the kernel may pass on several in
+    one piece.
+
+    Raises:
+        LaunchError: ``tc`` fails, for example because the network was removed.
+    """
+    network = launch.network
+    counted = [_sent(namespace) for namespace in launch.namespaces]
+    return {
+        f"{network.places[port.place]} > {network.places[peer.place]}": counted[port.place][port.interface]
+        for pair in zip(network.ports[::2], network.ports[1::2], strict=True)
+        for port, peer in (pair, pair[::-1])
+    }
+
+
+def busy_shares(launch: EmulatedLaunch, bytes_of_step: Mapping[str, float], step_time: float) -> dict[str, float]:
+    """Shares of a step, 0 to 1, for which its bytes keep links busy, by name ``a > b``."""
+    rates = [port.rate for port in launch.network.ports]
+    return {
+        name: min(1.0, max(0.0, sent) / rate / step_time)
+        for (name, sent), rate in zip(bytes_of_step.items(), rates, strict=True)
+    }
+
+
+def _sent(namespace: str) -> dict[str, int]:
+    """Bytes by interface."""
+    command = ["tc", "-n", namespace, "-s", "-j", "qdisc", "show"]
+    finished = subprocess.run(command, capture_output=True, text=True, check=False)
+    if finished.returncode:
+        raise LaunchError(f"namespace {namespace}: tc: {' '.join(finished.stderr.split()) or finished.returncode}")
+    return {one["dev"]: int(one["bytes"]) for one in json.loads(finished.stdout) if one["kind"] == "tbf"}

@@ -1,4 +1,4 @@
-"""The picture of a step, predicted or measured, and its trace for Chrome's viewer."""
+"""Timelines of a step, predicted or measured: their picture, their trace for Chrome's viewer, and their file."""
 
 from __future__ import annotations
 
@@ -8,30 +8,37 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_autosync.documents import write_text
+from lightning_autosync.documents import check_format, checked, read_data, write_text
 from lightning_autosync.errors import DocumentError
 from lightning_autosync.measure.figures import save_figure
 from lightning_autosync.replay.prediction import Span, Timeline
+from lightning_autosync.report.figures.picture import WIDTH, Picture, new_figure, styled
+from lightning_autosync.report.rendering import milliseconds
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+FORMAT = "autosync-timelines/1"
+TIMELINES = "timelines.json"
+"""Name of the file in a run directory."""
 _COLORS = {"forward": "#4c78a8", "backward": "#54a24b", "optimizer": "#b279a2"}
 _HATCHES = {"forward": "", "backward": "///", "optimizer": "xxx"}
 _WAITING, _MOVING, _BUSY = "#c9ced6", "#f58518", "#e45756"
 _EDGE = "#fefefe"
-"""Of hatches: the paper's colour."""
-_MOST_ROWS = 40
-_FORMATS = (".svg", ".png")
+"""Of hatches: the colour of the page."""
+_MAX_ROWS = 40
+_MAX_LINKS = 8
+"""Links in the picture of a report; the picture of the cluster has all."""
+_IMAGES = (".svg", ".png")
 
 
 def draw_timelines(timelines: Mapping[str, Timeline], path: str | os.PathLike[str]) -> None:
     """Draw timelines side by side, over one scale of time.
 
     From the top: what each rank computes; each message, grey while it waits and coloured while it moves; how busy
-    each direction of each link is, where that is known. Of many ranks, messages or links the first ones, busiest links
-    first, are shown.
+    each direction of each link is, where that is known. At most 40 ranks, messages and links are shown: the first ones,
+    and the busiest links.
 
     Args:
         timelines: by title, ``predicted`` and ``measured`` for example.
@@ -41,33 +48,60 @@ def draw_timelines(timelines: Mapping[str, Timeline], path: str | os.PathLike[st
         DocumentError: the name of the file ends otherwise, or there is nothing to draw.
     """
     path = Path(path)
-    if path.suffix not in _FORMATS:
-        raise DocumentError(f"{path}: a timeline is drawn as {' or '.join(_FORMATS)}, not '{path.suffix}'")
+    if path.suffix not in _IMAGES:
+        raise DocumentError(f"{path}: a timeline is drawn as {' or '.join(_IMAGES)}, not '{path.suffix}'")
     if not timelines:
         raise DocumentError(f"{path}: no timeline to draw")
     figure = timelines_figure(timelines, width=7 * len(timelines) + 1)
     save_figure(figure, path, dpi=120)
 
 
-def timelines_figure(timelines: Mapping[str, Timeline], width: float, most_links: int = _MOST_ROWS) -> Figure:
+def timelines_figure(timelines: Mapping[str, Timeline], width: float, max_links: int = _MAX_ROWS) -> Figure:
     """The picture of `draw_timelines`, ``width`` inches wide, with so many of the busiest links at most."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     rows = [max(_row_counts(timeline)[k] for timeline in timelines.values()) for k in range(3)]
-    ratios = [max(2, rows[0]), max(2, rows[1]), max(2, min(rows[2], most_links))]
-    figure = Figure(figsize=(width, 1.5 + 0.24 * sum(ratios)), layout="constrained")
-    FigureCanvasAgg(figure)
+    ratios = [max(2, rows[0]), max(2, rows[1]), max(2, min(rows[2], max_links))]
+    figure = new_figure(1.5 + 0.24 * sum(ratios), width)
     axes = figure.subplots(3, len(timelines), squeeze=False, height_ratios=ratios)
     longest = max(timeline.step_time for timeline in timelines.values())
     for column, (title, timeline) in enumerate(timelines.items()):
         axes[0][column].set_title(f"{title}: {timeline.step_time * 1e3:.1f} ms", loc="left")
         _draw_compute(axes[0][column], timeline)
         _draw_messages(axes[1][column], timeline)
-        _draw_links(axes[2][column], timeline, most_links)
+        _draw_links(axes[2][column], timeline, max_links)
         for axis in axes[:2, column]:
             axis.set_xlim(0, longest * 1e3 or 1)
     return figure
+
+
+@styled
+def steps_picture(timelines: Mapping[str, Timeline]) -> Picture:
+    """The same for a page."""
+    words = "; ".join(f"{title} {milliseconds(one.step_time)}" for title, one in timelines.items())
+    longest = max((one for one in timelines.values()), key=lambda one: one.step_time)
+    last = max(longest.messages, key=lambda message: message.end, default=None)
+    if last is not None:
+        words += f". The last message, {last.name}, ends at {milliseconds(last.end)}"
+    description = f"Timeline of one step: what each rank computes, when messages wait and move, busy links. {words}."
+    return Picture("steps", timelines_figure(timelines, width=WIDTH, max_links=_MAX_LINKS), description)
+
+
+def save_timelines(timelines: Mapping[str, Timeline], path: str | os.PathLike[str]) -> None:
+    """Write timelines by title, so that reports can draw them again."""
+    data = {"format": FORMAT, "timelines": {title: one.to_dict() for title, one in timelines.items()}}
+    write_text(path, json.dumps(data) + "\n")
+
+
+def load_timelines(path: str | os.PathLike[str]) -> dict[str, Timeline]:
+    """Read timelines by title.
+
+    Raises:
+        DocumentError: the file is not one of timelines.
+    """
+    data = read_data(path)
+    if not isinstance(data, dict):
+        raise DocumentError(f"{path}: expected a mapping of fields, got {type(data).__name__}")
+    check_format(data.get("format"), FORMAT, str(path), DocumentError)
+    return checked(dict[str, Timeline], data.get("timelines"), f"{path}: timelines")
 
 
 def write_trace(timelines: Mapping[str, Timeline], path: str | os.PathLike[str]) -> None:
@@ -77,25 +111,19 @@ def write_trace(timelines: Mapping[str, Timeline], path: str | os.PathLike[str])
 
 
 def _trace(process: int, title: str, timeline: Timeline) -> list[dict[str, Any]]:
-    events = [{"ph": "M", "name": "process_name", "pid": process, "args": {"name": title}}]
+    events: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "pid": process, "args": {"name": title}}]
     rows = [(f"rank {rank}", list(spans)) for rank, spans in enumerate(timeline.compute)]
     rows += [
         (f"message {message.name}", [Span("wait", message.ready, message.start), message])
         for message in timeline.messages
     ]
     for thread, (name, spans) in enumerate(rows):
-        events.append({"ph": "M", "name": "thread_name", "pid": process, "tid": thread, "args": {"name": name}})
+        place = {"pid": process, "tid": thread}
+        events.append({**place, "ph": "M", "name": "thread_name", "args": {"name": name}})
         events += [
-            {
-                "ph": "X",
-                "name": span.name,
-                "pid": process,
-                "tid": thread,
-                "ts": span.start * 1e6,
-                "dur": span.seconds * 1e6,
-            }
-            for span in spans
-            if span.seconds > 0
+            {**place, "ph": "X", "name": one.name, "ts": one.start * 1e6, "dur": one.seconds * 1e6}
+            for one in spans
+            if one.seconds > 0
         ]
     for name, share in timeline.links.items():
         counter = {"ph": "C", "name": f"link {name}", "pid": process, "args": {"busy share": share}}
@@ -105,11 +133,11 @@ def _trace(process: int, title: str, timeline: Timeline) -> list[dict[str, Any]]
 
 def _row_counts(timeline: Timeline) -> tuple[int, int, int]:
     counts = len(timeline.compute), len(timeline.messages), len(timeline.links)
-    return min(counts[0], _MOST_ROWS), min(counts[1], _MOST_ROWS), min(counts[2], _MOST_ROWS)
+    return min(counts[0], _MAX_ROWS), min(counts[1], _MAX_ROWS), min(counts[2], _MAX_ROWS)
 
 
 def _draw_compute(axis: Axes, timeline: Timeline) -> None:
-    for row, spans in enumerate(timeline.compute[:_MOST_ROWS]):
+    for row, spans in enumerate(timeline.compute[:_MAX_ROWS]):
         for span in spans:
             _bar(axis, row, span, _COLORS.get(span.name, _WAITING), _HATCHES.get(span.name, ""))
     _label_rows(axis, [f"rank {rank}" for rank in range(_row_counts(timeline)[0])])
@@ -121,12 +149,12 @@ def _draw_compute(axis: Axes, timeline: Timeline) -> None:
 
 
 def _draw_messages(axis: Axes, timeline: Timeline) -> None:
-    for row, message in enumerate(timeline.messages[:_MOST_ROWS]):
+    for row, message in enumerate(timeline.messages[:_MAX_ROWS]):
         _bar(axis, row, Span("wait", message.ready, message.start), _WAITING)
         _bar(axis, row, message, _MOVING)
     handles = [axis.barh(0, 0, color=color, label=name) for color, name in ((_WAITING, "waits"), (_MOVING, "moves"))]
     axis.legend(handles=handles, loc="lower right", bbox_to_anchor=(1.0, 1.0), fontsize=7, ncols=2)
-    _label_rows(axis, [message.name for message in timeline.messages[:_MOST_ROWS]])
+    _label_rows(axis, [message.name for message in timeline.messages[:_MAX_ROWS]])
     axis.set_xlabel("ms")
 
 

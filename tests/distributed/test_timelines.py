@@ -16,7 +16,7 @@ from lightning_autosync.measure.bench.settings import Settings
 from lightning_autosync.measure.emulation import netns
 from lightning_autosync.measure.hosts import least_step
 from lightning_autosync.measure.workers import LaunchError
-from lightning_autosync.report.timelines_file import load_timelines
+from lightning_autosync.report.timeline import load_timelines
 
 try:
     netns.require_namespaces()

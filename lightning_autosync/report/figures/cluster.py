@@ -7,17 +7,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from lightning_autosync.cluster import ClusterSpec, Link
-from lightning_autosync.report.figures.style import BLUE, GREY, INK, PAPER, RED, new_figure, styled
-from lightning_autosync.report.figures.svg import Picture
-from lightning_autosync.report.units import rate_text
+from lightning_autosync.report.figures.picture import BLUE, GREY, INK, PAPER, RED, Picture, new_figure, styled
+from lightning_autosync.report.rendering import rate_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 MOST_NODES = 32
-"""Nodes from which on there is no room for a picture."""
+"""More nodes have no room in a picture."""
 _FULL = 0.9
-"""Busy share from which on a link counts as full."""
+"""A link with this busy share counts as full."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +111,7 @@ def _draw_tree(cluster: ClusterSpec, graph: Any, traffic: Traffic) -> Any:
 
 
 def _place(graph: Any, name: str, parent: str | None, column: int, row: int, boxes: dict[str, _Box]) -> int:
-    """Give ``name`` and all below it their boxes, from ``row`` on; returns the first free row."""
+    """Place ``name`` and all below it, beginning at ``row``; returns the first free row."""
     children = [child for child in graph.neighbors(name) if child != parent]
     free = row
     for child in children:
@@ -158,31 +157,21 @@ def _draw_branch(
     parent, child = ends
     start = boxes[parent].column + (_SWITCH if parent in cluster.switches else _BOX)
     end, row = boxes[child].column, boxes[child].middle
-    for source, target, way in ((parent, child, -1), (child, parent, 1)):
+    for source, target, side in ((parent, child, -1), (child, parent, 1)):
         rate = link.bandwidth if link.a == source else link.reverse_bandwidth
         assert rate is not None
         begin, stop = (start, end) if source == parent else (end, start)
         width, color = traffic.width(source, target), traffic.color(source, target)
-        _arrow(axes, (begin, row + 0.06 * way), (stop, row + 0.06 * way), width, color)
+        _arrow(axes, (begin, row + 0.06 * side), (stop, row + 0.06 * side), width, color)
         text = f"{traffic.label(source, target, rate)} of {rate_text(rate)}"
-        beside: dict[str, Any] = {"ha": "center", "va": "bottom" if way < 0 else "top", "fontsize": 8.5, "zorder": 4}
-        axes.text((start + end) / 2, row + 0.12 * way, text, **beside)
+        beside: dict[str, Any] = {"ha": "center", "va": "bottom" if side < 0 else "top", "fontsize": 8.5, "zorder": 4}
+        axes.text((start + end) / 2, row + 0.12 * side, text, **beside)
 
 
 def _arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float], width: float, color: str) -> None:
-    axes.annotate(
-        "",
-        end,
-        start,
-        arrowprops={
-            "arrowstyle": f"-|>,head_length={0.35 + 0.02 * width},head_width={0.14 + 0.06 * width}",
-            "linewidth": width,
-            "color": color,
-            "shrinkA": 0,
-            "shrinkB": 0,
-        },
-        zorder=2,
-    )
+    head = f"-|>,head_length={0.35 + 0.02 * width},head_width={0.14 + 0.06 * width}"
+    look = {"arrowstyle": head, "linewidth": width, "color": color, "shrinkA": 0, "shrinkB": 0}
+    axes.annotate("", end, start, arrowprops=look, zorder=2)
 
 
 def _draw_graph(cluster: ClusterSpec, graph: Any, traffic: Traffic) -> Any:
@@ -194,22 +183,16 @@ def _draw_graph(cluster: ClusterSpec, graph: Any, traffic: Traffic) -> Any:
     for link in cluster.links:
         a, b = places[link.a], places[link.b]
         colors = traffic.color(link.a, link.b), traffic.color(link.b, link.a)
-        axes.plot(
-            [a[0], b[0]],
-            [a[1], b[1]],
-            color=RED if RED in colors else BLUE,
-            linewidth=max(traffic.width(link.a, link.b), traffic.width(link.b, link.a)),
-            zorder=1,
-        )
+        width = max(traffic.width(link.a, link.b), traffic.width(link.b, link.a))
+        axes.plot([a[0], b[0]], [a[1], b[1]], color=RED if RED in colors else BLUE, linewidth=width, zorder=1)
         assert link.bandwidth is not None
         assert link.reverse_bandwidth is not None
         text = f"{link.a} > {link.b}: {traffic.label(link.a, link.b, link.bandwidth)}\n"
         text += f"{link.b} > {link.a}: {traffic.label(link.b, link.a, link.reverse_bandwidth)}\n"
         box = {"boxstyle": "round,pad=0.25", "facecolor": PAPER, "edgecolor": "none", "alpha": 0.9}
-        middle = (a + b) / 2
-        axes.text(
-            middle[0], middle[1], f"{text}{rate_text(link.bandwidth)}", ha="center", va="center", fontsize=8.5, bbox=box
-        )
+        text += rate_text(link.bandwidth)
+        x, y = (a + b) / 2
+        axes.text(x, y, text, ha="center", va="center", fontsize=8.5, bbox=box)
     for name, (x, y) in places.items():
         switch = name in cluster.switches
         box = {

@@ -1,90 +1,170 @@
-"""Contenders side by side, and which parameters mattered."""
+"""Pictures that compare tuning runs: every seed of every sampler on shared axes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
-from lightning_autosync.report.figures.style import (
-    BLUE,
+from lightning_autosync.report.figures.picture import (
+    DASHES,
     GREEN,
-    GREY,
     INK,
+    MARKERS,
     MUTED,
-    ORANGE,
-    TEAL,
+    PAPER,
+    SERIES,
+    Picture,
+    label_ends,
     new_figure,
     styled,
 )
-from lightning_autosync.report.figures.svg import Picture
-from lightning_autosync.report.tuning.final import Final
-from lightning_autosync.report.tuning.importance import Importance
-from lightning_autosync.report.units import milliseconds
+from lightning_autosync.report.tuning_run import Case, TuningRun
 
-KINDS: Mapping[str, tuple[str, str, str]] = {
-    "plan": (BLUE, "o", "best plan"),
-    "finalist": (TEAL, "^", "other finalist"),
-    "builder": (GREEN, "D", "best builder"),
-    "ddp": (ORANGE, "s", "best DDP"),
-    "contender": (GREY, "v", "other contender"),
-}
-"""Colour, marker and name of each kind of contender."""
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Look = tuple[str, str, tuple[float, ...]]
+"""Colour, marker and dashes."""
+
+
+def _looks(cases: Sequence[Case]) -> Mapping[str, Look]:
+    """A look for each sampler, the same in all pictures."""
+    names = dict.fromkeys(group.sampler for case in cases for group in case.groups)
+    count = len(SERIES)
+    return {name: (SERIES[i % count], MARKERS[i % count], DASHES[i % count]) for i, name in enumerate(names)}
 
 
 @styled
-def contenders_picture(final: Final, bound: float | None) -> Picture:
-    """A row a contender, fastest first: every round a mark, the median a tick, and the ratio to the best DDP."""
-    compared = final.compared()
-    figure = new_figure(1.3 + 0.36 * len(compared))
-    axes = figure.add_subplot()
+def speeds_picture(cases: Sequence[Case]) -> Picture:
+    """The best so far of each run as a thin line, the median of a sampler's runs as a thick one within their range."""
+    columns = 1 if len(cases) == 1 else 2
+    rows = -(-len(cases) // columns)
+    figure = new_figure(0.5 + 3.4 * rows)
+    panels = figure.subplots(rows, columns, squeeze=False, sharex=False).flatten()
+    for axes, case in zip(panels, cases, strict=False):
+        _draw_speeds(axes, case, _looks(cases))
+    for axes in panels[len(cases) :]:
+        axes.set_visible(False)
+    figure.supylabel("times as fast as the best-tuned DDP", fontsize=10)
+    words = []
+    for case in cases:
+        ends = ", ".join(f"{group.sampler} {group.middle[-1]:.2f}" for group in case.groups if group.middle)
+        words.append(f"{case.title}: {ends}")
+    text = f"Speed of the best plan so far over that of the best-tuned DDP, by trial. At the end: {'; '.join(words)}."
+    return Picture("courses", figure, text)
+
+
+def _draw_speeds(axes: Axes, case: Case, styles: Mapping[str, Look]) -> None:
+    lines = []
+    for group in case.groups:
+        color, _, dashes = styles[group.sampler]
+        style = (0, dashes) if dashes else "-"
+        for speeds in group.speeds:
+            axes.step(range(1, len(speeds) + 1), speeds, where="post", color=color, linewidth=0.7, alpha=0.55)
+        middle, (lowest, highest) = group.middle, group.band
+        if not middle:
+            continue
+        numbers = range(1, len(middle) + 1)
+        axes.step(numbers, middle, where="post", color=color, linewidth=2.0, linestyle=style)
+        axes.fill_between(numbers, lowest, highest, step="post", color=color, alpha=0.13, linewidth=0)
+        lines.append((f"{group.sampler} {middle[-1]:.2f}", middle[-1], color))
+    builders = [run.ddp_seconds / run.builder_seconds for run in case.runs if run.ddp_seconds and run.builder_seconds]
+    if builders:
+        level = statistics.median(builders)
+        axes.axhline(level, color=GREEN, linewidth=1.2, linestyle=(0, (6, 2, 1, 2)))
+        lines.append((f"best builder {level:.2f}", level, GREEN))
+    axes.axhline(1, color=MUTED, linewidth=1.0, linestyle=(0, (1, 2)))
+    axes.set_title(case.title)
+    axes.set_xlabel("trial")
+    axes.set_xlim(left=1)
+    axes.set_ylim(bottom=_floor(case))
+    label_ends(axes, lines)
+
+
+def _floor(case: Case) -> float:
+    """Where the axis of speeds begins: a little below the lowest speed of a plan."""
+    known = [value for group in case.groups for speeds in group.speeds for value in speeds if value > 0]
+    return min(0.95, *(0.97 * value for value in known)) if known else 0.0
+
+
+@styled
+def outcomes_picture(cases: Sequence[Case]) -> Picture:
+    """Speedups over the best DDP and the best builder, as measured in the last comparison; a mark a run."""
+
+    def over(run: TuningRun, opponent: str | None) -> float | None:
+        return None if run.final is None or opponent is None else run.final.speedup(opponent).median
+
+    columns: dict[str, Callable[[TuningRun], float | None]] = {
+        "times as fast as the best-tuned DDP": lambda run: over(run, run.final.ddp if run.final else None),
+        "times as fast as the best builder": lambda run: over(run, run.final.builder if run.final else None),
+    }
+    text = "How many times as fast as the best-tuned DDP and the best builder each run's best plan was."
+    return _dots("outcomes", cases, columns, text, level=1.0)
+
+
+@styled
+def hit_rates_picture(cases: Sequence[Case]) -> Picture:
+    """The share of each run's proposals that beat its best builder."""
+
+    def percent(run: TuningRun) -> float | None:
+        return None if run.hit_rate is None else 100 * run.hit_rate
+
+    columns: dict[str, Callable[[TuningRun], float | None]] = {"% of proposals that beat the best builder": percent}
+    return _dots("hit-rates", cases, columns, "The hit rate of each run.", level=0.0)
+
+
+def _dots(
+    name: str,
+    cases: Sequence[Case],
+    columns: Mapping[str, Callable[[TuningRun], float | None]],
+    words: str,
+    level: float,
+) -> Picture:
+    """Rows of cases and samplers; in each column a mark a run, and the median as a tick."""
+    rows = [(case, group) for case in cases for group in case.groups]
+    styles = _looks(cases)
+    figure = new_figure(0.9 + 0.34 * len(rows) + 0.22 * len(cases))
+    panels = figure.subplots(1, len(columns), squeeze=False, sharey=True)[0]
+    places = _places(cases)
     tooltips = {}
-    named: set[str] = set()
-    for row, (one, ratio) in enumerate(compared):
-        color, marker, kind = KINDS[one.kind]
-        axes.scatter(
-            [1e3 * seconds for seconds in one.rounds],
-            [row] * len(one.rounds),
-            s=24,
-            marker=marker,
-            color=color,
-            alpha=0.7,
-            gid=f"rounds-{row}",
-            label="_" if kind in named else f"{kind}, a mark a round",
-            zorder=3,
-        )
-        named.add(kind)
-        tooltips[f"rounds-{row}"] = [
-            f"{one.name}, round {number + 1}: {milliseconds(seconds)}" for number, seconds in enumerate(one.rounds)
-        ]
-        axes.plot([1e3 * one.median] * 2, [row - 0.3, row + 0.3], color=INK, linewidth=1.6, zorder=4)
-        text = f"{milliseconds(one.median)}, {ratio.median:.2f} x"
-        axes.annotate(text, (1e3 * max(one.rounds), row), (8, 0), textcoords="offset points", va="center", fontsize=9)
-    if bound is not None:
-        axes.axvline(1e3 * bound, color=MUTED, linewidth=1.3, linestyle=(0, (1, 2)), label="bound of exact plans")
-    axes.set_yticks(range(len(compared)), [one.name for one, _ in compared])
-    axes.set_ylim(len(compared) - 0.5, -0.5)
-    axes.set_xlim(left=0)
-    axes.margins(x=0.16)
-    axes.grid(False, axis="y")
-    axes.set_xlabel("milliseconds a step, and ratio to the best DDP (below 1 is faster)")
-    figure.legend(loc="outside upper left", ncols=4, handletextpad=0.3)
-    words = "; ".join(f"{one.name} {milliseconds(one.median)}, {ratio.median:.2f} of DDP's" for one, ratio in compared)
-    return Picture("contenders", figure, f"Step times side by side, fastest first: {words}.", tooltips)
+    for column, (axes, (label, value)) in enumerate(zip(panels, columns.items(), strict=True)):
+        for row, (_, group) in enumerate(rows):
+            color, marker, _ = styles[group.sampler]
+            found = [(run, number) for run in group.runs if (number := value(run)) is not None]
+            if not found:
+                continue
+            numbers = [number for _, number in found]
+            gid = f"{name}-{column}-{row}"
+            axes.scatter(numbers, [places[row]] * len(numbers), s=30, marker=marker, color=color, alpha=0.75, gid=gid)
+            tooltips[gid] = [f"{run.title}, {run.sampler}, seed {run.seed}: {number:.2f}" for run, number in found]
+            median = statistics.median(numbers)
+            axes.plot([median, median], [places[row] - 0.3, places[row] + 0.3], color=INK, linewidth=1.6)
+        axes.axvline(level, color=MUTED, linewidth=1.0, linestyle=(0, (1, 2)))
+        axes.set_xlabel(label)
+        axes.grid(False, axis="y")
+    panels[0].set_yticks(places, [group.sampler for _, group in rows])
+    panels[0].set_ylim(places[-1] + 0.6, places[0] - 1.1)
+    for row, (case, group) in enumerate(rows):
+        if group is case.groups[0]:
+            panels[0].annotate(
+                case.title,
+                (0, places[row] - 0.72),
+                xycoords=("axes fraction", "data"),
+                va="center",
+                fontsize=9,
+                fontweight="bold",
+                bbox={"facecolor": PAPER, "edgecolor": "none", "pad": 1.5},
+            )
+    return Picture(name, figure, words, tooltips)
 
 
-@styled
-def importance_picture(importance: Importance) -> Picture:
-    """A bar a parameter, the most important first."""
-    shown = importance.shown
-    figure = new_figure(0.9 + 0.29 * len(shown), width=7.2)
-    axes = figure.add_subplot()
-    axes.barh(range(len(shown)), [100 * share for _, share in shown], color=BLUE, height=0.62)
-    for row, (_, share) in enumerate(shown):
-        axes.annotate(f"{share:.0%}", (100 * share, row), (5, 0), textcoords="offset points", va="center", fontsize=9)
-    axes.set_yticks(range(len(shown)), [name for name, _ in shown])
-    axes.set_ylim(len(shown) - 0.5, -0.5)
-    axes.set_xlim(left=0)
-    axes.margins(x=0.12)
-    axes.grid(False, axis="y")
-    axes.set_xlabel("% of the importance of all parameters")
-    words = ", ".join(f"{name} {share:.0%}" for name, share in shown[:5])
-    return Picture("importance", figure, f"Importance of parameters, the largest first: {words}.")
+def _places(cases: Sequence[Case]) -> list[float]:
+    """A height for each row, with room for a title above the first one of each case."""
+    places, height = [], 0.0
+    for case in cases:
+        height += 0.75
+        for _ in case.groups:
+            places.append(height)
+            height += 1.0
+    return places

@@ -1,4 +1,4 @@
-"""A plan as a picture: which gradients travel together and how, and who reduces them."""
+"""A plan as a picture: which gradients travel together and how, and which ranks reduce them."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from lightning_autosync.plan import (
     TreeTransfer,
 )
 from lightning_autosync.plan.topologies import find
-from lightning_autosync.report.figures.style import BLUE, INK, PAPER, SERIES, new_figure, styled
-from lightning_autosync.report.figures.svg import Picture
+from lightning_autosync.report.figures.picture import BLUE, INK, PAPER, SERIES, Picture, new_figure, styled
 from lightning_autosync.workload import Workload
 
 if TYPE_CHECKING:
@@ -28,7 +27,7 @@ MOST_ROWS = 48
 """Messages that are drawn; of more, the largest."""
 _MOST_RANKS_WITH_NUMBERS = 16
 _FEW = 16
-"""Messages up to which rows are high enough to read at a glance."""
+"""Up to so many messages, rows are high enough to read at a glance."""
 
 
 def method_of(group: Group) -> str:
@@ -40,16 +39,16 @@ def method_of(group: Group) -> str:
 
 
 def reducers(message: Message, ranks: int) -> list[float]:
-    """[ranks] the share of a message that each rank sums up; a native collective spreads it evenly."""
+    """[ranks] the share of a message that each rank sums; equal shares for a native collective."""
     shares = [0.0] * ranks
     for transfer in message.rounds[0].transfers:
-        for rank, elements in _summed(transfer, ranks):
+        for rank, elements in _summed_elements(transfer, ranks):
             shares[rank] += elements
     total = sum(shares)
     return [share / total if total else 0.0 for share in shares]
 
 
-def _summed(transfer: Transfer, ranks: int) -> list[tuple[int, float]]:
+def _summed_elements(transfer: Transfer, ranks: int) -> list[tuple[int, float]]:
     if isinstance(transfer, TreeTransfer):
         return [(transfer.root, transfer.stop - transfer.start)]
     if isinstance(transfer, AllToAll | SharedMemoryReduce):
@@ -69,7 +68,7 @@ def shown_groups(plan: SyncPlan, workload: Workload) -> list[int]:
 
 @styled
 def plan_picture(plan: SyncPlan, schedule: Schedule, workload: Workload) -> Picture:
-    """Left the messages over backward's order of gradients, coloured and hatched by method; right who reduces them."""
+    """Left: the messages over backward's order of gradients, a colour and hatch a method. Right: who reduces them."""
     shown = shown_groups(plan, workload)
     figure = new_figure(1.5 + (0.27 if len(shown) <= _FEW else 0.18) * len(shown))
     ranks = schedule.world_size

@@ -58,10 +58,9 @@ from lightning_autosync.measure.session import Contender
 from lightning_autosync.plan import SyncPlan, builders, compile_plan
 from lightning_autosync.plan.space import PlanSpace
 from lightning_autosync.replay import Constants, Replay, least_step
-from lightning_autosync.report.timeline import write_trace
-from lightning_autosync.report.timelines_file import TIMELINES, load_timelines, save_timelines
-from lightning_autosync.report.tuning.comparison import find_runs
-from lightning_autosync.report.tuning.rows import summary_row
+from lightning_autosync.report.comparison import find_runs
+from lightning_autosync.report.summary import summary_row
+from lightning_autosync.report.timeline import TIMELINES, load_timelines, save_timelines, write_trace
 from lightning_autosync.search import studies
 from lightning_autosync.search import trial_attributes as attrs
 from lightning_autosync.search.studies import check
@@ -635,9 +634,9 @@ KINDS: dict[str, Kind] = {
         ("search.tuning.opponents", "search.tuning.job", "search.tuning.reference"),
         names=_STUDY,
     ),
-    "tuning run": Kind(_make_run, _read_run, ("report.tuning.document", "report.tuning.final")),
-    "tuning run, report": Kind(_make_run, _read_report, ("report.tuning.plan_view",), share=0.1),
-    "timelines": Kind(_make_timelines, _read_timelines, ("report.timelines_file",)),
+    "tuning run": Kind(_make_run, _read_run, ("report.document", "report.final")),
+    "tuning run, report": Kind(_make_run, _read_report, ("report.page",), share=0.1),
+    "timelines": Kind(_make_timelines, _read_timelines, ("report.timeline",)),
     "rates": Kind(_make_rates, _read_rates, ("lab.convergence.result",)),
     "runs of a rehearsal": Kind(_make_rehearsal, _read_rehearsal, ("run_files", "lab.rehearsal.runs")),
     "runs of a fit": Kind(_make_fitting, _read_fitting, ("lab.fitting.runs",)),

@@ -12,8 +12,8 @@ from tuning_runs import write_run
 from lightning_autosync.cli.report import report
 from lightning_autosync.documents import write_text
 from lightning_autosync.errors import DocumentError
-from lightning_autosync.report.tuning.comparison import find_runs
-from lightning_autosync.report.tuning.groups import grouped
+from lightning_autosync.report.comparison import find_runs
+from lightning_autosync.report.tuning_run import grouped
 
 
 @pytest.fixture(scope="module")

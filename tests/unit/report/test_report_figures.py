@@ -12,12 +12,10 @@ from lightning_autosync.errors import DocumentError
 from lightning_autosync.plan import Group, Partition, SyncPlan, builders, compile_plan
 from lightning_autosync.replay import Constants, MessageSpan, Replay, Span, Timeline
 from lightning_autosync.report.figures.cluster import MOST_NODES, Traffic, cluster_picture
-from lightning_autosync.report.figures.labels import spread
+from lightning_autosync.report.figures.picture import INK, Picture, new_figure, report_style, spread
 from lightning_autosync.report.figures.plan import MOST_ROWS, method_of, plan_picture, reducers
-from lightning_autosync.report.figures.style import INK, new_figure, report_style
-from lightning_autosync.report.figures.svg import Picture
-from lightning_autosync.report.figures.trials import looks
-from lightning_autosync.report.timelines_file import load_timelines, save_timelines
+from lightning_autosync.report.figures.tuning import origin_looks
+from lightning_autosync.report.timeline import load_timelines, save_timelines
 from lightning_autosync.workload import Variable, Workload
 
 CLUSTER = ClusterSpec.star(bandwidths=["400 Mbit/s", *["100 Mbit/s"] * 3])
@@ -160,8 +158,8 @@ def test_other_files_are_no_timelines(tmp_path: Path, text: str, message: str) -
 
 
 def test_origins_differ_by_colour_and_by_marker() -> None:
-    found = looks(["baseline", "startup", "evolved", "tpe", "gp", "evolved"])
+    found = origin_looks(["baseline", "startup", "evolved", "tpe", "gp", "evolved"])
     assert list(found) == ["baseline", "startup", "evolved", "tpe", "gp"]
     colors, markers = zip(*found.values(), strict=True)
     assert len(set(colors)) == len(set(markers)) == len(found)
-    assert looks(["evolved", "baseline"])["baseline"] == found["baseline"]
+    assert origin_looks(["evolved", "baseline"])["baseline"] == found["baseline"]

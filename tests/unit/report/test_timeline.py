@@ -18,8 +18,7 @@ from lightning_autosync.errors import DocumentError
 from lightning_autosync.measure.emulation.network import Network
 from lightning_autosync.plan import builders, compile_plan
 from lightning_autosync.replay import Constants, MessageSpan, Span, Timeline
-from lightning_autosync.report.link_use import busy_shares, bytes_on_links
-from lightning_autosync.report.measured import measured_timeline
+from lightning_autosync.report.compare import busy_shares, bytes_on_links, measured_timeline
 from lightning_autosync.report.predict import predict
 from lightning_autosync.report.timeline import draw_timelines, write_trace
 from lightning_autosync.workload import Variable, Workload

@@ -19,9 +19,9 @@ from lightning_autosync.cli.report import report
 from lightning_autosync.documents import write_text
 from lightning_autosync.errors import DocumentError
 from lightning_autosync.measure.step_time import paired_ratio
-from lightning_autosync.report.tuning.page import write_report
-from lightning_autosync.report.tuning.run import TuningRun
-from lightning_autosync.report.tuning.words import summary
+from lightning_autosync.report.page import write_report
+from lightning_autosync.report.summary import summary
+from lightning_autosync.report.tuning_run import TuningRun
 
 Edit = Callable[[dict[str, Any]], Any]
 Changed = Callable[[Edit], Path]

@@ -10,23 +10,31 @@ from typing import Any
 
 import yaml
 
-from lightning_autosync.documents import write_text
-from lightning_autosync.replay import Timeline
-from lightning_autosync.report.figures.cluster import cluster_picture
-from lightning_autosync.report.figures.comparison import KINDS, contenders_picture, importance_picture
-from lightning_autosync.report.figures.curve import tuning_curve
-from lightning_autosync.report.figures.plan import plan_picture
-from lightning_autosync.report.figures.proposals import foresight, hit_rate, kendall
-from lightning_autosync.report.figures.steps import steps_picture
-from lightning_autosync.report.figures.svg import Picture
-from lightning_autosync.report.template import render
-from lightning_autosync.report.timelines_file import TIMELINES, load_timelines
-from lightning_autosync.report.tuning.final import Final
-from lightning_autosync.report.tuning.importance import Importance, importance_of
-from lightning_autosync.report.tuning.plan_view import PlanView, message_rows
-from lightning_autosync.report.tuning.run import TuningRun
-from lightning_autosync.report.tuning.words import bound_share, summary
-from lightning_autosync.report.units import milliseconds, rate_text
+from lightning_autosync.documents import Record, checked, write_text
+from lightning_autosync.errors import PlanError
+from lightning_autosync.measure.hosts import shared_hosts
+from lightning_autosync.plan import Schedule, SyncPlan, compile_plan
+from lightning_autosync.replay import Constants, Prediction, Replay, Timeline
+from lightning_autosync.replay.constants import Cores
+from lightning_autosync.report.document import RESULT
+from lightning_autosync.report.figures.cluster import Traffic, cluster_picture
+from lightning_autosync.report.figures.picture import Picture
+from lightning_autosync.report.figures.plan import method_of, plan_picture, reducers
+from lightning_autosync.report.figures.tuning import (
+    KINDS,
+    contenders_picture,
+    hit_rate,
+    importance_picture,
+    kendall,
+    predictions_picture,
+    tuning_curve,
+)
+from lightning_autosync.report.final import Final
+from lightning_autosync.report.importance import Importance, importance_of
+from lightning_autosync.report.rendering import milliseconds, rate_text, render
+from lightning_autosync.report.summary import bound_share, summary
+from lightning_autosync.report.timeline import TIMELINES, load_timelines, steps_picture
+from lightning_autosync.report.tuning_run import TuningRun
 
 REPORT = "report.html"
 
@@ -41,7 +49,7 @@ class Headline:
 
 
 def write_report(run: TuningRun, path: Path) -> None:
-    """Write the report of a run to an HTML file, whole or not at all.
+    """Write the report of a run to an HTML file.
 
     Raises:
         DocumentError: (or a subclass) a file of the run is wrong.
@@ -76,7 +84,7 @@ def _pictures(
     run: TuningRun, view: PlanView | None, timelines: dict[str, Timeline], importance: Importance | str | None
 ) -> dict[str, Picture]:
     """By name; those that cannot be made are left out."""
-    made = [tuning_curve(run), hit_rate(run), foresight(run)]
+    made = [tuning_curve(run), hit_rate(run), predictions_picture(run)]
     if view is not None:
         made.append(plan_picture(view.plan, view.schedule, run.workload))
         made.append(None if view.traffic is None else cluster_picture(run.cluster, view.traffic))
@@ -111,7 +119,7 @@ def _ratio(final: Final, opponent: str, what: str) -> Headline:
 
 
 def _timelines(run: TuningRun, view: PlanView | None) -> dict[str, Timeline]:
-    """Predicted, and measured where the run left that."""
+    """Predicted, and measured if the run wrote it."""
     path = run.directory / TIMELINES
     if path.is_file():
         return load_timelines(path)
@@ -202,3 +210,85 @@ def _said(value: Any) -> str:
         case float():
             return f"{value:.4g}"
     return str(value)
+
+
+@dataclass(frozen=True)
+class PlanView:
+    """The best plan with its schedule and, where the rates of the links are known, its prediction."""
+
+    plan: SyncPlan
+    schedule: Schedule
+    prediction: Prediction | None
+
+    @classmethod
+    def of(cls, run: TuningRun) -> PlanView | None:
+        """Of the best plan of a run, if it has one.
+
+        Raises:
+            PlanError: the plan is not for the run's workload and cluster.
+        """
+        if run.plan is None:
+            return None
+        try:
+            schedule = compile_plan(run.plan, run.workload, run.cluster)
+        except PlanError as error:
+            raise PlanError(f"{run.directory / RESULT}: best.{error}") from None
+        if not run.cluster.measured:
+            return cls(run.plan, schedule, None)
+        replay = Replay(run.workload, run.cluster, _constants(run))
+        return cls(run.plan, schedule, replay.predict(schedule))
+
+    @property
+    def traffic(self) -> Traffic | None:
+        if self.prediction is None:
+            return None
+        return Traffic(self.prediction.step_time, self.prediction.timeline.links)
+
+
+def message_rows(run: TuningRun, view: PlanView) -> Iterator[dict[str, Any]]:
+    """The plan as a table: one row a message, in the plan's order."""
+    spans = {} if view.prediction is None else {span.name: span for span in view.prediction.timeline.messages}
+    for group, message in zip(view.plan.groups, view.schedule.messages, strict=True):
+        shares = reducers(message, view.schedule.world_size)
+        span = spans.get(group.name)
+        yield {
+            "name": group.name,
+            "variables": group.variables,
+            "megabytes": sum(run.workload.variable(name).bytes for name in group.variables) / 1e6,
+            "method": method_of(group),
+            "shards": group.shards,
+            "reducers": _who(shares),
+            "priority": group.priority,
+            "segment": group.segment,
+            "span": None if span is None else (1e3 * span.ready, 1e3 * span.start, 1e3 * span.end),
+        }
+
+
+def _who(shares: list[float]) -> str:
+    """Who reduces a message, in short."""
+    taking = [(rank, share) for rank, share in enumerate(shares) if share > 0]
+    if len(taking) == len(shares) > 1 and max(shares) - min(shares) < 0.02:
+        return "all ranks, equal shares"
+    if len(taking) == 1:
+        return f"rank {taking[0][0]}"
+    return ", ".join(f"{rank}: {share:.0%}" for rank, share in taking)
+
+
+def _constants(run: TuningRun) -> Constants:
+    """Of the run's hosts, by its settings and the number of cores that it noted.
+
+    Raises:
+        DocumentError: the file of constants that the run used is gone.
+    """
+    told = {"constants": run.result.settings.get("constants"), "cores": run.result.environment.get("cores")}
+    hosts = checked(_Hosts, told, str(run.directory / RESULT))
+    if run.emulated_links and run.paced:
+        return shared_hosts(hosts.constants, hosts.cores)
+    return Constants() if hosts.constants is None else Constants.load(hosts.constants)
+
+
+class _Hosts(Record):
+    """What a run tells of its hosts."""
+
+    constants: str | None
+    cores: Cores | None

@@ -1,4 +1,4 @@
-"""The report that compares several tuning runs: of seeds, samplers, models and clusters."""
+"""The report that compares tuning runs over seeds, samplers, models and clusters."""
 
 from __future__ import annotations
 
@@ -9,17 +9,16 @@ from typing import Any
 
 from lightning_autosync.documents import write_text
 from lightning_autosync.errors import DocumentError
-from lightning_autosync.report.figures.seeds import courses_picture, hit_rates_picture, outcomes_picture
-from lightning_autosync.report.template import render
-from lightning_autosync.report.tuning.document import RESULT, is_tuning_run
-from lightning_autosync.report.tuning.groups import CLOSE, Case, Range, grouped
-from lightning_autosync.report.tuning.page import REPORT
-from lightning_autosync.report.tuning.rows import summary_row
-from lightning_autosync.report.tuning.run import TuningRun
+from lightning_autosync.report.document import RESULT, is_tuning_run
+from lightning_autosync.report.figures.comparison import hit_rates_picture, outcomes_picture, speeds_picture
+from lightning_autosync.report.page import REPORT
+from lightning_autosync.report.rendering import render
+from lightning_autosync.report.summary import summary_row
+from lightning_autosync.report.tuning_run import CLOSE, Case, Range, TuningRun, grouped
 
 
 def find_runs(directories: Sequence[Path]) -> list[TuningRun]:
-    """The tuning runs in directories: each is one itself, or holds some, at any depth.
+    """The tuning runs in directories: each is a run, or contains runs at any depth.
 
     Raises:
         DocumentError: a directory is missing or has no tuning run, or a run is cut off or of another format.
@@ -36,9 +35,9 @@ def find_runs(directories: Sequence[Path]) -> list[TuningRun]:
 
 
 def write_comparison(runs: Sequence[TuningRun], path: Path) -> None:
-    """Write the report that compares runs to an HTML file, whole or not at all."""
+    """Write the report that compares runs to an HTML file."""
     cases = grouped(runs)
-    pictures = (courses_picture(cases), outcomes_picture(cases), hit_rates_picture(cases))
+    pictures = (speeds_picture(cases), outcomes_picture(cases), hit_rates_picture(cases))
     page = render(
         "comparison.html",
         title=f"Comparison of {len(runs)} tuning runs",
@@ -63,7 +62,7 @@ def _summary(cases: Sequence[Case]) -> Iterator[str]:
             over = Range.of(_over(run, "over_ddp") for run in group.runs)
             if over is not None:
                 count = len(group.runs)
-                runs = "1 run" if count == 1 else f"median of {count} runs, {over.least:.2f} to {over.most:.2f}"
+                runs = "1 run" if count == 1 else f"median of {count} runs, {over.lowest:.2f} to {over.highest:.2f}"
                 parts.append(f"{group.sampler} {over.median:.2f} times as fast as the best-tuned DDP ({runs})")
         yield f"{case.title}: {'; '.join(parts) or 'no run has a last comparison'}."
 
@@ -92,11 +91,11 @@ def _group_rows(case: Case) -> Iterator[dict[str, Any]]:
 
 
 def _text(found: Range | None, form: str, factor: float = 1.0) -> str:
-    """``1.51 (1.42 to 1.60)``, or the median alone where all are alike."""
+    """``1.51 (1.42 to 1.60)``, or the median alone where all are equal."""
     if found is None:
         return ""
-    median, least, most = (form.format(factor * value) for value in (found.median, found.least, found.most))
-    return median if least == most else f"{median} ({least} to {most})"
+    median, lowest, highest = (form.format(factor * one) for one in (found.median, found.lowest, found.highest))
+    return median if lowest == highest else f"{median} ({lowest} to {highest})"
 
 
 def _run_row(run: TuningRun, path: Path) -> dict[str, Any]:

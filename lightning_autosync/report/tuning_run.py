@@ -1,10 +1,10 @@
-"""`TuningRun`: a tuning run as found on disk, and what follows from it."""
+"""Tuning runs as found on disk: one with all that follows from it, and several by what was tuned."""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -16,10 +16,13 @@ from lightning_autosync.errors import DocumentError
 from lightning_autosync.measure.drift import Drift
 from lightning_autosync.measure.hosts import Bound, least_step
 from lightning_autosync.plan import SyncPlan
-from lightning_autosync.report.tuning.document import Trial, TuningResult, read_result
-from lightning_autosync.report.tuning.final import Final
+from lightning_autosync.report.document import Trial, TuningResult, read_result
+from lightning_autosync.report.final import Final
 from lightning_autosync.search.trial_attributes import BASELINE
 from lightning_autosync.workload import Workload
+
+CLOSE = 0.98
+"""Share of the speed of the best known plan at which a run counts as having found it."""
 
 
 @dataclass(frozen=True)
@@ -29,9 +32,9 @@ class TuningRun:
     Attributes:
         directory: where it was found.
         result: its ``result.json``.
-        cluster, workload: the machines and the model, as they were measured.
+        cluster, workload: the machines and the model.
         plan: the best plan; None if no trial came to a time.
-        storage: of the study, password and all, where it is known; ``result`` has it without.
+        storage: of the study with its password, where that is known; ``result`` has it without.
     """
 
     directory: Path
@@ -63,12 +66,12 @@ class TuningRun:
 
     @cached_property
     def trials(self) -> Sequence[Trial]:
-        """Those that were not interrupted, of whose plans nothing is known."""
+        """Trials that were not interrupted."""
         return [trial for trial in self.result.trials if not trial.interrupted]
 
     @property
     def title(self) -> str:
-        """Model and cluster, as people call them."""
+        """Names of model and cluster."""
         return f"{self.workload.name} on {self.cluster.name}"
 
     @property
@@ -81,12 +84,12 @@ class TuningRun:
 
     @cached_property
     def final(self) -> Final | None:
-        """The last comparison, side by side; None if there was none."""
+        """The last comparison; None if there was none."""
         return None if self.result.final is None else Final.read(self.result.final, str(self.directory))
 
     @cached_property
     def bound(self) -> Bound | None:
-        """The least time of any exact method; None where links are not emulated, or computation is real."""
+        """The least step time of any exact method; None where links are not emulated, or computation is real."""
         if not (self.cluster.measured and self.emulated_links and self.paced):
             return None
         return least_step(self.workload, self.cluster)
@@ -97,26 +100,26 @@ class TuningRun:
         return Drift(self.result.drift.reference_by_trial, self.result.drift.share)
 
     def seconds(self, trial: Trial) -> float | None:
-        """Of a step of the trial, brought to the machine's usual speed where that drifted; None without a time."""
+        """Of a step of the trial, corrected to the machine's usual speed where that drifted; None without a time."""
         if trial.seconds is None or trial.corrected is not None:
             return trial.corrected
         return self.drift.corrected(trial.number, trial.seconds)
 
     @cached_property
     def complete_seconds(self) -> dict[int, float]:
-        """The same by number, of the trials that were measured to their end."""
+        """The same by number, of complete trials."""
         found = {trial.number: self.seconds(trial) for trial in self.trials if trial.state == "complete"}
         return {number: seconds for number, seconds in found.items() if seconds is not None}
 
     @cached_property
     def best_so_far(self) -> list[float]:
-        """After each trial the least seconds of a complete one so far; infinite before the first."""
+        """After each trial, the least seconds of a complete trial so far; infinite before the first."""
         times = (self.complete_seconds.get(trial.number, math.inf) for trial in self.trials)
         return list(accumulate(times, min))
 
     @cached_property
     def builder_seconds(self) -> float | None:
-        """Step time of the best builder in the search; None where none ran."""
+        """Step time of the best builder during the search; None where none ran."""
         return None if self.result.opponents.builder is None else self.result.opponents.builder.seconds
 
     @property
@@ -125,17 +128,17 @@ class TuningRun:
         return None if self.result.opponents.ddp is None else self.result.opponents.ddp.seconds
 
     @cached_property
-    def course(self) -> list[float]:
-        """After each trial how many times as fast as the best-tuned DDP the best plan was; empty without DDP."""
+    def speeds(self) -> list[float]:
+        """After each trial, the speedup of the best plan so far over the best-tuned DDP; empty without DDP."""
         return [self.ddp_seconds / best for best in self.best_so_far] if self.ddp_seconds else []
 
     @property
     def proposals(self) -> list[Trial]:
-        """Trials that the sampler proposed: all but the enqueued builders."""
+        """Trials that the sampler proposed: all but enqueued builders."""
         return [trial for trial in self.trials if trial.origin != BASELINE]
 
     def hit(self, trial: Trial) -> bool:
-        """Whether a trial was measured to be faster than the best builder."""
+        """Whether a trial was faster than the best builder."""
         limit = self.builder_seconds
         return limit is not None and self.complete_seconds.get(trial.number, math.inf) < limit
 
@@ -148,7 +151,7 @@ class TuningRun:
 
     @property
     def best_seconds(self) -> float:
-        """Step time of the best plan: in the last comparison, or else in the search.
+        """Step time of the best plan: in the last comparison, or else during the search.
 
         Raises:
             DocumentError: there is no plan.
@@ -180,3 +183,88 @@ class TuningRun:
     def _search(self) -> dict[str, Any]:
         found = self.result.settings.get("search")
         return found if isinstance(found, dict) else {}
+
+
+@dataclass(frozen=True)
+class Range:
+    """Median, minimum and maximum of some values."""
+
+    median: float
+    lowest: float
+    highest: float
+
+    @classmethod
+    def of(cls, values: Iterable[float | None]) -> Range | None:
+        """Of the known values; None if there are none."""
+        known = [value for value in values if value is not None]
+        return cls(statistics.median(known), min(known), max(known)) if known else None
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs of one sampler for one workload on one cluster, which differ by their seeds."""
+
+    sampler: str
+    runs: tuple[TuningRun, ...]
+
+    @property
+    def speeds(self) -> list[list[float]]:
+        """[runs][trials] speedup of the best plan so far over the run's own best-tuned DDP; 0 before the first plan."""
+        return [run.speeds for run in self.runs if run.speeds]
+
+    @property
+    def middle(self) -> list[float]:
+        """[trials] the median over runs, for as many trials as all runs have."""
+        return [statistics.median(values) for values in zip(*self.speeds, strict=False)]
+
+    @property
+    def band(self) -> tuple[list[float], list[float]]:
+        """[trials] the minimum and the maximum over runs, for as many trials as all runs have."""
+        columns = list(zip(*self.speeds, strict=False))
+        return [min(values) for values in columns], [max(values) for values in columns]
+
+
+@dataclass(frozen=True)
+class Case:
+    """All runs for one workload on one cluster.
+
+    Attributes:
+        title: model and cluster, with parts of their fingerprints where other cases have the same names.
+        groups: by sampler.
+    """
+
+    title: str
+    groups: tuple[Group, ...]
+
+    @property
+    def runs(self) -> list[TuningRun]:
+        return [run for group in self.groups for run in group.runs]
+
+    @cached_property
+    def best_known(self) -> float:
+        """The highest speedup of any run's best plan over the run's own best-tuned DDP; 0 if nothing was measured.
+
+        Runs are not interleaved, so seconds of different runs do not compare.
+        """
+        return max((speeds[-1] for group in self.groups for speeds in group.speeds), default=0.0)
+
+    def trials_to_close(self, run: TuningRun) -> int | None:
+        """Trials until a run reached `CLOSE` of the speed of the best known plan; None if it never did."""
+        for count, speed in enumerate(run.speeds, start=1):
+            if speed > 0 and speed >= CLOSE * self.best_known:
+                return count
+        return None
+
+
+def grouped(runs: Sequence[TuningRun]) -> list[Case]:
+    """Runs by workload and cluster, then by sampler, in their order."""
+    cases: dict[tuple[str, str], dict[str, list[TuningRun]]] = {}
+    for run in runs:
+        key = run.workload.fingerprint, run.cluster.fingerprint
+        cases.setdefault(key, {}).setdefault(run.sampler, []).append(run)
+    titles = [next(iter(samplers.values()))[0].title for samplers in cases.values()]
+    made = []
+    for (key, samplers), title in zip(cases.items(), titles, strict=True):
+        name = title if titles.count(title) == 1 else f"{title} ({key[0][:4]}, {key[1][:4]})"
+        made.append(Case(name, tuple(Group(sampler, tuple(found)) for sampler, found in samplers.items())))
+    return made

@@ -1,14 +1,43 @@
-"""What a tuning run found, in sentences."""
+"""What a tuning run found, in sentences and as one row of numbers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
 
 from lightning_autosync.measure.step_time import CONFIDENCE, Interval
-from lightning_autosync.report.tuning.final import Final
-from lightning_autosync.report.tuning.run import TuningRun
-from lightning_autosync.report.units import milliseconds
+from lightning_autosync.report.final import Final
+from lightning_autosync.report.rendering import milliseconds
+from lightning_autosync.report.tuning_run import TuningRun
 from lightning_autosync.search.tuning.final import LEAST_ROUNDS
+
+
+def summary_row(run: TuningRun) -> dict[str, Any]:
+    """Plain data: what was tuned, how, and the result.
+
+    ``over_ddp`` and ``over_builder`` are speedups of the best plan (``median``, ``low``, ``high``), paired by round of
+    the last comparison; None where they were not measured. ``left_out`` says which plans failed in it, and why.
+    """
+    final = run.final
+    builder = None if final is None else final.builder
+    return {
+        "directory": str(run.directory),
+        "workload": run.workload.name,
+        "cluster": run.cluster.name,
+        "sampler": run.sampler,
+        "seed": run.seed,
+        "trials": len(run.trials),
+        "seconds": None if run.result.best is None else run.best_seconds,
+        "over_ddp": None if final is None else asdict(final.speedup(final.ddp)),
+        "over_builder": None if final is None or builder is None else asdict(final.speedup(builder)),
+        "left_out": {} if final is None else dict(final.left_out),
+        "bound_share": None if run.result.best is None else bound_share(run),
+        "hit_rate": run.hit_rate,
+        "trials_to_98_percent": run.trials_to_98,
+        "trials_per_minute": run.result.timing.trials_per_minute,
+        "emulated": run.result.emulated,
+    }
 
 
 def summary(run: TuningRun) -> list[str]:
@@ -17,7 +46,7 @@ def summary(run: TuningRun) -> list[str]:
 
 
 def faster(ratio: Interval) -> str:
-    """``1.51 times as fast (95% interval 1.49 to 1.52) as``; where the interval holds 1, it says so."""
+    """``1.51 times as fast (95% interval 1.49 to 1.52) as``, or ``as fast within noise`` if the interval has 1."""
     interval = f"{CONFIDENCE:.0%} interval {ratio.low:.2f} to {ratio.high:.2f}"
     if ratio.low <= 1 <= ratio.high:
         return f"as fast within noise ({ratio.median:.2f} times, {interval}) as"
@@ -77,7 +106,7 @@ def _search(run: TuningRun) -> Iterator[str]:
     if run.trials_to_98 is not None:
         yield f"98% of the final speed was reached after {run.trials_to_98} trials."
     if run.drift.seen:
-        yield f"The machine's speed drifted by {run.drift.spread:.0%} meanwhile; times of trials are relative to a"
+        yield f"The machine's speed drifted by {run.drift.spread:.0%} meanwhile. So times of trials are relative to a"
         yield "reference plan that was measured again and again."
     if run.result.interrupted:
         yield "The search was interrupted before its budget was spent."
@@ -86,7 +115,7 @@ def _search(run: TuningRun) -> Iterator[str]:
 
 
 def _honesty(run: TuningRun) -> str:
-    """What was not real."""
+    """What was emulated."""
     parts = []
     if run.emulated_links:
         parts.append("links were emulated on one machine")

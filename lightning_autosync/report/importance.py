@@ -1,4 +1,4 @@
-"""Which parameters of the space told good plans from others: Optuna's PED-ANOVA over the study of a run."""
+"""Which parameters of the space distinguish good plans: Optuna's PED-ANOVA over the study of a run."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightning_autosync.errors import AutoSyncError
-from lightning_autosync.report.tuning.document import StudyAddress
+from lightning_autosync.report.document import StudyAddress
 
 if TYPE_CHECKING:
     import optuna
 
-LEAST_TRIALS = 25
-"""Complete trials below which the evaluation would rest on fewer than `_LEAST_GOOD` good ones."""
-_LEAST_GOOD = 5
-_QUANTILE, _MOST_QUANTILE = 0.1, 0.25
-_MOST_SHOWN = 14
+MIN_TRIALS = 25
+"""Complete trials that an evaluation needs."""
+_MIN_GOOD = 5
+_QUANTILE, _MAX_QUANTILE = 0.1, 0.25
+_MAX_SHOWN = 14
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Importance:
 
     Attributes:
         shares: by parameter, the largest first; they add up to 1.
-        trials: complete trials that they rest on, those of builders and of refined plans left out.
+        trials: complete trials of the evaluation, without builders and refined plans.
         quantile: share of these that counts as good.
     """
 
@@ -37,15 +37,14 @@ class Importance:
     @property
     def shown(self) -> list[tuple[str, float]]:
         """The parameters that a picture has room for; those without any importance are left out."""
-        return [(name, share) for name, share in self.shares.items() if share > 0.001][:_MOST_SHOWN]
+        return [(name, share) for name, share in self.shares.items() if share > 0.001][:_MAX_SHOWN]
 
 
 def importance_of(address: StudyAddress, directory: Path, storage: str | None = None) -> Importance | str:
     """The importance of a study's parameters (Watanabe et al., PED-ANOVA, IJCAI 2023), or why there is none.
 
-    Trials of builders' plans and of those that refine their point are left out, for their parameters do not tell what
-    was measured. Of the other complete trials a tenth counts as good, or as many as it takes for five of them, up to a
-    quarter.
+    Trials of builders and of refined plans are left out, because their parameters do not determine the plan. Of the
+    other complete trials a tenth counts as good: five at least, but no more than a quarter.
 
     Args:
         address: of the study; a relative path of a journal is also looked for in ``directory``.
@@ -62,9 +61,9 @@ def importance_of(address: StudyAddress, directory: Path, storage: str | None = 
 
     study = _of_points(whole)
     complete = len(study.get_trials(deepcopy=False))
-    if complete < LEAST_TRIALS:
-        return f"{complete} complete trials are too few to tell; it takes {LEAST_TRIALS}."
-    quantile = min(_MOST_QUANTILE, max(_QUANTILE, _LEAST_GOOD / complete))
+    if complete < MIN_TRIALS:
+        return f"{complete} complete trials are too few to tell; it takes {MIN_TRIALS}."
+    quantile = min(_MAX_QUANTILE, max(_QUANTILE, _MIN_GOOD / complete))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # an experimental evaluator says so
         evaluator = PedAnovaImportanceEvaluator(target_quantile=quantile)
@@ -75,7 +74,7 @@ def importance_of(address: StudyAddress, directory: Path, storage: str | None = 
 
 
 def _of_points(whole: optuna.Study) -> optuna.Study:
-    """The complete trials whose parameters tell their plans, by their times on one footing."""
+    """The complete trials whose parameters determine their plans, with corrected times."""
     import optuna
     from optuna.trial import TrialState
 
@@ -91,7 +90,7 @@ def _of_points(whole: optuna.Study) -> optuna.Study:
 
 
 def _journal(storage: str, directory: Path) -> str:
-    """The storage as it can be opened from here: of a journal that moved with its run, the path that there is."""
+    """A storage that can be opened from here: a journal may have moved with its run."""
     if "://" in storage:
         return storage
     places = (directory / storage, directory / Path(storage).name)
