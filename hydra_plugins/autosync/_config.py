@@ -1,9 +1,14 @@
-"""The plug-ins' own settings, as Hydra composes them; without annotations as text, which its scanner cannot read."""
+"""What both plug-ins share: their settings as Hydra composes them, and errors that Hydra prints without a traceback.
 
+Annotations are objects here, and not text: OmegaConf cannot read text.
+"""
+
+import os
 from dataclasses import dataclass, field
 from typing import Any, Dict, List, Optional  # noqa: UP035 - what OmegaConf reads
 
 from hydra.core.config_store import ConfigStore
+from hydra.errors import CompactHydraException
 
 GRID = "grid"
 """In place of a sampler: every combination once."""
@@ -17,7 +22,7 @@ SAMPLERS: Dict[str, Dict[str, Any]] = {  # noqa: UP006
     "autosync": {"_target_": "lightning_autosync.search.sampler.AutoSyncSampler", "seed": None},
     "nsgaii": {"_target_": "optuna.samplers.NSGAIISampler", "seed": None, "population_size": 50},
 }
-"""Options of ``hydra/sweeper/sampler``; any other sampler goes by ``hydra.sweeper.sampler._target_``."""
+"""Options of ``hydra/sweeper/sampler``. ``hydra.sweeper.sampler._target_`` names any other sampler."""
 
 
 @dataclass
@@ -25,15 +30,15 @@ class OptunaSweeperConf:
     """Settings of the sweeper.
 
     Attributes:
-        params: what is swept, in the syntax of Hydra's sweeps: ``a,b``, ``choice(a,b)``, ``range(1,9,2)``,
-            ``interval(0.1,1)``, ``tag(log,interval(1e-4,1))``; the command line adds to it and takes from it.
-        sampler: ``{_target_: ...}`` of an Optuna sampler and its arguments, or of ``grid``.
-        direction: ``minimize`` or ``maximize`` what the job returns, or a list of these; none: nothing is compared.
-        n_trials: of the study, those of earlier runs included; none: as many as the grid has.
-        n_jobs: trials that are handed to the launcher at a time.
-        storage: URL of a database; none: ``study.journal`` in the sweep's directory.
+        params: keys that are swept, in Hydra's syntax: ``a,b``, ``choice(a,b)``, ``range(1,9,2)``,
+            ``interval(0.1,1)``, ``tag(log,interval(1e-4,1))``. The command line adds to them and overrides them.
+        sampler: ``{_target_: ...}`` of an Optuna sampler with its arguments, or of ``grid``.
+        direction: ``minimize`` or ``maximize`` what the job returns, or a list of these; None compares nothing.
+        n_trials: of the study, with those of earlier runs; None takes as many as the grid has.
+        n_jobs: trials that the launcher gets at a time.
+        storage: URL of a database; None is ``study.journal`` in the sweep's directory.
         study_name: within the storage.
-        max_failure_rate: the sweep ends with an error if more than this share of its trials failed.
+        max_failure_rate: the sweep ends with an error if a larger share of its trials failed.
     """
 
     defaults: List[Any] = field(default_factory=lambda: ["_self_", {"sampler": GRID}])  # noqa: UP006
@@ -55,8 +60,8 @@ class TorchrunLauncherConf:
 
     Attributes:
         nproc_per_node: processes of each job on this machine.
-        program: words that start the application; none: as this process was started.
-        arguments: further ones of torchrun, as in ``[--max-restarts=1]``.
+        program: words that start the application; None starts it as this process was started.
+        arguments: further arguments of torchrun, for example ``[--max-restarts=1]``.
     """
 
     _target_: str = "hydra_plugins.autosync.launcher.TorchrunLauncher"
@@ -74,3 +79,31 @@ def register() -> None:
     store.store(
         group="hydra/launcher", name="autosync_torchrun", node=TorchrunLauncherConf, provider="lightning-autosync"
     )
+
+
+class SweepError(CompactHydraException):
+    """A sweep cannot begin or has failed; Hydra prints the message alone."""
+
+
+class SweepInterrupted(SweepError):  # noqa: N818 - an event, named as one
+    """A Ctrl-C ended a sweep.
+
+    Attributes:
+        status: exit status, as shells have it.
+    """
+
+    status = 130
+
+
+def refuse_within_rank() -> None:
+    """Refuse to sweep in a process that is one rank of a job: every rank would run a whole sweep of its own.
+
+    Raises:
+        SweepError: this is such a process.
+    """
+    if "LOCAL_RANK" in os.environ:
+        raise SweepError(
+            "a sweep within a rank: LOCAL_RANK is set, so every rank of this job would run the whole sweep. Start the "
+            "sweep outside of torchrun; with hydra/launcher=autosync_torchrun each trial is a torchrun job of its own. "
+            "Under Lightning's own launch of ranks (strategies ddp, autosync) a sweep needs that launcher, too"
+        )

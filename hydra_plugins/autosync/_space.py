@@ -1,4 +1,4 @@
-"""What is swept: from overrides in Hydra's syntax to Optuna's distributions, and back."""
+"""The space of a sweep: from overrides in Hydra's syntax to Optuna's distributions, and back."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from optuna.distributions import (
     distribution_to_json,
 )
 
-from hydra_plugins.autosync._errors import SweepError
+from hydra_plugins.autosync._config import SweepError
 
 Scalar = bool | int | float | str | None
 
@@ -28,9 +28,9 @@ class Parameter:
     """One key that is swept.
 
     Attributes:
-        key: as it stands before the ``=`` of an override.
+        key: the text before the ``=`` of an override.
         distribution: its values.
-        words: of a choice, how each value is written in an override.
+        words: for a choice, each value as an override writes it.
     """
 
     key: str
@@ -39,7 +39,7 @@ class Parameter:
 
     @property
     def name(self) -> str:
-        """What a study calls it."""
+        """The key as studies name it: without ``+``."""
         return self.key.lstrip("+")
 
     def override(self, value: Scalar) -> str:
@@ -50,7 +50,7 @@ class Parameter:
         """Every value, for a grid.
 
         Raises:
-            SweepError: there is no end to them.
+            SweepError: they are infinitely many.
         """
         if isinstance(self.distribution, CategoricalDistribution):
             return list(self.distribution.choices)
@@ -66,7 +66,7 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Space:
-    """What a sweep is over.
+    """The parameters of a sweep.
 
     Attributes:
         fixed: overrides that every trial has.
@@ -77,17 +77,17 @@ class Space:
     parameters: tuple[Parameter, ...]
 
     def overrides(self, values: Mapping[str, Any]) -> list[str]:
-        """Those of the trial with these values, by name."""
+        """The overrides of the trial with these values, by name."""
         return [*self.fixed, *(parameter.override(values[parameter.name]) for parameter in self.parameters)]
 
     def grid(self) -> Iterator[dict[str, Scalar]]:
-        """Every combination, the last key's values in turn first."""
+        """Every combination; the last key changes fastest."""
         names = [parameter.name for parameter in self.parameters]
         for values in itertools.product(*(parameter.values() for parameter in self.parameters)):
             yield dict(zip(names, values, strict=True))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, to tell two spaces apart."""
+        """The space as plain data."""
         swept = {
             parameter.name: json.loads(distribution_to_json(parameter.distribution)) for parameter in self.parameters
         }
@@ -95,12 +95,12 @@ class Space:
 
 
 def read_space(params: Mapping[str, Any], arguments: Sequence[str], config_loader: Any = None) -> Space:
-    """The space of ``params``, of the config, and of the command line's overrides.
+    """The space of the config's ``params`` and of the command line's overrides.
 
-    A key on the command line stands for the one in ``params``; with a single value it is no longer swept.
+    A key on the command line replaces the one in ``params``. A key with a single value is not swept.
 
     Raises:
-        SweepError: a sweep that cannot be read.
+        SweepError: a sweep cannot be read.
     """
     parser = OverridesParser.create(config_loader=config_loader)
     overrides = {_name(override): override for override in parser.parse_overrides(_lines(params))}
@@ -118,7 +118,7 @@ def _lines(params: Mapping[str, Any]) -> list[str]:
 
 
 def _name(override: Override) -> str:
-    """The key without ``+``, by which two overrides are of the same."""
+    """Identifies the key of an override, without ``+``."""
     return f"{override.key_or_group}@{override.package or ''}"
 
 
@@ -161,13 +161,13 @@ def _choice(override: Override, key: str) -> Parameter:
     if len(set(words)) < len(words):
         raise SweepError(f"{override.input_line}: a value is given twice")
     values = [_scalar(raw, word) for raw, word in zip(override.sweep_iterator(), words, strict=True)]
-    if len(set(values)) < len(values):  # 1 and True, or 1 and '1', are one to a dict or to whoever reads a study
+    if len(set(values)) < len(values):  # 1 and True are equal to a dict, 1 and '1' to a reader of the study
         values = list(words)
     return Parameter(key, CategoricalDistribution(values), dict(zip(values, words, strict=True)))
 
 
 def _scalar(raw: Any, word: str) -> Scalar:
-    """What a study can hold of a value: itself, or, of lists and mappings, how it is written."""
+    """A value as a study can hold it: lists and mappings as they are written."""
     if isinstance(raw, QuotedString):
         return str(raw.text)
     return raw if raw is None or isinstance(raw, bool | int | float | str) else word

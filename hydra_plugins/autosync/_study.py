@@ -1,4 +1,4 @@
-"""The study behind a sweep: made or found again, and what was under way when the sweep was interrupted."""
+"""The Optuna study of a sweep, its trials, and ``result.json``, which records them."""
 
 from __future__ import annotations
 
@@ -14,32 +14,33 @@ from optuna.distributions import CategoricalDistribution, FloatDistribution, Int
 from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, Trial, TrialState
 
-from hydra_plugins.autosync._errors import SweepError
+from hydra_plugins.autosync._config import SweepError
 from hydra_plugins.autosync._space import Parameter, Space
 from lightning_autosync import documents
-from lightning_autosync.documents import shown
+from lightning_autosync.documents import shown, write_text
 from lightning_autosync.search import storages
 
 Direction = Literal["minimize", "maximize"]
 
+FORMAT = "autosync-sweep/1"
 JOURNAL = "study.journal"
 SPACE_KEY = "autosync:sweep"
-"""Attribute of the study: what it is over."""
+"""Attribute of the study: the space of the sweep."""
 PLACE_KEY = "autosync:sweep_directory"
 """Attribute of a trial: the directory of the sweep that runs it."""
 SURPLUS_KEY = "autosync:surplus"
-"""Attribute of a trial that is none of the sweep: sweeps that share a study may both have asked for a combination."""
+"""Attribute of a trial that does not count: sweeps that share a study may both have asked for a combination."""
 FIXED = "fixed_params"
 """Where Optuna keeps the values of a trial that was enqueued."""
 SECONDS = "seconds of the launch"
-"""What values are where nothing is compared, told to whoever opens the study."""
+"""Name of the values where nothing is compared, for readers of the study."""
 
 
 def held(directory: Path) -> AbstractContextManager[None]:
-    """Keep other sweeps out of the directory; however this process ends, it is free again.
+    """Keep other sweeps out of the directory within the block; the lock ends with this process.
 
     Raises:
-        SweepError: another one is at work there.
+        SweepError: another sweep is under way there.
     """
     return documents.held(directory / ".sweep.lock", SweepError(f"{directory}: another sweep is under way there"))
 
@@ -62,7 +63,7 @@ def open_study(
     """The study of that name, made if there is none.
 
     Raises:
-        SweepError: there is one, over something else.
+        SweepError: there is one with another space.
     """
     study = optuna.create_study(
         study_name=name, storage=storage, sampler=sampler, directions=list(directions), load_if_exists=True
@@ -88,7 +89,7 @@ def _difference(there: dict[str, Any], here: dict[str, Any]) -> str:
 
 
 def hold_to_metric(study: optuna.Study, compares: bool) -> None:
-    """Let one study have values of one kind: what jobs return, or, where nothing is compared, how long they took.
+    """Check that values of the study are of one kind: what jobs return, or how long they took, if nothing is compared.
 
     Raises:
         SweepError: the study's trials have the other kind.
@@ -106,12 +107,12 @@ def hold_to_metric(study: optuna.Study, compares: bool) -> None:
 
 
 def enqueue_grid(study: optuna.Study, space: Space) -> int:
-    """Let the study ask for every combination that it has not had; returns the number of trials that it has then.
+    """Enqueue every combination that the study does not have yet; returns the number of trials after that.
 
-    It may have been interrupted at that, and a sampler may have chosen some of them before.
+    The study may have some because enqueueing was interrupted, or because a sampler chose them.
     """
     trials = of_sweep(study)
-    # Not by Optuna's own `skip_if_exists`, to which numbers are the same that differ by a hundred thousandth.
+    # Optuna's own `skip_if_exists` takes numbers for equal that differ by a hundred thousandth.
     had = {_values(_given(trial), space) for trial in trials}
     missing = [combination for combination in space.grid() if _values(combination, space) not in had]
     for combination in missing:
@@ -120,12 +121,12 @@ def enqueue_grid(study: optuna.Study, space: Space) -> int:
 
 
 def of_sweep(study: optuna.Study) -> list[FrozenTrial]:
-    """The trials of a study, but for those that are surplus."""
+    """The trials of a study that count."""
     return [trial for trial in study.get_trials(deepcopy=False) if SURPLUS_KEY not in trial.user_attrs]
 
 
 def _given(trial: FrozenTrial) -> Mapping[str, Any]:
-    """The values that a trial was enqueued with, or else those that it has come to."""
+    """The values that a trial was enqueued with, or else its parameters."""
     found = trial.system_attrs.get(FIXED)
     return found if found and isinstance(found, dict) else trial.params
 
@@ -136,26 +137,26 @@ def _values(values: Mapping[str, Any], space: Space) -> tuple[Any, ...]:
 
 
 def interrupted(study: optuna.Study, directory: Path, own: bool) -> list[Trial]:
-    """The trials that this sweep was running when it ended, to be run again.
+    """The trials that this sweep was running when it ended; they are run again.
 
     Args:
         study: the study.
         directory: the sweep's.
-        own: whether nobody else writes to the study, so that every trial that seems to run was ours.
+        own: whether nobody else writes to the study, so that every running trial was ours.
     """
     running = study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
     ours = [trial for trial in running if own or trial.user_attrs.get(PLACE_KEY) == _place(directory)]
     for trial in ours:
-        if SURPLUS_KEY in trial.user_attrs:  # it ended before it could tell of it
+        if SURPLUS_KEY in trial.user_attrs:  # the sweep ended before it could end the trial
             study.tell(trial.number, state=TrialState.PRUNED, skip_if_finished=True)
     return [Trial(study, trial._trial_id) for trial in ours if SURPLUS_KEY not in trial.user_attrs]
 
 
 def ask(study: optuna.Study, directory: Path, grid: Space | None = None) -> Trial | None:
-    """The next trial, marked as ours; of a ``grid`` one whose combination no other has, None where there is none left.
+    """The next trial, marked as ours. With a ``grid``, one whose combination no other trial has; None if none is left.
 
-    Sweeps on one study that begin at once find the same combinations missing, and each asks for all of them. Of equal
-    ones the trial with the lowest number is run.
+    Sweeps on one study that begin at once find the same combinations missing, and each enqueues all of them. Of equal
+    trials the one with the lowest number is run.
     """
     while True:
         trial = study.ask()
@@ -177,12 +178,12 @@ def _is_first(study: optuna.Study, number: int, grid: Space) -> bool:
 
 
 def started(study: optuna.Study) -> int:
-    """Trials that were begun, however they ended."""
+    """The number of trials that were begun."""
     return sum(trial.state is not TrialState.WAITING for trial in of_sweep(study))
 
 
 def suggest(trial: Trial, parameter: Parameter) -> Any:
-    """The trial's value; the one that it has already, if it was interrupted."""
+    """The trial's value of a parameter; an interrupted trial keeps the value that it has."""
     distribution = parameter.distribution
     if isinstance(distribution, CategoricalDistribution):
         return trial.suggest_categorical(parameter.name, distribution.choices)
@@ -198,3 +199,31 @@ def suggest(trial: Trial, parameter: Parameter) -> Any:
 
 def _place(directory: Path) -> str:
     return documents.identity(directory)
+
+
+def write_record(study: optuna.Study, space: Space, directory: Path, compares: bool) -> None:
+    """Write ``result.json`` anew: the space, each trial, and, if trials are compared, the best of them."""
+    trials = of_sweep(study)
+    begun = [trial for trial in trials if trial.state is not TrialState.WAITING]
+    complete = any(trial.state is TrialState.COMPLETE for trial in trials)
+    record = {
+        "format": FORMAT,
+        "study": study.study_name,
+        "space": space.to_dict(),
+        "directions": [direction.name.lower() for direction in study.directions] if compares else None,
+        "best": [_entry(trial, compares) for trial in study.best_trials] if compares and complete else None,
+        "waiting": len(trials) - len(begun),
+        "trials": [_entry(trial, compares) for trial in begun],
+    }
+    write_text(directory / "result.json", json.dumps(record) + "\n")
+
+
+def _entry(trial: FrozenTrial, compares: bool) -> dict[str, Any]:
+    return {
+        "number": trial.number,
+        "state": trial.state.name.lower(),
+        "params": trial.params,
+        "values": trial.values if compares else None,
+        "seconds": trial.user_attrs.get("seconds"),
+        "error": trial.user_attrs.get("error"),
+    }

@@ -17,14 +17,13 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from hydra_plugins.autosync import _config
-from hydra_plugins.autosync._errors import refuse_within_rank
 
 _log = logging.getLogger(__name__)
 _config.register()
 
 LOG = "torchrun.log"
 _OWN = ("hydra.mode", "hydra.run", "hydra.sweep", "hydra.launcher", "hydra/launcher", "hydra/sweeper")
-"""Beginnings of overrides that concern the sweep, not a job."""
+"""Prefixes of overrides that concern the sweep, not a job."""
 
 
 class TorchrunError(RuntimeError):
@@ -43,7 +42,7 @@ class TorchrunLauncher(Launcher):
         self._arguments = list(arguments)
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        refuse_within_rank()
+        _config.refuse_within_rank()
         self.hydra_context = hydra_context
         self.task_function = task_function
         self.config = config
@@ -81,27 +80,27 @@ class TorchrunLauncher(Launcher):
 
     def _command(self, overrides: list[str], number: int, directory: Path) -> list[str]:
         assert self.config is not None
-        # As they were given: what they refer to is for the job to resolve.
+        # With their interpolations, which the job resolves.
         given: Any = OmegaConf.to_container(self.config.hydra.overrides.hydra)
         kept = [str(line) for line in given if not str(line).startswith(_OWN)]
         report = "++hydra.callbacks.autosync_report"
-        told = [
+        line = [
             *overrides,
             *kept,
             "hydra.mode=RUN",
             f"hydra.run.dir='{directory}'",
             f"++hydra.job.num={number}",
             f"++hydra.job.id={number}",
-            f"{report}._target_=hydra_plugins.autosync._report.RankReport",
+            f"{report}._target_=hydra_plugins.autosync._job.RankReport",
             f"{report}.directory='{directory}'",
         ]
         launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self._processes}"]
         program = self._program if self._program is not None else program_words()
-        return [sys.executable, *launch, *self._arguments, *program, *_flags(self.config), *told]
+        return [sys.executable, *launch, *self._arguments, *program, *_flags(self.config), *line]
 
     def _execute(self, command: list[str], directory: Path) -> None:
-        """Run torchrun to its end; an interruption here, by a signal too, ends it and its processes."""
-        from hydra_plugins.autosync._process import run
+        """Run torchrun to its end. An exception here, by a signal too, ends it and its processes."""
+        from hydra_plugins.autosync._job import run
 
         with (directory / LOG).open("wb") as log:
             status = run(command, {"OMP_NUM_THREADS": "1", **os.environ}, log)
@@ -110,7 +109,7 @@ class TorchrunLauncher(Launcher):
 
 
 def _job_directory(config: DictConfig) -> Path:
-    """The directory of a job, whose name may depend on values that are known only with its configuration."""
+    """The directory of a job. Its name may depend on the job's own configuration."""
     known = HydraConfig.instance().cfg
     try:
         HydraConfig.instance().set_config(config)
@@ -120,7 +119,7 @@ def _job_directory(config: DictConfig) -> Path:
 
 
 def program_words() -> list[str]:
-    """The words that start this application again, without its overrides."""
+    """The words that start this application again, without overrides."""
     specification = sys.modules["__main__"].__spec__
     if specification is not None:
         return ["-m", specification.name.removesuffix(".__main__")]
@@ -128,7 +127,7 @@ def program_words() -> list[str]:
 
 
 def _flags(config: DictConfig) -> list[str]:
-    """Hydra's options about where configs are, as this process was given them."""
+    """The options of this process that say where Hydra finds configs."""
     from hydra._internal.utils import get_args_parser
 
     given, _ = get_args_parser().parse_known_args(sys.argv[1:])
@@ -140,7 +139,7 @@ def read_reports(directory: Path, processes: int) -> Any:
     """What rank 0's job returned, if every rank ended well.
 
     Raises:
-        TorchrunError: a rank failed, or left without a word.
+        TorchrunError: a rank failed, or ended without a report.
     """
     reports = _reports(directory)
     if len(reports) < processes or any(report["status"] != "COMPLETED" for report in reports.values()):

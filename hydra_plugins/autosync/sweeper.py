@@ -1,4 +1,4 @@
-"""``hydra/sweeper=autosync``: a sweep is an Optuna study, which goes on where it was interrupted."""
+"""``hydra/sweeper=autosync``: a sweep is an Optuna study, which can be resumed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from hydra_plugins.autosync import _config
-from hydra_plugins.autosync._errors import SweepError, SweepInterrupted, refuse_within_rank
+from hydra_plugins.autosync._config import SweepError, SweepInterrupted
 
 if TYPE_CHECKING:
     import optuna
@@ -32,7 +32,7 @@ _config.register()
 
 
 class OptunaSweeper(Sweeper):
-    """Asks a study what to run, has it launched, and tells the study what came of it.
+    """Asks a study for trials, has them launched, and tells the study the results.
 
     Args: as `_config.OptunaSweeperConf` documents them.
     """
@@ -61,7 +61,7 @@ class OptunaSweeper(Sweeper):
             raise SweepError("hydra.sweeper: n_trials and n_jobs must be 1 or more")
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        refuse_within_rank()
+        _config.refuse_within_rank()
         _hide_passwords(config)
         self.config = config
         self.hydra_context = hydra_context
@@ -70,9 +70,8 @@ class OptunaSweeper(Sweeper):
         )
 
     def sweep(self, arguments: list[str]) -> None:
-        from hydra_plugins.autosync._record import write_record
         from hydra_plugins.autosync._space import read_space
-        from hydra_plugins.autosync._study import held, open_storage
+        from hydra_plugins.autosync._study import held, open_storage, write_record
 
         assert self.config is not None
         assert self.hydra_context is not None
@@ -96,7 +95,7 @@ class OptunaSweeper(Sweeper):
         return self._sampler is None or self._sampler.get("_target_") == _config.GRID
 
     def _open(self, space: Space, storage: Any, directory: Path) -> tuple[optuna.Study, int]:
-        """The study, and the number of trials that it is to have."""
+        """The study, and its number of trials in the end."""
         import optuna
 
         from hydra_plugins.autosync._study import enqueue_grid, hold_to_metric, open_study
@@ -111,7 +110,7 @@ class OptunaSweeper(Sweeper):
         study = open_study(self._study_name, storage, space, self._directions, sampler)
         hold_to_metric(study, self._compares)
         if study.trials:
-            # The same seed would make an interrupted sweep repeat its first trials.
+            # With the same seed, a resumed sweep would repeat its first trials.
             sampler.reseed_rng()
         size = enqueue_grid(study, space) if grid else None
         n_trials = size if self._n_trials is None else min(self._n_trials, size or self._n_trials)
@@ -122,7 +121,7 @@ class OptunaSweeper(Sweeper):
     def _batches(
         self, study: optuna.Study, n_trials: int, directory: Path, grid: Space | None
     ) -> Iterator[list[optuna.Trial]]:
-        """Trials to run, ``n_jobs`` at a time; first those that were interrupted."""
+        """Trials to run, ``n_jobs`` at a time; interrupted ones first."""
         from hydra_plugins.autosync._study import ask, interrupted, started
 
         again = interrupted(study, directory, own=self._storage is None)
@@ -138,9 +137,9 @@ class OptunaSweeper(Sweeper):
             yield batch
 
     def _composed(self, study: optuna.Study, space: Space, trials: list[optuna.Trial]) -> list[Job]:
-        """The trials with their overrides; of one whose configuration cannot be composed, the study is told here.
+        """The trials with their overrides; a trial whose configuration cannot be composed fails here.
 
-        A launcher would raise for one of them, and lose those that it has run before.
+        A launcher would raise at such a trial, and lose the results of those before it.
         """
         from hydra_plugins.autosync._study import suggest
 
@@ -153,7 +152,7 @@ class OptunaSweeper(Sweeper):
             trial.set_user_attr("overrides", overrides)
             try:
                 self.hydra_context.config_loader.load_sweep_config(self.config, overrides)
-            except Exception as error:  # a file that is no YAML raises what its reader does
+            except Exception as error:  # a file that is no YAML raises errors of its reader
                 self._tell(study, trial, error, 0.0)
             else:
                 jobs.append((trial, overrides))
@@ -165,7 +164,7 @@ class OptunaSweeper(Sweeper):
         returns: Sequence[Any]
         try:
             returns = self.launcher.launch(overrides, initial_job_idx=jobs[0][0].number)
-        except Exception as error:  # trials that were left running would come first whenever the sweep goes on
+        except Exception as error:  # a trial that is left running would be run again at every resumption
             returns = [error] * len(jobs)
         seconds = time.perf_counter() - begin
         for (trial, _), found in zip(jobs, returns, strict=True):
@@ -189,21 +188,16 @@ class OptunaSweeper(Sweeper):
             study.tell(trial, values)
 
     def _values(self, result: Any) -> list[float]:
-        """What the job returned, one number a direction."""
-        values = list(result) if isinstance(result, list | tuple) else [result]
-        if len(values) != len(self._directions) or not all(hasattr(value, "__float__") for value in values):
-            raise self._unfit(result)
-        numbers = [float(value) for value in values]
-        if any(math.isnan(number) for number in numbers):
-            raise self._unfit(result)
-        return numbers
-
-    def _unfit(self, result: Any) -> SweepError:
-        count = len(self._directions)
-        return SweepError(f"the job returned {result!r}; hydra.sweeper.direction asks for {count} number(s)")
+        """The numbers that the job returned, one a direction."""
+        values, count = list(result) if isinstance(result, list | tuple) else [result], len(self._directions)
+        if len(values) == count and all(hasattr(value, "__float__") for value in values):
+            numbers = [float(value) for value in values]
+            if not any(math.isnan(number) for number in numbers):
+                return numbers
+        raise SweepError(f"the job returned {result!r}; hydra.sweeper.direction asks for {count} number(s)")
 
     def _report(self, study: optuna.Study, directory: Path) -> None:
-        """Say what was best, and fail if too much failed."""
+        """Log the best trials, and fail if too many failed."""
         from optuna.trial import TrialState
 
         from hydra_plugins.autosync._study import of_sweep
@@ -221,10 +215,10 @@ class OptunaSweeper(Sweeper):
 
 
 def _hide_passwords(config: DictConfig) -> None:
-    """The storage's address, where it has a password, is not for the files and command lines that come of a config."""
+    """Move an address with a password to the environment: configs are written to files and command lines."""
     sweeper: Any = OmegaConf.to_container(config.hydra.sweeper)
     storage = sweeper.get("storage")
-    given: Any = OmegaConf.to_container(config.hydra.overrides.hydra)  # as they were given, with interpolations
+    given: Any = OmegaConf.to_container(config.hydra.overrides.hydra)  # with interpolations
     if not any("://" in text for text in (str(storage), *given)):
         return
     from lightning_autosync.search.passwords import as_environment_variable, has_password, hide_passwords
@@ -254,7 +248,7 @@ def _instantiate(sampler: Any) -> Any:
 
 
 def _consecutive(jobs: list[Job]) -> Iterator[list[Job]]:
-    """The jobs in runs of trials with consecutive numbers, as launchers count on from the first one's."""
+    """Jobs in runs of trials with consecutive numbers, because launchers count on from the first number."""
     run: list[Job] = []
     for trial, overrides in jobs:
         if run and trial.number != run[-1][0].number + 1:
@@ -266,10 +260,10 @@ def _consecutive(jobs: list[Job]) -> Iterator[list[Job]]:
 
 
 def _result(found: JobReturn | Exception) -> Any:
-    """What a job returned.
+    """A job's return value.
 
     Raises:
-        Exception: what it raised.
+        Exception: that the job raised.
     """
     if isinstance(found, Exception):
         raise found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
-from hydra_plugins.autosync._errors import SweepError
+from hydra_plugins.autosync._config import SweepError
 from hydra_plugins.autosync._space import read_space
 
 

@@ -19,7 +19,7 @@ import pytest
 from optuna.storages.journal import JournalFileBackend
 from test_workers import wait_until_gone
 
-from hydra_plugins.autosync import _process, _record, _study
+from hydra_plugins.autosync import _job, _study
 from hydra_plugins.autosync._space import read_space
 
 APPLICATION = Path(__file__).parents[1] / "sweep_app.py"
@@ -153,7 +153,7 @@ def test_sweeps_that_ask_for_the_same_combinations_share_them(tmp_path: Path) ->
     assert _study.ask(study, tmp_path, space) is None
     assert _study.enqueue_grid(study, space) == 6
     (tmp_path / "sweep").mkdir()
-    _record.write_record(study, space, tmp_path / "sweep", False)
+    _study.write_record(study, space, tmp_path / "sweep", False)
     assert [trial["number"] for trial in record(tmp_path)["trials"]] == list(range(6))
 
 
@@ -237,9 +237,9 @@ def test_what_does_not_end_is_killed_with_all_that_it_started() -> None:
     process = subprocess.Popen([sys.executable, "-c", STUBBORN], stdout=subprocess.PIPE, start_new_session=True)
     assert process.stdout is not None
     child = int(process.stdout.readline())
-    _process.ask_to_end(process, grace=0.2)
+    _job.ask_to_end(process, grace=0.2)
     assert process.poll() is None
-    _process.kill(process)
+    _job.kill(process)
     assert process.returncode == -signal.SIGKILL
     assert wait_until_gone([child]) == []
     process.stdout.close()

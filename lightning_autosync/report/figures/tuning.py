@@ -151,7 +151,17 @@ def _draw_failed(axes: Axes, run: TuningRun) -> Iterator[tuple[str, list[str]]]:
             "zorder": 3,
         }
         numbers = [trial.number for trial in found]
-        axes.scatter(numbers, [0.985] * len(found), s=30, marker="x", linewidths=1.3, color=RED, **place)
+        axes.scatter(
+            numbers,
+            [0.985] * len(found),
+            s=30,
+            marker="x",
+            linewidths=1.3,
+            color=RED,
+            gid="trials-failed",
+            label="failed",
+            **place,
+        )
         yield "trials-failed", [_tooltip(trial) for trial in found]
 
 

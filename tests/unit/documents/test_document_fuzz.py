@@ -28,7 +28,7 @@ import yaml
 from document_kinds import KINDS, Kind
 from pyarrow import parquet
 
-from hydra_plugins.autosync._errors import SweepError
+from hydra_plugins.autosync._config import SweepError
 from lightning_autosync import documents
 from lightning_autosync.documents import Document, read_data
 from lightning_autosync.errors import AutoSyncError
