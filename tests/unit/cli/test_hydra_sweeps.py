@@ -22,7 +22,7 @@ from test_workers import wait_until_gone
 from hydra_plugins.autosync import _job, _study
 from hydra_plugins.autosync._space import read_space
 
-APPLICATION = Path(__file__).parents[1] / "sweep_app.py"
+APPLICATION = Path(__file__).parents[2] / "sweep_app.py"
 SWEEPER = ("hydra/sweeper=autosync", "hydra.sweep.subdir=${hydra.job.num}", "hydra.output_subdir=null")
 
 
