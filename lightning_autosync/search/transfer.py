@@ -11,7 +11,7 @@ from optuna.trial import FrozenTrial, TrialState
 from pydantic import Field
 
 from lightning_autosync.cluster import ClusterSpec
-from lightning_autosync.documents import Record, checked, digest
+from lightning_autosync.documents import Configuration, Record, digest
 from lightning_autosync.errors import DocumentError
 from lightning_autosync.learned import Estimator, load_simulator
 from lightning_autosync.learned.dataset import Dataset, Sample
@@ -60,7 +60,7 @@ class DatasetSource(Record):
     relation: Relation = "any"
 
 
-class TransferSettings(Record):
+class TransferSettings(Configuration):
     """The sources of a search (``conf/transfer``). The user gives each source a name.
 
     Attributes:
@@ -80,7 +80,10 @@ class TransferSettings(Record):
         Raises:
             DocumentError: the first thing wrong, by field.
         """
-        return checked(cls, data or {}, "transfer")
+        try:
+            return super().parse(data or {})
+        except DocumentError as error:
+            raise DocumentError(f"transfer: {error}") from None
 
 
 @dataclass(frozen=True)
