@@ -32,21 +32,21 @@ RecordType = TypeVar("RecordType", bound="Record")
 ConfigurationType = TypeVar("ConfigurationType", bound="Configuration")
 
 MOST_BYTES = 16 * 2**20
-"""Of a document's file, or of a line of a file that has a document a line."""
+"""Limit of a document's file, or of a line of a file that has a document a line."""
 MOST_YAML_BYTES = 4 * 2**20
-"""Of a file of YAML, whose reader takes a second a megabyte."""
+"""Limit of a YAML file; its reader takes a second a megabyte."""
 MOST_VALUES = 500_000
-"""Of a document, the aliases of YAML written out."""
+"""Limit of values in a document, with the aliases of YAML written out."""
 MOST_NODES = 100_000
-"""Of a YAML document as it is written: each takes a kilobyte while it is read. JSON has no such limit."""
+"""Limit of nodes of a YAML document as it is written: reading takes a kilobyte for each. JSON has no such limit."""
 MOST_LEVELS = 64
-"""Of lists and mappings within each other."""
+"""Limit of lists and mappings within each other."""
 LARGEST_NUMBER = 1e60
-"""Of a document, where no field says less: what is made of a few such numbers is still finite."""
+"""Limit of numbers where no field has a lower one: products of a few such numbers are still finite."""
 MOST_DIGITS = 400
-"""Of a number in YAML, which reads longer ones in quadratic time."""
+"""Limit of digits of a number in YAML, whose reader takes quadratic time."""
 LEAST, LONGEST = 1e-12, 1e9
-"""Seconds of anything that was measured."""
+"""Limits in seconds of anything that was measured."""
 LARGEST = 2**53
 """The largest whole number in a document: beyond, floats would not tell neighbours apart."""
 Integer = Annotated[int, Strict(), Field(ge=-LARGEST, le=LARGEST)]
@@ -56,11 +56,11 @@ Index = Annotated[Integer, Field(ge=0)]
 Count = Annotated[Integer, Field(gt=0)]
 """A whole number from 1 on."""
 Taken = Annotated[float, Field(ge=LEAST, le=LONGEST)]
-"""Seconds that something took, as measured."""
+"""Measured seconds, which are not zero."""
 Spent = Annotated[float, Field(ge=0, le=LONGEST)]
-"""The same of what may be nothing."""
+"""Measured seconds, which may be zero."""
 Moment = Annotated[float, Field(ge=-LONGEST, le=LONGEST)]
-"""Seconds from some beginning."""
+"""Seconds since some beginning, which may be negative."""
 _SHOWN = 100
 """Characters of a wrong value that an error shows."""
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -69,7 +69,7 @@ _FIELD = re.compile(r"\w+(?:\.\w+|\[\d+\])*")
 _PART = re.compile(r"(\w+)|\[(\d+)\]")
 _NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 _BLOCK = 1 << 16
-"""Bytes that are looked through at once for the end of a line."""
+"""Bytes that are searched at once for the end of a line."""
 
 
 class Record(BaseModel):
@@ -78,7 +78,7 @@ class Record(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     def model_copy(self: RecordType, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> RecordType:
-        """A copy, some fields replaced unchecked (as pydantic has it); what was worked out from the old is left out."""
+        """A copy with some fields replaced, unchecked, as pydantic does it. Cached properties are dropped."""
         copy = super().model_copy(update=update, deep=deep)
         for name in copy.__dict__.keys() - type(self).model_fields.keys():
             del copy.__dict__[name]
@@ -86,7 +86,7 @@ class Record(BaseModel):
 
 
 PLAIN = ConfigDict(extra="forbid", allow_inf_nan=False)
-"""Of dataclasses that `checked` makes (their ``__pydantic_config__``): as strict as records are."""
+"""The ``__pydantic_config__`` of dataclasses that `checked` makes: as strict as records."""
 
 
 class Configuration(Record):
@@ -232,7 +232,7 @@ def _render_location(location: tuple[int | str, ...], data: Any) -> str:
     for part in location:
         if isinstance(data, dict):
             if part == data.get("kind"):
-                continue  # pydantic names the alternative that a kind chose, too, which is no field
+                continue  # pydantic also names the alternative that a kind chose, which is no field
             data = data.get(part)
         elif isinstance(data, list) and isinstance(part, int) and part < len(data):
             data = data[part]
@@ -242,7 +242,7 @@ def _render_location(location: tuple[int | str, ...], data: Any) -> str:
 
 @contextmanager
 def naming_lines(path: str | os.PathLike[str], source: str | None = None) -> Iterator[None]:
-    """An error within the block that begins by ``SOURCE: FIELD``, of a field of this file, also tells its line."""
+    """Errors within the block that begin with ``SOURCE: FIELD`` of this file also name the line."""
     try:
         yield
     except DocumentError as error:
@@ -251,7 +251,7 @@ def naming_lines(path: str | os.PathLike[str], source: str | None = None) -> Ite
 
 
 def _line_of(path: Path, text: str) -> int | None:
-    """The line of the field by which a text begins, or of what it is to be in; None where neither can be told."""
+    """The line of the field that a text begins with, or of its parent; None if neither is found."""
     field = _FIELD.match(text)
     try:
         node = yaml.compose(read_text(path), _Loader)  # of which JSON is a part
@@ -273,7 +273,7 @@ def _line_of(path: Path, text: str) -> int | None:
 
 
 def read_text(path: Path, error: type[DocumentError] = DocumentError, source: str | None = None) -> str:
-    """The text of a file, of which ``error`` says that it cannot be read; ``source`` names it there."""
+    """The text of a file. ``error`` is raised if it cannot be read; ``source`` names the file there."""
     source = source or str(path)
     try:
         size, most = path.stat().st_size, MOST_BYTES if path.suffix == ".json" else MOST_YAML_BYTES
@@ -292,18 +292,18 @@ def read_data(
     *,
     finite: bool = True,
 ) -> Any:
-    """Plain data from a YAML or JSON file.
+    """Plain data from a YAML or JSON file: None, bool, int, float, str, lists, and mappings with text for keys.
 
-    That is None, bool, int, float, str, lists and mappings by text, no key twice, within the limits of this module.
+    No key occurs twice, and the limits of this module hold.
 
     Args:
         path: of the file.
         error: what is raised.
         source: names it in errors, in place of the path.
-        finite: whether infinities and what is no number are refused: not of results of which only a part is read.
+        finite: whether infinities and NaN are refused. Results of which only a part is read may have them.
 
     Raises:
-        DocumentError: (``error``) the file cannot be read, or has something else in it.
+        DocumentError: (``error``) the file cannot be read, or is not plain data.
     """
     path = Path(path)
     source = source or str(path)
@@ -314,10 +314,10 @@ def read_data(
 
 
 def parse_json(text: Any, source: str, error: type[DocumentError] = DocumentError, *, finite: bool = True) -> Any:
-    """Plain data, as of `read_data`, from JSON text that is in no file of its own; ``source`` says where it is.
+    """Plain data, as `read_data` gives it, from JSON text that is not a file; ``source`` says where the text is.
 
     Raises:
-        DocumentError: (``error``) it is no such text.
+        DocumentError: (``error``) it is not plain data.
     """
     if not isinstance(text, str):
         raise error(f"{source}: not valid JSON: expected text, got {type(text).__name__}")
@@ -325,9 +325,9 @@ def parse_json(text: Any, source: str, error: type[DocumentError] = DocumentErro
 
 
 def whole_lines(path: Path, error: type[DocumentError] = DocumentError) -> Iterator[tuple[str, str]]:
-    """Where each line of a file is, and what it says; none if there is no file.
+    """The place and the text of each line of a file; none if there is no file.
 
-    A last line that an interruption cut off is left out.
+    A last line that was cut off is left out.
 
     Raises:
         DocumentError: (``error``) the file cannot be read, or a line is too long or no text.
@@ -354,7 +354,7 @@ def _decoded(line: bytes, source: str, error: type[DocumentError]) -> str:
 
 
 def checked(kind: type[Kind], data: Any, source: str, error: type[DocumentError] = DocumentError) -> Kind:
-    """A value of a kind (a dataclass, a mapping of records, ...) from plain data; ``source`` says where that is.
+    """A value of a type (a dataclass, a mapping of records, ...) from plain data; ``source`` says where that is.
 
     Raises:
         DocumentError: (``error``) the first thing wrong, by field.
@@ -375,7 +375,7 @@ def _parsed(parse: Callable[[], Any], language: str, source: str, error: type[Do
         data = parse()
     except RecursionError:
         raise error(f"{source}: not valid {language}: nested too deeply") from None
-    except Exception as cause:  # PyYAML lets out whatever its conversions of scalars raise
+    except Exception as cause:  # PyYAML does not catch errors of its conversions
         why = " ".join(str(cause).split()).replace('in "<unicode string>", line', "at line")
         raise error(f"{source}: not valid {language}: {shortened(why, 3 * _SHOWN)}") from None
     if (unfit := _unfit(data, finite)) is not None:
@@ -384,7 +384,7 @@ def _parsed(parse: Callable[[], Any], language: str, source: str, error: type[Do
 
 
 def _from_json(text: str) -> Any:
-    # Of each value there is a character before it. Most of them are not within texts, so that this is near enough.
+    # There is one such character before each value. Few of them are within texts, so the count is close enough.
     count = 1 + sum(text.count(mark) for mark in ",[{")
     if count > MOST_VALUES:
         raise ValueError(f"it has some {count} values; allowed: {MOST_VALUES} at most")
@@ -392,11 +392,11 @@ def _from_json(text: str) -> Any:
 
 
 def _unfit(data: Any, finite: bool) -> str | None:
-    """The first thing in plain data that no document has, by field; None where there is none."""
+    """The first value that no document may have, by field; None if there is none."""
     if (why := _wrong(data, finite)) is not None:
         return why
     place: list[int | str] = []
-    levels = [_parts(data)]  # not all values at once: a document may have many
+    levels = [_parts(data)]  # iterators, because a document may have many values
     while levels:
         key, value = next(levels[-1], (None, None))
         if key is None:
@@ -415,14 +415,14 @@ def _unfit(data: Any, finite: bool) -> str | None:
 
 
 def _parts(value: Any) -> Iterator[tuple[Any, Any]]:
-    """What is in a value, by key or number."""
+    """The items of a value, by key or index."""
     if isinstance(value, dict):
         return iter(value.items())
     return enumerate(value) if isinstance(value, list) else iter(())
 
 
 def _wrong(value: Any, finite: bool) -> str | None:
-    """Why a value, apart from what is in it, is in no document; None if it may be in one."""
+    """Why a value, apart from its items, may not be in a document; None if it may."""
     if isinstance(value, dict):
         wrong = next((key for key in value if not isinstance(key, str) or not _is_text(key)), None)
         return None if wrong is None else f"a key is no text: {shown(wrong)}; put it in quotes"
@@ -442,7 +442,7 @@ def _is_text(value: str) -> bool:
 
 
 def shown(value: Any) -> str:
-    """A wrong value as errors show it."""
+    """A wrong value, as errors show it."""
     try:
         return shortened(repr(value))
     except ValueError:  # Python refuses to write very long numbers
@@ -450,12 +450,12 @@ def shown(value: Any) -> str:
 
 
 def shortened(text: str, most: int = _SHOWN) -> str:
-    """The beginning of a text that may be long."""
+    """The beginning of a long text."""
     return text if len(text) <= most else f"{text[:most]}..."
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses a mapping that has a key twice, of which PyYAML would keep the last, and what is small only as a file."""
+    """Refuses duplicate keys, of which PyYAML would keep the last, and documents that become large in memory."""
 
     _nodes = 0
 
@@ -479,7 +479,7 @@ class _Loader(yaml.SafeLoader):
         return node
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        # Checked before merge keys (<<) are resolved: what they bring in may well be overridden.
+        # Checked before merge keys (<<) are resolved, because merged keys may be overridden.
         node: yaml.MappingNode = super().compose_mapping_node(anchor)
         seen = set()
         for key, _ in node.value:
@@ -491,11 +491,11 @@ class _Loader(yaml.SafeLoader):
 
 
 def _expanded(node: yaml.Node, known: dict[int, int | None]) -> int:
-    """Values of a node when each alias is written out.
+    """The number of values of a node, each alias written out.
 
     Args:
         node: with all below it.
-        known: the results so far, by identity; None for a node that is being counted.
+        known: results by identity of nodes; None while a node is being counted.
     """
     if id(node) in known:
         count = known[id(node)]
@@ -513,7 +513,7 @@ def _expanded(node: yaml.Node, known: dict[int, int | None]) -> int:
 
 
 def _mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object."""
+    """A JSON object without duplicate keys."""
     made = dict(pairs)
     if len(made) < len(pairs):
         key, _ = Counter(key for key, _ in pairs).most_common(1)[0]
@@ -533,14 +533,14 @@ def as_yaml(data: Any) -> str:
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Write a file aside and rename it into place, so that no reader meets half of it."""
+    """Write a temporary file and rename it into place, so that readers see the whole file or the old one."""
     write_bytes(path, text.encode())
 
 
 def write_bytes(path: str | os.PathLike[str], content: bytes) -> None:
     """As `write_text`, for a file that is not text."""
     path = Path(path)
-    # Not by tempfile, whose files only their owner may read, whatever the umask.
+    # Not by tempfile: only the owner may read its files, whatever the umask.
     aside = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -555,7 +555,7 @@ def write_bytes(path: str | os.PathLike[str], content: bytes) -> None:
 
 @contextmanager
 def writing(path: str | os.PathLike[str]) -> Iterator[None]:
-    """What the system raises within the block is told of the file.
+    """System errors within the block become errors about the file.
 
     Raises:
         UnwritableError: in place of an ``OSError``.
@@ -569,7 +569,7 @@ def writing(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def identity(directory: Path) -> str:
-    """A name that this directory keeps, and no other has, be it at the same path of another machine."""
+    """A unique name of this directory, which it keeps. A directory at the same path of another machine has another."""
     file = directory / ".identity"
     if not file.exists():
         write_text(file, f"{directory.absolute()} {secrets.token_hex(4)}\n")
@@ -578,12 +578,12 @@ def identity(directory: Path) -> str:
 
 @contextmanager
 def held(path: Path, refusal: Exception) -> Iterator[None]:
-    """Keep other processes from holding the same file within the block; however this one ends, it is free again.
+    """Hold a lock file within the block; the lock ends with this process, however that ends.
 
-    ``refusal`` is raised if another process holds it.
+    ``refusal`` is raised if another process holds the file.
 
     Raises:
-        UnwritableError: there can be no such file.
+        UnwritableError: the file cannot be made.
     """
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -591,16 +591,16 @@ def held(path: Path, refusal: Exception) -> Iterator[None]:
     with file:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:  # systems differ in which
+        except OSError:  # systems differ in the kind
             raise refusal from None
         yield
 
 
 def append_lines(path: str | os.PathLike[str], lines: str) -> None:
-    """Add whole lines to a file, which is made where there is none.
+    """Append whole lines to a file, which is made if there is none.
 
-    They come after the last whole line: what a process that was killed in the midst of one left is dropped. Processes
-    that share a file take turns by a lock of their own.
+    They follow the last whole line: a part of a line that a killed process left is dropped. Processes that share a file
+    need a lock of their own.
     """
     path = Path(path)
     with writing(path):
@@ -611,7 +611,7 @@ def append_lines(path: str | os.PathLike[str], lines: str) -> None:
 
 
 def _end_of_lines(file: IO[bytes]) -> int:
-    """Where the last whole line ends."""
+    """The position after the last whole line."""
     end = file.seek(0, os.SEEK_END)
     while end > 0:
         start = max(0, end - _BLOCK)
@@ -624,7 +624,7 @@ def _end_of_lines(file: IO[bytes]) -> int:
 
 
 def canonical(data: Any) -> str:
-    """The one JSON text of plain data: keys sorted, no blanks."""
+    """The canonical JSON text of plain data: keys sorted, no blanks."""
     return json.dumps(data, sort_keys=True, separators=(",", ":"))
 
 
@@ -634,5 +634,5 @@ def digest(data: Any) -> str:
 
 
 def digest_text(text: str) -> str:
-    """`digest` of the data of which ``text`` is the canonical form."""
+    """`digest` of the data with this canonical text."""
     return hashlib.sha256(text.encode()).hexdigest()[:12]

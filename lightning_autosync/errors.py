@@ -1,4 +1,4 @@
-"""The errors that a user of the package can meet."""
+"""The errors that users of the package can meet."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ class AutoSyncError(Exception):
 
 
 class DocumentError(AutoSyncError, ValueError):
-    """A file or a value handed in cannot be used."""
+    """A file or an argument cannot be used."""
 
 
 class UnwritableError(DocumentError, OSError):
@@ -32,7 +32,7 @@ class ExchangeError(AutoSyncError, RuntimeError):
 
 
 class PeerLost(ExchangeError):  # noqa: N818 - an event, named as one
-    """A process that something was wanted from is gone: dead, silent for too long, or it has taken leave."""
+    """A process that this one needs is gone: it died, was silent for too long, or has left."""
 
     def __init__(self, peer: int, why: str) -> None:
         super().__init__(f"rank {peer} is lost: {why}")
@@ -44,15 +44,15 @@ class PeerLost(ExchangeError):  # noqa: N818 - an event, named as one
 
 
 class MeshTimeout(ExchangeError):  # noqa: N818 - an event, named as one
-    """Nothing came in the time that was allowed."""
+    """No message came within the time-out."""
 
 
 class Expelled(ExchangeError):  # noqa: N818 - an event, named as one
-    """The others have given this process up and go on without it; it can come back under a new incarnation."""
+    """The other processes continue without this one, which can come back under a new incarnation."""
 
 
 class GroupBroken(ExchangeError):  # noqa: N818 - an event, named as one
-    """A group's average failed here, and this member keeps what it had. ``lost`` are the members that are gone."""
+    """A group's average failed, and this member keeps its values. ``lost`` are the members that are gone."""
 
     def __init__(self, generation: int, members: tuple[int, ...], lost: tuple[int, ...], why: str) -> None:
         super().__init__(f"group {generation} of ranks {', '.join(map(str, members))} broke: {why}")

@@ -1,4 +1,4 @@
-"""A Ctrl-C ends a command at any moment, with exit status `STATUS`: none is lost, and none prints a traceback."""
+"""A Ctrl-C ends a command at any moment with exit status `STATUS`: it is never lost, and prints no traceback."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from typing import Any
 STATUS = 128 + signal.SIGINT
 """Exit status after a Ctrl-C, as shells have it."""
 _SOON = 0.05
-"""Seconds after which an interruption that was swallowed comes again."""
+"""Seconds after which an interruption that was swallowed is raised again."""
 _folders: list[str] = []
 
 
 def end_at_once() -> None:
-    """From now on a Ctrl-C ends this process then and there: before anything is begun, and after everything is done.
+    """From now on a Ctrl-C ends this process at once. For the times before work begins and after it ends.
 
-    Libraries that are being imported, and an interpreter that is about to end, may swallow an exception. Where a Ctrl-C
-    is ignored, as in the background of a shell, or is somebody else's, it stays so.
+    Imports, and an interpreter that ends, may swallow an exception. Where a Ctrl-C is ignored, as in the background of
+    a shell, or has another handler, nothing changes.
     """
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) in (
         signal.default_int_handler,
@@ -32,9 +32,9 @@ def end_at_once() -> None:
 
 
 def raise_again() -> None:
-    """From now on a Ctrl-C raises `KeyboardInterrupt` as usual; again where that is swallowed.
+    """From now on a Ctrl-C raises `KeyboardInterrupt` as usual, and again where that is swallowed.
 
-    What is raised within a destructor, or by a callback of the garbage collector, reaches nobody.
+    Exceptions within destructors and callbacks of the garbage collector are swallowed.
     """
     if signal.getsignal(signal.SIGINT) is _end:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -42,7 +42,7 @@ def raise_again() -> None:
 
 
 def remove_at_end(folder: str) -> None:
-    """Have a folder removed if a Ctrl-C ends this process then and there."""
+    """Have a folder removed if a Ctrl-C ends this process at once."""
     _folders.append(folder)
 
 

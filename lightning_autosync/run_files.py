@@ -1,4 +1,4 @@
-"""Files of runs with which a command goes on where it was interrupted."""
+"""Files of runs, with which an interrupted command resumes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_autosync.errors import DocumentError
 
 
 class Keyed(Protocol):
-    """A dataclass of plain data that says which run it is."""
+    """A dataclass of plain data with a key that identifies the run."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
@@ -29,20 +29,20 @@ REMEDY = "go on with the settings that the file has, or give another file as run
 
 
 class RunFile(Generic[Run]):
-    """What runs have in common in the first line, then a run a line; a last line that was cut off counts for nothing.
+    """A line with the settings that all runs share, then a line a run. A last line that was cut off is ignored.
 
     Args:
         path: of the file; made with the first run that is added.
-        form: its format, as in ``autosync-rehearsal-runs/3``.
-        what: the runs are of, as in ``a rehearsal``, for messages.
-        settings: plain data that a run made now would follow from, but for its key.
-        kind: of its runs.
+        form: its format, for example ``autosync-rehearsal-runs/3``.
+        what: names the source of the runs in messages, for example ``a rehearsal``.
+        settings: plain data of which a run depends, besides its key.
+        kind: class of the runs.
 
     Attributes:
-        runs: those in it, by key; the last of a key counts.
+        runs: by key; the last run of a key counts.
 
     Raises:
-        DocumentError: its runs were made with other settings (the message names the field), or it is something else.
+        DocumentError: its runs were made with other settings (the message names the field), or it is no such file.
     """
 
     def __init__(
@@ -85,10 +85,10 @@ class RunFile(Generic[Run]):
 
 
 def alone(path: Path) -> AbstractContextManager[None]:
-    """Within the block no other process adds runs to the file.
+    """Keep other processes from adding runs to the file within the block.
 
     Raises:
-        DocumentError: one does, as the block begins, or there can be no file.
+        DocumentError: another process is adding runs, or the lock file cannot be made.
     """
     refusal = DocumentError(f"{path}: another process is adding runs to it; let it end, or give another file")
     return held(path.with_name(f".{path.name}.lock"), refusal)

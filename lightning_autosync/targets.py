@@ -1,4 +1,4 @@
-"""Objects that a configuration names by ``_target_``."""
+"""User code that a configuration names by ``_target_``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_autosync.errors import DocumentError
 
 
 def check_target(field: str, configuration: dict[str, Any] | None) -> None:
-    """Refuse a ``_target_`` that there is not.
+    """Refuse a ``_target_`` that does not exist.
 
     Raises:
         DocumentError: it cannot be imported; the message says why.
@@ -30,11 +30,11 @@ def find(field: str, name: str) -> Any:
     """
     from hydra.utils import get_object
 
-    _see_working_directory()
+    _add_working_directory()
     try:
         with _hydra_silent():
             return get_object(name)
-    except Exception as error:  # what an import raises is as various as modules are
+    except Exception as error:  # imports of user code raise errors of all kinds
         raise DocumentError(f"{field}: '{name}' cannot be imported: {_line(error.__cause__ or error)}") from None
 
 
@@ -47,7 +47,7 @@ def make(field: str, configuration: dict[str, Any], kind: type = object) -> Any:
     from hydra.errors import InstantiationException
     from hydra.utils import instantiate
 
-    _see_working_directory()
+    _add_working_directory()
     target = configuration.get("_target_")
     try:
         made = instantiate(configuration, _convert_="all")
@@ -59,7 +59,7 @@ def make(field: str, configuration: dict[str, Any], kind: type = object) -> Any:
 
 
 def make_arguments(field: str, configuration: dict[str, Any]) -> dict[str, Any]:
-    """Plain arguments, of which those with a ``_target_`` inside are made.
+    """Plain arguments; values with a ``_target_`` inside are instantiated.
 
     Raises:
         DocumentError: one cannot be made.
@@ -67,7 +67,7 @@ def make_arguments(field: str, configuration: dict[str, Any]) -> dict[str, Any]:
     from hydra.errors import InstantiationException
     from hydra.utils import instantiate
 
-    _see_working_directory()
+    _add_working_directory()
     try:
         made: dict[str, Any] = instantiate(configuration, _convert_="all")
     except InstantiationException as error:
@@ -77,7 +77,7 @@ def make_arguments(field: str, configuration: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def _hydra_silent() -> Iterator[None]:
-    """Without what Hydra logs beside the error that it raises."""
+    """Within the block Hydra does not log the error that it raises as well."""
     logger = logging.getLogger("hydra.utils")
     before, logger.disabled = logger.disabled, True
     try:
@@ -90,7 +90,7 @@ def _line(error: BaseException) -> str:
     return " ".join(str(error).split())[:300] or type(error).__name__
 
 
-def _see_working_directory() -> None:
-    """Let modules of the working directory be imported, after everything that is installed; workers inherit it."""
+def _add_working_directory() -> None:
+    """Let modules of the working directory be imported, after all that are installed; workers inherit the path."""
     if os.getcwd() not in (os.path.abspath(path) for path in sys.path):
         sys.path.append(os.getcwd())

@@ -28,17 +28,17 @@ VERBS = {
     "train": "train a LightningModule by any way to synchronize",
     "validate": "measure random plans and compare with predictions",
 }
-"""Each verb and its purpose. The module of its name beside this one has its function; ``conf/VERB.yaml`` its config."""
+"""Each verb and its purpose. Its function is in ``cli/VERB.py``, its config in ``conf/VERB.yaml``."""
 
 FULL_ERROR = "HYDRA_FULL_ERROR"
 TORCHRUN = "hydra/launcher=autosync_torchrun"
-"""The launcher that starts this command again, for which it has to know how."""
+"""The launcher that starts this command again; it has to know how."""
 
 
 def main() -> None:
     """Run the verb that the command line names; the rest of the line is Hydra's.
 
-    Whatever takes long to import is imported once a Ctrl-C is heard.
+    Slow imports come after a Ctrl-C is handled.
     """
     interrupts.end_at_once()
     if len(sys.argv) < 2 or sys.argv[1] in ("-h", "--help"):
@@ -49,13 +49,13 @@ def main() -> None:
         print(f"autosync: '{verb}' is not a verb\n\n{usage()}", file=sys.stderr)
         sys.exit(2)
     sys.argv = [f"autosync {verb}", *sys.argv[2:]]
-    logging.raiseExceptions = False  # a log on a full disk is not worth a traceback for each of its lines
+    logging.raiseExceptions = False  # no traceback for each line of a log on a full disk
     try:
         run_verb(verb)
         _flush_output()
     except (AutoSyncError, OSError) as error:
-        sys.exit(f"autosync {verb}: {in_a_line(error)}")
-    except KeyboardInterrupt:  # verbs that keep what was done until then say so themselves
+        sys.exit(f"autosync {verb}: {_one_line(error)}")
+    except KeyboardInterrupt:  # verbs that keep their results say so themselves
         interrupts.end_at_once()
         print(f"autosync {verb}: interrupted", file=sys.stderr)
         sys.exit(interrupts.STATUS)
@@ -70,7 +70,7 @@ def usage() -> str:
 
 
 def run_verb(verb: str) -> None:
-    """Compose the verb's configuration and call its function, once or, in a sweep, for every combination."""
+    """Compose the verb's configuration and call its function: once, or for every combination of a sweep."""
     from lightning_autosync.cli.arguments import prepared, with_override, with_todays_keys
     from lightning_autosync.cli.configuration import check_overrides, help_text
 
@@ -111,14 +111,14 @@ def _run(verb: str) -> None:
         except SystemExit as ended:
             if ended.code or not _is_reported(hydra_configuration):
                 raise
-            return None  # a rank that only follows; its launcher has to hear that it ended well
+            return None  # a rank that follows rank 0 ended well, which its launcher has to learn
         except (AutoSyncError, OSError) as error:
             if hydra_configuration.mode is RunMode.MULTIRUN or _is_reported(hydra_configuration):
-                raise  # a failed trial is the sweeper's to tell
-            # Hydra would print the line's overrides before it.
-            sys.exit(f"autosync {verb}: {in_a_line(error)}")
+                raise  # the sweeper reports failed trials
+            # Hydra would print the overrides first.
+            sys.exit(f"autosync {verb}: {_one_line(error)}")
 
-    # Hydra shall raise what it meets, as a full disk, and not print it with a traceback and exit.
+    # Hydra shall raise errors, such as a full disk, and not print a traceback and exit.
     given = os.environ.get(FULL_ERROR)
     os.environ[FULL_ERROR] = given or "1"
     try:
@@ -135,8 +135,8 @@ def _run(verb: str) -> None:
             os.environ[FULL_ERROR] = given
 
 
-def in_a_line(error: AutoSyncError | OSError) -> str:
-    """What went wrong, and with which file, without passwords of databases."""
+def _one_line(error: AutoSyncError | OSError) -> str:
+    """The message of an error and its file, without passwords of databases."""
     text = str(error)
     if isinstance(error, OSError) and error.strerror is not None:
         where = error.filename2 or error.filename or "standard output or a file of the run directory"
@@ -149,10 +149,10 @@ def in_a_line(error: AutoSyncError | OSError) -> str:
 
 
 def _flush_output() -> None:
-    """Print what is left to be printed, which Python would do at its end, with an error of its own.
+    """Flush standard output here: at its end Python would print an error of its own.
 
     Raises:
-        UnwritableError: it cannot be.
+        UnwritableError: it cannot be written.
     """
     try:
         sys.stdout.flush()
@@ -162,7 +162,7 @@ def _flush_output() -> None:
 
 
 def _is_reported(configuration: Any) -> bool:
-    """Whether this is a torchrun job of a sweep, whose launcher learns from a callback how each rank ended."""
+    """Whether this is a torchrun job of a sweep, where a callback reports how each rank ended."""
     return "autosync_report" in (configuration.callbacks or {})
 
 

@@ -1,4 +1,4 @@
-"""What the command line says of a verb's configuration: its help, and one clear line for whatever is wrong."""
+"""Help on a verb's configuration, and one clear line for each wrong key or option."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from lightning_autosync.errors import DocumentError
 
 WIDTH = 120
 _OF_VERBS = re.compile(r"\((\w+(?:, \w+)*)\) ")
-"""How an option's first comment begins if it is for some verbs only: ``# (converge, train) What it is.``"""
+"""The beginning of an option's first comment if it is for some verbs only: ``# (converge, train) What it is.``"""
 _WRONG_KEY = re.compile(r"Could not (?:override|append to config|delete from config)[^']*'([^']+)'")
 
 
 def help_text(verb: str, purpose: str) -> str:
-    """Usage, the config groups with their options, and the keys with what the config's comments say of them."""
+    """Usage, the config groups with their options, and the keys with the config's comments on them."""
     directory = configuration_directory()
     text = (directory / f"{verb}.yaml").read_text()
     data = yaml.safe_load(text)
@@ -40,17 +40,17 @@ def help_text(verb: str, purpose: str) -> str:
 
 
 def check_overrides(verb: str, arguments: Sequence[str]) -> None:
-    """Compose the configuration once to see whether it can be; of a sweep, every value once.
+    """Compose the configuration once to check it; for a sweep, every value once.
 
     Raises:
-        DocumentError: a key or an option that there is not; the message names those that there are.
+        DocumentError: a key or an option does not exist; the message names those that do.
     """
     from hydra import initialize_config_dir
     from hydra.errors import HydraException
     from omegaconf import OmegaConf
 
     if any(argument.startswith(("--config", "-c")) for argument in arguments):
-        return  # options from elsewhere, of which only Hydra itself knows
+        return  # only Hydra itself knows options from other directories
     overrides = [argument for argument in arguments if not argument.startswith("-")]
     with initialize_config_dir(str(configuration_directory()), version_base="1.3"):
         try:
@@ -64,11 +64,7 @@ def check_overrides(verb: str, arguments: Sequence[str]) -> None:
 
 
 def _check_verb(verb: str, overrides: Sequence[str]) -> None:
-    """Refuse an option that is for other verbs.
-
-    Raises:
-        DocumentError: there is one; the message names those for this verb.
-    """
+    """Refuse an option that is for other verbs; the message names those for this verb."""
     for group, _, option in (override.lstrip("+").partition("=") for override in overrides):
         if option == "null" and group and _has_group(verb, group):
             raise DocumentError(f"{group}: null is no option; leave it out, or drop the default by ~{group}")
@@ -91,13 +87,13 @@ def _is_for(verb: str, path: Path) -> bool:
 
 
 def _verbs_of(path: Path) -> list[str]:
-    """The verbs that an option is for; none if it is for all."""
+    """The verbs that an option is for; empty if it is for all."""
     found = _OF_VERBS.match(_remark(path))
     return found[1].split(", ") if found else []
 
 
 def _remark(path: Path) -> str:
-    """The first comment of a file that is not for Hydra."""
+    """The first comment of a file, apart from those for Hydra (``# @package``)."""
     comments = (line[1:].strip() for line in path.read_text().splitlines() if line.startswith("#"))
     return next((comment for comment in comments if not comment.startswith("@")), "")
 
@@ -117,7 +113,7 @@ def _keys(text: str) -> list[str]:
 
 
 def _combinations(overrides: Sequence[str]) -> Iterator[list[str]]:
-    """Overrides without sweeps: the first value of each, then each other value with the first of the others."""
+    """Overrides without sweeps: the first value of every key, then each other value beside the first of other keys."""
     from hydra.core.global_hydra import GlobalHydra
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.core.override_parser.types import IntervalSweep, Override
@@ -165,7 +161,7 @@ def _message(verb: str, overrides: Sequence[str], error: Exception) -> str:
 
 
 def _unknown(verb: str, key: str, overrides: Sequence[str]) -> str:
-    """What is to be said of a key that there is not: those beside it, or that it can be added to what is empty."""
+    """The message on an unknown key: the keys beside it, or how to add it to an empty mapping."""
     from omegaconf import OmegaConf
 
     groups = [path.name for path in configuration_directory().iterdir() if path.is_dir()]

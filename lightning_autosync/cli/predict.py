@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from lightning_autosync.cluster import ClusterSpec, resolve_cluster
-from lightning_autosync.documents import Record, describe_validation_error
+from lightning_autosync.documents import Configuration
 from lightning_autosync.errors import DocumentError
 from lightning_autosync.plan import SyncPlan, builders
 from lightning_autosync.replay import Constants
@@ -18,8 +18,8 @@ from lightning_autosync.workload import Workload, catalogue
 _FILES = (".yaml", ".yml", ".json")
 
 
-class PredictSettings(Record):
-    """What is to be predicted.
+class PredictSettings(Configuration):
+    """What is predicted.
 
     Attributes:
         plan: path of a plan file, or the name of a builder.
@@ -39,15 +39,12 @@ class PredictSettings(Record):
 
 
 def predict(configuration: dict[str, Any], directory: Path) -> None:
-    """Print a prediction; pictures, trace and ``result.json`` appear in ``directory``.
+    """Print a prediction; write pictures, a trace and ``result.json`` to ``directory``.
 
     Raises:
         AutoSyncError: a setting is wrong, or plan, workload and cluster do not fit each other.
     """
-    try:
-        settings = PredictSettings.model_validate(configuration)
-    except ValidationError as error:
-        raise DocumentError(describe_validation_error(error)) from None
+    settings = PredictSettings.parse(configuration)
     workload, cluster = _workload(settings), _cluster(settings.cluster)
     constants = Constants() if settings.constants is None else Constants.load(settings.constants)
     print(predict_step(_plan(settings, workload, cluster), workload, cluster, directory, constants), end="")

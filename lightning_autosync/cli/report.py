@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import optuna
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
 from lightning_autosync.documents import Configuration, write_text
 from lightning_autosync.report.comparison import find_runs, write_comparison
@@ -19,16 +19,16 @@ FORMAT = "autosync-report/1"
 
 
 class ReportSettings(Configuration):
-    """What is reported.
+    """What is reported: either ``run`` or ``runs``.
 
     Attributes:
-        run: directory of one tuning run; or
-        runs: of several, or of directories that hold some, as a sweep's; they are compared.
+        run: directory of one tuning run.
+        runs: directories of several to compare, or directories that contain some, such as a sweep's.
         file: of the report; None is ``report.html`` in the directory of ``run``, or of ``runs`` if that is one.
     """
 
     run: str | None = None
-    runs: str | tuple[str, ...] | None = Field(default=None)
+    runs: str | tuple[str, ...] | None = None
     file: str | None = None
 
     @model_validator(mode="after")
@@ -39,7 +39,7 @@ class ReportSettings(Configuration):
 
 
 def report(configuration: dict[str, Any], directory: Path) -> None:
-    """Write the report of one tuning run, or one that compares several; ``result.json`` in ``directory`` sums it up.
+    """Write the report of one tuning run, or one that compares several, and ``result.json`` with a row a run.
 
     Raises:
         DocumentError: (or a subclass) a setting is wrong, or a run is missing, cut off or of another format.

@@ -144,24 +144,9 @@ def _draw_failed(axes: Axes, run: TuningRun) -> Iterator[tuple[str, list[str]]]:
     """Failed trials, as crosses along the upper edge."""
     found = [trial for trial in run.trials if trial.seconds is None or trial.state == "failed"]
     if found:
-        place: dict[str, Any] = {
-            "transform": axes.get_xaxis_transform(),
-            "gid": "trials-failed",
-            "label": "failed",
-            "zorder": 3,
-        }
         numbers = [trial.number for trial in found]
-        axes.scatter(
-            numbers,
-            [0.985] * len(found),
-            s=30,
-            marker="x",
-            linewidths=1.3,
-            color=RED,
-            gid="trials-failed",
-            label="failed",
-            **place,
-        )
+        place: dict[str, Any] = {"transform": axes.get_xaxis_transform(), "gid": "trials-failed", "label": "failed"}
+        axes.scatter(numbers, [0.985] * len(found), s=30, marker="x", linewidths=1.3, color=RED, zorder=3, **place)
         yield "trials-failed", [_tooltip(trial) for trial in found]
 
 

@@ -37,24 +37,24 @@ def test_runs_are_sorted_by_case_and_sampler(sweep: Path) -> None:
 
 def test_medians_go_as_far_as_all_runs(sweep: Path) -> None:
     group = grouped(find_runs([sweep]))[0].groups[0]
-    assert [len(course) for course in group.courses] == [26, 20]
+    assert [len(speeds) for speeds in group.speeds] == [26, 20]
     assert len(group.middle) == 20
-    columns = list(zip(*group.courses, strict=False))
+    columns = list(zip(*group.speeds, strict=False))
     assert group.middle == [statistics.median(column) for column in columns]
     least, most = group.band
     assert all(low <= middle <= high for low, middle, high in zip(least, group.middle, most, strict=True))
     run = group.runs[1]
     assert run.ddp_seconds is not None
-    assert group.courses[1][-1] == pytest.approx(run.ddp_seconds / run.best_so_far[-1])
+    assert group.speeds[1][-1] == pytest.approx(run.ddp_seconds / run.best_so_far[-1])
 
 
 def test_trials_until_the_best_known_plan(sweep: Path) -> None:
     for case in grouped(find_runs([sweep])):
         counts = [case.trials_to_close(run) for run in case.runs]
-        best = max(case.runs, key=lambda run: run.course[-1])
+        best = max(case.runs, key=lambda run: run.speeds[-1])
         assert counts[case.runs.index(best)] == best.trials_to_98
         for run, count in zip(case.runs, counts, strict=True):
-            reached = run.course[-1] >= 0.98 * case.best_known
+            reached = run.speeds[-1] >= 0.98 * case.best_known
             assert (count is not None) == reached
 
 
