@@ -89,8 +89,8 @@ class Job:
 
     def session(self) -> MeasurementSession:
         """Workers for it, as the settings say."""
-        told = self.settings
-        return MeasurementSession(self.cluster, attribute.launch, attribute.timeout, attribute.scheduling, attribute.within_job)
+        chosen = self.settings
+        return MeasurementSession(self.cluster, chosen.launch, chosen.timeout, chosen.scheduling, chosen.within_job)
 
     def plan_order(self, plan: SyncPlan) -> dict[str, Any]:
         """Arguments of `lightning_autosync.measure.replica_calls.set_up` for a plan, but for the name."""
