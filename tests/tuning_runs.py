@@ -14,7 +14,7 @@ import optuna
 
 from lightning_autosync.cluster import ClusterSpec, resolve_cluster
 from lightning_autosync.documents import write_text
-from lightning_autosync.measure.emulation.emulated_clusters import emulable
+from lightning_autosync.measure.emulation.network import emulable
 from lightning_autosync.plan import SyncPlan, builders, compile_plan
 from lightning_autosync.plan.space import BUILDER, Genome, PlanSpace
 from lightning_autosync.replay import Constants, Replay

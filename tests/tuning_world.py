@@ -11,7 +11,7 @@ from priced_session import PricedSession
 
 from lightning_autosync.cluster import resolve_cluster
 from lightning_autosync.learned import ReplayEstimator
-from lightning_autosync.measure.emulation.emulated_clusters import emulable
+from lightning_autosync.measure.emulation.network import emulable
 from lightning_autosync.measure.reference import ReferencePlan
 from lightning_autosync.plan import SyncPlan, compile_plan
 from lightning_autosync.plan.space import PlanSpace

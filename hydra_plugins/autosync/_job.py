@@ -20,7 +20,7 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
 from lightning_autosync.documents import write_text
-from lightning_autosync.measure.workers.endings import raised_endings
+from lightning_autosync.measure.workers.signals import raised_endings
 
 _log = logging.getLogger(__name__)
 

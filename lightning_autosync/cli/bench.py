@@ -1,14 +1,20 @@
-"""``autosync bench``, and with ``timeline=true`` its best plan's step drawn beside the predicted one."""
+"""``autosync bench``: measure contenders side by side, print the table, leave result and pictures."""
 
 from __future__ import annotations
 
+import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from lightning_autosync.errors import DocumentError
-from lightning_autosync.measure.bench import command
+from rich.console import Console
+
+from lightning_autosync.documents import write_text
+from lightning_autosync.errors import DocumentError, UnwritableError
+from lightning_autosync.measure.bench.output import draw, remarks, result_table
 from lightning_autosync.measure.bench.preparation import make_cluster, prepare
 from lightning_autosync.measure.bench.result import Result
+from lightning_autosync.measure.bench.run import run_bench
 from lightning_autosync.measure.bench.settings import Settings
 from lightning_autosync.measure.hosts import job_hosts
 from lightning_autosync.measure.workers import WorkerPool
@@ -18,31 +24,50 @@ from lightning_autosync.report.compare import compare_timelines
 from lightning_autosync.workload import Workload
 
 _WITHOUT_COMPUTE = ("flat", "paced")
+_FILE_WIDTH = 130
+"""Columns of the table where it does not go to a terminal."""
 
 
-def bench(configuration: dict[str, Any], directory: Path) -> None:
-    """Run one bench; ``result.json`` and ``result.png`` appear in ``directory``.
+def bench(configuration: dict[str, Any], directory: Path) -> Result:
+    """Run one bench; ``result.json`` and ``result.png`` appear in ``directory``. Returns what was found.
 
-    With ``timeline`` a step of the fastest exact plan is drawn beside the predicted one: ``timeline.svg``,
-    ``timeline.png``, ``trace.json`` and ``timelines.json`` appear too.
+    After each round ``result.json`` holds the result so far, in case the run is cut short. Where it cannot be written,
+    the bench goes on, prints its result, and then fails. With ``timeline`` a step of the fastest exact plan is drawn
+    beside the predicted one: ``timeline.svg``, ``timeline.png``, ``trace.json`` and ``timelines.json`` appear too.
 
     Raises:
         AutoSyncError: a setting is wrong, or a worker failed.
+        UnwritableError: a file cannot be written.
     """
     settings = Settings.parse(configuration)
-    if not settings.timeline:
-        command.bench(configuration, directory)
-        return
-    _check(settings)
+    if settings.timeline:
+        _check_timeline(settings)
     constants = job_hosts(settings.launch.kind, settings.model.kind in _WITHOUT_COMPUTE, settings.constants)
-    result = command.bench(configuration, directory)
-    assert result.best_exact is not None  # there is one, as was checked
-    _draw(result, result.best_exact, constants, directory)
-    print(f"{directory}: timeline.svg, timeline.png, trace.json, timelines.json of contender '{result.best_exact}'")
+
+    def keep(result: Result) -> None:
+        write_text(directory / "result.json", json.dumps(result.to_dict()) + "\n")
+
+    def keep_if_possible(result: Result) -> None:
+        with suppress(UnwritableError):
+            keep(result)
+
+    result = run_bench(settings, keep_if_possible)
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=_FILE_WIDTH)
+    console.print(result_table(result))
+    for line in remarks(result):
+        console.print(line, soft_wrap=True, highlight=False)
+    keep(result)
+    draw(result, directory / "result.png")
+    console.print(f"{directory / 'result.json'}, {directory / 'result.png'}", soft_wrap=True, highlight=False)
+    if settings.timeline:
+        _draw_timeline(result, constants, directory)
+    return result
 
 
-def _check(settings: Settings) -> None:
-    """A timeline can be drawn; it shows before anything is measured."""
+def _check_timeline(settings: Settings) -> None:
+    """Raise `DocumentError` before anything is measured if no timeline can be drawn."""
     if settings.model.kind not in _WITHOUT_COMPUTE:
         raise DocumentError(
             f"timeline: it shows models that compute by the clock ({' or '.join(_WITHOUT_COMPUTE)}), "
@@ -54,18 +79,15 @@ def _check(settings: Settings) -> None:
         raise DocumentError("timeline: it shows an exact plan, and there is none among the contenders")
 
 
-def _draw(result: Result, name: str, constants: Constants, directory: Path) -> None:
-    order, settings = result.preparation.orders[name], result.settings
+def _draw_timeline(result: Result, constants: Constants, directory: Path) -> None:
+    name, settings = result.best_exact, result.settings
+    assert name is not None  # there is one, as was checked
+    order, cluster = result.preparation.orders[name], result.cluster
+    plan, workload = SyncPlan.from_dict(order["plan"]), Workload.from_dict(order["workload"])
     scheduling = None if settings.scheduling == "none" else settings.scheduling
     with (
-        settings.launch.open(result.cluster) as launch,
-        WorkerPool(result.cluster.world_size, launch, timeout=settings.timeout, scheduling=scheduling) as pool,
+        settings.launch.open(cluster) as launch,
+        WorkerPool(cluster.world_size, launch, timeout=settings.timeout, scheduling=scheduling) as pool,
     ):
-        compare_timelines(
-            SyncPlan.from_dict(order["plan"]),
-            Workload.from_dict(order["workload"]),
-            result.cluster,
-            pool,
-            directory,
-            constants,
-        )
+        compare_timelines(plan, workload, cluster, pool, directory, constants)
+    print(f"{directory}: timeline.svg, timeline.png, trace.json, timelines.json of contender '{name}'")

@@ -13,7 +13,7 @@ from rich.console import Console
 from lightning_autosync.documents import write_text
 from lightning_autosync.lab.collection.card import write_card
 from lightning_autosync.lab.collection.collector import Collector
-from lightning_autosync.lab.collection.combinations import draw_combinations
+from lightning_autosync.lab.collection.drawing import draw_combinations
 from lightning_autosync.lab.collection.settings import Settings
 from lightning_autosync.learned.dataset import Writer
 from lightning_autosync.measure.emulation.netns import require_namespaces

@@ -14,9 +14,8 @@ from rich.console import Console
 from lightning_autosync.documents import write_text
 from lightning_autosync.lab.convergence.comparison import compare
 from lightning_autosync.lab.convergence.isolation import simulate_groups, survey_remarks, survey_table
-from lightning_autosync.lab.convergence.picture import draw
+from lightning_autosync.lab.convergence.output import draw, remarks, result_table
 from lightning_autosync.lab.convergence.settings import Settings
-from lightning_autosync.lab.convergence.table import remarks, result_table
 
 FILE_WIDTH = 160
 """Columns of the tables where they do not go to a terminal."""

@@ -15,12 +15,9 @@ from rich.progress import Progress
 
 from lightning_autosync.documents import write_text
 from lightning_autosync.errors import DocumentError
-from lightning_autosync.lab.fitting.comparison import compare, tabulate
+from lightning_autosync.lab.fitting.comparison import Run, compare, run_file, tables, tabulate
 from lightning_autosync.lab.fitting.encoding import encode_samples
-from lightning_autosync.lab.fitting.runs import Run, run_file
-from lightning_autosync.lab.fitting.settings import Settings
-from lightning_autosync.lab.fitting.splits import cluster, family, for_all
-from lightning_autosync.lab.fitting.table import tables
+from lightning_autosync.lab.fitting.splits import Settings, cluster, family, for_all
 from lightning_autosync.learned import LearnedEstimator, Simulator, load_simulator
 from lightning_autosync.learned.dataset import Dataset, Sample
 from lightning_autosync.learned.examples import Examples

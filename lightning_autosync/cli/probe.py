@@ -13,8 +13,8 @@ from rich.console import Console
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.documents import write_text
 from lightning_autosync.errors import DocumentError
+from lightning_autosync.measure.launches.launch import require_torchrun
 from lightning_autosync.measure.launches.settings import LaunchSettings
-from lightning_autosync.measure.launches.within import require_torchrun
 from lightning_autosync.measure.probe.job import probe_ranks
 from lightning_autosync.measure.probe.settings import Settings
 from lightning_autosync.measure.probe.table import link_rows, links_table, nodes_table, pairs_table

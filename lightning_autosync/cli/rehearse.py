@@ -11,10 +11,8 @@ import optuna
 from rich.console import Console
 
 from lightning_autosync.documents import write_text
-from lightning_autosync.lab.rehearsal.contest import Contest
-from lightning_autosync.lab.rehearsal.outcome import standings, table
-from lightning_autosync.lab.rehearsal.picture import draw
-from lightning_autosync.lab.rehearsal.runs import Run
+from lightning_autosync.lab.rehearsal.contest import Contest, Run
+from lightning_autosync.lab.rehearsal.outcome import draw, standings, table
 from lightning_autosync.lab.rehearsal.settings import Settings
 
 FORMAT = "autosync-rehearsal/1"

@@ -5,11 +5,8 @@ from __future__ import annotations
 import os
 import platform
 import socket
-import struct
-import sys
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -21,34 +18,6 @@ POLICIES = {
 }
 BUSY = 0.1
 """Cores used by other processes from which on a bench backs no claim."""
-_BYTES_SENT = 200
-"""Offset of tcpi_bytes_sent, 8 bytes, in ``struct tcp_info`` of Linux 4.19 and later."""
-
-
-def bytes_sent() -> int | None:
-    """Payload bytes that this process sent so far over the TCP connections that it has open.
-
-    The kernel counts them socket by socket, so nothing of other processes is in it, and no framing. None where
-    it does not.
-    """
-    if sys.platform != "linux":
-        return None
-    total = 0
-    for entry in os.listdir("/proc/self/fd"):
-        with suppress(OSError), _shared_socket(int(entry)) as connection:  # not a socket, or not TCP
-            information = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_SENT + 8)
-            total += struct.unpack_from("Q", information, _BYTES_SENT)[0]
-    return total
-
-
-def _shared_socket(descriptor: int) -> socket.socket:
-    """The socket of a descriptor that somebody else owns and that stays open when this one is closed."""
-    copy = os.dup(descriptor)
-    try:
-        return socket.socket(fileno=copy)
-    except OSError:
-        os.close(copy)
-        raise
 
 
 def usable_cores() -> int:

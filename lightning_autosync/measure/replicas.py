@@ -25,8 +25,8 @@ from lightning_autosync.engine import Engine
 from lightning_autosync.engine.collectives import BufferBroadcast
 from lightning_autosync.engine.tracing import Recorder
 from lightning_autosync.measure.bench.settings import DDPOptions
-from lightning_autosync.measure.models.models import Batch, Model
 from lightning_autosync.measure.models.paced import PacedModule
+from lightning_autosync.measure.models.recipes import Batch, Model
 from lightning_autosync.plan import SyncPlan, compile_plan
 from lightning_autosync.workload import Workload, variable_names
 

@@ -15,9 +15,8 @@ from typing_extensions import Self
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.measure import replica_calls
 from lightning_autosync.measure.conditions import LoadMeter, machine
-from lightning_autosync.measure.emulation.check import measured_links
-from lightning_autosync.measure.emulation.link_check import LinkCheck
-from lightning_autosync.measure.launches.local import Launch
+from lightning_autosync.measure.emulation.check import LinkCheck, measured_links
+from lightning_autosync.measure.launches.launch import Launch
 from lightning_autosync.measure.launches.settings import LaunchSettings
 from lightning_autosync.measure.step_time import Steps
 from lightning_autosync.measure.workers import InputError, LaunchError, Pool, WorkerError, WorkerPool

@@ -13,9 +13,9 @@ from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.documents import read_data, write_text
 from lightning_autosync.errors import DocumentError, UnwritableError
 from lightning_autosync.measure.bench.preparation import make_cluster
+from lightning_autosync.measure.launches.launch import is_slurm_task, refuse_within_torchrun, require_torchrun
 from lightning_autosync.measure.launches.settings import LaunchSettings, SlurmSettings
 from lightning_autosync.measure.launches.slurm import results, submit, tasks_of
-from lightning_autosync.measure.launches.within import is_slurm_task, refuse_within_torchrun, require_torchrun
 from lightning_autosync.measure.workers import WorkerError, WorkerPool
 from lightning_autosync.plan import SyncPlan, builders
 from lightning_autosync.training.settings import Settings

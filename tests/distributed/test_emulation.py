@@ -20,9 +20,9 @@ import worker_calls
 
 from lightning_autosync.cluster.spec import ClusterSpec
 from lightning_autosync.measure.emulation import check, netns
+from lightning_autosync.measure.emulation.check import check_links
 from lightning_autosync.measure.emulation.launch import EmulatedLaunch
-from lightning_autosync.measure.emulation.link_check import check_links
-from lightning_autosync.measure.launches.local import LocalLaunch
+from lightning_autosync.measure.launches.launch import LocalLaunch
 from lightning_autosync.measure.workers import LaunchError, WorkerError, WorkerPool
 
 try:

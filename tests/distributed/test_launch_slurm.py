@@ -15,8 +15,8 @@ import pytest
 
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.errors import ClusterError
+from lightning_autosync.measure.launches.launch import is_slurm_task
 from lightning_autosync.measure.launches.slurm import tasks_of
-from lightning_autosync.measure.launches.within import is_slurm_task
 from lightning_autosync.measure.workers import LaunchError
 from lightning_autosync.training.job import run_job
 from lightning_autosync.training.settings import Settings

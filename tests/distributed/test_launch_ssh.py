@@ -16,8 +16,8 @@ from near import cluster, near_command
 from test_workers import wait_until_gone
 
 from lightning_autosync.errors import ClusterError, DocumentError
+from lightning_autosync.measure.launches.launch import SshLaunch
 from lightning_autosync.measure.launches.settings import LaunchSettings
-from lightning_autosync.measure.launches.ssh import SshLaunch
 from lightning_autosync.measure.workers import LaunchError, WorkerError, WorkerPool
 
 HERE = Path(__file__).parent

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import worker_calls
 
-from lightning_autosync.measure.launches.local import LocalLaunch
+from lightning_autosync.measure.launches.launch import LocalLaunch
 from lightning_autosync.measure.workers import InputError, LaunchError, WorkerError, WorkerPool
 
 HERE = Path(__file__).parent

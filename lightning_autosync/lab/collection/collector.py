@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_autosync.cluster import ClusterSpec
-from lightning_autosync.lab.collection.combinations import Combination
-from lightning_autosync.lab.collection.drafts import Draft, draw_drafts
+from lightning_autosync.lab.collection.drawing import Combination, Draft, draw_drafts
 from lightning_autosync.lab.collection.settings import Settings
 from lightning_autosync.learned.dataset import Conditions, Entry, Sample, Writer
 from lightning_autosync.measure.conditions import describe_worker, usable_cores

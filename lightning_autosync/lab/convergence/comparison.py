@@ -9,10 +9,9 @@ from typing import Any, NamedTuple
 
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.errors import AutoSyncError, DocumentError
-from lightning_autosync.lab.convergence.course import time_to
 from lightning_autosync.lab.convergence.result import Groups, Result, Run, best_rate, load_rates
 from lightning_autosync.lab.convergence.settings import Method, Settings
-from lightning_autosync.lab.convergence.trial import Budget, train
+from lightning_autosync.lab.convergence.trial import Budget, time_to, train
 from lightning_autosync.measure import conditions
 from lightning_autosync.measure.bench.preparation import make_cluster
 from lightning_autosync.measure.session import MeasurementSession

@@ -1,25 +1,122 @@
-"""Inside a worker: one training by one method."""
+"""Inside a worker: one training by one method, its end, and the course of its metric."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from pydantic import TypeAdapter
+from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from lightning_autosync.cluster import ClusterSpec
-from lightning_autosync.lab.convergence.course import Course, judge
-from lightning_autosync.lab.convergence.ending import Ending
+from lightning_autosync.lab.convergence.methods import Way, open_way
 from lightning_autosync.lab.convergence.settings import Method
 from lightning_autosync.lab.convergence.tasks import AnyTask, Task, loss
-from lightning_autosync.lab.convergence.ways import Way, open_way
-from lightning_autosync.measure.conditions import bytes_sent
 from lightning_autosync.measure.models.straggler import Straggler, StragglerSettings
+from lightning_autosync.measure.tcp_info import bytes_sent
 from lightning_autosync.plan import SyncPlan
 from lightning_autosync.workload import Workload
+
+
+class Course:
+    """Copies of one rank's parameters over time.
+
+    Args:
+        module: whose parameters are kept; some ten thousand elements, so that a copy takes microseconds.
+        interval: seconds between copies, at least.
+    """
+
+    def __init__(self, module: nn.Module, interval: float) -> None:
+        self.module = module
+        self._interval = interval
+        self._times: list[float] = []
+        self._copies: list[Tensor] = []
+        self._begin = 0.0
+
+    def begin(self) -> None:
+        """The clock starts; call it on all ranks together."""
+        self._begin = time.perf_counter()
+        self._keep(0.0)
+
+    def look(self) -> None:
+        """After a step: keep a copy if it is time."""
+        now = time.perf_counter() - self._begin
+        if now >= self._times[-1] + self._interval:
+            self._keep(now)
+
+    def end(self) -> float:
+        """Keep the last copy; seconds since `begin`."""
+        now = time.perf_counter() - self._begin
+        self._keep(now)
+        return now
+
+    def averages(self, moments: Sequence[float]) -> Tensor:
+        """The mean over ranks of each rank's latest copy at every moment: [moments, parameters]; collective."""
+        places = torch.searchsorted(torch.tensor(self._times), torch.tensor(moments), right=True) - 1
+        found = torch.stack([self._copies[place] for place in places.tolist()])
+        dist.all_reduce(found)
+        return found / dist.get_world_size()
+
+    def _keep(self, now: float) -> None:
+        self._times.append(now)
+        self._copies.append(parameters_to_vector(self.module.parameters()).detach().clone())
+
+
+def judge(module: nn.Module, vectors: Tensor, metric: Callable[[nn.Module], float]) -> list[float]:
+    """The metric of ``module`` with each of the parameter vectors; the module keeps the last."""
+    scores = []
+    for vector in vectors:
+        vector_to_parameters(vector, module.parameters())
+        scores.append(metric(module))
+    return scores
+
+
+def time_to(target: float, moments: Sequence[float], scores: Sequence[float]) -> float | None:
+    """The first moment at which the score is at least ``target``; None if it never is."""
+    return next((moment for moment, score in zip(moments, scores, strict=True) if score >= target), None)
+
+
+_LAST = "last"
+
+
+class Ending:
+    """One rank's view of the end; ask it before each step.
+
+    Rank 0 names its current step as the last one. Those who march in step take that step too, for they cannot have
+    finished it without rank 0; the others stop as soon as they know.
+
+    Args:
+        store: for this training only.
+        rank: the own.
+        lock_step: whether all ranks must take equally many steps.
+        steps: how many each takes; None waits for rank 0.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, lock_step: bool, steps: int | None) -> None:
+        self._store, self._rank, self._lock_step, self._steps = store, rank, lock_step, steps
+        self._last: int | None = None
+
+    def announce(self, step: int) -> None:
+        """Rank 0, before its step ``step`` (from 0), makes it the last."""
+        if self._last is None:
+            self._last = step
+            self._store.set(_LAST, str(step))
+
+    def reached(self, step: int) -> bool:
+        """Whether step ``step`` (from 0) is not to be taken."""
+        if self._steps is not None:
+            return step >= self._steps
+        if self._rank != 0 and self._last is None and self._store.check([_LAST]):
+            self._last = int(self._store.get(_LAST))
+        if self._last is None:
+            return False
+        return step > self._last or (self._rank != 0 and not self._lock_step)
+
 
 _TASK: TypeAdapter[Task] = TypeAdapter(AnyTask)
 

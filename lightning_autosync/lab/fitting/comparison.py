@@ -3,22 +3,158 @@
 from __future__ import annotations
 
 import copy
+import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
 
 import numpy
+from numpy.typing import NDArray
+from pydantic import ConfigDict
+from rich.table import Table
 
-from lightning_autosync.lab.fitting.accuracy import Accuracy, summary
-from lightning_autosync.lab.fitting.runs import Run
-from lightning_autosync.lab.fitting.settings import Settings
-from lightning_autosync.lab.fitting.splits import Split, divide
-from lightning_autosync.lab.fitting.spread import spread
+from lightning_autosync.documents import PLAIN, Index, Spent, digest
+from lightning_autosync.errors import DocumentError
+from lightning_autosync.lab.fitting.encoding import spread
+from lightning_autosync.lab.fitting.splits import Settings, Split, divide
+from lightning_autosync.lab.validation.accuracy import kendall_tau
 from lightning_autosync.learned import LearnedEstimator, Simulator
 from lightning_autosync.learned.dataset import Sample
+from lightning_autosync.learned.dataset.parts import load_manifest
 from lightning_autosync.learned.examples import Examples
+from lightning_autosync.learned.simulator import read_header
+from lightning_autosync.learned.training import told_apart
 from lightning_autosync.replay import Constants
 from lightning_autosync.run_files import RunFile
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """Of one simulator on one test part.
+
+    Attributes:
+        ranking: share of the pairs of plans, of one workload on one cluster, in the right order; of equal predictions,
+            half. Pairs that differ by less than the noise of their measurements are left out; between batches, by
+            which a collection measures, that includes the machine's drift.
+        left_out: share of the pairs that were left out.
+        tau: Kendall's tau-b, the mean over workloads and clusters, nothing left out.
+        median, p90: of the relative errors of the seconds.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = PLAIN
+
+    ranking: float
+    left_out: float
+    tau: float
+    median: float
+    p90: float
+
+    @classmethod
+    def of(cls, examples: Examples, seconds: NDArray[numpy.float64]) -> Accuracy:
+        """Compare predicted ``seconds`` [samples] with the measured ones.
+
+        Raises:
+            DocumentError: no two of the measured times can be told apart.
+        """
+        predicted = numpy.log(seconds)
+        right = counted = pairs = 0.0
+        taus = []
+        for pair in numpy.unique(examples.pair):
+            members = examples.pair == pair
+            target, guess = examples.target[members], predicted[members]
+            upper = numpy.triu_indices(len(target), 1)
+            unsure = examples.noise[members], examples.drift[members], examples.batch[members]
+            apart = told_apart(target, *unsure)[upper]
+            signs = numpy.sign(target[upper[0]] - target[upper[1]]) * numpy.sign(guess[upper[0]] - guess[upper[1]])
+            right += float(((signs[apart] + 1) / 2).sum())
+            counted += int(apart.sum())
+            pairs += len(apart)
+            if len(target) > 1:
+                taus.append(kendall_tau(target.tolist(), guess.tolist()))
+        if not counted:
+            raise DocumentError(
+                "dataset: no two plans of the test, of one workload on one cluster, can be told apart: collect more, "
+                "or give compare=[] to fit without a comparison"
+            )
+        errors = abs(numpy.exp(predicted - examples.target) - 1)
+        return cls(
+            ranking=right / counted,
+            left_out=1 - counted / pairs,
+            tau=statistics.mean(taus),
+            median=float(numpy.median(errors)),
+            p90=float(numpy.quantile(errors, 0.9)),
+        )
+
+
+METRICS = tuple(field.name for field in fields(Accuracy))
+
+
+def summary(runs: list[Accuracy]) -> dict[str, Any]:
+    """For each metric every run, their mean and their standard deviation."""
+    columns = {metric: [asdict(run)[metric] for run in runs] for metric in METRICS}
+    return {
+        metric: {
+            "mean": statistics.mean(values),
+            "deviation": statistics.stdev(values) if len(values) > 1 else 0.0,
+            "runs": values,
+        }
+        for metric, values in columns.items()
+    }
+
+
+FORMAT = "autosync-fit-runs/1"
+
+
+@dataclass(frozen=True)
+class Run:
+    """One simulator on one division.
+
+    Attributes:
+        split: how samples were divided.
+        division: its number, from 0 on; its networks are of the base seed and so many.
+        simulator: its kind.
+        unseen: clusters and families that only the test part has.
+        accuracy: on the test part.
+        seconds: of training.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = PLAIN
+
+    split: str
+    division: Index
+    simulator: str
+    unseen: tuple[str, ...]
+    accuracy: Accuracy
+    seconds: Spent
+
+    @property
+    def key(self) -> tuple[str, int, str]:
+        """Which of the runs it is."""
+        return self.split, self.division, self.simulator
+
+
+def run_file(path: Path, settings: Settings, constants: Constants) -> RunFile[Run]:
+    """The file of a comparison's runs.
+
+    Args:
+        path: of the file.
+        settings: of the fit.
+        constants: of the hosts.
+
+    Raises:
+        DocumentError: its runs are of other samples or simulators, or it is something else.
+    """
+    parts = [part.sha256 for folder in settings.dataset for part in load_manifest(Path(folder)).parts]
+    common = {
+        "dataset": digest(parts),
+        "start": settings.start and read_header(settings.start).weights,
+        "seed": settings.seed,
+        "constants": constants.to_dict(),
+        **{f"simulator {kind}": settings.simulators[kind].model_dump(mode="json") for kind in settings.compare},
+    }
+    return RunFile(path, FORMAT, "a comparison of simulators", common, Run)
 
 
 def compare(
@@ -115,3 +251,37 @@ def tabulate(runs: Sequence[Run]) -> dict[str, dict[str, Any]]:
             alike = [one for one in runs if (one.split, one.simulator) == (run.split, run.simulator)]
             row[run.simulator] = summary([one.accuracy for one in alike])
     return made
+
+
+_TITLES = {
+    "trial": "plans that it did not see",
+    "cluster": "clusters that it did not see",
+    "model": "families of models that it did not see",
+    "both": "neither cluster nor family seen",
+}
+_COLUMNS = {"ranking": "ranking accuracy", "tau": "Kendall tau", "median": "median error", "p90": "p90 error"}
+
+
+def tables(comparison: Mapping[str, Mapping[str, Any]]) -> Iterator[Table]:
+    """One table a split, one row a simulator, the best of each column in bold; mean and deviation over divisions."""
+    for split, rows in comparison.items():
+        first = next(iter(rows.values()))
+        left_out, count = first["left_out"]["mean"], len(first["left_out"]["runs"])
+        table = Table(
+            title=f"{split}: {_TITLES[split]}",
+            caption=f"{count} divisions; {left_out:.0%} of the pairs are within noise",
+        )
+        table.add_column("simulator", no_wrap=True)
+        for heading in _COLUMNS.values():
+            table.add_column(heading, justify="right", no_wrap=True)
+        for simulator, metrics in rows.items():
+            table.add_row(simulator, *(_cell(rows, simulator, metric, metrics) for metric in _COLUMNS))
+        yield table
+
+
+def _cell(rows: Mapping[str, Any], simulator: str, metric: str, metrics: Mapping[str, Any]) -> str:
+    found = metrics[metric]
+    text = f"{found['mean']:.3f} ± {found['deviation']:.3f}"
+    higher = metric in ("ranking", "tau")
+    best = (max if higher else min)(rows, key=lambda name: rows[name][metric]["mean"])
+    return f"[bold]{text}[/bold]" if simulator == best else text

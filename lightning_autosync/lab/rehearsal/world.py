@@ -12,7 +12,7 @@ import numpy
 from lightning_autosync.cluster import ClusterSpec, resolve_cluster, synchronization_rate
 from lightning_autosync.lab.rehearsal.settings import Settings
 from lightning_autosync.learned import Estimate
-from lightning_autosync.measure.emulation.emulated_clusters import emulable
+from lightning_autosync.measure.emulation.network import emulable
 from lightning_autosync.measure.hosts import shared_hosts
 from lightning_autosync.plan import SyncPlan, compile_plan, signature
 from lightning_autosync.plan.space import PlanSpace

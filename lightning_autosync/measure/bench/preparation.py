@@ -13,7 +13,7 @@ from typing import Any, Protocol, get_args
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.errors import AutoSyncError, DocumentError
 from lightning_autosync.measure.bench.settings import Class, Contender, DDPOptions, Settings
-from lightning_autosync.measure.models.models import MIB, Embeddings
+from lightning_autosync.measure.models.recipes import MIB, Embeddings
 from lightning_autosync.plan import SyncPlan, builders, compile_plan
 from lightning_autosync.workload import Workload
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from itertools import islice
 
-from lightning_autosync.measure import conditions, replica_calls
+from lightning_autosync.measure import conditions, replica_calls, tcp_info
 from lightning_autosync.measure.bench.preparation import Preparation, prepare
 from lightning_autosync.measure.bench.result import Measurement, Result
 from lightning_autosync.measure.bench.settings import Settings
@@ -138,7 +138,7 @@ class _Bench:
 
     def _bytes_sent(self) -> int | None:
         """Bytes that all ranks together sent."""
-        counts = self._session.run(conditions.bytes_sent)
+        counts = self._session.run(tcp_info.bytes_sent)
         return None if None in counts else sum(counts)
 
     def _per_step(self, before: int | None, after: int | None) -> float | None:

@@ -10,8 +10,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 from lightning_autosync.cluster import Rate
 from lightning_autosync.documents import Configuration, Count, Record
 from lightning_autosync.measure.launches.settings import LaunchSettings
-from lightning_autosync.measure.models.models import Embeddings
-from lightning_autosync.measure.models.recipes import AnyModel
+from lightning_autosync.measure.models.recipes import AnyModel, Embeddings
 
 BucketCap = Annotated[PositiveFloat | Literal["default"], Field(union_mode="left_to_right")]
 Hook = Literal["fp16", "bf16", "powersgd", "post_local_sgd"]

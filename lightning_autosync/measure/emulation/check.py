@@ -7,18 +7,155 @@ from __future__ import annotations
 
 import argparse
 import math
+import socket
 import sys
+import threading
+import time
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 
 from rich.console import Console
 from rich.table import Table
 
+from lightning_autosync.cluster import PAYLOAD_SHARE
 from lightning_autosync.cluster.files import resolve_cluster
 from lightning_autosync.cluster.spec import ClusterSpec
 from lightning_autosync.errors import AutoSyncError, DocumentError
+from lightning_autosync.measure.emulation import netns
 from lightning_autosync.measure.emulation.launch import EmulatedLaunch
-from lightning_autosync.measure.emulation.link_check import LinkCheck, check_links
-from lightning_autosync.measure.launches.local import Launch
+from lightning_autosync.measure.emulation.network import Port
+from lightning_autosync.measure.launches.launch import Launch
+from lightning_autosync.measure.tcp_info import bytes_received
+from lightning_autosync.measure.workers.calls import LaunchError
+
+BURST = 256 * 1024  # passes before the clock starts, so that the token bucket is empty by then
+SECONDS = 0.25
+LEAST = 512 * 1024
+POLL = 0.002
+CHUNK = 64 * 1024
+TRIES = 3
+TOLERANCE = 0.03
+TIMEOUT = 60.0
+
+
+@dataclass(frozen=True)
+class LinkCheck:
+    """One direction of a link.
+
+    Attributes:
+        source, target: the names of its ends.
+        setting: bytes/s that it is set to, framing included.
+        measured: bytes/s that passed: payload and the framing that goes with it.
+    """
+
+    source: str
+    target: str
+    setting: float
+    measured: float
+
+    @property
+    def deviation(self) -> float:
+        """How far the measured rate is above the setting, as a share of it."""
+        return self.measured / self.setting - 1
+
+
+def check_links(launch: EmulatedLaunch) -> list[LinkCheck]:
+    """Send over every link, one direction after the other, between its two ends and nobody else.
+
+    A link that seems too slow is tried again, and the best try counts: a machine that is busy elsewhere
+    can only make a link seem slower than it is.
+
+    Raises:
+        LaunchError: hardly anything passes a link; the message names it.
+    """
+    return [_check_channel(launch, channel) for channel in range(len(launch.network.ports))]
+
+
+def _check_channel(launch: EmulatedLaunch, channel: int) -> LinkCheck:
+    sender, receiver = launch.network.ports[channel], launch.network.ports[channel ^ 1]
+    source, target = launch.network.places[sender.place], launch.network.places[receiver.place]
+    measured = 0.0
+    for _ in range(TRIES):
+        try:
+            measured = max(measured, _measure(launch, sender, receiver))
+        except TimeoutError as error:
+            raise LaunchError(f"cluster '{launch.cluster.name}': link from {source} to {target}: {error}") from None
+        if measured > (1 - TOLERANCE) * sender.rate:
+            break
+    return LinkCheck(source, target, sender.rate, measured)
+
+
+def _measure(launch: EmulatedLaunch, sender: Port, receiver: Port) -> float:
+    """Bytes/s on the wire from one port to the other.
+
+    The kernel counts what arrives, so that it does not matter when this process gets to run.
+    """
+    amount = max(LEAST, round(sender.rate * SECONDS))
+    patience = TIMEOUT + 2 * (BURST + amount) / sender.rate
+    with _connection(launch, sender, receiver) as (source, target):
+        threads = [
+            threading.Thread(target=_send, args=(source,)),
+            threading.Thread(target=_drain, args=(target,)),
+        ]
+        for thread in threads:
+            thread.start()
+        try:
+            first, start = _wait_for(target, BURST, patience)
+            last, end = _wait_for(target, first + amount, patience)
+        finally:
+            source.shutdown(socket.SHUT_RDWR)
+            for thread in threads:
+                thread.join()
+    return (last - first) / PAYLOAD_SHARE / (end - start)
+
+
+def _wait_for(target: socket.socket, amount: int, patience: float) -> tuple[int, float]:
+    """How many bytes have arrived, once it is ``amount``, and when that was; `TimeoutError` after so many seconds."""
+    deadline = time.monotonic() + patience
+    while True:
+        received, now = bytes_received(target), time.perf_counter()
+        if received >= amount:
+            return received, now
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"only {received} bytes passed in {patience:.0f} s")
+        time.sleep(POLL)
+
+
+@contextmanager
+def _connection(launch: EmulatedLaunch, sender: Port, receiver: Port) -> Iterator[tuple[socket.socket, socket.socket]]:
+    """A TCP connection between two ports, held to their link whatever the routes say."""
+    with _socket_at(launch, receiver) as listener, _socket_at(launch, sender) as source:
+        listener.bind((receiver.address, 0))
+        listener.listen()
+        source.connect(listener.getsockname())
+        target, _ = listener.accept()
+        with target:
+            target.settimeout(TIMEOUT)
+            yield source, target
+
+
+def _socket_at(launch: EmulatedLaunch, port: Port) -> socket.socket:
+    made = netns.socket_in(launch.namespaces[port.place])
+    made.settimeout(TIMEOUT)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, port.interface.encode())
+    return made
+
+
+def _send(source: socket.socket) -> None:
+    chunk = bytes(CHUNK)
+    with suppress(OSError):  # the measurement is over
+        while True:
+            source.sendall(chunk)
+
+
+def _drain(target: socket.socket) -> None:
+    buffer = bytearray(CHUNK)
+    with suppress(OSError):
+        while target.recv_into(buffer):
+            pass
+
 
 ALLOWED_DEVIATION = 0.1
 MEGABIT = 1e6 / 8

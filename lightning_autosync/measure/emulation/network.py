@@ -133,3 +133,9 @@ def _ports(cluster: ClusterSpec, places: tuple[str, ...]) -> Iterator[Port]:
         interface = f"link{index}"
         yield Port(index_of[link.a], interface, str(FIRST_ADDRESS + 2 * index), link.bandwidth)
         yield Port(index_of[link.b], interface, str(FIRST_ADDRESS + 2 * index + 1), link.reverse_bandwidth)
+
+
+def emulable(cluster: ClusterSpec, fastest: float) -> ClusterSpec:
+    """The cluster slowed down until no link carries more than ``fastest`` bytes/s, and as emulated links show it."""
+    rates = [rate for link in cluster.links for rate in (link.bandwidth, link.reverse_bandwidth) if rate is not None]
+    return cluster.scaled(min(1.0, fastest / max(rates, default=1.0))).as_emulated()

@@ -11,8 +11,8 @@ from typing import Any
 
 from lightning_autosync.cluster.spec import ClusterSpec
 from lightning_autosync.errors import ClusterError
-from lightning_autosync.measure.workers.endings import raised_endings
-from lightning_autosync.measure.workers.errors import LaunchError
+from lightning_autosync.measure.workers.calls import LaunchError
+from lightning_autosync.measure.workers.signals import raised_endings
 
 KILL_ALL = ["--kill-on-bad-exit=1"]
 """srun would let the other tasks of a job wait for one that has failed."""

@@ -1,13 +1,377 @@
-"""Every kind of model that a bench knows."""
+"""What replicas train: recipes of real modules, paced ones and a user's own, with batches that differ between ranks."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+import inspect
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from itertools import cycle, islice
+from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, TypeAdapter
+import torch
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    TypeAdapter,
+    field_validator,
+    model_validator,
+)
+from torch import Tensor, nn
 
-from lightning_autosync.measure.models.imported import Imported
-from lightning_autosync.measure.models.models import Digits, Flat, Layers, Model, Paced, Recommender
+from lightning_autosync.cluster import Seconds
+from lightning_autosync.documents import Record
+from lightning_autosync.errors import DocumentError
+from lightning_autosync.measure.models.modules import DigitsNetwork, EmbeddingRecommender, FlatVector, ResidualLayers
+from lightning_autosync.measure.models.paced import PacedModule
+from lightning_autosync.targets import find, make
+from lightning_autosync.workload import Workload, describe
+from lightning_autosync.workload.catalogue import FLOPS_PER_SECOND, build
+from lightning_autosync.workload.scaling import scaled, with_compute
+from lightning_autosync.workload.spec import Kind
+
+Batch = tuple[Tensor, ...]
+Embeddings = Literal["dense", "sparse", "rows"]
+MIB = 1024 * 1024
+BATCHES = 8
+
+
+class Model(Record):
+    """A recipe of a module and its batches.
+
+    Attributes:
+        learning_rate: of plain SGD, for all parameters; None leaves the optimizer out.
+    """
+
+    learning_rate: PositiveFloat | None = 0.01
+
+    @abstractmethod
+    def module(self, sparse: bool = False, speed: float = 1.0) -> nn.Module:
+        """A new module; called with a batch, it returns the loss.
+
+        Args:
+            sparse: that of its embeddings.
+            speed: of the rank's node, for paced computation; what really computes takes its time.
+        """
+
+    def optimizer(self, module: nn.Module) -> Callable[[], object] | None:
+        """What makes the optimizer's step for a module made here; None where there is no optimizer."""
+        if self.learning_rate is None:
+            return None
+        return torch.optim.SGD(module.parameters(), self.learning_rate).step
+
+    @abstractmethod
+    def batches(self, rank: int) -> list[Batch]:
+        """The batches that ``rank`` takes in turn."""
+
+    @property
+    def title(self) -> str:
+        """What people call it."""
+        return type(self).__name__.lower()
+
+    def workload(self, embeddings: Embeddings) -> Workload:
+        """What it asks of synchronization, its embeddings' gradients as told; no memory is spent on its parameters."""
+        with torch.device("meta"):
+            module = self.module(sparse=embeddings == "sparse")
+        tables = {f"{name}.weight" for name, part in module.named_modules() if isinstance(part, nn.Embedding)}
+        workload = describe(module, name=self.title)
+        return with_kind(workload, tables, "row_sparse") if embeddings == "rows" else workload
+
+
+class Layers(Model):
+    """Residual blocks of one linear layer each: half of the tensors are matrices, half are vectors.
+
+    Attributes:
+        tensors: parameter tensors, two a layer.
+        width: features of every layer.
+        batch: samples in a batch of one rank.
+    """
+
+    kind: Literal["layers"]
+    tensors: PositiveInt
+    width: PositiveInt
+    batch: PositiveInt
+
+    @field_validator("tensors")
+    @classmethod
+    def _check_even(cls, tensors: int) -> int:
+        if tensors % 2:
+            raise ValueError("every layer has two tensors, so the number must be even")
+        return tensors
+
+    def module(self, sparse: bool = False, speed: float = 1.0) -> nn.Module:
+        return ResidualLayers(self.tensors // 2, self.width)
+
+    def batches(self, rank: int) -> list[Batch]:
+        generator = torch.Generator().manual_seed(rank)
+        draw = torch.randn(BATCHES, 2, self.batch, self.width, generator=generator)
+        return [(inputs, targets) for inputs, targets in draw]
+
+
+class Recommender(Model):
+    """Embeddings of items, two a sample, and a small multilayer perceptron on them (as in NCF).
+
+    Attributes:
+        rows: rows of the table.
+        width: features of a row.
+        batch: samples in a batch of one rank.
+    """
+
+    kind: Literal["recommender"]
+    rows: PositiveInt
+    width: PositiveInt
+    batch: PositiveInt
+
+    def module(self, sparse: bool = False, speed: float = 1.0) -> nn.Module:
+        return EmbeddingRecommender(self.rows, self.width, sparse)
+
+    def batches(self, rank: int) -> list[Batch]:
+        generator = torch.Generator().manual_seed(rank)
+        pairs = torch.randint(self.rows, (BATCHES, self.batch, 2), generator=generator)
+        ratings = torch.rand(BATCHES, self.batch, generator=generator)
+        return list(zip(pairs, ratings, strict=True))
+
+
+class Flat(Model):
+    """One vector whose backward costs next to nothing: a step is one synchronization, without optimizer.
+
+    Attributes:
+        mib: size of the vector in MiB of float32.
+    """
+
+    kind: Literal["flat"]
+    mib: PositiveFloat
+    learning_rate: None = None
+
+    def module(self, sparse: bool = False, speed: float = 1.0) -> nn.Module:
+        return FlatVector(max(1, round(self.mib * MIB / 4)))
+
+    def batches(self, rank: int) -> list[Batch]:
+        return [(torch.tensor(float(rank + 1)),)]
+
+
+class Digits(Model):
+    """A small convolutional network on scikit-learn's digits.
+
+    Attributes:
+        channels: of the first convolution.
+        batch: samples in a batch of one rank.
+    """
+
+    kind: Literal["digits"]
+    channels: PositiveInt
+    batch: PositiveInt
+
+    def module(self, sparse: bool = False, speed: float = 1.0) -> nn.Module:
+        return DigitsNetwork(self.channels)
+
+    def batches(self, rank: int) -> list[Batch]:
+        from sklearn.datasets import load_digits
+
+        digits = load_digits()
+        images = torch.as_tensor(digits.images, dtype=torch.float32)[:, None] / 16
+        labels = torch.as_tensor(digits.target)
+        generator = torch.Generator().manual_seed(rank)
+        draw = torch.randint(len(images), (BATCHES, self.batch), generator=generator)
+        return [(images[chosen], labels[chosen]) for chosen in draw]
+
+
+class Paced(Model):
+    """A workload's true variables under paced compute: passes last as its profile says, and use no core.
+
+    Attributes:
+        name: what people call it; the workload's own name by default.
+        catalogue: a model of the catalogue; or
+        workload_file: path of a workload document, as ``capture`` makes them.
+        arguments: what is chosen of the catalogue's model (batch_size, layers, ...).
+        scale: factor on bytes and work: widths and table rows are multiplied by its root.
+        flops_per_second: sustained rate of the imagined device, from which the catalogue's times follow.
+        compute: seconds that forward and backward take together; None leaves what the rate or the file gives.
+    """
+
+    kind: Literal["paced"]
+    name: str | None = None
+    catalogue: str | None = None
+    workload_file: str | None = None
+    arguments: dict[str, Any] = Field(default_factory=dict)
+    scale: PositiveFloat = 1.0
+    flops_per_second: PositiveFloat = FLOPS_PER_SECOND
+    compute: Seconds | None = None
+    learning_rate: None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Paced:
+        if (self.catalogue is None) == (self.workload_file is None):
+            raise ValueError("expected one of catalogue and workload_file")
+        if self.compute is not None and self.compute <= 0:
+            raise ValueError("compute: must be above zero; leave it out for the profile's own")
+        self.described()
+        return self
+
+    def described(self) -> Workload:
+        """The workload, scaled; row-wise variables are ``row_sparse``."""
+        if self.catalogue is not None:
+            workload = build(self.catalogue, flops_per_second=self.flops_per_second, **self.arguments)
+        else:
+            assert self.workload_file is not None
+            workload = Workload.load(self.workload_file)
+        workload = scaled(workload, self.scale)
+        return workload if self.compute is None else with_compute(workload, self.compute)
+
+    @property
+    def title(self) -> str:
+        return self.name or self.described().name
+
+    def workload(self, embeddings: Embeddings) -> Workload:
+        workload = self.described()
+        tables = {variable.name for variable in workload.variables if variable.kind != "dense"}
+        kinds: dict[Embeddings, Kind] = {"dense": "dense", "sparse": "sparse", "rows": "row_sparse"}
+        return with_kind(workload, tables, kinds[embeddings])
+
+    def module(self, sparse: bool = False, speed: float = 1.0) -> nn.Module:
+        return PacedModule(self.workload("sparse" if sparse else "rows"), speed)
+
+    def optimizer(self, module: nn.Module) -> Callable[[], object] | None:
+        assert isinstance(module, PacedModule)
+        return module.step_optimizer
+
+    def batches(self, rank: int) -> list[Batch]:
+        return [(torch.tensor(rank * BATCHES + number),) for number in range(BATCHES)]
+
+
+def with_kind(workload: Workload, tables: set[str], kind: Kind) -> Workload:
+    """The workload with the gradients of ``tables`` of that kind; a dense one touches all rows."""
+    update: dict[str, Any] = {"kind": kind, **({"rows": None} if kind == "dense" else {})}
+    variables = (v.model_copy(update=update) if v.name in tables else v for v in workload.variables)
+    return workload.model_copy(update={"variables": tuple(variables)})
+
+
+class Imported(Model):
+    """A class or function that makes a module, by its name, and batches for it; computation is real.
+
+    The loss is what ``training_step`` returns, of a module that has one; else that of ``loss``; else what the module
+    itself returns. Optimizers are plain SGD for all contenders alike, whatever ``configure_optimizers`` says.
+
+    Attributes:
+        target: ``package.module.Class``; fields beside those named here are its ``arguments``. In a document it is
+            ``_target_``, as for Hydra, and arguments may be made by a ``_target_`` of their own.
+        data: the same for what gives batches: a LightningDataModule, a DataLoader, or any iterable. None takes the
+            module's own ``train_dataloader``.
+        loss: ``package.module.function`` of the module's output and the last part of a batch.
+    """
+
+    model_config = ConfigDict(populate_by_name=True)
+
+    kind: Literal["imported"]
+    target: str = Field(alias="_target_", min_length=1)
+    arguments: dict[str, Any] = Field(default_factory=dict)
+    data: dict[str, Any] | None = None
+    loss: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _collect_arguments(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        names = {*cls.model_fields, "_target_"}
+        beside = {name: value[name] for name in value if name not in names}
+        own = {name: value[name] for name in value if name in names}
+        return {**own, "arguments": {**own.get("arguments", {}), **beside}}
+
+    @property
+    def title(self) -> str:
+        return self.target.rpartition(".")[2].lower()
+
+    def module(self, sparse: bool = False, speed: float = 1.0) -> nn.Module:
+        made = make("model", {"_target_": self.target, **self.arguments}, nn.Module)
+        if not getattr(made, "automatic_optimization", True):
+            raise DocumentError(f"model: '{self.target}': it optimizes manually; its steps cannot be measured alone")
+        _Loss(made, None if self.loss is None else find("model.loss", self.loss)).install()
+        return made
+
+    def batches(self, rank: int) -> list[Batch]:
+        found = list(islice(cycle(islice(self._source(), rank + BATCHES)), rank, rank + BATCHES))
+        if not found:
+            raise DocumentError(f"model: '{self.target}': its data has no batch")
+        return [(batch,) for batch in found]
+
+    def workload(self, embeddings: Embeddings) -> Workload:
+        module = self.module()
+        tables = {f"{name}.weight" for name, part in module.named_modules() if isinstance(part, nn.Embedding)}
+        workload = describe(module, name=self.title)
+        return with_kind(workload, tables, "row_sparse") if embeddings == "rows" else workload
+
+    def _source(self) -> Iterable[Any]:
+        if self.data is not None:
+            given = make("model.data", self.data)
+            if hasattr(given, "train_dataloader"):
+                given.prepare_data()
+                given.setup("fit")
+                given = given.train_dataloader()
+        else:
+            given = self._own_batches()
+        if not isinstance(given, Iterable):
+            raise DocumentError(f"model.data: expected batches to iterate over, got {type(given).__name__}")
+        return given
+
+    def _own_batches(self) -> Any:
+        loader = getattr(self.module(), "train_dataloader", None)
+        why = ""
+        try:
+            found = loader() if loader is not None else None
+        except Exception as error:  # Lightning's own raises its own class where nobody overrides it
+            found, why = None, f": {error}"
+        if found is None:
+            raise DocumentError(
+                f"model.data: missing; '{self.target}' has no batches of its own, so give "
+                f"+model.data._target_=package.module.DataModule{why}"
+            )
+        return found
+
+
+class _Loss:
+    """Stands for a module's forward: called with a batch, it returns the loss.
+
+    As Lightning does it, the module's own forward is back while the step runs, which calls it.
+    """
+
+    def __init__(self, module: nn.Module, loss: Any) -> None:
+        self._module = module
+        self._loss = loss
+        self._step = getattr(module, "training_step", None)
+
+    def install(self) -> None:
+        """Put it in place of the module's forward, and mute logging, for there is no trainer."""
+        if self._step is not None:
+            vars(self._module).update(log=_nothing, log_dict=_nothing)
+        vars(self._module)["forward"] = self
+
+    def __call__(self, batch: Any) -> Tensor:
+        del vars(self._module)["forward"]
+        try:
+            output = self._run(batch)
+        finally:
+            vars(self._module)["forward"] = self
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise DocumentError(
+                f"model: a step returned {type(output).__name__}; expected the loss, or give model.loss"
+            )
+        return loss
+
+    def _run(self, batch: Any) -> Any:
+        if self._loss is not None:
+            *inputs, target = batch
+            return self._loss(self._module(*inputs), target)
+        if self._step is not None:
+            return self._step(batch, 0) if len(inspect.signature(self._step).parameters) > 1 else self._step(batch)
+        return self._module(*batch) if isinstance(batch, list | tuple) else self._module(batch)
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    return None
 
 
 def _kind_of_target(value: Any) -> Any:

@@ -6,11 +6,14 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from lightning_autosync.cluster import ClusterSpec
+from lightning_autosync.engine import Engine
 from lightning_autosync.engine.buckets import touched_rows
 from lightning_autosync.engine.codecs import make_codec
 from lightning_autosync.engine.collectives import gather_json
@@ -20,10 +23,12 @@ from lightning_autosync.engine.exchanges.rows import Rows, add_rows
 from lightning_autosync.engine.transport import UP, Frame, Transport
 from lightning_autosync.errors import ExchangeError
 from lightning_autosync.measure.conditions import usable_cores
-from lightning_autosync.measure.probe.engine import measure_engine
+from lightning_autosync.measure.models.paced import PacedModule
+from lightning_autosync.plan import Group, SyncPlan, compile_plan
 from lightning_autosync.plan.schedule import Message, Round, TreeTransfer
 from lightning_autosync.plan.spec import Compressor
 from lightning_autosync.plan.trees import Tree
+from lightning_autosync.workload import Variable, Workload, variable_names
 
 PIECES = 2
 """Pieces in which the backend cuts even the smallest part of a ring."""
@@ -273,3 +278,47 @@ def _meet(peer: int, begins: bool) -> None:
     else:
         dist.recv(token, peer)
         dist.send(token, peer)
+
+
+_FEW, _MANY = 8, 72
+_STEPS = 8
+_TIMEOUT = 60.0
+
+
+def measure_engine() -> dict[str, float]:
+    """Core-seconds of the main thread: ``gradient_core`` for each gradient, with autograd around its hook;
+    ``launch_core`` for each collective. Collective.
+
+    They are differences between steps of tiny gradients: many against few in one message, and many messages
+    against one. Gradients come without a pause, as they do where cores are short and their cost matters.
+    """
+    few, many, apart = _step(_FEW, 1), _step(_MANY, 1), _step(_MANY, _MANY)
+    return {
+        "gradient_core": max(0.0, many - few) / (_MANY - _FEW),
+        "launch_core": max(0.0, apart - many) / (_MANY - 1),
+    }
+
+
+def _step(gradients: int, messages: int) -> float:
+    """Core-seconds of the main thread in a backward pass, the median of some; mean over ranks."""
+    # Times of their own keep the gradients apart in autograd, as those of layers are.
+    variables = [Variable(name=f"v{number}", shape=(16,), ready=number * 1e-9) for number in range(gradients)]
+    workload = Workload(name="probe", variables=tuple(variables), backward_time=gradients * 1e-9)
+    cluster = ClusterSpec.uniform(dist.get_world_size(), bandwidth=1e9, name="probe")
+    share = gradients // messages
+    groups = [
+        Group(name=f"g{number}", variables=tuple(v.name for v in variables[number * share : (number + 1) * share]))
+        for number in range(messages)
+    ]
+    plan = SyncPlan(workload=workload.variables_fingerprint, world_size=dist.get_world_size(), groups=tuple(groups))
+    module, seed = PacedModule(workload), torch.tensor(0)
+    engine = Engine(variable_names(module), compile_plan(plan, workload, cluster), cluster=cluster, timeout=_TIMEOUT)
+    times = []
+    with closing(engine):
+        for _ in range(_STEPS):
+            loss = module(seed)
+            start = time.thread_time()
+            loss.backward()
+            times.append(time.thread_time() - start)
+            module.zero_grad()
+    return statistics.mean(gather_json(statistics.median(times[1:])))

@@ -10,8 +10,7 @@ import numpy
 from scipy.optimize import nnls
 
 from lightning_autosync.cluster import ClusterSpec, Topology
-from lightning_autosync.measure.probe.sharing import Flow
-from lightning_autosync.measure.probe.survey import Survey
+from lightning_autosync.measure.probe.survey import Flow, Survey
 
 DIGITS = 4
 """That a measured rate or time is worth."""

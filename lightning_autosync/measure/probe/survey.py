@@ -7,16 +7,107 @@ unfairly TCP divides them, so every rate of a link is such a sum.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import networkx
 import numpy
 from numpy.typing import NDArray
+from scipy.cluster.hierarchy import linkage
+from scipy.spatial.distance import squareform
 
-from lightning_autosync.measure.probe.groups import candidate_groups
-from lightning_autosync.measure.probe.sharing import Flow, fair_rates
+from lightning_autosync.cluster import ClusterSpec, Topology
+
+Flow = tuple[int, int]
+"""Source and target: indices of nodes."""
+_FULL = 1 - 1e-9
+_NEARLY = 0.99
+
+
+def fair_rates(routes: Sequence[Sequence[int]], capacities: Sequence[float]) -> list[float]:
+    """Bytes/s of each route, the channels of which carry ``capacities`` bytes/s."""
+    crosses = numpy.zeros((len(routes), len(capacities)))
+    for flow, route in enumerate(routes):
+        crosses[flow, list(route)] = 1
+    rates = numpy.zeros(len(routes))
+    growing = numpy.ones(len(routes), dtype=bool)
+    residual = numpy.array(capacities, dtype=float)
+    while growing.any():
+        load = crosses[growing].sum(axis=0)
+        paces = numpy.divide(residual, load, out=numpy.full_like(residual, numpy.inf), where=load > 0)
+        pace = float(paces.min(initial=numpy.inf))
+        rates[growing] += pace
+        residual -= pace * load
+        full = (paces <= pace / _FULL) & (load > 0)
+        growing &= ~(crosses[:, full] > 0).any(axis=1)
+    return [float(rate) for rate in rates]
+
+
+class FairCluster:
+    """Fair rates between the nodes of a cluster (not its ranks)."""
+
+    def __init__(self, cluster: ClusterSpec) -> None:
+        self._topology = Topology(cluster)
+        self._ranks = [cluster.ranks_of(node)[0] for node in range(len(cluster.nodes))]
+        self._links = 2 * len(cluster.links)
+        self._capacities = self._topology.capacities.tolist()
+
+    def route(self, flow: Flow) -> list[int]:
+        """The channels of links that a flow takes; those within nodes are left out."""
+        channels = self._topology.route(self._ranks[flow[0]], self._ranks[flow[1]])
+        return [channel for channel in channels if channel < self._links]
+
+    def rates(self, flows: Sequence[Flow]) -> list[float]:
+        """Bytes/s of flows that run at the same time."""
+        return fair_rates([self.route(flow) for flow in flows], self._capacities)
+
+    def full(self, flows: Sequence[Flow], rates: Sequence[float]) -> tuple[float, float]:
+        """What ``rates`` make of links that several flows share and could fill.
+
+        Returns:
+            The share of such a link that is used, the mean over links; and how many of them are on a flow's way, the
+            mean over flows.
+        """
+        routes = [self.route(flow) for flow in flows]
+        capacities = numpy.array(self._capacities)
+        could, used, count = (numpy.zeros(len(capacities)) for _ in range(3))
+        for route, fair, rate in zip(routes, self.rates(flows), rates, strict=True):
+            could[route] += fair
+            used[route] += rate
+            count[route] += 1
+        shared = (could > _NEARLY * capacities) & (count > 1)
+        crowding = float(numpy.mean([shared[route].sum() for route in routes]))
+        return (float((used / capacities)[shared].mean()) if shared.any() else 1.0), crowding
+
+
+LEAST_STEP = 0.05
+"""Of the logarithm of rates, between the merge that makes a group and the one that takes it up."""
+
+
+def candidate_groups(contrast: NDArray[numpy.float64]) -> Iterator[tuple[int, ...]]:
+    """Groups of nodes worth a test, parts before the whole; by average linkage.
+
+    Args:
+        contrast: [nodes, nodes] what each pair got while everybody sent to everybody, relative to what it would get
+            on one switch. Pairs behind a common bottleneck get less, and leave more to the others.
+    """
+    nodes = len(contrast)
+    if nodes < 4:
+        return
+    logarithm = numpy.log(numpy.maximum(contrast, 1e-3))
+    nearness = (logarithm + logarithm.T) / 2
+    numpy.fill_diagonal(nearness, 0.0)
+    distance = nearness[~numpy.eye(nodes, dtype=bool)].max() - nearness
+    numpy.fill_diagonal(distance, 0.0)
+    tree = linkage(squareform(distance, checks=False), method="average")
+    taken_up = {int(part): row[2] for row in tree for part in row[:2]}
+    members: dict[int, tuple[int, ...]] = {node: (node,) for node in range(nodes)}
+    for merge, (one, other, height, size) in enumerate(tree, start=nodes):
+        members[merge] = tuple(sorted(members[int(one)] + members[int(other)]))
+        if size <= nodes - 2 and taken_up[merge] - height > LEAST_STEP:
+            yield members[merge]
+
 
 Floats = NDArray[numpy.float64]
 

@@ -16,8 +16,14 @@ import torch
 import torch.distributed as dist
 
 from lightning_autosync.engine.scheduling import set_batch_scheduling
-from lightning_autosync.measure.workers.calls import describe, find_function, function_name, wrong_input
-from lightning_autosync.measure.workers.errors import LaunchError, WorkerError
+from lightning_autosync.measure.workers.calls import (
+    LaunchError,
+    WorkerError,
+    describe,
+    find_function,
+    function_name,
+    wrong_input,
+)
 
 _IDLE = timedelta(seconds=5)
 """Time after which a rank without an order looks again."""

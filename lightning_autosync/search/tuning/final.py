@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from lightning_autosync.measure.bench.output import EXACT
 from lightning_autosync.measure.bench.result import Measurement, Result
-from lightning_autosync.measure.bench.table import EXACT
 from lightning_autosync.measure.step_time import Interval, relative_medians
 from lightning_autosync.plan import SyncPlan
 from lightning_autosync.plan.builders import BUILDERS

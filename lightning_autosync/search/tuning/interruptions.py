@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from lightning_autosync.measure.workers.endings import raised_endings
+from lightning_autosync.measure.workers.signals import raised_endings
 
 
 @contextmanager

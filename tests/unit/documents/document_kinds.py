@@ -36,13 +36,12 @@ from lightning_autosync.documents import append_lines, checked, write_text
 from lightning_autosync.lab.convergence.result import FORMAT as CONVERGENCE
 from lightning_autosync.lab.convergence.result import load_rates
 from lightning_autosync.lab.convergence.settings import Settings as ConvergenceSettings
-from lightning_autosync.lab.fitting import runs as fitting_runs
-from lightning_autosync.lab.fitting.accuracy import Accuracy
-from lightning_autosync.lab.fitting.comparison import tabulate
-from lightning_autosync.lab.fitting.settings import Settings as FittingSettings
+from lightning_autosync.lab.fitting import comparison as fitting_runs
+from lightning_autosync.lab.fitting.comparison import Accuracy, tabulate
+from lightning_autosync.lab.fitting.splits import Settings as FittingSettings
+from lightning_autosync.lab.rehearsal.contest import Run as RehearsalRun
+from lightning_autosync.lab.rehearsal.contest import run_file as rehearsal_runs
 from lightning_autosync.lab.rehearsal.outcome import standings, table
-from lightning_autosync.lab.rehearsal.runs import Run as RehearsalRun
-from lightning_autosync.lab.rehearsal.runs import run_file as rehearsal_runs
 from lightning_autosync.lab.rehearsal.settings import PAIRS
 from lightning_autosync.lab.rehearsal.settings import Settings as RehearsalSettings
 from lightning_autosync.lab.validation.measuring import Measurement, load_measurements
@@ -53,7 +52,7 @@ from lightning_autosync.learned.dataset.writer import JOURNAL
 from lightning_autosync.learned.simulator import HEADER
 from lightning_autosync.measure.hosts import shared_hosts
 from lightning_autosync.measure.interleaving import TrialMeasurement
-from lightning_autosync.measure.models.models import Paced
+from lightning_autosync.measure.models.recipes import Paced
 from lightning_autosync.measure.session import Contender
 from lightning_autosync.plan import SyncPlan, builders, compile_plan
 from lightning_autosync.plan.space import PlanSpace
@@ -638,8 +637,8 @@ KINDS: dict[str, Kind] = {
     "tuning run, report": Kind(_make_run, _read_report, ("report.page",), share=0.1),
     "timelines": Kind(_make_timelines, _read_timelines, ("report.timeline",)),
     "rates": Kind(_make_rates, _read_rates, ("lab.convergence.result",)),
-    "runs of a rehearsal": Kind(_make_rehearsal, _read_rehearsal, ("run_files", "lab.rehearsal.runs")),
-    "runs of a fit": Kind(_make_fitting, _read_fitting, ("lab.fitting.runs",)),
+    "runs of a rehearsal": Kind(_make_rehearsal, _read_rehearsal, ("run_files", "lab.rehearsal.contest")),
+    "runs of a fit": Kind(_make_fitting, _read_fitting, ("lab.fitting.comparison",)),
     "checkpoint": Kind(
         _make_checkpoint,
         _read_checkpoint,

@@ -247,7 +247,7 @@ RAW = re.compile(
     r"json\.loads?\(|yaml\.\w*load\(|\.read_text\(|\.read_bytes\(|(?<!`)torch\.load\(|read_table\(|pickle\.loads?\("
 )
 NO_DOCUMENTS = {
-    "lab.collection.drafts": "text that was made in the same process",
+    "lab.collection.drawing": "text that was made in the same process",
     "lab.collection.collector": "/proc",
     "measure.conditions": "/proc and /sys",
     "learned.registry": "the package's own configuration",

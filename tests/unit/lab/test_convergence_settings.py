@@ -19,14 +19,12 @@ from lightning_autosync.cluster import ClusterSpec, configuration_directory
 from lightning_autosync.errors import DocumentError
 from lightning_autosync.lab.convergence import trial
 from lightning_autosync.lab.convergence.comparison import compare
-from lightning_autosync.lab.convergence.course import Course, judge, time_to
-from lightning_autosync.lab.convergence.ending import Ending
 from lightning_autosync.lab.convergence.isolation import simulate_groups, survey_table
+from lightning_autosync.lab.convergence.output import remarks, result_table
 from lightning_autosync.lab.convergence.result import Groups, Result, Run, best_rate, load_rates, median_time
 from lightning_autosync.lab.convergence.settings import Settings
-from lightning_autosync.lab.convergence.table import remarks, result_table
 from lightning_autosync.lab.convergence.tasks import Characters, Digits, loss
-from lightning_autosync.lab.convergence.trial import Budget, _Training
+from lightning_autosync.lab.convergence.trial import Budget, Course, Ending, _Training, judge, time_to
 from lightning_autosync.measure.models.straggler import Straggler, StragglerSettings
 
 BASE: dict[str, Any] = {

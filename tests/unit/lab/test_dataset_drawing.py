@@ -12,8 +12,7 @@ from lightning_autosync.cluster import synchronization_rate
 from lightning_autosync.errors import DocumentError
 from lightning_autosync.lab.collection.card import card
 from lightning_autosync.lab.collection.collector import Collector
-from lightning_autosync.lab.collection.combinations import draw_combinations
-from lightning_autosync.lab.collection.drafts import REFERENCE, draw_drafts, kinds
+from lightning_autosync.lab.collection.drawing import REFERENCE, draw_combinations, draw_drafts, kinds
 from lightning_autosync.lab.collection.settings import Mixture, Settings
 from lightning_autosync.learned.dataset import Dataset, Writer
 from lightning_autosync.measure.conditions import describe_worker

@@ -23,13 +23,9 @@ from lightning_autosync.cluster import configuration_directory
 from lightning_autosync.documents import read_data
 from lightning_autosync.errors import DocumentError
 from lightning_autosync.lab.fitting import comparison
-from lightning_autosync.lab.fitting.accuracy import Accuracy, summary
-from lightning_autosync.lab.fitting.comparison import compare, judge
-from lightning_autosync.lab.fitting.encoding import encode_samples
-from lightning_autosync.lab.fitting.runs import FORMAT, Run
-from lightning_autosync.lab.fitting.settings import SPLITS, Settings, SplitName
-from lightning_autosync.lab.fitting.splits import BLOCKS, cluster, divide, family, for_all
-from lightning_autosync.lab.fitting.spread import spread
+from lightning_autosync.lab.fitting.comparison import FORMAT, Accuracy, Run, compare, judge, summary
+from lightning_autosync.lab.fitting.encoding import encode_samples, spread
+from lightning_autosync.lab.fitting.splits import BLOCKS, SPLITS, Settings, SplitName, cluster, divide, family, for_all
 from lightning_autosync.learned import LearnedEstimator, load_simulator, training
 from lightning_autosync.learned.dataset import Conditions, Dataset, Entry, Sample, Writer
 from lightning_autosync.learned.ensemble import KINDS

@@ -19,7 +19,7 @@ from learned_samples import CONSTANTS, drawn, plan_of, star, workload
 from safetensors.torch import load, save
 
 from lightning_autosync.errors import PlanError
-from lightning_autosync.lab.fitting.accuracy import Accuracy
+from lightning_autosync.lab.fitting.comparison import Accuracy
 from lightning_autosync.learned import (
     SIMULATORS,
     LearnedEstimator,

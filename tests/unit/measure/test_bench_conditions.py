@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from lightning_autosync.cli import main
-from lightning_autosync.measure.conditions import LoadMeter, bytes_sent, machine_ticks, process_ticks
+from lightning_autosync.measure.conditions import LoadMeter, machine_ticks, process_ticks
 from lightning_autosync.measure.interleaving import alternating_rounds
+from lightning_autosync.measure.tcp_info import bytes_sent
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the kernel's counters")

@@ -11,11 +11,11 @@ import pytest
 
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.measure import conditions
+from lightning_autosync.measure.bench.output import remarks, title
 from lightning_autosync.measure.bench.preparation import prepare
 from lightning_autosync.measure.bench.result import Result
 from lightning_autosync.measure.bench.run import play
 from lightning_autosync.measure.bench.settings import Settings
-from lightning_autosync.measure.bench.table import remarks, title
 from lightning_autosync.measure.session import ContenderError, MeasurementSession
 from lightning_autosync.measure.workers import InputError, WorkerError
 

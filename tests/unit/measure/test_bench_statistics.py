@@ -10,11 +10,10 @@ import pytest
 from rich.console import Console
 
 from lightning_autosync.cluster import FRAMING, ClusterSpec
-from lightning_autosync.measure.bench.picture import draw
+from lightning_autosync.measure.bench.output import draw, remarks, result_table, title
 from lightning_autosync.measure.bench.preparation import prepare
 from lightning_autosync.measure.bench.result import Measurement, Result
 from lightning_autosync.measure.bench.settings import Settings
-from lightning_autosync.measure.bench.table import remarks, result_table, title
 from lightning_autosync.measure.hosts import Bound, least_step
 from lightning_autosync.measure.step_time import paired_ratio, relative_medians, step_time
 from lightning_autosync.workload import Variable, Workload

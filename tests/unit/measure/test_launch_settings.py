@@ -8,7 +8,7 @@ import pytest
 
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.errors import DocumentError
-from lightning_autosync.measure.launches.local import LocalLaunch
+from lightning_autosync.measure.launches.launch import LocalLaunch
 from lightning_autosync.measure.launches.settings import LaunchSettings
 from lightning_autosync.measure.workers import LaunchError
 

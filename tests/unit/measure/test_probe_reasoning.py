@@ -10,11 +10,10 @@ from hypothesis import strategies as st
 from lightning_autosync.cluster import ClusterSpec, resolve_cluster, shipped_clusters
 from lightning_autosync.errors import DocumentError
 from lightning_autosync.measure.probe.constants import fit_constants
-from lightning_autosync.measure.probe.deviation import settings_of
 from lightning_autosync.measure.probe.settings import Settings
 from lightning_autosync.measure.probe.shape import Hosts, make_cluster
-from lightning_autosync.measure.probe.sharing import FairCluster, fair_rates
-from lightning_autosync.measure.probe.survey import take_survey
+from lightning_autosync.measure.probe.survey import FairCluster, fair_rates, take_survey
+from lightning_autosync.measure.probe.table import settings_of
 from lightning_autosync.replay import Constants
 
 NETWORKS = [name for name in shipped_clusters() if len(resolve_cluster(name).nodes) > 1]

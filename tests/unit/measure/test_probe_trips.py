@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from lightning_autosync.measure.probe.trips import RoundTrip, echo, loop, ping_for
+from lightning_autosync.measure.probe.flows import RoundTrip, echo, loop, ping_for
 from lightning_autosync.measure.workers import LaunchError
 
 Pair = tuple[socket.socket, socket.socket]

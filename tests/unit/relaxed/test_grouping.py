@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_autosync.lab.convergence.rehearsal import Rehearsal, rehearse
+from lightning_autosync.lab.convergence.isolation import Rehearsal, rehearse
 from lightning_autosync.relaxed.grouping import BOUND, Grouping, IsolationGuard, windows_apart
 
 GROUPS = 1000

@@ -10,9 +10,8 @@ from locks import held_elsewhere
 
 from lightning_autosync.cli.rehearse import rehearse
 from lightning_autosync.errors import DocumentError
-from lightning_autosync.lab.rehearsal.contest import Contest
+from lightning_autosync.lab.rehearsal.contest import Contest, Run, run_file
 from lightning_autosync.lab.rehearsal.outcome import standings
-from lightning_autosync.lab.rehearsal.runs import Run, run_file
 from lightning_autosync.lab.rehearsal.settings import Settings
 from lightning_autosync.lab.rehearsal.world import World
 from lightning_autosync.plan import compile_plan

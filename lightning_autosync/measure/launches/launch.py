@@ -1,15 +1,63 @@
-"""Ranks on the nodes of a cluster, each started by a command such as ssh."""
+"""Where the processes of a pool run: on this machine, over ssh, or in a job that is there already."""
 
 from __future__ import annotations
 
 import os
 import shlex
 import shutil
+import sys
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 from lightning_autosync.cluster.spec import ClusterSpec
 from lightning_autosync.errors import ClusterError
-from lightning_autosync.measure.workers.errors import LaunchError
+from lightning_autosync.measure.workers.calls import LaunchError
+
+
+class Launch(Protocol):
+    """A place for workers: how to start one there, and how the ranks find each other.
+
+    Attributes:
+        address: the address at which the other ranks reach rank 0.
+        world_size: the number of ranks that the place is made for; None if it takes any.
+    """
+
+    @property
+    def address(self) -> str: ...
+
+    @property
+    def world_size(self) -> int | None: ...
+
+    def command(
+        self, rank: int, command: Sequence[str], variables: Mapping[str, str]
+    ) -> tuple[list[str], dict[str, str]]:
+        """What to run on this machine so that ``command`` runs in the place of ``rank``, and with what environment.
+
+        There ``variables`` are added to the environment, standard input and outputs are passed on, and no shell
+        or other process is left between, so that ending the one ends the other.
+        """
+        ...
+
+    def environment(self, rank: int) -> dict[str, str]:
+        """Environment variables of ``rank`` there: gloo's interface, local rank, node rank."""
+        ...
+
+
+class LocalLaunch:
+    """All ranks on this machine, talking over the loopback interface."""
+
+    address = "127.0.0.1"
+    world_size = None
+
+    def command(
+        self, rank: int, command: Sequence[str], variables: Mapping[str, str]
+    ) -> tuple[list[str], dict[str, str]]:
+        return list(command), {**os.environ, **variables}
+
+    def environment(self, rank: int) -> dict[str, str]:
+        loopback = "lo0" if sys.platform == "darwin" else "lo"
+        return {"GLOO_SOCKET_IFNAME": loopback, "LOCAL_RANK": str(rank), "GROUP_RANK": "0"}
+
 
 SSH = ("ssh", "-o", "BatchMode=yes")
 """Never asks for a password, for nobody would see the question."""
@@ -91,3 +139,37 @@ def _addresses(cluster: ClusterSpec) -> list[str]:
             f"cluster '{cluster.name}': {missing}: address: missing; launch=ssh reaches every node by its own"
         )
     return addresses
+
+
+_SPECIAL_STEPS = 0xFFFFFFF0
+"""From here on SLURM numbers what srun has not started: batch scripts, allocations, daemons' own."""
+
+
+def require_torchrun(verb: str) -> None:
+    """Raise ``LaunchError`` unless torchrun started this process."""
+    from torch.distributed import is_torchelastic_launched
+
+    if not is_torchelastic_launched():
+        raise LaunchError(
+            "launch=torchrun: this process is not one of a torchrun job; start it on every node as "
+            f"`torchrun --nnodes N ... --no-python autosync {verb} launch=torchrun`"
+        )
+
+
+def refuse_within_torchrun(launch: str) -> None:
+    """Raise ``LaunchError`` if torchrun started this process: each of its ranks would start a job of its own."""
+    from torch.distributed import is_torchelastic_launched
+
+    if is_torchelastic_launched():
+        raise LaunchError(f"launch={launch}: this process is one of a torchrun job already; take launch=torchrun")
+
+
+def is_slurm_task() -> bool:
+    """Whether srun started this process as one of several.
+
+    A batch script has the number of the job's tasks and a place among them, too, though it is none of them: of a step
+    it has nothing, or what stands for no step of srun's, by name or as a number out of range.
+    """
+    step = os.environ.get("SLURM_STEP_ID", "batch")
+    by_srun = step.isdecimal() and int(step) < _SPECIAL_STEPS
+    return by_srun and int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1
