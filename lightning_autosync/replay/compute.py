@@ -31,7 +31,7 @@ class Compute:
 
 
 @dataclass(frozen=True)
-class Chores:
+class HostWork:
     """What the ranks' main threads do for synchronization in each part of the backward pass, on cores that all share.
 
     Attributes:
@@ -93,7 +93,7 @@ class ComputeClock:
                 following += 1
         return Compute(forward, tuple(ready), tuple(start), forward + end + launching)
 
-    def chores(self, schedule: Schedule, launch_costs: Sequence[float], speed: float) -> Chores:
+    def host_work(self, schedule: Schedule, launch_costs: Sequence[float], speed: float) -> HostWork:
         """What the main threads do besides computing; arguments as of `run`."""
         backward, forward = self._workload.backward_time / speed, self._workload.forward_time / speed
         part = {
@@ -107,7 +107,7 @@ class ComputeClock:
         for place, cost in zip(part_of, launch_costs, strict=True):
             core[place] += cost
         release = [forward + backward * place / _PARTS for place in range(_PARTS)]
-        return Chores(tuple(release), tuple(core), tuple(part_of))
+        return HostWork(tuple(release), tuple(core), tuple(part_of))
 
     def _pack(self, speed: float) -> tuple[dict[str, float], float]:
         """Seconds from the start of backward until each gradient is packed, by name, and until its end."""

@@ -9,10 +9,8 @@ import numba
 import numpy
 from numpy.typing import NDArray
 
-from lightning_autosync.replay.network import Floats, Integers
+from lightning_autosync.replay.network import Floats, Indices, Routes
 from lightning_autosync.replay.token_buckets import next_change, open_capacities, refill
-
-Indices = NDArray[numpy.int64]
 
 _ROUNDING = 1e-12
 """Share of a channel that is always free."""
@@ -54,13 +52,13 @@ class Graph(NamedTuple):
     places: int
 
 
-class Lines(NamedTuple):
-    """Connections, and the channels of their routes by offset.
+class Connections(NamedTuple):
+    """Connections between ranks.
 
     Attributes:
         source, target: [connections] ranks.
         route: [connections] number of the route.
-        starts, hops, latencies: channels of the routes by offset, and seconds of each.
+        routes: of the network.
         hosts: index of the first host among channels.
         shared: index of the shared cores, -1 for none.
     """
@@ -68,9 +66,7 @@ class Lines(NamedTuple):
     source: Indices
     target: Indices
     route: Indices
-    starts: Integers
-    hops: Integers
-    latencies: Floats
+    routes: Routes
     hosts: int
     shared: int
 
@@ -103,8 +99,8 @@ _OPENED = 2
 
 
 @numba.njit(cache=True)
-def move(
-    nodes: Nodes, graph: Graph, lines: Lines, capacities: Floats, tokens: Floats, burst: Floats
+def simulate(
+    nodes: Nodes, graph: Graph, connections: Connections, capacities: Floats, tokens: Floats, burst: Floats
 ) -> tuple[Floats, Floats, Floats]:
     """Run a graph of frames and points in time; ``tokens`` and ``burst`` are those of `fluid.drain`.
 
@@ -113,46 +109,49 @@ def move(
     """
     count = len(nodes.connection)
     begun, sent, done = numpy.full(count, numpy.inf), numpy.full(count, numpy.inf), numpy.full(count, numpy.inf)
-    state = _begin(graph, count, len(lines.route))
+    state = _begin(graph, count, len(connections.route))
     events = [(0.0, -1)]
     heapq.heappop(events)
     for node in range(count):
         if state.missing[node] == 0:
-            _make_ready(node, state)
+            _enqueue_ready(node, state)
     while state.counts[_OPENED] < min(graph.places, len(graph.gates)):
         _open_gate(graph, state)
     effective, shaped = capacities, burst.max() > 0
     flow = capacities
     now = 0.0
     while True:
-        _settle(nodes, graph, state, events, done, now)
-        changed = _load(nodes, state, begun, now)
+        _finish_due(nodes, graph, state, events, done, now)
+        changed = _start_frames(nodes, state, begun, now)
         if changed or shaped:
             effective = open_capacities(capacities, tokens)
-            _fill(lines, state, effective)
+            _set_rates(connections, state, effective)
         step = events[0][0] - now if len(events) > 0 else numpy.inf
-        for line in range(len(lines.route)):
-            if state.current[line] >= 0:
-                step = min(step, state.left[line] / state.rate[line])
+        for number in range(len(connections.route)):
+            if state.current[number] >= 0:
+                step = min(step, state.left[number] / state.rate[number])
         if step == numpy.inf:
             return begun, sent, done
         if shaped:
-            flow = _flow(lines, state, len(capacities))
+            flow = _flow(connections, state, len(capacities))
             step = min(step, next_change(flow, capacities, tokens))
             refill(flow, capacities, tokens, burst, step)
         now += step
-        for line in range(len(lines.route)):
-            if state.current[line] < 0:
+        for number in range(len(connections.route)):
+            if state.current[number] < 0:
                 continue
-            state.left[line] -= state.rate[line] * step
-            if state.left[line] <= state.rate[line] * _EPSILON:
-                node = state.current[line]
-                state.current[line], sent[node] = -1, now
-                heapq.heappush(events, (now + lines.latencies[lines.route[line]] + nodes.after[node], node))
+            state.left[number] -= state.rate[number] * step
+            if state.left[number] <= state.rate[number] * _EPSILON:
+                node = state.current[number]
+                state.current[number], sent[node] = -1, now
+                heapq.heappush(
+                    events,
+                    (now + connections.routes.latencies[connections.route[number]] + nodes.after[node], node),
+                )
 
 
 @numba.njit(cache=True)
-def _begin(graph: Graph, count: int, lines: int) -> _State:
+def _begin(graph: Graph, count: int, connections: int) -> _State:
     missing, frees = graph.waits.copy(), numpy.zeros(count, dtype=numpy.bool_)
     for index in range(len(graph.gates)):
         missing[graph.gates[index]] += 1
@@ -163,17 +162,17 @@ def _begin(graph: Graph, count: int, lines: int) -> _State:
         frees,
         numpy.zeros(count, dtype=numpy.int64),
         numpy.full(count, -1, dtype=numpy.int64),
-        numpy.full(lines, -1, dtype=numpy.int64),
-        numpy.full(lines, -1, dtype=numpy.int64),
-        numpy.zeros(lines),
-        numpy.zeros(lines),
-        numpy.zeros((lines, 2)),
+        numpy.full(connections, -1, dtype=numpy.int64),
+        numpy.full(connections, -1, dtype=numpy.int64),
+        numpy.zeros(connections),
+        numpy.zeros(connections),
+        numpy.zeros((connections, 2)),
         numpy.zeros(3, dtype=numpy.int64),
     )
 
 
 @numba.njit(cache=True)
-def _make_ready(node: int, state: _State) -> None:
+def _enqueue_ready(node: int, state: _State) -> None:
     state.ready[state.counts[_READY]] = node
     state.counts[_READY] += 1
 
@@ -183,7 +182,7 @@ def _wait_less(node: int, state: _State) -> None:
     """One of the things that a node waits for has come."""
     state.missing[node] -= 1
     if state.missing[node] == 0:
-        _make_ready(node, state)
+        _enqueue_ready(node, state)
 
 
 @numba.njit(cache=True)
@@ -194,21 +193,21 @@ def _open_gate(graph: Graph, state: _State) -> None:
 
 
 @numba.njit(cache=True)
-def _settle(
+def _finish_due(
     nodes: Nodes, graph: Graph, state: _State, events: list[tuple[float, int]], done: Floats, now: float
 ) -> None:
-    """Bring what is ready into line, first come first served, and end what is due, until nothing more follows."""
+    """Queue frames that are ready on their connections and end what is due, until nothing more follows."""
     while True:
         while state.counts[_TAKEN] < state.counts[_READY]:
             node = state.ready[state.counts[_TAKEN]]
             state.counts[_TAKEN] += 1
-            line = nodes.connection[node]
-            if line < 0:
+            number = nodes.connection[node]
+            if number < 0:
                 heapq.heappush(events, (max(now, nodes.release[node]) + nodes.after[node], node))
             else:
                 state.arrival[node] = state.counts[_TAKEN]
-                state.following[node] = state.head[line]
-                state.head[line] = node
+                state.following[node] = state.head[number]
+                state.head[number] = node
         if len(events) == 0 or events[0][0] > now + _EPSILON:
             return
         _, node = heapq.heappop(events)
@@ -220,48 +219,48 @@ def _settle(
 
 
 @numba.njit(cache=True)
-def _load(nodes: Nodes, state: _State, begun: Floats, now: float) -> bool:
+def _start_frames(nodes: Nodes, state: _State, begun: Floats, now: float) -> bool:
     """Give idle connections their next frames; returns whether what connections ask of channels has changed."""
     changed = False
-    for line in range(len(state.current)):
-        if state.current[line] < 0 and state.head[line] >= 0:
-            node = _take(line, state.head, state.following, nodes.key, state.arrival)
-            state.current[line], state.left[line], begun[node] = node, nodes.size[node], now
+    for number in range(len(state.current)):
+        if state.current[number] < 0 and state.head[number] >= 0:
+            node = _next_frame(number, state.head, state.following, nodes.key, state.arrival)
+            state.current[number], state.left[number], begun[node] = node, nodes.size[node], now
             per_byte = nodes.cost[node] / nodes.size[node] if nodes.size[node] > 0 else 0.0
-            changed = changed or state.weight[line, 0] == 0 or state.weight[line, 1] != per_byte
-            state.weight[line, 0], state.weight[line, 1] = 1.0, per_byte
-        elif state.current[line] < 0 and state.weight[line, 0] > 0:
-            state.weight[line, 0] = 0.0
+            changed = changed or state.weight[number, 0] == 0 or state.weight[number, 1] != per_byte
+            state.weight[number, 0], state.weight[number, 1] = 1.0, per_byte
+        elif state.current[number] < 0 and state.weight[number, 0] > 0:
+            state.weight[number, 0] = 0.0
             changed = True
     return changed
 
 
 @numba.njit(cache=True)
-def _take(line: int, head: Indices, following: Indices, key: Floats, arrival: Indices) -> int:
-    """Take the most urgent frame out of a connection's line."""
-    best, before_best, before = head[line], -1, -1
-    node = head[line]
+def _next_frame(number: int, head: Indices, following: Indices, key: Floats, arrival: Indices) -> int:
+    """Take the most urgent frame out of a connection's queue."""
+    best, before_best, before = head[number], -1, -1
+    node = head[number]
     while node >= 0:
         if key[node] < key[best] or (key[node] == key[best] and arrival[node] < arrival[best]):
             best, before_best = node, before
         before, node = node, following[node]
     if before_best < 0:
-        head[line] = following[best]
+        head[number] = following[best]
     else:
         following[before_best] = following[best]
     return int(best)
 
 
 @numba.njit(cache=True)
-def _fill(lines: Lines, state: _State, capacities: Floats) -> None:
+def _set_rates(connections: Connections, state: _State, capacities: Floats) -> None:
     """Progressive filling: all rates grow together; those on a channel that is full stay as they are."""
     residual, load = capacities.copy(), numpy.zeros(len(capacities))
     growing = 0
-    for line in range(len(state.current)):
-        if state.current[line] >= 0:
-            state.rate[line] = -1.0
+    for number in range(len(state.current)):
+        if state.current[number] >= 0:
+            state.rate[number] = -1.0
             growing += 1
-            _add(lines, state, line, 1.0, load)
+            _add(connections, state, number, 1.0, load)
     while growing:
         least, before = numpy.inf, growing
         for channel in range(len(load)):
@@ -269,62 +268,68 @@ def _fill(lines: Lines, state: _State, capacities: Floats) -> None:
             room = max(residual[channel], capacities[channel] * _ROUNDING)
             if load[channel] > 1e-18 and room < least * load[channel]:
                 least = room / load[channel]
-        for line in range(len(state.current)):
+        for number in range(len(state.current)):
             if (
-                state.current[line] >= 0
-                and state.rate[line] == -1.0
-                and _meets_full(lines, state, line, residual, load, least)
+                state.current[number] >= 0
+                and state.rate[number] == -1.0
+                and _meets_full(connections, state, number, residual, load, least)
             ):
-                state.rate[line] = -2.0
-        for line in range(len(state.current)):
-            if state.current[line] >= 0 and state.rate[line] == -2.0:
-                state.rate[line] = min(least, 1e30)
+                state.rate[number] = -2.0
+        for number in range(len(state.current)):
+            if state.current[number] >= 0 and state.rate[number] == -2.0:
+                state.rate[number] = min(least, 1e30)
                 growing -= 1
-                _add(lines, state, line, -1.0, load)
-                _add(lines, state, line, -state.rate[line], residual)
+                _add(connections, state, number, -1.0, load)
+                _add(connections, state, number, -state.rate[number], residual)
         if growing == before:
             # Where costs differ by many orders, rounding leaves loads on channels of which nobody asks anything.
             load[:] = 0.0
-            for line in range(len(state.current)):
-                if state.current[line] >= 0 and state.rate[line] == -1.0:
-                    _add(lines, state, line, 1.0, load)
+            for number in range(len(state.current)):
+                if state.current[number] >= 0 and state.rate[number] == -1.0:
+                    _add(connections, state, number, 1.0, load)
 
 
 @numba.njit(cache=True)
-def _meets_full(lines: Lines, state: _State, line: int, residual: Floats, load: Floats, least: float) -> bool:
+def _meets_full(
+    connections: Connections, state: _State, number: int, residual: Floats, load: Floats, least: float
+) -> bool:
     """Whether a connection uses a channel that ``least`` bytes/s for everybody fill."""
     if least == numpy.inf:
         return True
     enough = least * (1 + 1e-9)
-    route = lines.route[line]
-    for hop in range(lines.starts[route], lines.starts[route + 1]):
-        if residual[lines.hops[hop]] <= enough * load[lines.hops[hop]]:
+    route = connections.route[number]
+    for hop in range(connections.routes.starts[route], connections.routes.starts[route + 1]):
+        if residual[connections.routes.hops[hop]] <= enough * load[connections.routes.hops[hop]]:
             return True
-    if state.weight[line, 1] > 0:
-        for channel in (lines.hosts + lines.source[line], lines.hosts + lines.target[line], lines.shared):
+    if state.weight[number, 1] > 0:
+        for channel in (
+            connections.hosts + connections.source[number],
+            connections.hosts + connections.target[number],
+            connections.shared,
+        ):
             if channel >= 0 and residual[channel] <= enough * load[channel]:
                 return True
     return False
 
 
 @numba.njit(cache=True)
-def _add(lines: Lines, state: _State, line: int, factor: float, to: Floats) -> None:
+def _add(connections: Connections, state: _State, number: int, factor: float, to: Floats) -> None:
     """Add what a connection asks of its channels at a rate of ``factor`` bytes/s."""
-    route = lines.route[line]
-    for hop in range(lines.starts[route], lines.starts[route + 1]):
-        to[lines.hops[hop]] += factor
-    core = factor * state.weight[line, 1]
-    to[lines.hosts + lines.source[line]] += core
-    to[lines.hosts + lines.target[line]] += core
-    if lines.shared >= 0:
-        to[lines.shared] += 2 * core
+    route = connections.route[number]
+    for hop in range(connections.routes.starts[route], connections.routes.starts[route + 1]):
+        to[connections.routes.hops[hop]] += factor
+    core = factor * state.weight[number, 1]
+    to[connections.hosts + connections.source[number]] += core
+    to[connections.hosts + connections.target[number]] += core
+    if connections.shared >= 0:
+        to[connections.shared] += 2 * core
 
 
 @numba.njit(cache=True)
-def _flow(lines: Lines, state: _State, channels: int) -> Floats:
+def _flow(connections: Connections, state: _State, channels: int) -> Floats:
     """[channels] what all connections take a second."""
     flow = numpy.zeros(channels)
-    for line in range(len(state.current)):
-        if state.current[line] >= 0:
-            _add(lines, state, line, state.rate[line], flow)
+    for number in range(len(state.current)):
+        if state.current[number] >= 0:
+            _add(connections, state, number, state.rate[number], flow)
     return flow

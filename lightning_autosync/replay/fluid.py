@@ -8,56 +8,58 @@ import numba
 import numpy
 from numpy.typing import NDArray
 
-from lightning_autosync.replay.network import Floats
+from lightning_autosync.replay.compute import HostWork
+from lightning_autosync.replay.network import Floats, Indices, Network
+from lightning_autosync.replay.outcome import StageTimes, StartOrder
 from lightning_autosync.replay.token_buckets import next_change, open_capacities, refill
 
 Flags = NDArray[numpy.bool_]
-Indices = NDArray[numpy.int64]
 
 _DONE = 1e-9
 """Share of a stage's work that is rounding."""
 
 
 class Conditions(NamedTuple):
-    """What stages ask for and wait for; arrays [stages].
+    """What stages ask for and wait for.
 
     Attributes:
         work: [stages, channels] what a stage asks of each channel.
-        fill: seconds from the end of its work to its own end.
-        release: earliest start.
-        delay: seconds between all conditions for a start and the start.
-        after: [stages, 3] stages to wait for, -1 for none; the second one's start, the others' ends.
-        urgency: the lower goes first among rivals.
-        queue: place in the backend's queue, -1 for stages that the backend does not carry.
+        fill: [stages] seconds from the end of its work to its own end.
+        order: of their starts.
         rivals: [stages, stages] whether two stages share a connection, on which the more urgent goes first.
     """
 
     work: Floats
     fill: Floats
-    release: Floats
-    delay: Floats
-    after: Indices
-    urgency: Indices
-    queue: Indices
+    order: StartOrder
     rivals: Flags
 
 
-class Times(NamedTuple):
-    """What became of the stages; arrays [stages], seconds.
+def with_host_work(conditions: Conditions, host_work: HostWork, network: Network) -> Conditions:
+    """The conditions with a stage for each part of the main threads' work behind all others.
 
-    Attributes:
-        start: when its conditions were met.
-        served: when its work first moved.
-        drained: end of its work.
-        end: end of all of it.
-        bound: the channel that bound it when it last moved, -1 for none.
+    Parts follow each other. They go before stages that communicate: the kernel soon serves a thread that sleeps most of
+    the time, and lets threads wait that handle one frame after the other.
     """
-
-    start: Floats
-    served: Floats
-    drained: Floats
-    end: Floats
-    bound: Indices
+    order, count, parts = conditions.order, len(conditions.fill), len(host_work.core)
+    core = numpy.array(host_work.core)
+    work = numpy.zeros((parts, conditions.work.shape[1]))
+    work[:, network.links : network.links + network.ranks] = core[:, None]
+    work[:, network.shared_core] = network.ranks * core
+    after = numpy.full((parts, 3), -1, dtype=numpy.int64)
+    after[1:, 0] = count + numpy.arange(parts - 1)
+    rivals = numpy.ones((count + parts, count + parts), dtype=numpy.bool_)
+    rivals[:count, :count] = conditions.rivals
+    none = numpy.zeros(parts)
+    own = StartOrder(
+        numpy.array(host_work.release), none, after, numpy.arange(-parts, 0), numpy.full(parts, -1, dtype=numpy.int64)
+    )
+    return Conditions(
+        numpy.concatenate([conditions.work, work]),
+        numpy.concatenate([conditions.fill, none]),
+        StartOrder(*(numpy.concatenate(both) for both in zip(order, own, strict=True))),
+        rivals,
+    )
 
 
 class _State(NamedTuple):
@@ -70,7 +72,7 @@ class _State(NamedTuple):
 
 
 @numba.njit(cache=True)
-def drain(conditions: Conditions, capacities: Floats, slots: int, tokens: Floats, burst: Floats) -> Times:
+def drain(conditions: Conditions, capacities: Floats, slots: int, tokens: Floats, burst: Floats) -> StageTimes:
     """Run all stages.
 
     Args:
@@ -81,7 +83,7 @@ def drain(conditions: Conditions, capacities: Floats, slots: int, tokens: Floats
         burst: [channels] the most tokens that a channel collects while it gives less than it could.
     """
     count = len(conditions.fill)
-    times = Times(
+    times = StageTimes(
         numpy.full(count, numpy.inf),
         numpy.full(count, numpy.inf),
         numpy.full(count, numpy.inf),
@@ -94,11 +96,11 @@ def drain(conditions: Conditions, capacities: Floats, slots: int, tokens: Floats
         numpy.zeros(count, dtype=numpy.int64),
         _alone(conditions.work, capacities),
     )
-    by_urgency = numpy.argsort(conditions.urgency)
+    by_urgency = numpy.argsort(conditions.order.urgency)
     shaped = burst.max() > 0
     now = 0.0
     while True:
-        coming = _meet(conditions, state, times, slots, now)
+        coming = _start_and_end(conditions, state, times, slots, now)
         deepest = _set_levels(by_urgency, conditions.rivals, state, times, now)
         _share(conditions.work, open_capacities(capacities, tokens), state, deepest, times.bound)
         step = coming - now
@@ -107,7 +109,7 @@ def drain(conditions: Conditions, capacities: Floats, slots: int, tokens: Floats
         for stage in range(count):
             if state.level[stage] >= 0 and state.rate[stage] > 0:
                 step = min(step, state.left[stage] / state.rate[stage])
-                times.served[stage] = min(times.served[stage], now)
+                times.moved[stage] = min(times.moved[stage], now)
         if step == numpy.inf:
             return times
         now = coming if now + step >= coming else now + step
@@ -130,7 +132,7 @@ def _alone(work: Floats, capacities: Floats) -> Floats:
 
 
 @numba.njit(cache=True)
-def _meet(conditions: Conditions, state: _State, times: Times, slots: int, now: float) -> float:
+def _start_and_end(conditions: Conditions, state: _State, times: StageTimes, slots: int, now: float) -> float:
     """Start and end what is due; returns the next time at which something is. What starts may let others start."""
     coming = numpy.inf
     changed = True
@@ -145,37 +147,37 @@ def _meet(conditions: Conditions, state: _State, times: Times, slots: int, now: 
                     coming = min(coming, times.start[stage])
                 elif times.drained[stage] == numpy.inf and (state.left[stage] <= _DONE or state.alone[stage] == 0):
                     times.drained[stage] = now
-                    times.served[stage] = min(times.served[stage], now)
+                    times.moved[stage] = min(times.moved[stage], now)
                     times.end[stage] = now + conditions.fill[stage]
                     changed = True
-            elif conditions.release[stage] > now:
-                coming = min(coming, conditions.release[stage])
+            elif conditions.order.release[stage] > now:
+                coming = min(coming, conditions.order.release[stage])
             elif _may_start(stage, conditions, times, slots, now):
-                times.start[stage] = now + conditions.delay[stage]
+                times.start[stage] = now + conditions.order.delay[stage]
                 changed = True
     return coming
 
 
 @numba.njit(cache=True)
-def _may_start(stage: int, conditions: Conditions, times: Times, slots: int, now: float) -> bool:
+def _may_start(stage: int, conditions: Conditions, times: StageTimes, slots: int, now: float) -> bool:
     """Whether all that a stage waits for, but its release, has happened."""
-    first, second, third = conditions.after[stage]
+    first, second, third = conditions.order.after[stage]
     if (first >= 0 and times.end[first] > now) or (second >= 0 and times.start[second] > now):
         return False
     if third >= 0 and times.end[third] > now:
         return False
-    place = conditions.queue[stage]
+    place = conditions.order.queue[stage]
     if place < 0:
         return True
     open_before = 0
     for other in range(len(times.end)):
-        if 0 <= conditions.queue[other] < place and times.end[other] > now:
+        if 0 <= conditions.order.queue[other] < place and times.end[other] > now:
             open_before += 1
     return open_before < slots
 
 
 @numba.njit(cache=True)
-def _set_levels(by_urgency: Indices, rivals: Flags, state: _State, times: Times, now: float) -> int:
+def _set_levels(by_urgency: Indices, rivals: Flags, state: _State, times: StageTimes, now: float) -> int:
     """Put stages under way one level below their more urgent rivals; returns the lowest level."""
     level = state.level
     deepest = -1

@@ -6,14 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy
-from numpy.typing import NDArray
 
-from lightning_autosync.replay.compute import Chores, Compute
+from lightning_autosync.replay.compute import Compute, HostWork
 from lightning_autosync.replay.constants import Constants
-from lightning_autosync.replay.event_simulation import Graph, Lines, Nodes, move
+from lightning_autosync.replay.event_simulation import Connections, Graph, Nodes, simulate
 from lightning_autosync.replay.loads import Loads
-from lightning_autosync.replay.network import Floats, Forest, Network
-from lightning_autosync.replay.outcome import Outcome, StartOrder
+from lightning_autosync.replay.network import Floats, Forest, Indices, Network
+from lightning_autosync.replay.outcome import StageTimes, StartOrder
 from lightning_autosync.replay.stages import Flow, Stage
 
 
@@ -32,12 +31,12 @@ def run_frames(
     order: StartOrder,
     loads: Loads,
     computes: Sequence[Compute],
-    chores: Chores | None,
+    host_work: HostWork | None,
     network: Network,
     forest: Forest,
     constants: Constants,
     tokens: Floats,
-) -> Outcome:
+) -> tuple[StageTimes, float]:
     """Follow all frames.
 
     Args:
@@ -45,19 +44,23 @@ def run_frames(
         order: of their starts.
         loads: of the stages: by how much links stretch them, and which channel each fills the longest.
         computes: each rank's own timeline.
-        chores: the main threads' work on shared cores.
+        host_work: the main threads' work on shared cores.
         network, forest, constants: of the replay.
         tokens: those of `fluid.drain`.
+
+    Returns:
+        Times of the stages; and seconds at which the main threads had done their work for synchronization, 0 where they
+        share no cores.
     """
     graph = _Graph(network, forest, constants)
-    if chores is not None:
-        graph.add_chores(chores)
+    if host_work is not None:
+        graph.add_host_work(host_work)
     for number, stage in enumerate(stages):
         graph.add_stage(number, _stretched(stage, float(loads.stretch[number])), order, computes)
     return graph.run(order, tokens, _fullest(loads.work / network.capacities))
 
 
-def _fullest(seconds: Floats) -> NDArray[numpy.int64]:
+def _fullest(seconds: Floats) -> Indices:
     """[stages] the channel that each keeps busy the longest, -1 for none; ``seconds`` [stages, channels]."""
     return numpy.where(seconds.max(axis=1, initial=0.0) > 0, seconds.argmax(axis=1), -1)
 
@@ -73,14 +76,12 @@ class _Hops:
     """What the frames of one flow have in common.
 
     Attributes:
-        number: of the stage.
         stage: that they belong to.
         wire, values: bytes of a piece, on the wire and in memory.
         frame_cost, delay: seconds of a frame: of a core at either end, and beyond its way.
         offset: of the pairs: what the backend carries has connections of its own.
     """
 
-    number: int
     stage: Stage
     wire: float
     values: float
@@ -100,85 +101,67 @@ class _Graph:
         self._network = network
         self._forest = forest
         self._constants = constants
-        self._pair: list[int] = []
-        self._size: list[float] = []
-        self._key: list[float] = []
-        self._cost: list[float] = []
-        self._after: list[float] = []
-        self._release: list[float] = []
-        self._stage: list[int] = []
+        self._nodes: list[tuple[int, float, float, float, float, float]] = []
         self._edges: list[tuple[int, int]] = []
         self._gates: list[int] = []
         self._ends: list[int] = []
         self._first_frames: list[int] = []
-        self._chores: list[list[int]] = []
+        self._host_work: list[list[int]] = []
 
-    def add_chores(self, chores: Chores) -> None:
+    def add_host_work(self, host_work: HostWork) -> None:
         """The main threads' work, part after part, as frames of one byte that each rank sends to itself."""
         ranks = self._network.ranks
         before: list[int] = []
-        for release, core in zip(chores.release, chores.core, strict=True):
-            start = self._point(-1, release)
+        for release, core in zip(host_work.release, host_work.core, strict=True):
+            start = self._point(release)
             # A frame costs core-seconds at either end, which are the same rank here.
-            part = [
-                self._node(-1, 2 * ranks**2 + rank * ranks + rank, 1.0, 0.0, core / 2, 0.0) for rank in range(ranks)
-            ]
+            part = [self._node(2 * ranks**2 + rank * ranks + rank, 1.0, 0.0, core / 2, 0.0) for rank in range(ranks)]
             self._edges += [(start, node) for node in part]
             self._edges += list(zip(before, part, strict=False))
-            self._chores.append(part)
+            self._host_work.append(part)
             before = part
 
     def add_stage(self, number: int, stage: Stage, order: StartOrder, computes: Sequence[Compute]) -> None:
         """The stage's start on every rank, its frames, and its end."""
         deferred, stages = stage.deferred, len(order.release)
-        gate = self._point(number, order.release[number] if deferred else 0.0, order.delay[number])
+        gate = self._point(order.release[number] if deferred else 0.0, order.delay[number])
         first, second, part = order.after[number]
         if first >= 0:
             self._edges.append((self._ends[first], gate))
         if second >= 0:
             self._edges.append((self._gates[second], gate))
-        chores = self._chores[part - stages] if part >= 0 else []
+        before = self._host_work[part - stages] if part >= 0 else []
         if deferred:
-            self._edges += [(chore, gate) for chore in chores]
-        starts = [
-            self._point(number, 0.0 if deferred or first >= 0 else compute.start[stage.message]) for compute in computes
-        ]
+            self._edges += [(node, gate) for node in before]
+        starts = [self._point(0.0 if deferred or first >= 0 else compute.start[stage.message]) for compute in computes]
         self._edges += [(gate, start) for start in starts]
         if not deferred:
-            self._edges += list(zip(chores, starts, strict=False))
-        self._first_frames.append(len(self._pair))
+            self._edges += list(zip(before, starts, strict=False))
+        self._first_frames.append(len(self._nodes))
         arrivals = list(starts)
         for copy in range(max((flow.copies for flow in stage.flows), default=0)):
             for flow in stage.flows:
                 if copy < flow.copies:
-                    arrivals += self._add_flow(number, stage, flow, starts, float(order.urgency[number]))
+                    arrivals += self._add_flow(stage, flow, starts, float(order.urgency[number]))
         if stage.ring_steps:
-            arrivals += self._add_ring(number, stage, starts)
-        end = self._point(number)
+            arrivals += self._add_ring(stage, starts)
+        end = self._point()
         self._edges += [(arrival, end) for arrival in arrivals]
         self._gates.append(gate)
         self._ends.append(end)
 
-    def _point(self, stage: int, release: float = 0.0, after: float = 0.0) -> int:
-        return self._node(stage, -1, 0.0, 0.0, 0.0, after, release)
+    def _point(self, release: float = 0.0, after: float = 0.0) -> int:
+        return self._node(-1, 0.0, 0.0, 0.0, after, release)
 
-    def _node(
-        self, stage: int, pair: int, size: float, key: float, cost: float, after: float, release: float = 0.0
-    ) -> int:
-        self._stage.append(stage)
-        self._pair.append(pair)
-        self._size.append(size)
-        self._key.append(key)
-        self._cost.append(cost)
-        self._after.append(after)
-        self._release.append(release)
-        return len(self._pair) - 1
+    def _node(self, pair: int, size: float, key: float, cost: float, after: float, release: float = 0.0) -> int:
+        """Add a node with the fields of `Nodes`; returns its number."""
+        self._nodes.append((pair, size, key, cost, after, release))
+        return len(self._nodes) - 1
 
-    def _add_flow(self, number: int, stage: Stage, flow: Flow, starts: Sequence[int], urgency: float) -> list[int]:
+    def _add_flow(self, stage: Stage, flow: Flow, starts: Sequence[int], urgency: float) -> list[int]:
         """Frames of all pieces; returns the nodes after which all ranks are served."""
         ranks, constants = self._network.ranks, self._constants
         hops = _Hops(
-            number,
             stage,
             flow.wire / flow.pieces,
             flow.values / flow.pieces,
@@ -210,7 +193,7 @@ class _Graph:
             inbound[parents[rank]].append(frame)
             added.append(frame)
         for root in (rank for rank in order if parents[rank] < 0):
-            reached[root] = self._point(hops.number)
+            reached[root] = self._point()
             self._edges += [(before, reached[root]) for before in inbound[root]]
             added.append(reached[root])
         return added
@@ -237,13 +220,13 @@ class _Graph:
         size = share * hops.wire
         pair = hops.offset + source * self._network.ranks + target
         cost = size * self._constants.host_cost + hops.frame_cost
-        return self._node(hops.number, pair, size, key, cost, hops.delay + share * hops.values * coding)
+        return self._node(pair, size, key, cost, hops.delay + share * hops.values * coding)
 
     def _tree(self, row: int) -> tuple[list[int], list[int], list[int]]:
-        forest = self._forest
-        return forest.parents[row].tolist(), forest.order[row].tolist(), forest.sizes[row].tolist()
+        trees = self._forest.trees
+        return trees.parents[row].tolist(), trees.order[row].tolist(), trees.sizes[row].tolist()
 
-    def _add_ring(self, number: int, stage: Stage, starts: Sequence[int]) -> list[int]:
+    def _add_ring(self, stage: Stage, starts: Sequence[int]) -> list[int]:
         """Each rank passes on to its neighbour what it received a step before, in pieces."""
         ranks, constants = self._network.ranks, self._constants
         size = stage.ring / stage.ring_steps / stage.ring_pieces
@@ -256,9 +239,7 @@ class _Graph:
             frames = []
             for rank in range(ranks):
                 pair = (ranks + rank) * ranks + (rank + stage.ring_way) % ranks
-                frames.append(
-                    [self._node(number, pair, size, 0.0, cost, handling + gather) for _ in range(stage.ring_pieces)]
-                )
+                frames.append([self._node(pair, size, 0.0, cost, handling + gather) for _ in range(stage.ring_pieces)])
                 for piece, frame in enumerate(frames[rank]):
                     giver = (rank - stage.ring_way) % ranks if step else rank
                     self._edges.append((before[giver][piece], frame))
@@ -267,33 +248,22 @@ class _Graph:
             last = [frame for row in frames for frame in row]
         return last
 
-    def run(self, order: StartOrder, tokens: Floats, bound: NDArray[numpy.int64]) -> Outcome:
-        """Simulate; times by stage, ``bound`` as in `Outcome`."""
-        network, pairs = self._network, numpy.array(self._pair, dtype=numpy.int64)
-        connections, connection = numpy.unique(pairs, return_inverse=True)
-        nodes = Nodes(
-            numpy.where(pairs < 0, -1, connection),
-            numpy.array(self._size),
-            numpy.array(self._key),
-            numpy.array(self._cost),
-            numpy.array(self._after),
-            numpy.array(self._release),
-        )
-        lines = self._lines(connections)
-        begun, sent, done = move(nodes, self._graph(order), lines, network.capacities, tokens, network.burst)
-        served, drained = self._moving(begun, sent, done)
-        return Outcome(
-            start=done[self._gates],
-            served=served,
-            drained=drained,
-            end=done[self._ends],
-            bound=bound,
-            packed=float(done[self._chores[-1]].max()) if self._chores else 0.0,
-        )
+    def run(self, order: StartOrder, tokens: Floats, bound: Indices) -> tuple[StageTimes, float]:
+        """Simulate; returns what `run_frames` does."""
+        network = self._network
+        columns = zip(*self._nodes, strict=True)
+        pairs = numpy.array(next(columns), dtype=numpy.int64)
+        used, connection = numpy.unique(pairs, return_inverse=True)
+        nodes = Nodes(numpy.where(pairs < 0, -1, connection), *(numpy.array(column) for column in columns))
+        connections = self._connections(used)
+        begun, sent, done = simulate(nodes, self._graph(order), connections, network.capacities, tokens, network.burst)
+        moved, drained = self._moving(begun, sent, done)
+        packed = float(done[self._host_work[-1]].max()) if self._host_work else 0.0
+        return StageTimes(done[self._gates], moved, drained, done[self._ends], bound), packed
 
     def _graph(self, order: StartOrder) -> Graph:
         """Which node waits for which, and for a place in the backend."""
-        count = len(self._pair)
+        count = len(self._nodes)
         edges = numpy.array(self._edges, dtype=numpy.int64).reshape(-1, 2)
         edges = edges[numpy.argsort(edges[:, 0], kind="stable")]
         queue = numpy.argsort(order.queue, kind="stable")[(order.queue < 0).sum() :]
@@ -306,28 +276,28 @@ class _Graph:
             self._constants.collectives,
         )
 
-    def _lines(self, connections: NDArray[numpy.int64]) -> Lines:
+    def _connections(self, pairs: Indices) -> Connections:
         """The connections: the transport's, the backend's, and of each rank to itself, which has no hop."""
-        network = self._network
-        routes = network.route_of.reshape(-1)[connections % network.ranks**2].astype(numpy.int64)
-        routes[connections >= 2 * network.ranks**2] = len(network.latencies)
-        return Lines(
-            connections % network.ranks**2 // network.ranks,
-            connections % network.ranks,
+        network, known = self._network, self._network.routes
+        routes = known.between.reshape(-1)[pairs % network.ranks**2].astype(numpy.int64)
+        routes[pairs >= 2 * network.ranks**2] = len(known.latencies)
+        return Connections(
+            pairs % network.ranks**2 // network.ranks,
+            pairs % network.ranks,
             routes,
-            numpy.append(network.starts, network.starts[-1]),
-            network.hops,
-            numpy.append(network.latencies, 0.0),
+            known._replace(
+                starts=numpy.append(known.starts, known.starts[-1]), latencies=numpy.append(known.latencies, 0.0)
+            ),
             network.links,
             network.shared_core,
         )
 
     def _moving(self, begun: Floats, sent: Floats, done: Floats) -> tuple[Floats, Floats]:
         """[stages] when the first byte of each moved, and when the last one left; of one without bytes, its end."""
-        served, drained = done[self._ends], done[self._ends]
+        moved, drained = done[self._ends], done[self._ends]
         for number, (first, end) in enumerate(zip(self._first_frames, self._ends, strict=True)):
             started = begun[first:end].min(initial=numpy.inf)
             if numpy.isfinite(started):
-                served[number] = started
+                moved[number] = started
                 drained[number] = sent[first:end][numpy.isfinite(sent[first:end])].max()
-        return served, drained
+        return moved, drained

@@ -11,8 +11,8 @@ import numpy
 from numpy.typing import NDArray
 
 from lightning_autosync.replay.constants import Constants
-from lightning_autosync.replay.network import Floats, Forest, Integers, Network
-from lightning_autosync.replay.pipelines import Chart, Flows, load
+from lightning_autosync.replay.network import Floats, Forest, Indices, Integers, Network, Routes
+from lightning_autosync.replay.pipelines import Flows, Paths, load
 from lightning_autosync.replay.stages import Stage
 
 _RIVALRY = 0.85
@@ -93,13 +93,14 @@ class _Ring(NamedTuple):
         ranks = numpy.arange(network.ranks)
         neighbours = (ranks + way) % network.ranks
         network.find_routes(numpy.sort(ranks * network.ranks + neighbours))
-        routes = network.route_of[ranks, neighbours]
-        crossed = [network.hops[network.starts[route] : network.starts[route + 1]] for route in routes]
+        known = network.routes
+        routes = known.between[ranks, neighbours]
+        crossed = [known.hops[known.starts[route] : known.starts[route + 1]] for route in routes]
         for hops in crossed:
             arcs[hops] += 1
         counts = arcs[: network.links]
         full = _fullness((counts / network.capacities[: network.links])[None])[0] * (counts > 1)
-        return cls(arcs, float(network.latencies[routes].max()), max(float(full[hops].sum()) for hops in crossed))
+        return cls(arcs, float(known.latencies[routes].max()), max(float(full[hops].sum()) for hops in crossed))
 
 
 class LoadModel:
@@ -120,14 +121,13 @@ class LoadModel:
         words = (network.ranks**2 + 63) // 64
         work, fill = numpy.zeros((len(stages), channels)), numpy.zeros(len(stages))
         pairs = numpy.zeros((len(stages), words), dtype=numpy.uint64)
-        if len(flows.stage):
-            load(flows, self._chart(), work, fill, pairs)
         crowding = numpy.zeros(len(stages))
         if len(flows.stage):
-            routes = network.route_of, network.starts, network.hops
-            shared = _connections(pairs, routes, network.links) > 1
+            paths = Paths(self._forest.trees, network.routes, network.capacities, network.links, network.shared_core)
+            load(flows, paths, work, fill, pairs)
+            shared = _connections(pairs, network.routes, network.links) > 1
             full = shared * _fullness(work[:, : network.links] / network.capacities[: network.links])
-            _crowd((flows.stage, flows.up, flows.down), self._forest.parents, routes, full, crowding)
+            _crowd(flows, self._forest.trees.parents, network.routes, full, crowding)
         for number, stage in enumerate(stages):
             if stage.ring_steps:
                 ring = self._ring(stage.ring_way)
@@ -138,21 +138,6 @@ class LoadModel:
         stretch = 1 + constants.sharing_loss * numpy.maximum(crowding - 1, 0)
         work[:, : network.links] *= stretch[:, None]
         return Loads(work, stretch, fill, pairs)
-
-    def _chart(self) -> Chart:
-        network, forest = self._network, self._forest
-        return Chart(
-            forest.parents,
-            forest.order,
-            forest.sizes,
-            network.route_of,
-            network.starts,
-            network.hops,
-            network.latencies,
-            network.capacities,
-            network.links,
-            network.shared_core,
-        )
 
     def _ring(self, way: int) -> _Ring:
         if way not in self._rings:
@@ -214,44 +199,35 @@ def _ones(word: numpy.uint64) -> int:
 
 
 @numba.njit(cache=True)
-def _connections(
-    pairs: NDArray[numpy.uint64], routes: tuple[Integers, Integers, Integers], links: int
-) -> NDArray[numpy.int64]:
+def _connections(pairs: NDArray[numpy.uint64], routes: Routes, links: int) -> Indices:
     """[stages, links] how many connections of a stage cross a link."""
-    route_of, starts, hops = routes
-    ranks = len(route_of)
+    between, starts, hops, _ = routes
+    ranks = len(between)
     counts = numpy.zeros((len(pairs), links), dtype=numpy.int64)
     for stage in range(len(pairs)):
         for pair in range(ranks * ranks):
             if pairs[stage, pair >> 6] >> numpy.uint64(pair & 63) & numpy.uint64(1):
-                route = route_of[pair // ranks, pair % ranks]
+                route = between[pair // ranks, pair % ranks]
                 for hop in range(starts[route], starts[route + 1]):
                     counts[stage, hops[hop]] += 1
     return counts
 
 
 @numba.njit(cache=True)
-def _crowd(
-    flows: tuple[NDArray[numpy.int64], NDArray[numpy.int64], NDArray[numpy.int64]],
-    parents: Integers,
-    routes: tuple[Integers, Integers, Integers],
-    fullness: Floats,
-    crowding: Floats,
-) -> None:
+def _crowd(flows: Flows, parents: Integers, routes: Routes, fullness: Floats, crowding: Floats) -> None:
     """Full channels on a hop of each stage, at most; ``fullness`` is that of `_fullness`."""
-    stage_of, up, down = flows
-    route_of, starts, hops = routes
+    between, starts, hops, _ = routes
     ranks = parents.shape[1]
-    for flow in range(len(stage_of)):
-        stage = stage_of[flow]
+    for flow in range(len(flows.stage)):
+        stage = flows.stage[flow]
         for way in range(2):
-            tree = up[flow] if way == 0 else down[flow]
+            tree = flows.up[flow] if way == 0 else flows.down[flow]
             if tree < 0:
                 continue
             for rank in range(ranks):
                 parent = parents[tree, rank]
                 if parent >= 0:
-                    route = route_of[rank, parent] if way == 0 else route_of[parent, rank]
+                    route = between[rank, parent] if way == 0 else between[parent, rank]
                     full = 0.0
                     for hop in range(starts[route], starts[route + 1]):
                         full += fullness[stage, hops[hop]]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numba
 import numpy
 from numpy.typing import NDArray
@@ -11,14 +13,44 @@ from lightning_autosync.replay.constants import Constants
 
 Floats = NDArray[numpy.float64]
 Integers = NDArray[numpy.int32]
+Indices = NDArray[numpy.int64]
+
+
+class Routes(NamedTuple):
+    """Routes between ranks, those of one after the other.
+
+    Attributes:
+        between: [ranks, ranks] number of the route from one rank to another, -1 while it is unknown.
+        starts: [routes + 1] where the channels of each route begin in ``hops``.
+        hops: channels.
+        latencies: [routes] seconds.
+    """
+
+    between: Integers
+    starts: Integers
+    hops: Integers
+    latencies: Floats
+
+
+class Trees(NamedTuple):
+    """Trees of schedules by number, arrays [trees, ranks].
+
+    Attributes:
+        parents: as in `Tree.parents`.
+        order: ranks, each after its parent.
+        sizes: how many ranks hang on a rank, itself included.
+    """
+
+    parents: Integers
+    order: Integers
+    sizes: Integers
 
 
 class Network:
     """Channels by index: the cluster's links, one host for each rank, and the cores that all share, if any.
 
     A link carries ``capacities[c]`` bytes/s and, after a pause, up to ``burst[c]`` bytes at once; a host gives one
-    core-second a second. Routes are found when first asked
-    for and kept.
+    core-second a second. Routes are found when first asked for, and kept.
 
     Raises:
         ClusterError: the rates of the cluster are unknown.
@@ -36,10 +68,12 @@ class Network:
             numpy.arange(len(self.capacities)) < 2 * len(cluster.links), constants.burst, 0.0
         )
         self.shared_core = self.links + self.ranks if shared else -1
-        self.route_of: Integers = numpy.full((self.ranks, self.ranks), -1, dtype=numpy.int32)
-        self.starts: Integers = numpy.zeros(1, dtype=numpy.int32)
-        self.hops: Integers = numpy.zeros(0, dtype=numpy.int32)
-        self.latencies: Floats = numpy.zeros(0)
+        self.routes = Routes(
+            numpy.full((self.ranks, self.ranks), -1, dtype=numpy.int32),
+            numpy.zeros(1, dtype=numpy.int32),
+            numpy.zeros(0, dtype=numpy.int32),
+            numpy.zeros(0),
+        )
         self._forest = _parents(self.topology)
 
     def channel_names(self) -> tuple[str, ...]:
@@ -48,9 +82,10 @@ class Network:
         hosts = [f"host of rank {rank}" for rank in range(self.ranks)]
         return (*links, *hosts, *(["shared cores"] if self.shared_core >= 0 else []))
 
-    def find_routes(self, pairs: NDArray[numpy.int64]) -> None:
+    def find_routes(self, pairs: Indices) -> None:
         """Make sure that the routes of ``pairs`` [count] (``source * ranks + target``, each once) are known."""
-        pairs = pairs[self.route_of.reshape(-1)[pairs] < 0]
+        known = self.routes
+        pairs = pairs[known.between.reshape(-1)[pairs] < 0]
         if not len(pairs):
             return
         sources, targets = numpy.divmod(pairs, self.ranks)
@@ -63,13 +98,16 @@ class Network:
             places = ends[sources], ends[targets]
             counts = _lengths(*places, above, depth)
             hops = _walk(*places, above, channel_up, depth, counts)
-        self.route_of.reshape(-1)[pairs] = len(self.latencies) + numpy.arange(len(pairs))
+        known.between.reshape(-1)[pairs] = len(known.latencies) + numpy.arange(len(pairs))
         edges = numpy.concatenate([[0], numpy.cumsum(counts)]).astype(numpy.int32)
         channel_latencies = numpy.array([channel.latency for channel in self.topology.channels])
         running = numpy.concatenate([[0.0], numpy.cumsum(channel_latencies[hops])])
-        self.latencies = numpy.concatenate([self.latencies, running[edges[1:]] - running[edges[:-1]]])
-        self.starts = numpy.concatenate([self.starts, self.starts[-1] + edges[1:]])
-        self.hops = numpy.concatenate([self.hops, hops])
+        self.routes = Routes(
+            known.between,
+            numpy.concatenate([known.starts, known.starts[-1] + edges[1:]]),
+            numpy.concatenate([known.hops, hops]),
+            numpy.concatenate([known.latencies, running[edges[1:]] - running[edges[:-1]]]),
+        )
 
 
 def _parents(topology: Topology) -> tuple[Integers, Integers, Integers, Integers] | None:
@@ -103,7 +141,7 @@ def _parents(topology: Topology) -> tuple[Integers, Integers, Integers, Integers
 
 
 @numba.njit(cache=True)
-def _lengths(sources: Integers, targets: Integers, above: Integers, depth: Integers) -> NDArray[numpy.int64]:
+def _lengths(sources: Integers, targets: Integers, above: Integers, depth: Integers) -> Indices:
     counts = numpy.zeros(len(sources), dtype=numpy.int64)
     for index in range(len(sources)):
         i, j = sources[index], targets[index]
@@ -123,7 +161,7 @@ def _walk(
     above: Integers,
     channel_up: Integers,
     depth: Integers,
-    counts: NDArray[numpy.int64],
+    counts: Indices,
 ) -> Integers:
     """The channels of the routes, one route after the other; each is filled in from both of its ends."""
     hops = numpy.empty(counts.sum(), dtype=numpy.int32)
@@ -149,19 +187,12 @@ NOTHING = -1
 
 
 class Forest:
-    """Trees by number.
-
-    Attributes:
-        parents: [trees, ranks] as in `Tree.parents`.
-        order: [trees, ranks] ranks, each after its parent.
-        sizes: [trees, ranks] how many ranks hang on a rank, itself included.
-    """
+    """Numbers trees; ``trees`` has those that were there at the last `settle`."""
 
     def __init__(self, network: Network) -> None:
         self.ranks = network.ranks
-        self.parents: Integers = numpy.zeros((0, self.ranks), dtype=numpy.int32)
-        self.order: Integers = self.parents
-        self.sizes: Integers = self.parents
+        none: Integers = numpy.zeros((0, self.ranks), dtype=numpy.int32)
+        self.trees = Trees(none, none, none)
         self._network = network
         self._rows: dict[tuple[int, ...], int] = {}
         self._stars: dict[int, int] = {}
@@ -189,10 +220,8 @@ class Forest:
             return
         parents = numpy.stack(self._new)
         self._new = []
-        order, sizes = _measure(parents)
-        self.parents = numpy.concatenate([self.parents, parents])
-        self.order = numpy.concatenate([self.order, order])
-        self.sizes = numpy.concatenate([self.sizes, sizes])
+        made = Trees(parents, *_measure(parents))
+        self.trees = Trees(*(numpy.concatenate(both) for both in zip(self.trees, made, strict=True)))
         used = numpy.zeros((self.ranks, self.ranks), dtype=numpy.bool_)
         rows, children = numpy.nonzero(parents >= 0)
         above = parents[rows, children]
@@ -202,7 +231,7 @@ class Forest:
 
     def _add(self, parents: NDArray[numpy.int32]) -> int:
         self._new.append(parents)
-        return len(self.parents) + len(self._new) - 1
+        return len(self.trees.parents) + len(self._new) - 1
 
 
 @numba.njit(cache=True)

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy
-from numpy.typing import NDArray
 
 from lightning_autosync.plan.schedule import Schedule
-from lightning_autosync.replay.compute import Chores, Compute
-from lightning_autosync.replay.network import Floats
+from lightning_autosync.replay.compute import Compute, HostWork
+from lightning_autosync.replay.network import Floats, Indices
 from lightning_autosync.replay.prediction import Span
 from lightning_autosync.replay.stages import Stage
 
 
-@dataclass(frozen=True)
-class StartOrder:
+class StartOrder(NamedTuple):
     """Conditions of the stages' starts, as arrays [stages].
 
     Attributes:
@@ -30,13 +28,13 @@ class StartOrder:
 
     release: Floats
     delay: Floats
-    after: NDArray[numpy.int64]
-    urgency: NDArray[numpy.int64]
-    queue: NDArray[numpy.int64]
+    after: Indices
+    urgency: Indices
+    queue: Indices
 
     @staticmethod
-    def of(schedule: Schedule, stages: Sequence[Stage], slowest: Compute, chores: Chores | None) -> StartOrder:
-        """The order in which the engine starts the stages of a schedule; ``chores`` where ranks share cores."""
+    def of(schedule: Schedule, stages: Sequence[Stage], slowest: Compute, host_work: HostWork | None) -> StartOrder:
+        """The order in which the engine starts the stages of a schedule; ``host_work`` where ranks share cores."""
         count = len(stages)
         release, delay = numpy.zeros(count), numpy.zeros(count)
         after = numpy.full((count, 3), -1, dtype=numpy.int64)
@@ -51,8 +49,8 @@ class StartOrder:
                 after[number, 1], launched_last = launched_last, number
             else:
                 release[number] = slowest.start[stage.message]
-            if chores is not None:
-                part = len(chores.core) - 1 if stage.deferred else chores.part_of[stage.message]
+            if host_work is not None:
+                part = len(host_work.core) - 1 if stage.deferred else host_work.part_of[stage.message]
                 after[number, 2] = count + part
         collectives = [number for number, stage in enumerate(stages) if stage.collective]
         for place, number in enumerate(sorted(collectives, key=lambda number: (stages[number].deferred, number))):
@@ -67,32 +65,29 @@ _SAME = 1e-9
 """Seconds between two times that are one."""
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """Times of the stages, arrays [stages], seconds from the beginning of the step.
+class StageTimes(NamedTuple):
+    """When stages ran, arrays [stages], seconds from the beginning of the step.
 
     Attributes:
         start: when its conditions were met.
-        served: when bytes first moved.
+        moved: when its first bytes moved.
         drained: when its last bytes left.
         end: when the last rank had them.
-        bound: the channel that bound it, -1 for none; in frames, the one that it fills the longest.
-        packed: when the main threads had done their work for synchronization; 0 where they share no cores.
+        bound: the channel that bound it when it last moved, -1 for none; in frames, the one that it fills the longest.
     """
 
     start: Floats
-    served: Floats
+    moved: Floats
     drained: Floats
     end: Floats
-    bound: NDArray[numpy.int64]
-    packed: float = 0.0
+    bound: Indices
 
 
 def critical_path(
     schedule: Schedule,
     stages: Sequence[Stage],
     order: StartOrder,
-    outcome: Outcome,
+    times: StageTimes,
     compute: Compute,
     synchronized: float,
     step_time: float,
@@ -106,24 +101,24 @@ def critical_path(
             path.append(Span(name, start, end))
 
     add("optimizer", synchronized, step_time)
-    number = int(numpy.argmax(outcome.end)) if len(stages) else -1
+    number = int(numpy.argmax(times.end)) if len(stages) else -1
     now = synchronized
-    if number < 0 or outcome.end[number] <= compute.backward:
+    if number < 0 or times.end[number] <= compute.backward:
         add("finish", compute.backward, now)
         number, now = -1, compute.backward
     else:
-        add("finish", float(outcome.end[number]), now)
-        now = float(outcome.end[number])
+        add("finish", float(times.end[number]), now)
+        now = float(times.end[number])
     seen: set[int] = set()
     while number >= 0:
         seen.add(number)
-        served = min(now, float(outcome.served[number]))
-        channel = channels[outcome.bound[number]] if outcome.bound[number] >= 0 else "its pipeline"
-        add(f"message '{schedule.messages[stages[number].message].name}' on {channel}", served, now)
-        now = served
-        number = _cause(number, stages, order, outcome, seen)
+        moved = min(now, float(times.moved[number]))
+        channel = channels[times.bound[number]] if times.bound[number] >= 0 else "its pipeline"
+        add(f"message '{schedule.messages[stages[number].message].name}' on {channel}", moved, now)
+        now = moved
+        number = _cause(number, stages, order, times, seen)
         if number >= 0:
-            before = min(now, float(outcome.end[number]))
+            before = min(now, float(times.end[number]))
             add("launch", before, now)
             now = before
     add("backward", compute.forward, now)
@@ -131,23 +126,23 @@ def critical_path(
     return tuple(reversed(path))
 
 
-def _cause(number: int, stages: Sequence[Stage], order: StartOrder, outcome: Outcome, seen: set[int]) -> int:
+def _cause(number: int, stages: Sequence[Stage], order: StartOrder, times: StageTimes, seen: set[int]) -> int:
     """The stage whose end let this one begin, -1 if it was the rank's own computing."""
-    served, start = outcome.served[number], outcome.start[number]
-    if served > start + _SAME:
-        return _nearest(outcome.drained, served, seen)
+    moved, start = times.moved[number], times.start[number]
+    if moved > start + _SAME:
+        return _nearest(times.drained, moved, seen)
     first, second, _ = order.after[number]
-    if second >= 0 and outcome.start[second] >= start - order.delay[number] - _SAME:
-        return _cause(int(second), stages, order, outcome, seen) if second not in seen else -1
+    if second >= 0 and times.start[second] >= start - order.delay[number] - _SAME:
+        return _cause(int(second), stages, order, times, seen) if second not in seen else -1
     begun = start - order.delay[number]
-    if first >= 0 and abs(outcome.end[first] - begun) <= _SAME and first not in seen:
+    if first >= 0 and abs(times.end[first] - begun) <= _SAME and first not in seen:
         return int(first)
     if order.queue[number] >= 0 and begun > order.release[number] + _SAME:
-        return _nearest(outcome.end, begun, seen)
+        return _nearest(times.end, begun, seen)
     return -1
 
 
-def _nearest(times: Floats, now: float, seen: set[int]) -> int:
+def _nearest(moments: Floats, now: float, seen: set[int]) -> int:
     """The stage whose time is the last one up to ``now``; -1 if there is none."""
-    candidates = [number for number in range(len(times)) if number not in seen and times[number] <= now + _SAME]
-    return max(candidates, key=lambda number: times[number], default=-1)
+    candidates = [number for number in range(len(moments)) if number not in seen and moments[number] <= now + _SAME]
+    return max(candidates, key=lambda number: moments[number], default=-1)

@@ -8,7 +8,7 @@ import numba
 import numpy
 from numpy.typing import NDArray
 
-from lightning_autosync.replay.network import Floats, Integers
+from lightning_autosync.replay.network import Floats, Indices, Integers, Routes, Trees
 
 
 class Flows(NamedTuple):
@@ -21,28 +21,23 @@ class Flows(NamedTuple):
         host_cost: that of `Constants`.
     """
 
-    stage: NDArray[numpy.int64]
-    up: NDArray[numpy.int64]
-    down: NDArray[numpy.int64]
+    stage: Indices
+    up: Indices
+    down: Indices
     wire: Floats
     values: Floats
-    pieces: NDArray[numpy.int64]
-    copies: NDArray[numpy.int64]
+    pieces: Indices
+    copies: Indices
     costs: Floats
     growth: Floats
     host_cost: float
 
 
-class Chart(NamedTuple):
-    """The trees of a `Forest`, and the routes and channels of a `Network`."""
+class Paths(NamedTuple):
+    """Trees, routes and channels, for compiled code; ``shared`` is the channel of shared cores, -1 for none."""
 
-    parents: Integers
-    order: Integers
-    sizes: Integers
-    route_of: Integers
-    starts: Integers
-    hops: Integers
-    latencies: Floats
+    trees: Trees
+    routes: Routes
     capacities: Floats
     links: int
     shared: int
@@ -53,16 +48,16 @@ _UP, _DOWN = 0, 1
 
 
 @numba.njit(cache=True)
-def load(flows: Flows, chart: Chart, work: Floats, fill: Floats, pairs: NDArray[numpy.uint64]) -> None:
+def load(flows: Flows, paths: Paths, work: Floats, fill: Floats, pairs: NDArray[numpy.uint64]) -> None:
     """Fill in `Loads`.
 
     No channel can be busy before a first piece reaches it, nor after the last one that crosses it has left. So
     a stage takes, on every channel, at least the way to it plus the load plus the way on; the longest is taken.
     """
-    ranks = chart.parents.shape[1]
+    ranks = paths.trees.parents.shape[1]
     hop_time, before, after = numpy.zeros((2, ranks)), numpy.zeros((2, ranks)), numpy.zeros((2, ranks))
     routes = numpy.zeros((2, ranks), dtype=numpy.int32)
-    count = numpy.zeros(len(chart.capacities))
+    count = numpy.zeros(len(paths.capacities))
     lead, trail = numpy.full(work.shape, numpy.inf), numpy.full(work.shape, numpy.inf)
     for flow in range(len(flows.stage)):
         rising = falling = 0.0
@@ -71,35 +66,35 @@ def load(flows: Flows, chart: Chart, work: Floats, fill: Floats, pairs: NDArray[
             if tree < 0:
                 continue
             count[:] = 0
-            _look_up(chart, way, tree, routes[way])
-            _add_work(flows, chart, flow, way, tree, routes[way], work, count, pairs)
-            _time_hops(flows, chart, flow, way, tree, routes[way], count, hop_time[way])
+            _look_up(paths, way, tree, routes[way])
+            _add_work(flows, paths, flow, way, tree, routes[way], work, count, pairs)
+            _time_hops(flows, paths, flow, way, tree, routes[way], count, hop_time[way])
             if way == _UP:
-                rising = _climb(chart, tree, hop_time[way], before[way])
+                rising = _climb(paths, tree, hop_time[way], before[way])
             else:
-                falling = _climb(chart, tree, hop_time[way], after[way])
+                falling = _climb(paths, tree, hop_time[way], after[way])
         if flows.up[flow] >= 0:
-            _descend(chart, flows.up[flow], hop_time[_UP], falling, after[_UP])
-            _meet(flows, chart, flow, _UP, routes[_UP], before[_UP], after[_UP], lead, trail)
+            _descend(paths, flows.up[flow], hop_time[_UP], falling, after[_UP])
+            _meet(flows, paths, flow, _UP, routes[_UP], before[_UP], after[_UP], lead, trail)
         if flows.down[flow] >= 0:
-            _descend(chart, flows.down[flow], hop_time[_DOWN], rising, before[_DOWN])
-            _meet(flows, chart, flow, _DOWN, routes[_DOWN], before[_DOWN], after[_DOWN], lead, trail)
-    _fill_pipelines(chart, work, lead, trail, fill)
+            _descend(paths, flows.down[flow], hop_time[_DOWN], rising, before[_DOWN])
+            _meet(flows, paths, flow, _DOWN, routes[_DOWN], before[_DOWN], after[_DOWN], lead, trail)
+    _fill_pipelines(paths, work, lead, trail, fill)
 
 
 @numba.njit(cache=True)
-def _look_up(chart: Chart, way: int, tree: int, routes: Integers) -> None:
+def _look_up(paths: Paths, way: int, tree: int, routes: Integers) -> None:
     """The route between each rank and its parent: they are far apart in memory, and asked for again and again."""
     for rank in range(len(routes)):
-        parent = chart.parents[tree, rank]
+        parent = paths.trees.parents[tree, rank]
         if parent >= 0:
-            routes[rank] = chart.route_of[rank, parent] if way == _UP else chart.route_of[parent, rank]
+            routes[rank] = paths.routes.between[rank, parent] if way == _UP else paths.routes.between[parent, rank]
 
 
 @numba.njit(cache=True)
 def _add_work(
     flows: Flows,
-    chart: Chart,
+    paths: Paths,
     flow: int,
     way: int,
     tree: int,
@@ -109,18 +104,18 @@ def _add_work(
     pairs: NDArray[numpy.uint64],
 ) -> None:
     """What one way of a flow asks of links and hosts, how often it crosses each link, and whom it connects."""
-    ranks, stage = chart.parents.shape[1], flows.stage[flow]
+    ranks, stage = paths.trees.parents.shape[1], flows.stage[flow]
     gather, seal, opening, frame, _ = flows.costs[stage]
     copies = flows.copies[flow]
     wire, values = copies * flows.wire[flow], copies * flows.values[flow]
-    parents, sizes, growth, own = chart.parents[tree], chart.sizes[tree], flows.growth[stage], work[stage]
-    starts, hops = chart.starts, chart.hops
+    parents, sizes, growth, own = paths.trees.parents[tree], paths.trees.sizes[tree], flows.growth[stage], work[stage]
+    starts, hops = paths.routes.starts, paths.routes.hops
     for rank in range(ranks):
         parent = parents[rank]
         if parent < 0:
-            own[chart.links + rank] += values * seal
-            if chart.shared >= 0:
-                own[chart.shared] += values * seal
+            own[paths.links + rank] += values * seal
+            if paths.shared >= 0:
+                own[paths.shared] += values * seal
             continue
         source, target = (rank, parent) if way == _UP else (parent, rank)
         # Of its range, the hop carries what the sum over the ranks below it fills; on the way down, over all.
@@ -132,24 +127,24 @@ def _add_work(
         handling = share * wire * flows.host_cost + copies * flows.pieces[flow] * frame
         sending = share * values * seal if way == _UP else 0.0
         receiving = share * values * (gather if way == _UP else opening)
-        own[chart.links + source] += handling + sending
-        own[chart.links + target] += handling + receiving
-        if chart.shared >= 0:
-            own[chart.shared] += 2 * handling + sending + receiving
+        own[paths.links + source] += handling + sending
+        own[paths.links + target] += handling + receiving
+        if paths.shared >= 0:
+            own[paths.shared] += 2 * handling + sending + receiving
         pair = source * ranks + target
         pairs[stage, pair >> 6] |= numpy.uint64(1) << numpy.uint64(pair & 63)
 
 
 @numba.njit(cache=True)
 def _time_hops(
-    flows: Flows, chart: Chart, flow: int, way: int, tree: int, routes: Integers, count: Floats, hop_time: Floats
+    flows: Flows, paths: Paths, flow: int, way: int, tree: int, routes: Integers, count: Floats, hop_time: Floats
 ) -> None:
     """Seconds of one piece from each rank to its parent, or back."""
     gather, seal, opening, _, hop_cost = flows.costs[flows.stage[flow]]
     coding = gather + seal if way == _UP else opening
     wire, values, pieces = flows.wire[flow], flows.values[flow], flows.pieces[flow]
-    parents, sizes, growth = chart.parents[tree], chart.sizes[tree], flows.growth[flows.stage[flow]]
-    starts, hops, capacities = chart.starts, chart.hops, chart.capacities
+    parents, sizes, growth = paths.trees.parents[tree], paths.trees.sizes[tree], flows.growth[flows.stage[flow]]
+    starts, hops, capacities = paths.routes.starts, paths.routes.hops, paths.capacities
     for rank in range(len(hop_time)):
         if parents[rank] < 0:
             continue
@@ -159,17 +154,17 @@ def _time_hops(
             slowest = max(slowest, count[hops[hop]] / capacities[hops[hop]])
         share = growth[sizes[rank] if way == _UP else len(hop_time)]
         piece = slowest * wire + share * values * coding
-        hop_time[rank] = piece / pieces + chart.latencies[route] + hop_cost
+        hop_time[rank] = piece / pieces + paths.routes.latencies[route] + hop_cost
 
 
 @numba.njit(cache=True)
-def _climb(chart: Chart, tree: int, hop_time: Floats, below: Floats) -> float:
+def _climb(paths: Paths, tree: int, hop_time: Floats, below: Floats) -> float:
     """Fill in the longest way from each rank to the leaves below it; returns that from a root."""
     below[:] = 0
     longest = 0.0
     for place in range(len(below) - 1, -1, -1):
-        rank = chart.order[tree, place]
-        parent = chart.parents[tree, rank]
+        rank = paths.trees.order[tree, place]
+        parent = paths.trees.parents[tree, rank]
         if parent >= 0:
             below[parent] = max(below[parent], below[rank] + hop_time[rank])
         else:
@@ -178,18 +173,18 @@ def _climb(chart: Chart, tree: int, hop_time: Floats, below: Floats) -> float:
 
 
 @numba.njit(cache=True)
-def _descend(chart: Chart, tree: int, hop_time: Floats, beyond: float, above: Floats) -> None:
+def _descend(paths: Paths, tree: int, hop_time: Floats, beyond: float, above: Floats) -> None:
     """Fill in the way from each rank to its root and ``beyond``."""
     for place in range(len(above)):
-        rank = chart.order[tree, place]
-        parent = chart.parents[tree, rank]
+        rank = paths.trees.order[tree, place]
+        parent = paths.trees.parents[tree, rank]
         above[rank] = beyond if parent < 0 else above[parent] + hop_time[rank]
 
 
 @numba.njit(cache=True)
 def _meet(
     flows: Flows,
-    chart: Chart,
+    paths: Paths,
     flow: int,
     way: int,
     routes: Integers,
@@ -202,27 +197,27 @@ def _meet(
     stage = flows.stage[flow]
     tree = flows.up[flow] if way == _UP else flows.down[flow]
     for rank in range(len(before)):
-        parent = chart.parents[tree, rank]
+        parent = paths.trees.parents[tree, rank]
         if parent < 0:
             continue
         source, target = (rank, parent) if way == _UP else (parent, rank)
         route = routes[rank]
-        onwards = after[target] + chart.latencies[route] + flows.costs[stage, 4]
-        for hop in range(chart.starts[route], chart.starts[route + 1]):
-            channel = chart.hops[hop]
+        onwards = after[target] + paths.routes.latencies[route] + flows.costs[stage, 4]
+        for hop in range(paths.routes.starts[route], paths.routes.starts[route + 1]):
+            channel = paths.routes.hops[hop]
             lead[stage, channel] = min(lead[stage, channel], before[source])
             trail[stage, channel] = min(trail[stage, channel], onwards)
 
 
 @numba.njit(cache=True)
-def _fill_pipelines(chart: Chart, work: Floats, lead: Floats, trail: Floats, fill: Floats) -> None:
+def _fill_pipelines(paths: Paths, work: Floats, lead: Floats, trail: Floats, fill: Floats) -> None:
     """By how much the longest way of each stage is longer than its busiest channel is busy."""
     for stage in range(work.shape[0]):
         busiest, longest = 0.0, 0.0
-        for channel in range(len(chart.capacities)):
+        for channel in range(len(paths.capacities)):
             if work[stage, channel] > 0:
-                load = work[stage, channel] / chart.capacities[channel]
+                load = work[stage, channel] / paths.capacities[channel]
                 busiest = max(busiest, load)
-                if channel < chart.links:
+                if channel < paths.links:
                     longest = max(longest, lead[stage, channel] + load + trail[stage, channel])
         fill[stage] = max(0.0, longest - busiest)

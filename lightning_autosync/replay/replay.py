@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 import numpy
@@ -10,16 +10,15 @@ import numpy
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.errors import PlanError
 from lightning_autosync.plan.schedule import Schedule
-from lightning_autosync.replay.chores import with_chores
-from lightning_autosync.replay.compute import Chores, Compute, ComputeClock
+from lightning_autosync.replay.compute import Compute, ComputeClock, HostWork
 from lightning_autosync.replay.constants import Constants
-from lightning_autosync.replay.fluid import Conditions, drain
+from lightning_autosync.replay.fluid import Conditions, drain, with_host_work
 from lightning_autosync.replay.frames import count_frames, run_frames
 from lightning_autosync.replay.loads import LoadModel, Loads
 from lightning_autosync.replay.network import Floats, Forest, Network
-from lightning_autosync.replay.outcome import Outcome, StartOrder, critical_path
+from lightning_autosync.replay.outcome import StageTimes, StartOrder, critical_path
 from lightning_autosync.replay.prediction import MessageSpan, Prediction, Span, Timeline
-from lightning_autosync.replay.stages import Stage, Stager
+from lightning_autosync.replay.stages import Stage, StageMaker
 from lightning_autosync.workload import Workload
 
 Detail = Literal["auto", "frames", "fluid"]
@@ -30,6 +29,26 @@ _STEPS = 5
 """Steps, at most, until the token buckets of the links are the same after each."""
 _STEADY = 0.01
 """Share of all tokens that may differ then."""
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A schedule made ready for the replay of its step.
+
+    Attributes:
+        loads, order: of the stages.
+        ranks: compute timeline of each rank.
+        slowest: that of the slowest rank.
+        host_work: what main threads do on shared cores; None where ranks have cores of their own.
+    """
+
+    schedule: Schedule
+    stages: list[Stage]
+    loads: Loads
+    order: StartOrder
+    ranks: list[Compute]
+    slowest: Compute
+    host_work: HostWork | None
 
 
 class Replay:
@@ -45,10 +64,9 @@ class Replay:
         self._constants = constants or Constants()
         self._network = Network(cluster, self._constants)
         self._forest = Forest(self._network)
-        self._stager = Stager(workload, self._forest, self._constants)
+        self._stage_maker = StageMaker(workload, self._forest, self._constants)
         self._loads = LoadModel(self._network, self._forest, self._constants)
         self._clock = ComputeClock(workload, self._constants)
-        self._names = self._network.channel_names()[: self._network.links]
         self._numel = {variable.name: variable.numel for variable in workload.variables}
         self._speeds = [cluster.nodes[index].speed for index in cluster.rank_nodes]
 
@@ -68,31 +86,40 @@ class Replay:
         self._check(schedule)
         if detail not in get_args(Detail):
             raise ValueError(f"detail: {detail!r} is not known; allowed: {', '.join(get_args(Detail))}")
-        stages = self._stages(schedule)
+        step = self._prepare(schedule)
+        in_frames = detail == "frames" or (
+            detail == "auto" and count_frames(step.stages, self._network.ranks) <= FRAMES_LIMIT
+        )
+        tokens = self._network.burst.copy()
+        # What a step leaves in the links' token buckets is there for the next one: repeat it until nothing changes.
+        for _ in range(_STEPS):
+            before = tokens.copy()
+            times, packed = self._run_frames(step, tokens) if in_frames else self._run_fluid(step, tokens)
+            spans, synchronized = _message_spans(step, times, packed)
+            step_time = synchronized + self._workload.optimizer_time / min(self._speeds)
+            idle = max(0.0, step_time - float(times.end.max(initial=0.0)))
+            tokens = numpy.minimum(tokens + idle * self._network.capacities, self._network.burst)
+            if abs(tokens - before).sum() <= _STEADY * self._network.burst.sum():
+                break
+        passed = step.loads.work.sum(axis=0) - (before - tokens)
+        return self._prediction(step, times, spans, synchronized, step_time, passed)
+
+    def _prepare(self, schedule: Schedule) -> _Step:
+        if self._network.ranks == 1:
+            stages = [Stage(message.index, message.collective) for message in schedule.messages]
+        else:
+            stages = [stage for message in schedule.messages for stage in self._stage_maker.stages(message)]
         launch_costs = [0.0] * len(schedule.messages)
         for stage in stages:
             if not stage.deferred:
                 launch_costs[stage.message] += stage.launch
-        computes = {speed: self._clock.run(schedule, launch_costs, speed) for speed in sorted(set(self._speeds))}
-        slowest = computes[min(computes)]
+        computes = {speed: self._clock.run(schedule, launch_costs, speed) for speed in set(self._speeds)}
+        slowest = min(computes)
         shared = self._network.shared_core >= 0
-        chores = self._clock.chores(schedule, launch_costs, min(computes)) if shared else None
-        order = StartOrder.of(schedule, stages, slowest, chores)
-        loads = self._loads.loads(stages)
-        in_frames = detail == "frames" or (
-            detail == "auto" and count_frames(stages, self._network.ranks) <= FRAMES_LIMIT
-        )
-        starts = [computes[speed] for speed in self._speeds] if in_frames else None
-        tokens = self._network.burst.copy()
-        for _ in range(_STEPS):
-            before = tokens.copy()
-            outcome = self._run(stages, loads, order, starts, chores, tokens)
-            prediction, tokens = self._prediction(
-                schedule, stages, loads, order, computes, chores, outcome, before, tokens
-            )
-            if abs(tokens - before).sum() <= _STEADY * self._network.burst.sum():
-                break
-        return prediction
+        host_work = self._clock.host_work(schedule, launch_costs, slowest) if shared else None
+        order = StartOrder.of(schedule, stages, computes[slowest], host_work)
+        ranks = [computes[speed] for speed in self._speeds]
+        return _Step(schedule, stages, self._loads.loads(stages), order, ranks, computes[slowest], host_work)
 
     def _check(self, schedule: Schedule) -> None:
         if schedule.world_size != self._cluster.world_size:
@@ -109,101 +136,61 @@ class Replay:
                     f"'{self._workload.name}' have {numel}"
                 )
 
-    def _stages(self, schedule: Schedule) -> list[Stage]:
-        if self._network.ranks == 1:
-            return [Stage(message.index, message.collective) for message in schedule.messages]
-        return [stage for message in schedule.messages for stage in self._stager.stages(message)]
-
-    def _run(
-        self,
-        stages: Sequence[Stage],
-        loads: Loads,
-        order: StartOrder,
-        starts: Sequence[Compute] | None,
-        chores: Chores | None,
-        tokens: Floats,
-    ) -> Outcome:
-        """One step, in frames where there are ``starts``; ``tokens`` are changed."""
+    def _run_frames(self, step: _Step, tokens: Floats) -> tuple[StageTimes, float]:
+        """One step, frame by frame; ``tokens`` are changed. Returns what `run_frames` does."""
         network, constants = self._network, self._constants
-        if starts is not None:
-            return run_frames(stages, order, loads, starts, chores, network, self._forest, constants, tokens)
-        conditions = Conditions(
-            loads.work, loads.fill, order.release, order.delay, order.after, order.urgency, order.queue, loads.rivals()
+        return run_frames(
+            step.stages, step.order, step.loads, step.ranks, step.host_work, network, self._forest, constants, tokens
         )
-        if chores is not None:
-            conditions = with_chores(conditions, chores, network)
-        times = drain(conditions, network.capacities, constants.collectives, tokens, network.burst)
-        count = len(stages)
-        packed = float(times.end[count:].max(initial=0.0))
-        return Outcome(
-            start=times.start[:count],
-            served=times.served[:count],
-            drained=times.drained[:count],
-            end=times.end[:count],
-            bound=times.bound[:count],
-            packed=packed,
-        )
+
+    def _run_fluid(self, step: _Step, tokens: Floats) -> tuple[StageTimes, float]:
+        """One step, in which each stage flows as a whole; otherwise as `_run_frames`."""
+        network, count = self._network, len(step.stages)
+        conditions = Conditions(step.loads.work, step.loads.fill, step.order, step.loads.rivals())
+        if step.host_work is not None:
+            conditions = with_host_work(conditions, step.host_work, network)
+        times = drain(conditions, network.capacities, self._constants.collectives, tokens, network.burst)
+        return StageTimes._make(each[:count] for each in times), float(times.end[count:].max(initial=0.0))
 
     def _prediction(
         self,
-        schedule: Schedule,
-        stages: Sequence[Stage],
-        loads: Loads,
-        order: StartOrder,
-        computes: dict[float, Compute],
-        chores: Chores | None,
-        outcome: Outcome,
-        before: Floats,
-        tokens: Floats,
-    ) -> tuple[Prediction, Floats]:
-        """What a step takes; and the tokens at its end, given those ``before`` it and those when its last byte left."""
-        slowest = computes[min(computes)]
-        spans, synchronized = _message_spans(schedule, stages, slowest, outcome)
-        optimizer = [self._workload.optimizer_time / speed for speed in self._speeds]
-        step_time = synchronized + max(optimizer)
-        # What a step leaves in the links' buckets, and what comes in until it ends, is there for the next one.
-        idle = max(0.0, step_time - float(outcome.end.max(initial=0.0)))
-        rested = numpy.minimum(tokens + idle * self._network.capacities, self._network.burst)
-        busy = self._busy(loads.work.sum(axis=0) - (before - rested), step_time)
-        links = self._network.links
-        demand = numpy.zeros((len(schedule.messages), len(busy)))
-        numpy.add.at(demand, [stage.message for stage in stages], loads.work / self._network.capacities)
-        timeline = Timeline(
-            step_time,
-            tuple(spans),
-            tuple(
-                _compute_spans(computes[speed], synchronized, seconds)
-                for speed, seconds in zip(self._speeds, optimizer, strict=True)
-            ),
-            dict(zip(self._names, numpy.clip(busy[:links], 0.0, 1.0).tolist(), strict=True)),
+        step: _Step,
+        times: StageTimes,
+        spans: list[MessageSpan],
+        synchronized: float,
+        step_time: float,
+        passed: Floats,
+    ) -> Prediction:
+        """The prediction of a step.
+
+        ``passed`` [channels] is what each gave, without what the step before left in token buckets.
+        """
+        network = self._network
+        links, ranks = network.links, network.ranks
+        busy = passed / network.capacities / step_time if step_time else numpy.zeros_like(passed)
+        demand = numpy.zeros((len(spans), len(busy)))
+        numpy.add.at(demand, [stage.message for stage in step.stages], step.loads.work / network.capacities)
+        cores = None
+        if step.host_work is not None and step_time:
+            main_threads = ranks * sum(step.host_work.core) / float(network.capacities[network.shared_core])
+            cores = float(busy[network.shared_core]) + main_threads / step_time
+        optimizer = (self._workload.optimizer_time / speed for speed in self._speeds)
+        compute = tuple(
+            _compute_spans(rank, synchronized, seconds) for rank, seconds in zip(step.ranks, optimizer, strict=True)
         )
-        prediction = Prediction(
+        names = network.channel_names()
+        use = dict(zip(names, numpy.clip(busy[:links], 0.0, 1.0).tolist(), strict=False))
+        return Prediction(
             step_time=step_time,
             synchronization_time=synchronized - min((span.start for span in spans), default=synchronized),
-            timeline=timeline,
-            hosts=tuple(busy[links : links + self._network.ranks].tolist()),
-            cores=None if chores is None or not step_time else self._shared_cores(busy, chores, step_time),
+            timeline=Timeline(step_time, tuple(spans), compute, use),
+            hosts=tuple(busy[links : links + ranks].tolist()),
+            cores=cores,
             critical_path=critical_path(
-                schedule, stages, order, outcome, slowest, synchronized, step_time, self._bottlenecks
+                step.schedule, step.stages, step.order, times, step.slowest, synchronized, step_time, names
             ),
             demand=demand,
         )
-        return prediction, rested
-
-    def _busy(self, passed: Floats, step_time: float) -> Floats:
-        """[channels] the part of what each gives in a step that was taken; ``passed`` without what an earlier step left
-        in the links' buckets."""
-        return passed / self._network.capacities / step_time if step_time else numpy.zeros_like(passed)
-
-    def _shared_cores(self, busy: Floats, chores: Chores, step_time: float) -> float:
-        """Share of the step in which the cores that all ranks share are busy."""
-        shared = self._network.shared_core
-        main_threads = self._network.ranks * sum(chores.core) / float(self._network.capacities[shared])
-        return float(busy[shared]) + main_threads / step_time
-
-    @property
-    def _bottlenecks(self) -> tuple[str, ...]:
-        return self._network.channel_names()
 
 
 def replay(
@@ -217,25 +204,23 @@ def replay(
     return Replay(workload, cluster, constants).predict(schedule, detail)
 
 
-def _message_spans(
-    schedule: Schedule, stages: Sequence[Stage], slowest: Compute, outcome: Outcome
-) -> tuple[list[MessageSpan], float]:
-    """Each message; and when the slowest rank has taken the last sum."""
-    count = len(schedule.messages)
-    first, last = [len(stages)] * count, [0] * count
-    now = max(slowest.backward, outcome.packed)
+def _message_spans(step: _Step, times: StageTimes, packed: float) -> tuple[list[MessageSpan], float]:
+    """The span of each message; and when the slowest rank has taken the last sum."""
+    count = len(step.schedule.messages)
+    first, last = [len(step.stages)] * count, [0] * count
+    now = max(step.slowest.backward, packed)
     finish = numpy.zeros(count)
-    for number, stage in enumerate(stages):
+    for number, stage in enumerate(step.stages):
         first[stage.message] = min(first[stage.message], number)
         last[stage.message] = max(last[stage.message], number)
         finish[stage.message] += stage.finish
         if stage.deferred:
-            now = max(now, float(outcome.start[number]))
+            now = max(now, float(times.start[number]))
     spans = []
-    for message in schedule.messages:
-        now = max(now, float(outcome.end[last[message.index]])) + float(finish[message.index])
-        start, end = float(outcome.served[first[message.index]]), float(outcome.end[last[message.index]])
-        spans.append(MessageSpan(message.name, start, end, slowest.ready[message.index]))
+    for message in step.schedule.messages:
+        start, end = float(times.moved[first[message.index]]), float(times.end[last[message.index]])
+        now = max(now, end) + float(finish[message.index])
+        spans.append(MessageSpan(message.name, start, end, step.slowest.ready[message.index]))
     return spans, now
 
 

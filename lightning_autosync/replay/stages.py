@@ -87,7 +87,7 @@ class Stage:
         return constants.hop_delay(self.collective, ranks) + constants.crowd(ranks) * self.handling
 
 
-class Stager:
+class StageMaker:
     """Makes the stages of messages for one workload on one cluster."""
 
     def __init__(self, workload: Workload, forest: Forest, constants: Constants) -> None:

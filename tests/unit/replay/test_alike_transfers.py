@@ -62,7 +62,7 @@ def test_they_cost_what_each_by_itself_does(topology: str, shards: int, compress
     )
     replays = [Replay(WORKLOAD, CLUSTER, Constants()) for _ in range(2)]
     counts = [
-        sum(len(stage.flows) for stage in replay._stages(each))
+        sum(len(stage.flows) for stage in replay._prepare(each).stages)
         for replay, each in zip(replays, (shared, apart), strict=True)
     ]
     assert counts[0] < counts[1] if (topology, shards) == ("ring", 3) else counts[0] <= counts[1]

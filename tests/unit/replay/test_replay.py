@@ -93,7 +93,7 @@ def test_plans_of_many_frames_are_priced_as_fluids() -> None:
     made = compiled("packed_trees", MANY, spec, bucket_bytes=1)
     assert len(made.messages) == 20
     pricing = Replay(MANY, spec)
-    assert count_frames(pricing._stages(made), 8) > FRAMES_LIMIT
+    assert count_frames(pricing._prepare(made).stages, 8) > FRAMES_LIMIT
     assert pricing.predict(made).step_time == pricing.predict(made, "fluid").step_time
     assert pricing.predict(made).step_time != pricing.predict(made, "frames").step_time
 
@@ -103,10 +103,10 @@ def test_every_route_of_a_large_cluster_is_found_once() -> None:
     made = compiled("byteps", MANY, spec, topology="native", bucket_bytes=2**40)
     pricing = Replay(MANY, spec)
     first = pricing.predict(made)
-    routes = len(pricing._network.latencies)
+    routes = len(pricing._network.routes.latencies)
     assert routes == 256 * 255
     assert pricing.predict(made).step_time == first.step_time
-    assert len(pricing._network.latencies) == routes
+    assert len(pricing._network.routes.latencies) == routes
 
 
 def test_busy_shares_and_critical_path() -> None:
