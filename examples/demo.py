@@ -23,7 +23,7 @@ from lightning_autosync import AutoSyncStrategy, ClusterSpec, SyncPlan
 from lightning_autosync.cluster import resolve_cluster
 from lightning_autosync.measure.bench.output import result_table
 from lightning_autosync.measure.bench.run import run_bench
-from lightning_autosync.measure.bench.settings import Settings
+from lightning_autosync.measure.bench.settings import BenchSettings
 from lightning_autosync.measure.models.recipes import Digits as BenchDigits
 from lightning_autosync.measure.workers.calls import LaunchError
 from lightning_autosync.strategy.choice import choose_plan
@@ -132,7 +132,7 @@ def gain_on_uneven_links(console: Console) -> None:
             "contenders": {"AutoSync": {"plan": str(path)}},
         }
         try:
-            result = run_bench(Settings.parse(settings))
+            result = run_bench(BenchSettings.parse(settings))
         except LaunchError as error:
             console.print(f"Not measured: {error}.")
             return

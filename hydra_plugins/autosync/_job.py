@@ -20,7 +20,7 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
 from lightning_autosync.documents import write_text
-from lightning_autosync.measure.workers.signals import raised_endings
+from lightning_autosync.measure.workers.signals import signals_as_exceptions
 
 _log = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ def run(command: Sequence[str], environment: Mapping[str, str], output: IO[bytes
         KeyboardInterrupt, SystemExit: SIGINT, or SIGTERM or SIGHUP, came meanwhile.
     """
     process: subprocess.Popen[bytes] | None = None
-    with raised_endings() as endings:
+    with signals_as_exceptions() as endings:
         try:
             with endings.held():  # else a process could exist that nobody knows of
                 process = subprocess.Popen(

@@ -13,9 +13,9 @@ from lightning_autosync.documents import write_text
 from lightning_autosync.errors import DocumentError, UnwritableError
 from lightning_autosync.measure.bench.output import draw, remarks, result_table
 from lightning_autosync.measure.bench.preparation import make_cluster, prepare
-from lightning_autosync.measure.bench.result import Result
+from lightning_autosync.measure.bench.result import BenchResult
 from lightning_autosync.measure.bench.run import run_bench
-from lightning_autosync.measure.bench.settings import Settings
+from lightning_autosync.measure.bench.settings import BenchSettings
 from lightning_autosync.measure.hosts import job_hosts
 from lightning_autosync.measure.workers import WorkerPool
 from lightning_autosync.plan import SyncPlan
@@ -28,7 +28,7 @@ _FILE_WIDTH = 130
 """Columns of the table where it does not go to a terminal."""
 
 
-def bench(configuration: dict[str, Any], directory: Path) -> Result:
+def bench(configuration: dict[str, Any], directory: Path) -> BenchResult:
     """Run one bench; ``result.json`` and ``result.png`` appear in ``directory``. Returns what was found.
 
     After each round ``result.json`` holds the result so far, in case the run is cut short. Where it cannot be written,
@@ -39,15 +39,15 @@ def bench(configuration: dict[str, Any], directory: Path) -> Result:
         AutoSyncError: a setting is wrong, or a worker failed.
         UnwritableError: a file cannot be written.
     """
-    settings = Settings.parse(configuration)
+    settings = BenchSettings.parse(configuration)
     if settings.timeline:
         _check_timeline(settings)
     constants = job_hosts(settings.launch.kind, settings.model.kind in _WITHOUT_COMPUTE, settings.constants)
 
-    def keep(result: Result) -> None:
+    def keep(result: BenchResult) -> None:
         write_text(directory / "result.json", json.dumps(result.to_dict()) + "\n")
 
-    def keep_if_possible(result: Result) -> None:
+    def keep_if_possible(result: BenchResult) -> None:
         with suppress(UnwritableError):
             keep(result)
 
@@ -66,7 +66,7 @@ def bench(configuration: dict[str, Any], directory: Path) -> Result:
     return result
 
 
-def _check_timeline(settings: Settings) -> None:
+def _check_timeline(settings: BenchSettings) -> None:
     """Raise `DocumentError` before anything is measured if no timeline can be drawn."""
     if settings.model.kind not in _WITHOUT_COMPUTE:
         raise DocumentError(
@@ -79,7 +79,7 @@ def _check_timeline(settings: Settings) -> None:
         raise DocumentError("timeline: it shows an exact plan, and there is none among the contenders")
 
 
-def _draw_timeline(result: Result, constants: Constants, directory: Path) -> None:
+def _draw_timeline(result: BenchResult, constants: Constants, directory: Path) -> None:
     name, settings = result.best_exact, result.settings
     assert name is not None  # there is one, as was checked
     order, cluster = result.preparation.orders[name], result.cluster

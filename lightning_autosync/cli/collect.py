@@ -14,10 +14,10 @@ from lightning_autosync.documents import write_text
 from lightning_autosync.lab.collection.card import write_card
 from lightning_autosync.lab.collection.collector import Collector
 from lightning_autosync.lab.collection.drawing import draw_combinations
-from lightning_autosync.lab.collection.settings import Settings
+from lightning_autosync.lab.collection.settings import CollectionSettings
 from lightning_autosync.learned.dataset import Writer
 from lightning_autosync.measure.emulation.netns import require_namespaces
-from lightning_autosync.measure.hosts import shared_hosts
+from lightning_autosync.measure.hosts import emulated_hosts
 
 FORMAT = "autosync-collection/1"
 
@@ -34,8 +34,8 @@ def collect(configuration: dict[str, Any], directory: Path) -> None:
         AutoSyncError: a setting is wrong, links cannot be emulated here, a file of the dataset is damaged, or too many
             plans failed.
     """
-    settings = Settings.parse(configuration)
-    constants = shared_hosts(settings.constants, settings.cores)
+    settings = CollectionSettings.parse(configuration)
+    constants = emulated_hosts(settings.constants, settings.cores)
     combinations = draw_combinations(settings)
     require_namespaces()
     start = time.perf_counter()
@@ -66,7 +66,7 @@ def collect(configuration: dict[str, Any], directory: Path) -> None:
     )
 
 
-def _result(settings: Settings, collector: Collector, seconds: float, pairs: int) -> dict[str, Any]:
+def _result(settings: CollectionSettings, collector: Collector, seconds: float, pairs: int) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "settings": settings.model_dump(mode="json"),

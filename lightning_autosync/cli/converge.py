@@ -15,7 +15,7 @@ from lightning_autosync.documents import write_text
 from lightning_autosync.lab.convergence.comparison import compare
 from lightning_autosync.lab.convergence.isolation import simulate_groups, survey_remarks, survey_table
 from lightning_autosync.lab.convergence.output import draw, remarks, result_table
-from lightning_autosync.lab.convergence.settings import Settings
+from lightning_autosync.lab.convergence.settings import ConvergenceSettings
 
 FILE_WIDTH = 160
 """Columns of the tables where they do not go to a terminal."""
@@ -27,7 +27,7 @@ def converge(configuration: dict[str, Any], directory: Path) -> None:
     Raises:
         AutoSyncError: a setting is wrong, or a worker failed.
     """
-    settings = Settings.parse(configuration)
+    settings = ConvergenceSettings.parse(configuration)
     console = Console()
     if not console.is_terminal:
         console = Console(width=FILE_WIDTH)

@@ -15,13 +15,13 @@ from rich.progress import Progress
 
 from lightning_autosync.documents import write_text
 from lightning_autosync.errors import DocumentError
-from lightning_autosync.lab.fitting.comparison import Run, compare, run_file, tables, tabulate
+from lightning_autosync.lab.fitting.comparison import FitRun, compare, run_file, tables, tabulate
 from lightning_autosync.lab.fitting.encoding import encode_samples
-from lightning_autosync.lab.fitting.splits import Settings, cluster, family, for_all
+from lightning_autosync.lab.fitting.splits import FitSettings, cluster, family, for_all
 from lightning_autosync.learned import LearnedEstimator, Simulator, load_simulator
 from lightning_autosync.learned.dataset import Dataset, Sample
 from lightning_autosync.learned.examples import Examples
-from lightning_autosync.measure.hosts import shared_hosts
+from lightning_autosync.measure.hosts import emulated_hosts
 from lightning_autosync.replay import Constants
 from lightning_autosync.run_files import RunFile, alone
 
@@ -38,7 +38,7 @@ def fit(configuration: dict[str, Any], directory: Path) -> None:
     Raises:
         AutoSyncError: a setting is wrong, a part of the dataset cannot be read, or the runs in the file are of others.
     """
-    settings = Settings.parse(configuration)
+    settings = FitSettings.parse(configuration)
     samples, cores = _load(settings)
     start, constants = _start(settings, cores)
     console = Console()
@@ -63,7 +63,7 @@ def fit(configuration: dict[str, Any], directory: Path) -> None:
     console.print(f"{fitted}, {directory / 'result.json'}", soft_wrap=True, highlight=False)
 
 
-def _load(settings: Settings) -> tuple[list[Sample], set[float]]:
+def _load(settings: FitSettings) -> tuple[list[Sample], set[float]]:
     """The samples that a simulator can learn from, those of plans with a schedule, and the cores that ranks shared."""
     dataset = Dataset.load(settings.dataset)
     samples = [sample for sample in dataset if sample.plan.has_schedule]
@@ -77,7 +77,7 @@ def _load(settings: Settings) -> tuple[list[Sample], set[float]]:
     return samples, dataset.cores
 
 
-def _start(settings: Settings, cores: set[float]) -> tuple[LearnedEstimator | None, Constants]:
+def _start(settings: FitSettings, cores: set[float]) -> tuple[LearnedEstimator | None, Constants]:
     """The simulator to train further, if there is one, and the constants of all.
 
     Args:
@@ -88,7 +88,7 @@ def _start(settings: Settings, cores: set[float]) -> tuple[LearnedEstimator | No
         if settings.constants is None and settings.cores is None and len(cores) > 1:
             found = " and ".join(f"{number:g}" for number in sorted(cores))
             raise DocumentError(f"cores: samples were measured on {found} cores, which no constants describe at once")
-        return None, shared_hosts(settings.constants, settings.cores or next(iter(cores), None))
+        return None, emulated_hosts(settings.constants, settings.cores or next(iter(cores), None))
     if settings.constants is not None or settings.cores is not None:
         raise DocumentError("start: a fitted simulator has constants of its own; leave out constants and cores")
     start = load_simulator(settings.start)
@@ -101,7 +101,7 @@ def _start(settings: Settings, cores: set[float]) -> tuple[LearnedEstimator | No
 
 
 def _encode(
-    settings: Settings, samples: Sequence[Sample], constants: Constants, progress: Progress
+    settings: FitSettings, samples: Sequence[Sample], constants: Constants, progress: Progress
 ) -> dict[str, Examples]:
     kinds = tuple(dict.fromkeys((*settings.compare, settings.simulator.kind)))
     _log.info("encoding %d samples", len(samples))
@@ -110,14 +110,14 @@ def _encode(
 
 
 def _compare(
-    settings: Settings,
+    settings: FitSettings,
     samples: Sequence[Sample],
     encoded: Mapping[str, Examples],
     constants: Constants,
-    file: RunFile[Run],
+    file: RunFile[FitRun],
     start: LearnedEstimator | None,
     progress: Progress,
-) -> list[Run]:
+) -> list[FitRun]:
     """All runs."""
     total = settings.seeds * len(settings.splits) * len(set(settings.compare))
     task = progress.add_task("comparing", total=total)
@@ -129,7 +129,7 @@ def _compare(
 
 
 def _fit(
-    settings: Settings, samples: Sequence[Sample], encoded: Mapping[str, Examples], simulator: Simulator
+    settings: FitSettings, samples: Sequence[Sample], encoded: Mapping[str, Examples], simulator: Simulator
 ) -> Simulator:
     """Train on all samples; each network is kept from some, by which its epoch is chosen."""
     if isinstance(simulator, LearnedEstimator):
@@ -140,10 +140,10 @@ def _fit(
 
 
 def _result(
-    settings: Settings,
+    settings: FitSettings,
     samples: Sequence[Sample],
     constants: Constants,
-    runs: Sequence[Run],
+    runs: Sequence[FitRun],
     timing: Mapping[str, float],
 ) -> dict[str, Any]:
     return {

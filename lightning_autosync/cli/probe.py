@@ -16,7 +16,7 @@ from lightning_autosync.errors import DocumentError
 from lightning_autosync.measure.launches.launch import require_torchrun
 from lightning_autosync.measure.launches.settings import LaunchSettings
 from lightning_autosync.measure.probe.job import probe_ranks
-from lightning_autosync.measure.probe.settings import Settings
+from lightning_autosync.measure.probe.settings import ProbeSettings
 from lightning_autosync.measure.probe.table import link_rows, links_table, nodes_table, pairs_table
 from lightning_autosync.measure.workers.pool import WorkerPool
 from lightning_autosync.replay.constants import Constants
@@ -33,7 +33,7 @@ def probe(configuration: dict[str, Any], directory: Path) -> None:
     Raises:
         AutoSyncError: a setting is wrong, links cannot be emulated here, or a rank failed.
     """
-    settings = Settings.parse(configuration)
+    settings = ProbeSettings.parse(configuration)
     if isinstance(settings.launch, LaunchSettings):
         answer = run_probe(settings)
     else:
@@ -61,7 +61,7 @@ def probe(configuration: dict[str, Any], directory: Path) -> None:
     console.print(", ".join(str(directory / name) for name in files), soft_wrap=True, highlight=False)
 
 
-def run_probe(settings: Settings) -> dict[str, Any]:
+def run_probe(settings: ProbeSettings) -> dict[str, Any]:
     """Start the ranks, probe, and end them; what :func:`probe_ranks` returns."""
     assert isinstance(settings.launch, LaunchSettings)
     where = settings.named_cluster()
@@ -73,7 +73,7 @@ def run_probe(settings: Settings) -> dict[str, Any]:
     return answer
 
 
-def _within_job(settings: Settings) -> dict[str, Any] | None:
+def _within_job(settings: ProbeSettings) -> dict[str, Any] | None:
     """Probe as one rank of a job that is there already; None on all ranks but the first."""
     require_torchrun("probe")
     torch.set_num_threads(1)
@@ -85,7 +85,7 @@ def _within_job(settings: Settings) -> dict[str, Any] | None:
         dist.destroy_process_group()
 
 
-def _arguments(settings: Settings) -> dict[str, Any]:
+def _arguments(settings: ProbeSettings) -> dict[str, Any]:
     """Those of `probe_ranks`."""
     if settings.head + settings.window > settings.timeout:
         raise DocumentError("timeout: shorter than one transfer, which takes head and window")

@@ -11,9 +11,9 @@ import optuna
 from rich.console import Console
 
 from lightning_autosync.documents import write_text
-from lightning_autosync.lab.rehearsal.contest import Contest, Run
+from lightning_autosync.lab.rehearsal.contest import Contest, SamplerRun
 from lightning_autosync.lab.rehearsal.outcome import draw, standings, table
-from lightning_autosync.lab.rehearsal.settings import Settings
+from lightning_autosync.lab.rehearsal.settings import RehearsalSettings
 
 FORMAT = "autosync-rehearsal/1"
 _log = logging.getLogger(__name__)
@@ -28,10 +28,10 @@ def rehearse(configuration: dict[str, Any], directory: Path) -> None:
     Raises:
         AutoSyncError: a setting is wrong, or the file's runs were made with others.
     """
-    settings = Settings.parse(configuration)
+    settings = RehearsalSettings.parse(configuration)
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     path = Path(settings.runs) if settings.runs else directory / "runs.jsonl"
-    runs: list[Run] = []
+    runs: list[SamplerRun] = []
     for run, new in Contest(settings).runs(path):
         runs.append(run)
         if new:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_autosync.errors import AutoSyncError
-from lightning_autosync.measure.hosts import shared_hosts
+from lightning_autosync.measure.hosts import emulated_hosts
 from lightning_autosync.measure.workers import WorkerPool
 from lightning_autosync.report.compare import compare_timelines
 from lightning_autosync.report.page import REPORT, write_report
@@ -65,5 +65,5 @@ def _trace(outcome: Outcome, directory: Path) -> None:
         settings.launch.open(job.cluster) as launch,
         WorkerPool(job.cluster.world_size, launch, timeout=settings.timeout, scheduling=scheduling) as pool,
     ):
-        constants = shared_hosts(settings.constants)
+        constants = emulated_hosts(settings.constants)
         compare_timelines(best.plan, job.workload, job.cluster, pool, directory, constants)

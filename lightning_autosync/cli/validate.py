@@ -11,11 +11,11 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_autosync.documents import write_text
-from lightning_autosync.lab.validation.accuracy import RANKED, Accuracy, Priced, by
+from lightning_autosync.lab.validation.accuracy import RANKED, Priced, ReplayAccuracy, by
 from lightning_autosync.lab.validation.cases import Case, draw_cases
-from lightning_autosync.lab.validation.measuring import Measurement, measure_cases
-from lightning_autosync.lab.validation.settings import Settings
-from lightning_autosync.measure.hosts import shared_hosts
+from lightning_autosync.lab.validation.measuring import CaseMeasurement, measure_cases
+from lightning_autosync.lab.validation.settings import ValidationSettings
+from lightning_autosync.measure.hosts import emulated_hosts
 from lightning_autosync.plan import compile_plan
 from lightning_autosync.replay import Constants, Replay
 
@@ -36,8 +36,8 @@ def validate(configuration: dict[str, Any], directory: Path) -> None:
     Raises:
         AutoSyncError: a setting is wrong, links cannot be emulated here, or a worker failed.
     """
-    settings = Settings.parse(configuration)
-    constants = shared_hosts(settings.constants)
+    settings = ValidationSettings.parse(configuration)
+    constants = emulated_hosts(settings.constants)
     cases = draw_cases(settings)
     path = Path(settings.measurements) if settings.measurements else directory / "measurements.jsonl"
     found = measure_cases(cases, settings, path)
@@ -47,7 +47,7 @@ def validate(configuration: dict[str, Any], directory: Path) -> None:
         for case, one in ((case, found[case.key]) for case in cases)
     ]
     tables = {
-        "all": {"all": Accuracy.of(priced)},
+        "all": {"all": ReplayAccuracy.of(priced)},
         "cluster": by(priced, lambda one: one.case.cluster.name),
         "workload": by(priced, lambda one: one.case.family),
         "plan": by(priced, lambda one: one.case.kind),
@@ -71,13 +71,16 @@ def price(cases: list[Case], constants_of: Callable[[Case], Constants]) -> dict[
     return seconds
 
 
-def hosts_of(measurement: Measurement, default: Constants) -> Constants:
+def hosts_of(measurement: CaseMeasurement, default: Constants) -> Constants:
     """As probed when it was measured."""
     return default if measurement.hosts is None else Constants.from_dict(measurement.hosts, source="hosts")
 
 
 def _result(
-    settings: Settings, constants: Constants, priced: list[Priced], tables: Mapping[str, Mapping[str, Accuracy]]
+    settings: ValidationSettings,
+    constants: Constants,
+    priced: list[Priced],
+    tables: Mapping[str, Mapping[str, ReplayAccuracy]],
 ) -> dict[str, Any]:
     return {
         "format": FORMAT,
@@ -91,7 +94,7 @@ def _result(
     }
 
 
-def _print(priced: list[Priced], tables: Mapping[str, Mapping[str, Accuracy]]) -> None:
+def _print(priced: list[Priced], tables: Mapping[str, Mapping[str, ReplayAccuracy]]) -> None:
     console = Console()
     if not console.is_terminal:
         console = Console(width=FILE_WIDTH)
@@ -106,7 +109,7 @@ def _print(priced: list[Priced], tables: Mapping[str, Mapping[str, Accuracy]]) -
         console.print(f"  {one.case.pair}, {one.case.kind}: {times}", soft_wrap=True, highlight=False)
 
 
-def _accuracy_table(name: str, rows: Mapping[str, Accuracy]) -> Table:
+def _accuracy_table(name: str, rows: Mapping[str, ReplayAccuracy]) -> Table:
     table = Table(name, "cases", "median error", "p90", "bias", "Kendall tau", "beyond noise", "within noise")
     for row, accuracy in rows.items():
         errors = f"{accuracy.median:.1%}", f"{accuracy.p90:.1%}", f"{accuracy.bias:+.1%}"
@@ -116,7 +119,7 @@ def _accuracy_table(name: str, rows: Mapping[str, Accuracy]) -> Table:
     return table
 
 
-def order_lines(pairs: Mapping[str, Accuracy]) -> list[str]:
+def order_lines(pairs: Mapping[str, ReplayAccuracy]) -> list[str]:
     """How well the plans for each workload on each cluster are put in order: the least tau, and how many are low."""
     lines = []
     for title, field in (

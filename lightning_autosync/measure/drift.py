@@ -24,7 +24,7 @@ DOUBT = 0.5
 two trials beside a reference that is a third slower than usual, eleven beside one that is 5% slower."""
 
 
-class Sight(NamedTuple):
+class DriftObservation(NamedTuple):
     """What a trial tells of drift, None where unknown.
 
     Attributes:
@@ -133,13 +133,13 @@ class Drift:
         return {number: _around([self.turns[n] for n in numbers], place) for place, number in enumerate(numbers)}
 
 
-def run_with_turns(sights: Sequence[Sight], wanted: str | None) -> str | None:
+def run_with_turns(sights: Sequence[DriftObservation], wanted: str | None) -> str | None:
     """The wanted run, if the reference had a turn in it; else the first in which it had, if there is one."""
     runs = [sight.run for sight in sights if sight.batch is not None and sight.reference is not None]
     return wanted if wanted in runs or not runs else runs[0]
 
 
-class Footing:
+class DriftCorrection:
     """Seconds of trials of several runs on the footing of one, by the reference that all of them measure.
 
     Args:
@@ -154,7 +154,9 @@ class Footing:
         self.base = self._stretches.get(run, Drift({}, share))
 
     @classmethod
-    def of(cls, sights: Iterable[Sight], run: str | None, now: Mapping[int, float] | None = None) -> Footing:
+    def of(
+        cls, sights: Iterable[DriftObservation], run: str | None, now: Mapping[int, float] | None = None
+    ) -> DriftCorrection:
         """What trials tell.
 
         Args:
@@ -174,7 +176,7 @@ class Footing:
         return self.base.bring(self._stretches.get(run, Drift({}, self._share)), number, seconds)
 
 
-def _share(sights: Sequence[Sight]) -> float:
+def _share(sights: Sequence[DriftObservation]) -> float:
     """How much of the reference's deviations trials share; all of them where no trial has a price.
 
     The slope of seconds over the price against the reference, both as logarithms off their medians, by least absolute

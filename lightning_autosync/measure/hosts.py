@@ -17,7 +17,7 @@ _BURST = 1024 * int(BURST.removesuffix("kb"))
 
 
 def probed_hosts(pool: Pool, cluster: ClusterSpec, scheduling: str) -> Constants:
-    """The constants of a pool's hosts as they are just now, of the links those of `shared_hosts`.
+    """The constants of a pool's hosts as they are just now, of the links those of `emulated_hosts`.
 
     Raises:
         WorkerError: a worker failed.
@@ -25,12 +25,12 @@ def probed_hosts(pool: Pool, cluster: ClusterSpec, scheduling: str) -> Constants
     leaders = [cluster.ranks_of(node)[0] for node in range(len(cluster.nodes))]
     probe = pool.run(probe_hosts, leaders=leaders, scheduling=scheduling)[0]
     devices = [len(cluster.ranks_of(node)) for node in range(len(cluster.nodes))]
-    links = shared_hosts()
+    links = emulated_hosts()
     found = fit_constants(probe, scheduling, machines=1, devices=devices, accelerated=True)
     return found.model_copy(update={"burst": links.burst, "sharing_loss": links.sharing_loss})
 
 
-def shared_hosts(path: str | None = None, cores: float | None = None) -> Constants:
+def emulated_hosts(path: str | None = None, cores: float | None = None) -> Constants:
     """The constants in a probe's file, or the defaults on ``cores`` (None: all of this machine's) and emulated links.
 
     Paced gradients take no core, as those of an accelerator.
@@ -58,7 +58,7 @@ def job_hosts(launch: str, paced: bool, path: str | None = None) -> Constants:
     if path is not None:
         known = Constants.load(path)
     elif launch == "emulated":
-        known = shared_hosts()
+        known = emulated_hosts()
     else:
         known = Constants(cores=usable_cores() if launch == "local" else None)
     return known.model_copy(update={"accelerated": paced})
@@ -72,5 +72,5 @@ def least_step(workload: Workload, cluster: ClusterSpec) -> Bound:
     715 ms that ``experiment=fat_star_4`` takes, and all of what a message of some KiB asks of its links, which is bound
     by hosts and not by links.
     """
-    links = shared_hosts()
+    links = emulated_hosts()
     return least_step_of_links(workload, cluster, links.framing, links.burst)

@@ -12,7 +12,7 @@ import yaml
 
 from lightning_autosync.documents import Record, checked, write_text
 from lightning_autosync.errors import PlanError
-from lightning_autosync.measure.hosts import shared_hosts
+from lightning_autosync.measure.hosts import emulated_hosts
 from lightning_autosync.plan import Schedule, SyncPlan, compile_plan
 from lightning_autosync.replay import Constants, Prediction, Replay, Timeline
 from lightning_autosync.replay.constants import Cores
@@ -283,7 +283,7 @@ def _constants(run: TuningRun) -> Constants:
     told = {"constants": run.result.settings.get("constants"), "cores": run.result.environment.get("cores")}
     hosts = checked(_Hosts, told, str(run.directory / RESULT))
     if run.emulated_links and run.paced:
-        return shared_hosts(hosts.constants, hosts.cores)
+        return emulated_hosts(hosts.constants, hosts.cores)
     return Constants() if hosts.constants is None else Constants.load(hosts.constants)
 
 

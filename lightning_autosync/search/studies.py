@@ -21,7 +21,7 @@ from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.documents import Index, Record, check_format, checked, parse_json
 from lightning_autosync.errors import PlanError
 from lightning_autosync.learned.dataset import Sample
-from lightning_autosync.measure.drift import Footing, run_with_turns
+from lightning_autosync.measure.drift import DriftCorrection, run_with_turns
 from lightning_autosync.plan.space import Genome, PlanSpace, Value
 from lightning_autosync.plan.spec import Semantics
 from lightning_autosync.search.passwords import without_password
@@ -304,10 +304,10 @@ def samples_of(study: optuna.Study) -> list[Sample]:
     return samples
 
 
-def footing_of_study(study: optuna.Study) -> Footing:
+def footing_of_study(study: optuna.Study) -> DriftCorrection:
     """The correction to the run of the study's first trial, or to the first run that measured the reference."""
     sights = [sight_of(trial) for trial in study.get_trials(deepcopy=False)]
-    return Footing.of(sights, run_with_turns(sights, sights[0].run if sights else None))
+    return DriftCorrection.of(sights, run_with_turns(sights, sights[0].run if sights else None))
 
 
 class _Sizes(Record):

@@ -10,7 +10,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from lightning_autosync.documents import LONGEST, Index, Taken, checked, parse_json
 from lightning_autosync.errors import PlanError
-from lightning_autosync.measure.drift import Sight
+from lightning_autosync.measure.drift import DriftObservation
 from lightning_autosync.plan import SyncPlan
 from lightning_autosync.plan.space import BUILDER, COMPOSED, Genome, PlanSpace
 from lightning_autosync.search.storages import StudyError
@@ -85,10 +85,10 @@ def refined_plan(text: str) -> SyncPlan:
     return SyncPlan.from_dict(parse_json(text, REFINED, PlanError), REFINED)
 
 
-def sight_of(trial: FrozenTrial) -> Sight:
+def sight_of(trial: FrozenTrial) -> DriftObservation:
     """What a trial tells of drift."""
     steps = measured_steps(trial) if trial.state.is_finished() else ()
-    return Sight(
+    return DriftObservation(
         run=attribute(trial, RUN),
         number=trial.number,
         batch=attribute(trial, BATCH),

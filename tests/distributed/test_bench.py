@@ -13,9 +13,9 @@ import pytest
 
 from lightning_autosync.measure import conditions
 from lightning_autosync.measure.bench.preparation import prepare
-from lightning_autosync.measure.bench.result import Result
+from lightning_autosync.measure.bench.result import BenchResult
 from lightning_autosync.measure.bench.run import play, run_bench
-from lightning_autosync.measure.bench.settings import Settings
+from lightning_autosync.measure.bench.settings import BenchSettings
 from lightning_autosync.measure.session import MeasurementSession
 from lightning_autosync.measure.workers import WorkerError
 
@@ -68,7 +68,7 @@ def test_too_short_a_run_says_so(found):
 
 
 def test_row_wise_contenders_agree_with_dense_ones():
-    settings = Settings.parse(
+    settings = BenchSettings.parse(
         {
             "model": {"kind": "recommender", "rows": 500, "width": 4, "batch": 16},
             "rounds": 1,
@@ -88,7 +88,7 @@ def test_row_wise_contenders_agree_with_dense_ones():
 def test_buffers_follow_and_random_parts_are_the_same_in_every_contender() -> None:
     own = {"kind": "imported", "_target_": "bench_modules.Normalized", "data": {"_target_": "bench_modules.batches"}}
     short = {"rounds": 2, "steps": 2, "warm_up": 1, "ranks": 2}
-    settings = Settings.parse({"model": own, **short, "contenders": {"star": {"builder": "ps"}}})
+    settings = BenchSettings.parse({"model": own, **short, "contenders": {"star": {"builder": "ps"}}})
     kept: list[int] = []
     preparation = prepare(settings)
     with MeasurementSession(preparation.cluster, settings.launch, settings.timeout) as session:
@@ -100,7 +100,7 @@ def test_buffers_follow_and_random_parts_are_the_same_in_every_contender() -> No
 
 
 @pytest.fixture(scope="module")
-def paced() -> Result:
+def paced() -> BenchResult:
     """A short run under paced compute: every hook beside dense and row-wise plans."""
     model = {"kind": "paced", "catalogue": "ncf", "scale": 0.0005, "arguments": {"batch_size": 64}, "compute": "60 ms"}
     hooks = {
@@ -112,7 +112,7 @@ def paced() -> Result:
     plans = {"rows": {"builder": "all_reduce", "embeddings": "rows"}, "star": {"builder": "byteps"}}
     sparse = {"ddp_sparse": {"ddp": {}, "embeddings": "sparse"}, "sparse": {"builder": "ps", "embeddings": "sparse"}}
     sizes = {"rounds": 1, "steps": 4, "warm_up": 3, "ddp": {"static_graph": [False, True]}}
-    return run_bench(Settings.parse({"model": model, **sizes, "contenders": {**hooks, **plans, **sparse}}))
+    return run_bench(BenchSettings.parse({"model": model, **sizes, "contenders": {**hooks, **plans, **sparse}}))
 
 
 def test_paced_steps_last_as_long_as_told(paced):
@@ -142,4 +142,4 @@ def test_hooks_send_less(paced):
 def test_a_worker_that_fails_is_told(monkeypatch):
     monkeypatch.setattr(conditions, "load_average", bench_modules.fails)
     with pytest.raises(WorkerError, match=r"ZeroDivisionError"):
-        run_bench(Settings.parse({"model": {"kind": "flat", "mib": 0.1}}))
+        run_bench(BenchSettings.parse({"model": {"kind": "flat", "mib": 0.1}}))

@@ -11,8 +11,8 @@ from lightning_autosync.cli.converge import converge
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.lab.convergence.comparison import compare
 from lightning_autosync.lab.convergence.groups import compare as compare_groups
-from lightning_autosync.lab.convergence.result import Result
-from lightning_autosync.lab.convergence.settings import Settings
+from lightning_autosync.lab.convergence.result import ConvergenceResult
+from lightning_autosync.lab.convergence.settings import ConvergenceSettings
 from lightning_autosync.measure.emulation import netns
 from lightning_autosync.measure.workers import LaunchError
 
@@ -32,12 +32,12 @@ STEPS = 12
 
 
 @pytest.fixture(scope="module")
-def fixed() -> Result:
+def fixed() -> ConvergenceResult:
     """The same few steps by every method."""
     speeds: dict[str, Any] = {"equal": []}
     common = {"workers": WORKERS, "speeds": speeds, "seeds": 1, "interval": 0.01}
     return compare(
-        Settings.parse(
+        ConvergenceSettings.parse(
             {"task": {"kind": "digits"}, "methods": METHODS, "rates": [0.05], "steps": STEPS, "momentum": 0.0, **common}
         )
     )
@@ -110,7 +110,7 @@ def test_behind_emulated_links():
         "momentum": 0.0,
         "seeds": 1,
     }
-    found = compare(Settings.parse(settings))
+    found = compare(ConvergenceSettings.parse(settings))
     assert found.to_dict()["emulated"] == {"compute": True, "links": True}
     for name in methods:
         (run,) = found.of(name, "slow")

@@ -12,7 +12,7 @@ import pytest
 from lightning_autosync.cli.probe import probe, run_probe
 from lightning_autosync.cluster import ClusterSpec, resolve_cluster
 from lightning_autosync.measure.emulation import netns
-from lightning_autosync.measure.probe.settings import Settings
+from lightning_autosync.measure.probe.settings import ProbeSettings
 from lightning_autosync.measure.probe.table import link_rows
 from lightning_autosync.measure.workers import LaunchError
 from lightning_autosync.replay import Constants
@@ -48,7 +48,7 @@ def two_nodes_of_two() -> ClusterSpec:
     ids=lambda value: value.name if isinstance(value, ClusterSpec) else "",
 )
 def test_links_are_recovered(truth, scale, links):
-    settings = Settings(
+    settings = ProbeSettings(
         launch={"kind": "emulated"},
         cluster=truth.to_dict(),
         cluster_scale=scale,

@@ -12,7 +12,7 @@ from lightning_autosync.cli.bench import bench
 from lightning_autosync.cli.tune import tune
 from lightning_autosync.cluster import ClusterSpec, Topology
 from lightning_autosync.errors import DocumentError
-from lightning_autosync.measure.bench.settings import Settings
+from lightning_autosync.measure.bench.settings import BenchSettings
 from lightning_autosync.measure.emulation import netns
 from lightning_autosync.measure.hosts import least_step
 from lightning_autosync.measure.workers import LaunchError
@@ -71,7 +71,7 @@ def test_a_bench_draws_its_fastest_plan_measured_beside_predicted(tmp_path: Path
             one * rates[name] * step.step_time for one, step in ((measured.links[name], measured), (share, predicted))
         )
         assert 0.95 * expected <= sent <= 1.05 * (expected + BURST)
-    workload = Settings.parse({**JOB, "contenders": {}}).model.workload("rows")
+    workload = BenchSettings.parse({**JOB, "contenders": {}}).model.workload("rows")
     assert measured.step_time >= least_step(workload, CLUSTER).seconds
     trace = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert {event["args"]["name"] for event in trace if event["name"] == "process_name"} == {"measured", "predicted"}

@@ -11,8 +11,8 @@ import pytest
 from tuning_world import World, configuration
 
 from lightning_autosync.measure.bench.preparation import Preparation
-from lightning_autosync.measure.bench.result import Measurement, Result
-from lightning_autosync.measure.bench.settings import Settings as BenchSettings
+from lightning_autosync.measure.bench.result import BenchResult, ContenderMeasurement
+from lightning_autosync.measure.bench.settings import BenchSettings as BenchSettings
 from lightning_autosync.measure.session import ContenderError
 from lightning_autosync.measure.workers import InputError, WorkerError
 from lightning_autosync.plan.builders import build
@@ -34,10 +34,12 @@ TIMES = {
 }
 
 
-def played(job: Job, settings: BenchSettings, times: Mapping[str, Sequence[float]]) -> Result:
-    measurements = {name: Measurement([[[one]] for one in of_name], None, None, 0.0) for name, of_name in times.items()}
+def played(job: Job, settings: BenchSettings, times: Mapping[str, Sequence[float]]) -> BenchResult:
+    measurements = {
+        name: ContenderMeasurement([[[one]] for one in of_name], None, None, 0.0) for name, of_name in times.items()
+    }
     preparation = Preparation(job.cluster, job.workload, {}, dict.fromkeys(times, "exact"), {})
-    return Result(settings, preparation, None, {}, measurements)
+    return BenchResult(settings, preparation, None, {}, measurements)
 
 
 def final_of(times: Mapping[str, tuple[list[float], list[float]]]) -> tuple[Job, Final]:
@@ -173,7 +175,7 @@ def test_several_settings_of_ddp_come_to_it_and_as_many_rounds_choose_as_judge(t
     job = Job.of(settings)
     seen: dict[str, Any] = {}
 
-    def play(asked: BenchSettings, preparation: Preparation, session: Any) -> Result:
+    def play(asked: BenchSettings, preparation: Preparation, session: Any) -> BenchResult:
         seen.update(rounds=asked.rounds, orders=list(preparation.orders), contenders=list(asked.all_contenders()))
         return played(job, asked, {name: [1.0] * asked.rounds for name in preparation.orders})
 
@@ -191,7 +193,7 @@ def test_a_last_comparison_that_fails_twice_is_no_success(tmp_path, monkeypatch)
     job = Job.of(Settings.parse({**configuration(), "rounds": 2}))
     count = iter(range(9))
 
-    def play(*asked: Any) -> Result:
+    def play(*asked: Any) -> BenchResult:
         raise WorkerError(f"died in session {next(count)}", rank=1)
 
     monkeypatch.setattr(last_comparison, "play", play)
@@ -204,7 +206,7 @@ def test_a_plan_that_fails_twice_is_left_out_of_the_last_comparison(tmp_path, mo
     job = Job.of(Settings.parse({**configuration(), "rounds": 5}))
     asked = []
 
-    def play(settings: BenchSettings, preparation: Preparation, session: Any) -> Result:
+    def play(settings: BenchSettings, preparation: Preparation, session: Any) -> BenchResult:
         asked.append(list(preparation.orders))
         if "hanging" in preparation.orders:
             raise ContenderError("hanging", WorkerError("rank 1 died", rank=1))
@@ -226,7 +228,7 @@ def test_a_plan_that_fails_twice_is_left_out_of_the_last_comparison(tmp_path, mo
 def test_a_last_comparison_of_which_every_plan_fails_is_no_success(tmp_path, monkeypatch):
     job = Job.of(Settings.parse({**configuration(), "rounds": 2}))
 
-    def play(settings: BenchSettings, preparation: Preparation, session: Any) -> Result:
+    def play(settings: BenchSettings, preparation: Preparation, session: Any) -> BenchResult:
         raise ContenderError(list(preparation.orders)[-1], WorkerError("rank 1 died", rank=1))
 
     monkeypatch.setattr(last_comparison, "play", play)
@@ -238,7 +240,7 @@ def test_a_last_comparison_of_which_every_plan_fails_is_no_success(tmp_path, mon
 def test_a_plan_that_workers_refuse_is_left_out_at_once(tmp_path, monkeypatch):
     job = Job.of(Settings.parse({**configuration(), "rounds": 5}))
 
-    def play(settings: BenchSettings, preparation: Preparation, session: Any) -> Result:
+    def play(settings: BenchSettings, preparation: Preparation, session: Any) -> BenchResult:
         if "foreign" in preparation.orders:
             raise ContenderError("foreign", InputError("schedule: there is no parameter 'x'", rank=0))
         return played(job, settings, {name: [1.0] * settings.rounds for name in preparation.orders})
@@ -252,7 +254,7 @@ def test_a_plan_that_workers_refuse_is_left_out_at_once(tmp_path, monkeypatch):
 def test_a_rival_that_fails_twice_ends_the_last_comparison(tmp_path, monkeypatch):
     job = Job.of(Settings.parse({**configuration(), "rounds": 2}))
 
-    def play(*asked: Any) -> Result:
+    def play(*asked: Any) -> BenchResult:
         raise ContenderError("ddp", WorkerError("rank 1 died", rank=1))
 
     monkeypatch.setattr(last_comparison, "play", play)

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from lightning_autosync.cluster import ClusterSpec
-from lightning_autosync.lab.collection.drawing import Combination, Draft, draw_drafts
-from lightning_autosync.lab.collection.settings import Settings
+from lightning_autosync.lab.collection.drawing import Combination, DrawnPlan, draw_plans
+from lightning_autosync.lab.collection.settings import CollectionSettings
 from lightning_autosync.learned.dataset import Conditions, Entry, Sample, Writer
 from lightning_autosync.measure.conditions import describe_worker, usable_cores
 from lightning_autosync.measure.launches.settings import LaunchSettings
@@ -78,12 +78,12 @@ class Collector:
         writer: of the dataset.
     """
 
-    def __init__(self, settings: Settings, constants: Constants, writer: Writer) -> None:
+    def __init__(self, settings: CollectionSettings, constants: Constants, writer: Writer) -> None:
         self.progress = Progress()
         self._settings = settings
         self._constants = constants
         self._writer = writer
-        self._drafts: dict[str, list[Draft]] = {}
+        self._drafts: dict[str, list[DrawnPlan]] = {}
         self._environment: dict[str, Any] | None = None
 
     def run(self, combinations: Sequence[Combination]) -> None:
@@ -117,15 +117,15 @@ class Collector:
             counts = self.progress.measured, len(self._writer.keys)
             _log.info("%s: %d measured, %d in the dataset", combination.name, *counts)
 
-    def _draw(self, combination: Combination) -> list[Draft]:
+    def _draw(self, combination: Combination) -> list[DrawnPlan]:
         if combination.name not in self._drafts:
             start = time.perf_counter()
-            self._drafts[combination.name] = draw_drafts(self._settings, self._constants, combination)
+            self._drafts[combination.name] = draw_plans(self._settings, self._constants, combination)
             self.progress.drawing += time.perf_counter() - start
         return self._drafts[combination.name]
 
     def _measure(
-        self, session: MeasurementSession, combination: Combination, reference: Draft, missing: Sequence[Draft]
+        self, session: MeasurementSession, combination: Combination, reference: DrawnPlan, missing: Sequence[DrawnPlan]
     ) -> None:
         """One batch, the reference plan before it; where it fails, its plans one by one."""
         drafts = [reference, *(draft for draft in missing if draft is not reference)]
@@ -146,7 +146,7 @@ class Collector:
         self.progress.measured += len(missing)
         self.progress.disturbed += len(missing) * entries[0].conditions.disturbed
 
-    def _measure_batch(self, session: MeasurementSession, combination: Combination, drafts: list[Draft]) -> Batch:
+    def _measure_batch(self, session: MeasurementSession, combination: Combination, drafts: list[DrawnPlan]) -> Batch:
         start, settings = time.perf_counter(), self._settings
         min_steps, max_steps = settings.steps
         budget = StepBudget(settings.warm_up, settings.seconds, min_steps, max_steps, _FAR * settings.seconds)
@@ -168,7 +168,7 @@ class Collector:
         return batch
 
     def _entries(
-        self, combination: Combination, drafts: list[Draft], batch: Batch, environment: dict[str, Any]
+        self, combination: Combination, drafts: list[DrawnPlan], batch: Batch, environment: dict[str, Any]
     ) -> Iterator[Entry]:
         """The samples of a batch, that of the reference plan first."""
         foreign = batch.foreign_cores
@@ -194,7 +194,7 @@ class Collector:
             )
             yield Entry(sample, conditions)
 
-    def _fail(self, combination: Combination, draft: Draft, error: WorkerError) -> None:
+    def _fail(self, combination: Combination, draft: DrawnPlan, error: WorkerError) -> None:
         why = reason(error)
         _log.warning("%s: a plan of kind %s failed: %s", combination.name, draft.kind, why)
         self.progress.failed.append({"combination": combination.name, "plan": draft.text, "error": why})

@@ -15,7 +15,7 @@ from typing import Any
 from lightning_autosync.cluster import ClusterSpec, resolve_cluster, synchronization_rate
 from lightning_autosync.documents import canonical
 from lightning_autosync.errors import DocumentError, WorkloadError
-from lightning_autosync.lab.collection.settings import Mixture, Range, Settings
+from lightning_autosync.lab.collection.settings import CollectionSettings, Mixture, Range
 from lightning_autosync.lab.validation.cases import BUILDERS, draw_buckets, draw_built, draw_free
 from lightning_autosync.learned.dataset import sample_key
 from lightning_autosync.measure.emulation.network import emulable
@@ -42,7 +42,7 @@ class Combination:
         return f"{self.workload.name} on {self.cluster.name}"
 
 
-def draw_combinations(settings: Settings) -> list[Combination]:
+def draw_combinations(settings: CollectionSettings) -> list[Combination]:
     """Every workload on every cluster, cluster by cluster.
 
     Raises:
@@ -75,7 +75,7 @@ def scaled_cluster(cluster: str | dict[str, Any], rate: float, fastest: float) -
     return emulable(shape.scaled(rate / synchronization_rate(shape)), fastest)
 
 
-def draw_workload(settings: Settings, model: str | dict[str, Any], variant: int) -> Workload:
+def draw_workload(settings: CollectionSettings, model: str | dict[str, Any], variant: int) -> Workload:
     """A model of the catalogue in another size and with another share of computation."""
     arguments = {"family": model} if isinstance(model, str) else dict(model)
     family = arguments.pop("family", None)
@@ -161,7 +161,7 @@ _REFUSALS = 2
 
 
 @dataclass(frozen=True)
-class Draft:
+class DrawnPlan:
     """A plan to measure.
 
     Attributes:
@@ -182,7 +182,7 @@ class Draft:
         return dict(json.loads(self.text))
 
 
-def draw_drafts(settings: Settings, constants: Constants, combination: Combination) -> list[Draft]:
+def draw_plans(settings: CollectionSettings, constants: Constants, combination: Combination) -> list[DrawnPlan]:
     """The plans of a combination in random order, but for the reference plan, which comes first.
 
     The same settings draw the same plans. There are fewer than asked for if the space has no more.
@@ -206,17 +206,17 @@ def kinds(random: Random, mixture: Mixture, count: int) -> list[str]:
 class _Drawer:
     """Draws for one combination."""
 
-    def __init__(self, settings: Settings, constants: Constants, combination: Combination) -> None:
+    def __init__(self, settings: CollectionSettings, constants: Constants, combination: Combination) -> None:
         self._settings = settings
         self._combination = combination
         self._random = Random(f"{settings.seed} {combination.workload.name} {combination.cluster.name}")
         self._replay = Replay(combination.workload, combination.cluster, constants)
-        self._known: dict[str, Draft] = {}
+        self._known: dict[str, DrawnPlan] = {}
         self._prices: dict[str, float] = {}
         self._refused: Counter[str] = Counter()
         self._best = math.inf
 
-    def draw(self) -> list[Draft]:
+    def draw(self) -> list[DrawnPlan]:
         combination = self._combination
         wanted = kinds(self._random, self._settings.mixture, combination.plans - 1)
         sources = self._sources(wanted.count("evolved"))
@@ -254,7 +254,7 @@ class _Drawer:
             return False
         combination = self._combination
         key = sample_key(combination.cluster.fingerprint, combination.workload.fingerprint, text)
-        self._known[text] = Draft(key, kind, text, price)
+        self._known[text] = DrawnPlan(key, kind, text, price)
         return True
 
     def _coarse_price(self, plan: SyncPlan) -> float:

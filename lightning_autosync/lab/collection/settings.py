@@ -36,7 +36,7 @@ class Mixture(Record):
         return self
 
 
-class Settings(Configuration):
+class CollectionSettings(Configuration):
     """One collection.
 
     Attributes:

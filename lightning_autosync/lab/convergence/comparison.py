@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.errors import AutoSyncError, DocumentError
-from lightning_autosync.lab.convergence.result import Groups, Result, Run, best_rate, load_rates
-from lightning_autosync.lab.convergence.settings import Method, Settings
-from lightning_autosync.lab.convergence.trial import Budget, time_to, train
+from lightning_autosync.lab.convergence.result import ConvergenceResult, Groups, TrainingRun, best_rate, load_rates
+from lightning_autosync.lab.convergence.settings import ConvergenceSettings, MethodSettings
+from lightning_autosync.lab.convergence.trial import TrainingBudget, time_to, train
 from lightning_autosync.measure import conditions
 from lightning_autosync.measure.bench.preparation import make_cluster
 from lightning_autosync.measure.session import MeasurementSession
@@ -24,7 +24,7 @@ TUNING_SEED = 1000
 _log = logging.getLogger(__name__)
 
 
-def compare(settings: Settings) -> Result:
+def compare(settings: ConvergenceSettings) -> ConvergenceResult:
     """Train by every method under all speeds.
 
     Raises:
@@ -56,7 +56,7 @@ def compare(settings: Settings) -> Result:
             "load_average_after": os.getloadavg(),
         }
     tuning = [run for found in tuned.values() for run in found]
-    return Result(settings, workload.bytes, rates, runs, tuning, found)
+    return ConvergenceResult(settings, workload.bytes, rates, runs, tuning, found)
 
 
 class Prepared(NamedTuple):
@@ -67,7 +67,7 @@ class Prepared(NamedTuple):
     plans: dict[str, SyncPlan]
 
 
-def prepare(settings: Settings) -> Prepared:
+def prepare(settings: ConvergenceSettings) -> Prepared:
     """Everything that can be wrong before a worker starts.
 
     Raises:
@@ -88,7 +88,7 @@ class _Comparison:
 
     def __init__(
         self,
-        settings: Settings,
+        settings: ConvergenceSettings,
         workload: Workload,
         cluster: ClusterSpec,
         plans: dict[str, SyncPlan],
@@ -98,7 +98,7 @@ class _Comparison:
         self._plans, self._session = plans, session
         self._count = 0
 
-    def tune(self, name: str) -> list[Run]:
+    def tune(self, name: str) -> list[TrainingRun]:
         """Trainings with each learning rate of a method's grid."""
         settings = self._settings
         return [
@@ -107,7 +107,7 @@ class _Comparison:
             for number in range(settings.tuning_seeds)
         ]
 
-    def run(self, name: str, speed: str, seed: int, rate: float) -> Run:
+    def run(self, name: str, speed: str, seed: int, rate: float) -> TrainingRun:
         """One training."""
         settings = self._settings
         self._count += 1
@@ -121,7 +121,7 @@ class _Comparison:
             cluster=self._cluster.to_dict(),
             straggler={"slowdowns": [slowdown.model_dump() for slowdown in settings.speeds[speed]]},
             budget=asdict(
-                Budget(
+                TrainingBudget(
                     settings.pace,
                     settings.steps,
                     settings.limit,
@@ -155,13 +155,13 @@ def _joined(
     rate: float,
     target: float | None,
     foreign_cores: float | None,
-) -> Run:
+) -> TrainingRun:
     """One run from what its ranks say."""
     judged = sorted(pair for rank in found for pair in zip(rank["moments"], rank["scores"], strict=True))
     moments, scores = [moment for moment, _ in judged], [score for _, score in judged]
     steps = [rank["steps"] for rank in found]
     sent = [rank["bytes_sent"] for rank in found]
-    return Run(
+    return TrainingRun(
         method=name,
         speed=speed,
         seed=seed,
@@ -179,7 +179,7 @@ def _joined(
     )
 
 
-def _plan(name: str, method: Method, workload: Workload, cluster: ClusterSpec) -> SyncPlan:
+def _plan(name: str, method: MethodSettings, workload: Workload, cluster: ClusterSpec) -> SyncPlan:
     try:
         plan = builders.build(method.builder, workload, cluster, **method.arguments)
         if method.consistency is not None:

@@ -13,14 +13,14 @@ from rich.table import Table
 
 from lightning_autosync.errors import DocumentError
 from lightning_autosync.lab.convergence.comparison import prepare
-from lightning_autosync.lab.convergence.settings import Settings
+from lightning_autosync.lab.convergence.settings import ConvergenceSettings
 from lightning_autosync.measure.models.straggler import Straggler, StragglerSettings
 from lightning_autosync.plan import Consistency
 from lightning_autosync.relaxed.grouping import BOUND, Grouped, Grouping, IsolationGuard, windows_apart
 
 
 @dataclass(frozen=True)
-class Rehearsal:
+class SimulatedGroups:
     """What would happen.
 
     Attributes:
@@ -41,9 +41,9 @@ class Rehearsal:
         return sum(group.bridging for group in self.groups) / len(self.groups)
 
 
-def rehearse(
+def simulate(
     grouping: Grouping, compute: Sequence[Callable[[], float]], groups: int, exchange: float = 0.0
-) -> Rehearsal:
+) -> SimulatedGroups:
     """Let workers step until ``groups`` groups have formed.
 
     Args:
@@ -73,14 +73,14 @@ def rehearse(
                 waited += now - since[rank]
                 heapq.heappush(events, (now + exchange + compute[rank](), rank))
     waited += sum(now - since[rank] for rank in grouping.waiting)
-    return Rehearsal(tuple(formed), tuple(steps), now, waited / (now * len(compute)))
+    return SimulatedGroups(tuple(formed), tuple(steps), now, waited / (now * len(compute)))
 
 
 FORMAT = "autosync-isolation/1"
 
 
 @dataclass(frozen=True)
-class Formed:
+class GroupStatistics:
     """How groups formed, over all seeds.
 
     Attributes:
@@ -97,7 +97,7 @@ class Formed:
 
 
 @dataclass(frozen=True)
-class Row:
+class IsolationRow:
     """A method under some speeds.
 
     Attributes:
@@ -108,16 +108,16 @@ class Row:
 
     speed: str
     method: str
-    ruled: Formed
-    free: Formed
+    ruled: GroupStatistics
+    free: GroupStatistics
 
 
 @dataclass(frozen=True)
-class Survey:
+class IsolationResult:
     """What was asked, and a row for each speed and method."""
 
-    settings: Settings
-    rows: Sequence[Row]
+    settings: ConvergenceSettings
+    rows: Sequence[IsolationRow]
 
     def to_dict(self) -> dict[str, Any]:
         """Everything, as plain data."""
@@ -129,7 +129,7 @@ class Survey:
         }
 
 
-def simulate_groups(settings: Settings) -> Survey:
+def simulate_groups(settings: ConvergenceSettings) -> IsolationResult:
     """Let workers of all speeds form groups by every method, by the rules that run.
 
     Raises:
@@ -142,21 +142,21 @@ def simulate_groups(settings: Settings) -> Survey:
                 f"methods.{name}: isolation is a matter of partial_reduce, and this is {plan.consistency.mode}; "
                 "choose with methods=groups or only.methods"
             )
-    return Survey(
+    return IsolationResult(
         settings,
         [
-            Row(speed, name, *(_formed(settings, speed, plan.consistency, ruled) for ruled in (True, False)))
+            IsolationRow(speed, name, *(_formed(settings, speed, plan.consistency, ruled) for ruled in (True, False)))
             for speed in settings.chosen_speeds
             for name, plan in plans.items()
         ],
     )
 
 
-def _formed(settings: Settings, speed: str, consistency: Consistency, ruled: bool) -> Formed:
+def _formed(settings: ConvergenceSettings, speed: str, consistency: Consistency, ruled: bool) -> GroupStatistics:
     bound = consistency.isolation or BOUND
     found = [_rehearsal(settings, speed, consistency, ruled, seed) for seed in range(settings.seeds)]
     spans = [windows_apart([group.members for group in one.groups], settings.workers, bound) for one in found]
-    return Formed(
+    return GroupStatistics(
         bridging=statistics.mean(one.bridging for one in found),
         windows=sum(windows for _, windows in spans),
         apart=sum(apart for apart, _ in spans),
@@ -164,16 +164,18 @@ def _formed(settings: Settings, speed: str, consistency: Consistency, ruled: boo
     )
 
 
-def _rehearsal(settings: Settings, speed: str, consistency: Consistency, ruled: bool, seed: int) -> Rehearsal:
+def _rehearsal(
+    settings: ConvergenceSettings, speed: str, consistency: Consistency, ruled: bool, seed: int
+) -> SimulatedGroups:
     assert settings.isolation is not None
     grouping = Grouping.of(consistency)
     if not ruled:
         grouping = Grouping(grouping.size, grouping.wait, IsolationGuard(None))
     compute = [_steps(settings, speed, seed, rank) for rank in range(settings.workers)]
-    return rehearse(grouping, compute, settings.isolation.groups, settings.isolation.exchange)
+    return simulate(grouping, compute, settings.isolation.groups, settings.isolation.exchange)
 
 
-def _steps(settings: Settings, speed: str, seed: int, rank: int) -> Callable[[], float]:
+def _steps(settings: ConvergenceSettings, speed: str, seed: int, rank: int) -> Callable[[], float]:
     """Seconds of a worker's next step."""
     assert settings.isolation is not None
     assert settings.pace is not None
@@ -183,7 +185,7 @@ def _steps(settings: Settings, speed: str, seed: int, rank: int) -> Callable[[],
     return lambda: (pace + straggler.delay(pace)) * drawn.uniform(1 - jitter, 1 + jitter)
 
 
-def survey_table(survey: Survey) -> Table:
+def survey_table(survey: IsolationResult) -> Table:
     """One row a method and speed."""
     settings = survey.settings
     assert settings.isolation is not None
@@ -208,7 +210,7 @@ def survey_table(survey: Survey) -> Table:
     return table
 
 
-def survey_remarks(survey: Survey) -> list[str]:
+def survey_remarks(survey: IsolationResult) -> list[str]:
     """What one must know to read the table."""
     settings = survey.settings
     assert settings.isolation is not None

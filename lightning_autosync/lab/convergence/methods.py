@@ -16,7 +16,7 @@ from torch.optim import SGD, Optimizer
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.engine import Engine
 from lightning_autosync.engine.secret import common_secret
-from lightning_autosync.lab.convergence.settings import Method
+from lightning_autosync.lab.convergence.settings import MethodSettings
 from lightning_autosync.plan import SyncPlan, compile_plan
 from lightning_autosync.relaxed.averaging_worker import Group
 from lightning_autosync.relaxed.factory import open_synchronizer
@@ -25,7 +25,7 @@ from lightning_autosync.relaxed.transport.mesh import Mesh
 from lightning_autosync.workload import Workload, variable_names
 
 
-class Way(ABC):
+class SyncMethod(ABC):
     """A replica and what keeps it together with the others.
 
     Attributes:
@@ -69,7 +69,7 @@ class Way(ABC):
         """As `close`, after a failure and without waiting for anybody."""
 
 
-class LockStepWay(Way):
+class SynchronousMethod(SyncMethod):
     """Gradients are averaged in each step, so that replicas stay equal; a common seed has made them so."""
 
     lock_step = True
@@ -84,7 +84,7 @@ class LockStepWay(Way):
         pass
 
 
-class DDPWay(LockStepWay):
+class DDPMethod(SynchronousMethod):
     """``DistributedDataParallel``, on request with the optimizer's state dealt out among the ranks."""
 
     def __init__(self, module: nn.Module, rate: float, momentum: float, zero: bool) -> None:
@@ -109,7 +109,7 @@ class DDPWay(LockStepWay):
         pass
 
 
-class EngineWay(LockStepWay):
+class PlanMethod(SynchronousMethod):
     """The engine, following a plan with a schedule."""
 
     def __init__(
@@ -133,7 +133,7 @@ class EngineWay(LockStepWay):
         self._engine.close()
 
 
-class RelaxedWay(Way):
+class RelaxedMethod(SyncMethod):
     """A plan without a schedule."""
 
     lock_step = False
@@ -187,8 +187,8 @@ class RelaxedWay(Way):
         self._synchronizer.close()
 
 
-def open_way(
-    method: Method,
+def open_method(
+    method: MethodSettings,
     module: nn.Module,
     rate: float,
     momentum: float,
@@ -197,7 +197,7 @@ def open_way(
     cluster: ClusterSpec,
     store: dist.Store,
     timeout: float,
-) -> Way:
+) -> SyncMethod:
     """The replica that a method trains; collective.
 
     Args:
@@ -212,11 +212,11 @@ def open_way(
         timeout: seconds to wait for others.
     """
     if method.kind != "plan":
-        return DDPWay(module, rate, momentum, zero=method.kind == "zero")
+        return DDPMethod(module, rate, momentum, zero=method.kind == "zero")
     optimizer = SGD(module.parameters(), lr=rate, momentum=momentum)
     if plan.has_schedule:
-        return EngineWay(module, optimizer, plan, workload, cluster, timeout)
-    return RelaxedWay(module, optimizer, plan, workload, cluster, store, timeout)
+        return PlanMethod(module, optimizer, plan, workload, cluster, timeout)
+    return RelaxedMethod(module, optimizer, plan, workload, cluster, store, timeout)
 
 
 def tensor_bytes(values: Iterable[Any]) -> int:

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich.table import Table
 
-from lightning_autosync.lab.convergence.result import Result, Summary
+from lightning_autosync.lab.convergence.result import ConvergenceResult, Summary
 from lightning_autosync.measure.figures import save_figure
 
 FEW = 5
@@ -19,7 +19,7 @@ BUSY = 0.1
 """Cores used by others from which on times are not worth much."""
 
 
-def result_table(result: Result, speed: str) -> Table:
+def result_table(result: ConvergenceResult, speed: str) -> Table:
     """One row a method under some speeds; the reference stands out."""
     timed = result.settings.target is not None
     table = Table(title=title(result, speed))
@@ -47,7 +47,7 @@ def result_table(result: Result, speed: str) -> Table:
     return table
 
 
-def title(result: Result, speed: str) -> str:
+def title(result: ConvergenceResult, speed: str) -> str:
     """Task, workers and speeds in one line."""
     settings = result.settings
     compute = "" if settings.pace is None else f", steps paced at {settings.pace * 1e3:g} ms"
@@ -55,7 +55,7 @@ def title(result: Result, speed: str) -> str:
     return f"{settings.task.kind}, {settings.workers} workers, {speed}{compute}{links}"
 
 
-def remarks(result: Result) -> list[str]:
+def remarks(result: ConvergenceResult) -> list[str]:
     """What one must know to read the tables."""
     settings = result.settings
     lines = [
@@ -85,7 +85,7 @@ def remarks(result: Result) -> list[str]:
     return lines
 
 
-def _group_remarks(result: Result) -> list[str]:
+def _group_remarks(result: ConvergenceResult) -> list[str]:
     """For each partial reduce whether its groups connected all workers."""
     lines = []
     for speed in result.settings.chosen_speeds:
@@ -111,7 +111,7 @@ def _time_cells(summary: Summary) -> tuple[str, str, str]:
     )
 
 
-def draw(result: Result, path: str | os.PathLike[str]) -> None:
+def draw(result: ConvergenceResult, path: str | os.PathLike[str]) -> None:
     """Write the picture; the ending of ``path`` says whether PNG, SVG or PDF."""
     speeds = result.settings.chosen_speeds
     figure = Figure(figsize=(6 * len(speeds), 4.5), layout="constrained")
@@ -123,7 +123,7 @@ def draw(result: Result, path: str | os.PathLike[str]) -> None:
     save_figure(figure, path, dpi=130)
 
 
-def _draw_panel(result: Result, speed: str, axes: Axes) -> None:
+def _draw_panel(result: ConvergenceResult, speed: str, axes: Axes) -> None:
     colours = colormaps["tab20"].colors  # type: ignore[attr-defined]
     for number, name in enumerate(result.settings.chosen_methods):
         colour = colours[number % len(colours)]

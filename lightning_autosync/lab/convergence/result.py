@@ -12,7 +12,7 @@ from pydantic import Field, PositiveFloat
 
 from lightning_autosync.documents import Configuration, Record, check_format, read_data
 from lightning_autosync.errors import DocumentError
-from lightning_autosync.lab.convergence.settings import Settings
+from lightning_autosync.lab.convergence.settings import ConvergenceSettings
 
 FORMAT = "autosync-convergence/1"
 
@@ -35,7 +35,7 @@ class Groups:
 
 
 @dataclass(frozen=True)
-class Run:
+class TrainingRun:
     """One training.
 
     Attributes:
@@ -90,7 +90,7 @@ class Summary:
         times: all of them, ascending, those that reached it.
         faster: the reference's median over this one; None where one of them is not finite.
         steps: mean over runs of all workers' steps a second.
-        waiting: mean share of time that a worker waited or exchanged; see `Run`.
+        waiting: mean share of time that a worker waited or exchanged; see `TrainingRun`.
         sent: bytes that the median rank sent for a step, mean over runs; None where they cannot be counted.
         sent_most: the same of the rank that sent most.
         state_bytes: of optimizer state on the median rank, the largest of all runs.
@@ -119,7 +119,7 @@ class Summary:
 
 
 @dataclass(frozen=True)
-class Result:
+class ConvergenceResult:
     """One comparison.
 
     Attributes:
@@ -131,14 +131,14 @@ class Result:
         conditions: versions, load, policies.
     """
 
-    settings: Settings
+    settings: ConvergenceSettings
     model_bytes: int
     rates: dict[str, float]
-    runs: Sequence[Run]
-    tuning: Sequence[Run]
+    runs: Sequence[TrainingRun]
+    tuning: Sequence[TrainingRun]
     conditions: dict[str, Any]
 
-    def of(self, method: str, speed: str) -> list[Run]:
+    def of(self, method: str, speed: str) -> list[TrainingRun]:
         """The runs of a method under some speeds."""
         return [run for run in self.runs if (run.method, run.speed) == (method, speed)]
 
@@ -196,12 +196,12 @@ class Result:
         }
 
 
-def median_time(runs: Sequence[Run]) -> float:
+def median_time(runs: Sequence[TrainingRun]) -> float:
     """The median of the seconds to the target; those that missed it count as infinite."""
     return statistics.median(math.inf if run.reached is None else run.reached for run in runs)
 
 
-def best_rate(runs: Sequence[Run]) -> float:
+def best_rate(runs: Sequence[TrainingRun]) -> float:
     """The learning rate that reached the target soonest (median over seeds), or else with the best final metric."""
 
     def quality(rate: float) -> tuple[float, float]:
@@ -228,7 +228,7 @@ class _Earlier(Configuration, extra="ignore"):
     rates: dict[str, Annotated[PositiveFloat, Field(le=1e6)]]
 
 
-def load_rates(path: str, settings: Settings) -> dict[str, float]:
+def load_rates(path: str, settings: ConvergenceSettings) -> dict[str, float]:
     """The learning rates that an earlier comparison chose.
 
     Args:

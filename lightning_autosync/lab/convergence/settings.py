@@ -17,7 +17,7 @@ from lightning_autosync.plan import Consistency
 Rates = Annotated[tuple[PositiveFloat, ...], Field(min_length=1)]
 
 
-class Method(Record):
+class MethodSettings(Record):
     """One way to synchronize.
 
     Attributes:
@@ -58,7 +58,7 @@ class Simulation(Record):
     jitter: Annotated[float, Field(ge=0, lt=1)] = 0.02
 
 
-class Settings(Configuration):
+class ConvergenceSettings(Configuration):
     """One comparison.
 
     Attributes:
@@ -97,7 +97,7 @@ class Settings(Configuration):
     cluster_fastest: Rate | None = None
     rank_order: Literal["natural", "interleaved"] = "natural"
     workers: Annotated[Integer, Field(ge=2)]
-    methods: Annotated[dict[str, Method], Field(min_length=1)]
+    methods: Annotated[dict[str, MethodSettings], Field(min_length=1)]
     reference: str = "all_reduce"
     speeds: Annotated[dict[str, tuple[Slowdown, ...]], Field(min_length=1)]
     only: Only = Only()

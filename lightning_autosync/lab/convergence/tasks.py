@@ -49,7 +49,7 @@ class Task(Record):
         return 100.0 * float((found == labels[kept:]).float().mean())
 
 
-class Digits(Task):
+class DigitsTask(Task):
     """Scikit-learn's 8 x 8 digits with a small convolutional network."""
 
     kind: Literal["digits"]
@@ -69,7 +69,7 @@ class Digits(Task):
         return _digits()
 
 
-class Characters(Task):
+class CharactersTask(Task):
     """The next character of Python's own reference text, from those before it (Bengio et al., 2003).
 
     Attributes:
@@ -96,7 +96,7 @@ class Characters(Task):
         return _characters(self.context)
 
 
-AnyTask = Annotated[Digits | Characters, Field(discriminator="kind")]
+AnyTask = Annotated[DigitsTask | CharactersTask, Field(discriminator="kind")]
 
 _ALPHABET = "\n !\"#'()*+,-./0123456789:;<=>[]_`abcdefghijklmnopqrstuvwxyz"
 _TEXT = 60_000

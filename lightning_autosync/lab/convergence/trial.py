@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from lightning_autosync.cluster import ClusterSpec
-from lightning_autosync.lab.convergence.methods import Way, open_way
-from lightning_autosync.lab.convergence.settings import Method
+from lightning_autosync.lab.convergence.methods import SyncMethod, open_method
+from lightning_autosync.lab.convergence.settings import MethodSettings
 from lightning_autosync.lab.convergence.tasks import AnyTask, Task, loss
 from lightning_autosync.measure.models.straggler import Straggler, StragglerSettings
 from lightning_autosync.measure.tcp_info import bytes_sent
@@ -23,7 +23,7 @@ from lightning_autosync.plan import SyncPlan
 from lightning_autosync.workload import Workload
 
 
-class Course:
+class ParameterHistory:
     """Copies of one rank's parameters over time.
 
     Args:
@@ -84,7 +84,7 @@ def time_to(target: float, moments: Sequence[float], scores: Sequence[float]) ->
 _LAST = "last"
 
 
-class Ending:
+class TrainingEnd:
     """One rank's view of the end; ask it before each step.
 
     Rank 0 names its current step as the last one. Those who march in step take that step too, for they cannot have
@@ -122,7 +122,7 @@ _TASK: TypeAdapter[Task] = TypeAdapter(AnyTask)
 
 
 @dataclass(frozen=True)
-class Budget:
+class TrainingBudget:
     """How long to train, and how fast.
 
     Attributes:
@@ -167,8 +167,8 @@ def train(
     torch.manual_seed(seed)
     module = made.module()
     store = dist.PrefixStore(key, dist.distributed_c10d._get_default_store())
-    way = open_way(
-        Method.model_validate(method),
+    way = open_method(
+        MethodSettings.model_validate(method),
         module,
         rate,
         momentum,
@@ -179,7 +179,9 @@ def train(
         timeout,
     )
     slowness = Straggler(StragglerSettings.model_validate({**straggler, "seed": seed}), dist.get_rank())
-    training = _Training(way, made, Course(module, budget["interval"]), slowness, Budget(**budget), store, seed)
+    training = _Training(
+        way, made, ParameterHistory(module, budget["interval"]), slowness, TrainingBudget(**budget), store, seed
+    )
     found = _run_or_abandon(way, training)
     moments = training.common_moments()
     averages = training.course.averages(moments)
@@ -189,7 +191,7 @@ def train(
     return {**found, "moments": [moments[place] for place in own], "scores": scores}
 
 
-def _run_or_abandon(way: Way, training: _Training) -> dict[str, Any]:
+def _run_or_abandon(way: SyncMethod, training: _Training) -> dict[str, Any]:
     try:
         return training.run()
     except BaseException:
@@ -203,17 +205,17 @@ class _Training:
 
     def __init__(
         self,
-        way: Way,
+        way: SyncMethod,
         task: Task,
-        course: Course,
+        course: ParameterHistory,
         straggler: Straggler,
-        budget: Budget,
+        budget: TrainingBudget,
         store: dist.Store,
         seed: int,
     ) -> None:
         self._way, self._task, self.course, self._straggler, self._budget = way, task, course, straggler, budget
         self._rank = dist.get_rank()
-        self._ending = Ending(store, self._rank, way.lock_step, budget.steps)
+        self._ending = TrainingEnd(store, self._rank, way.lock_step, budget.steps)
         self._inputs, self._labels = task.training()
         self._generator = torch.Generator().manual_seed(1_000_003 * seed + self._rank)
         self._passed = 0

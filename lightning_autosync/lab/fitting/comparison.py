@@ -18,7 +18,7 @@ from rich.table import Table
 from lightning_autosync.documents import PLAIN, Index, Spent, digest
 from lightning_autosync.errors import DocumentError
 from lightning_autosync.lab.fitting.encoding import spread
-from lightning_autosync.lab.fitting.splits import Settings, Split, divide
+from lightning_autosync.lab.fitting.splits import FitSettings, Split, divide
 from lightning_autosync.lab.validation.accuracy import kendall_tau
 from lightning_autosync.learned import LearnedEstimator, Simulator
 from lightning_autosync.learned.dataset import Sample
@@ -31,7 +31,7 @@ from lightning_autosync.run_files import RunFile
 
 
 @dataclass(frozen=True)
-class Accuracy:
+class SimulatorAccuracy:
     """Of one simulator on one test part.
 
     Attributes:
@@ -52,7 +52,7 @@ class Accuracy:
     p90: float
 
     @classmethod
-    def of(cls, examples: Examples, seconds: NDArray[numpy.float64]) -> Accuracy:
+    def of(cls, examples: Examples, seconds: NDArray[numpy.float64]) -> SimulatorAccuracy:
         """Compare predicted ``seconds`` [samples] with the measured ones.
 
         Raises:
@@ -88,10 +88,10 @@ class Accuracy:
         )
 
 
-METRICS = tuple(field.name for field in fields(Accuracy))
+METRICS = tuple(field.name for field in fields(SimulatorAccuracy))
 
 
-def summary(runs: list[Accuracy]) -> dict[str, Any]:
+def summary(runs: list[SimulatorAccuracy]) -> dict[str, Any]:
     """For each metric every run, their mean and their standard deviation."""
     columns = {metric: [asdict(run)[metric] for run in runs] for metric in METRICS}
     return {
@@ -108,7 +108,7 @@ FORMAT = "autosync-fit-runs/1"
 
 
 @dataclass(frozen=True)
-class Run:
+class FitRun:
     """One simulator on one division.
 
     Attributes:
@@ -126,7 +126,7 @@ class Run:
     division: Index
     simulator: str
     unseen: tuple[str, ...]
-    accuracy: Accuracy
+    accuracy: SimulatorAccuracy
     seconds: Spent
 
     @property
@@ -135,7 +135,7 @@ class Run:
         return self.split, self.division, self.simulator
 
 
-def run_file(path: Path, settings: Settings, constants: Constants) -> RunFile[Run]:
+def run_file(path: Path, settings: FitSettings, constants: Constants) -> RunFile[FitRun]:
     """The file of a comparison's runs.
 
     Args:
@@ -154,17 +154,17 @@ def run_file(path: Path, settings: Settings, constants: Constants) -> RunFile[Ru
         "constants": constants.to_dict(),
         **{f"simulator {kind}": settings.simulators[kind].model_dump(mode="json") for kind in settings.compare},
     }
-    return RunFile(path, FORMAT, "a comparison of simulators", common, Run)
+    return RunFile(path, FORMAT, "a comparison of simulators", common, FitRun)
 
 
 def compare(
-    settings: Settings,
+    settings: FitSettings,
     samples: Sequence[Sample],
     encoded: Mapping[str, Examples],
     constants: Constants,
-    file: RunFile[Run],
+    file: RunFile[FitRun],
     start: LearnedEstimator | None = None,
-) -> Iterator[Run]:
+) -> Iterator[FitRun]:
     """Run after run: all simulators on a division, then the next division; on as many cores as there are.
 
     Runs that are in the file are read, the others added to it.
@@ -208,7 +208,7 @@ class _Judge:
 
     def __init__(
         self,
-        settings: Settings,
+        settings: FitSettings,
         encoded: Mapping[str, Examples],
         constants: Constants,
         start: LearnedEstimator | None,
@@ -219,11 +219,11 @@ class _Judge:
         self._encoded = encoded
         self._constants = constants
 
-    def __call__(self, piece: tuple[_Division, str]) -> Run:
+    def __call__(self, piece: tuple[_Division, str]) -> FitRun:
         (how, number, split), kind = piece
         begun = time.perf_counter()
         accuracy = judge(self._untrained(kind, self._seed + number), self._encoded[kind], split)
-        return Run(how, number, kind, split.unseen, accuracy, time.perf_counter() - begun)
+        return FitRun(how, number, kind, split.unseen, accuracy, time.perf_counter() - begun)
 
     def _untrained(self, kind: str, seed: int) -> Simulator:
         if self._start is not None and kind == self._start.kind.KIND:
@@ -231,18 +231,18 @@ class _Judge:
         return self._options[kind].build(self._constants, seed)
 
 
-def judge(simulator: Simulator, examples: Examples, split: Split) -> Accuracy:
+def judge(simulator: Simulator, examples: Examples, split: Split) -> SimulatorAccuracy:
     """Train a simulator on one part and test it on the other."""
     test = examples.part(split.test)
     if not isinstance(simulator, LearnedEstimator):
-        return Accuracy.of(test, numpy.exp(test.base))
+        return SimulatorAccuracy.of(test, numpy.exp(test.base))
     simulator.fit_encoded(
         examples.part(split.train), [numpy.searchsorted(split.train, part) for part in split.held_out]
     )
-    return Accuracy.of(test, simulator.estimate_encoded(test.items, test.base).seconds)
+    return SimulatorAccuracy.of(test, simulator.estimate_encoded(test.items, test.base).seconds)
 
 
-def tabulate(runs: Sequence[Run]) -> dict[str, dict[str, Any]]:
+def tabulate(runs: Sequence[FitRun]) -> dict[str, dict[str, Any]]:
     """For each split and simulator the summary of its runs."""
     made: dict[str, dict[str, Any]] = {}
     for run in runs:

@@ -24,7 +24,7 @@ SplitName = Literal["trial", "cluster", "model", "both"]
 SPLITS: tuple[SplitName, ...] = get_args(SplitName)
 
 
-class Settings(Configuration):
+class FitSettings(Configuration):
     """One run of ``autosync fit``.
 
     Attributes:

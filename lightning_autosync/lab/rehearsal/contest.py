@@ -18,7 +18,7 @@ from pydantic import ConfigDict
 
 from lightning_autosync.documents import PLAIN, Integer, Spent, Taken
 from lightning_autosync.errors import DocumentError
-from lightning_autosync.lab.rehearsal.settings import Settings
+from lightning_autosync.lab.rehearsal.settings import RehearsalSettings
 from lightning_autosync.lab.rehearsal.world import Oracle, World
 from lightning_autosync.learned import Estimator, ReplayEstimator
 from lightning_autosync.plan.space import PlanSpace
@@ -39,7 +39,7 @@ Key = tuple[str, str, int]
 
 
 @dataclass(frozen=True)
-class Run:
+class SamplerRun:
     """What a sampler did in a world.
 
     Attributes:
@@ -89,21 +89,21 @@ class Run:
         return float(numpy.mean([value < self.builder for value in self.proposed])) if self.proposed else 0.0
 
 
-def run_file(path: Path, settings: Settings) -> RunFile[Run]:
+def run_file(path: Path, settings: RehearsalSettings) -> RunFile[SamplerRun]:
     """The file of a rehearsal's runs.
 
     Raises:
         DocumentError: its runs were made with other settings, or it is something else.
     """
     fixed = settings.model_dump(mode="json", exclude=set(_FREE))
-    file = RunFile(path, FORMAT, "a rehearsal", fixed, Run)
+    file = RunFile(path, FORMAT, "a rehearsal", fixed, SamplerRun)
     for run in file.runs.values():
         _check_trials(run, path)
         _check_source(run, settings, path)
     return file
 
 
-def _check_trials(run: Run, path: Path) -> None:
+def _check_trials(run: SamplerRun, path: Path) -> None:
     lengths = [len(found) for found in (run.seconds, run.measured, run.origins, run.overhead)]
     if min(lengths) != max(lengths) or not lengths[0]:
         raise DocumentError(
@@ -112,7 +112,7 @@ def _check_trials(run: Run, path: Path) -> None:
         )
 
 
-def _check_source(run: Run, settings: Settings, path: Path) -> None:
+def _check_source(run: SamplerRun, settings: RehearsalSettings, path: Path) -> None:
     """A run of ``transfer`` that is asked for again must have started from where it would now."""
     if run.sampler != "transfer" or "transfer" not in settings.samplers or run.pair not in settings.pairs:
         return
@@ -126,12 +126,12 @@ def _check_source(run: Run, settings: Settings, path: Path) -> None:
 class Contest:
     """Runs samplers; worlds and the studies that are transferred from are made once."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: RehearsalSettings) -> None:
         self._settings = settings
         self._worlds: dict[str, World] = {}
         self._sources: dict[str, optuna.Study] = {}
 
-    def runs(self, path: Path) -> Iterator[tuple[Run, bool]]:
+    def runs(self, path: Path) -> Iterator[tuple[SamplerRun, bool]]:
         """All runs of the settings and whether they are new; those in the file are read, the others added to it.
 
         Raises:
@@ -163,7 +163,7 @@ class Contest:
     def _keys(self) -> Iterator[Key]:
         return product(self._settings.pairs, self._settings.samplers, range(self._settings.seeds))
 
-    def run(self, pair: str, sampler: str, seed: int) -> Run:
+    def run(self, pair: str, sampler: str, seed: int) -> SamplerRun:
         """One run."""
         world = self._world(pair)
         space = BucketSpace(world.space.workload, world.space.cluster) if sampler == "horovod" else world.space
@@ -173,10 +173,10 @@ class Contest:
         if sampler != "transfer":
             enqueue(study, space.baselines(), BASELINE)
         source = self._settings.source_of(pair) if sampler == "transfer" else None
-        run = Run(pair, sampler, seed, [], [], [], 0.0, world.best_builder(), [], source)
+        run = SamplerRun(pair, sampler, seed, [], [], [], 0.0, world.best_builder(), [], source)
         return self._play(study, world, space, run)
 
-    def _play(self, study: optuna.Study, world: World, space: PlanSpace | BucketSpace, run: Run) -> Run:
+    def _play(self, study: optuna.Study, world: World, space: PlanSpace | BucketSpace, run: SamplerRun) -> SamplerRun:
         settings = self._settings
         noise = Random(f"{run.pair} {run.seed}")
         while len(run.seconds) < settings.budget:
@@ -215,7 +215,7 @@ class Contest:
             describe(study, world.space)
             enqueue(study, world.space.baselines(), BASELINE)
             settings = self._settings.model_copy(update={"budget": self._settings.source_budget})
-            run = Run(pair, "source", -1, [], [], [], 0.0, world.best_builder(), [])
+            run = SamplerRun(pair, "source", -1, [], [], [], 0.0, world.best_builder(), [])
             contest = Contest(settings)
             contest._play(study, world, world.space, run)
             self._sources[pair] = study

@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich.table import Table
 
-from lightning_autosync.lab.rehearsal.contest import Run
+from lightning_autosync.lab.rehearsal.contest import SamplerRun
 from lightning_autosync.measure.figures import save_figure
 from lightning_autosync.search.trial_attributes import BASELINE
 
@@ -38,7 +38,7 @@ class Standing:
     sampler: str
     best: float
     builder: float
-    runs: Sequence[Run]
+    runs: Sequence[SamplerRun]
 
     @property
     def regrets(self) -> numpy.ndarray[Any, Any]:
@@ -86,7 +86,7 @@ class Standing:
         }
 
 
-def standings(runs: Iterable[Run]) -> list[Standing]:
+def standings(runs: Iterable[SamplerRun]) -> list[Standing]:
     """A standing for each pair and sampler, in the order of the runs."""
     everything = list(runs)
     made = []

@@ -23,7 +23,7 @@ PAIRS = (
 )
 
 
-class Settings(Configuration):
+class RehearsalSettings(Configuration):
     """One rehearsal.
 
     Attributes:

@@ -10,10 +10,10 @@ from typing import Any
 import numpy
 
 from lightning_autosync.cluster import ClusterSpec, resolve_cluster, synchronization_rate
-from lightning_autosync.lab.rehearsal.settings import Settings
+from lightning_autosync.lab.rehearsal.settings import RehearsalSettings
 from lightning_autosync.learned import Estimate
 from lightning_autosync.measure.emulation.network import emulable
-from lightning_autosync.measure.hosts import shared_hosts
+from lightning_autosync.measure.hosts import emulated_hosts
 from lightning_autosync.plan import SyncPlan, compile_plan, signature
 from lightning_autosync.plan.space import PlanSpace
 from lightning_autosync.replay import Constants, Replay
@@ -48,7 +48,7 @@ class World:
         hidden, links: constants and the cluster as they are.
     """
 
-    def __init__(self, pair: str, settings: Settings) -> None:
+    def __init__(self, pair: str, settings: RehearsalSettings) -> None:
         model, _, name = pair.partition("@")
         cluster = emulable(resolve_cluster(name), settings.fastest_link)
         full = catalogue.build(model, **_BATCH)
@@ -56,7 +56,7 @@ class World:
         workload = with_compute(scaled(full, size), settings.bound * settings.compute)
         self.pair = pair
         self.space = PlanSpace(workload, cluster)
-        self.known = shared_hosts(cores=settings.cores)
+        self.known = emulated_hosts(cores=settings.cores)
         self._quirk = settings.quirk
         self._detail = settings.detail
         self._secret = f"{settings.truth} {pair}"

@@ -57,7 +57,7 @@ class Priced:
 
 @dataclass(frozen=True)
 class Order:
-    """Of the plans for one workload on one cluster; see `Accuracy`.
+    """Of the plans for one workload on one cluster; see `ReplayAccuracy`.
 
     Attributes:
         tau, tau_apart: as there.
@@ -90,7 +90,7 @@ class Order:
 
 
 @dataclass(frozen=True)
-class Accuracy:
+class ReplayAccuracy:
     """Of a set of cases.
 
     Attributes:
@@ -114,12 +114,12 @@ class Accuracy:
     within_noise: float | None
 
     @staticmethod
-    def of(priced: Sequence[Priced]) -> Accuracy:
+    def of(priced: Sequence[Priced]) -> ReplayAccuracy:
         """The accuracy of at least one case."""
         errors = numpy.array([one.error for one in priced])
         orders = [Order.of(pair) for pair in _pairs(priced)]
         plans = sum(order.twos for order in orders)
-        return Accuracy(
+        return ReplayAccuracy(
             cases=len(priced),
             median=float(numpy.median(abs(errors))),
             p90=float(numpy.quantile(abs(errors), 0.9)),
@@ -134,12 +134,12 @@ class Accuracy:
         return asdict(self)
 
 
-def by(priced: Iterable[Priced], what: Callable[[Priced], str]) -> dict[str, Accuracy]:
+def by(priced: Iterable[Priced], what: Callable[[Priced], str]) -> dict[str, ReplayAccuracy]:
     """The accuracy of each part of the cases."""
     parts: dict[str, list[Priced]] = defaultdict(list)
     for one in priced:
         parts[what(one)].append(one)
-    return {name: Accuracy.of(parts[name]) for name in sorted(parts)}
+    return {name: ReplayAccuracy.of(parts[name]) for name in sorted(parts)}
 
 
 def _pairs(priced: Sequence[Priced]) -> list[list[Priced]]:

@@ -13,9 +13,9 @@ from typing import Any
 from lightning_autosync.cluster import ClusterSpec, resolve_cluster, synchronization_rate
 from lightning_autosync.documents import digest
 from lightning_autosync.errors import DocumentError
-from lightning_autosync.lab.validation.settings import Settings
+from lightning_autosync.lab.validation.settings import ValidationSettings
 from lightning_autosync.measure.emulation.network import emulable
-from lightning_autosync.measure.hosts import shared_hosts
+from lightning_autosync.measure.hosts import emulated_hosts
 from lightning_autosync.plan import Group, Partition, SyncPlan, WeightedTree, builders, compile_plan
 from lightning_autosync.plan.topologies import everywhere, find
 from lightning_autosync.replay import Replay
@@ -156,7 +156,7 @@ class Case:
         return digest([self.cluster.fingerprint, self.workload.fingerprint, self.plan.fingerprint])
 
 
-def draw_cases(settings: Settings) -> list[Case]:
+def draw_cases(settings: ValidationSettings) -> list[Case]:
     """The cases of a seed, cluster by cluster.
 
     Raises:
@@ -175,14 +175,16 @@ def draw_cases(settings: Settings) -> list[Case]:
     return cases
 
 
-def _draw_pair(random: Random, settings: Settings, cluster: ClusterSpec, family: str, count: int) -> Iterator[Case]:
+def _draw_pair(
+    random: Random, settings: ValidationSettings, cluster: ClusterSpec, family: str, count: int
+) -> Iterator[Case]:
     least, most = settings.bound
     bound = math.exp(random.uniform(math.log(least), math.log(most)))
     compute = bound * math.exp(random.uniform(math.log(0.3), math.log(3.0)))
     full = catalogue.build(family, **_ARGUMENTS.get(family, _OTHERS))
     travels = sum(map(changed_bytes, full.variables))
     workload = with_compute(scaled(full, bound * synchronization_rate(cluster) / travels), compute)
-    replay = Replay(workload, cluster, shared_hosts(cores=settings.cores))
+    replay = Replay(workload, cluster, emulated_hosts(cores=settings.cores))
     drawn: set[str] = set()
     for kind in _kinds(random, count):
         case = Case(cluster, family, workload, *_draw_carried(random, kind, workload, cluster, replay, settings, drawn))
@@ -196,7 +198,7 @@ def _draw_carried(
     workload: Workload,
     cluster: ClusterSpec,
     replay: Replay,
-    settings: Settings,
+    settings: ValidationSettings,
     drawn: Set[str],
 ) -> tuple[str, SyncPlan]:
     """A plan that this machine's cores can carry, and how it was drawn: if need be by another builder.

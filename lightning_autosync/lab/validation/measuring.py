@@ -15,7 +15,7 @@ from pydantic import ConfigDict, Field
 from lightning_autosync.documents import PLAIN, Index, Spent, Taken, append_lines, checked, parse_json, whole_lines
 from lightning_autosync.errors import DocumentError
 from lightning_autosync.lab.validation.cases import Case
-from lightning_autosync.lab.validation.settings import Settings
+from lightning_autosync.lab.validation.settings import ValidationSettings
 from lightning_autosync.learned.dataset.sample import step_noise
 from lightning_autosync.measure.hosts import probed_hosts
 from lightning_autosync.measure.launches.settings import LaunchSettings
@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Measurement:
+class CaseMeasurement:
     """What a case took.
 
     Attributes:
@@ -61,23 +61,23 @@ class Measurement:
         return step_noise(slowest_rank(self.steps))
 
 
-def load_measurements(path: Path) -> dict[str, Measurement]:
+def load_measurements(path: Path) -> dict[str, CaseMeasurement]:
     """The measurements in a file, by key; none if there is no file. A last line cut off by an interruption is left out.
 
     Raises:
         DocumentError: a line is something else.
     """
-    found: dict[str, Measurement] = {}
+    found: dict[str, CaseMeasurement] = {}
     for where, line in whole_lines(path):
         what = f"{where}: not a measurement"
-        measurement = checked(Measurement, parse_json(line, what), what)
+        measurement = checked(CaseMeasurement, parse_json(line, what), what)
         if measurement.hosts is not None:
             Constants.from_dict(measurement.hosts, f"{where}: hosts")
         found[measurement.key] = measurement
     return found
 
 
-def measure_cases(cases: Iterable[Case], settings: Settings, path: Path) -> dict[str, Measurement]:
+def measure_cases(cases: Iterable[Case], settings: ValidationSettings, path: Path) -> dict[str, CaseMeasurement]:
     """Measure the cases that ``path`` does not have yet; returns all by key.
 
     Args:
@@ -116,7 +116,7 @@ def measure_cases(cases: Iterable[Case], settings: Settings, path: Path) -> dict
     return found
 
 
-def _measure(case: Case, session: MeasurementSession, settings: Settings) -> Measurement:
+def _measure(case: Case, session: MeasurementSession, settings: ValidationSettings) -> CaseMeasurement:
     load = session.watch_load()
     by_rank = session.run(
         measure_plans,
@@ -127,4 +127,4 @@ def _measure(case: Case, session: MeasurementSession, settings: Settings) -> Mea
         timeout=settings.timeout / 2,  # so that ranks can say what they waited for
     )
     foreign = None if load is None else load.foreign_cores()
-    return Measurement(case.key, [plans[0] for plans in by_rank], foreign, settings.scheduling, settings.warm_up)
+    return CaseMeasurement(case.key, [plans[0] for plans in by_rank], foreign, settings.scheduling, settings.warm_up)

@@ -23,7 +23,7 @@ FAMILIES = ("vgg16", "resnet50", "densenet121", "bert_base", "ncf", "gpt")
 """Models of the catalogue, one of each family."""
 
 
-class Settings(Configuration):
+class ValidationSettings(Configuration):
     """One validation run.
 
     Attributes:

@@ -9,8 +9,8 @@ from matplotlib.figure import Figure
 from rich.table import Table
 
 from lightning_autosync.measure.bench.preparation import make_cluster
-from lightning_autosync.measure.bench.result import Result
-from lightning_autosync.measure.bench.settings import Class
+from lightning_autosync.measure.bench.result import BenchResult
+from lightning_autosync.measure.bench.settings import Exactness
 from lightning_autosync.measure.conditions import BUSY
 from lightning_autosync.measure.emulation.launch import NOTICEABLE_LATENCY
 from lightning_autosync.measure.figures import save_figure
@@ -19,7 +19,7 @@ EXACT = 1e-4
 """Gradient deviation up to which only the order of floating-point sums differs."""
 
 
-def result_table(result: Result) -> Table:
+def result_table(result: BenchResult) -> Table:
     """One row a contender; the best DDP stands out."""
     table = Table(title=title(result))
     table.add_column("contender", no_wrap=True)
@@ -38,12 +38,12 @@ def result_table(result: Result) -> Table:
     return table
 
 
-def by_class(result: Result) -> list[str]:
+def by_class(result: BenchResult) -> list[str]:
     """The contenders, those of one class together."""
-    return sorted(result.measurements, key=lambda name: get_args(Class).index(result.classes[name]))
+    return sorted(result.measurements, key=lambda name: get_args(Exactness).index(result.classes[name]))
 
 
-def title(result: Result) -> str:
+def title(result: BenchResult) -> str:
     """Model, size, ranks and links in one line."""
     settings, cluster = result.settings, result.cluster
     links = f"links of {cluster.name}, {settings.rank_order} rank order"
@@ -57,7 +57,7 @@ def title(result: Result) -> str:
     )
 
 
-def remarks(result: Result) -> list[str]:
+def remarks(result: BenchResult) -> list[str]:
     """What a reader must know to judge the numbers."""
     settings, conditions = result.settings, result.conditions
     load = conditions["load_average_before"][0]
@@ -84,7 +84,7 @@ def remarks(result: Result) -> list[str]:
     return lines
 
 
-def _latencies(result: Result) -> list[str]:
+def _latencies(result: BenchResult) -> list[str]:
     """What emulation leaves out of the cluster as described."""
     if not result.settings.emulated:
         return []
@@ -94,7 +94,7 @@ def _latencies(result: Result) -> list[str]:
     return [f"latencies of {result.cluster.name}, up to {slowest * 1e3:g} ms, are not emulated"]
 
 
-def _best_of_sparse_ddp(result: Result) -> list[str]:
+def _best_of_sparse_ddp(result: BenchResult) -> list[str]:
     """How the best exact plan stands to DDP with sparse gradients of embeddings, which is no setting of DDP's."""
     contenders = result.settings.all_contenders()
     sparse = [name for name, one in contenders.items() if one.ddp is not None and one.embeddings == "sparse"]
@@ -106,7 +106,7 @@ def _best_of_sparse_ddp(result: Result) -> list[str]:
     return [f"{result.best_exact} takes {times} of the time of {reference}, whose module has nn.Embedding(sparse=True)"]
 
 
-def _cells(result: Result, name: str, mixed: bool, bounded: bool) -> list[str]:
+def _cells(result: BenchResult, name: str, mixed: bool, bounded: bool) -> list[str]:
     measurement, ratio = result.measurements[name], result.ratio(name)
     cells = [
         name,
@@ -126,7 +126,7 @@ def _cells(result: Result, name: str, mixed: bool, bounded: bool) -> list[str]:
 DDP_COLOUR, BEST_COLOUR, PLAN_COLOUR = "#b8bec8", "#5d6675", "#2a7fb8"
 
 
-def draw(result: Result, path: str | os.PathLike[str]) -> None:
+def draw(result: BenchResult, path: str | os.PathLike[str]) -> None:
     """Write the picture; the ending of ``path`` says whether PNG, SVG or PDF."""
     names = by_class(result)
     figure = Figure(figsize=(8, 1.6 + 0.32 * len(names)), layout="constrained")
@@ -154,7 +154,7 @@ def draw(result: Result, path: str | os.PathLike[str]) -> None:
     save_figure(figure, path, dpi=150)
 
 
-def _colour(result: Result, name: str) -> str:
+def _colour(result: BenchResult, name: str) -> str:
     if name == result.best_ddp:
         return BEST_COLOUR
     return DDP_COLOUR if result.settings.all_contenders()[name].ddp is not None else PLAN_COLOUR

@@ -12,7 +12,7 @@ from typing import Any, Protocol, get_args
 
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.errors import AutoSyncError, DocumentError
-from lightning_autosync.measure.bench.settings import Class, Contender, DDPOptions, Settings
+from lightning_autosync.measure.bench.settings import BenchSettings, ContenderSettings, DDPOptions, Exactness
 from lightning_autosync.measure.models.recipes import MIB, Embeddings
 from lightning_autosync.plan import SyncPlan, builders, compile_plan
 from lightning_autosync.workload import Workload
@@ -33,11 +33,11 @@ class Preparation:
     cluster: ClusterSpec
     workload: Workload
     orders: dict[str, dict[str, Any]]
-    classes: dict[str, Class]
+    classes: dict[str, Exactness]
     reasons: dict[str, str]
 
 
-def prepare(settings: Settings) -> Preparation:
+def prepare(settings: BenchSettings) -> Preparation:
     """Make every contender's plan and check that it compiles.
 
     Raises:
@@ -61,7 +61,7 @@ def prepare(settings: Settings) -> Preparation:
 
 
 class ClusterChoice(Protocol):
-    """Which of a verb's settings say where its ranks are; see `Settings`."""
+    """Which of a verb's settings say where its ranks are; see `BenchSettings`."""
 
     @property
     def cluster(self) -> dict[str, Any] | None: ...
@@ -118,12 +118,12 @@ def _rates(cluster: ClusterSpec) -> Iterator[tuple[float, float]]:
 @dataclass(frozen=True)
 class _Prepared:
     order: dict[str, Any]
-    exactness: Class
+    exactness: Exactness
     reason: str = ""
 
 
 def _prepared(
-    name: str, contender: Contender, settings: Settings, cluster: ClusterSpec, workload: Workload
+    name: str, contender: ContenderSettings, settings: BenchSettings, cluster: ClusterSpec, workload: Workload
 ) -> _Prepared:
     order = {
         "model": settings.model.model_dump(),
@@ -142,7 +142,7 @@ def _prepared(
     return _Prepared({**order, "plan": plan.to_dict(), "workload": workload.to_dict()}, plan_class(plan), reason)
 
 
-def plan_class(plan: SyncPlan) -> Class:
+def plan_class(plan: SyncPlan) -> Exactness:
     """What a plan computes, in the classes that are told apart."""
     if plan.semantics == "exact":
         return "exact"
@@ -159,7 +159,9 @@ def _check_hook(options: DDPOptions, workload: Workload) -> None:
         raise DocumentError(f"ddp.bucket_cap_mb: powersgd works on gloo with one bucket only; take {needed} or more")
 
 
-def _plan(contender: Contender, workload: Workload, cluster: ClusterSpec, shares_cores: bool) -> tuple[SyncPlan, str]:
+def _plan(
+    contender: ContenderSettings, workload: Workload, cluster: ClusterSpec, shares_cores: bool
+) -> tuple[SyncPlan, str]:
     """The plan, and why it was chosen if that was told; a function that asks hears whether ranks share cores."""
     if contender.plan is not None:
         return SyncPlan.load(contender.plan), ""

@@ -10,7 +10,7 @@ from typing import Any
 
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.measure.bench.preparation import Preparation
-from lightning_autosync.measure.bench.settings import Class, Settings
+from lightning_autosync.measure.bench.settings import BenchSettings, Exactness
 from lightning_autosync.measure.conditions import BUSY
 from lightning_autosync.measure.hosts import Bound
 from lightning_autosync.measure.step_time import Interval, Steps, paired_ratio, relative_medians, step_time
@@ -20,7 +20,7 @@ FORMAT = "autosync-bench/1"
 
 
 @dataclass(frozen=True)
-class Measurement:
+class ContenderMeasurement:
     """One contender.
 
     Attributes:
@@ -54,7 +54,7 @@ class Measurement:
 
 
 @dataclass(frozen=True)
-class Result:
+class BenchResult:
     """One bench run.
 
     Attributes:
@@ -65,11 +65,11 @@ class Result:
         measurements: by contender, DDP first.
     """
 
-    settings: Settings
+    settings: BenchSettings
     preparation: Preparation
     bound: Bound | None
     conditions: dict[str, Any]
-    measurements: dict[str, Measurement]
+    measurements: dict[str, ContenderMeasurement]
 
     @property
     def cluster(self) -> ClusterSpec:
@@ -98,7 +98,7 @@ class Result:
         return self._fastest({name: self.measurements[name].times for name in names}) if names else None
 
     @property
-    def classes(self) -> dict[str, Class]:
+    def classes(self) -> dict[str, Exactness]:
         return self.preparation.classes
 
     @staticmethod

@@ -10,8 +10,8 @@ from itertools import islice
 
 from lightning_autosync.measure import conditions, replica_calls, tcp_info
 from lightning_autosync.measure.bench.preparation import Preparation, prepare
-from lightning_autosync.measure.bench.result import Measurement, Result
-from lightning_autosync.measure.bench.settings import Settings
+from lightning_autosync.measure.bench.result import BenchResult, ContenderMeasurement
+from lightning_autosync.measure.bench.settings import BenchSettings
 from lightning_autosync.measure.hosts import Bound, least_step
 from lightning_autosync.measure.interleaving import alternating_rounds
 from lightning_autosync.measure.session import Contender, ContenderError, MeasurementSession
@@ -21,7 +21,7 @@ from lightning_autosync.measure.workers import WorkerError
 _log = logging.getLogger(__name__)
 
 
-def run_bench(settings: Settings, keep: Callable[[Result], None] | None = None) -> Result:
+def run_bench(settings: BenchSettings, keep: Callable[[BenchResult], None] | None = None) -> BenchResult:
     """Measure every contender.
 
     Args:
@@ -39,11 +39,11 @@ def run_bench(settings: Settings, keep: Callable[[Result], None] | None = None) 
 
 
 def play(
-    settings: Settings,
+    settings: BenchSettings,
     preparation: Preparation,
     session: MeasurementSession,
-    keep: Callable[[Result], None] | None = None,
-) -> Result:
+    keep: Callable[[BenchResult], None] | None = None,
+) -> BenchResult:
     """Measure every contender in a session that is open already.
 
     Args:
@@ -69,7 +69,9 @@ def play(
     bound = _bound(settings, preparation)
     for number in bench.play_rounds():
         load_after = session.run(conditions.load_average, ranks=[0])[0]
-        result = Result(settings, preparation, bound, {**found, "load_average_after": load_after}, bench.measurements())
+        result = BenchResult(
+            settings, preparation, bound, {**found, "load_average_after": load_after}, bench.measurements()
+        )
         if keep is not None and number < settings.rounds:
             keep(result)
     return result
@@ -78,7 +80,7 @@ def play(
 class _Bench:
     """The contenders of one run and what was measured of them so far."""
 
-    def __init__(self, settings: Settings, preparation: Preparation, session: MeasurementSession) -> None:
+    def __init__(self, settings: BenchSettings, preparation: Preparation, session: MeasurementSession) -> None:
         self._settings = settings
         self._session = session
         self._periodic = {name: one.periodic is not None for name, one in settings.all_contenders().items()}
@@ -116,10 +118,10 @@ class _Bench:
             _log.info("round %d of %d", number, self._settings.rounds)
             yield number
 
-    def measurements(self) -> dict[str, Measurement]:
+    def measurements(self) -> dict[str, ContenderMeasurement]:
         """What was measured so far."""
         return {
-            name: Measurement(
+            name: ContenderMeasurement(
                 rounds=rounds,
                 sent=_all_or_none(self._sent[name]),
                 foreign_cores=_all_or_none(self._foreign[name]),
@@ -163,7 +165,7 @@ def _all_or_none(values: list[float | None]) -> list[float] | None:
     return known if len(known) == len(values) else None
 
 
-def _bound(settings: Settings, preparation: Preparation) -> Bound | None:
+def _bound(settings: BenchSettings, preparation: Preparation) -> Bound | None:
     if not settings.emulated or settings.model.kind not in ("flat", "paced"):
         return None
     return least_step(preparation.workload, preparation.cluster)

@@ -14,10 +14,10 @@ from lightning_autosync.measure.models.recipes import AnyModel, Embeddings
 
 BucketCap = Annotated[PositiveFloat | Literal["default"], Field(union_mode="left_to_right")]
 Hook = Literal["fp16", "bf16", "powersgd", "post_local_sgd"]
-Class = Literal["exact", "low precision", "relaxed or lossy"]
+Exactness = Literal["exact", "low precision", "relaxed or lossy"]
 """Contenders of different classes are not compared: they do not compute the same."""
 
-HOOK_CLASSES: dict[Hook, Class] = {
+HOOK_CLASSES: dict[Hook, Exactness] = {
     "fp16": "low precision",
     "bf16": "low precision",
     "powersgd": "relaxed or lossy",
@@ -58,7 +58,7 @@ class DDPOptions(Record):
         return self.hook in ("powersgd", "post_local_sgd")
 
     @property
-    def exactness(self) -> Class:
+    def exactness(self) -> Exactness:
         return "exact" if self.hook is None else HOOK_CLASSES[self.hook]
 
 
@@ -77,7 +77,7 @@ class DDPSweep(Record):
         ]
 
 
-class Contender(Record):
+class ContenderSettings(Record):
     """One way to synchronize: DDP, a builder's plan, or a plan file.
 
     Attributes:
@@ -106,7 +106,7 @@ class Contender(Record):
         return {**own, "arguments": {**own.get("arguments", {}), **beside}}
 
     @model_validator(mode="after")
-    def _check(self) -> Contender:
+    def _check(self) -> ContenderSettings:
         kinds = [name for name in ("ddp", "builder", "plan") if getattr(self, name) is not None]
         if len(kinds) != 1:
             raise ValueError(f"expected one of ddp, builder and plan, got {' and '.join(kinds) or 'none'}")
@@ -120,7 +120,7 @@ class Contender(Record):
         return self.ddp.period if self.ddp is not None and self.ddp.hook == "post_local_sgd" else None
 
 
-class Settings(Configuration):
+class BenchSettings(Configuration):
     """One bench run.
 
     Attributes:
@@ -158,10 +158,10 @@ class Settings(Configuration):
     timeline: bool = False
     constants: str | None = None
     ddp: DDPSweep = DDPSweep()
-    contenders: dict[str, Contender] = Field(default_factory=dict)
+    contenders: dict[str, ContenderSettings] = Field(default_factory=dict)
 
     @model_validator(mode="after")
-    def _check(self) -> Settings:
+    def _check(self) -> BenchSettings:
         if self.emulated and self.cluster is None:
             raise ValueError("cluster: missing; launch=emulated needs one, as in cluster=fat_node_star")
         changed = self.cluster_scale != 1.0 or self.cluster_fastest is not None or self.rank_order != "natural"
@@ -175,9 +175,9 @@ class Settings(Configuration):
             raise ValueError(f"contenders: '{min(taken)}' is the name of a DDP opponent; take another")
         return self
 
-    def all_contenders(self) -> dict[str, Contender]:
+    def all_contenders(self) -> dict[str, ContenderSettings]:
         """Every contender by name, DDP first."""
-        opponents = {options.name: Contender(ddp=options) for options in self.ddp.options()}
+        opponents = {options.name: ContenderSettings(ddp=options) for options in self.ddp.options()}
         return {**opponents, **self.contenders}
 
     @property

@@ -12,7 +12,7 @@ from typing import Any
 from lightning_autosync.cluster.spec import ClusterSpec
 from lightning_autosync.errors import ClusterError
 from lightning_autosync.measure.workers.calls import LaunchError
-from lightning_autosync.measure.workers.signals import raised_endings
+from lightning_autosync.measure.workers.signals import signals_as_exceptions
 
 KILL_ALL = ["--kill-on-bad-exit=1"]
 """srun would let the other tasks of a job wait for one that has failed."""
@@ -82,7 +82,7 @@ def results(job: Any) -> list[Any]:
         LaunchError: a task failed; each that did is named, with the end of its traceback.
         KeyboardInterrupt, SystemExit: SIGINT, or SIGTERM or SIGHUP, came meanwhile.
     """
-    with raised_endings() as endings:
+    with signals_as_exceptions() as endings:
         try:
             job.wait()
             return _collected(job)

@@ -11,7 +11,7 @@ from lightning_autosync.documents import Configuration
 from lightning_autosync.measure.launches.settings import LaunchSettings, TorchrunSettings
 
 
-class Settings(Configuration):
+class ProbeSettings(Configuration):
     """One probe.
 
     Attributes:
@@ -43,7 +43,7 @@ class Settings(Configuration):
     timeout: PositiveFloat = 600.0
 
     @model_validator(mode="after")
-    def _check(self) -> Settings:
+    def _check(self) -> ProbeSettings:
         if self.launch.kind in ("emulated", "ssh"):
             if self.cluster is None:
                 example = "fat_node_star" if self.launch.kind == "emulated" else "FILE, with an address of every node"

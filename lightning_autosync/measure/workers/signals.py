@@ -12,8 +12,8 @@ _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _ORDINARY = (signal.SIG_DFL, signal.default_int_handler)
 
 
-class Endings:
-    """The signals that came in a block of `raised_endings`."""
+class DeferredSignals:
+    """The signals that came in a block of `signals_as_exceptions`."""
 
     def __init__(self) -> None:
         self._holding = False
@@ -37,13 +37,13 @@ class Endings:
 
 
 @contextmanager
-def raised_endings() -> Iterator[Endings]:
+def signals_as_exceptions() -> Iterator[DeferredSignals]:
     """Within the block SIGTERM and SIGHUP raise `SystemExit`, with a shell's status, and SIGINT `KeyboardInterrupt`.
 
     Only where they would end this process otherwise: signals that are ignored stay so, and handlers that somebody set
     stay theirs. In threads but the main one, which alone gets signals, nothing changes.
     """
-    endings, before = Endings(), {}
+    endings, before = DeferredSignals(), {}
     if threading.current_thread() is threading.main_thread():
         before = {number: signal.getsignal(number) for number in _ENDING}
     ours = {number: handler for number, handler in before.items() if handler in _ORDINARY}

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from optuna.trial import FrozenTrial, TrialState
 
-from lightning_autosync.measure.drift import Footing, run_with_turns
+from lightning_autosync.measure.drift import DriftCorrection, run_with_turns
 from lightning_autosync.plan.space import PlanSpace, Value
 from lightning_autosync.search.trial_attributes import (
     REFINED,
@@ -58,7 +58,7 @@ class Observations:
     pending: list[Choice] = field(default_factory=list)
     failed: list[Choice] = field(default_factory=list)
     choosing: list[int] = field(default_factory=list)
-    footing: Footing = field(default_factory=lambda: Footing({}, None))
+    footing: DriftCorrection = field(default_factory=lambda: DriftCorrection({}, None))
 
     @classmethod
     def of(cls, trials: Sequence[FrozenTrial], space: PlanSpace, own: int) -> Observations:
@@ -90,10 +90,10 @@ class Observations:
         self.steps[trial.number] = tuple(factor * step for step in measured_steps(trial))
 
 
-def _footing(trials: Sequence[FrozenTrial], own: int) -> Footing:
+def _footing(trials: Sequence[FrozenTrial], own: int) -> DriftCorrection:
     run = next((attribute(trial, RUN) for trial in reversed(trials) if trial.number == own), None)
     sights = [sight_of(trial) for trial in trials]
-    return Footing.of(sights, run_with_turns(sights, run))
+    return DriftCorrection.of(sights, run_with_turns(sights, run))
 
 
 def point_of(trial: FrozenTrial, space: PlanSpace) -> Point | None:

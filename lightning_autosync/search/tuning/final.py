@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Any
 
 from lightning_autosync.measure.bench.output import EXACT
-from lightning_autosync.measure.bench.result import Measurement, Result
+from lightning_autosync.measure.bench.result import BenchResult, ContenderMeasurement
 from lightning_autosync.measure.step_time import Interval, relative_medians
 from lightning_autosync.plan import SyncPlan
 from lightning_autosync.plan.builders import BUILDERS
@@ -34,8 +34,8 @@ class Final:
         left_out: why plans are not among them that should have been, by name.
     """
 
-    choice: Result
-    result: Result
+    choice: BenchResult
+    result: BenchResult
     plans: Mapping[str, SyncPlan]
     rivals: Sequence[str]
     left_out: Mapping[str, str] = field(default_factory=dict)
@@ -43,7 +43,7 @@ class Final:
     @classmethod
     def of(
         cls,
-        played: Result,
+        played: BenchResult,
         plans: Mapping[str, SyncPlan],
         rivals: Sequence[str],
         left_out: Mapping[str, str] | None = None,
@@ -135,14 +135,14 @@ class Final:
         return "ddp" if self.result.settings.all_contenders()[name].ddp is not None else "contender"
 
 
-def _rounds(played: Result, start: int, end: int) -> Result:
+def _rounds(played: BenchResult, start: int, end: int) -> BenchResult:
     """Some rounds of a bench, as if there had been no others."""
     settings = played.settings.model_copy(update={"rounds": end - start})
     measurements = {name: _of_rounds(one, start, end) for name, one in played.measurements.items()}
     return replace(played, settings=settings, measurements=measurements)
 
 
-def _of_rounds(measurement: Measurement, start: int, end: int) -> Measurement:
+def _of_rounds(measurement: ContenderMeasurement, start: int, end: int) -> ContenderMeasurement:
     sent, foreign = measurement.sent, measurement.foreign_cores
     return replace(
         measurement,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from lightning_autosync.measure.workers.signals import raised_endings
+from lightning_autosync.measure.workers.signals import signals_as_exceptions
 
 
 @contextmanager
@@ -15,5 +15,5 @@ def uninterrupted() -> Iterator[None]:
     For whatever reads or writes a study: a storage that was left in the midst of that, its lock half released or what
     it knows half brought up to date, is of no use to those who end the run in order. Blocks may be nested.
     """
-    with raised_endings() as endings, endings.held():
+    with signals_as_exceptions() as endings, endings.held():
         yield

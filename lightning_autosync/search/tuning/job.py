@@ -106,7 +106,7 @@ class Job:
         return {"model": model, "sparse": False, "cluster": self.cluster.to_dict(), "timeout": patience}
 
 
-def bench_settings(settings: Settings, **changes: Any) -> bench.Settings:
+def bench_settings(settings: Settings, **changes: Any) -> bench.BenchSettings:
     """What of the settings a bench takes, some fields changed."""
-    kept = {name: getattr(settings, name) for name in bench.Settings.model_fields}
-    return bench.Settings.model_validate({**kept, **changes})
+    kept = {name: getattr(settings, name) for name in bench.BenchSettings.model_fields}
+    return bench.BenchSettings.model_validate({**kept, **changes})

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from lightning_autosync.measure.bench.preparation import Preparation, plan_class, prepare
 from lightning_autosync.measure.bench.run import play
-from lightning_autosync.measure.bench.settings import Contender, DDPOptions, DDPSweep, Settings
+from lightning_autosync.measure.bench.settings import BenchSettings, ContenderSettings, DDPOptions, DDPSweep
 from lightning_autosync.measure.session import ContenderError, MeasurementSession, reason
 from lightning_autosync.measure.workers import InputError, WorkerError
 from lightning_autosync.plan import SyncPlan
@@ -44,7 +44,7 @@ def compare(
     others = prepare(own)
     left, failures = dict(plans), _Failures()
     while left:
-        contenders = {name: Contender(plan=str(paths[name]), embeddings="rows") for name in left}
+        contenders = {name: ContenderSettings(plan=str(paths[name]), embeddings="rows") for name in left}
         settings = own.model_copy(update={"contenders": {**own.contenders, **contenders}})
         try:
             played = play(settings, _prepared(job, left, others), session)
@@ -90,11 +90,11 @@ class _Failures:
             _log.warning("the last comparison failed: %s; once more", self.last)
 
 
-def _opponents(job: Job, rivals: Sequence[str]) -> Settings:
+def _opponents(job: Job, rivals: Sequence[str]) -> BenchSettings:
     """Settings of a bench of some of DDP's settings, beside which plans come."""
     by_name = {options.name: options for options in job.settings.ddp.options()}
     first, *others = (by_name[name] for name in rivals)
-    beside = {options.name: Contender(ddp=options) for options in others}
+    beside = {options.name: ContenderSettings(ddp=options) for options in others}
     return bench_settings(
         job.settings,
         ddp=_only(first),

@@ -10,7 +10,7 @@ from optuna.distributions import BaseDistribution
 from optuna.samplers import BaseSampler
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
-from lightning_autosync.measure.drift import Footing
+from lightning_autosync.measure.drift import DriftCorrection
 from lightning_autosync.search.trial_attributes import RUN, attribute, is_composed, seconds_of, sight_of
 
 
@@ -55,7 +55,7 @@ class MirrorSampler(BaseSampler):
 
     def _mirrored(self, study: optuna.Study, own: FrozenTrial) -> Iterator[FrozenTrial]:
         trials = study.get_trials(deepcopy=False)
-        footing = Footing.of(map(sight_of, trials), own.user_attrs.get(RUN))
+        footing = DriftCorrection.of(map(sight_of, trials), own.user_attrs.get(RUN))
         for trial in trials:
             if trial.number == own.number or not is_composed(trial) or not self._free.keys() <= trial.params.keys():
                 continue

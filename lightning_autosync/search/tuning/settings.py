@@ -76,7 +76,7 @@ class StudySettings(Record):
     storage: str | None = None
 
 
-class Settings(bench.Settings):
+class Settings(bench.BenchSettings):
     """One tuning run; what a bench is told holds for its last comparison: warm-up, rounds, steps, further contenders.
 
     Attributes:

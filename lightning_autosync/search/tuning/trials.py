@@ -12,7 +12,7 @@ from typing import Any
 import optuna
 from optuna.trial import FrozenTrial, TrialState
 
-from lightning_autosync.measure.drift import Drift, Footing, Sight
+from lightning_autosync.measure.drift import Drift, DriftCorrection, DriftObservation
 from lightning_autosync.measure.interleaving import TrialMeasurement
 from lightning_autosync.plan import SyncPlan
 from lightning_autosync.plan.space import BUILDER, COMPOSED
@@ -262,7 +262,9 @@ def of_run(records: Sequence[Record], run: str | None) -> list[Record]:
     return [record for record in records if run is None or record.run == run]
 
 
-def footing_of(records: Sequence[Record], run: str | None = None, now: Mapping[int, float] | None = None) -> Footing:
+def footing_of(
+    records: Sequence[Record], run: str | None = None, now: Mapping[int, float] | None = None
+) -> DriftCorrection:
     """The footing of one run, which the reference shows that had a turn beside each of its batches.
 
     Args:
@@ -271,7 +273,7 @@ def footing_of(records: Sequence[Record], run: str | None = None, now: Mapping[i
         now: further turns of that run, as of a batch none of whose trials has ended.
     """
     sights = (
-        Sight(
+        DriftObservation(
             run=None if run is None else record.run,
             number=record.number,
             batch=record.batch,
@@ -282,7 +284,7 @@ def footing_of(records: Sequence[Record], run: str | None = None, now: Mapping[i
         )
         for record in records
     )
-    return Footing.of(sights, run, now)
+    return DriftCorrection.of(sights, run, now)
 
 
 def drift_of(records: Sequence[Record], run: str | None = None) -> Drift:

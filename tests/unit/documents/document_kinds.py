@@ -35,22 +35,22 @@ from lightning_autosync.cluster import ClusterSpec, configuration_directory, rea
 from lightning_autosync.documents import append_lines, checked, write_text
 from lightning_autosync.lab.convergence.result import FORMAT as CONVERGENCE
 from lightning_autosync.lab.convergence.result import load_rates
-from lightning_autosync.lab.convergence.settings import Settings as ConvergenceSettings
+from lightning_autosync.lab.convergence.settings import ConvergenceSettings as ConvergenceSettings
 from lightning_autosync.lab.fitting import comparison as fitting_runs
-from lightning_autosync.lab.fitting.comparison import Accuracy, tabulate
-from lightning_autosync.lab.fitting.splits import Settings as FittingSettings
-from lightning_autosync.lab.rehearsal.contest import Run as RehearsalRun
+from lightning_autosync.lab.fitting.comparison import SimulatorAccuracy, tabulate
+from lightning_autosync.lab.fitting.splits import ConvergenceSettings as FittingSettings
+from lightning_autosync.lab.rehearsal.contest import SamplerRun as RehearsalRun
 from lightning_autosync.lab.rehearsal.contest import run_file as rehearsal_runs
 from lightning_autosync.lab.rehearsal.outcome import standings, table
 from lightning_autosync.lab.rehearsal.settings import PAIRS
-from lightning_autosync.lab.rehearsal.settings import Settings as RehearsalSettings
-from lightning_autosync.lab.validation.measuring import Measurement, load_measurements
+from lightning_autosync.lab.rehearsal.settings import ConvergenceSettings as RehearsalSettings
+from lightning_autosync.lab.validation.measuring import CaseMeasurement, load_measurements
 from lightning_autosync.learned import LearnedEstimator, ReplayEstimator, Training, load_simulator
 from lightning_autosync.learned.dataset import Conditions, Dataset, Entry, Sample, Writer
 from lightning_autosync.learned.dataset.parts import MANIFEST
 from lightning_autosync.learned.dataset.writer import JOURNAL
 from lightning_autosync.learned.simulator import HEADER
-from lightning_autosync.measure.hosts import shared_hosts
+from lightning_autosync.measure.hosts import emulated_hosts
 from lightning_autosync.measure.interleaving import TrialMeasurement
 from lightning_autosync.measure.models.recipes import Paced
 from lightning_autosync.measure.session import Contender
@@ -231,7 +231,7 @@ def _make_constants(folder: Path) -> list[str]:
 
 
 def _read_constants(folder: Path) -> Use:
-    constants = shared_hosts(str(folder / "constants.yaml"))
+    constants = emulated_hosts(str(folder / "constants.yaml"))
     plan = builders.build("ps", WORKLOAD, CLUSTER)
     return lambda: _price(WORKLOAD, CLUSTER, plan, constants)
 
@@ -498,8 +498,8 @@ def _make_fitting(folder: Path) -> list[str]:
     file = fitting_runs.run_file(folder / "runs.jsonl", settings, Constants())
     for split in settings.splits:
         for kind in settings.compare:
-            accuracy = Accuracy(0.9, 0.1, 0.8, 0.05, 0.1)
-            file.append(fitting_runs.Run(split, 0, kind, ("star",), accuracy, 1.5))
+            accuracy = SimulatorAccuracy(0.9, 0.1, 0.8, 0.05, 0.1)
+            file.append(fitting_runs.FitRun(split, 0, kind, ("star",), accuracy, 1.5))
     return ["runs.jsonl"]
 
 
@@ -522,7 +522,7 @@ def _read_fitting(folder: Path) -> None:
 
 def _make_measurements(folder: Path) -> list[str]:
     hosts = Constants().to_dict()
-    one = Measurement("case", [[0.1, 0.2], [0.2, 0.3]], 0.1, "none", 1, hosts)
+    one = CaseMeasurement("case", [[0.1, 0.2], [0.2, 0.3]], 0.1, "none", 1, hosts)
     append_lines(folder / "measurements.jsonl", "".join(json.dumps({**asdict(one), "key": key}) + "\n" for key in "ab"))
     return ["measurements.jsonl"]
 

@@ -21,10 +21,24 @@ from lightning_autosync.lab.convergence import trial
 from lightning_autosync.lab.convergence.comparison import compare
 from lightning_autosync.lab.convergence.isolation import simulate_groups, survey_table
 from lightning_autosync.lab.convergence.output import remarks, result_table
-from lightning_autosync.lab.convergence.result import Groups, Result, Run, best_rate, load_rates, median_time
-from lightning_autosync.lab.convergence.settings import Settings
-from lightning_autosync.lab.convergence.tasks import Characters, Digits, loss
-from lightning_autosync.lab.convergence.trial import Budget, Course, Ending, _Training, judge, time_to
+from lightning_autosync.lab.convergence.result import (
+    ConvergenceResult,
+    Groups,
+    TrainingRun,
+    best_rate,
+    load_rates,
+    median_time,
+)
+from lightning_autosync.lab.convergence.settings import ConvergenceSettings
+from lightning_autosync.lab.convergence.tasks import CharactersTask, DigitsTask, loss
+from lightning_autosync.lab.convergence.trial import (
+    ParameterHistory,
+    TrainingBudget,
+    TrainingEnd,
+    _Training,
+    judge,
+    time_to,
+)
 from lightning_autosync.measure.models.straggler import Straggler, StragglerSettings
 
 BASE: dict[str, Any] = {
@@ -38,13 +52,15 @@ BASE: dict[str, Any] = {
 }
 
 
-def composed(*overrides: str) -> Settings:
+def composed(*overrides: str) -> ConvergenceSettings:
     with initialize_config_dir(str(configuration_directory()), version_base="1.3"):
-        return Settings.parse(OmegaConf.to_container(compose("converge", list(overrides)), resolve=True))
+        return ConvergenceSettings.parse(OmegaConf.to_container(compose("converge", list(overrides)), resolve=True))
 
 
-def run(method: str, reached: float | None, rate: float = 0.1, final: float = 90.0, speed: str = "equal") -> Run:
-    return Run(
+def run(
+    method: str, reached: float | None, rate: float = 0.1, final: float = 90.0, speed: str = "equal"
+) -> TrainingRun:
+    return TrainingRun(
         method=method,
         speed=speed,
         seed=0,
@@ -91,7 +107,7 @@ def run(method: str, reached: float | None, rate: float = 0.1, final: float = 90
 )
 def test_wrong_settings(changes, message):
     with pytest.raises(DocumentError, match=message) as caught:
-        Settings.parse({**BASE, **changes})
+        ConvergenceSettings.parse({**BASE, **changes})
     assert "\n" not in str(caught.value)
 
 
@@ -107,13 +123,13 @@ def test_wrong_settings(changes, message):
     ],
 )
 def test_a_method_that_cannot_be_is_found_before_any_worker_starts(method, message):
-    settings = Settings.parse({**BASE, "methods": {"all_reduce": {}, "odd": method}})
+    settings = ConvergenceSettings.parse({**BASE, "methods": {"all_reduce": {}, "odd": method}})
     with pytest.raises(DocumentError, match=message):
         compare(settings)
 
 
 def test_a_cluster_of_another_size_is_found_before_any_worker_starts():
-    settings = Settings.parse({**BASE, "cluster": ClusterSpec.uniform(nodes=3, devices=1).to_dict()})
+    settings = ConvergenceSettings.parse({**BASE, "cluster": ClusterSpec.uniform(nodes=3, devices=1).to_dict()})
     with pytest.raises(DocumentError, match=r"workers: 2 asked for, but cluster '.*' has 3 devices"):
         compare(settings)
 
@@ -145,7 +161,7 @@ def test_backward_counts_as_waiting_only_where_it_exchanges(monkeypatch, lock_st
     now = [0.0]
     monkeypatch.setattr(trial, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     monkeypatch.setattr(trial.dist, "get_rank", lambda: 0)
-    task = Digits(kind="digits")
+    task = DigitsTask(kind="digits")
     module = task.module()
 
     def pass_time(seconds: float) -> None:
@@ -156,8 +172,8 @@ def test_backward_counts_as_waiting_only_where_it_exchanges(monkeypatch, lock_st
     way = SimpleNamespace(
         lock_step=lock_step, forward=module, optimizer=optimizer, step=lambda samples: pass_time(2.0), groups=()
     )
-    budget = Budget(pace=None, steps=3, limit=None, target=None, patience=1, interval=1.0)
-    course = Course(module, 1.0)
+    budget = TrainingBudget(pace=None, steps=3, limit=None, target=None, patience=1, interval=1.0)
+    course = ParameterHistory(module, 1.0)
     course.begin()
     training = _Training(way, task, course, Straggler(StragglerSettings(), 0), budget, dist.HashStore(), 0)
     for number in range(3):
@@ -181,7 +197,7 @@ def test_the_shipped_experiments():
         assert all(convergence.seeds_of(name) >= 5 for name in convergence.chosen_methods)
 
 
-@pytest.mark.parametrize("task", [Digits(kind="digits"), Characters(kind="characters")])
+@pytest.mark.parametrize("task", [DigitsTask(kind="digits"), CharactersTask(kind="characters")])
 def test_a_task_is_learned_from_what_validation_does_not_see(task):
     inputs, labels = task.samples()
     kept, _ = task.training()
@@ -212,7 +228,11 @@ def test_time_to_a_target():
 
 def test_who_marches_in_step_takes_the_last_step_too():
     store = dist.HashStore()
-    first, same, free = Ending(store, 0, True, None), Ending(store, 1, True, None), Ending(store, 2, False, None)
+    first, same, free = (
+        TrainingEnd(store, 0, True, None),
+        TrainingEnd(store, 1, True, None),
+        TrainingEnd(store, 2, False, None),
+    )
     assert not first.reached(3)
     first.announce(3)
     first.announce(5)
@@ -222,7 +242,7 @@ def test_who_marches_in_step_takes_the_last_step_too():
 
 
 def test_a_given_number_of_steps_needs_no_announcement():
-    ending = Ending(dist.HashStore(), 0, False, 2)
+    ending = TrainingEnd(dist.HashStore(), 0, False, 2)
     assert [ending.reached(step) for step in range(3)] == [False, False, True]
 
 
@@ -233,11 +253,11 @@ def test_the_rate_is_the_one_that_is_soonest_and_then_the_best():
 
 
 @pytest.fixture
-def result() -> Result:
-    settings = Settings.parse({**BASE, "steps": None, "limit": 4.0, "target": 80.0})
+def result() -> ConvergenceResult:
+    settings = ConvergenceSettings.parse({**BASE, "steps": None, "limit": 4.0, "target": 80.0})
     runs = [run("all_reduce", 3.0, final=90.0), run("all_reduce", 4.0, final=92.0), run("all_reduce", 2.0, final=91.0)]
     runs += [run("gossip", 1.5, final=90.0), run("all_reduce", 9.0, speed="slow")]
-    return Result(settings, 1000, {"all_reduce": 0.1, "gossip": 0.1}, runs, [], {})
+    return ConvergenceResult(settings, 1000, {"all_reduce": 0.1, "gossip": 0.1}, runs, [], {})
 
 
 def test_a_summary(result):
@@ -254,9 +274,9 @@ def test_a_summary(result):
 
 
 def test_who_misses_the_target_is_not_left_out():
-    settings = Settings.parse({**BASE, "steps": None, "limit": 4.0, "target": 80.0})
+    settings = ConvergenceSettings.parse({**BASE, "steps": None, "limit": 4.0, "target": 80.0})
     runs = [run("all_reduce", 1.0), run("gossip", 2.0), run("gossip", None), run("gossip", None)]
-    found = Result(settings, 1000, {"all_reduce": 0.1, "gossip": 0.1}, runs, [], {})
+    found = ConvergenceResult(settings, 1000, {"all_reduce": 0.1, "gossip": 0.1}, runs, [], {})
     summary = found.summary("gossip", "equal")
     assert summary.reached == math.inf
     assert summary.faster is None
@@ -297,20 +317,20 @@ def test_rates_that_are_none_or_for_another_training(result, tmp_path: Path, cha
 def test_a_rate_that_is_neither_known_nor_to_be_chosen(result, tmp_path: Path):
     path = tmp_path / "result.json"
     path.write_text(json.dumps({**result.to_dict(), "rates": {"all_reduce": 0.1}}))
-    settings = Settings.parse({**BASE, "rates": [0.1, 0.2], "tuning_seeds": 0, "rates_of": str(path)})
+    settings = ConvergenceSettings.parse({**BASE, "rates": [0.1, 0.2], "tuning_seeds": 0, "rates_of": str(path)})
     with pytest.raises(DocumentError, match="rates_of: no rate of 'gossip'"):
         compare(settings)
 
 
 def test_few_times_are_shown_one_by_one():
-    settings = Settings.parse({**BASE, "steps": None, "limit": 4.0, "target": 80.0})
+    settings = ConvergenceSettings.parse({**BASE, "steps": None, "limit": 4.0, "target": 80.0})
     times = [3.0, 1.0, 2.0, 4.0, 5.0]
     for count, shown in ((3, "1.00 2.00 3.00, 1 never"), (5, "1.00 2.00 3.00 4.00 5.00, 1 never")):
         runs = [run(name, seconds) for name in settings.methods for seconds in [*times[:count], None]]
-        found = Result(settings, 1000, {"all_reduce": 0.1, "gossip": 0.1}, runs, [], {})
+        found = ConvergenceResult(settings, 1000, {"all_reduce": 0.1, "gossip": 0.1}, runs, [], {})
         assert shown in [cell for column in result_table(found, "equal").columns for cell in column.cells]
     runs = [run(name, seconds) for name in settings.methods for seconds in [*times, 6.0]]
-    found = Result(settings, 1000, {"all_reduce": 0.1, "gossip": 0.1}, runs, [], {})
+    found = ConvergenceResult(settings, 1000, {"all_reduce": 0.1, "gossip": 0.1}, runs, [], {})
     assert "1.00 .. 6.00" in [cell for column in result_table(found, "equal").columns for cell in column.cells]
 
 

@@ -12,8 +12,8 @@ from lightning_autosync.cluster import synchronization_rate
 from lightning_autosync.errors import DocumentError
 from lightning_autosync.lab.collection.card import card
 from lightning_autosync.lab.collection.collector import Collector
-from lightning_autosync.lab.collection.drawing import REFERENCE, draw_combinations, draw_drafts, kinds
-from lightning_autosync.lab.collection.settings import Mixture, Settings
+from lightning_autosync.lab.collection.drawing import REFERENCE, draw_combinations, draw_plans, kinds
+from lightning_autosync.lab.collection.settings import CollectionSettings, Mixture
 from lightning_autosync.learned.dataset import Dataset, Writer
 from lightning_autosync.measure.conditions import describe_worker
 from lightning_autosync.measure.replica_calls import StepBudget
@@ -33,8 +33,8 @@ SMALL: dict[str, Any] = {
 }
 
 
-def parse(**changes: Any) -> Settings:
-    return Settings.parse({**SMALL, **changes})
+def parse(**changes: Any) -> CollectionSettings:
+    return CollectionSettings.parse({**SMALL, **changes})
 
 
 def test_every_workload_is_on_every_cluster_at_a_like_rate() -> None:
@@ -62,8 +62,8 @@ def test_light_variables_are_left_out() -> None:
 
 def test_a_seed_draws_the_same_plans_and_another_one_others() -> None:
     combination = draw_combinations(parse())[1]
-    drafts = draw_drafts(parse(), Constants(), combination)
-    assert drafts == draw_drafts(parse(), Constants(), combination)
+    drafts = draw_plans(parse(), Constants(), combination)
+    assert drafts == draw_plans(parse(), Constants(), combination)
     assert drafts[0].kind == REFERENCE
     assert len({draft.key for draft in drafts}) == len(drafts) == 25
     assert {"evolved", "drawn", "free"} <= {draft.kind for draft in drafts}
@@ -71,13 +71,13 @@ def test_a_seed_draws_the_same_plans_and_another_one_others() -> None:
         plan = SyncPlan.from_dict(draft.plan)
         assert plan.semantics == "exact"
         assert compile_plan(plan, combination.workload, combination.cluster).world_size == 4
-    others = draw_drafts(parse(seed=1), Constants(), combination)
+    others = draw_plans(parse(seed=1), Constants(), combination)
     assert {draft.key for draft in drafts} != {draft.key for draft in others}
 
 
 def test_slow_plans_and_those_of_many_messages_are_not_drawn() -> None:
     combination = draw_combinations(parse())[0]
-    drafts = draw_drafts(parse(slowest=1.5, messages=6), Constants(), combination)
+    drafts = draw_plans(parse(slowest=1.5, messages=6), Constants(), combination)
     best = drafts[0].replayed
     for draft in drafts[1:]:
         best = min(best, draft.replayed)  # of those drawn so far

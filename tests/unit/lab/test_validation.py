@@ -9,14 +9,14 @@ import pytest
 from lightning_autosync.cli.validate import order_lines
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.errors import DocumentError
-from lightning_autosync.lab.validation.accuracy import Accuracy, Priced, by
+from lightning_autosync.lab.validation.accuracy import Priced, ReplayAccuracy, by
 from lightning_autosync.lab.validation.cases import Case, draw_cases
 from lightning_autosync.lab.validation.measuring import load_measurements, measure_cases
-from lightning_autosync.lab.validation.settings import Settings
+from lightning_autosync.lab.validation.settings import ValidationSettings
 from lightning_autosync.plan import builders, compile_plan
 from lightning_autosync.workload import Variable, Workload
 
-SMALL = Settings.parse({"cases": 14, "clusters": ["fat_node_star"], "families": ["vgg16", "ncf"], "seed": 3})
+SMALL = ValidationSettings.parse({"cases": 14, "clusters": ["fat_node_star"], "families": ["vgg16", "ncf"], "seed": 3})
 CLUSTER = ClusterSpec.uniform(nodes=2, bandwidth=1e6)
 WORKLOAD = Workload(name="one", variables=(Variable(name="fc", shape=(1000,)),))
 CASE = Case(CLUSTER, "one", WORKLOAD, "buckets", builders.all_reduce(WORKLOAD, CLUSTER))
@@ -48,7 +48,7 @@ def test_another_seed_draws_others() -> None:
 
 
 def test_accuracy_by_hand() -> None:
-    accuracy = Accuracy.of([priced(1.0, 1.1), priced(2.0, 1.6), priced(4.0, 4.0)])
+    accuracy = ReplayAccuracy.of([priced(1.0, 1.1), priced(2.0, 1.6), priced(4.0, 4.0)])
     assert accuracy.median == pytest.approx(0.1)
     assert accuracy.bias == pytest.approx(0.0)
     assert accuracy.p90 == pytest.approx(0.18)
@@ -57,26 +57,28 @@ def test_accuracy_by_hand() -> None:
 
 def test_order_is_judged_within_one_workload_on_one_cluster() -> None:
     found = [priced(1.0, 3.0), priced(2.0, 2.0), priced(3.0, 1.0), priced(9.0, 9.0, "two"), priced(8.0, 8.0, "two")]
-    assert Accuracy.of(found).tau == pytest.approx(-1.0)
+    assert ReplayAccuracy.of(found).tau == pytest.approx(-1.0)
     assert by(found, lambda one: one.case.family)["two"].tau is None
 
 
 def test_plans_that_noise_hides_have_no_order_to_predict() -> None:
     # Of six twos one differs by 1%, where the error of the difference is 1.4%; it is the only one in the wrong order.
     found = [priced(m, p, noise=0.01) for m, p in ((1.0, 1.0), (1.01, 0.99), (2.0, 2.0), (4.0, 4.0))]
-    accuracy = Accuracy.of(found)
+    accuracy = ReplayAccuracy.of(found)
     assert accuracy.tau == pytest.approx(4 / 6)
     assert accuracy.tau_apart == pytest.approx(1.0)
     assert accuracy.within_noise == pytest.approx(1 / 6)
     # Where noise does not hide it, a wrong order counts; equal predictions are half right.
-    sharp = Accuracy.of([priced(1.0, 1.0), priced(1.01, 0.99), priced(2.0, 2.0), priced(4.0, 2.0)])
+    sharp = ReplayAccuracy.of([priced(1.0, 1.0), priced(1.01, 0.99), priced(2.0, 2.0), priced(4.0, 2.0)])
     assert (sharp.tau_apart, sharp.within_noise) == (pytest.approx((4 - 1 + 0) / 6), 0.0)
 
 
 def test_nothing_is_said_of_the_order_of_plans_all_alike() -> None:
-    accuracy = Accuracy.of([priced(1.0, 1.0, noise=0.5), priced(1.1, 1.2, noise=0.5), priced(1.2, 1.3, noise=0.5)])
+    accuracy = ReplayAccuracy.of(
+        [priced(1.0, 1.0, noise=0.5), priced(1.1, 1.2, noise=0.5), priced(1.2, 1.3, noise=0.5)]
+    )
     assert (accuracy.tau, accuracy.tau_apart, accuracy.within_noise) == (pytest.approx(1.0), None, 1.0)
-    alone = Accuracy.of([priced(1.0, 1.0)])
+    alone = ReplayAccuracy.of([priced(1.0, 1.0)])
     assert (alone.tau, alone.tau_apart, alone.within_noise) == (None, None, None)
 
 
@@ -108,7 +110,7 @@ def test_measurements_are_read_up_to_an_interruption(tmp_path: Path) -> None:
     # The steps of the slowest rank: 1, 2 and 3 s, a deviation of 1 s from their median.
     assert found["a"].noise == pytest.approx(1.4826 * 1.2533 / 3**0.5 / 2)
     with pytest.raises(DocumentError, match="made with scheduling=batch warm_up=2, now"):
-        measure_cases([], Settings.parse({"scheduling": "none"}), path)
+        measure_cases([], ValidationSettings.parse({"scheduling": "none"}), path)
     path.write_text("not a measurement\n")
     with pytest.raises(DocumentError, match=r"measurements.jsonl:1: not a measurement"):
         load_measurements(path)

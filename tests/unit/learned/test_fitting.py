@@ -23,9 +23,18 @@ from lightning_autosync.cluster import configuration_directory
 from lightning_autosync.documents import read_data
 from lightning_autosync.errors import DocumentError
 from lightning_autosync.lab.fitting import comparison
-from lightning_autosync.lab.fitting.comparison import FORMAT, Accuracy, Run, compare, judge, summary
+from lightning_autosync.lab.fitting.comparison import FORMAT, FitRun, SimulatorAccuracy, compare, judge, summary
 from lightning_autosync.lab.fitting.encoding import encode_samples, spread
-from lightning_autosync.lab.fitting.splits import BLOCKS, SPLITS, Settings, SplitName, cluster, divide, family, for_all
+from lightning_autosync.lab.fitting.splits import (
+    BLOCKS,
+    SPLITS,
+    FitSettings,
+    SplitName,
+    cluster,
+    divide,
+    family,
+    for_all,
+)
 from lightning_autosync.learned import LearnedEstimator, load_simulator, training
 from lightning_autosync.learned.dataset import Conditions, Dataset, Entry, Sample, Writer
 from lightning_autosync.learned.ensemble import KINDS
@@ -147,7 +156,7 @@ def test_too_few_clusters_give_a_clear_error(grid: list[Sample]) -> None:
 
 def test_runs_are_of_one_division_after_the_other(grid: list[Sample], tmp_path: Path) -> None:
     few = grid[::7]
-    settings = Settings.parse({**_configuration(Path("somewhere")), "compare": ["linear"], "splits": ["cluster"]})
+    settings = FitSettings.parse({**_configuration(Path("somewhere")), "compare": ["linear"], "splits": ["cluster"]})
     settings = settings.model_copy(update={"seed": 3, "seeds": 3})
     encoded = encode_samples(few, CONSTANTS, ("linear",), processes=1)
     runs = list(compare(settings, few, encoded, CONSTANTS, empty_file(tmp_path)))
@@ -155,8 +164,8 @@ def test_runs_are_of_one_division_after_the_other(grid: list[Sample], tmp_path: 
     assert [run.unseen for run in runs] == [divide(few, "cluster", 3, number).unseen for number in range(3)]
 
 
-def empty_file(directory: Path) -> RunFile[Run]:
-    return RunFile(directory / "runs.jsonl", FORMAT, "a comparison", {}, Run)
+def empty_file(directory: Path) -> RunFile[FitRun]:
+    return RunFile(directory / "runs.jsonl", FORMAT, "a comparison", {}, FitRun)
 
 
 def timed(target: Floats, pair: Sequence[int] = (), drift: float = 0.0, batch: Sequence[int] = ()) -> Examples:
@@ -170,7 +179,7 @@ def test_metrics_by_hand() -> None:
     """Four plans of one pair and two of another; the two fastest of the first are within noise of each other."""
     target = numpy.log([1.00, 1.01, 2.0, 4.0, 1.0, 3.0])
     examples = timed(target, pair=[0, 0, 0, 0, 1, 1])
-    found = Accuracy.of(examples, numpy.array([1.1, 1.0, 4.0, 2.0, 1.0, 1.0]))
+    found = SimulatorAccuracy.of(examples, numpy.array([1.1, 1.0, 4.0, 2.0, 1.0, 1.0]))
     # Of 7 pairs one is left out; of the other 6, (2, 3) is wrong and (4, 5) is a tie.
     assert found.left_out == pytest.approx(1 / 7)
     assert found.ranking == pytest.approx(4.5 / 6)
@@ -183,13 +192,13 @@ def test_metrics_by_hand() -> None:
 def test_perfect_and_reversed_predictions() -> None:
     target = numpy.log([1.0, 2.0, 3.0])
     examples = timed(target)
-    assert Accuracy.of(examples, numpy.exp(target)) == Accuracy(1.0, 0.0, 1.0, 0.0, 0.0)
-    assert Accuracy.of(examples, numpy.exp(-target)).ranking == 0.0
+    assert SimulatorAccuracy.of(examples, numpy.exp(target)) == SimulatorAccuracy(1.0, 0.0, 1.0, 0.0, 0.0)
+    assert SimulatorAccuracy.of(examples, numpy.exp(-target)).ranking == 0.0
 
 
 def test_times_that_are_all_within_noise_give_a_clear_error() -> None:
     with pytest.raises(DocumentError, match="told apart"):
-        Accuracy.of(timed(numpy.zeros(3)), numpy.ones(3))
+        SimulatorAccuracy.of(timed(numpy.zeros(3)), numpy.ones(3))
 
 
 def test_drift_hides_differences_between_batches_alone() -> None:
@@ -197,10 +206,10 @@ def test_drift_hides_differences_between_batches_alone() -> None:
     target = numpy.array([0.0, 0.05, 0.0, 0.5])
     apart = told_apart(target, numpy.full(4, 0.01), numpy.full(4, 0.03), numpy.array([0, 0, 1, 1]))
     assert apart.tolist() == [[i != j and {i, j} not in ({0, 2}, {1, 2}) for j in range(4)] for i in range(4)]
-    found = Accuracy.of(timed(target, drift=0.03, batch=[0, 0, 1, 1]), numpy.exp(-target))
+    found = SimulatorAccuracy.of(timed(target, drift=0.03, batch=[0, 0, 1, 1]), numpy.exp(-target))
     assert found.left_out == pytest.approx(2 / 6)
-    assert Accuracy.of(timed(target, drift=0.03), numpy.exp(-target)).left_out == pytest.approx(1 / 6)
-    assert Accuracy.of(timed(target, batch=[0, 0, 1, 1]), numpy.exp(-target)).left_out == pytest.approx(1 / 6)
+    assert SimulatorAccuracy.of(timed(target, drift=0.03), numpy.exp(-target)).left_out == pytest.approx(1 / 6)
+    assert SimulatorAccuracy.of(timed(target, batch=[0, 0, 1, 1]), numpy.exp(-target)).left_out == pytest.approx(1 / 6)
 
 
 def test_what_drift_hides_is_no_label() -> None:
@@ -290,7 +299,8 @@ def test_drift_of_the_shipped_dataset() -> None:
     for name in numpy.unique(names):
         places = numpy.flatnonzero(names == name)
         before, after = (
-            Accuracy.of(one.part(places), numpy.exp(one.target[places])).left_out for one in (without, with_drift)
+            SimulatorAccuracy.of(one.part(places), numpy.exp(one.target[places])).left_out
+            for one in (without, with_drift)
         )
         print(f"{name:20} {before:.3f} -> {after:.3f}")
         assert before <= after < before + 0.15
@@ -298,7 +308,7 @@ def test_drift_of_the_shipped_dataset() -> None:
 
 
 def test_the_summary_has_every_run() -> None:
-    runs = [Accuracy(0.9, 0.1, 0.8, 0.05, 0.2), Accuracy(1.0, 0.1, 0.9, 0.05, 0.2)]
+    runs = [SimulatorAccuracy(0.9, 0.1, 0.8, 0.05, 0.2), SimulatorAccuracy(1.0, 0.1, 0.9, 0.05, 0.2)]
     found = summary(runs)["ranking"]
     assert found["runs"] == [0.9, 1.0]
     assert found["mean"] == pytest.approx(0.95)
@@ -332,7 +342,7 @@ def test_a_file_of_runs_that_cannot_be_is_one_error(tmp_path: Path) -> None:
     (tmp_path / "runs").write_bytes(b"\xff\n")
     for path, message in ((tmp_path, "Is a directory$"), (tmp_path / "runs", "invalid start byte$")):
         with pytest.raises(DocumentError, match=f"^{path}(:1)?: cannot be read: .*{message}"):
-            RunFile(path, FORMAT, "a comparison", {}, Run)
+            RunFile(path, FORMAT, "a comparison", {}, FitRun)
     with pytest.raises(DocumentError, match=r"lock: cannot be written: "), alone(tmp_path / "runs" / "a.jsonl"):
         pass
 
@@ -511,5 +521,5 @@ def test_the_shipped_configuration_is_what_the_command_takes() -> None:
         simulator = SimulatorSettings.shipped(option)
         assert simulator.kind == option
         assert simulator.members == (1 if option == "replay" else 3)  # no ensemble is compared with a lone network
-        parsed = Settings.parse({**keys, "dataset": "somewhere", "simulator": simulator.model_dump()})
+        parsed = FitSettings.parse({**keys, "dataset": "somewhere", "simulator": simulator.model_dump()})
         assert parsed.dataset == ("somewhere",)

@@ -19,7 +19,7 @@ from learned_samples import CONSTANTS, drawn, plan_of, star, workload
 from safetensors.torch import load, save
 
 from lightning_autosync.errors import PlanError
-from lightning_autosync.lab.fitting.comparison import Accuracy
+from lightning_autosync.lab.fitting.comparison import SimulatorAccuracy
 from lightning_autosync.learned import (
     SIMULATORS,
     LearnedEstimator,
@@ -79,8 +79,8 @@ def test_untrained_it_says_what_the_replay_says(samples: list[Sample]) -> None:
 
 def test_it_learns_what_the_replay_does_not_know(samples: list[Sample], fitted: LearnedEstimator) -> None:
     unseen = fitted.encode(samples[1::2])
-    replay = Accuracy.of(unseen, numpy.exp(unseen.base))
-    ours = Accuracy.of(unseen, fitted.estimate_encoded(unseen.items, unseen.base).seconds)
+    replay = SimulatorAccuracy.of(unseen, numpy.exp(unseen.base))
+    ours = SimulatorAccuracy.of(unseen, fitted.estimate_encoded(unseen.items, unseen.base).seconds)
     assert replay.ranking < 0.93  # there is something to learn
     assert ours.ranking > replay.ranking + 0.03
     assert ours.median < replay.median / 2.5  # 2.8 to 3.9 times less, over five seeds
@@ -103,11 +103,11 @@ def test_the_papers_simulators_learn_to_rank(
     samples = drawn(count, *SCENES, semantics=semantics)
     learned, unseen = simulator.encode(samples[::2]), simulator.encode(samples[1::2])
     simulator.fit_encoded(learned)
-    accuracy = Accuracy.of(unseen, simulator.estimate_encoded(unseen.items, unseen.base).seconds)
+    accuracy = SimulatorAccuracy.of(unseen, simulator.estimate_encoded(unseen.items, unseen.base).seconds)
     assert accuracy.ranking > least
     assert accuracy.median < 0.25
     chance.fit_encoded(_shuffled(learned))
-    assert Accuracy.of(unseen, chance.estimate_encoded(unseen.items, unseen.base).seconds).ranking < least
+    assert SimulatorAccuracy.of(unseen, chance.estimate_encoded(unseen.items, unseen.base).seconds).ranking < least
 
 
 def _shuffled(examples: Examples) -> Examples:
@@ -134,11 +134,11 @@ def test_fit_goes_on_from_what_it_has(samples: list[Sample], fitted: LearnedEsti
     tuned, fresh = load_simulator(tmp_path), LearnedEstimator("hetero", CONSTANTS, members=2, training=QUICK)
     assert isinstance(tuned, LearnedEstimator)
     unseen = tuned.encode(target[40:])
-    before = Accuracy.of(unseen, tuned.estimate_encoded(unseen.items, unseen.base).seconds)
+    before = SimulatorAccuracy.of(unseen, tuned.estimate_encoded(unseen.items, unseen.base).seconds)
     tuned.fit(target[:40])
-    after = Accuracy.of(unseen, tuned.estimate_encoded(unseen.items, unseen.base).seconds)
+    after = SimulatorAccuracy.of(unseen, tuned.estimate_encoded(unseen.items, unseen.base).seconds)
     assert after.median < before.median
-    untrained = Accuracy.of(unseen, fresh.estimate_encoded(unseen.items, unseen.base).seconds)
+    untrained = SimulatorAccuracy.of(unseen, fresh.estimate_encoded(unseen.items, unseen.base).seconds)
     assert before.median < untrained.median  # what was learned elsewhere carries over
 
 

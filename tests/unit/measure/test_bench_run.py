@@ -13,9 +13,9 @@ from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.measure import conditions
 from lightning_autosync.measure.bench.output import remarks, title
 from lightning_autosync.measure.bench.preparation import prepare
-from lightning_autosync.measure.bench.result import Result
+from lightning_autosync.measure.bench.result import BenchResult
 from lightning_autosync.measure.bench.run import play
-from lightning_autosync.measure.bench.settings import Settings
+from lightning_autosync.measure.bench.settings import BenchSettings
 from lightning_autosync.measure.session import ContenderError, MeasurementSession
 from lightning_autosync.measure.workers import InputError, WorkerError
 
@@ -60,8 +60,10 @@ class FarSession(MeasurementSession):
         return self.far
 
 
-def played(launch: str, machines: list[tuple[str, str]], errors: Mapping[str, WorkerError] | None = None) -> Result:
-    settings = Settings.parse(
+def played(
+    launch: str, machines: list[tuple[str, str]], errors: Mapping[str, WorkerError] | None = None
+) -> BenchResult:
+    settings = BenchSettings.parse(
         {
             "model": {"kind": "flat", "mib": 1.0},
             "launch": {"kind": launch},

@@ -12,8 +12,8 @@ from omegaconf import OmegaConf
 from lightning_autosync.cluster import ClusterSpec, configuration_directory
 from lightning_autosync.errors import DocumentError
 from lightning_autosync.measure.bench.preparation import interleaved, make_cluster, plan_class, prepare
-from lightning_autosync.measure.bench.result import Measurement, Result
-from lightning_autosync.measure.bench.settings import Settings
+from lightning_autosync.measure.bench.result import BenchResult, ContenderMeasurement
+from lightning_autosync.measure.bench.settings import BenchSettings
 from lightning_autosync.plan import builders
 from lightning_autosync.plan.spec import SyncPlan
 from lightning_autosync.workload import Workload
@@ -22,9 +22,9 @@ BASE: dict[str, Any] = {"model": {"kind": "layers", "tensors": 4, "width": 8, "b
 STAR = {"format": "autosync-cluster/1", "name": "star", "star": {"bandwidths": ["4 Mbit/s", "1 Mbit/s", "1 Mbit/s"]}}
 
 
-def composed(*overrides: str) -> Settings:
+def composed(*overrides: str) -> BenchSettings:
     with initialize_config_dir(str(configuration_directory()), version_base="1.3"):
-        return Settings.parse(OmegaConf.to_container(compose("bench", list(overrides)), resolve=True))
+        return BenchSettings.parse(OmegaConf.to_container(compose("bench", list(overrides)), resolve=True))
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def composed(*overrides: str) -> Settings:
 )
 def test_wrong_settings(changes, message):
     with pytest.raises(DocumentError, match=message) as caught:
-        Settings.parse({**BASE, **changes})
+        BenchSettings.parse({**BASE, **changes})
     assert "\n" not in str(caught.value)
 
 
@@ -85,15 +85,15 @@ def test_wrong_settings(changes, message):
 )
 def test_contenders_and_clusters_that_cannot_be(changes, message):
     with pytest.raises(DocumentError, match=message) as caught:
-        prepare(Settings.parse({**BASE, **changes}))
+        prepare(BenchSettings.parse({**BASE, **changes}))
     assert "\n" not in str(caught.value)
 
 
 def test_a_plan_for_another_world_is_refused(tmp_path: Path):
-    plan = prepare(Settings.parse({**BASE, "contenders": {"a": {"builder": "ps"}}})).orders["a"]["plan"]
+    plan = prepare(BenchSettings.parse({**BASE, "contenders": {"a": {"builder": "ps"}}})).orders["a"]["plan"]
     (tmp_path / "plan.yaml").write_text(OmegaConf.to_yaml(plan))
     with pytest.raises(DocumentError, match=r"contenders\.b: .*2 ranks"):
-        prepare(Settings.parse({**BASE, "ranks": 3, "contenders": {"b": {"plan": str(tmp_path / "plan.yaml")}}}))
+        prepare(BenchSettings.parse({**BASE, "ranks": 3, "contenders": {"b": {"plan": str(tmp_path / "plan.yaml")}}}))
 
 
 def test_the_sweep_is_the_product_of_its_arguments():
@@ -144,7 +144,7 @@ def test_embeddings_of_a_paced_model_are_as_the_contender_has_them():
 def test_a_captured_workload_can_be_paced(tmp_path: Path):
     given = composed("model=vgg_like").model.workload("dense")
     given.save(tmp_path / "captured.yaml")
-    settings = Settings.parse({"model": {"kind": "paced", "workload_file": str(tmp_path / "captured.yaml")}})
+    settings = BenchSettings.parse({"model": {"kind": "paced", "workload_file": str(tmp_path / "captured.yaml")}})
     assert settings.model.workload("dense") == given
 
 
@@ -176,10 +176,10 @@ def own_builder(workload: Workload, cluster: ClusterSpec, *, server: int = 0) ->
 
 def test_a_function_can_build_the_plan():
     contender = {"builder": f"{__name__}:own_builder", "server": 1}
-    order = prepare(Settings.parse({**BASE, "contenders": {"own": contender}})).orders["own"]
+    order = prepare(BenchSettings.parse({**BASE, "contenders": {"own": contender}})).orders["own"]
     assert order["plan"]["groups"][0]["placement"] == [1]
     with pytest.raises(DocumentError, match="no argument 'port'; it takes server"):
-        prepare(Settings.parse({**BASE, "contenders": {"own": {**contender, "port": 1}}}))
+        prepare(BenchSettings.parse({**BASE, "contenders": {"own": {**contender, "port": 1}}}))
 
 
 def test_on_one_machine_the_choice_is_that_of_the_strategy():
@@ -191,8 +191,8 @@ def test_on_one_machine_the_choice_is_that_of_the_strategy():
 @pytest.mark.parametrize(("rounds", "foreign", "meets"), [(5, 0.0, True), (4, 0.0, False), (5, 0.5, False)])
 def test_a_run_that_was_cut_short_or_disturbed_backs_no_claim(rounds, foreign, meets):
     settings = composed("contenders=quick", "ddp=short", "model=layers60", "rounds=5", "steps=8", "warm_up=5")
-    found = {"ddp": Measurement([[[1.0], [1.0]]] * rounds, None, [foreign] * rounds, 0.0)}
-    assert Result(settings, prepare(settings), None, {}, found).meets_protocol is meets
+    found = {"ddp": ContenderMeasurement([[[1.0], [1.0]]] * rounds, None, [foreign] * rounds, 0.0)}
+    assert BenchResult(settings, prepare(settings), None, {}, found).meets_protocol is meets
 
 
 EXPERIMENTS = ["fat_star_4", "fat_star_8", "two_racks", "two_racks_interleaved", "embedding", "equal_switch", "matrix"]
@@ -233,12 +233,12 @@ def test_scaled_and_interleaved():
     assert [racks.nodes[node].name for node in interleaved(racks).rank_nodes] == [
         racks.nodes[index].name for index in (0, 3, 1, 4, 2, 5)
     ]
-    settings = Settings.parse({**BASE, "cluster": STAR, "cluster_scale": 0.5, "rank_order": "interleaved"})
+    settings = BenchSettings.parse({**BASE, "cluster": STAR, "cluster_scale": 0.5, "rank_order": "interleaved"})
     cluster = make_cluster(settings)
     assert cluster.links[0].bandwidth == pytest.approx(0.25e6)
     assert cluster.rank_nodes == (0, 2, 1)
 
 
 def test_the_fastest_link_sets_the_scale():
-    cluster = make_cluster(Settings.parse({**BASE, "cluster": STAR, "cluster_fastest": "2 Mbit/s"}))
+    cluster = make_cluster(BenchSettings.parse({**BASE, "cluster": STAR, "cluster_fastest": "2 Mbit/s"}))
     assert [link.bandwidth for link in cluster.links] == pytest.approx([0.25e6, 0.0625e6, 0.0625e6])

@@ -12,8 +12,8 @@ from rich.console import Console
 from lightning_autosync.cluster import FRAMING, ClusterSpec
 from lightning_autosync.measure.bench.output import draw, remarks, result_table, title
 from lightning_autosync.measure.bench.preparation import prepare
-from lightning_autosync.measure.bench.result import Measurement, Result
-from lightning_autosync.measure.bench.settings import Settings
+from lightning_autosync.measure.bench.result import BenchResult, ContenderMeasurement
+from lightning_autosync.measure.bench.settings import BenchSettings
 from lightning_autosync.measure.hosts import Bound, least_step
 from lightning_autosync.measure.step_time import paired_ratio, relative_medians, step_time
 from lightning_autosync.workload import Variable, Workload
@@ -54,10 +54,12 @@ CONTENDERS = {
 }
 
 
-def result(times: dict[str, list[float]], launch: str = "local", deviation: float = 0.0, hooks: bool = False) -> Result:
+def result(
+    times: dict[str, list[float]], launch: str = "local", deviation: float = 0.0, hooks: bool = False
+) -> BenchResult:
     """A result of two ranks whose contenders took ``times``, by round; names in ``ddp*`` are DDP's."""
     cluster = ClusterSpec.uniform(nodes=2, bandwidth=100e6, latency=0.02)
-    settings = Settings.parse(
+    settings = BenchSettings.parse(
         {
             "model": {"kind": "flat", "mib": 1.0},
             "launch": {"kind": launch},
@@ -69,7 +71,7 @@ def result(times: dict[str, list[float]], launch: str = "local", deviation: floa
         }
     )
     measurements = {
-        name: Measurement(
+        name: ContenderMeasurement(
             rounds=[[[seconds], [seconds / 2]] for seconds in rounds],
             sent=[1e6] * len(rounds),
             foreign_cores=[0.4] * len(rounds),
@@ -85,7 +87,7 @@ def result(times: dict[str, list[float]], launch: str = "local", deviation: floa
         "cores": 2,
     }
     bound = Bound(0.010 * FRAMING, 0.0, "synchronization alone") if launch == "emulated" else None
-    return Result(settings, prepare(settings), bound, conditions, measurements)
+    return BenchResult(settings, prepare(settings), bound, conditions, measurements)
 
 
 TIMES = {"ddp": [0.020, 0.040], "ddp_view": [0.016, 0.038], "byteps": [0.012, 0.030]}
@@ -127,8 +129,8 @@ def test_classes_stay_together_in_the_table():
 
 def test_periodic_contenders_are_judged_by_their_mean():
     rounds = [[[1.0, 1.0, 1.0, 5.0]]]
-    assert Measurement(rounds, None, None, 0.0, periodic=True).times == [2.0]
-    assert Measurement(rounds, None, None, 0.0).times == [1.0]
+    assert ContenderMeasurement(rounds, None, None, 0.0, periodic=True).times == [2.0]
+    assert ContenderMeasurement(rounds, None, None, 0.0).times == [1.0]
 
 
 BURST = 128 * 1024

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from lightning_autosync.cluster import ClusterSpec, resolve_cluster, shipped_clusters
 from lightning_autosync.errors import DocumentError
 from lightning_autosync.measure.probe.constants import fit_constants
-from lightning_autosync.measure.probe.settings import Settings
+from lightning_autosync.measure.probe.settings import ProbeSettings
 from lightning_autosync.measure.probe.shape import Hosts, make_cluster
 from lightning_autosync.measure.probe.survey import FairCluster, fair_rates, take_survey
 from lightning_autosync.measure.probe.table import settings_of
@@ -236,4 +236,4 @@ def test_the_job_says_whether_it_is_accelerated():
 )
 def test_wrong_settings_are_named(data, message):
     with pytest.raises(DocumentError, match=message):
-        Settings.parse(data)
+        ProbeSettings.parse(data)

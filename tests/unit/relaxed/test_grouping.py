@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_autosync.lab.convergence.isolation import Rehearsal, rehearse
+from lightning_autosync.lab.convergence.isolation import SimulatedGroups, simulate
 from lightning_autosync.relaxed.grouping import BOUND, Grouping, IsolationGuard, windows_apart
 
 GROUPS = 1000
@@ -42,7 +42,7 @@ def _workers(setting: str, count: int, seed: int = 0) -> list[Callable[[], float
     raise AssertionError(setting)
 
 
-def _windows_apart(found: Rehearsal, count: int) -> int:
+def _windows_apart(found: SimulatedGroups, count: int) -> int:
     """How many windows of twice the bound leave workers apart."""
     window = 2 * BOUND * count
     members = [group.members for group in found.groups]
@@ -68,27 +68,27 @@ SETTINGS = ["equal", "identical", "one 4x slower", "random pauses", "half 2x slo
 @pytest.mark.parametrize(("size", "count"), itertools.product([2, 3, 4], [4, 8]))
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_every_window_of_twice_the_bound_connects_all_workers(setting: str, size: int, count: int) -> None:
-    found = rehearse(Grouping(size), _workers(setting, count), GROUPS, EXCHANGE)
+    found = simulate(Grouping(size), _workers(setting, count), GROUPS, EXCHANGE)
     assert _windows_apart(found, count) == 0
     assert found.bridging < 0.05
 
 
 @pytest.mark.parametrize("setting", ["equal", "half 2x slower"])
 def test_without_the_guard_workers_stay_apart(setting: str) -> None:
-    found = rehearse(Grouping(2, isolation=IsolationGuard(None)), _workers(setting, 4), GROUPS, EXCHANGE)
+    found = simulate(Grouping(2, isolation=IsolationGuard(None)), _workers(setting, 4), GROUPS, EXCHANGE)
     assert _windows_apart(found, 4) > 0
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_the_guard_costs_little_time(setting: str) -> None:
-    guarded = rehearse(Grouping(2), _workers(setting, 8), GROUPS, EXCHANGE)
-    free = rehearse(Grouping(2, isolation=IsolationGuard(None)), _workers(setting, 8), GROUPS, EXCHANGE)
+    guarded = simulate(Grouping(2), _workers(setting, 8), GROUPS, EXCHANGE)
+    free = simulate(Grouping(2, isolation=IsolationGuard(None)), _workers(setting, 8), GROUPS, EXCHANGE)
     assert guarded.idle - free.idle < 0.08
 
 
 def test_a_wait_spares_a_size_that_does_not_divide_the_number_of_workers() -> None:
-    full = rehearse(Grouping(3), _workers("equal", 4), GROUPS, EXCHANGE)
-    elastic = rehearse(Grouping(3, wait=0.05), _workers("equal", 4), GROUPS, EXCHANGE)
+    full = simulate(Grouping(3), _workers("equal", 4), GROUPS, EXCHANGE)
+    elastic = simulate(Grouping(3, wait=0.05), _workers("equal", 4), GROUPS, EXCHANGE)
     assert full.idle > 0.15
     assert elastic.idle < full.idle / 2
     assert _windows_apart(elastic, 4) == 0
@@ -107,7 +107,7 @@ def test_any_mix_of_speeds_stays_connected(
 ) -> None:
     rng = random.Random(seed)
     workers = [_steady(rng, speeds[rank]) for rank in range(count)]
-    found = rehearse(Grouping(min(size, count), wait), workers, 40 * count, EXCHANGE)
+    found = simulate(Grouping(min(size, count), wait), workers, 40 * count, EXCHANGE)
     assert _windows_apart(found, count) == 0
     assert all(len(set(group.members)) == len(group.members) for group in found.groups)
 
@@ -214,7 +214,7 @@ def test_a_window_goes_on_if_a_group_of_it_broke_after_its_end() -> None:
 @pytest.mark.parametrize("bound", [BOUND, None])
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_windows_apart_are_found_as_networkx_finds_them(setting: str, bound: int | None) -> None:
-    found = rehearse(Grouping(2, isolation=IsolationGuard(bound)), _workers(setting, 4), GROUPS, EXCHANGE)
+    found = simulate(Grouping(2, isolation=IsolationGuard(bound)), _workers(setting, 4), GROUPS, EXCHANGE)
     apart, windows = windows_apart([group.members for group in found.groups], 4)
     assert apart == _windows_apart(found, 4)
     if bound is None:  # all groups are pairs

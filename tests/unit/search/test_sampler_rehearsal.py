@@ -10,9 +10,9 @@ from locks import held_elsewhere
 
 from lightning_autosync.cli.rehearse import rehearse
 from lightning_autosync.errors import DocumentError
-from lightning_autosync.lab.rehearsal.contest import Contest, Run, run_file
+from lightning_autosync.lab.rehearsal.contest import Contest, SamplerRun, run_file
 from lightning_autosync.lab.rehearsal.outcome import standings
-from lightning_autosync.lab.rehearsal.settings import Settings
+from lightning_autosync.lab.rehearsal.settings import RehearsalSettings
 from lightning_autosync.lab.rehearsal.world import World
 from lightning_autosync.plan import compile_plan
 from lightning_autosync.replay import Replay
@@ -27,12 +27,12 @@ SMALL = {
 }
 
 
-def run(sampler: str, seconds: list[float], measured: list[float], origins: list[str], seed: int = 0) -> Run:
-    return Run("m@c", sampler, seed, seconds, measured, origins, min(seconds), 2.0, [0.1] * len(seconds))
+def run(sampler: str, seconds: list[float], measured: list[float], origins: list[str], seed: int = 0) -> SamplerRun:
+    return SamplerRun("m@c", sampler, seed, seconds, measured, origins, min(seconds), 2.0, [0.1] * len(seconds))
 
 
 def test_the_truth_is_another_than_what_is_known_and_always_the_same() -> None:
-    settings = Settings.parse(SMALL)
+    settings = RehearsalSettings.parse(SMALL)
     one, other = World("ncf@four_equal", settings), World("ncf@four_equal", settings)
     plan = one.space.plan(one.space.baselines()[0])
     assert one.seconds(plan) == other.seconds(plan)
@@ -44,7 +44,7 @@ def test_the_truth_is_another_than_what_is_known_and_always_the_same() -> None:
 
 
 def test_pairs_are_on_the_same_hosts_and_those_on_a_cluster_have_its_links() -> None:
-    settings = Settings.parse({**SMALL, "quirk": 0.0})
+    settings = RehearsalSettings.parse({**SMALL, "quirk": 0.0})
     one, other, neighbour = (World(pair, settings) for pair in (*SMALL["pairs"], "vgg16@four_equal"))
     assert one.hidden == other.hidden == neighbour.hidden != one.known
     assert one.links == neighbour.links != one.space.cluster
@@ -70,7 +70,7 @@ def test_a_rehearsal_leaves_curves_and_goes_on(tmp_path: Path) -> None:
 
 
 def test_a_run_is_the_same_again() -> None:
-    settings = Settings.parse(SMALL)
+    settings = RehearsalSettings.parse(SMALL)
     first, again = (Contest(settings).run("ncf@four_equal", "autosync", 3) for _ in range(2))
     assert first.measured == again.measured
     assert first.origins == again.origins
@@ -91,18 +91,18 @@ def test_what_counts_is_the_true_time_of_what_was_measured_fastest() -> None:
 
 def test_wrong_settings_and_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(DocumentError, match="expected MODEL@CLUSTER, got 'vgg16'"):
-        Settings.parse({"pairs": ["vgg16"]})
+        RehearsalSettings.parse({"pairs": ["vgg16"]})
     with pytest.raises(DocumentError, match="source: missing"):
-        Settings.parse({"pairs": ["vgg16@four_equal"], "samplers": ["transfer"]})
+        RehearsalSettings.parse({"pairs": ["vgg16@four_equal"], "samplers": ["transfer"]})
     path = tmp_path / "runs.jsonl"
-    run_file(path, Settings.parse(SMALL)).append(run("random", [1.0], [1.0], ["drawn"]))
+    run_file(path, RehearsalSettings.parse(SMALL)).append(run("random", [1.0], [1.0], ["drawn"]))
     for line, message in (("{}", r"runs\.jsonl:3: not a run"), ("[", r"runs\.jsonl:3: not a line of")):
         path.write_text("".join([*path.read_text().splitlines(keepends=True)[:2], f"{line}\n"]))
         with pytest.raises(DocumentError, match=message):
-            run_file(path, Settings.parse(SMALL))
+            run_file(path, RehearsalSettings.parse(SMALL))
     path.write_text("{}\n")
     with pytest.raises(DocumentError, match=r"runs\.jsonl:1: format: missing; expected 'autosync-rehearsal-runs/3'"):
-        run_file(path, Settings.parse(SMALL))
+        run_file(path, RehearsalSettings.parse(SMALL))
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_a_pair_that_is_not_known_is_named_before_any_run(tmp_path: Path, field:
 )
 def test_runs_that_were_made_with_other_settings_are_refused(tmp_path: Path, field: str, value: object) -> None:
     path = tmp_path / "runs.jsonl"
-    run_file(path, Settings.parse(SMALL)).append(run("random", [1.0], [1.0], ["drawn"]))
+    run_file(path, RehearsalSettings.parse(SMALL)).append(run("random", [1.0], [1.0], ["drawn"]))
     with pytest.raises(DocumentError, match=rf"runs\.jsonl: {field}: its runs were made with .*give another file"):
         rehearse({**SMALL, field: value, "runs": str(path)}, tmp_path)
     more = {
@@ -134,15 +134,15 @@ def test_runs_that_were_made_with_other_settings_are_refused(tmp_path: Path, fie
         "samplers": ["random", "transfer", "tpe"],
         "pairs": [*SMALL["pairs"], "gpt@four_equal"],
     }
-    assert set(run_file(path, Settings.parse(more)).runs) == {("m@c", "random", 0)}
+    assert set(run_file(path, RehearsalSettings.parse(more)).runs) == {("m@c", "random", 0)}
 
 
 def test_a_run_of_transfer_from_another_source_is_refused(tmp_path: Path) -> None:
-    path, settings = tmp_path / "runs.jsonl", Settings.parse(SMALL)
+    path, settings = tmp_path / "runs.jsonl", RehearsalSettings.parse(SMALL)
     first, second = SMALL["pairs"]
-    run_file(path, settings).append(Run(first, "transfer", 0, [1.0], [1.0], ["drawn"], 1.0, 2.0, [0.1], second))
+    run_file(path, settings).append(SamplerRun(first, "transfer", 0, [1.0], [1.0], ["drawn"], 1.0, 2.0, [0.1], second))
     assert run_file(path, settings).runs[first, "transfer", 0].source == second
-    elsewhere = Settings.parse({**SMALL, "source": "gpt@four_equal"})
+    elsewhere = RehearsalSettings.parse({**SMALL, "source": "gpt@four_equal"})
     with pytest.raises(DocumentError, match=rf"source: .* on {first} started from '{second}', not 'gpt@four_equal'"):
         run_file(path, elsewhere)
 
@@ -170,7 +170,7 @@ def test_a_last_line_that_was_cut_off_is_dropped_and_its_run_made_again(tmp_path
 )
 def test_transfer_from_a_pair_to_itself_is_refused(given: dict[str, object]) -> None:
     with pytest.raises(DocumentError, match=r"source: '\w+@\w+' would start from its own study"):
-        Settings.parse({**SMALL, **given})
+        RehearsalSettings.parse({**SMALL, **given})
 
 
 def test_two_processes_do_not_add_to_one_file(tmp_path: Path) -> None:
