@@ -15,7 +15,6 @@ from lightning_autosync.plan.schedule import (
     TreeTransfer,
     TwoLevelAllReduce,
 )
-from lightning_autosync.plan.signatures import signature
 from lightning_autosync.plan.spec import (
     SEMANTICS,
     Compressor,
@@ -26,6 +25,7 @@ from lightning_autosync.plan.spec import (
     SyncPlan,
     TopologyName,
     WeightedTree,
+    signature,
 )
 from lightning_autosync.plan.trees import Tree
 

@@ -49,14 +49,10 @@ class AllReduce:
 
 
 @dataclass(frozen=True)
-class AllToAll:
-    """Ranges reduced at their owners: one uneven all-to-all, a local sum, and one all-to-all back.
-
-    ``owners[k]`` reduces ``[bounds[k], bounds[k + 1])``.
-    """
+class _Ranges:
+    """Ranges of elements, one after the other: the k-th is ``[bounds[k], bounds[k + 1])``."""
 
     bounds: tuple[int, ...]
-    owners: tuple[int, ...]
 
     @property
     def start(self) -> int:
@@ -68,18 +64,15 @@ class AllToAll:
 
 
 @dataclass(frozen=True)
-class SharedMemoryReduce:
-    """A range that lies in memory which all ranks map: rank ``r`` sums ``[bounds[r], bounds[r + 1])`` for all."""
+class AllToAll(_Ranges):
+    """Rank ``owners[k]`` reduces the k-th range: one uneven all-to-all, a local sum, and one all-to-all back."""
 
-    bounds: tuple[int, ...]
+    owners: tuple[int, ...]
 
-    @property
-    def start(self) -> int:
-        return self.bounds[0]
 
-    @property
-    def stop(self) -> int:
-        return self.bounds[-1]
+@dataclass(frozen=True)
+class SharedMemoryReduce(_Ranges):
+    """Ranges in memory that all ranks map: rank ``r`` sums the r-th for all."""
 
 
 @dataclass(frozen=True)

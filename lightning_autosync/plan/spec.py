@@ -22,7 +22,7 @@ from typing_extensions import Self
 
 from lightning_autosync.cluster import Bytes
 from lightning_autosync.cluster.spec import MOST_RANKS
-from lightning_autosync.documents import LONGEST, Count, Document, Index, Integer, Record
+from lightning_autosync.documents import LONGEST, Count, Document, Index, Integer, Record, digest
 from lightning_autosync.errors import DocumentError, PlanError
 from lightning_autosync.plan.trees import check_parents
 
@@ -364,3 +364,9 @@ class SyncPlan(Document):
                 f"consistency.alpha: {alpha:g} lets the centre of {self.world_size} replicas overshoot ever farther; "
                 f"allowed: below {2 / (self.world_size + 1):.3g}, 2 / (ranks + 1)"
             )
+
+
+def signature(plan: SyncPlan) -> str:
+    """A digest of what a plan does: equal plans whose messages only have other names have the same one."""
+    groups = [group.model_dump(mode="json", exclude={"name"}, exclude_defaults=True) for group in plan.groups]
+    return digest([plan.consistency.model_dump(mode="json"), groups])

@@ -20,7 +20,6 @@ from lightning_autosync.learned.dataset.parts import (
     Table,
     check_row,
     describe_part,
-    from_parquet,
     load_manifest,
     part_files,
     read_table,
@@ -144,7 +143,11 @@ class Writer:
 
     def _open(self) -> None:
         self._journal = self.directory / JOURNAL
-        self._manifest = Manifest() if self._is_begun() else load_manifest(self.directory)
+        begun = (self.directory / MANIFEST).exists() or any(part_files(self.directory, table) for table in TABLES)
+        if not begun:
+            # Before any part, so that parts without a manifest always mean that it was lost.
+            Manifest().save(self.directory / MANIFEST)
+        self._manifest = load_manifest(self.directory)
         self._keys: set[str] = set()
         self._disturbed: set[str] = set()
         self._known: set[tuple[str, str]] = set()
@@ -157,18 +160,6 @@ class Writer:
             for row in read_table(self.directory, part).select([*PAIR, "disturbed"]).to_pylist():
                 self._enter(row)
         self._recover()
-
-    def _is_begun(self) -> bool:
-        """Whether there is no manifest yet: no part either, but for those of a first `flush` that was interrupted.
-
-        The journal has all rows of these. Of others the manifest was lost, and with a new one they would be too.
-        """
-        if (self.directory / MANIFEST).exists():
-            return False
-        journaled = {_row_name(table, row) for table, row in read_rows(self._journal)}
-        return all(
-            _part_names(table, path) <= journaled for table in TABLES for path in part_files(self.directory, table)
-        )
 
     def _recover(self) -> None:
         """Take up the journal, but for what an interruption left there although it is in a part already.
@@ -215,20 +206,6 @@ class Writer:
         part = describe_part(self._manifest.next_file(table, self.directory), table, len(rows), content)
         write_bytes(self.directory / part.file, content)
         yield part
-
-
-def _row_name(table: str, row: dict[str, Any]) -> tuple[str, str]:
-    """What a table has a row of: a pair, or a document."""
-    return (table, row_key(row)) if table == "samples" else (row["kind"], row["fingerprint"])
-
-
-def _part_names(table: Table, path: Path) -> set[tuple[str, str]]:
-    """What the rows of a part name (`_row_name`), by whatever manifest; the file itself where it cannot be read."""
-    try:
-        rows = from_parquet(table, path.read_bytes(), str(path)).to_pylist()
-    except (DocumentError, OSError):
-        return {(table, path.name)}
-    return {_row_name(table, row) for row in rows}
 
 
 def _lock(path: Path) -> int:
