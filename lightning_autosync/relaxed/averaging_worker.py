@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_autosync.errors import ExchangeError, GroupBroken, PeerLost
-from lightning_autosync.relaxed.base import Synchronizer
+from lightning_autosync.relaxed.base import Drain, Synchronizer
 from lightning_autosync.relaxed.controller import RANK, Controller, ControllerLink
 from lightning_autosync.relaxed.coordinator import Coordinator
 from lightning_autosync.relaxed.group_average import GroupAverage
@@ -56,18 +56,6 @@ class Group(NamedTuple):
     active: int = 0
 
 
-class Meeting(NamedTuple):
-    """A drain, as all know it who were there.
-
-    Attributes:
-        number: used for no other.
-        visits: by rank of who was there, how often it has started: who came back after a loss is another process.
-    """
-
-    number: int
-    visits: dict[int, int]
-
-
 class AveragingWorker(Synchronizer):
     """A worker that averages its model with groups which rank 0's controller forms.
 
@@ -90,8 +78,6 @@ class AveragingWorker(Synchronizer):
 
     Attributes:
         group: the last one of this worker; None before the first.
-        meeting: the last drain; None before the first.
-        entered: the number of the last drain before this worker took its model; 0 if there was none.
     """
 
     def __init__(
@@ -117,8 +103,6 @@ class AveragingWorker(Synchronizer):
         self._inherited: Inheritance | None = None
         self._iteration = 0
         self._samples = 0
-        self.meeting: Meeting | None = None
-        self.entered = 0
         self._away = ""
         self._closed = False
 
@@ -135,16 +119,12 @@ class AveragingWorker(Synchronizer):
                 return
             try:
                 self._take(header["donor"], header["visit"])
-                self.entered = header["drained"]
+                self.joined_after = header["drained"]
                 return
             except PeerLost as cause:
                 if cause.peer != header["donor"] or cause.peer == RANK:
                     raise
                 self._link.tell("start")
-
-    @property
-    def met(self) -> frozenset[int]:
-        return frozenset() if self.meeting is None else frozenset(self.meeting.visits)
 
     def drain(self) -> None:
         parameters = self._model.parameters
@@ -158,7 +138,7 @@ class AveragingWorker(Synchronizer):
         group, average = self._meet("arrive", elements, lambda group: view(group).pack(), **facts)
         view(group).unpack(average)
         self._iteration, self._samples = group["iteration"], 0
-        self.meeting = Meeting(group["generation"], dict(zip(group["members"], group["visits"], strict=True)))
+        self.last_drain = Drain(group["generation"], dict(zip(group["members"], group["visits"], strict=True)))
         self._away = "after a drain, training goes on with resume()"
         self._after_drain()
 

@@ -3,9 +3,21 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.optim import Optimizer
+
+
+class Drain(NamedTuple):
+    """A meeting of all live workers, as all know it who were there.
+
+    Attributes:
+        number: used for no other drain of this training, and growing.
+        starts: by rank of who was there, how often it has started: who came back after a loss is another process.
+    """
+
+    number: int
+    starts: dict[int, int]
 
 
 class Synchronizer(ABC):
@@ -44,10 +56,10 @@ class Synchronizer(ABC):
     def progress(self) -> int:
         """Steps that the model held here stands for; drives schedules. Never falls, and may jump after a step."""
 
-    @property
-    @abstractmethod
-    def met(self) -> frozenset[int]:
-        """Ranks that were at the last drain; none before the first."""
+    last_drain: Drain | None = None
+    """None before the first."""
+    joined_after = 0
+    """The number of the last drain before a worker that came back took its model; 0 if there was none."""
 
     @abstractmethod
     def drain(self) -> None:

@@ -71,8 +71,8 @@ def _raise_difference(identities: list[dict[str, str]]) -> None:
                 )
 
 
-def all_called(environment: Any, settings: Settings) -> AbstractContextManager[None]:
-    """Around the forming of the process group and `meet`: see `checked_rendezvous`.
+def checked_formation(environment: Any, settings: Settings) -> AbstractContextManager[None]:
+    """Around the forming of the process group and `compare_ranks`: see `checked_rendezvous`.
 
     Args:
         environment: Lightning's ``ClusterEnvironment``, which knows this process's rank by now.
@@ -88,7 +88,7 @@ def all_called(environment: Any, settings: Settings) -> AbstractContextManager[N
     )
 
 
-def meet(settings: Settings) -> FailureDetector | None:
+def compare_ranks(settings: Settings) -> FailureDetector | None:
     """Compare what ranks run, and connect them so that each learns which one is lost; collective.
 
     The versions of this package and of the plan's format must be equal; of torch's version the first two numbers

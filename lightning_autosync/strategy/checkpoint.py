@@ -252,7 +252,8 @@ class RelaxedCheckpoint:
             self._mesh.send(0, "checkpoint", {}, [memoryview(content)]).wait(self._timeout)
             return None
         ranks: dict[int, Any] = {0: own}
-        for rank in sorted(self._synchronizer.met - {0}):
+        drain = self._synchronizer.last_drain
+        for rank in sorted(drain.starts.keys() - {0}) if drain is not None else ():
             with suppress(PeerLost):  # it will go on as rank 0 did
                 mail = self._mesh.receive("checkpoint", sender=rank, timeout=self._timeout)
                 ranks[rank] = torch.load(io.BytesIO(mail.payload), map_location="cpu", weights_only=True)

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.amp import GradScaler
-from torch.optim import Optimizer
 
 from lightning_autosync.engine import Engine
 from lightning_autosync.engine.collectives import BufferBroadcast, broadcast_tensors, gather_json, group_device
@@ -20,7 +19,9 @@ from lightning_autosync.engine.replica_check import ReplicaCheck
 from lightning_autosync.engine.watch import ParameterWatch, difference
 from lightning_autosync.errors import PlanError
 from lightning_autosync.plan import Schedule, SyncPlan
+from lightning_autosync.strategy.base import Replica
 from lightning_autosync.strategy.checkpoint import gather_state, own_state, warn_left_out
+from lightning_autosync.strategy.job import RunningJob
 from lightning_autosync.strategy.resolution import Resolution, memory_fault, resolve_together
 from lightning_autosync.strategy.settings import Settings
 from lightning_autosync.workload import shared_buffers, shared_parameters, shortened_rows, variable_names
@@ -29,7 +30,7 @@ _CALM = 100
 """Passes without a change after which ranks no longer compare their parameters before each pass."""
 
 
-class Replica:
+class ExactReplica(Replica):
     """Gradients, parameters and buffers of ``module`` under a plan; collective, as are most of its methods.
 
     Args:
@@ -70,6 +71,12 @@ class Replica:
         self._comparing, self._calm = False, 0
         self._check = ReplicaCheck(settings.check_replicas, group) if settings.check_replicas else None
         self._engine: Engine | None = self._start()
+
+    @classmethod
+    def for_trainer(
+        cls, module: nn.Module, settings: Settings, nodes: int, devices: int, rank: int, job: RunningJob | None
+    ) -> ExactReplica:
+        return cls(module, settings, nodes, devices, watched=True)
 
     @property
     def module(self) -> nn.Module:
@@ -170,19 +177,14 @@ class Replica:
         finally:
             engine.deferred = False
 
-    @contextmanager
-    def stepping(self, optimizer: Optimizer) -> Iterator[None]:
-        """Around an optimizer's step, which needs nothing: gradients are means over ranks already."""
-        yield
-
     def gather_state(self) -> dict[str, Any] | None:
         """What compressors remember on all ranks, for a checkpoint; see `checkpoint.gather_state`."""
         state = self._memory if self._engine is None else self._engine.state_dict()
         return gather_state(state, self._group)
 
-    def restore_state(self, entry: dict[str, Any]) -> None:
-        """Take up what `gather_state` returned, under this plan or another; a warning names what does not fit."""
-        if self._engine is not None:
+    def restore_state(self, entry: dict[str, Any] | None, steps: int = 0) -> None:
+        """Continue from a checkpoint of this plan or another; a warning names what does not fit."""
+        if self._engine is not None and entry is not None:
             state = own_state(entry, self._group)
             warn_left_out(self._engine.load_state_dict(state), "the checkpoint was made under another plan")
 

@@ -16,9 +16,10 @@ from torch.amp import GradScaler
 from lightning_autosync.engine.scheduling import set_batch_scheduling
 from lightning_autosync.errors import PlanError
 from lightning_autosync.plan import Semantics
-from lightning_autosync.strategy.agreement import all_called, meet
+from lightning_autosync.strategy.agreement import checked_formation, compare_ranks
+from lightning_autosync.strategy.base import SynchronizedModule, accumulation
 from lightning_autosync.strategy.checkpoint import KEY
-from lightning_autosync.strategy.exact import Replica
+from lightning_autosync.strategy.exact import ExactReplica
 from lightning_autosync.strategy.settings import (
     CHECK_REPLICAS,
     DEFAULT_TIMEOUT,
@@ -29,7 +30,6 @@ from lightning_autosync.strategy.settings import (
     Timeout,
     read_settings,
 )
-from lightning_autosync.strategy.wrapper import SynchronizedModule, accumulation
 
 
 class FabricModule(SynchronizedModule):
@@ -39,9 +39,9 @@ class FabricModule(SynchronizedModule):
         scaler: what Fabric scales losses with, if anything does.
     """
 
-    replica: Replica
+    replica: ExactReplica
 
-    def __init__(self, module: nn.Module, replica: Replica, scaler: GradScaler | None) -> None:
+    def __init__(self, module: nn.Module, replica: ExactReplica, scaler: GradScaler | None) -> None:
         super().__init__(module, replica)
         self.scaler = scaler
 
@@ -94,16 +94,16 @@ class AutoSyncFabricStrategy(DDPStrategy):
             )
         super().__init__(**launch)
         self._backward_sync_control = _AccumulationControl()
-        self._replicas: list[Replica] = []
+        self._replicas: list[ExactReplica] = []
         self._farewell: Callable[[], Any] | None = None
 
     def setup_environment(self) -> None:
         if self._settings.scheduling == "batch" and self.root_device.type == "cpu":
             set_batch_scheduling()
         self._set_world_ranks()
-        with all_called(self.cluster_environment, self._settings):
+        with checked_formation(self.cluster_environment, self._settings):
             super().setup_environment()
-            line = meet(self._settings)
+            line = compare_ranks(self._settings)
         if line is not None:
             # Fabric has no end at which all scripts come by.
             self._farewell = weakref.finalize(self, line.close)
@@ -113,7 +113,7 @@ class AutoSyncFabricStrategy(DDPStrategy):
         # Backward may complete messages of two modules in another order on each rank: each module has its own
         # group.
         group = dist.new_group() if self._replicas else None
-        replica = Replica(module, self._settings, self.num_nodes, self.num_processes, group, watched=True)
+        replica = ExactReplica(module, self._settings, self.num_nodes, self.num_processes, group, watched=True)
         self._replicas.append(replica)
         return FabricModule(module, replica, getattr(self.precision, "scaler", None))
 
@@ -169,7 +169,7 @@ def _unwrap(module: nn.Module) -> nn.Module:
     return module.module if isinstance(module, FabricModule) else module
 
 
-def _replicas_in(state: Any) -> dict[str, Replica]:
+def _replicas_in(state: Any) -> dict[str, ExactReplica]:
     """The replicas of the modules in a checkpoint's state, by name."""
     if not isinstance(state, dict):
         return {}

@@ -24,7 +24,7 @@ STORE_PORT = "AUTOSYNC_PORT"
 """Environment variable: the port of rank 0 under which ``autosync serve``, and a rank that comes back, find the job;
 all of them need the secret of the job's environment then."""
 _FROM_OUTSIDE = f"{STORE_PORT} is set, so that processes may come to the job from outside"
-_UNDERWAY = "job/underway"
+_RUNNING = "job/underway"
 
 _trainings = count(1)
 """Of this process: a script may train several times, and who is started again begins with the first."""
@@ -46,7 +46,7 @@ class JobMesh(NamedTuple):
     identity: dict[str, str]
 
 
-class Underway(NamedTuple):
+class RunningJob(NamedTuple):
     """A job that this process comes back to: where its ranks met, and what they run."""
 
     store: dist.TCPStore
@@ -54,7 +54,7 @@ class Underway(NamedTuple):
     identity: dict[str, str]
 
 
-def open_mesh(found: Resolution, settings: Settings, rank: int, job: Underway | None = None) -> JobMesh:
+def open_mesh(found: Resolution, settings: Settings, rank: int, job: RunningJob | None = None) -> JobMesh:
     """Meet all ranks and servers; servers may come late. Collective, but for a rank that comes back.
 
     Args:
@@ -69,7 +69,7 @@ def open_mesh(found: Resolution, settings: Settings, rank: int, job: Underway | 
     """
     identity = _identity(found, next(_trainings))
     if job is None:
-        secret = common_secret(required=_FROM_OUTSIDE if can_return() else "")
+        secret = common_secret(required=_FROM_OUTSIDE if rejoin_enabled() else "")
         store = _meet_at_store(found, settings, rank)
     else:
         store, secret = job.store, job.secret
@@ -88,32 +88,32 @@ def open_mesh(found: Resolution, settings: Settings, rank: int, job: Underway | 
     return JobMesh(mesh, store, secret, identity)
 
 
-def can_return() -> bool:
+def rejoin_enabled() -> bool:
     """Whether a rank that is started again would find the job."""
     return bool(os.environ.get(STORE_PORT))
 
 
-def check_way_back() -> None:
+def check_rejoin_secret() -> None:
     """Whether those who find the job can be told from strangers; before anybody waits for this process.
 
     Raises:
         ExchangeError: they can find it, and there is no secret that they would know.
     """
-    if can_return():
+    if rejoin_enabled():
         required_secret(_FROM_OUTSIDE)
 
 
 def announce_job(job: JobMesh) -> None:
     """Let a rank that is started again know, by `find_job`, that the others are underway."""
-    job.store.set(_UNDERWAY, seal(job.secret, _UNDERWAY, json.dumps(job.identity)))
+    job.store.set(_RUNNING, seal(job.secret, _RUNNING, json.dumps(job.identity)))
 
 
 def withdraw_job(store: dist.TCPStore) -> None:
     """From now on, the job is found by nobody."""
-    store.delete_key(_UNDERWAY)
+    store.delete_key(_RUNNING)
 
 
-def find_job(host: str, timeout: float) -> Underway | None:
+def find_job(host: str, timeout: float) -> RunningJob | None:
     """The job that is underway without this process; None if there is none, as where it only begins.
 
     Args:
@@ -129,10 +129,10 @@ def find_job(host: str, timeout: float) -> Underway | None:
     secret = required_secret(_FROM_OUTSIDE)
     try:
         store = find_store(host, int(port), timeout)
-        if not store.check([_UNDERWAY]):
+        if not store.check([_RUNNING]):
             return None
         # If it ends in this moment, that is for `Mesh.open` to say.
-        return Underway(store, secret, json.loads(unseal(secret, _UNDERWAY, store.get(_UNDERWAY).decode())))
+        return RunningJob(store, secret, json.loads(unseal(secret, _RUNNING, store.get(_RUNNING).decode())))
     except ExchangeError as cause:
         raise ExchangeError(f"{STORE_PORT}={port}: {cause}") from None
     except (OSError, RuntimeError, ValueError):  # what is there was not written by a job

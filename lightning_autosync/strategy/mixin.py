@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -16,13 +15,13 @@ from lightning_autosync.engine import Engine
 from lightning_autosync.engine.failure_detector import FailureDetector
 from lightning_autosync.engine.scheduling import set_batch_scheduling
 from lightning_autosync.plan import Schedule, Semantics, SyncPlan
-from lightning_autosync.strategy.agreement import all_called, meet
+from lightning_autosync.strategy.agreement import checked_formation, compare_ranks
+from lightning_autosync.strategy.base import Replica, SynchronizedModule, accumulation
 from lightning_autosync.strategy.checkpoint import KEY
-from lightning_autosync.strategy.exact import Replica
-from lightning_autosync.strategy.job import Underway, check_way_back, find_job
+from lightning_autosync.strategy.exact import ExactReplica
+from lightning_autosync.strategy.job import RunningJob
 from lightning_autosync.strategy.process_group import begin_alone
 from lightning_autosync.strategy.relaxed import RelaxedReplica
-from lightning_autosync.strategy.schedules import ProgressSchedules, estimated_epochs, planned_progress
 from lightning_autosync.strategy.settings import (
     CHECK_REPLICAS,
     DEFAULT_TIMEOUT,
@@ -35,25 +34,7 @@ from lightning_autosync.strategy.settings import (
     Timeout,
     read_settings,
 )
-from lightning_autosync.strategy.shared_data import describe_equal_shares, share_data
-from lightning_autosync.strategy.trainer import (
-    EpochMeetings,
-    ErrorReport,
-    check_one_loader,
-    check_shared_epoch,
-    check_trainer,
-    end_by_signal,
-    leave_lockstep,
-    put_first,
-)
-from lightning_autosync.strategy.trainer_state import (
-    check_return,
-    count_steps,
-    describe_position,
-    skip_batches,
-    take_position,
-)
-from lightning_autosync.strategy.wrapper import SynchronizedModule, accumulation
+from lightning_autosync.strategy.trainer import ErrorReport, handle_sigterm_locally, put_first, skip_signal_broadcast
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import DDPStrategy as _Base
@@ -126,12 +107,11 @@ class AutoSyncMixin(_Base):
         settings, launch = read_settings(locals())
         super().__init__(**launch)
         self._settings: Settings = settings
-        self._replica: Replica | RelaxedReplica | None = None
+        self._replica_class: type[Replica] = ExactReplica if settings.scheduled else RelaxedReplica
+        self._replica: Replica | None = None
         self._failure_detector: FailureDetector | None = None
-        self._job: Underway | None = None
+        self._job: RunningJob | None = None
         """That this process comes back to."""
-        self._skipped = 0
-        """Batches of its first pass there which are not for it any more."""
 
     @property
     def plan(self) -> SyncPlan | None:
@@ -149,18 +129,23 @@ class AutoSyncMixin(_Base):
         return self._replica.engine if self._replica is not None else None
 
     def setup_environment(self) -> None:
+        assert self.cluster_environment is not None
         if self._settings.scheduling == "batch" and self.root_device.type == "cpu":
             set_batch_scheduling()
-        if not self._settings.scheduled and not dist.is_initialized():
-            self._look_for_job()
+        if not dist.is_initialized():
+            first = self.node_rank * self.num_processes + self.local_rank == 0
+            host = self.cluster_environment.main_address
+            self._job = self._replica_class.find_job(host, self._settings.timeout, first)
+            if self._job is not None:
+                begin_alone(self._get_process_group_backend())
         self.set_world_ranks()
-        with all_called(self.cluster_environment, self._settings):
+        with checked_formation(self.cluster_environment, self._settings):
             super().setup_environment()
-            self._failure_detector = meet(self._settings)
+            self._failure_detector = compare_ranks(self._settings)
 
     def setup(self, trainer: Any) -> None:
-        leave_lockstep(trainer)
-        end_by_signal(trainer, self._on_sigterm)
+        skip_signal_broadcast(trainer)
+        handle_sigterm_locally(trainer, self._on_sigterm)
         put_first(trainer, ErrorReport())
         super().setup(trainer)
 
@@ -172,106 +157,55 @@ class AutoSyncMixin(_Base):
         assert self.model is not None
         self._close()
         self._replica = None
-        if not self._settings.scheduled:
-            self._prepare_trainer()
-        place = self.model, self._settings, self.num_nodes, self.num_processes
-        if self._settings.scheduled:
-            self._replica = Replica(*place, watched=True)
-        else:
-            self._replica = RelaxedReplica(*place, self.global_rank, self._job)
-            self._job = None
-            self._close_failure_detector()  # who is lost, their mesh tells from here on
-        self.model = SynchronizedModule(self.model, self._replica)
+        place = self.num_nodes, self.num_processes, self.global_rank
+        replica = self._replica_class.for_trainer(self.model, self._settings, *place, self._job)
+        self._replica, self._job = replica, None
+        replica.attach(self._trainer)
+        if replica.detects_failures:
+            self._close_failure_detector()
+        self.model = SynchronizedModule(self.model, replica)
 
     def setup_optimizers(self, trainer: Any) -> None:
-        relaxed = self._relaxed
-        with estimated_epochs(trainer.fit_loop, lambda: None if relaxed is None else relaxed.share):
+        with nullcontext() if self._replica is None else self._replica.estimating_steps():
             super().setup_optimizers(trainer)
 
     def process_dataloader(self, dataloader: object) -> object:
         dataloader = super().process_dataloader(dataloader)
-        relaxed = self._relaxed
-        if relaxed is None or not relaxed.shares_data or not self._trainer.training:
-            return dataloader
-        share = share_data(dataloader, relaxed.work, relaxed.plan.world_size, self._trainer.current_epoch)
-        if share is not None:
-            check_shared_epoch(self._trainer)
-            relaxed.share = share
-        return dataloader
+        return dataloader if self._replica is None else self._replica.share_data(dataloader)
 
     def on_train_start(self) -> None:
         super().on_train_start()
-        relaxed = self._relaxed
-        if relaxed is not None:
-            check_trainer(self._trainer, relaxed.plan.consistency, self._scaler)
-            if relaxed.dealt_out:
-                check_one_loader(self._trainer)
-            elif relaxed.shares_data:
-                rank_zero_warn(describe_equal_shares(self._trainer.train_dataloader))
-            if relaxed.returning:
-                check_return(self._trainer)
-            relaxed.start(self.optimizers)
-            if not relaxed.in_step:
-                self._follow_progress(relaxed)
-
-    def _follow_progress(self, relaxed: RelaxedReplica) -> None:
-        """Let schedules, and the count of steps, go by the progress of the job, which this rank may have come back to.
-
-        Steps of the own would be other ones on each rank, and so would the names of checkpoints.
-        """
-        trainer, made = self._trainer, None
-        end = planned_progress(trainer, relaxed.share, relaxed.progress)
-        begun = trainer.global_step - relaxed.progress  # counted under another plan, or in an earlier training
-        if relaxed.returning:
-            position = relaxed.ask_position()
-            facts = {"share": relaxed.share, "progress": relaxed.progress}
-            self._skipped = take_position(trainer, position, facts)
-            made, end, begun = position["made"], position["end"], position["begun"]
-            count_steps(trainer, begun + relaxed.progress)
-        schedules = ProgressSchedules(trainer, lambda: relaxed.progress, end, made)
-
-        def follow() -> None:
-            count_steps(trainer, begun + relaxed.progress)
-            schedules.follow()
-
-        def describe() -> bytes:
-            facts = {"share": relaxed.share, "progress": relaxed.progress}
-            return describe_position(trainer, {**facts, "made": schedules.made, "end": end, "begun": begun})
-
-        relaxed.after_meeting = follow
-        relaxed.tell_position(describe)
+        assert self._replica is not None
+        self._replica.start_training(self.optimizers, self._scaler)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
-        if self._skipped:
-            skip_batches(self._trainer, self._skipped)
-            self._skipped = 0
+        assert self._replica is not None
+        self._replica.begin_batch()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(self._replica, RelaxedReplica):
-            self._replica.before_training(args)
-            with self._replica.forward():
-                return super().training_step(*args, **kwargs)
-        return super().training_step(*args, **kwargs)
+        assert self._replica is not None
+        with self._replica.training_step(args):
+            return super().training_step(*args, **kwargs)
 
-    def begin_pass(self) -> None:
+    def begin_epoch(self) -> None:
         """An epoch of training begins on this rank."""
-        if self._relaxed is not None:
-            self._relaxed.begin_pass()
+        if self._replica is not None:
+            self._replica.begin_epoch()
 
-    def end_pass(self) -> None:
+    def end_epoch(self) -> None:
         """This rank's part of an epoch is over."""
-        if self._relaxed is not None:
-            self._relaxed.settle()
+        if self._replica is not None:
+            self._replica.end_epoch()
 
     def on_validation_start(self) -> None:
         super().on_validation_start()
-        self.end_pass()
+        self.end_epoch()
 
     def on_train_end(self) -> None:
-        self.end_pass()
-        if isinstance(self._replica, Replica):
-            self._replica.end_training()
+        self.end_epoch()
+        assert self._replica is not None
+        self._replica.end_training()
         super().on_train_end()
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
@@ -292,37 +226,40 @@ class AutoSyncMixin(_Base):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     def reduce(self, *args: Any, **kwargs: Any) -> Any:
-        with self._together("sync_dist=True (a reduction over ranks)", each_step=True):
+        with self._collective("sync_dist=True (a reduction over ranks)", each_step=True):
             return super().reduce(*args, **kwargs)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        # Lightning's checkpoints ask this between steps, when one is due and not in each.
-        with self._together("a decision of all ranks"):
-            if self._relaxed is None:
-                return super().reduce_boolean_decision(decision, all)
+        # Lightning's checkpoints ask this between steps, when one is due and not in each. The number of ranks is that
+        # of the process group, which may have lost some.
+        with self._collective("a decision of all ranks"):
             count = super().reduce(torch.tensor(int(decision), device=self.root_device), reduce_op="sum")
             return bool(count == dist.get_world_size()) if all else bool(count)
 
     def all_gather(self, *args: Any, **kwargs: Any) -> Any:
-        with self._together("all_gather", each_step=True):
+        with self._collective("all_gather", each_step=True):
             return super().all_gather(*args, **kwargs)
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        with self._together("a barrier"):
+        with self._collective("a barrier"):
             super().barrier(*args, **kwargs)
 
     def broadcast(self, *args: Any, **kwargs: Any) -> Any:
-        with self._together("a broadcast"):
+        with self._collective("a broadcast"):
             return super().broadcast(*args, **kwargs)
 
+    def _collective(self, what: str, each_step: bool = False) -> AbstractContextManager[None]:
+        """Around a collective call that errors name by ``what``; see `Replica.collective`."""
+        return nullcontext() if self._replica is None else self._replica.collective(what, each_step)
+
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        if self._relaxed is not None:
-            self._relaxed.meet("a checkpoint", self._at_meeting)
+        if self._replica is not None:
+            self._replica.before_checkpoint()
         return super().lightning_module_state_dict()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         saved: dict[str, Any] = super().optimizer_state(optimizer)
-        return saved if self._relaxed is None else self._relaxed.optimizer_state(saved)
+        return saved if self._replica is None else self._replica.optimizer_state(saved)
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -348,10 +285,8 @@ class AutoSyncMixin(_Base):
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
         # Lightning calls this when it resumes training, after setup: the engine is there.
         super().load_optimizer_state_dict(checkpoint)
-        if isinstance(self._replica, RelaxedReplica):
+        if self._replica is not None:
             self._replica.restore_state(checkpoint.get(KEY), checkpoint["global_step"])
-        elif self._replica is not None and KEY in checkpoint:
-            self._replica.restore_state(checkpoint[KEY])
 
     @property
     def _scaler(self) -> Any:
@@ -359,52 +294,20 @@ class AutoSyncMixin(_Base):
         return getattr(self.precision_plugin, "scaler", None)
 
     @property
-    def _relaxed(self) -> RelaxedReplica | None:
-        return self._replica if isinstance(self._replica, RelaxedReplica) else None
-
-    def _prepare_trainer(self) -> None:
-        put_first(self._trainer, EpochMeetings())
-
-    @property
     def _trainer(self) -> Any:
         assert self.lightning_module is not None
         return self.lightning_module.trainer
 
-    def _look_for_job(self) -> None:
-        """Whether this process was started again, and the other ranks are underway without it."""
-        assert self.cluster_environment is not None
-        check_way_back()
-        if self.node_rank * self.num_processes + self.local_rank == 0:
-            return
-        self._job = find_job(self.cluster_environment.main_address, self._settings.timeout)
-        if self._job is not None:
-            begin_alone(self._get_process_group_backend())
-
-    @contextmanager
-    def _together(self, what: str, each_step: bool = False) -> Iterator[None]:
-        """Around a collective call."""
-        relaxed = self._relaxed
-        if relaxed is None:
-            yield
-            return
-        with relaxed.together(what, self._at_meeting, each_step):
-            yield
-
-    @property
-    def _at_meeting(self) -> bool:
-        """Whether Lightning is where all ranks come in any case, as before training and around validation."""
-        return not self._trainer.training
-
     def on_exception(self, exception: BaseException) -> None:
-        self.tell_others(exception)
+        self.announce_failure(exception)
         super().on_exception(exception)
 
-    def tell_others(self, exception: BaseException) -> None:
+    def announce_failure(self, exception: BaseException) -> None:
         """This rank ends with an error: let the others name it."""
         if self._failure_detector is not None:
             self._failure_detector.announce(exception)
-        if self._relaxed is not None:
-            self._relaxed.fail(exception)
+        if self._replica is not None:
+            self._replica.fail(exception)
 
     def teardown(self) -> None:
         try:

@@ -1,141 +1,213 @@
-"""Torch's default process group, where ranks may be lost and come back: it holds those who met last."""
+"""Torch's default process group in relaxed jobs, where ranks may be lost and come back: it holds those who are there.
+
+Collective calls that would not be answered, or that a lost rank interrupts, become errors that say so.
+"""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
+from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_autosync.engine.waiting import Monitor, monitored_by
 from lightning_autosync.errors import ExchangeError
-from lightning_autosync.relaxed.averaging_worker import Meeting
+from lightning_autosync.relaxed.base import Drain
+from lightning_autosync.relaxed.transport.mesh import Mesh
+from lightning_autosync.relaxed.transport.messages import Mail
+
+_FAILED = "rank failed"
+"""Message of a rank that ends with an error."""
+_LONGEST_REASON = 4096
+"""Characters of an error that others are told."""
 
 
-class Others(NamedTuple):
+class GroupMembers(NamedTuple):
     """What a rank knows of those with whom it makes collective calls.
 
     Attributes:
         rank: its own.
-        lost: tells which of them are lost, and why.
-        tell: lets them know that this rank ends.
+        lost: returns which of them are lost, and why.
+        announce: lets them know that this rank ends with an error.
         timeout: seconds that they wait for each other.
     """
 
     rank: int
     lost: Callable[[], Mapping[int, str]]
-    tell: Callable[[ExchangeError], None]
+    announce: Callable[[ExchangeError], None]
     timeout: float
 
 
-class World:
-    """Forms the group anew whenever others meet than did before.
+class JobMembers:
+    """Which ranks of a relaxed job are there, and the process group of those that are.
 
-    So what Lightning, metrics and the user ask all ranks at a meeting, all who are there answer, and nobody waits for
-    one that is lost.
+    Where training goes on without lost ranks, the default process group is formed again after each drain to which
+    other ranks came than to the one before. So Lightning, metrics and the user get answers from all who are there.
 
     Args:
+        mesh: of the job's ranks, and servers after them.
         store: all ranks'; needed as long as the job lasts.
-        size: ranks of the job, which the group holds at first, unless this process came back: see `begin_alone`.
-        lost: ranks that are lost now, and why; it changes on another thread.
-        others: those of the group; their ranks in the job, which are other ones in a group without all.
+        size: ranks that train.
+        needs_all: whether collective calls need all ranks, as where servers step.
+        timeout: seconds that ranks wait for each other.
     """
 
-    def __init__(self, store: dist.Store, size: int, lost: dict[int, str], others: Others) -> None:
-        self._lost, self._others = lost, others
+    def __init__(self, mesh: Mesh, store: dist.Store, size: int, needs_all: bool, timeout: float) -> None:
+        self._mesh, self._size, self._needs_all = mesh, size, needs_all
+        self._group = GroupMembers(mesh.rank, self.lost, self.announce, timeout)
+        self._lost: dict[int, str] = {}
+        self._absent: set[int] = set()
+        """As of the last drain."""
         complete = dist.get_world_size() == size
-        self._visits = dict.fromkeys(range(size), 1) if complete else {}
-        # Each training counts its meetings from one; who comes back takes part in that which its predecessor counted.
-        training = store.add(f"world/trainings/{others.rank}", int(complete))
-        self._store = dist.PrefixStore(f"world/{training}", store)
+        self._starts = dict.fromkeys(range(size), 1) if complete else {}
+        """Of each rank in the process group, how often it has started."""
+        if not needs_all:
+            # Each training counts its drains from one; a rank that comes back takes part in the training that its
+            # predecessor counted.
+            training = store.add(f"world/trainings/{mesh.rank}", int(complete))
+            self._store = dist.PrefixStore(f"world/{training}", store)
+        mesh.on_loss(self._lost.__setitem__)
+        mesh.on_join(self._forget_loss)
+        mesh.subscribe(_FAILED, self._note_failure)
 
     def lost(self) -> dict[int, str]:
-        """Ranks of the group that are lost, and why."""
-        return {rank: why for rank, why in self._lost.copy().items() if rank in self._visits}
+        """Ranks that collective calls wait for and that are lost, and why."""
+        lost = self._lost.copy()  # it changes on another thread
+        return lost if self._needs_all else {rank: why for rank, why in lost.items() if rank in self._starts}
 
-    def follow(self, meeting: Meeting) -> None:
-        """Let the group be those who met; all of them call this.
+    def announce(self, error: BaseException) -> None:
+        """This rank ends with an error: let the others name it, unless one of them is the cause."""
+        if self._mesh.closed or (self.lost() and isinstance(error, ExchangeError)):
+            return
+        why = f"it ended with {type(error).__name__}: {error}"[:_LONGEST_REASON]
+        for peer in self._mesh.live - {self._mesh.rank}:
+            with suppress(ExchangeError):  # it is lost as well
+                self._mesh.send(peer, _FAILED, {"why": why})
+
+    def follow(self, drain: Drain) -> None:
+        """Warn of ranks that did not come to a drain, and let the process group be those that did; collective.
 
         Raises:
             ExchangeError: one of them did not come in time, for it was lost in this very moment.
         """
-        if meeting.visits == self._visits:
-            return
-        self._visits = meeting.visits
-        backend, there = dist.get_backend(), sorted(meeting.visits)
-        with told_of_loss("the new process group of those who are there", self._others):
+        absent = set(range(self._size)) - drain.starts.keys()
+        # A loss may be known there before this rank hears of it; and a rank that leaves in good order is not lost.
+        for rank in absent if self._needs_all else ():
+            self._lost.setdefault(rank, "it did not come to the meeting of all")
+        if absent != self._absent:
+            self._absent = absent
+            ranks = ", ".join(map(str, sorted(absent)))
+            gone = f"without {'rank' if len(absent) == 1 else 'ranks'} {ranks}, which did not come, the others go on"
+            rank_zero_warn(gone if absent else "all ranks are back")
+        if not self._needs_all and drain.starts != self._starts:
+            self._starts = drain.starts
+            self._form_group(drain)
+
+    def check(self, what: str) -> None:
+        """Before a collective call during training, which errors name by ``what``.
+
+        Raises:
+            ExchangeError: this rank was given up, or one that the call needs is lost.
+        """
+        if self._mesh.error is not None:
+            raise self._mesh.error
+        if self._lost and self._needs_all:
+            # Lightning's callback for checkpoints asks all ranks before it writes.
+            raise ExchangeError(
+                f"{what} needs all ranks: {_listed(self._lost)}; a checkpoint that is due now may be missing: go on "
+                "from the last that there is"
+            )
+
+    def collective(self, what: str) -> AbstractContextManager[None]:
+        """Around a collective call; see `naming_lost_ranks`."""
+        return naming_lost_ranks(what, self._group)
+
+    def _form_group(self, drain: Drain) -> None:
+        backend, present = dist.get_backend(), sorted(drain.starts)
+        with naming_lost_ranks("the new process group of those who are there", self._group):
             dist.destroy_process_group()
             dist.init_process_group(
                 backend,
-                store=dist.PrefixStore(str(meeting.number), self._store),
-                rank=there.index(self._others.rank),
-                world_size=len(there),
-                timeout=timedelta(seconds=self._others.timeout),
+                store=dist.PrefixStore(str(drain.number), self._store),
+                rank=present.index(self._mesh.rank),
+                world_size=len(present),
+                timeout=timedelta(seconds=self._group.timeout),
             )
+
+    def _forget_loss(self, rank: int) -> None:
+        self._lost.pop(rank, None)
+
+    def _note_failure(self, mail: Mail) -> None:
+        self._lost.setdefault(mail.sender, str(mail.header.get("why")))
+
+
+def _listed(lost: Mapping[int, str]) -> str:
+    return "; ".join(f"rank {rank} is lost ({why})" for rank, why in sorted(lost.items()))
 
 
 def begin_alone(backend: str) -> None:
-    """A group of this process alone, for one that came back: until it meets the others, nobody else answers it."""
+    """Form a group of this process alone, for one that came back: nobody else answers it before it meets the others."""
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
 
-class LossWatch(Monitor):
-    """Ends what all who met do together, once one of them is lost.
+class LossMonitor(Monitor):
+    """Ends a collective call once one of those who make it is lost.
 
     Args:
-        what: that which errors name.
-        others: those who met.
+        what: names the call in errors.
+        members: those who make the call.
     """
 
-    def __init__(self, what: str, others: Others) -> None:
-        self.timeout = others.timeout
-        self._what, self._others = what, others
+    def __init__(self, what: str, members: GroupMembers) -> None:
+        self.timeout = members.timeout
+        self._what, self._members = what, members
 
     def check(self) -> None:
-        if self._others.lost():
+        if self._members.lost():
             raise self.explain("")
 
     def explain(self, cause: str, late: bool = False) -> ExchangeError:
         if not self._await_loss():  # the backend may notice it first
             # Nobody is lost, but a connection is, and who has noticed it ends.
-            self._others.tell(ExchangeError(cause))
-            cause += f"; the first whose connection failed is rank {self._others.rank}"
+            self._members.announce(ExchangeError(cause))
+            cause += f"; the first whose connection failed is rank {self._members.rank}"
             self._await_loss()
-        told = "; ".join(f"rank {rank} is lost ({why})" for rank, why in sorted(self._others.lost().items()))
+        why = _listed(self._members.lost()) or cause
         return ExchangeError(
-            f"{self._what} was interrupted ({told or cause}): a rank that is lost while all wait for each other ends "
-            "the job; go on from the last checkpoint"
+            f"{self._what} was interrupted ({why}): a rank that is lost while all wait for each other ends the job; go "
+            "on from the last checkpoint"
         )
 
     def _await_loss(self) -> bool:
         deadline = time.monotonic() + self.answer_timeout
-        while not self._others.lost() and time.monotonic() < deadline:
+        while not self._members.lost() and time.monotonic() < deadline:
             time.sleep(self.answer_timeout / 50)
-        return bool(self._others.lost())
+        return bool(self._members.lost())
 
 
 @contextmanager
-def told_of_loss(what: str, others: Others) -> Iterator[None]:
+def naming_lost_ranks(what: str, members: GroupMembers) -> Iterator[None]:
     """Around a collective call: if a rank is lost, an error that names it and says what to do.
 
     Args:
-        what: that which errors name.
-        others: those who make the call.
+        what: names the call in errors.
+        members: those who make the call.
     """
-    watch = LossWatch(what, others)
+    monitor = LossMonitor(what, members)
     try:
-        with monitored_by(watch):
+        with monitored_by(monitor):
             yield
     except ExchangeError:
         raise
     except RuntimeError as cause:
         if not isinstance(cause, dist.DistError) and "gloo" not in str(cause).lower():
             raise
-        raise watch.explain(str(cause).splitlines()[0]) from cause
+        raise monitor.explain(str(cause).splitlines()[0]) from cause
 
 
 NAMES = (
@@ -148,7 +220,7 @@ NAMES = (
 
 @contextmanager
 def refused_collectives(refusal: Callable[[str], Exception]) -> Iterator[None]:
-    """Inside, this thread's calls of `NAMES` raise ``refusal`` of the call's name; other threads' are made as ever.
+    """Inside, calls of `NAMES` by this thread raise ``refusal`` of the call's name; those of other threads are made.
 
     Another rank's next collective call, at any later step, would be taken for the answer.
     """

@@ -36,25 +36,25 @@ class _Callback:
         """Nothing is kept."""
 
 
-class EpochMeetings(_Callback):
-    """Where replicas that do not march in step meet: at the end of every epoch, before anything else happens there.
+class EpochBarrier(_Callback):
+    """Brings replicas that take steps of their own together at the end of every epoch, before anything else happens.
 
-    Every rank begins a pass, even one that gets no batch of it, and all leave it with one model; so whatever follows
+    Every rank begins an epoch, even one that gets no batch of it, and all leave it with one model; so whatever follows
     (logging, checkpoints, the user's own hooks) may ask all ranks.
     """
 
     def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
-        trainer.strategy.begin_pass()
+        trainer.strategy.begin_epoch()
 
     def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
-        trainer.strategy.end_pass()
+        trainer.strategy.end_epoch()
 
 
 class ErrorReport(_Callback):
     """Tells the other ranks of an error on this one, before callbacks that save what can be saved ask them."""
 
     def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
-        trainer.strategy.tell_others(exception)
+        trainer.strategy.announce_failure(exception)
 
 
 def put_first(trainer: Any, callback: _Callback) -> None:
@@ -71,7 +71,7 @@ SIGNAL_CHECK = "_broadcast_sigterm_tensor"
 """Method of the epoch loop (from Lightning 2.6 on) that broadcasts before every batch whether rank 0 got a SIGTERM."""
 
 
-def leave_lockstep(trainer: Any) -> None:
+def skip_signal_broadcast(trainer: Any) -> None:
     """Let each rank look at its own signals only, as Lightning does at the end of each batch in any case.
 
     What one rank does after a signal, the others learn by the failure detector or the mesh.
@@ -81,7 +81,7 @@ def leave_lockstep(trainer: Any) -> None:
         setattr(loop, SIGNAL_CHECK, _nothing)
 
 
-def end_by_signal(trainer: Any, told: Callable[[], None]) -> None:
+def handle_sigterm_locally(trainer: Any, told: Callable[[], None]) -> None:
     """Let a SIGTERM end this rank with its batch, as with Lightning, but without asking the others.
 
     Lightning's own handler makes a collective call, in whatever call the process may be just then: another rank would
@@ -191,6 +191,28 @@ def check_one_loader(trainer: Any) -> None:
     loaders = trainer.train_dataloader
     if isinstance(loaders, dict | list | tuple) and len(loaders) > 1:
         raise PlanError(f"train_dataloader: {len(loaders)} loaders at once cannot be dealt out; give one")
+
+
+def check_rejoin(trainer: Any) -> None:
+    """Refuse to come back where ranks meet within an epoch, of which meetings this rank would have missed some.
+
+    Raises:
+        PlanError: they do.
+    """
+    within = trainer.enable_validation and (
+        trainer.val_check_batch is None
+        or trainer.val_check_batch < trainer.num_training_batches
+        or trainer.check_val_every_n_epoch is None
+        or getattr(trainer, "_val_check_time_interval", None) is not None
+    )
+    for callback in trainer.callbacks:
+        every, interval = (getattr(callback, name, None) for name in ("_every_n_train_steps", "_train_time_interval"))
+        within = within or bool(every or interval)
+    if within:
+        raise PlanError(
+            "this rank cannot come back: ranks meet within an epoch, for validation or checkpoints, of which it would "
+            "have missed some; allowed: both at the end of epochs (val_check_interval=1.0, no every_n_train_steps)"
+        )
 
 
 def _nothing() -> None:

@@ -1,4 +1,4 @@
-"""Where a Trainer is in its training: told by rank 0, taken up by a rank that came back after it was lost."""
+"""The state of rank 0's Trainer, for a rank that comes back after it was lost; and the count of the job's steps."""
 
 from __future__ import annotations
 
@@ -14,84 +14,85 @@ import torch
 from lightning_autosync.errors import ExchangeError, PlanError
 from lightning_autosync.relaxed.transport.mesh import Mesh
 from lightning_autosync.relaxed.transport.messages import Mail
+from lightning_autosync.strategy.schedules import ProgressSchedules, planned_progress
 
-_TELLER = 0
+_SERVER = 0
 """The rank that is asked; averages end without it in any case."""
-_ASKED, _TOLD = "position?", "position"
+_REQUEST, _RESPONSE = "trainer_state?", "trainer_state"
 _SAVED = ("_last_checkpoint_saved", "_last_global_step_saved")
 """What Lightning's ModelCheckpoint decides by, beside what its ``state_dict`` has."""
 
 
-class PositionDesk:
-    """Rank 0 tells whoever came back where training is.
+class TrainerStateServer:
+    """Answers ranks that came back with the state of rank 0's Trainer, on the mesh's thread.
 
-    During a pass only, with what held at its begin: between two passes callbacks and schedules change.
+    It answers during epochs only, with the state at their begin: between two epochs callbacks and schedules change.
 
     Args:
         mesh: of all ranks.
-        describe: the position at hand, as bytes; called on the training's own thread.
+        describe: returns the state at hand as bytes; called on the training's own thread.
     """
 
     def __init__(self, mesh: Mesh, describe: Callable[[], bytes]) -> None:
         self._mesh, self._describe = mesh, describe
         self._lock = threading.Lock()
-        self._answer: _Answer | None = None
+        self._response: _Response | None = None
         self._waiting: dict[int, dict[str, Any]] = {}
-        self._unsubscribe = mesh.subscribe(_ASKED, self._asked)
+        self._unsubscribe = mesh.subscribe(_REQUEST, self._take)
 
-    def open(self, meeting: int) -> None:
-        """A pass begins, after the meeting of that number."""
+    def begin_epoch(self, drain: int) -> None:
+        """An epoch begins, after the drain of that number."""
         try:
-            answer = _Answer(meeting, "", self._describe())
+            response = _Response(drain, "", self._describe())
         except Exception as cause:  # states of the user's own callbacks; this rank has no need of them
-            answer = _Answer(meeting, f"{type(cause).__name__}: {cause}", b"")
+            response = _Response(drain, f"{type(cause).__name__}: {cause}", b"")
         with self._lock:
-            self._answer = answer
+            self._response = response
             waiting, self._waiting = self._waiting, {}
-            for rank, question in waiting.items():
-                self._hear(rank, question)
+            for rank, request in waiting.items():
+                self._respond(rank, request)
 
-    def shut(self) -> None:
-        """A pass is over."""
+    def end_epoch(self) -> None:
+        """The epoch is over."""
         with self._lock:
-            self._answer = None
+            self._response = None
 
     def close(self) -> None:
-        """Tell nobody any more; may be called again."""
+        """Answer nobody any more; may be called again."""
         self._unsubscribe()
 
-    def _asked(self, mail: Mail) -> None:
+    def _take(self, mail: Mail) -> None:
         with self._lock:
-            self._hear(mail.sender, mail.header)
+            self._respond(mail.sender, mail.header)
 
-    def _hear(self, rank: int, question: dict[str, Any]) -> None:
-        answer = self._answer
-        # Others may have begun a pass, and given a model away, before this rank has left the meeting before it.
-        if answer is None or answer.meeting < question["meeting"]:
-            self._waiting[rank] = question
+    def _respond(self, rank: int, request: dict[str, Any]) -> None:
+        response = self._response
+        # Others may have begun an epoch, and given a model away, before this rank has left the drain before it.
+        if response is None or response.drain < request["drain"]:
+            self._waiting[rank] = request
             return
-        header = {"name": question["name"], "fault": answer.fault}
+        header = {"name": request["name"], "fault": response.fault}
         with suppress(ExchangeError):  # it was lost again, or this rank is about to leave
-            self._mesh.send(rank, _TOLD, header, [memoryview(bytearray(answer.content))])
+            self._mesh.send(rank, _RESPONSE, header, [memoryview(bytearray(response.content))])
 
 
-class _Answer(NamedTuple):
-    meeting: int
+class _Response(NamedTuple):
+    drain: int
     fault: str
     content: bytes
 
 
-def ask_position(mesh: Mesh, meeting: int, timeout: float) -> dict[str, Any]:
-    """Rank 0's position, once it is in a pass after the meeting of that number.
+def request_trainer_state(mesh: Mesh, drain: int, timeout: float) -> dict[str, Any]:
+    """The state of rank 0's Trainer, once it is in an epoch after the drain of that number.
 
     Raises:
         ExchangeError: rank 0 does not answer, or callbacks or schedules keep what cannot be sent.
     """
     name = secrets.token_hex(8)
-    mesh.send(_TELLER, _ASKED, {"name": name, "meeting": meeting})
-    mail = mesh.receive(_TOLD, sender=_TELLER, timeout=timeout)
-    while mail.header["name"] != name:  # of a predecessor, which was lost before it was told
-        mail = mesh.receive(_TOLD, sender=_TELLER, timeout=timeout)
+    mesh.send(_SERVER, _REQUEST, {"name": name, "drain": drain})
+    mail = mesh.receive(_RESPONSE, sender=_SERVER, timeout=timeout)
+    while mail.header["name"] != name:  # meant for a predecessor, which was lost before it got this
+        mail = mesh.receive(_RESPONSE, sender=_SERVER, timeout=timeout)
     fault = mail.header["fault"]
     if not fault:
         try:
@@ -103,8 +104,55 @@ def ask_position(mesh: Mesh, meeting: int, timeout: float) -> dict[str, Any]:
     )
 
 
-def describe_position(trainer: Any, facts: Mapping[str, Any]) -> bytes:
-    """What `take_position` needs: plain values and tensors, readable with ``torch.load(weights_only=True)``.
+class TrainerProgress:
+    """Lets a Trainer's schedules and its count of steps follow the progress of the job.
+
+    This rank's own steps would be other ones on each rank, and so would the names of checkpoints.
+
+    Args:
+        trainer: about to train.
+        share: batches of an epoch, divided by ranks, where the data is dealt out; else None.
+        progress: returns the steps that the model at hand stands for.
+        state: of `request_trainer_state`, where this rank came back to the job.
+
+    Raises:
+        PlanError: this rank was not started with what the others were started with.
+    """
+
+    def __init__(
+        self, trainer: Any, share: int | None, progress: Callable[[], int], state: Mapping[str, Any] | None = None
+    ) -> None:
+        self._trainer, self._share, self._progress = trainer, share, progress
+        self._skipped, made = 0, None
+        if state is None:
+            self._end = planned_progress(trainer, share, progress())
+            # Steps counted under another plan, or in an earlier training.
+            self._offset = trainer.global_step - progress()
+        else:
+            self._skipped = apply_trainer_state(trainer, state, {"share": share, "progress": progress()})
+            made, self._end, self._offset = state["made"], state["end"], state["begun"]
+            count_steps(trainer, self._offset + progress())
+        self._schedules = ProgressSchedules(trainer, progress, self._end, made)
+
+    def follow(self) -> None:
+        """Catch up with the progress of the model at hand."""
+        count_steps(self._trainer, self._offset + self._progress())
+        self._schedules.follow()
+
+    def describe(self) -> bytes:
+        """The Trainer's state for ranks that come back; see `describe_trainer_state`."""
+        facts = {"share": self._share, "progress": self._progress(), "made": self._schedules.made}
+        return describe_trainer_state(self._trainer, {**facts, "end": self._end, "begun": self._offset})
+
+    def skip_missed_batches(self) -> None:
+        """In the first epoch after this rank came back, leave out as many batches as the others have made."""
+        if self._skipped:
+            skip_batches(self._trainer, self._skipped)
+            self._skipped = 0
+
+
+def describe_trainer_state(trainer: Any, facts: Mapping[str, Any]) -> bytes:
+    """What `apply_trainer_state` needs: plain values and tensors, readable with ``torch.load(weights_only=True)``.
 
     Args:
         trainer: in training.
@@ -126,45 +174,45 @@ def describe_position(trainer: Any, facts: Mapping[str, Any]) -> bytes:
     return buffer.getvalue()
 
 
-def take_position(trainer: Any, position: Mapping[str, Any], facts: Mapping[str, Any]) -> int:
-    """Let ``trainer``, which is about to begin its first pass, go on from rank 0's position.
+def apply_trainer_state(trainer: Any, state: Mapping[str, Any], facts: Mapping[str, Any]) -> int:
+    """Let ``trainer``, which is about to begin its first epoch, go on from the state of rank 0's.
 
     Args:
         trainer: this rank's.
-        position: of `ask_position`.
+        state: of `request_trainer_state`.
         facts: as there.
 
     Returns:
-        Batches of this pass that are not this rank's any more, for the others have made as many.
+        Batches of this epoch that are not this rank's any more, for the others have made as many.
 
     Raises:
         PlanError: this rank was not started with what the others were started with.
     """
     groups, schedulers = _groups(trainer), [each.scheduler for each in trainer.lr_scheduler_configs]
-    _check_alike("train_dataloader: batches of an epoch, by ranks", facts["share"], position["share"])
-    _check_alike("optimizer: parameter groups", len(groups), len(position["hyperparameters"]))
-    _check_alike("lr_schedulers", len(schedulers), len(position["schedulers"]))
+    _check_alike("train_dataloader: batches of an epoch, by ranks", facts["share"], state["share"])
+    _check_alike("optimizer: parameter groups", len(groups), len(state["hyperparameters"]))
+    _check_alike("lr_schedulers", len(schedulers), len(state["schedulers"]))
     for callback in trainer.callbacks:
-        state, saved = position["callbacks"].get(callback.state_key, ({}, {}))
-        if "dirpath" in state and hasattr(callback, "dirpath"):
-            callback.dirpath = state["dirpath"]  # a checkpoint's, which a new run would place anew
-        if state:
-            callback.load_state_dict(state)
+        kept, saved = state["callbacks"].get(callback.state_key, ({}, {}))
+        if "dirpath" in kept and hasattr(callback, "dirpath"):
+            callback.dirpath = kept["dirpath"]  # a checkpoint's, which a new run would place anew
+        if kept:
+            callback.load_state_dict(kept)
         for name, value in saved.items():
             setattr(callback, name, value)
-    for scheduler, state in zip(schedulers, position["schedulers"], strict=True):
-        scheduler.load_state_dict(state)
-    for group, values in zip(groups, position["hyperparameters"], strict=True):
+    for scheduler, kept in zip(schedulers, state["schedulers"], strict=True):
+        scheduler.load_state_dict(kept)
+    for group, values in zip(groups, state["hyperparameters"], strict=True):
         group.update(values)
     for progress in (trainer.fit_loop.epoch_progress.current, trainer.fit_loop.epoch_progress.total):
-        progress.ready = progress.started = progress.processed = progress.completed = position["epoch"]
-    _set_up_validation(trainer, position["validates"])
-    for (loop, name), epoch in zip(_reloads(trainer), position["reloaded"], strict=True):
+        progress.ready = progress.started = progress.processed = progress.completed = state["epoch"]
+    _set_up_validation(trainer, state["validates"])
+    for (loop, name), epoch in zip(_reloads(trainer), state["reloaded"], strict=True):
         setattr(loop, name, epoch)
     _check_samplers(trainer)
     if facts["share"] is not None:
         return 0
-    made = (facts["progress"] - position["progress"]) * trainer.accumulate_grad_batches
+    made = (facts["progress"] - state["progress"]) * trainer.accumulate_grad_batches
     return int(max(0, min(made, trainer.num_training_batches - 1)))
 
 
@@ -179,32 +227,10 @@ def count_steps(trainer: Any, steps: int) -> None:
 
 
 def skip_batches(trainer: Any, batches: int) -> None:
-    """Let the pass, of which the first batch begins, end so many batches earlier."""
+    """Let the epoch, whose first batch begins, end so many batches earlier."""
     progress = trainer.fit_loop.epoch_loop.batch_progress.current
     for name in ("ready", "started", "processed", "completed"):
         setattr(progress, name, getattr(progress, name) + batches)
-
-
-def check_return(trainer: Any) -> None:
-    """Refuse to come back where ranks meet within an epoch, of which meetings this rank would have missed some.
-
-    Raises:
-        PlanError: they do.
-    """
-    within = trainer.enable_validation and (
-        trainer.val_check_batch is None
-        or trainer.val_check_batch < trainer.num_training_batches
-        or trainer.check_val_every_n_epoch is None
-        or getattr(trainer, "_val_check_time_interval", None) is not None
-    )
-    for callback in trainer.callbacks:
-        every, interval = (getattr(callback, name, None) for name in ("_every_n_train_steps", "_train_time_interval"))
-        within = within or bool(every or interval)
-    if within:
-        raise PlanError(
-            "this rank cannot come back: ranks meet within an epoch, for validation or checkpoints, of which it would "
-            "have missed some; allowed: both at the end of epochs (val_check_interval=1.0, no every_n_train_steps)"
-        )
 
 
 def _check_samplers(trainer: Any) -> None:

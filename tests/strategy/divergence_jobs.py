@@ -17,9 +17,9 @@ from torch import nn
 from lightning_autosync import AutoSyncFabricStrategy, AutoSyncStrategy
 from lightning_autosync.errors import AutoSyncError
 from lightning_autosync.strategy import exact as replica_module
-from lightning_autosync.strategy.exact import Replica
+from lightning_autosync.strategy.base import accumulation
+from lightning_autosync.strategy.exact import ExactReplica
 from lightning_autosync.strategy.settings import Settings
-from lightning_autosync.strategy.wrapper import accumulation
 
 CHANGE_AT = 3
 """Batches before the change."""
@@ -224,16 +224,16 @@ def in_turn(**strategy: Any) -> dict[str, float]:
     return {"distance": distance(*trained), "plans": plans}
 
 
-def _step(module: nn.ModuleDict, replica: Replica, parts: list[str]) -> None:
+def _step(module: nn.ModuleDict, replica: ExactReplica, parts: list[str]) -> None:
     module.zero_grad()
     with replica.backward():
         sum(module[part](torch.ones(1, 3)).sum() for part in parts).backward()
 
 
-def _replica(**settings: Any) -> tuple[nn.ModuleDict, Replica]:
+def _replica(**settings: Any) -> tuple[nn.ModuleDict, ExactReplica]:
     module = nn.ModuleDict({name: nn.Linear(3, 2, bias=False) for name in ("shared", "mine", "late")})
     module["late"].requires_grad_(False)
-    return module, Replica(module, Settings(**settings), 1, 2)
+    return module, ExactReplica(module, Settings(**settings), 1, 2)
 
 
 def unused_when_changed(**settings: Any) -> list[float]:

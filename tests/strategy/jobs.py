@@ -29,7 +29,7 @@ from lightning_autosync import AutoSyncFabricStrategy, AutoSyncStrategy, builder
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.plan import Compressor, compile_plan
 from lightning_autosync.strategy import agreement, resolution
-from lightning_autosync.strategy.exact import Replica
+from lightning_autosync.strategy.exact import ExactReplica
 from lightning_autosync.strategy.resolution import Resolution
 from lightning_autosync.strategy.settings import Settings
 from lightning_autosync.workload import describe
@@ -250,7 +250,7 @@ def thawed() -> dict[str, Any]:
 
     with mock.patch.object(resolution, "resolve", resolve_lossy), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        replica = Replica(module, Settings(plan="ps", semantics="compressed"), 1, 2)
+        replica = ExactReplica(module, Settings(plan="ps", semantics="compressed"), 1, 2)
         inputs, labels = next(iter(models.loader()))
         with replica.backward():
             F.cross_entropy(module(inputs + dist.get_rank()), labels).backward()

@@ -16,8 +16,8 @@ from lightning_autosync.engine.store import open_store
 from lightning_autosync.engine.waiting import monitored_by
 from lightning_autosync.errors import ExchangeError
 from lightning_autosync.strategy import job
-from lightning_autosync.strategy.job import STORE_PORT, check_way_back, find_job
-from lightning_autosync.strategy.process_group import LossWatch, Others
+from lightning_autosync.strategy.job import STORE_PORT, check_rejoin_secret, find_job
+from lightning_autosync.strategy.process_group import GroupMembers, LossMonitor
 from lightning_autosync.strategy.settings import Settings
 
 HOST = "127.0.0.1"
@@ -32,9 +32,9 @@ def _settings(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_job_that_others_may_come_to_needs_a_secret_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AUTOSYNC_SECRET")
-    check_way_back()
+    check_rejoin_secret()
     monkeypatch.setenv(STORE_PORT, "29501")
-    for call in (check_way_back, lambda: find_job(HOST, 20.0)):
+    for call in (check_rejoin_secret, lambda: find_job(HOST, 20.0)):
         with pytest.raises(
             ExchangeError, match=r"AUTOSYNC_PORT is set, .*: set AUTOSYNC_SECRET, or AUTOSYNC_SECRET_FILE"
         ):
@@ -74,6 +74,6 @@ def test_a_first_rank_that_died_before_its_store_was_found_is_named(monkeypatch:
         monkeypatch.setattr(job, "gather_json", lambda value: [[HOST, port, ""]])
         monkeypatch.setattr(job.dist, "get_world_size", lambda: 2)
         found = SimpleNamespace(plan=SimpleNamespace(world_size=2))
-        others = Others(1, lambda: {0: "its process has ended"}, lambda _: None, 1.0)
-        with monitored_by(LossWatch("a step", others)), pytest.raises(ExchangeError, match="rank 0 is lost"):
+        others = GroupMembers(1, lambda: {0: "its process has ended"}, lambda _: None, 1.0)
+        with monitored_by(LossMonitor("a step", others)), pytest.raises(ExchangeError, match="rank 0 is lost"):
             job._meet_at_store(found, Settings(timeout=20.0), 1)

@@ -14,7 +14,7 @@ from strangers import SECRET
 from lightning_autosync.errors import ExchangeError
 from lightning_autosync.relaxed.transport.heartbeat import HeartbeatSettings
 from lightning_autosync.relaxed.transport.mesh import Mesh
-from lightning_autosync.strategy.trainer_state import PositionDesk, ask_position
+from lightning_autosync.strategy.trainer_state import TrainerStateServer, request_trainer_state
 
 PATIENT = HeartbeatSettings(interval=0.5, shortest=20.0, longest=30.0)
 
@@ -45,11 +45,11 @@ def packed(content: object, folder: object) -> bytes:
 
 def test_it_is_told_at_once_during_a_pass_and_from_its_begin(meshes: list[Mesh], tmp_path) -> None:  # type: ignore[no-untyped-def]
     epoch = [3]
-    desk = PositionDesk(meshes[0], lambda: packed({"epoch": epoch[0]}, tmp_path))
-    desk.open(7)
+    server = TrainerStateServer(meshes[0], lambda: packed({"epoch": epoch[0]}, tmp_path))
+    server.begin_epoch(7)
     epoch[0] = 4
-    assert ask_position(meshes[1], 7, 20.0) == {"epoch": 3}
-    desk.close()
+    assert request_trainer_state(meshes[1], 7, 20.0) == {"epoch": 3}
+    server.close()
 
 
 @pytest.mark.parametrize("between", [True, False], ids=["between passes", "in a pass before the meeting"])
@@ -57,17 +57,17 @@ def test_it_waits_for_a_pass_after_the_meeting_that_its_model_is_of(
     meshes: list[Mesh], tmp_path, between: bool
 ) -> None:  # type: ignore[no-untyped-def]
     epoch = [3]
-    desk = PositionDesk(meshes[0], lambda: packed({"epoch": epoch[0]}, tmp_path))
-    desk.open(7)
+    server = TrainerStateServer(meshes[0], lambda: packed({"epoch": epoch[0]}, tmp_path))
+    server.begin_epoch(7)
     if between:
-        desk.shut()
+        server.end_epoch()
     found: list[object] = []
-    asking = threading.Thread(target=lambda: found.append(ask_position(meshes[1], 8, 20.0)))
+    asking = threading.Thread(target=lambda: found.append(request_trainer_state(meshes[1], 8, 20.0)))
     asking.start()
     time.sleep(0.3)
     assert not found
     epoch[0] = 4
-    desk.open(8)
+    server.begin_epoch(8)
     asking.join(20.0)
     assert found == [{"epoch": 4}]
 
@@ -79,21 +79,21 @@ class Odd:
 @pytest.mark.parametrize("pickles", [True, False])
 def test_what_cannot_be_sent_is_an_error_of_who_came_back_alone(meshes: list[Mesh], tmp_path, pickles: bool) -> None:  # type: ignore[no-untyped-def]
     content = {"callbacks": Odd() if pickles else (lambda: None)}
-    desk = PositionDesk(meshes[0], lambda: packed(content, tmp_path))
-    desk.open(7)
+    server = TrainerStateServer(meshes[0], lambda: packed(content, tmp_path))
+    server.begin_epoch(7)
     with pytest.raises(ExchangeError, match="cannot come back: the states of callbacks and schedulers must be plain"):
-        ask_position(meshes[1], 7, 20.0)
+        request_trainer_state(meshes[1], 7, 20.0)
 
 
 def test_an_answer_to_a_predecessor_is_not_taken_for_the_own(meshes: list[Mesh], tmp_path) -> None:  # type: ignore[no-untyped-def]
-    desk = PositionDesk(meshes[0], lambda: packed({"epoch": 5}, tmp_path))
-    desk.open(7)
-    meshes[1].send(0, "position?", {"name": "of one that was lost", "meeting": 0})
-    assert ask_position(meshes[1], 7, 20.0) == {"epoch": 5}
+    server = TrainerStateServer(meshes[0], lambda: packed({"epoch": 5}, tmp_path))
+    server.begin_epoch(7)
+    meshes[1].send(0, "trainer_state?", {"name": "of one that was lost", "drain": 0})
+    assert request_trainer_state(meshes[1], 7, 20.0) == {"epoch": 5}
 
 
 def test_a_rank_zero_that_leaves_is_an_error(meshes: list[Mesh]) -> None:
-    PositionDesk(meshes[0], lambda: b"")
+    TrainerStateServer(meshes[0], lambda: b"")
     threading.Timer(0.3, meshes[0].close).start()
     with pytest.raises(ExchangeError, match="rank 0"):
-        ask_position(meshes[1], 7, 20.0)
+        request_trainer_state(meshes[1], 7, 20.0)

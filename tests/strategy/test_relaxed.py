@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from contextlib import ExitStack
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -11,11 +10,14 @@ from typing import Any
 import pytest
 import relaxed_jobs
 import torch
+import torch.distributed as dist
 from models import one_cycle
 
 from lightning_autosync import AutoSyncStrategy
 from lightning_autosync.errors import DocumentError, ExchangeError, PlanError
-from lightning_autosync.strategy.relaxed import RelaxedReplica
+from lightning_autosync.relaxed.base import Drain
+from lightning_autosync.strategy import process_group
+from lightning_autosync.strategy.process_group import JobMembers
 
 MODES: dict[str, dict[str, Any]] = {
     "partial reduce": {"mode": "partial_reduce", "group_size": 2, "weighting": "dynamic"},
@@ -281,16 +283,12 @@ def test_relaxed_semantics_must_be_allowed() -> None:
         AutoSyncStrategy(plan="partial_reduce")
 
 
-def test_a_rank_that_did_not_come_where_servers_need_all_is_named() -> None:
+def test_a_rank_that_did_not_come_where_servers_need_all_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may have left in good order, of which no loss tells."""
-    replica: Any = object.__new__(RelaxedReplica)
-    consistency = SimpleNamespace(mode="asynchronous")
-    replica._resolution = SimpleNamespace(plan=SimpleNamespace(world_size=3, consistency=consistency))
-    replica._synchronizer = SimpleNamespace(drain=lambda: None, met=frozenset({0, 1}))
-    replica._mesh = SimpleNamespace(error=None)
-    replica._lost, replica._absent, replica.after_meeting = {}, set(), None
-    replica._world = replica._desk = None
-    replica.share, replica._guard = None, ExitStack()
-    replica._busy = replica._stepping = replica._settled = replica._apart = replica._unmet = False
+    monkeypatch.setattr(process_group.dist, "get_world_size", lambda: 3)
+    mesh: Any = SimpleNamespace(rank=0, error=None)
+    mesh.on_loss = mesh.on_join = mesh.subscribe = lambda *_: None
+    members = JobMembers(mesh, dist.HashStore(), 3, needs_all=True, timeout=1.0)
+    members.follow(Drain(1, {0: 1, 1: 1}))
     with pytest.raises(ExchangeError, match=r"a barrier needs all ranks: rank 2 is lost \(it did not come"):
-        replica.before_collective("a barrier", at_meeting=True)
+        members.check("a barrier")

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from lightning_autosync.errors import ExchangeError
-from lightning_autosync.strategy.process_group import LossWatch, Others
+from lightning_autosync.strategy.process_group import GroupMembers, LossMonitor
 
 
 def test_where_only_a_connection_is_lost_ranks_name_those_that_end_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LossWatch, "answer_timeout", 0.05)
+    monkeypatch.setattr(LossMonitor, "answer_timeout", 0.05)
     lost: dict[int, str] = {}
     told: list[ExchangeError] = []
 
@@ -17,20 +17,22 @@ def test_where_only_a_connection_is_lost_ranks_name_those_that_end_with_it(monke
         told.append(error)
         lost[2] = "it ended with ExchangeError: closed by peer"  # as the other end does, too
 
-    error = LossWatch("a barrier", Others(0, lambda: lost, tell, 1.0)).explain("closed by peer")
+    error = LossMonitor("a barrier", GroupMembers(0, lambda: lost, tell, 1.0)).explain("closed by peer")
     assert [str(one) for one in told] == ["closed by peer"]
     assert "rank 2 is lost (it ended with ExchangeError: closed by peer)" in str(error)
 
 
 def test_where_a_rank_is_lost_nothing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LossWatch, "answer_timeout", 0.05)
+    monkeypatch.setattr(LossMonitor, "answer_timeout", 0.05)
     told: list[ExchangeError] = []
-    error = LossWatch("a barrier", Others(0, lambda: {1: "it is silent"}, told.append, 1.0)).explain("closed by peer")
+    error = LossMonitor("a barrier", GroupMembers(0, lambda: {1: "it is silent"}, told.append, 1.0)).explain(
+        "closed by peer"
+    )
     assert told == []
     assert "rank 1 is lost (it is silent)" in str(error)
 
 
 def test_where_nobody_answers_the_first_to_notice_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LossWatch, "answer_timeout", 0.05)
-    error = LossWatch("a barrier", Others(3, dict, lambda _: None, 1.0)).explain("closed by peer")
+    monkeypatch.setattr(LossMonitor, "answer_timeout", 0.05)
+    error = LossMonitor("a barrier", GroupMembers(3, dict, lambda _: None, 1.0)).explain("closed by peer")
     assert "closed by peer; the first whose connection failed is rank 3" in str(error)

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from lightning_autosync.errors import ExchangeError, PlanError
 from lightning_autosync.plan.servers import ServerLayout, Shard
 from lightning_autosync.plan.spec import Consistency
-from lightning_autosync.relaxed.base import Synchronizer
+from lightning_autosync.relaxed.base import Drain, Synchronizer
 from lightning_autosync.relaxed.server.gradients import Gradients, pack_gradients
 from lightning_autosync.relaxed.server.node import NodeExchange
 from lightning_autosync.relaxed.server.optimizer import OptimizerRule, check, hyperparameters, join
@@ -159,7 +159,6 @@ class ParameterServer(Synchronizer):
         self._wanted: dict[str, Tensor] = {}
         self._loaded: dict[str, Any] = {"step": 0, "progress": 0.0, "optimizer": {}}
         self._samples = self._pushed = 0
-        self._met: frozenset[int] = frozenset()
         self._closed = False
         self.server = ShardServer(mesh) if mesh.rank in layout.owners else None
         in_step = consistency.mode == "synchronous"
@@ -196,10 +195,6 @@ class ParameterServer(Synchronizer):
     def progress(self) -> int:
         return self._pulled.progress
 
-    @property
-    def met(self) -> frozenset[int]:
-        return self._met
-
     def drain(self) -> None:
         if self._node is not None:
             self._node.finish()
@@ -214,7 +209,8 @@ class ParameterServer(Synchronizer):
             self._pulled.install(mail)
 
         self._letters.collect({"worker.drained": pass_barrier})
-        self._met = frozenset.intersection(*met)
+        ranks = frozenset.intersection(*met)
+        self.last_drain = Drain(max(self._pulled.epochs.values()), dict.fromkeys(sorted(ranks), 1))
         self._samples = 0
         if self._node is not None:
             self._node.pass_barrier()

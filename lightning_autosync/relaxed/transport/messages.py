@@ -226,12 +226,12 @@ class _Work(TypedDict):
     stop: NonNegativeInt
 
 
-class _PositionAsked(TypedDict):
+class _TrainerStateRequest(TypedDict):
     name: str
-    meeting: int
+    drain: int
 
 
-class _Position(TypedDict):
+class _TrainerState(TypedDict):
     name: str
     fault: str
 
@@ -257,8 +257,8 @@ _SHAPES: dict[str, TypeAdapter[Any]] = {
         "average.abort": _Abort,
         "work?": _WorkAsked,
         "work": _Work,
-        "position?": _PositionAsked,
-        "position": _Position,
+        "trainer_state?": _TrainerStateRequest,
+        "trainer_state": _TrainerState,
     }.items()
 }
 """Servers judge what workers send them by themselves, for it depends on the model."""

@@ -15,7 +15,7 @@ from lightning_autosync.engine import waiting
 from lightning_autosync.engine.failure_detector import FailureDetector, Inquiry, Verdict
 from lightning_autosync.engine.waiting import explained, wait_for_ranks
 from lightning_autosync.errors import ExchangeError, PeerLost
-from lightning_autosync.strategy.process_group import LossWatch, Others
+from lightning_autosync.strategy.process_group import GroupMembers, LossMonitor
 
 ANSWER_TIMEOUT = 2.0
 
@@ -171,7 +171,7 @@ def test_a_backend_of_gpus_is_left_alone(backend: str, monkeypatch: pytest.Monke
     """NCCL takes a wait of limited time for one that blocks, and aborts the group at its end."""
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_backend_config", lambda: backend)
-    with waiting.monitored_by(LossWatch("a step", Others(1, dict, lambda _: None, 4.0))):
+    with waiting.monitored_by(LossMonitor("a step", GroupMembers(1, dict, lambda _: None, 4.0))):
         assert dist.Work.wait is waiting._torch_wait
 
 

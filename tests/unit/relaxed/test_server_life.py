@@ -215,12 +215,12 @@ def test_a_barrier_tells_who_was_there(mode: str) -> None:
         worker.running.start()
         worker.step()
         worker.running.drain()
-        met = [set(worker.running.met)]
+        met = [set(worker.running.last_drain.starts)]
         if mode == "asynchronous":
             store.wait(["left"])
             worker.step()
             worker.running.drain()
-            met.append(set(worker.running.met))
+            met.append(set(worker.running.last_drain.starts))
         worker.close()
         return met
 
@@ -231,7 +231,7 @@ def test_a_barrier_tells_who_was_there(mode: str) -> None:
         worker.running.drain()
         worker.close()
         store.set("left", "")
-        return [set(worker.running.met)]
+        return [set(worker.running.last_drain.starts)]
 
     later = [{0, 1}] if mode == "asynchronous" else []
     assert play(lambda: stays(0), lambda: stays(1), leaves) == [[{0, 1, 2}, *later], [{0, 1, 2}, *later], [{0, 1, 2}]]
