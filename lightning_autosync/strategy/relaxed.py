@@ -66,6 +66,9 @@ class RelaxedReplica(Replica):
         rank: this process's in the job.
         job: of `find_job`, where this rank comes back to it; this process is alone in its process group then.
 
+    Attributes:
+        rejoined: whether this process came back after its rank was lost.
+
     Raises:
         DocumentError: (or a subclass, on every rank) plan, model, cluster and job do not fit each other.
         ExchangeError: ranks cannot connect to each other.
@@ -112,8 +115,8 @@ class RelaxedReplica(Replica):
         self._trainer: Any = None
         self._progress: TrainerProgress | None = None
         self._state_server: TrainerStateServer | None = None
-        self._rejoined = job is not None
-        self._rejoining = self._rejoined
+        self.rejoined = job is not None
+        self._rejoining = self.rejoined
         """Whether this rank came back and has not met the others yet, which may be in the midst of an epoch."""
         self._drained = True
         self._apart = False
@@ -195,7 +198,7 @@ class RelaxedReplica(Replica):
             check_one_loader(trainer)
         elif self._mode in UNEVEN:
             rank_zero_warn(describe_equal_shares(trainer.train_dataloader))
-        if self._rejoined:
+        if self.rejoined:
             check_rejoin(trainer)
         if len(optimizers) != 1:
             raise PlanError(
@@ -222,7 +225,7 @@ class RelaxedReplica(Replica):
 
     def _follow_progress(self, drain: int) -> None:
         """Let schedules and ``trainer.global_step`` go by the job's progress, and ranks that come back learn of it."""
-        state = request_trainer_state(self._mesh, drain, self._settings.timeout) if self._rejoined else None
+        state = request_trainer_state(self._mesh, drain, self._settings.timeout) if self.rejoined else None
         self._progress = TrainerProgress(self._trainer, self._share, self._steps, state)
         if not self._served and self._mesh.rank == 0 and rejoin_enabled():
             self._state_server = TrainerStateServer(self._mesh, self._progress.describe)

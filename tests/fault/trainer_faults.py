@@ -139,7 +139,7 @@ def train(
         "best": best.best_model_path,
         "waited": float(stopping.best_score),
         "rates": rates,
-        "came back": replica is not None and replica.returning,
+        "came back": replica is not None and replica.rejoined,
     }
 
 
