@@ -12,7 +12,7 @@ from tuning_world import World, configuration
 
 from lightning_autosync.measure.bench.preparation import Preparation
 from lightning_autosync.measure.bench.result import BenchResult, ContenderMeasurement
-from lightning_autosync.measure.bench.settings import BenchSettings as BenchSettings
+from lightning_autosync.measure.bench.settings import BenchSettings
 from lightning_autosync.measure.session import ContenderError
 from lightning_autosync.measure.workers import InputError, WorkerError
 from lightning_autosync.plan.builders import build

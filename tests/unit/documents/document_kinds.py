@@ -35,15 +35,14 @@ from lightning_autosync.cluster import ClusterSpec, configuration_directory, rea
 from lightning_autosync.documents import append_lines, checked, write_text
 from lightning_autosync.lab.convergence.result import FORMAT as CONVERGENCE
 from lightning_autosync.lab.convergence.result import load_rates
-from lightning_autosync.lab.convergence.settings import ConvergenceSettings as ConvergenceSettings
+from lightning_autosync.lab.convergence.settings import ConvergenceSettings
 from lightning_autosync.lab.fitting import comparison as fitting_runs
 from lightning_autosync.lab.fitting.comparison import SimulatorAccuracy, tabulate
-from lightning_autosync.lab.fitting.splits import ConvergenceSettings as FittingSettings
+from lightning_autosync.lab.fitting.splits import FitSettings
 from lightning_autosync.lab.rehearsal.contest import SamplerRun as RehearsalRun
 from lightning_autosync.lab.rehearsal.contest import run_file as rehearsal_runs
 from lightning_autosync.lab.rehearsal.outcome import standings, table
-from lightning_autosync.lab.rehearsal.settings import PAIRS
-from lightning_autosync.lab.rehearsal.settings import ConvergenceSettings as RehearsalSettings
+from lightning_autosync.lab.rehearsal.settings import PAIRS, RehearsalSettings
 from lightning_autosync.lab.validation.measuring import CaseMeasurement, load_measurements
 from lightning_autosync.learned import LearnedEstimator, ReplayEstimator, Training, load_simulator
 from lightning_autosync.learned.dataset import Conditions, Dataset, Entry, Sample, Writer
@@ -503,8 +502,8 @@ def _make_fitting(folder: Path) -> list[str]:
     return ["runs.jsonl"]
 
 
-def _fitting(dataset: str) -> FittingSettings:
-    return FittingSettings.parse({"dataset": dataset, "simulator": {"kind": "linear"}, "seeds": 1})
+def _fitting(dataset: str) -> FitSettings:
+    return FitSettings.parse({"dataset": dataset, "simulator": {"kind": "linear"}, "seeds": 1})
 
 
 @lru_cache
