@@ -1,0 +1,7 @@
+"""Hybrid parallelism: which operators to split, and how, over a mesh of ranks (AutoDDL; Chen et al., 2023)."""
+
+from __future__ import annotations
+
+from lightning_autosync.hybrid.plan import HybridPlan, LayerPlan, Layout, Signature
+
+__all__ = ["HybridPlan", "LayerPlan", "Layout", "Signature"]

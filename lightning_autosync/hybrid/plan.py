@@ -1,0 +1,160 @@
+"""`HybridPlan`: how each operator of a model is split over a mesh of ranks, as data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Annotated, ClassVar, Literal, get_args
+
+import numpy
+from numpy.typing import NDArray
+from pydantic import Field, model_validator
+from typing_extensions import Self
+
+from lightning_autosync.cluster.elements import MOST_RANKS
+from lightning_autosync.documents import Count, Document, Index, Record
+from lightning_autosync.errors import DocumentError, PlanError
+from lightning_autosync.plan import SyncPlan
+
+Signature = Literal["dp", "col", "row", "heads", "rep"]
+Layout = Literal["batch", "features", "full"]
+SIGNATURES: tuple[Signature, ...] = get_args(Signature)
+LAYOUTS: tuple[Layout, ...] = get_args(Layout)
+MOST_DIMENSIONS = 8
+"""Of a mesh."""
+
+
+class LayerPlan(Record):
+    """How one operator is split.
+
+    Attributes:
+        module: its path in ``named_modules()``; the root is the empty path.
+        signature: for each dimension of the mesh, how the operator is split along it. ``dp``: each rank has its
+            samples and the whole parameters. ``col``: each rank makes some of the output features. ``row``: each rank
+            has some of the input features and makes a summand of the output. ``heads``: each rank has some heads of an
+            attention. ``rep``: each rank does all of it.
+        output: for each dimension of the mesh, the layout that it hands on: ``batch`` (cut by samples), ``features``
+            (cut by features) or ``full``. None hands on what the signature makes, sums of partial results in full.
+        parts: how many results the output features hold one after the other, each cut by itself; 3 for queries, keys
+            and values of one projection.
+    """
+
+    module: str
+    signature: Annotated[tuple[Signature, ...], Field(min_length=1, max_length=MOST_DIMENSIONS)]
+    output: Annotated[tuple[Layout, ...], Field(min_length=1, max_length=MOST_DIMENSIONS)] | None = None
+    parts: Annotated[Count, Field(le=64)] = 1
+
+
+class HybridPlan(Document):
+    """How the operators of a model are split over a mesh of ranks, and how replicas' gradients are synchronized.
+
+    The model's input and output are cut by samples along all dimensions: each rank brings a batch of its own and gets
+    its own samples' results, as under DDP. A module that has no layer here takes its input as it comes. All parameters
+    belong to layers that are here.
+
+    Attributes:
+        workload: fingerprint of the parameters (names and shapes) that it was made for; None skips the check.
+        mesh: sizes of the mesh's dimensions.
+        ranks: the rank at each place of the mesh, row by row; None puts them in order. Neighbours along the last
+            dimension are adjacent here.
+        layers: in the order of the forward pass.
+        gradients: how ranks that hold the same parameters synchronize gradients: the name of a builder of
+            synchronous plans, used for each set of ranks by itself, or a plan, where all such sets are alike.
+    """
+
+    FORMAT: ClassVar[str] = "autosync-hybrid/1"
+    ERROR: ClassVar[type[DocumentError]] = PlanError
+
+    workload: str | None = None
+    mesh: Annotated[tuple[Annotated[Count, Field(le=MOST_RANKS)], ...], Field(min_length=1, max_length=MOST_DIMENSIONS)]
+    ranks: tuple[Index, ...] | None = None
+    layers: Annotated[tuple[LayerPlan, ...], Field(min_length=1)]
+    gradients: str | SyncPlan = "all_reduce"
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks there are."""
+        return math.prod(self.mesh)
+
+    @property
+    def is_data_parallel(self) -> bool:
+        """Whether nothing is split but the batch."""
+        return all(name == "dp" for layer in self.layers for name in layer.signature)
+
+    @cached_property
+    def rank_array(self) -> NDArray[numpy.int64]:
+        """[mesh] the rank at each place."""
+        order = range(self.world_size) if self.ranks is None else self.ranks
+        return numpy.array(order, dtype=numpy.int64).reshape(self.mesh)
+
+    def coordinates(self, rank: int) -> tuple[int, ...]:
+        """Where a rank sits in the mesh."""
+        return tuple(int(place[0]) for place in numpy.nonzero(self.rank_array == rank))
+
+    def groups(self, dimensions: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+        """The sets of ranks that differ only along these dimensions of the mesh, each in the mesh's order."""
+        others = [dimension for dimension in range(len(self.mesh)) if dimension not in dimensions]
+        size = math.prod(self.mesh[dimension] for dimension in dimensions)
+        rows = self.rank_array.transpose(*others, *sorted(dimensions)).reshape(-1, size)
+        return tuple(tuple(int(rank) for rank in row) for row in rows)
+
+    def layer(self, module: str) -> LayerPlan | None:
+        """The layer of a module's path; None where the plan has none."""
+        return self._by_module.get(module)
+
+    @cached_property
+    def _by_module(self) -> dict[str, LayerPlan]:
+        return {layer.module: layer for layer in self.layers}
+
+    def describe(self, width: int = 120) -> str:
+        """The plan as a table that a person reads; repeated blocks are shown once."""
+        from lightning_autosync.hybrid.describe import plan_table
+
+        return plan_table(self, width)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.world_size > MOST_RANKS:
+            raise ValueError(f"mesh: {self.world_size} ranks in all; allowed: {MOST_RANKS} at most")
+        if len(self.mesh) > 1 and 1 in self.mesh:
+            raise ValueError(f"mesh[{self.mesh.index(1)}]: a dimension of size 1 splits nothing; leave it out")
+        if self.ranks is not None and sorted(self.ranks) != list(range(self.world_size)):
+            raise ValueError(f"ranks: expected each of 0..{self.world_size - 1} once, got {list(self.ranks)}")
+        seen = set()
+        for index, layer in enumerate(self.layers):
+            where = f"layers[{index}]"
+            for name, value in (("signature", layer.signature), ("output", layer.output)):
+                if value is not None and len(value) != len(self.mesh):
+                    raise ValueError(
+                        f"{where}.{name}: expected one for each of {len(self.mesh)} dimensions of the mesh, "
+                        f"got {len(value)}"
+                    )
+            if layer.module in seen:
+                raise ValueError(f"{where}.module: '{layer.module}' has a layer already")
+            seen.add(layer.module)
+        return self._check_gradients()
+
+    def _check_gradients(self) -> Self:
+        if isinstance(self.gradients, str):
+            from lightning_autosync.plan import builders
+
+            if self.gradients not in builders.BUILDERS:
+                known = ", ".join(builders.BUILDERS)
+                raise ValueError(f"gradients: '{self.gradients}' is no builder of synchronous plans; these are {known}")
+            return self
+        if not self.gradients.has_schedule:
+            raise ValueError(
+                "gradients.consistency: split operators need every rank in every step; allowed: mode 'synchronous' "
+                "without served"
+            )
+        replicas = {
+            tuple(dimension for dimension, name in enumerate(layer.signature) if name == "dp") for layer in self.layers
+        }
+        sizes = {math.prod(self.mesh[dimension] for dimension in dimensions) for dimensions in replicas}
+        if len(replicas) > 1 or sizes != {self.gradients.world_size}:
+            raise ValueError(
+                f"gradients.world_size: {self.gradients.world_size}, but layers have "
+                f"{' and '.join(str(size) for size in sorted(sizes))} replicas; give the name of a builder"
+            )
+        return self

@@ -1,0 +1,160 @@
+"""How an operator may be split along one dimension of a mesh: its signatures, by kind of module.
+
+The signatures are those of OneFlow's split, broadcast and partial values (Yuan et al., 2021), of which AutoDDL (Chen et
+al., 2023) searches the combinations. Along one dimension of the mesh an activation is
+
+- ``batch``: cut along its first axis;
+- ``features``: cut along the axis of its features (the last one; after a convolution the channels, axis 1);
+- ``full``: whole and the same on every rank;
+- ``partial`` (results only): every rank has a summand of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from lightning_autosync.hybrid.plan import Layout, Signature
+
+Result = Literal["batch", "features", "full", "partial"]
+Kind = Literal["linear", "transposed_linear", "convolution", "embedding", "attention", "norm", "batch_norm", "unknown"]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What a signature does to one kind of operator.
+
+    Attributes:
+        input: layout that its input must have.
+        result: layout in which it makes its output.
+        axes: the axis along which each of its parameters is cut; a parameter that is not named is whole on every rank.
+    """
+
+    input: Layout
+    result: Result
+    axes: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def output(self) -> Layout:
+        """The layout that it hands on where the plan says nothing: a partial result is summed on every rank."""
+        return "full" if self.result == "partial" else self.result
+
+
+_DP = Rule("batch", "batch")
+_REP = Rule("full", "full")
+_ANYWHERE: dict[Signature, Rule] = {"dp": _DP, "rep": _REP}
+
+RULES: dict[Kind, dict[Signature, Rule]] = {
+    "linear": {
+        **_ANYWHERE,
+        "col": Rule("full", "features", {"weight": 0, "bias": 0}),
+        "row": Rule("features", "partial", {"weight": 1}),
+    },
+    "transposed_linear": {
+        **_ANYWHERE,
+        "col": Rule("full", "features", {"weight": 1, "bias": 0}),
+        "row": Rule("features", "partial", {"weight": 0}),
+    },
+    "convolution": {
+        **_ANYWHERE,
+        "col": Rule("full", "features", {"weight": 0, "bias": 0}),
+        "row": Rule("features", "partial", {"weight": 1}),
+    },
+    # A rank that lacks a row of the table adds zeros for it.
+    "embedding": {
+        **_ANYWHERE,
+        "col": Rule("full", "features", {"weight": 1}),
+        "row": Rule("full", "partial", {"weight": 0}),
+    },
+    # Queries, keys and values are made per head, and the output projection sums over the heads.
+    "attention": {
+        **_ANYWHERE,
+        "heads": Rule("full", "partial", {"in_proj_weight": 0, "in_proj_bias": 0, "out_proj.weight": 1}),
+    },
+    "norm": dict(_ANYWHERE),
+    # Statistics of a rank's own samples, as under DDP.
+    "batch_norm": {"dp": _DP},
+    "unknown": dict(_ANYWHERE),
+}
+"""The signatures that each kind of module has."""
+
+_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+
+
+def kind_of(module: nn.Module) -> Kind:
+    """What kind of operator a module is, by its class."""
+    # Subclasses may compute something else: only the class itself is known to be what it says.
+    kind: type = type(module)
+    if kind is nn.Linear:
+        return "linear"
+    if kind.__name__ == "Conv1D" and kind.__module__.startswith("transformers."):
+        return "transposed_linear"
+    if kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d) and module.groups == 1:
+        return "convolution"
+    if isinstance(module, nn.Embedding) and kind is nn.Embedding and module.max_norm is None and not module.sparse:
+        return "embedding"
+    if isinstance(module, nn.MultiheadAttention) and kind is nn.MultiheadAttention and _splits_by_heads(module):
+        return "attention"
+    if isinstance(module, _BatchNorm):
+        return "batch_norm"
+    return "norm" if kind in _NORMS else "unknown"
+
+
+def _splits_by_heads(module: nn.MultiheadAttention) -> bool:
+    return module.in_proj_weight is not None and module.bias_k is None and not module.add_zero_attn
+
+
+def rules_of(module: nn.Module) -> Mapping[Signature, Rule]:
+    """The signatures that a module has, with what they do."""
+    return RULES[kind_of(module)]
+
+
+def refusal(module: nn.Module, signature: Sequence[Signature], mesh: Sequence[int], parts: int = 1) -> str | None:
+    """Why a module cannot be split so; None if it can.
+
+    Args:
+        module: the operator.
+        signature: one for each dimension of the mesh.
+        mesh: the dimensions' sizes.
+        parts: how many results its output features hold one after the other, each cut by itself (queries, keys and
+            values of one projection: 3).
+    """
+    rules = rules_of(module)
+    for name in signature:
+        if name not in rules:
+            return f"{type(module).__name__} has no signature '{name}'; allowed: {', '.join(rules)}"
+    cut: dict[tuple[str, int], int] = {}
+    for name, size in zip(signature, mesh, strict=True):
+        for place in rules[name].axes.items():
+            cut[place] = cut.get(place, 1) * size
+    for (owned, axis), pieces in cut.items():
+        parameter = _parameter(module, owned)
+        if parameter is None:
+            continue
+        extent = parameter.shape[axis]
+        # A bias and a weight's output axis hold all parts; an input axis holds no parts.
+        units = extent // parts if _is_output_axis(module, owned, axis) else extent
+        if units % pieces or (units != extent and extent % parts):
+            of_parts = f" in each of {parts} parts" if units != extent else ""
+            return f"{owned} has {units} along axis {axis}{of_parts}, which {pieces} ranks cannot share evenly"
+    if isinstance(module, nn.MultiheadAttention):
+        ranks = math.prod(size for name, size in zip(signature, mesh, strict=True) if name == "heads")
+        if module.num_heads % ranks:
+            return f"{module.num_heads} heads, which {ranks} ranks cannot share evenly"
+    return None
+
+
+def _parameter(module: nn.Module, name: str) -> nn.Parameter | None:
+    owner, _, last = name.rpartition(".")
+    found = getattr(module.get_submodule(owner) if owner else module, last, None)
+    return found if isinstance(found, nn.Parameter) else None
+
+
+def _is_output_axis(module: nn.Module, name: str, axis: int) -> bool:
+    column = rules_of(module).get("col")
+    return column is not None and column.axes.get(name) == axis

@@ -1,0 +1,78 @@
+"""Whether a plan fits a model and a job."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from lightning_autosync.documents import digest
+from lightning_autosync.errors import PlanError
+from lightning_autosync.hybrid.plan import HybridPlan, LayerPlan
+from lightning_autosync.hybrid.signatures import kind_of, refusal, rules_of
+from lightning_autosync.workload import variable_names
+
+
+def fingerprint(module: nn.Module) -> str:
+    """The digest of names and shapes of all parameters, frozen ones too, to which a plan is bound."""
+    named = variable_names(module, also=set(module.parameters()))
+    return digest([[name, list(parameter.shape)] for name, parameter in named])
+
+
+def check_plan(plan: HybridPlan, module: nn.Module, world_size: int, source: str = "plan") -> None:
+    """Refuse a plan that does not fit.
+
+    Args:
+        plan: any.
+        module: the model that it is to split; it may be on the meta device.
+        world_size: ranks of the job.
+        source: names the plan in errors.
+
+    Raises:
+        PlanError: it was made for another model or number of ranks, a layer cannot be split so, or parameters have no
+            layer; the message names the field.
+    """
+    if plan.world_size != world_size:
+        mesh = " x ".join(map(str, plan.mesh))
+        raise PlanError(f"{source}: mesh: {mesh} is {plan.world_size} ranks, the job has {world_size}")
+    if plan.workload is not None and plan.workload != (found := fingerprint(module)):
+        raise PlanError(
+            f"{source}: workload: it was made for another model ({plan.workload}; this {type(module).__name__} is "
+            f"{found}, by the names and shapes of its parameters)"
+        )
+    modules = dict(module.named_modules())
+    for index, layer in enumerate(plan.layers):
+        where = f"{source}: layers[{index}]"
+        if layer.module not in modules:
+            raise PlanError(f"{where}.module: the model has no module '{layer.module}'")
+        _check_layer(plan, layer, modules[layer.module], where)
+    _check_parameters(plan, modules, source)
+
+
+def _check_layer(plan: HybridPlan, layer: LayerPlan, module: nn.Module, where: str) -> None:
+    if why := refusal(module, layer.signature, plan.mesh, layer.parts):
+        raise PlanError(f"{where} ('{layer.module}'): signature: {why}")
+
+
+def _check_parameters(plan: HybridPlan, modules: dict[str, nn.Module], source: str) -> None:
+    """Each parameter belongs to a layer, and layers that share one cut it alike."""
+    inside = [path for layer in plan.layers if kind_of(modules[path := layer.module]) == "attention"]
+    cuts: dict[nn.Parameter, tuple[str, list[int | None]]] = {}
+    for path, part in modules.items():
+        own = dict(part.named_parameters(recurse=False))
+        if not own or any(path.startswith(f"{outer}.") for outer in inside):
+            continue
+        layer = plan.layer(path)
+        if layer is None:
+            raise PlanError(f"{source}: layers: '{path}' has parameters ({', '.join(own)}) and no layer")
+        rules = rules_of(part)
+        for name, parameter in own.items():
+            cut = [rules[signature].axes.get(name) for signature in layer.signature]
+            other, known = cuts.setdefault(parameter, (path, cut))
+            if known != cut:
+                raise PlanError(
+                    f"{source}: layers: '{path}' and '{other}' share the parameter {name} and cut it along axes "
+                    f"{_shown(cut)} and {_shown(known)}; allowed: the same"
+                )
+
+
+def _shown(cut: list[int | None]) -> str:
+    return "/".join("-" if axis is None else str(axis) for axis in cut)
