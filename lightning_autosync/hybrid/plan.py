@@ -38,20 +38,25 @@ class LayerPlan(Record):
             (cut by features) or ``full``. None hands on what the signature makes, sums of partial results in full.
         parts: how many results the output features hold one after the other, each cut by itself; 3 for queries, keys
             and values of one projection.
+        batch_axis: the axis of its input and output along which samples lie; null where there is none, as in a table
+            of positions. Then ``batch`` is the same as ``full``, and ``dp`` says that the gradient is partial.
     """
 
     module: str
     signature: Annotated[tuple[Signature, ...], Field(min_length=1, max_length=MOST_DIMENSIONS)]
     output: Annotated[tuple[Layout, ...], Field(min_length=1, max_length=MOST_DIMENSIONS)] | None = None
     parts: Annotated[Count, Field(le=64)] = 1
+    batch_axis: Index | None = 0
 
 
 class HybridPlan(Document):
     """How the operators of a model are split over a mesh of ranks, and how replicas' gradients are synchronized.
 
     The model's input and output are cut by samples along all dimensions: each rank brings a batch of its own and gets
-    its own samples' results, as under DDP. A module that has no layer here takes its input as it comes. All parameters
-    belong to layers that are here.
+    its own samples' results, as under DDP. An input is brought into the layout that a layer's signature needs when the
+    layer is called, once for all layers that need the same tensor in the same layout; a result is brought into the
+    layout ``output`` when the layer returns. What has no layer takes its input as it comes; sums and products of
+    several layers' results find them in equal layouts. All parameters belong to layers that are here.
 
     Attributes:
         workload: fingerprint of the parameters (names and shapes) that it was made for; None skips the check.

@@ -3,7 +3,7 @@
 The signatures are those of OneFlow's split, broadcast and partial values (Yuan et al., 2021), of which AutoDDL (Chen et
 al., 2023) searches the combinations. Along one dimension of the mesh an activation is
 
-- ``batch``: cut along its first axis;
+- ``batch``: cut along the axis of its samples, as a rule the first;
 - ``features``: cut along the axis of its features (the last one; after a convolution the channels, axis 1);
 - ``full``: whole and the same on every rank;
 - ``partial`` (results only): every rank has a summand of it.
@@ -112,6 +112,11 @@ def _splits_by_heads(module: nn.MultiheadAttention) -> bool:
 def rules_of(module: nn.Module) -> Mapping[Signature, Rule]:
     """The signatures that a module has, with what they do."""
     return RULES[kind_of(module)]
+
+
+def feature_axis(module: nn.Module) -> int:
+    """The axis of features in a module's input and output."""
+    return 1 if kind_of(module) in ("convolution", "batch_norm") or isinstance(module, nn.GroupNorm) else -1
 
 
 def refusal(module: nn.Module, signature: Sequence[Signature], mesh: Sequence[int], parts: int = 1) -> str | None:

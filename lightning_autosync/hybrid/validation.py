@@ -54,17 +54,17 @@ def _check_layer(plan: HybridPlan, layer: LayerPlan, module: nn.Module, where: s
 
 def _check_parameters(plan: HybridPlan, modules: dict[str, nn.Module], source: str) -> None:
     """Each parameter belongs to a layer, and layers that share one cut it alike."""
-    inside = [path for layer in plan.layers if kind_of(modules[path := layer.module]) == "attention"]
+    inside = tuple(f"{path}." for layer in plan.layers if kind_of(modules[path := layer.module]) == "attention")
     cuts: dict[nn.Parameter, tuple[str, list[int | None]]] = {}
+    homeless: dict[nn.Parameter, str] = {}
     for path, part in modules.items():
-        own = dict(part.named_parameters(recurse=False))
-        if not own or any(path.startswith(f"{outer}.") for outer in inside):
+        if path.startswith(inside):
             continue
-        layer = plan.layer(path)
-        if layer is None:
-            raise PlanError(f"{source}: layers: '{path}' has parameters ({', '.join(own)}) and no layer")
-        rules = rules_of(part)
-        for name, parameter in own.items():
+        layer, rules = plan.layer(path), rules_of(part)
+        for name, parameter in part.named_parameters(recurse=False):
+            if layer is None:
+                homeless[parameter] = f"{path}.{name}" if path else name
+                continue
             cut = [rules[signature].axes.get(name) for signature in layer.signature]
             other, known = cuts.setdefault(parameter, (path, cut))
             if known != cut:
@@ -72,6 +72,11 @@ def _check_parameters(plan: HybridPlan, modules: dict[str, nn.Module], source: s
                     f"{source}: layers: '{path}' and '{other}' share the parameter {name} and cut it along axes "
                     f"{_shown(cut)} and {_shown(known)}; allowed: the same"
                 )
+    # One that a layer has is also found where it is tied to.
+    lost = [path for parameter, path in homeless.items() if parameter not in cuts]
+    if lost:
+        more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
+        raise PlanError(f"{source}: layers: the parameter '{lost[0]}'{more} belongs to no layer")
 
 
 def _shown(cut: list[int | None]) -> str:
