@@ -1,0 +1,294 @@
+"""Where samples and features lie in a tensor, followed through the operations between a model's layers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+
+@dataclass(frozen=True)
+class Axes:
+    """What the axes of a tensor hold.
+
+    Attributes:
+        batch: the axis of the samples; None if no axis has them.
+        features: the axis along which the tensor is cut where the layer that made it hands on its features in pieces;
+            None where that would tear apart what an operation needs together.
+        units: into how many pieces the features can be cut at most, and evenly; heads, after they were told apart.
+        parts: how many results lie one after the other along the features, each cut by itself.
+    """
+
+    batch: int | None = None
+    features: int | None = None
+    units: int = 1
+    parts: int = 1
+
+    def without_features(self) -> Axes:
+        """The same where features stay whole."""
+        return replace(self, features=None)
+
+    def moved(self, batch: int | None, features: int | None, units: int | None = None) -> Axes:
+        """The same with its axes elsewhere."""
+        return replace(self, batch=batch, features=features, units=self.units if units is None else units)
+
+
+Operand = tuple[Axes, tuple[int, ...]]
+"""Axes of a tensor and its shape."""
+
+
+def after(node: fx.Node, operands: Sequence[Operand], output: tuple[int, ...]) -> Axes:
+    """The axes of what an operation makes of tensors that depend on the model's input.
+
+    Args:
+        node: a call of an ATen operation.
+        operands: those tensors, in the order of its arguments.
+        output: shape of the result, or of the first of several.
+    """
+    name = _name(node)
+    axes, shape = operands[0]
+    if name in _RULES:
+        return _RULES[name](node, operands, output)
+    if torch.Tag.pointwise in getattr(node.target, "tags", ()) or name in _SAME:
+        return _agreeing(operands, output)
+    if "pool" in name or name.startswith("upsample"):
+        return axes.moved(_below(axes.batch, 2), _below(axes.features, 2))
+    return Axes(batch=axes.batch if _keeps(axes.batch, shape, output) else None)
+
+
+def _name(node: fx.Node) -> str:
+    packet = getattr(node.target, "overloadpacket", node.target)
+    return str(getattr(packet, "__name__", packet)).rstrip("_")
+
+
+def _keeps(axis: int | None, shape: tuple[int, ...], output: tuple[int, ...]) -> bool:
+    return axis is not None and axis < len(output) and output[axis] == shape[axis]
+
+
+def _below(axis: int | None, end: int) -> int | None:
+    return axis if axis is not None and axis < end else None
+
+
+def _aligned(operand: Operand, output: tuple[int, ...]) -> Axes:
+    """The axes in the result's numbering, as broadcasting aligns shapes at their ends."""
+    axes, shape = operand
+    shift = len(output) - len(shape)
+    return axes.moved(
+        *(None if axis is None or shape[axis] != output[axis + shift] else axis + shift for axis in _both(axes))
+    )
+
+
+def _both(axes: Axes) -> tuple[int | None, int | None]:
+    return axes.batch, axes.features
+
+
+def _agreeing(operands: Sequence[Operand], output: tuple[int, ...]) -> Axes:
+    """The axes of a result that is made element by element."""
+    aligned = [_aligned(operand, output) for operand in operands]
+    batch = _only({axes.batch for axes in aligned} - {None})
+    features = _only({axes.features for axes in aligned} - {None})
+    cut = [axes for axes in aligned if axes.features is not None]
+    # What has no cut of its own goes with any if it is the same for all features.
+    spread = any(
+        axes.features is None and _extent(shape, features, output) != 1
+        for axes, (_, shape) in zip(aligned, operands, strict=True)
+    )
+    if features is None or spread or len({axes.parts for axes in cut}) > 1:
+        return Axes(batch)
+    return Axes(batch, features, math.gcd(*(axes.units for axes in cut)), cut[0].parts)
+
+
+def _only(found: set[Any]) -> Any:
+    """The one element of a set; None if there is none or several."""
+    return next(iter(found)) if len(found) == 1 else None
+
+
+def _extent(shape: tuple[int, ...], axis: int | None, output: tuple[int, ...]) -> int:
+    """The extent of an operand along an axis of the result that it is broadcast to."""
+    return 1 if axis is None or len(shape) < len(output) - axis else shape[axis - len(output)]
+
+
+def _argument(node: fx.Node, position: int, name: str, default: Any = None) -> Any:
+    return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
+
+
+def _viewed(node: fx.Node, operands: Sequence[Operand], output: tuple[int, ...]) -> Axes:
+    """A reshape keeps an axis if a cut of it into equal pieces stays a cut into equal pieces."""
+    axes, shape = operands[0]
+    batch, features = (_place(axis, shape, output) for axis in _both(axes))
+    units = axes.units if features is None else math.gcd(axes.units, output[features])
+    return axes.moved(batch, features, units)
+
+
+def _place(axis: int | None, shape: tuple[int, ...], output: tuple[int, ...]) -> int | None:
+    """The axis of the output that begins where this one did: it holds the outermost part of it."""
+    if axis is None:
+        return None
+    before, product = math.prod(shape[:axis]), 1
+    for place, extent in enumerate(output):
+        if product == before and extent != 1:
+            return place
+        product *= extent
+    return None
+
+
+def _permuted(order: Callable[[fx.Node, int], list[int]]) -> Rule:
+    def rule(node: fx.Node, operands: Sequence[Operand], output: tuple[int, ...]) -> Axes:
+        axes, shape = operands[0]
+        places = [axis % len(shape) for axis in order(node, len(shape))]
+        return axes.moved(*(None if axis is None else places.index(axis) for axis in _both(axes)))
+
+    return rule
+
+
+def _transposition(node: fx.Node, rank: int) -> list[int]:
+    order = list(range(rank))
+    first, second = (_argument(node, 1, "dim0", 0), _argument(node, 2, "dim1", 1))
+    order[first], order[second] = order[second], order[first]
+    return order
+
+
+def _unsqueezed(node: fx.Node, operands: Sequence[Operand], output: tuple[int, ...]) -> Axes:
+    axes, _ = operands[0]
+    place = _argument(node, 1, "dim") % len(output)
+    return axes.moved(*(None if axis is None else axis + (axis >= place) for axis in _both(axes)))
+
+
+def _squeezed(node: fx.Node, operands: Sequence[Operand], output: tuple[int, ...]) -> Axes:
+    axes, shape = operands[0]
+    given = _argument(node, 1, "dim")
+    dims = range(len(shape)) if given is None else [given] if isinstance(given, int) else given
+    gone = {dim % len(shape) for dim in dims if shape[dim] == 1}
+    return axes.moved(*(_without(axis, gone) for axis in _both(axes)))
+
+
+def _without(axis: int | None, gone: set[int]) -> int | None:
+    """An axis after others are gone; None if it is one of them."""
+    return None if axis is None or axis in gone else axis - sum(place < axis for place in gone)
+
+
+def _expanded(node: fx.Node, operands: Sequence[Operand], output: tuple[int, ...]) -> Axes:
+    axes, shape = operands[0]
+    shift = len(output) - len(shape)
+    return axes.moved(*(None if axis is None else axis + shift for axis in _both(axes)))
+
+
+def _along(position: int = 1, name: str = "dim") -> Rule:
+    """An operation that needs all of some axis and keeps it."""
+
+    def rule(node: fx.Node, operands: Sequence[Operand], output: tuple[int, ...]) -> Axes:
+        axes, shape = operands[0]
+        dim = _argument(node, position, name, -1)
+        return axes.without_features() if axes.features == dim % len(shape) else axes
+
+    return rule
+
+
+def _selected(node: fx.Node, operands: Sequence[Operand], output: tuple[int, ...]) -> Axes:
+    axes, shape = operands[0]
+    return axes.moved(*(_without(axis, {_argument(node, 1, "dim", 0) % len(shape)}) for axis in _both(axes)))
+
+
+def _sliced(node: fx.Node, operands: Sequence[Operand], output: tuple[int, ...]) -> Axes:
+    axes, shape = operands[0]
+    return axes if axes.features is None or output[axes.features] == shape[axes.features] else axes.without_features()
+
+
+def _reduced(node: fx.Node, operands: Sequence[Operand], output: tuple[int, ...]) -> Axes:
+    axes, shape = operands[0]
+    given = _argument(node, 1, "dim")
+    dims = given if isinstance(given, list | tuple) else range(len(shape)) if given is None else [given]
+    gone = {dim % len(shape) for dim in dims}
+    if len(output) == len(shape):
+        return axes.moved(*(None if axis in gone else axis for axis in _both(axes)))
+    return axes.moved(*(_without(axis, gone) for axis in _both(axes)))
+
+
+def _split(node: fx.Node, operands: Sequence[Operand], output: tuple[int, ...]) -> Axes:
+    """Equal parts of the features are results of one projection, each cut by itself."""
+    axes, shape = operands[0]
+    dim = _argument(node, 2, "dim", 0) % len(shape)
+    if axes.features != dim:
+        return axes
+    parts, rest = divmod(shape[dim], output[dim])
+    sizes = _argument(node, 1, "split_size")
+    uneven = isinstance(sizes, list | tuple) and len(set(sizes)) > 1
+    if rest or uneven or axes.parts != 1:
+        return axes.without_features()
+    return replace(axes, parts=parts, units=math.gcd(axes.units, output[dim]))
+
+
+def _multiplied(node: fx.Node, operands: Sequence[Operand], output: tuple[int, ...]) -> Axes:
+    """Products of matrices, one for each index of the axes before the last two, which is where features may be cut."""
+    kept = []
+    for axes, shape in operands[:3]:
+        shift, end = len(output) - len(shape), len(shape) - 2
+        places = (_below(axes.batch, len(shape) - 1), _below(axes.features, end))
+        kept.append(axes.moved(*(None if place is None else place + shift for place in places)))
+    batch = _only({axes.batch for axes in kept} - {None})
+    if len({axes.features for axes in kept}) > 1:
+        return Axes(batch)
+    return replace(kept[0], batch=batch, units=math.gcd(*(axes.units for axes in kept)))
+
+
+def _attended(node: fx.Node, operands: Sequence[Operand], output: tuple[int, ...]) -> Axes:
+    """Attention of queries, keys and values; a mask that comes after them may differ by head."""
+    axes = _multiplied(node, operands, output)
+    differs = any(_extent(shape, axes.features, output) != 1 for _, shape in operands[3:])
+    return axes.without_features() if differs else axes
+
+
+def _joined(node: fx.Node, operands: Sequence[Operand], output: tuple[int, ...]) -> Axes:
+    dim = _argument(node, 1, "dim", 0) % len(output)
+    first = operands[0][0]
+    if any(_both(axes) != _both(first) for axes, _ in operands):
+        batch = {axes.batch for axes, _ in operands}
+        return Axes(batch=batch.pop() if len(batch) == 1 else None)
+    return first.without_features() if first.features == dim else first
+
+
+def _normalized(node: fx.Node, operands: Sequence[Operand], output: tuple[int, ...]) -> Axes:
+    axes, shape = operands[0]
+    whole = len(shape) - len(_argument(node, 1, "normalized_shape", ()))
+    return axes if axes.features is None or axes.features < whole else axes.without_features()
+
+
+Rule = Callable[[fx.Node, Sequence[Operand], tuple[int, ...]], Axes]
+
+_SAME = frozenset(
+    (
+        *("contiguous", "clone", "alias", "detach", "to", "_to_copy", "type_as", "lift_fresh", "lift_fresh_copy"),
+        *("dropout", "feature_dropout", "alpha_dropout", "native_dropout"),
+    )
+)
+"""Operations that change values one by one and are not marked so."""
+_RULES: dict[str, Rule] = {
+    **dict.fromkeys(("view", "reshape", "_unsafe_view", "flatten", "unflatten"), _viewed),
+    **dict.fromkeys(("matmul", "bmm", "baddbmm"), _multiplied),
+    **dict.fromkeys(("softmax", "_softmax", "log_softmax", "_log_softmax", "glu", "cumsum"), _along()),
+    **dict.fromkeys(("mean", "sum", "amax", "amin", "std", "var", "logsumexp", "argmax", "argmin"), _reduced),
+    **dict.fromkeys(("split", "chunk", "split_with_sizes", "tensor_split"), _split),
+    **dict.fromkeys(("layer_norm", "rms_norm"), _normalized),
+    **dict.fromkeys(("cat", "concat", "concatenate"), _joined),
+    "scaled_dot_product_attention": _attended,
+    "transpose": _permuted(_transposition),
+    "t": _permuted(lambda node, rank: list(reversed(range(rank)))),
+    "permute": _permuted(lambda node, rank: list(_argument(node, 1, "dims"))),
+    "unsqueeze": _unsqueezed,
+    "squeeze": _squeezed,
+    "expand": _expanded,
+    "select": _selected,
+    "slice": _sliced,
+    "narrow": _sliced,
+}
+
+
+def shape_of(value: Any) -> tuple[int, ...]:
+    """The shape of a traced tensor, or of the first of several."""
+    if isinstance(value, list | tuple):
+        value = next((part for part in value if isinstance(part, Tensor)), None)
+    return tuple(int(extent) for extent in value.shape) if isinstance(value, Tensor) else ()

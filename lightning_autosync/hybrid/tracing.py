@@ -1,0 +1,226 @@
+"""Where the tensors of a model go: its exported graph, with each operator's operations taken as one."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from lightning_autosync.hybrid.axes import Axes, after, shape_of
+from lightning_autosync.hybrid.graph import INPUT, Edge, Value
+from lightning_autosync.hybrid.recording import operator_paths, training
+from lightning_autosync.hybrid.signatures import feature_axis
+
+
+@dataclass
+class Node:
+    """An operator's call or, without a path, a place where results of several meet.
+
+    Attributes:
+        path: of the module.
+        name: the path, or of the place: where it lies, and which of the places there it is.
+        inputs: what it takes, each tensor once.
+        output: what it makes.
+        axes: of the output.
+        parts: how many results its features hold one after the other.
+    """
+
+    path: str | None
+    name: str
+    inputs: list[Edge] = field(default_factory=list)
+    output: Value | None = None
+    axes: Axes = field(default_factory=Axes)
+    parts: int = 1
+
+
+@dataclass
+class Trace:
+    """The nodes of a model in their order, those that make its output, and parameters that are used between operators.
+
+    Attributes:
+        nodes: see `Node`.
+        outputs: indices of nodes.
+        loose: the node in whose output's layout each parameter is used, by the parameter's path.
+    """
+
+    nodes: list[Node]
+    outputs: tuple[int, ...]
+    loose: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class _Flow:
+    """Where a tensor comes from: a node's index, `INPUT`, or None of what does not depend on the model's input."""
+
+    origin: int | None
+    axes: Axes
+    shape: tuple[int, ...]
+    parameter: str | None = None
+
+
+def trace(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Trace:
+    """The nodes of a model.
+
+    Raises:
+        Exception: whatever ``torch.export`` raises of a model that it cannot follow.
+    """
+    with training(module):
+        exported = torch.export.export(module, args, dict(kwargs), strict=False)
+    return _Tracer(module, exported).run()
+
+
+class _Tracer:
+    def __init__(self, module: nn.Module, exported: torch.export.ExportedProgram) -> None:
+        self._module = module
+        self._nodes: list[Node] = []
+        self._flows: dict[fx.Node, _Flow] = {}
+        self._calls: dict[str, int] = {}
+        self._within: dict[fx.Node, int] = {}
+        self._places: Counter[str] = Counter()
+        self._loose: dict[str, int] = {}
+        self._graph = exported.graph
+        self._parameters = exported.graph_signature.inputs_to_parameters
+        self._batch: int | None = None
+        self._inputs = set(exported.graph_signature.user_inputs)
+        paths: dict[nn.Module, str] = {}
+        for path, part in operator_paths(module).items():
+            paths.setdefault(part, path)
+        self._paths = paths
+
+    def run(self) -> Trace:
+        outputs: list[int] = []
+        for node in self._graph.nodes:
+            if node.op == "placeholder":
+                self._flows[node] = self._placeholder(node)
+            elif node.op == "call_function":
+                self._flows[node] = self._called(node)
+            elif node.op == "output":
+                found = [self._flows[argument].origin for argument in node.all_input_nodes]
+                outputs = [origin for origin in dict.fromkeys(found) if origin is not None and origin != INPUT]
+        return Trace(self._nodes, tuple(outputs), self._loose)
+
+    def _placeholder(self, node: fx.Node) -> _Flow:
+        shape = shape_of(node.meta.get("val"))
+        if node.name in self._inputs:
+            self._batch = self._batch or next(iter(shape), None)
+            return _Flow(INPUT, Axes(batch=0 if shape else None), shape)
+        return _Flow(None, Axes(), shape, self._parameters.get(node.name))
+
+    def _called(self, node: fx.Node) -> _Flow:
+        call = self._operator_call(node)
+        if call is not None:
+            return self._inside(node, *call)
+        flows = [self._flows[argument] for argument in node.all_input_nodes]
+        shape = shape_of(node.meta.get("val"))
+        moving = [flow for flow in flows if flow.origin is not None]
+        if not moving:
+            return _Flow(None, Axes(), shape)
+        for argument in node.all_input_nodes:
+            self._use(argument)
+        if getattr(node.target, "__name__", "") == "getitem":
+            return _Flow(flows[0].origin, flows[0].axes, shape)
+        axes = after(node, [(flow.axes, flow.shape) for flow in flows], shape)
+        origin = self._origin(node, moving, axes, shape)
+        for flow in flows:
+            if flow.parameter is not None and origin != INPUT:
+                self._loose.setdefault(flow.parameter, origin)
+        return _Flow(origin, axes, shape)
+
+    def _origin(self, node: fx.Node, moving: Sequence[_Flow], axes: Axes, shape: tuple[int, ...]) -> int:
+        """The node that a result comes from; a new one where results of several meet."""
+        # A part of the model's input that is smaller than the result, a mask, goes with any layout of the others.
+        origins = {flow.origin for flow in moving if flow.origin != INPUT or math.prod(flow.shape) >= math.prod(shape)}
+        origins = origins or {INPUT}
+        if len(origins) == 1:
+            return next(origin for origin in origins if origin is not None)
+        edges = {
+            flow.origin: Edge(flow.origin, _value(argument, flow), axes.units if axes.features is not None else 1)
+            for argument, flow in zip(
+                node.all_input_nodes, map(self._flows.__getitem__, node.all_input_nodes), strict=True
+            )
+            if flow.origin in origins and flow.origin is not None
+        }
+        for flow in moving:
+            self._note_parts(flow)
+        self._nodes.append(
+            Node(
+                None,
+                f"{node.name} in {_innermost(node)}",
+                list(edges.values()),
+                _value(node, _Flow(0, axes, shape)),
+                axes,
+            )
+        )
+        return len(self._nodes) - 1
+
+    def _operator_call(self, node: fx.Node) -> tuple[str, str] | None:
+        """The path of the operator that a node is in, and what tells this call of it from others."""
+        for key, (path, _) in (node.meta.get("nn_module_stack") or {}).items():
+            part = _submodule(self._module, path)
+            if part in self._paths:
+                return self._paths[part], f"{key} {path}"
+        return None
+
+    def _inside(self, node: fx.Node, path: str, call: str) -> _Flow:
+        """A node of an operator; its output counts as the operator's as long as another one does not follow."""
+        if call not in self._calls:
+            self._calls[call] = len(self._nodes)
+            self._nodes.append(Node(path, path))
+        index = self._calls[call]
+        operator, module = self._nodes[index], self._module.get_submodule(path)
+        for argument in node.all_input_nodes:
+            flow = self._flows[argument]
+            if flow.origin is None or flow.origin == index:
+                continue
+            self._use(argument)
+            self._note_parts(flow)
+            place = feature_axis(module) % max(len(flow.shape), 1)
+            units = flow.axes.units if flow.axes.features == place else 1
+            edge = Edge(flow.origin, _value(argument, flow), units)
+            if edge not in operator.inputs:
+                operator.inputs.append(edge)
+        shape = shape_of(node.meta.get("val"))
+        batch = operator.inputs[0].value.batch_axis if operator.inputs else None
+        if batch is None and shape and shape[0] == self._batch:
+            batch = 0  # made of a constant for each sample
+        axes = Axes()
+        if shape and (batch is None or batch < len(shape)):
+            place = feature_axis(module) % len(shape)
+            axes = Axes(batch, place if place != batch else None, shape[place])
+        flow = _Flow(index, axes, shape)
+        operator.output, operator.axes = _value(node, flow), axes
+        self._within[node] = index
+        return flow
+
+    def _use(self, argument: fx.Node) -> None:
+        """An operation of an operator whose result is used outside of it makes the operator's output."""
+        if argument in self._within:
+            operator, flow = self._nodes[self._within[argument]], self._flows[argument]
+            operator.output, operator.axes = _value(argument, flow), flow.axes
+
+    def _note_parts(self, flow: _Flow) -> None:
+        if flow.origin is not None and flow.origin != INPUT and flow.axes.parts > 1:
+            self._nodes[flow.origin].parts = flow.axes.parts
+
+
+def _submodule(module: nn.Module, path: str) -> nn.Module | None:
+    try:
+        return module.get_submodule(path.split("@")[0])
+    except AttributeError:
+        return None
+
+
+def _innermost(node: fx.Node) -> str:
+    paths = [path for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
+    return paths[-1] if paths else ""
+
+
+def _value(node: fx.Node, flow: _Flow) -> Value:
+    value: Any = node.meta.get("val")
+    tensor = value if isinstance(value, Tensor) else next(part for part in value if isinstance(part, Tensor))
+    return Value(flow.shape, tensor.element_size(), flow.axes.batch, tensor.is_floating_point())
