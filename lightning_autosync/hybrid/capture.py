@@ -80,7 +80,8 @@ def _chain(module: nn.Module, calls: Sequence[Call]) -> Trace:
         if given is not None:
             value = Value(tuple(given.shape), given.element_size(), 0, given.is_floating_point())
             width = given.shape[place] if given.dim() > 1 and given.is_floating_point() else 1
-            node.inputs.append(Edge(index - 1, value, math.gcd(width, nodes[-1].axes.units if nodes else 1)))
+            units = math.gcd(width, nodes[-1].axes.units if nodes else 1)
+            node.inputs.append(Edge(index - 1, value, units, str(index)))
         made = call.output
         if made is None:
             raise WorkloadError(f"{title(module)}: '{call.path}' returns no tensor")
@@ -110,7 +111,7 @@ def _operators(
         operators.append(
             Operator(
                 *(node.path, node.path, kind_of(part), rules_of(part), inputs, node.output, units, node.parts, weights),
-                *(call.work, call.after + (calls[0].after if not operators else Work())),
+                *(getattr(part, "num_heads", 1), call.work, call.after + (calls[0].after if not operators else Work())),
             )
         )
     return operators

@@ -65,11 +65,13 @@ class Edge:
         source: index of the operator that it comes from, or `INPUT`.
         value: as it arrives.
         units: into how many equal pieces its features may be cut all the way from the source; 1 where not at all.
+        tensor: names the tensor, which several operators may take.
     """
 
     source: int
     value: Value
     units: int = 1
+    tensor: str = ""
 
 
 @dataclass(frozen=True)
@@ -109,6 +111,7 @@ class Operator:
         units: into how many equal pieces the features of the output may be cut.
         parts: how many results the output features hold one after the other, each cut by itself.
         weights: its parameters.
+        heads: of an attention; 1 elsewhere.
         work: its own.
         after: the work of what follows it and has no module of its own, done in the layout that it hands on.
     """
@@ -122,6 +125,7 @@ class Operator:
     units: int = 1
     parts: int = 1
     weights: tuple[Weight, ...] = ()
+    heads: int = 1
     work: Work = Work()
     after: Work = Work()
 

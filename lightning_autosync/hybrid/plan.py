@@ -25,6 +25,14 @@ MOST_DIMENSIONS = 8
 """Of a mesh."""
 
 
+def groups_along(ranks: NDArray[numpy.int64], dimensions: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """The sets of ranks [mesh] that differ only along these dimensions of the mesh, each in the mesh's order."""
+    others = [dimension for dimension in range(ranks.ndim) if dimension not in dimensions]
+    size = math.prod(ranks.shape[dimension] for dimension in dimensions)
+    rows = ranks.transpose(*others, *sorted(dimensions)).reshape(-1, size)
+    return tuple(tuple(int(rank) for rank in row) for row in rows)
+
+
 class LayerPlan(Record):
     """How one operator is split.
 
@@ -35,7 +43,8 @@ class LayerPlan(Record):
             has some of the input features and makes a summand of the output. ``heads``: each rank has some heads of an
             attention. ``rep``: each rank does all of it.
         output: for each dimension of the mesh, the layout that it hands on: ``batch`` (cut by samples), ``features``
-            (cut by features) or ``full``. None hands on what the signature makes, sums of partial results in full.
+            (cut by features) or ``full``; after ``dp`` always ``batch``. None hands on what the signature makes, sums
+            of partial results in full.
         parts: how many results the output features hold one after the other, each cut by itself; 3 for queries, keys
             and values of one projection.
         batch_axis: the axis of its input and output along which samples lie; null where there is none, as in a table
@@ -99,10 +108,7 @@ class HybridPlan(Document):
 
     def groups(self, dimensions: Sequence[int]) -> tuple[tuple[int, ...], ...]:
         """The sets of ranks that differ only along these dimensions of the mesh, each in the mesh's order."""
-        others = [dimension for dimension in range(len(self.mesh)) if dimension not in dimensions]
-        size = math.prod(self.mesh[dimension] for dimension in dimensions)
-        rows = self.rank_array.transpose(*others, *sorted(dimensions)).reshape(-1, size)
-        return tuple(tuple(int(rank) for rank in row) for row in rows)
+        return groups_along(self.rank_array, dimensions)
 
     def layer(self, module: str) -> LayerPlan | None:
         """The layer of a module's path; None where the plan has none."""

@@ -138,24 +138,18 @@ class _Tracer:
         origins = origins or {INPUT}
         if len(origins) == 1:
             return next(origin for origin in origins if origin is not None)
-        edges = {
-            flow.origin: Edge(flow.origin, _value(argument, flow), axes.units if axes.features is not None else 1)
-            for argument, flow in zip(
-                node.all_input_nodes, map(self._flows.__getitem__, node.all_input_nodes), strict=True
-            )
-            if flow.origin in origins and flow.origin is not None
-        }
+        edges: dict[int, Edge] = {}
+        for argument in node.all_input_nodes:
+            flow = self._flows[argument]
+            if flow.origin is not None and flow.origin in origins:
+                units = axes.units if axes.features is not None else 1
+                edges[flow.origin] = Edge(flow.origin, _value(argument, flow), units, argument.name)
         for flow in moving:
             self._note_parts(flow)
-        self._nodes.append(
-            Node(
-                None,
-                f"{node.name} in {_innermost(node)}",
-                list(edges.values()),
-                _value(node, _Flow(0, axes, shape)),
-                axes,
-            )
-        )
+        place = _innermost(node)
+        self._places[place] += 1
+        name = f"{place}#{self._places[place]}"
+        self._nodes.append(Node(None, name, list(edges.values()), _value(node, _Flow(None, axes, shape)), axes))
         return len(self._nodes) - 1
 
     def _operator_call(self, node: fx.Node) -> tuple[str, str] | None:
@@ -181,7 +175,7 @@ class _Tracer:
             self._note_parts(flow)
             place = feature_axis(module) % max(len(flow.shape), 1)
             units = flow.axes.units if flow.axes.features == place else 1
-            edge = Edge(flow.origin, _value(argument, flow), units)
+            edge = Edge(flow.origin, _value(argument, flow), units, argument.name)
             if edge not in operator.inputs:
                 operator.inputs.append(edge)
         shape = shape_of(node.meta.get("val"))

@@ -1,0 +1,151 @@
+"""Meshes of a cluster's ranks, and how fast bytes travel along their dimensions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import networkx
+import numpy
+from numpy.typing import NDArray
+
+from lightning_autosync.cluster import ClusterSpec
+from lightning_autosync.cluster.topology import Topology
+
+MOST_DIMENSIONS = 3
+"""Of a mesh that is searched."""
+
+
+def shapes(ranks: int, dimensions: int = MOST_DIMENSIONS) -> tuple[tuple[int, ...], ...]:
+    """The sizes of the dimensions of all meshes of so many ranks, in each order, the plainest first."""
+    found = [shape for count in range(1, dimensions + 1) for shape in _factors(ranks, count)]
+    return tuple(found) or ((1,),)
+
+
+def _factors(product: int, count: int) -> Iterator[tuple[int, ...]]:
+    if count == 1:
+        if product > 1:
+            yield (product,)
+        return
+    for first in range(2, product // 2 + 1):
+        if product % first == 0:
+            for rest in _factors(product // first, count - 1):
+                yield first, *rest
+
+
+def near_order(cluster: ClusterSpec) -> tuple[int, ...]:
+    """The ranks so that those that are near each other are neighbours: by switch, then by node."""
+    levels = cluster.hierarchy()
+    place = [
+        [next(number for number, group in enumerate(level) if rank in group) for level in reversed(levels)]
+        for rank in range(cluster.world_size)
+    ]
+    return tuple(sorted(range(cluster.world_size), key=lambda rank: (*place[rank], rank)))
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How fast bytes travel in all groups of ranks at once.
+
+    Attributes:
+        ring: seconds for each byte that every rank sends to the next of its group.
+        spread: seconds for each byte that every rank sends to the others of its group, an equal share to each.
+        latency: seconds of a byte between the two ranks of a group that are next to each other and farthest apart.
+    """
+
+    ring: float
+    spread: float
+    latency: float
+
+
+class Links:
+    """The links of a cluster as groups of its ranks use them.
+
+    Raises:
+        ClusterError: the rates of the links are unknown.
+    """
+
+    def __init__(self, cluster: ClusterSpec) -> None:
+        self.cluster = cluster
+        self._topology = Topology(cluster)
+        self._capacities = self._topology.capacities
+        self._paces: dict[tuple[tuple[int, ...], ...], Pace] = {}
+
+    def pace(self, groups: Sequence[Sequence[int]]) -> Pace:
+        """The pace of groups of equal size that are disjoint."""
+        key = tuple(map(tuple, groups))
+        if key not in self._paces:
+            self._paces[key] = self._measure(numpy.array(key))
+        return self._paces[key]
+
+    def _measure(self, groups: NDArray[numpy.int64]) -> Pace:
+        size = groups.shape[1]
+        if size == 1:
+            return Pace(0.0, 0.0, 0.0)
+        sources, targets = groups.ravel(), numpy.roll(groups, -1, axis=1).ravel()
+        if self._below is None:
+            return self._routed(groups, list(zip(sources.tolist(), targets.tolist(), strict=True)))
+        below = self._below
+        up = (below[:, sources] & ~below[:, targets]).sum(axis=1)
+        down = (below[:, targets] & ~below[:, sources]).sum(axis=1)
+        inside = below[:, groups].sum(axis=2)
+        across = (inside * (size - inside)).sum(axis=1) / (size - 1)
+        seconds = numpy.array([channel.latency for channel in self._topology.channels[::2]])
+        latency = float(((below[:, sources] ^ below[:, targets]) * seconds[:, None]).sum(axis=0).max())
+        return Pace(self._slowest(up, down), self._slowest(across, across), latency)
+
+    def _slowest(self, up: NDArray[numpy.float64], down: NDArray[numpy.float64]) -> float:
+        """Seconds a byte, of transfers from below each link and to below it."""
+        away, toward = self._sides
+        return float(max((up / away).max(initial=0.0), (down / toward).max(initial=0.0)))
+
+    def _routed(self, groups: NDArray[numpy.int64], ring: list[tuple[int, int]]) -> Pace:
+        """Where links form loops, transfers take the routes of the cluster's topology."""
+        pairs = [(int(i), int(j)) for group in groups for i in group for j in group if i != j]
+        spread = self._topology.loads(pairs) / (groups.shape[1] - 1)
+        latency = max(self._topology.latency(*pair) for pair in ring)
+        loads = self._topology.loads(ring)
+        ring_seconds, spread_seconds = (float((load / self._capacities).max()) for load in (loads, spread))
+        return Pace(ring_seconds, spread_seconds, latency)
+
+    @cached_property
+    def _below(self) -> NDArray[numpy.bool_] | None:
+        """[links, ranks] whether a rank is on the far side of a link, seen from a root; None if links form loops."""
+        graph = self._graph
+        if graph.number_of_edges() != graph.number_of_nodes() - 1:
+            return None
+        below = numpy.zeros((graph.number_of_edges(), self.cluster.world_size), dtype=bool)
+        root = next(iter(graph))
+        parents = networkx.predecessor(graph, root)
+        for rank, place in enumerate(self._topology.ends):
+            while place != root:
+                above = parents[place][0]
+                below[graph.edges[place, above]["link"], rank] = True
+                place = above
+        return below
+
+    @cached_property
+    def _sides(self) -> tuple[NDArray[numpy.float64], NDArray[numpy.float64]]:
+        """[links] bytes/s from the far side of each link, and to it."""
+        root = next(iter(self._graph))
+        parents = networkx.predecessor(self._graph, root)
+        away, toward = self._capacities[::2].copy(), self._capacities[1::2].copy()
+        for link, channel in enumerate(self._topology.channels[::2]):
+            if channel.source in parents[channel.target]:
+                away[link], toward[link] = toward[link], away[link]
+        return away, toward
+
+    @cached_property
+    def _graph(self) -> networkx.Graph:
+        graph = networkx.Graph()
+        graph.add_nodes_from(self._topology.ends)
+        for link, channel in enumerate(self._topology.channels[::2]):
+            graph.add_edge(channel.source, channel.target, link=link)
+        return graph
+
+
+def subsets(dimensions: int) -> Iterable[tuple[int, ...]]:
+    """All sets of a mesh's dimensions but the empty one."""
+    for mask in range(1, 2**dimensions):
+        yield tuple(dimension for dimension in range(dimensions) if mask >> dimension & 1)

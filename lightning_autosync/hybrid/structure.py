@@ -1,0 +1,257 @@
+"""What is to be chosen for a model: the signatures of its layers and the layouts of its values.
+
+Operators that must be split alike, or are in repeated blocks, share one choice.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass
+
+import networkx
+
+from lightning_autosync.hybrid.graph import INPUT, Edge, Graph, Operator
+
+_NUMBER = re.compile(r"(?<![^.])\d+(?=[.#]|$)")
+"""A part of a path that counts blocks."""
+_Key = tuple["int | None", "int | None", "int | None"]
+
+
+@dataclass(frozen=True)
+class Flow:
+    """Values that layers of one choice hand to layers of another.
+
+    Attributes:
+        source: the choice of the layers that make them; None where ``value`` is a choice of its own.
+        value: the choice of the layout in which they are handed on; None where it is this flow's alone.
+        target: the choice of the layers that take them; None of the model's output.
+        makers: the operators that make them.
+        edges: as they arrive, each with the index of the operator that takes it.
+    """
+
+    source: int | None
+    value: int | None
+    target: int | None
+    makers: tuple[int, ...]
+    edges: tuple[tuple[int | None, Edge], ...]
+
+    @property
+    def units(self) -> int:
+        """Into how many equal pieces the features may be cut on the way."""
+        return math.gcd(*(edge.units for _, edge in self.edges))
+
+
+@dataclass(frozen=True)
+class Structure:
+    """The choices of a model.
+
+    Attributes:
+        graph: the model's.
+        layers: for each choice of a signature, the operators that take it.
+        values: for each choice of a layout, the operators and meetings whose results have it.
+        flows: between layers.
+        layer_of: the choice of each operator; that of one of its sources for a meeting of results that are split
+            alike; None of another meeting.
+        value_of: the choice of each operator's layout; None where it is chosen with the flow to its only takers.
+        units: for each choice of a layout, into how many pieces the features may be cut.
+    """
+
+    graph: Graph
+    layers: tuple[tuple[int, ...], ...]
+    values: tuple[tuple[int, ...], ...]
+    flows: tuple[Flow, ...]
+    layer_of: tuple[int | None, ...]
+    value_of: tuple[int | None, ...]
+    units: tuple[int, ...]
+
+
+def structure(graph: Graph, collapse: bool = True) -> Structure:
+    """The choices of a model.
+
+    Args:
+        graph: its operators.
+        collapse: whether layers of repeated blocks share their choices.
+    """
+    return _Builder(graph, collapse).build()
+
+
+class _Builder:
+    def __init__(self, graph: Graph, collapse: bool) -> None:
+        self._graph = graph
+        self._operators = graph.operators
+        self._alias = self._siblings()
+        self._layer_of, self._layers = self._tied(collapse)
+
+    def build(self) -> Structure:
+        value_of, values = self._shared_values()
+        return Structure(
+            self._graph,
+            tuple(map(tuple, self._layers)),
+            values,
+            tuple(self._flows(value_of)),
+            tuple(self._layer_of),
+            tuple(value_of),
+            tuple(self._value_units(members) for members in values),
+        )
+
+    def _siblings(self) -> dict[int, int]:
+        """Meetings all of whose sources are operators of one kind that feed nothing else, and the first source.
+
+        Queries, keys and values are split alike, and their meeting is not a choice of its own.
+        """
+        found: dict[int, int] = {}
+        for index, operator in enumerate(self._operators):
+            if operator.module is not None:
+                continue
+            sources = [edge.source for edge in operator.inputs]
+            if INPUT in sources or index in self._graph.outputs:
+                continue
+            made_by = [self._operators[source] for source in sources]
+            alone = all(len(self._takers(source)) == 1 and source not in self._graph.outputs for source in sources)
+            alike = len({(made.kind, made.output.batch_axis, _takes(made)) for made in made_by}) == 1
+            if alone and alike and all(made.module is not None and "col" in made.rules for made in made_by):
+                found[index] = sources[0]
+        return found
+
+    def _takers(self, index: int) -> list[int]:
+        return [taker for taker, _ in self._graph.consumers[index]]
+
+    def _tied(self, collapse: bool) -> tuple[list[int | None], list[list[int]]]:
+        """Sets of operators that take one signature."""
+        same = networkx.utils.UnionFind(range(len(self._operators)))
+        calls: dict[Hashable, int] = {}
+        for index, operator in enumerate(self._operators):
+            if operator.module is not None:
+                same.union(calls.setdefault(operator.module, index), index)
+        for meeting, first in self._alias.items():
+            same.union(first, *(edge.source for edge in self._operators[meeting].inputs))
+        if collapse:
+            for alike in self._repeated(lambda operator: operator.module is not None):
+                same.union(*alike)
+        layer_of: list[int | None] = [None] * len(self._operators)
+        layers: dict[int, list[int]] = {}
+        for index, operator in enumerate(self._operators):
+            if operator.module is not None:
+                layers.setdefault(same[index], []).append(index)
+        for number, members in enumerate(layers.values()):
+            for member in members:
+                layer_of[member] = number
+        for meeting, first in self._alias.items():
+            layer_of[meeting] = layer_of[first]
+        return layer_of, list(layers.values())
+
+    def _repeated(self, wanted: Callable[[Operator], bool]) -> Iterable[list[int]]:
+        """Operators at the same place of equal blocks, unless one feeds the next: a stack of single layers is none."""
+        places: dict[Hashable, list[int]] = defaultdict(list)
+        for index, operator in enumerate(self._operators):
+            if wanted(operator) and _NUMBER.search(operator.name):
+                places[_place(operator)].append(index)
+        for members in places.values():
+            inside = set(members)
+            stacked = any(
+                self._origin(edge.source) in inside for member in members for edge in self._operators[member].inputs
+            )
+            if len(members) > 1 and not stacked:
+                yield members
+
+    def _origin(self, source: int) -> int:
+        return self._alias.get(source, source)
+
+    def _shared_values(self) -> tuple[list[int | None], tuple[tuple[int, ...], ...]]:
+        """Sets of operators and meetings whose results have one layout that is chosen by itself."""
+        same = networkx.utils.UnionFind()
+        for index, operator in enumerate(self._operators):
+            if operator.module is None and index not in self._alias:
+                same.union(index, *(self._origin(edge.source) for edge in operator.inputs if edge.source != INPUT))
+        for index in range(len(self._operators)):
+            if index in self._alias or self._feeds_one_layer(index):
+                continue
+            same.union(index)
+        for members in self._layers:
+            # Layers of one choice hand on alike.
+            shared = [member for member in members if member in same.parents]
+            if shared:
+                same.union(*members)
+        for alike in self._repeated(lambda operator: operator.module is None):
+            shared = [member for member in alike if member in same.parents]
+            if len(shared) == len(alike):
+                same.union(*alike)
+        value_of: list[int | None] = [None] * len(self._operators)
+        values: dict[int, list[int]] = {}
+        for index in range(len(self._operators)):
+            if index in same.parents:
+                values.setdefault(same[index], []).append(index)
+        for number, members in enumerate(values.values()):
+            for member in members:
+                value_of[member] = number
+        for meeting, first in self._alias.items():
+            value_of[meeting] = value_of[first]
+        return value_of, tuple(map(tuple, values.values()))
+
+    def _feeds_one_layer(self, index: int) -> bool:
+        """Whether what takes a result is split by one choice, or it is the model's output and nothing else."""
+        takers: Counter[int | None] = Counter(self._layer_of[taker] for taker in self._after(index))
+        if index in self._graph.outputs:
+            return not takers
+        return len(takers) == 1 and self._operators[index].module is not None
+
+    def _after(self, index: int) -> list[int]:
+        """Who takes an operator's result, seen through meetings that are no choice."""
+        found = []
+        for taker in self._takers(index):
+            found += self._after(taker) if taker in self._alias else [taker]
+        return found
+
+    def _flows(self, value_of: list[int | None]) -> Iterable[Flow]:
+        edges: dict[_Key, list[tuple[int | None, Edge]]] = defaultdict(list)
+        for index, operator in enumerate(self._operators):
+            for edge in operator.inputs if operator.module is not None else ():
+                if edge.source != INPUT:
+                    edges[self._key(edge.source, self._layer_of[index], value_of)].append((index, edge))
+        for index in self._graph.outputs:
+            edges[self._key(index, None, value_of)].append((None, Edge(index, self._operators[index].output)))
+        for (source, value, target), carried in edges.items():
+            makers = {maker: None for _, edge in carried for maker in self._makers(edge.source)}
+            yield Flow(source, value, target, tuple(makers), tuple(carried))
+
+    def _key(self, source: int, target: int | None, value_of: list[int | None]) -> _Key:
+        value = value_of[source]
+        return self._layer_of[source] if value is None else None, value, target
+
+    def _makers(self, source: int) -> list[int]:
+        """The operators whose results a value is made of; of one that is no choice of its own, all its sources."""
+        if source in self._alias:
+            return [maker for edge in self._operators[source].inputs for maker in self._makers(edge.source)]
+        return [source]
+
+    def _value_units(self, members: tuple[int, ...]) -> int:
+        """Into how many pieces features may be cut in all that meets and in all that takes the values."""
+        units = 0
+        for member in members:
+            operator = self._operators[member]
+            units = math.gcd(units, operator.units)
+            if operator.module is None:
+                units = math.gcd(units, *(edge.units for edge in operator.inputs))
+        return units
+
+
+def _takes(operator: Operator) -> tuple[int, ...]:
+    return tuple(edge.source for edge in operator.inputs)
+
+
+def _place(operator: Operator) -> Hashable:
+    """What operators at the same place of equal blocks have in common."""
+    weights = tuple((weight.name, weight.shape, weight.trainable) for weight in operator.weights)
+    shapes = tuple((edge.value, edge.units) for edge in operator.inputs)
+    return (
+        _NUMBER.sub("*", operator.name),
+        operator.kind,
+        weights,
+        shapes,
+        operator.output,
+        operator.units,
+        operator.parts,
+    )
