@@ -1,0 +1,1 @@
+"""Running a hybrid plan: operators on parts of their inputs and parameters, and values that change layout between."""

@@ -1,0 +1,156 @@
+"""`Activation`: a value between layers that does not lie as code outside of layers expects it.
+
+To code outside of layers every value looks as under data parallelism: each rank has its own samples, whole. A value in
+another layout is an `Activation`, which has the shape that it would have there. Functions that are known to compute
+the same on parts as on the whole (elementwise ones, reshapes, attention over whole heads, ...) work on the rank's
+part; all others get the value brought home first. So unknown code is slow at worst, and never wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from lightning_autosync.errors import AutoSyncError
+from lightning_autosync.hybrid.execution.boxing import change_layout
+from lightning_autosync.hybrid.execution.layouts import Layout, State, home_shape
+from lightning_autosync.hybrid.execution.live_mesh import LiveMesh
+from lightning_autosync.hybrid.execution.random_streams import RandomStreams
+
+
+class Surroundings:
+    """What the values of one split model share.
+
+    Attributes:
+        mesh: the ranks.
+        streams: their random numbers.
+    """
+
+    def __init__(self, mesh: LiveMesh, streams: RandomStreams) -> None:
+        self.mesh = mesh
+        self.streams = streams
+        self.home_states: tuple[State, ...] = tuple("batch" for _ in mesh.sizes)
+        self._changed: Any = WeakTensorKeyDictionary()
+
+    def home(self, rows: int | None = 0) -> Layout:
+        """The layout of what code outside of layers has."""
+        return Layout(self.home_states, rows)
+
+    def change(self, value: Tensor, source: Layout, states: Sequence[State]) -> Tensor:
+        """`change_layout`, once for all layers that need the same value alike."""
+        goal = tuple(states)
+        if goal == source.states:
+            return value
+        return self._once(value, (source, goal), lambda: change_layout(value, source, goal, self.mesh))
+
+    def autocast(self, value: Tensor) -> Tensor:
+        """The value in the type in which products are taken under autocast, if that is on."""
+        kind = value.device.type
+        if not (torch.is_autocast_enabled(kind) and value.dtype is torch.float32):
+            return value
+        dtype = torch.get_autocast_dtype(kind)
+        return self._once(value, (dtype,), lambda: value.to(dtype))
+
+    def forget(self) -> None:
+        """Let go of what was made of values in other layouts."""
+        self._changed.clear()
+
+    def _once(self, value: Tensor, what: tuple[object, ...], make: Callable[[], Tensor]) -> Tensor:
+        # A backward pass that runs a part of the forward pass again must not find what the first run made.
+        if torch._C._current_graph_task_id() != -1:
+            return make()
+        key = (value._version, torch.is_grad_enabled(), *what)
+        known = self._changed.get(value)
+        if known is None:
+            known = self._changed[value] = {}
+        if key not in known:
+            known[key] = make()
+        return known[key]
+
+    def wrap(self, local: Tensor, layout: Layout) -> Tensor:
+        """What code outside of layers gets for a rank's part of a value: the part itself if it lies at home."""
+        return local if layout.home else Activation(local, layout, self)
+
+
+class Activation(Tensor):
+    """A rank's part of a value, under the shape that the value has at home.
+
+    Attributes:
+        local: the rank's part.
+        placement: how it lies over the mesh.
+        surroundings: the split model's.
+    """
+
+    local: Tensor
+    placement: Layout
+    surroundings: Surroundings
+
+    @staticmethod
+    def __new__(cls, local: Tensor, placement: Layout, surroundings: Surroundings) -> Activation:
+        shape = home_shape(local.shape, placement, surroundings.mesh.sizes)
+        made: Activation = Tensor._make_wrapper_subclass(cls, shape, dtype=local.dtype, device=local.device)
+        made.local, made.placement, made.surroundings = local, placement, surroundings
+        return made
+
+    def home(self) -> Tensor:
+        """[its shape] the plain tensor of this rank's own samples; collective."""
+        around = self.surroundings
+        return around.change(self.local, self.placement, around.home_states)
+
+    def become(self, other: Tensor) -> Activation:
+        """Take another value's place, as a function that changes its argument does."""
+        if isinstance(other, Activation):
+            self.local, self.placement = other.local, other.placement
+        else:
+            self.local, self.placement = other, self.surroundings.home(self.placement.rows)
+        return self
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"Activation(states={self.placement.states}, local={self.local!r})"
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        from lightning_autosync.hybrid.execution.functions import HANDLERS
+
+        kwargs = kwargs or {}
+        handler = HANDLERS.get(func)
+        if handler is not None:
+            found = handler(func, args, kwargs)
+            if found is not NotImplemented:
+                return found
+        return run_at_home(func, args, kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        raise AutoSyncError(
+            f"{func}: a value that is split over ranks reached a function below torch's own interface; let the layer "
+            "that makes it hand on its output in layout 'batch' along all dimensions"
+        )
+
+
+def run_at_home(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Call a function with plain tensors of this rank's own samples."""
+    changed = args[0] if args and isinstance(args[0], Activation) else None
+    plain_args, plain_kwargs = bring_home((tuple(args), dict(kwargs)))
+    name = getattr(func, "__name__", "")
+    if changed is not None and name.endswith("_") and not name.endswith("__"):
+        # The change must not reach the tensor that the change of layout was made of.
+        value = plain_args[0].clone()
+        func(value, *plain_args[1:], **plain_kwargs)
+        return changed.become(value)
+    return func(*plain_args, **plain_kwargs)
+
+
+def bring_home(tree: Any) -> Any:
+    """Lists, tuples, mappings and what lies in them, with plain tensors in place of activations."""
+    leaves, structure = tree_flatten(tree)
+    if not any(isinstance(leaf, Activation) for leaf in leaves):
+        return tree
+    return tree_unflatten([leaf.home() if isinstance(leaf, Activation) else leaf for leaf in leaves], structure)

@@ -1,0 +1,113 @@
+"""The mesh of a running job: which place this rank has, and its process groups."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from math import prod
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+
+from lightning_autosync.errors import PlanError
+from lightning_autosync.hybrid.plan import HybridPlan
+
+
+@dataclass(frozen=True)
+class Line:
+    """The ranks along one dimension of a mesh, through this rank.
+
+    Attributes:
+        group: their process group.
+        size: how many they are.
+        own: this rank's place among them.
+        order: the rank in ``group`` of each place, where that is another one; process groups sort their ranks.
+    """
+
+    group: dist.ProcessGroup
+    size: int
+    own: int
+    order: tuple[int, ...] | None
+
+
+class LiveMesh:
+    """This rank's place in the mesh of a plan, and the ranks that differ from it along some dimensions only.
+
+    Args:
+        plan: any plan.
+        members: the job's rank of each of the plan's ranks; by default they are the same.
+        timeout: of collectives.
+
+    Attributes:
+        sizes: of the dimensions.
+        coordinates: of this rank.
+
+    Raises:
+        PlanError: the plan is for another number of ranks.
+    """
+
+    def __init__(
+        self, plan: HybridPlan, members: Sequence[int] | None = None, timeout: timedelta | None = None
+    ) -> None:
+        self.members = tuple(range(dist.get_world_size()) if members is None else members)
+        if len(self.members) != plan.world_size:
+            mesh = " x ".join(map(str, plan.mesh))
+            raise PlanError(f"plan: mesh: {mesh} is {plan.world_size} ranks, the job has {len(self.members)}")
+        self.rank = self.members.index(dist.get_rank())
+        self.sizes: tuple[int, ...] = plan.mesh
+        self.coordinates = plan.coordinates(self.rank)
+        self._plan = plan
+        self._timeout = timeout
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._lines: dict[int, Line] = {}
+
+    @property
+    def dimensions(self) -> tuple[int, ...]:
+        return tuple(range(len(self.sizes)))
+
+    def size(self, dimensions: Sequence[int]) -> int:
+        """How many ranks differ along these dimensions only."""
+        return prod(self.sizes[k] for k in dimensions)
+
+    def peers(self, dimensions: Sequence[int]) -> tuple[int, ...]:
+        """The plan's ranks that differ from this one along these dimensions only, itself among them."""
+        return next(group for group in self._plan.groups(tuple(dimensions)) if self.rank in group)
+
+    def group(self, dimensions: Sequence[int]) -> dist.ProcessGroup:
+        """The process group of `peers`; the first call is collective among them."""
+        key = tuple(sorted(dimensions))
+        if key not in self._groups:
+            ranks = tuple(sorted(self.members[rank] for rank in self.peers(key)))
+            self._groups[key] = _group_of(ranks, self._timeout)
+        return self._groups[key]
+
+    def line(self, dimension: int) -> Line:
+        """The ranks along a dimension; the first call is collective among them."""
+        if dimension not in self._lines:
+            members = [self.members[rank] for rank in self.peers((dimension,))]
+            order = tuple(sorted(members).index(member) for member in members)
+            self._lines[dimension] = Line(
+                self.group((dimension,)),
+                self.sizes[dimension],
+                self.coordinates[dimension],
+                None if order == tuple(range(len(order))) else order,
+            )
+        return self._lines[dimension]
+
+
+def _group_of(ranks: tuple[int, ...], timeout: timedelta | None) -> dist.ProcessGroup:
+    """The process group of some ranks of the job, made once: one of a name that was used before cannot be made."""
+    world = dist.group.WORLD
+    assert world is not None
+    if ranks == tuple(range(dist.get_world_size())):
+        return world
+    known = _GROUPS.setdefault(world, {})
+    if ranks not in known:
+        group = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
+        assert group is not None
+        known[ranks] = group
+    return known[ranks]
+
+
+_GROUPS: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = WeakKeyDictionary()

@@ -1,0 +1,256 @@
+"""`SplitModel`: an unmodified module whose operators work on parts, as a plan states."""
+
+from __future__ import annotations
+
+import zlib
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from lightning_autosync.engine.rendezvous import gather_json
+from lightning_autosync.errors import ExchangeError, PlanError
+from lightning_autosync.hybrid.execution import collectives
+from lightning_autosync.hybrid.execution.activation import Surroundings
+from lightning_autosync.hybrid.execution.functions.operands import OWN
+from lightning_autosync.hybrid.execution.live_mesh import LiveMesh
+from lightning_autosync.hybrid.execution.operators import split_operator
+from lightning_autosync.hybrid.execution.random_streams import RandomStreams
+from lightning_autosync.hybrid.execution.shards import Cut, Shard
+from lightning_autosync.hybrid.plan import HybridPlan, LayerPlan, Signature
+from lightning_autosync.hybrid.signatures import kind_of, rules_of
+from lightning_autosync.hybrid.validation import check_plan
+
+
+@dataclass(frozen=True)
+class Part:
+    """A parameter of which this rank has a part.
+
+    Attributes:
+        name: in ``named_parameters()``.
+        parameter: the user's own object, with the part as its data.
+        shard: which part.
+        replicas: dimensions of the mesh along which ranks have the same part and gradients of their own samples.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    shard: Shard
+    replicas: tuple[int, ...]
+
+
+class SplitModel:
+    """Splits a module in place; collective, as are its methods.
+
+    Parameters stay the same objects and keep their names; their data become this rank's parts. Code between operators
+    sees this rank's own samples, as under data parallelism (see `Activation`).
+
+    Args:
+        module: on its device, with the same weights on every rank.
+        plan: how it is split.
+        mesh: the ranks.
+        seed: of random numbers in forward passes; the same on all ranks.
+        source: names the plan in errors.
+
+    Attributes:
+        parts: the parameters, by name.
+        notes: what could not be done as the plan states, a line each.
+
+    Raises:
+        PlanError: the plan does not fit the module.
+    """
+
+    def __init__(
+        self, module: nn.Module, plan: HybridPlan, mesh: LiveMesh, seed: int = 0, source: str = "plan"
+    ) -> None:
+        check_plan(plan, module, plan.world_size, source)
+        device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
+        self.module = module
+        self.plan = plan
+        self.mesh = mesh
+        self._device = device
+        self.around = Surroundings(mesh, RandomStreams(seed, mesh.coordinates, device))
+        self.notes: list[str] = []
+        self._operators: list[tuple[nn.Module, LayerPlan]] = []
+        self._layers = self._runnable_layers(source)
+        self.parts = self._plan_parts()
+        self._cut()
+        self._install()
+
+    @property
+    def is_split(self) -> bool:
+        """Whether any operator is split; else the module runs as it is."""
+        return bool(self._operators)
+
+    @contextmanager
+    def forward(self, *inputs: Any) -> Iterator[None]:
+        """Around a forward pass and the loss; values that leave it are to be brought home (`bring_home`).
+
+        Args:
+            inputs: the batch, whose tensors have to have the same shapes on all ranks.
+
+        Raises:
+            ExchangeError: (on every rank) they have others.
+        """
+        if self.is_split:
+            self._agree_on_shapes(inputs)
+        with self.around.streams.forward():
+            try:
+                yield
+            finally:
+                self.around.forget()
+
+    def restore(self) -> None:
+        """Make the module whole again on every rank, as it was before, with its present weights."""
+        with torch.no_grad():
+            for part in self.parts.values():
+                part.parameter.grad = None
+                part.parameter.data = self.whole(part.parameter.data, part.shard)
+        for module, _ in self._operators:
+            module.__dict__.pop("forward", None)
+            handle = module.__dict__.pop(_HANDLE, None)
+            if handle is not None:
+                handle.remove()
+        self._operators.clear()
+
+    def whole(self, local: Tensor, shard: Shard) -> Tensor:
+        """[shape] a tensor of which each rank has a part [local shape]; collective among the ranks with other parts."""
+        gathered = local
+        found = local.new_empty(shard.shape) if shard.cuts else local
+        sizes, coordinates = self.mesh.sizes, [self.mesh.coordinates]
+        for k in shard.dimensions:
+            gathered = collectives.gather(gathered, self.mesh.line(k))
+            coordinates = [(*place[:k], index, *place[k + 1 :]) for index in range(sizes[k]) for place in coordinates]
+        if shard.cuts:
+            blocks = gathered.reshape(-1, *local.shape)
+            for block, place in zip(blocks, coordinates, strict=True):
+                shard.at(place, sizes).put(block, found)
+        return found
+
+    def _runnable_layers(self, source: str) -> dict[str, LayerPlan]:
+        """The layers by path, with signatures that can be run: what is not known is data parallel."""
+        modules = dict(self.module.named_modules())
+        found = {}
+        for layer in self.plan.layers:
+            if kind_of(modules[layer.module]) == "unknown" and "rep" in layer.signature:
+                everywhere: tuple[Signature, ...] = tuple("dp" for _ in layer.signature)
+                self.notes.append(
+                    f"'{layer.module}' ({type(modules[layer.module]).__name__}) is not known: data parallel, not 'rep'"
+                )
+                layer = layer.model_copy(update={"signature": everywhere, "output": None})
+            _check_options(modules[layer.module], layer, source)
+            found[layer.module] = layer
+        return found
+
+    def _plan_parts(self) -> dict[str, Part]:
+        layers = self._layers
+        uses: dict[nn.Parameter, list[tuple[LayerPlan | None, str, nn.Module]]] = defaultdict(list)
+        inside = {f"{path}." for path, layer in layers.items() if _is_attention(self.module.get_submodule(path))}
+        for path, module in self.module.named_modules():
+            if path.startswith(tuple(inside)):
+                continue
+            layer = layers.get(path)
+            recurse = _is_attention(module) and layer is not None
+            for name, parameter in module.named_parameters(recurse=recurse, remove_duplicate=False):
+                uses[parameter].append((layer, name, module))
+        sizes, coordinates = self.mesh.sizes, self.mesh.coordinates
+        found = {}
+        for name, parameter in self.module.named_parameters():
+            shard, replicas = Shard(tuple(parameter.shape)), set[int]()
+            for layer, own, module in uses[parameter]:
+                replicas |= {k for k in range(len(sizes)) if layer is None or layer.signature[k] == "dp"}
+                if layer is not None:
+                    shard = _shard(module, layer, own, parameter, sizes).at(coordinates, sizes)
+            self._check_other_uses(name, shard, uses[parameter])
+            found[name] = Part(name, parameter, shard, tuple(sorted(replicas - set(shard.dimensions))))
+        return found
+
+    def _check_other_uses(self, name: str, shard: Shard, uses: list[tuple[LayerPlan | None, str, nn.Module]]) -> None:
+        if shard.cuts and any(layer is None for layer, _, _ in uses):
+            other = next(type(module).__name__ for layer, _, module in uses if layer is None)
+            raise PlanError(
+                f"plan: layers: parameter '{name}' is cut, but {other}, which has it too, has no layer in the plan"
+            )
+
+    def _cut(self) -> None:
+        for part in self.parts.values():
+            parameter = part.parameter
+            if part.shard.cuts:
+                parameter.grad = None
+                parameter.data = part.shard.take(parameter.data)
+        for buffer in self.module.buffers():
+            setattr(buffer, OWN, True)
+
+    def _install(self) -> None:
+        for path, layer in self._layers.items():
+            if all(name == "dp" for name in layer.signature):
+                continue
+            module = self.module.get_submodule(path)
+            module.forward = split_operator(module, layer, self.around)
+            # Modules that contain it must call it, and not compute with its weights themselves.
+            module.__dict__[_HANDLE] = module.register_forward_pre_hook(_nothing)
+            self._operators.append((module, layer))
+
+    def _agree_on_shapes(self, inputs: Any) -> None:
+        # Backends take a message of another size than expected for what it is not, or end the process.
+        shapes = [list(leaf.shape) for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
+        own = zlib.crc32(repr(shapes).encode())
+        extremes = torch.tensor([own, -own], device=self._device)
+        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=self.mesh.group(self.mesh.dimensions))
+        if int(extremes[0]) != -int(extremes[1]):
+            found = gather_json(shapes, self.mesh.group(self.mesh.dimensions))
+            other = next(rank for rank, theirs in enumerate(found) if theirs != found[0])
+            raise ExchangeError(
+                f"batch: its tensors have shapes {found[other]} on rank {other} and {found[0]} on rank 0; split "
+                "operators need the same on all ranks: pad to one length, and drop the last batch if it is smaller"
+            )
+
+
+def _shard(module: nn.Module, layer: LayerPlan, name: str, parameter: Tensor, sizes: tuple[int, ...]) -> Shard:
+    """The part of a parameter that the first rank has."""
+    rules = rules_of(module)
+    by_axis: dict[int, list[int]] = defaultdict(list)
+    for k, signature in enumerate(layer.signature):
+        axis = rules[signature].axes.get(name)
+        if axis is not None:
+            by_axis[axis].append(k)
+    cuts = []
+    for axis, dimensions in by_axis.items():
+        blocks = prod(sizes[k] for k in dimensions)
+        cuts.append(Cut(axis, _parts(module, layer, name, axis), tuple(dimensions), 0, blocks))
+    return Shard(tuple(parameter.shape), tuple(cuts))
+
+
+def _parts(module: nn.Module, layer: LayerPlan, name: str, axis: int) -> int:
+    """How many results lie one after the other along an axis of a parameter."""
+    if _is_attention(module):
+        return 3 if name.startswith("in_proj") else 1
+    column = rules_of(module).get("col")
+    return layer.parts if column is not None and column.axes.get(name) == axis else 1
+
+
+def _is_attention(module: nn.Module) -> bool:
+    return kind_of(module) == "attention"
+
+
+def _check_options(module: nn.Module, layer: LayerPlan, source: str) -> None:
+    counts = isinstance(module, nn.Embedding) and module.scale_grad_by_freq
+    if counts and any(name != "dp" for name in layer.signature):
+        raise PlanError(
+            f"{source}: layers ('{layer.module}'): a table with scale_grad_by_freq counts the samples of one rank; "
+            "allowed: signature 'dp' along all dimensions"
+        )
+
+
+def _nothing(module: nn.Module, inputs: Any) -> None:
+    return None
+
+
+_HANDLE = "_autosync_handle"
