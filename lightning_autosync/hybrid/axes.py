@@ -21,24 +21,37 @@ class Axes:
             None where that would tear apart what an operation needs together.
         units: into how many pieces the features can be cut at most, and evenly; heads, after they were told apart.
         parts: how many results lie one after the other along the features, each cut by itself.
+        mixed: whether elements depend on all features, so that nothing made of them can be cut by features.
     """
 
     batch: int | None = None
     features: int | None = None
     units: int = 1
     parts: int = 1
+    mixed: bool = False
 
     def without_features(self) -> Axes:
         """The same where features stay whole."""
-        return replace(self, features=None)
+        return replace(self, features=None, mixed=self.mixed or self.features is not None)
 
     def moved(self, batch: int | None, features: int | None, units: int | None = None) -> Axes:
         """The same with its axes elsewhere."""
-        return replace(self, batch=batch, features=features, units=self.units if units is None else units)
+        mixed = self.mixed or (self.features is not None and features is None)
+        return replace(self, batch=batch, features=features, units=self.units if units is None else units, mixed=mixed)
 
 
 Operand = tuple[Axes, tuple[int, ...]]
 """Axes of a tensor and its shape."""
+
+
+def is_known(node: fx.Node) -> bool:
+    """Whether an operation works on parts of values; all others get values whole, each rank its own samples'."""
+    name = _name(node)
+    return name in _RULES or _is_elementwise(node) or name.endswith(("_pool1d", "_pool2d", "_pool3d"))
+
+
+def _is_elementwise(node: fx.Node) -> bool:
+    return torch.Tag.pointwise in getattr(node.target, "tags", ()) or _name(node) in _SAME
 
 
 def after(node: fx.Node, operands: Sequence[Operand], output: tuple[int, ...]) -> Axes:
@@ -53,11 +66,11 @@ def after(node: fx.Node, operands: Sequence[Operand], output: tuple[int, ...]) -
     axes, shape = operands[0]
     if name in _RULES:
         return _RULES[name](node, operands, output)
-    if torch.Tag.pointwise in getattr(node.target, "tags", ()) or name in _SAME:
+    if _is_elementwise(node):
         return _agreeing(operands, output)
-    if "pool" in name or name.startswith("upsample"):
+    if is_known(node):
         return axes.moved(_below(axes.batch, 2), _below(axes.features, 2))
-    return Axes(batch=axes.batch if _keeps(axes.batch, shape, output) else None)
+    return Axes(batch=axes.batch if _keeps(axes.batch, shape, output) else None, mixed=True)
 
 
 def _name(node: fx.Node) -> str:
@@ -97,8 +110,9 @@ def _agreeing(operands: Sequence[Operand], output: tuple[int, ...]) -> Axes:
         axes.features is None and _extent(shape, features, output) != 1
         for axes, (_, shape) in zip(aligned, operands, strict=True)
     )
-    if features is None or spread or len({axes.parts for axes in cut}) > 1:
-        return Axes(batch)
+    mixed = any(axes.mixed for axes, _ in operands)
+    if features is None or spread or mixed or len({axes.parts for axes in cut}) > 1:
+        return Axes(batch, mixed=mixed or bool(cut))
     return Axes(batch, features, math.gcd(*(axes.units for axes in cut)), cut[0].parts)
 
 
@@ -230,8 +244,8 @@ def _multiplied(node: fx.Node, operands: Sequence[Operand], output: tuple[int, .
         places = (_below(axes.batch, len(shape) - 1), _below(axes.features, end))
         kept.append(axes.moved(*(None if place is None else place + shift for place in places)))
     batch = _only({axes.batch for axes in kept} - {None})
-    if len({axes.features for axes in kept}) > 1:
-        return Axes(batch)
+    if len({axes.features for axes in kept}) > 1 or any(axes.mixed for axes in kept):
+        return Axes(batch, mixed=True)
     return replace(kept[0], batch=batch, units=math.gcd(*(axes.units for axes in kept)))
 
 
@@ -245,16 +259,9 @@ def _attended(node: fx.Node, operands: Sequence[Operand], output: tuple[int, ...
 def _joined(node: fx.Node, operands: Sequence[Operand], output: tuple[int, ...]) -> Axes:
     dim = _argument(node, 1, "dim", 0) % len(output)
     first = operands[0][0]
-    if any(_both(axes) != _both(first) for axes, _ in operands):
-        batch = {axes.batch for axes, _ in operands}
-        return Axes(batch=batch.pop() if len(batch) == 1 else None)
+    if any(_both(axes) != _both(first) or axes.mixed for axes, _ in operands):
+        return Axes(_only({axes.batch for axes, _ in operands}), mixed=True)
     return first.without_features() if first.features == dim else first
-
-
-def _normalized(node: fx.Node, operands: Sequence[Operand], output: tuple[int, ...]) -> Axes:
-    axes, shape = operands[0]
-    whole = len(shape) - len(_argument(node, 1, "normalized_shape", ()))
-    return axes if axes.features is None or axes.features < whole else axes.without_features()
 
 
 Rule = Callable[[fx.Node, Sequence[Operand], tuple[int, ...]], Axes]
@@ -268,11 +275,10 @@ _SAME = frozenset(
 """Operations that change values one by one and are not marked so."""
 _RULES: dict[str, Rule] = {
     **dict.fromkeys(("view", "reshape", "_unsafe_view", "flatten", "unflatten"), _viewed),
-    **dict.fromkeys(("matmul", "bmm", "baddbmm"), _multiplied),
-    **dict.fromkeys(("softmax", "_softmax", "log_softmax", "_log_softmax", "glu", "cumsum"), _along()),
-    **dict.fromkeys(("mean", "sum", "amax", "amin", "std", "var", "logsumexp", "argmax", "argmin"), _reduced),
+    **dict.fromkeys(("matmul", "bmm"), _multiplied),
+    **dict.fromkeys(("softmax", "_softmax", "log_softmax", "_log_softmax"), _along()),
+    **dict.fromkeys(("mean", "sum"), _reduced),
     **dict.fromkeys(("split", "chunk", "split_with_sizes", "tensor_split"), _split),
-    **dict.fromkeys(("layer_norm", "rms_norm"), _normalized),
     **dict.fromkeys(("cat", "concat", "concatenate"), _joined),
     "scaled_dot_product_attention": _attended,
     "transpose": _permuted(_transposition),
@@ -283,7 +289,6 @@ _RULES: dict[str, Rule] = {
     "expand": _expanded,
     "select": _selected,
     "slice": _sliced,
-    "narrow": _sliced,
 }
 
 

@@ -15,7 +15,7 @@ from lightning_autosync.errors import WorkloadError
 from lightning_autosync.hybrid.axes import Axes
 from lightning_autosync.hybrid.graph import Edge, Graph, Loose, Operator, Value, Weight, Work
 from lightning_autosync.hybrid.recording import Call, operator_paths, record
-from lightning_autosync.hybrid.signatures import feature_axis, kind_of, rules_of
+from lightning_autosync.hybrid.signatures import HOME, feature_axis, kind_of, rules_of
 from lightning_autosync.hybrid.tracing import Node, Trace, trace
 from lightning_autosync.hybrid.validation import fingerprint
 from lightning_autosync.workload.description import title
@@ -103,7 +103,8 @@ def _operators(
             raise WorkloadError(f"{title(module)}: '{node.name}' makes no tensor")
         units = node.axes.units if node.axes.features is not None else 1
         if node.path is None:
-            operators.append(Operator(node.name, None, None, {}, tuple(node.inputs), node.output, units))
+            rules = HOME if node.is_home else {}
+            operators.append(Operator(node.name, None, None, rules, tuple(node.inputs), node.output, units))
             continue
         part, call = module.get_submodule(node.path), waiting[node.path].pop(0)
         weights = tuple(_weight(name, parameter, paths) for name, parameter in part.named_parameters())

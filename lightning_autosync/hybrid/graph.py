@@ -105,7 +105,8 @@ class Operator:
         name: the module's path, or where the results meet.
         module: the module's path; None of a meeting, whose inputs and output share one layout.
         kind: of the module.
-        rules: the signatures of the module's kind; a meeting has none.
+        rules: the signatures of the module's kind. A meeting has none; an operation that gets values whole, each rank
+            its own samples', has ``dp`` and no module.
         inputs: what it takes, each tensor once.
         output: what it makes.
         units: into how many equal pieces the features of the output may be cut.
@@ -128,6 +129,11 @@ class Operator:
     heads: int = 1
     work: Work = Work()
     after: Work = Work()
+
+    @property
+    def meets(self) -> bool:
+        """Whether it is a place where results meet."""
+        return not self.rules
 
 
 @dataclass(frozen=True)

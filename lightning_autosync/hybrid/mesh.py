@@ -10,8 +10,7 @@ import networkx
 import numpy
 from numpy.typing import NDArray
 
-from lightning_autosync.cluster import ClusterSpec
-from lightning_autosync.cluster.topology import Topology
+from lightning_autosync.cluster import ClusterSpec, Topology
 
 MOST_DIMENSIONS = 3
 """Of a mesh that is searched."""

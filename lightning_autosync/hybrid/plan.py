@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from pydantic import Field, model_validator
 from typing_extensions import Self
 
-from lightning_autosync.cluster.elements import MOST_RANKS
+from lightning_autosync.cluster.shapes import MOST_RANKS
 from lightning_autosync.documents import Count, Document, Index, Record
 from lightning_autosync.errors import DocumentError, PlanError
 from lightning_autosync.plan import SyncPlan

@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from lightning_autosync.cluster.framing import FRAMING
+from lightning_autosync.cluster import FRAMING
 from lightning_autosync.documents import Document, Record
 
 _Rate = Annotated[float, Field(ge=1, le=1e30)]

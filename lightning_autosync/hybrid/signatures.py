@@ -83,6 +83,8 @@ RULES: dict[Kind, dict[Signature, Rule]] = {
 }
 """The signatures that each kind of module has."""
 
+HOME: dict[Signature, Rule] = {"dp": _DP}
+"""Of an operation that gets values whole, each rank its own samples'."""
 _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 

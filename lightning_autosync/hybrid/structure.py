@@ -104,7 +104,7 @@ class _Builder:
         """
         found: dict[int, int] = {}
         for index, operator in enumerate(self._operators):
-            if operator.module is not None:
+            if not operator.meets:
                 continue
             sources = [edge.source for edge in operator.inputs]
             if INPUT in sources or index in self._graph.outputs:
@@ -112,7 +112,7 @@ class _Builder:
             made_by = [self._operators[source] for source in sources]
             alone = all(len(self._takers(source)) == 1 and source not in self._graph.outputs for source in sources)
             alike = len({(made.kind, made.output.batch_axis, _takes(made)) for made in made_by}) == 1
-            if alone and alike and all(made.module is not None and "col" in made.rules for made in made_by):
+            if alone and alike and all(not made.meets and "col" in made.rules for made in made_by):
                 found[index] = sources[0]
         return found
 
@@ -129,12 +129,12 @@ class _Builder:
         for meeting, first in self._alias.items():
             same.union(first, *(edge.source for edge in self._operators[meeting].inputs))
         if collapse:
-            for alike in self._repeated(lambda operator: operator.module is not None):
+            for alike in self._repeated(lambda operator: not operator.meets):
                 same.union(*alike)
         layer_of: list[int | None] = [None] * len(self._operators)
         layers: dict[int, list[int]] = {}
         for index, operator in enumerate(self._operators):
-            if operator.module is not None:
+            if not operator.meets:
                 layers.setdefault(same[index], []).append(index)
         for number, members in enumerate(layers.values()):
             for member in members:
@@ -164,7 +164,7 @@ class _Builder:
         """Sets of operators and meetings whose results have one layout that is chosen by itself."""
         same = networkx.utils.UnionFind()
         for index, operator in enumerate(self._operators):
-            if operator.module is None and index not in self._alias:
+            if operator.meets and index not in self._alias:
                 same.union(index, *(self._origin(edge.source) for edge in operator.inputs if edge.source != INPUT))
         for index in range(len(self._operators)):
             if index in self._alias or self._feeds_one_layer(index):
@@ -175,7 +175,7 @@ class _Builder:
             shared = [member for member in members if member in same.parents]
             if shared:
                 same.union(*members)
-        for alike in self._repeated(lambda operator: operator.module is None):
+        for alike in self._repeated(lambda operator: operator.meets):
             shared = [member for member in alike if member in same.parents]
             if len(shared) == len(alike):
                 same.union(*alike)
@@ -196,7 +196,7 @@ class _Builder:
         takers: Counter[int | None] = Counter(self._layer_of[taker] for taker in self._after(index))
         if index in self._graph.outputs:
             return not takers
-        return len(takers) == 1 and self._operators[index].module is not None
+        return len(takers) == 1 and not self._operators[index].meets
 
     def _after(self, index: int) -> list[int]:
         """Who takes an operator's result, seen through meetings that are no choice."""
@@ -208,7 +208,7 @@ class _Builder:
     def _flows(self, value_of: list[int | None]) -> Iterable[Flow]:
         edges: dict[_Key, list[tuple[int | None, Edge]]] = defaultdict(list)
         for index, operator in enumerate(self._operators):
-            for edge in operator.inputs if operator.module is not None else ():
+            for edge in () if operator.meets else operator.inputs:
                 if edge.source != INPUT:
                     edges[self._key(edge.source, self._layer_of[index], value_of)].append((index, edge))
         for index in self._graph.outputs:
@@ -233,7 +233,7 @@ class _Builder:
         for member in members:
             operator = self._operators[member]
             units = math.gcd(units, operator.units)
-            if operator.module is None:
+            if operator.meets:
                 units = math.gcd(units, *(edge.units for edge in operator.inputs))
         return units
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from lightning_autosync.hybrid.axes import Axes, after, shape_of
+from lightning_autosync.hybrid.axes import Axes, after, is_known, shape_of
 from lightning_autosync.hybrid.graph import INPUT, Edge, Value
 from lightning_autosync.hybrid.recording import operator_paths, training
 from lightning_autosync.hybrid.signatures import feature_axis
@@ -28,6 +29,7 @@ class Node:
         output: what it makes.
         axes: of the output.
         parts: how many results its features hold one after the other.
+        is_home: whether it is an operation that gets values whole, each rank its own samples'.
     """
 
     path: str | None
@@ -36,6 +38,7 @@ class Node:
     output: Value | None = None
     axes: Axes = field(default_factory=Axes)
     parts: int = 1
+    is_home: bool = False
 
 
 @dataclass
@@ -69,7 +72,9 @@ def trace(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
     Raises:
         Exception: whatever ``torch.export`` raises of a model that it cannot follow.
     """
-    with training(module):
+    with training(module), warnings.catch_warnings():
+        # A recurrent layer puts its parameters into a list when they are set; export puts the old ones back.
+        warnings.filterwarnings("ignore", message=".*were assigned during export")
         exported = torch.export.export(module, args, dict(kwargs), strict=False)
     return _Tracer(module, exported).run()
 
@@ -124,12 +129,35 @@ class _Tracer:
             self._use(argument)
         if getattr(node.target, "__name__", "") == "getitem":
             return _Flow(flows[0].origin, flows[0].axes, shape)
+        if not is_known(node) and (found := self._at_home(node, moving, shape)) is not None:
+            return found
         axes = after(node, [(flow.axes, flow.shape) for flow in flows], shape)
         origin = self._origin(node, moving, axes, shape)
         for flow in flows:
             if flow.parameter is not None and origin != INPUT:
                 self._loose.setdefault(flow.parameter, origin)
         return _Flow(origin, axes, shape)
+
+    def _at_home(self, node: fx.Node, moving: Sequence[_Flow], shape: tuple[int, ...]) -> _Flow | None:
+        """An operation that gets values whole, each rank its own samples'; None if they lie so already."""
+        edges = []
+        for argument in node.all_input_nodes:
+            flow = self._flows[argument]
+            if flow.origin is not None and flow.origin != INPUT and not self._nodes[flow.origin].is_home:
+                edges.append(Edge(flow.origin, _value(argument, flow), 1, argument.name))
+        if not edges or not _tensors(node):
+            return None
+        batch = moving[0].axes.batch
+        axes = Axes(batch if batch is not None and batch < len(shape) else None, mixed=True)
+        self._nodes.append(
+            Node(None, self._place(node), edges, _value(node, _Flow(None, axes, shape)), axes, is_home=True)
+        )
+        return _Flow(len(self._nodes) - 1, axes, shape)
+
+    def _place(self, node: fx.Node) -> str:
+        place = _innermost(node)
+        self._places[place] += 1
+        return f"{place}#{self._places[place]}"
 
     def _origin(self, node: fx.Node, moving: Sequence[_Flow], axes: Axes, shape: tuple[int, ...]) -> int:
         """The node that a result comes from; a new one where results of several meet."""
@@ -146,10 +174,9 @@ class _Tracer:
                 edges[flow.origin] = Edge(flow.origin, _value(argument, flow), units, argument.name)
         for flow in moving:
             self._note_parts(flow)
-        place = _innermost(node)
-        self._places[place] += 1
-        name = f"{place}#{self._places[place]}"
-        self._nodes.append(Node(None, name, list(edges.values()), _value(node, _Flow(None, axes, shape)), axes))
+        self._nodes.append(
+            Node(None, self._place(node), list(edges.values()), _value(node, _Flow(None, axes, shape)), axes)
+        )
         return len(self._nodes) - 1
 
     def _operator_call(self, node: fx.Node) -> tuple[str, str] | None:
@@ -214,7 +241,12 @@ def _innermost(node: fx.Node) -> str:
     return paths[-1] if paths else ""
 
 
-def _value(node: fx.Node, flow: _Flow) -> Value:
+def _tensors(node: fx.Node) -> list[Tensor]:
+    """What a node makes."""
     value: Any = node.meta.get("val")
-    tensor = value if isinstance(value, Tensor) else next(part for part in value if isinstance(part, Tensor))
+    return [part for part in (value if isinstance(value, list | tuple) else [value]) if isinstance(part, Tensor)]
+
+
+def _value(node: fx.Node, flow: _Flow) -> Value:
+    tensor = _tensors(node)[0]
     return Value(flow.shape, tensor.element_size(), flow.axes.batch, tensor.is_floating_point())

@@ -1,0 +1,119 @@
+"""What changes of layout cost: the moves that the execution makes, for all pairs of states at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
+from typing import Literal
+
+import numpy
+from numpy.typing import NDArray
+
+from lightning_autosync.hybrid.execution.layouts import Layout as Placement
+from lightning_autosync.hybrid.execution.layouts import State, moves
+from lightning_autosync.hybrid.signatures import Rule
+
+Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
+COLLECTIVES: tuple[Collective, ...] = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
+_COLLECTIVE_OF = {"gather": 0, "scatter": 1, "sum": 2, "exchange": 3}
+
+HANDED: tuple[State, ...] = ("batch", "features", "full")
+"""How values lie between layers."""
+TAKEN: tuple[State, ...] = ("batch", "features", "full", "copy")
+"""How layers take values."""
+MADE: tuple[State, ...] = ("batch", "features", "full", "partial")
+"""How layers make values."""
+
+States = tuple[State, ...]
+
+
+def taken(rule: Rule) -> State:
+    """How a layer takes its input: ranks that make other outputs of one input each have a summand of its gradient."""
+    return "copy" if rule.input == "full" and rule.axes else rule.input
+
+
+def home_states(dimensions: int) -> States:
+    """Cut by samples along all dimensions of the mesh, as the model's input and output are."""
+    batch: State = "batch"
+    return (batch,) * dimensions
+
+
+def all_states(kinds: Sequence[State], dimensions: int) -> tuple[States, ...]:
+    """Each combination of one state a dimension of the mesh."""
+    return tuple(product(kinds, repeat=dimensions))
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What changes between all pairs of states send, for each byte that a value has on a rank under data parallelism.
+
+    Attributes:
+        forward: [from, to, dimension, collective] bytes that each rank sends of the value.
+        backward: [from, to, dimension, collective] bytes that each rank sends of its gradient.
+        calls_forward, calls_backward: [from, to, dimension, collective] how many collectives there are.
+    """
+
+    forward: NDArray[numpy.float64]
+    backward: NDArray[numpy.float64]
+    calls_forward: NDArray[numpy.float64]
+    calls_backward: NDArray[numpy.float64]
+
+
+@cache
+def traffic(
+    mesh: tuple[int, ...], sources: tuple[States, ...], goals: tuple[States, ...], has_samples: bool
+) -> Traffic:
+    """The traffic of changes of layout.
+
+    Args:
+        mesh: sizes of the dimensions.
+        sources, goals: the states.
+        has_samples: whether the values have an axis of samples.
+    """
+    shape = (len(sources), len(goals), len(mesh), len(COLLECTIVES))
+    found = [numpy.zeros(shape) for _ in range(4)]
+    for i, source in enumerate(sources):
+        for j, goal in enumerate(goals):
+            size = local_size(source, mesh, has_samples)
+            for kind, back, dimension in _program(source, goal, has_samples):
+                ranks = mesh[dimension]
+                before, size = size, size * _growth(kind, ranks)
+                for which, (operation, payload) in enumerate(((kind, before), (back, size))):
+                    if operation in _COLLECTIVE_OF:
+                        place = i, j, dimension, _COLLECTIVE_OF[operation]
+                        found[which][place] += payload * sent(operation, ranks)
+                        found[which + 2][place] += 1
+    return Traffic(*found)
+
+
+def local_size(states: States, mesh: Sequence[int], has_samples: bool) -> float:
+    """Bytes on one rank in these states for each byte under data parallelism."""
+    size = 1.0
+    for state, ranks in zip(states, mesh, strict=True):
+        if state != "batch" and has_samples:
+            size *= ranks
+        if state == "features":
+            size /= ranks
+    return size
+
+
+def sent(operation: str, ranks: int) -> float:
+    """Bytes that a rank sends in a collective for each byte that it puts in; operations as of `execution.layouts`."""
+    if operation == "gather":
+        return ranks - 1.0
+    return (ranks - 1) / ranks * (2 if operation == "sum" else 1)
+
+
+def _growth(kind: str, ranks: int) -> float:
+    """By how much a move makes a rank's part larger."""
+    return {"gather": ranks, "pad": ranks, "cut": 1 / ranks, "scatter": 1 / ranks}.get(kind, 1.0)
+
+
+@cache
+def _program(source: States, goal: States, has_samples: bool) -> tuple[tuple[str, str, int], ...]:
+    """The moves from one layout to another: what happens to the value, to its gradient, and the dimension."""
+    # What the sizes are does not matter here.
+    layout = Placement(source, 0 if has_samples else None, 1)
+    return tuple((move.kind, move.back, move.dimension) for move in moves(layout, goal, (2,) * len(source)))

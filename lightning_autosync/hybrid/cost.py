@@ -1,0 +1,181 @@
+"""What operators, and changes of layout between them, cost: seconds and bytes of one rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy
+from numpy.typing import NDArray
+
+from lightning_autosync.hybrid.conversions import States, local_size, taken
+from lightning_autosync.hybrid.graph import Operator, Value, Weight, Work
+from lightning_autosync.hybrid.plan import Signature
+from lightning_autosync.hybrid.pricing import Pricing
+
+FORWARD, BACKWARD, BOXING_FORWARD, BOXING_BACKWARD, SYNCHRONIZATION, UPDATE, STATE, KEPT = range(8)
+"""Places in a vector of costs: seconds of computing, of changes of layout, of summing replicas' gradients and of the
+optimizer; bytes of parameters, gradients and optimizer state, and of results that the backward pass needs."""
+COSTS = 8
+
+Costs = NDArray[numpy.float64]
+"""[..., COSTS]"""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a step does beside the model.
+
+    Attributes:
+        slots: numbers that the optimizer keeps for each parameter; 2 for Adam.
+        overlap: whether replicas' gradients travel while the backward pass computes.
+    """
+
+    slots: float = 2.0
+    overlap: bool = True
+
+
+def step_seconds(costs: Costs, overlap: bool = True) -> NDArray[numpy.float64]:
+    """[...] seconds of a step: changes of layout keep a rank waiting, gradients if they take longer than backward."""
+    backward, summing = costs[..., BACKWARD], costs[..., SYNCHRONIZATION]
+    together = numpy.maximum(backward, summing) if overlap else backward + summing
+    return (
+        costs[..., FORWARD] + costs[..., BOXING_FORWARD] + costs[..., BOXING_BACKWARD] + costs[..., UPDATE] + together
+    )
+
+
+def memory_bytes(costs: Costs) -> NDArray[numpy.float64]:
+    """[...] bytes that a rank needs."""
+    return costs[..., STATE] + costs[..., KEPT]
+
+
+def legal_signatures(operator: Operator, mesh: Sequence[int]) -> list[tuple[Signature, ...]]:
+    """The signatures that an operator's sizes allow."""
+    found: list[tuple[Signature, ...]] = [()]
+    for _ in mesh:
+        found = [(*signature, name) for signature in found for name in operator.rules]
+    return [signature for signature in found if _fits(operator, signature, mesh)]
+
+
+def _fits(operator: Operator, signature: Sequence[Signature], mesh: Sequence[int]) -> bool:
+    # As `signatures.refusal`, of which plans are told the reason.
+    column = operator.rules["col"].axes if "col" in operator.rules else {}
+    for weight in operator.weights:
+        for axis, extent in enumerate(weight.shape):
+            pieces = _pieces(operator, signature, mesh, weight.name, axis)
+            parts = operator.parts if column.get(weight.name) == axis else 1
+            if pieces > 1 and extent % (pieces * parts):
+                return False
+    heads = math.prod(size for name, size in zip(signature, mesh, strict=True) if name == "heads")
+    return operator.heads % heads == 0
+
+
+def _pieces(
+    operator: Operator, signature: Sequence[Signature], mesh: Sequence[int], weight: str, axis: int | None = None
+) -> int:
+    """Into how many pieces a weight is cut, along one axis or in all."""
+    cut = 1
+    for name, size in zip(signature, mesh, strict=True):
+        axes = operator.rules[name].axes
+        if weight in axes and axis in (None, axes[weight]):
+            cut *= size
+    return cut
+
+
+def makes(operator: Operator, signature: Sequence[Signature]) -> States:
+    """The states in which an operator makes its output."""
+    return tuple(operator.rules[name].result for name in signature)
+
+
+def takes(operator: Operator, signature: Sequence[Signature]) -> States:
+    """The states in which an operator takes its input."""
+    return tuple(taken(operator.rules[name]) for name in signature)
+
+
+def replica_dimensions(signature: Sequence[Signature]) -> tuple[int, ...]:
+    """The dimensions of the mesh over whose ranks gradients are summed."""
+    return tuple(dimension for dimension, name in enumerate(signature) if name == "dp")
+
+
+def local_bytes(
+    operator: Operator, weights: Iterable[Weight], signature: Sequence[Signature], mesh: Sequence[int]
+) -> float:
+    """Bytes of some weights on one rank."""
+    return sum(weight.bytes / _pieces(operator, signature, mesh, weight.name) for weight in weights)
+
+
+class LayerCosts:
+    """Costs of operators on one mesh."""
+
+    def __init__(self, pricing: Pricing, settings: Settings) -> None:
+        self.pricing = pricing
+        self.settings = settings
+
+    def layer(self, operator: Operator, signature: tuple[Signature, ...], own: Sequence[Weight]) -> Costs:
+        """What an operator costs by itself.
+
+        Args:
+            operator: any.
+            signature: how it is split.
+            own: its weights but for those that another operator has too and is charged for.
+        """
+        costs = numpy.zeros(COSTS)
+        if operator.module is None:
+            return costs
+        rates, mesh, crowd = self.pricing.rates, self.pricing.mesh, self.pricing.crowd
+        scale = self._scale(operator, signature)
+        total = sum(weight.bytes for weight in operator.weights)
+        read = local_bytes(operator, operator.weights, signature, mesh)
+        moved = max(0.0, operator.work.moved - total) * scale + read
+        work = Work(operator.work.flops * scale, moved, operator.work.calls)
+        costs[FORWARD] = self._seconds(work) + rates.layer * crowd / 2
+        costs[BACKWARD] = 2 * self._seconds(work) + rates.layer * crowd / 2
+        held = local_bytes(operator, own, signature, mesh)
+        trained = local_bytes(operator, [weight for weight in own if weight.trainable], signature, mesh)
+        costs[SYNCHRONIZATION] = self.pricing.gradients(replica_dimensions(signature), trained)
+        costs[UPDATE] = trained / rates.update * crowd
+        costs[STATE] = held + trained * (1 + self.settings.slots)
+        given = sum({edge.tensor: edge.value.bytes for edge in operator.inputs}.values())
+        kept = min(float(given), operator.work.kept)
+        sampled = _has_samples(operator.inputs[0].value) if operator.inputs else False
+        costs[KEPT] = kept * local_size(takes(operator, signature), mesh, sampled) + (operator.work.kept - kept) * scale
+        return costs
+
+    def after(self, operator: Operator, handed: States) -> Costs:
+        """What follows an operator costs, in the layout that it hands on."""
+        scale = local_size(handed, self.pricing.mesh, _has_samples(operator.output))
+        work = operator.after
+        costs = numpy.zeros(COSTS)
+        costs[FORWARD] = self._seconds(Work(work.flops * scale, work.moved * scale, work.calls))
+        costs[BACKWARD] = 2 * costs[FORWARD]
+        costs[KEPT] = work.kept * scale
+        return costs
+
+    def change(self, value: Value, sources: tuple[States, ...], goals: tuple[States, ...]) -> Costs:
+        """[sources, goals, COSTS] what changes of a value's layout cost."""
+        seconds = self.pricing.changes(sources, goals, _has_samples(value))
+        costs = numpy.zeros((len(sources), len(goals), COSTS))
+        costs[..., BOXING_FORWARD] = seconds.forward * value.bytes + seconds.forward_calls
+        if value.differentiable:
+            costs[..., BOXING_BACKWARD] = seconds.backward * value.bytes + seconds.backward_calls
+        return costs
+
+    def _scale(self, operator: Operator, signature: Sequence[Signature]) -> float:
+        """Work of one rank, as a multiple of that of its own samples with all of the operator."""
+        sampled, scale = _has_samples(operator.output), 1.0
+        for name, size in zip(signature, self.pricing.mesh, strict=True):
+            if sampled and name == "rep":
+                scale *= size
+            if not sampled and operator.rules[name].axes:
+                scale /= size
+        return scale
+
+    def _seconds(self, work: Work) -> float:
+        rates = self.pricing.rates
+        seconds = work.flops / rates.flops + work.moved / rates.memory + work.calls * rates.operation
+        return seconds * self.pricing.crowd
+
+
+def _has_samples(value: Value) -> bool:
+    return value.batch_axis is not None

@@ -1,0 +1,205 @@
+"""What a plan costs: the seconds of a step, the bytes that each rank sends, and its memory."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy
+
+from lightning_autosync.cluster import ClusterSpec
+from lightning_autosync.errors import PlanError
+from lightning_autosync.hybrid.conversions import COLLECTIVES, Collective, States, home_states, sent, traffic
+from lightning_autosync.hybrid.cost import (
+    COSTS,
+    Costs,
+    LayerCosts,
+    Settings,
+    local_bytes,
+    makes,
+    memory_bytes,
+    replica_dimensions,
+    step_seconds,
+    takes,
+)
+from lightning_autosync.hybrid.execution.functions.operands import unify
+from lightning_autosync.hybrid.execution.layouts import Layout as Placement
+from lightning_autosync.hybrid.graph import INPUT, Graph, Operator, Value
+from lightning_autosync.hybrid.mesh import Links
+from lightning_autosync.hybrid.plan import HybridPlan, LayerPlan
+from lightning_autosync.hybrid.pricing import Pricing
+from lightning_autosync.hybrid.rates import HybridRates
+
+Pass = Literal["forward", "backward", "gradients"]
+
+
+@dataclass(frozen=True)
+class Sent:
+    """Bytes that each rank sends in a step.
+
+    Attributes:
+        phase: ``forward`` and ``backward`` for changes of layout, ``gradients`` for the sums over replicas.
+        dimensions: of the mesh, along which the ranks that take part lie.
+        collective: what carries them.
+        bytes: payload.
+    """
+
+    phase: Pass
+    dimensions: tuple[int, ...]
+    collective: Collective
+    bytes: float
+
+
+@dataclass(frozen=True)
+class HybridPrediction:
+    """What a plan costs.
+
+    Attributes:
+        costs: [COSTS]; see `lightning_autosync.hybrid.cost`.
+        sent: bytes by pass, dimensions and collective; what is zero is left out.
+        settings: with which it was predicted.
+    """
+
+    costs: Costs
+    sent: tuple[Sent, ...]
+    settings: Settings
+
+    @property
+    def step_seconds(self) -> float:
+        return float(step_seconds(self.costs, self.settings.overlap))
+
+    @property
+    def memory(self) -> float:
+        """Bytes on one rank."""
+        return float(memory_bytes(self.costs))
+
+    @property
+    def bytes(self) -> float:
+        """Bytes that each rank sends in a step."""
+        return sum(part.bytes for part in self.sent)
+
+
+def predict(
+    plan: HybridPlan,
+    graph: Graph,
+    cluster: ClusterSpec | Links,
+    rates: HybridRates | None = None,
+    settings: Settings | None = None,
+) -> HybridPrediction:
+    """What a plan costs on a cluster.
+
+    Args:
+        plan: for the model of ``graph``.
+        graph: the model's.
+        cluster: its links are measured.
+        rates: of hosts and backend; the defaults if None.
+        settings: of the step.
+
+    Raises:
+        PlanError: the plan is for another model or number of ranks, or an operator has no layer.
+        ClusterError: the rates of the links are unknown.
+    """
+    links = cluster if isinstance(cluster, Links) else Links(cluster)
+    if plan.world_size != links.cluster.world_size:
+        raise PlanError(
+            f"plan: mesh: {plan.world_size} ranks, cluster '{links.cluster.name}' has {links.cluster.world_size}"
+        )
+    if plan.workload not in (None, graph.fingerprint):
+        raise PlanError(
+            f"plan: workload: it was made for another model ({plan.workload}; this one is {graph.fingerprint})"
+        )
+    ranks = tuple(int(rank) for rank in plan.rank_array.ravel())
+    settings = settings or Settings()
+    costs = LayerCosts(Pricing(plan.mesh, ranks, links, rates or HybridRates()), settings)
+    return _Predictor(plan, graph, costs).run()
+
+
+class _Predictor:
+    def __init__(self, plan: HybridPlan, graph: Graph, costs: LayerCosts) -> None:
+        self._plan, self._graph, self._costs = plan, graph, costs
+        self._home = home_states(len(plan.mesh))
+        self._total = numpy.zeros(COSTS)
+        self._sent: dict[tuple[Pass, tuple[int, ...], Collective], float] = defaultdict(float)
+        self._taken: set[tuple[int, str, States]] = set()
+        self._handed: list[States] = []
+
+    def run(self) -> HybridPrediction:
+        seen: set[str] = set()
+        for operator in self._graph.operators:
+            if operator.meets:
+                self._handed.append(self._meet(operator))
+                continue
+            if operator.module is None:
+                self._take(operator, self._home)
+                self._handed.append(self._home)
+                continue
+            layer = self._plan.layer(operator.module)
+            if layer is None:
+                raise PlanError(f"plan: layers: '{operator.module}' has parameters and no layer")
+            own = [weight for weight in operator.weights if weight.path not in seen]
+            seen.update(weight.path for weight in own)
+            self._total += self._costs.layer(operator, layer.signature, own)
+            trained = local_bytes(
+                operator, [weight for weight in own if weight.trainable], layer.signature, self._plan.mesh
+            )
+            self._sum(replica_dimensions(layer.signature), trained)
+            self._take(operator, takes(operator, layer.signature))
+            made, handed = makes(operator, layer.signature), handed_on(operator, layer)
+            self._change(operator.output, made, handed)
+            self._total += self._costs.after(operator, handed)
+            self._handed.append(handed)
+        for index in self._graph.outputs:
+            self._change(self._graph.operators[index].output, self._handed[index], self._home)
+        sent = tuple(Sent(*key, size) for key, size in self._sent.items() if size)
+        return HybridPrediction(self._total, sent, self._costs.settings)
+
+    def _meet(self, operator: Operator) -> States:
+        """Where results meet that lie differently, all are brought into one layout, as the execution does."""
+        sources = [edge for edge in operator.inputs if edge.source != INPUT]
+        states = unify([Placement(self._handed[edge.source]) for edge in sources])
+        for edge in sources:
+            self._change(edge.value, self._handed[edge.source], states)
+        return states
+
+    def _take(self, operator: Operator, states: States) -> None:
+        for edge in operator.inputs:
+            key = edge.source, edge.tensor, states
+            if key in self._taken:
+                continue
+            self._taken.add(key)
+            if edge.source == INPUT:
+                value = Value(edge.value.shape, edge.value.itemsize, edge.value.batch_axis, differentiable=False)
+                self._change(value, self._home, states)
+            else:
+                self._change(edge.value, self._handed[edge.source], states)
+
+    def _change(self, value: Value, source: States, goal: States) -> None:
+        if source == goal:
+            return
+        self._total += self._costs.change(value, (source,), (goal,))[0, 0]
+        sends = traffic(self._plan.mesh, (source,), (goal,), value.batch_axis is not None)
+        self._log("forward", sends.forward[0, 0] * value.bytes)
+        if value.differentiable:
+            self._log("backward", sends.backward[0, 0] * value.bytes)
+
+    def _log(self, phase: Pass, sends: Costs) -> None:
+        for dimension, row in enumerate(sends):
+            for collective, size in zip(COLLECTIVES, row, strict=True):
+                self._sent[phase, (dimension,), collective] += float(size)
+
+    def _sum(self, dimensions: tuple[int, ...], size: float) -> None:
+        ranks = int(numpy.prod([self._plan.mesh[dimension] for dimension in dimensions]))
+        if ranks > 1:
+            self._sent["gradients", dimensions, "all_reduce"] += size * sent("sum", ranks)
+
+
+def handed_on(operator: Operator, layer: LayerPlan) -> States:
+    """The states in which a layer hands on its output."""
+    asked: Sequence[str | None] = layer.output or (None,) * len(layer.signature)
+    rules = [operator.rules[name] for name in layer.signature]
+    states = (
+        "batch" if rule.result == "batch" else want or rule.output for rule, want in zip(rules, asked, strict=True)
+    )
+    return tuple(states)  # type: ignore[arg-type]

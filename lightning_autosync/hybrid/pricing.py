@@ -1,0 +1,102 @@
+"""Seconds of collectives along the dimensions of a mesh, and of changes of layout made of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy
+from numpy.typing import NDArray
+
+from lightning_autosync.hybrid.conversions import COLLECTIVES, Collective, States, sent, traffic
+from lightning_autosync.hybrid.mesh import Links
+from lightning_autosync.hybrid.plan import groups_along
+from lightning_autosync.hybrid.rates import CollectiveRate, HybridRates
+
+BUCKET = 25 * 2**20
+"""Bytes of gradients that travel as one message, about."""
+
+
+@dataclass(frozen=True)
+class ChangeSeconds:
+    """Seconds of changes between all pairs of states.
+
+    Attributes:
+        forward, backward: [from, to] seconds for each byte that the value has on a rank under data parallelism.
+        forward_calls, backward_calls: [from, to] seconds however small it is.
+    """
+
+    forward: NDArray[numpy.float64]
+    backward: NDArray[numpy.float64]
+    forward_calls: NDArray[numpy.float64]
+    backward_calls: NDArray[numpy.float64]
+
+
+class Pricing:
+    """What collectives cost on one mesh.
+
+    Args:
+        mesh: sizes of the dimensions.
+        ranks: the rank at each place, row by row.
+        links: of the cluster.
+        rates: of hosts and backend.
+    """
+
+    def __init__(self, mesh: Sequence[int], ranks: Sequence[int], links: Links, rates: HybridRates) -> None:
+        self.mesh = tuple(mesh)
+        self.ranks = tuple(ranks)
+        self.rates = rates
+        self.crowd = rates.crowd(math.prod(mesh))
+        self._links = links
+        self._array = numpy.array(self.ranks, dtype=numpy.int64).reshape(self.mesh)
+        self._prices: dict[tuple[Collective, tuple[int, ...]], tuple[float, float]] = {}
+        self._changes: dict[tuple[tuple[States, ...], tuple[States, ...], bool], ChangeSeconds] = {}
+
+    def byte_and_call(self, collective: Collective, dimensions: tuple[int, ...]) -> tuple[float, float]:
+        """Seconds for each byte that a rank sends in a collective along some dimensions, and seconds of a call."""
+        key = collective, dimensions
+        if key not in self._prices:
+            self._prices[key] = self._price(collective, dimensions)
+        return self._prices[key]
+
+    def _price(self, collective: Collective, dimensions: tuple[int, ...]) -> tuple[float, float]:
+        pace = self._links.pace(groups_along(self._array, dimensions))
+        peers = math.prod(self.mesh[dimension] for dimension in dimensions) - 1
+        rate: CollectiveRate = getattr(self.rates, collective)
+        pairwise = collective == "all_to_all" or (collective == "reduce_scatter" and self.rates.backend == "gloo")
+        wire = (pace.spread if pairwise else pace.ring) * self.rates.framing * rate.wire
+        hops = 1 if pairwise else 2 * peers if collective == "all_reduce" else peers
+        call = (rate.call + rate.peer * peers) * self.crowd + pace.latency * hops
+        return wire + rate.host * self.crowd, call
+
+    def gradients(self, dimensions: tuple[int, ...], size: float) -> float:
+        """Seconds to sum gradients of so many bytes on each rank over the ranks along some dimensions."""
+        ranks = math.prod(self.mesh[dimension] for dimension in dimensions)
+        if ranks == 1 or size == 0:
+            return 0.0
+        byte, call = self.byte_and_call("all_reduce", dimensions)
+        return byte * sent("sum", ranks) * size + call * size / BUCKET
+
+    @cached_property
+    def _costs(self) -> tuple[NDArray[numpy.float64], NDArray[numpy.float64]]:
+        """[dimension, collective] seconds for each byte sent, and seconds of a call."""
+        costs = numpy.array(
+            [[self.byte_and_call(kind, (dimension,)) for kind in COLLECTIVES] for dimension in range(len(self.mesh))]
+        )
+        return costs[:, :, 0], costs[:, :, 1]
+
+    def changes(self, sources: tuple[States, ...], goals: tuple[States, ...], has_samples: bool) -> ChangeSeconds:
+        """Seconds of the changes from each of some states to each of others."""
+        key = sources, goals, has_samples
+        if key not in self._changes:
+            sends = traffic(self.mesh, sources, goals, has_samples)
+            byte, call = self._costs
+            self._changes[key] = ChangeSeconds(
+                (sends.forward * byte).sum(axis=(2, 3)),
+                (sends.backward * byte).sum(axis=(2, 3)),
+                (sends.calls_forward * call).sum(axis=(2, 3)),
+                (sends.calls_backward * call).sum(axis=(2, 3)),
+            )
+        return self._changes[key]

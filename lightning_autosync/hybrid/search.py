@@ -1,0 +1,222 @@
+"""The search for plans: coordinate descent on each mesh of a cluster, from several starts."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from lightning_autosync.cluster import ClusterSpec
+from lightning_autosync.errors import PlanError
+from lightning_autosync.hybrid.cost import Costs, LayerCosts, Settings, memory_bytes, step_seconds
+from lightning_autosync.hybrid.descent import Descent
+from lightning_autosync.hybrid.exact import exact
+from lightning_autosync.hybrid.graph import Graph
+from lightning_autosync.hybrid.mesh import Links, near_order, shapes
+from lightning_autosync.hybrid.plan import HybridPlan, Signature
+from lightning_autosync.hybrid.pricing import Pricing
+from lightning_autosync.hybrid.rates import HybridRates
+from lightning_autosync.hybrid.structure import Structure, structure
+from lightning_autosync.hybrid.tables import ILLEGAL, Tables, plan_of, tables
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A plan and what it costs.
+
+    Attributes:
+        plan: it.
+        step_seconds: predicted seconds of a step.
+        memory: predicted bytes on one rank.
+        costs: [COSTS] what these are made of; see `lightning_autosync.hybrid.cost`.
+        origin: where it comes from: ``search``, ``data parallel`` or ``megatron``.
+    """
+
+    plan: HybridPlan
+    step_seconds: float
+    memory: float
+    costs: Costs = field(repr=False, compare=False)
+    origin: str
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search found.
+
+    Attributes:
+        plans: the best that fit into memory, the fastest first; if none fits, the one that needs the least.
+        data_parallel: every rank all of the model, its own samples.
+        megatron: linear layers cut by output and by input features in turn, on the best mesh; None where no
+            dimension of any mesh can be used so.
+    """
+
+    plans: tuple[Candidate, ...]
+    data_parallel: Candidate
+    megatron: Candidate | None
+
+    @property
+    def best(self) -> Candidate:
+        return self.plans[0]
+
+
+def search(
+    graph: Graph,
+    cluster: ClusterSpec,
+    rates: HybridRates | None = None,
+    *,
+    memory: float | None = None,
+    settings: Settings | None = None,
+    starts: int = 4,
+    keep: int = 5,
+    seed: int = 0,
+    meshes: Sequence[tuple[int, ...]] | None = None,
+) -> Found:
+    """The best plans for a model on a cluster, and the two that everybody knows.
+
+    Args:
+        graph: the model's.
+        cluster: its links are measured.
+        rates: of hosts and backend; the defaults if None.
+        memory: bytes that a rank may use; None for any number.
+        settings: of the step.
+        starts: random starts of the descent on each mesh, beside data parallelism, the Megatron alternation, and the
+            best plan without overlap.
+        keep: plans that are returned.
+        seed: of the starts.
+        meshes: sizes of the meshes that are tried; all with up to three dimensions if None.
+
+    Raises:
+        ClusterError: the rates of the links are unknown.
+    """
+    cluster.require_measured()
+    return _Search(graph, cluster, rates or HybridRates(), memory, settings or Settings(), starts, keep, seed).run(
+        meshes or shapes(cluster.world_size)
+    )
+
+
+class _Choice:
+    """An alternative for each choice on one mesh."""
+
+    def __init__(self, on_mesh: Tables, states: tuple[int, ...], origin: str) -> None:
+        self.on_mesh, self.states, self.origin = on_mesh, states, origin
+        self.costs = on_mesh.total(states)
+        self.memory = float(memory_bytes(self.costs))
+
+    def seconds(self, overlap: bool) -> float:
+        return float(step_seconds(self.costs, overlap))
+
+
+class _Search:
+    def __init__(
+        self,
+        graph: Graph,
+        cluster: ClusterSpec,
+        rates: HybridRates,
+        memory: float | None,
+        settings: Settings,
+        starts: int,
+        keep: int,
+        seed: int,
+    ) -> None:
+        self._structure = structure(graph)
+        self._links, self._ranks = Links(cluster), near_order(cluster)
+        self._rates, self._memory, self._settings = rates, memory, settings
+        self._starts, self._keep, self._random = starts, keep, random.Random(seed)
+
+    def run(self, meshes: Sequence[tuple[int, ...]]) -> Found:
+        flat = self._tables((len(self._ranks),))
+        data_parallel = self._candidate(_Choice(flat, _all(flat, "dp"), "data parallel"))
+        chosen: list[_Choice] = []
+        for mesh in meshes:
+            on_mesh = self._tables(mesh)
+            megatron = self._megatron(on_mesh) if len(mesh) < 3 else None
+            if megatron is not None:
+                chosen.append(_Choice(on_mesh, megatron, "megatron"))
+            chosen += [_Choice(on_mesh, choice, "search") for choice in self._descents(on_mesh, megatron)]
+        chosen.sort(key=self._order)
+        alternations = [choice for choice in chosen if choice.origin == "megatron"]
+        megatron_plan = self._candidate(alternations[0]) if alternations else None
+        return Found(tuple(self._best(chosen, data_parallel)), data_parallel, megatron_plan)
+
+    def _best(self, chosen: Sequence[_Choice], data_parallel: Candidate) -> list[Candidate]:
+        """The first different plans, data parallelism in its place among them; those that fit, or one that does not."""
+        found = {data_parallel.plan.fingerprint: data_parallel} if self._fits(data_parallel.memory) else {}
+        for choice in chosen:
+            if len(found) > self._keep or (found and not self._fits(choice.memory)):
+                break
+            candidate = self._candidate(choice)
+            # Data parallelism is the same on all meshes.
+            if not candidate.plan.is_data_parallel:
+                found.setdefault(candidate.plan.fingerprint, candidate)
+        ranked = sorted(found.values(), key=lambda candidate: candidate.step_seconds)
+        return ranked[: self._keep] or [data_parallel]
+
+    def _order(self, choice: _Choice) -> tuple[bool, float]:
+        """Those that fit first, the fastest first; then those that do not, the smallest first."""
+        fits = self._fits(choice.memory)
+        return not fits, choice.seconds(self._settings.overlap) if fits else choice.memory
+
+    def _tables(self, mesh: tuple[int, ...]) -> Tables:
+        pricing = Pricing(mesh, self._ranks, self._links, self._rates)
+        return tables(self._structure, LayerCosts(pricing, self._settings))
+
+    def _fits(self, memory: float) -> bool:
+        return self._memory is None or memory <= self._memory
+
+    def _candidate(self, choice: _Choice) -> Candidate:
+        plan = plan_of(choice.on_mesh, choice.states)
+        return Candidate(plan, choice.seconds(self._settings.overlap), choice.memory, choice.costs, choice.origin)
+
+    def _descents(self, on_mesh: Tables, megatron: Sequence[int] | None) -> Iterator[tuple[int, ...]]:
+        descent = Descent(on_mesh, self._memory, self._settings.overlap)
+        starts: list[Sequence[int]] = [_all(on_mesh, "dp"), *([] if megatron is None else [megatron])]
+        # The best without overlap is near the best with it.
+        with suppress(PlanError):
+            starts.append(exact(on_mesh)[0])
+        starts += [self._drawn(on_mesh) for _ in range(self._starts)]
+        for start in starts:
+            choice, _ = descent.run(start)
+            if step_seconds(on_mesh.total(choice)) < ILLEGAL:
+                yield choice
+
+    def _drawn(self, on_mesh: Tables) -> list[int]:
+        return [self._random.randrange(len(table)) for table in on_mesh.alone]
+
+    def _megatron(self, on_mesh: Tables) -> tuple[int, ...] | None:
+        """Linear layers cut along the last dimension by output and input features in turn; the rest is descended to."""
+        mesh = on_mesh.costs.pricing.mesh
+        pattern = _alternation(self._structure)
+        start, fixed = list(_all(on_mesh, "dp")), []
+        for layer, name in pattern.items():
+            wanted = (*("dp",) * (len(mesh) - 1), name)
+            if wanted in on_mesh.signatures[layer]:
+                start[layer] = on_mesh.signatures[layer].index(wanted)
+                fixed.append(layer)
+        if not fixed:
+            return None
+        choice, _ = Descent(on_mesh, self._memory, self._settings.overlap, fixed).run(start)
+        return choice if step_seconds(on_mesh.total(choice)) < ILLEGAL else None
+
+
+def _all(on_mesh: Tables, name: Signature) -> tuple[int, ...]:
+    """The choice of one signature for all layers along all dimensions; their values are cut by samples."""
+    wanted = (name,) * len(on_mesh.costs.pricing.mesh)
+    layers = [alternatives.index(wanted) for alternatives in on_mesh.signatures]
+    return (*layers, *[0] * (len(on_mesh.alone) - on_mesh.layers))
+
+
+def _alternation(of: Structure) -> dict[int, Signature]:
+    """``col`` and ``row`` in turn for the linear layers, ``heads`` for attention."""
+    operators = of.graph.operators
+    pattern: dict[int, Signature] = {}
+    for layer, members in enumerate(of.layers):
+        operator = operators[members[0]]
+        if operator.kind == "attention":
+            pattern[layer] = "heads"
+        elif operator.kind in ("linear", "transposed_linear"):
+            # What takes pieces of features that lie as they are made sums over them.
+            feeding = [flow for flow in of.flows if flow.target == layer and flow.source is not None]
+            after_column = any(pattern.get(flow.source) == "col" for flow in feeding if flow.source is not None)
+            pattern[layer] = "row" if after_column and all(flow.units > 1 for flow in feeding) else "col"
+    return pattern
