@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -43,10 +43,11 @@ def capture(module: nn.Module, *args: Any, **kwargs: Any) -> Graph:
         raise WorkloadError(f"{title(module)}: its forward pass calls no module that has parameters and can be split")
     traced, notes = _traced(module, args, kwargs, calls)
     paths = {parameter: path for path, parameter in module.named_parameters()}
+    outside = _held_outside(module)
     return Graph(
         fingerprint(module),
         given[0].shape[0],
-        tuple(_operators(module, traced.nodes, calls, paths)),
+        tuple(_operators(module, traced.nodes, calls, paths, outside)),
         traced.outputs,
         tuple(_loose(module, traced.loose)),
         (*notes, *_notes(module)),
@@ -92,7 +93,11 @@ def _chain(module: nn.Module, calls: Sequence[Call]) -> Trace:
 
 
 def _operators(
-    module: nn.Module, nodes: Sequence[Node], calls: Sequence[Call], paths: Mapping[nn.Parameter, str]
+    module: nn.Module,
+    nodes: Sequence[Node],
+    calls: Sequence[Call],
+    paths: Mapping[nn.Parameter, str],
+    outside: Set[nn.Parameter],
 ) -> list[Operator]:
     waiting: dict[str, list[Call]] = defaultdict(list)
     for call in calls[1:]:
@@ -107,7 +112,9 @@ def _operators(
             operators.append(Operator(node.name, None, None, rules, tuple(node.inputs), node.output, units))
             continue
         part, call = module.get_submodule(node.path), waiting[node.path].pop(0)
-        weights = tuple(_weight(name, parameter, paths) for name, parameter in part.named_parameters())
+        weights = tuple(
+            _weight(name, parameter, paths, parameter in outside) for name, parameter in part.named_parameters()
+        )
         inputs = tuple(node.inputs)
         operators.append(
             Operator(
@@ -118,9 +125,16 @@ def _operators(
     return operators
 
 
-def _weight(name: str, parameter: nn.Parameter, paths: Mapping[nn.Parameter, str]) -> Weight:
+def _weight(name: str, parameter: nn.Parameter, paths: Mapping[nn.Parameter, str], outside: bool) -> Weight:
     shape = tuple(parameter.shape)
-    return Weight(name, paths[parameter], shape, parameter.element_size(), parameter.requires_grad)
+    return Weight(name, paths[parameter], shape, parameter.element_size(), parameter.requires_grad, outside)
+
+
+def _held_outside(module: nn.Module) -> set[nn.Parameter]:
+    """Parameters that modules have which are no operators, nor parts of one."""
+    operators = {part for operator in operator_paths(module).values() for part in operator.modules()}
+    rest = (part for part in module.modules() if part not in operators)
+    return {parameter for part in rest for parameter in part.parameters(recurse=False)}
 
 
 def _loose(module: nn.Module, used: Mapping[str, int]) -> list[Loose]:
@@ -129,7 +143,7 @@ def _loose(module: nn.Module, used: Mapping[str, int]) -> list[Loose]:
         owner, _, name = path.rpartition(".")
         parameter = module.get_parameter(path)
         found[owner, operator].append(
-            Weight(name, path, tuple(parameter.shape), parameter.element_size(), parameter.requires_grad)
+            Weight(name, path, tuple(parameter.shape), parameter.element_size(), parameter.requires_grad, True)
         )
     return [Loose(owner, tuple(weights), operator) for (owner, operator), weights in found.items()]
 
@@ -141,7 +155,7 @@ def _notes(module: nn.Module) -> list[str]:
         if kind_of(part) == "unknown":
             unknown[type(part).__name__].append(path)
     return [
-        f"{name} is not known to this release: replicated or data parallel only ({', '.join(paths[:3])}"
+        f"{name} is not known to this release: data parallel only ({', '.join(paths[:3])}"
         f"{f' and {len(paths) - 3} more' if len(paths) > 3 else ''})"
         for name, paths in unknown.items()
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -65,7 +66,7 @@ def _fits(operator: Operator, signature: Sequence[Signature], mesh: Sequence[int
         for axis, extent in enumerate(weight.shape):
             pieces = _pieces(operator, signature, mesh, weight.name, axis)
             parts = operator.parts if column.get(weight.name) == axis else 1
-            if pieces > 1 and extent % (pieces * parts):
+            if pieces > 1 and (weight.outside or extent % (pieces * parts)):
                 return False
     heads = math.prod(size for name, size in zip(signature, mesh, strict=True) if name == "heads")
     return operator.heads % heads == 0
@@ -93,9 +94,18 @@ def takes(operator: Operator, signature: Sequence[Signature]) -> States:
     return tuple(taken(operator.rules[name]) for name in signature)
 
 
-def replica_dimensions(signature: Sequence[Signature]) -> tuple[int, ...]:
-    """The dimensions of the mesh over whose ranks gradients are summed."""
-    return tuple(dimension for dimension, name in enumerate(signature) if name == "dp")
+def summed(
+    operator: Operator, weights: Iterable[Weight], signature: Sequence[Signature], mesh: Sequence[int]
+) -> dict[tuple[int, ...], float]:
+    """Bytes of gradients on one rank, by the dimensions of the mesh over whose ranks they are summed."""
+    found: dict[tuple[int, ...], float] = defaultdict(float)
+    replicas = tuple(dimension for dimension, name in enumerate(signature) if name == "dp")
+    for weight in weights:
+        if weight.trainable:
+            everywhere = tuple(range(len(mesh)))
+            size = weight.bytes / _pieces(operator, signature, mesh, weight.name)
+            found[everywhere if weight.outside else replicas] += size
+    return found
 
 
 def local_bytes(
@@ -133,13 +143,24 @@ class LayerCosts:
         costs[BACKWARD] = 2 * self._seconds(work) + rates.layer * crowd / 2
         held = local_bytes(operator, own, signature, mesh)
         trained = local_bytes(operator, [weight for weight in own if weight.trainable], signature, mesh)
-        costs[SYNCHRONIZATION] = self.pricing.gradients(replica_dimensions(signature), trained)
+        sums = summed(operator, own, signature, mesh).items()
+        costs[SYNCHRONIZATION] = sum(self.pricing.gradients(dimensions, size) for dimensions, size in sums)
         costs[UPDATE] = trained / rates.update * crowd
         costs[STATE] = held + trained * (1 + self.settings.slots)
         given = sum({edge.tensor: edge.value.bytes for edge in operator.inputs}.values())
         kept = min(float(given), operator.work.kept)
         sampled = _has_samples(operator.inputs[0].value) if operator.inputs else False
         costs[KEPT] = kept * local_size(takes(operator, signature), mesh, sampled) + (operator.work.kept - kept) * scale
+        return costs
+
+    def loose(self, weights: Iterable[Weight]) -> Costs:
+        """What parameters cost that no operator has."""
+        costs, everywhere = numpy.zeros(COSTS), tuple(range(len(self.pricing.mesh)))
+        for weight in weights:
+            trained = weight.bytes if weight.trainable else 0
+            costs[SYNCHRONIZATION] += self.pricing.gradients(everywhere, trained)
+            costs[UPDATE] += trained / self.pricing.rates.update * self.pricing.crowd
+            costs[STATE] += weight.bytes + trained * (1 + self.settings.slots)
         return costs
 
     def after(self, operator: Operator, handed: States) -> Costs:

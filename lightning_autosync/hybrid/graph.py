@@ -84,6 +84,8 @@ class Weight:
         shape: whole.
         itemsize: bytes of an element.
         trainable: whether it has a gradient.
+        outside: whether a module has it that is no operator: then it is whole on each rank, and its gradient may have
+            summands of all ranks.
     """
 
     name: str
@@ -91,6 +93,7 @@ class Weight:
     shape: tuple[int, ...]
     itemsize: int
     trainable: bool
+    outside: bool = False
 
     @property
     def bytes(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy
@@ -17,16 +17,15 @@ from lightning_autosync.hybrid.cost import (
     Costs,
     LayerCosts,
     Settings,
-    local_bytes,
     makes,
     memory_bytes,
-    replica_dimensions,
     step_seconds,
+    summed,
     takes,
 )
 from lightning_autosync.hybrid.execution.functions.operands import unify
 from lightning_autosync.hybrid.execution.layouts import Layout as Placement
-from lightning_autosync.hybrid.graph import INPUT, Graph, Operator, Value
+from lightning_autosync.hybrid.graph import INPUT, Edge, Graph, Operator, Value
 from lightning_autosync.hybrid.mesh import Links
 from lightning_autosync.hybrid.plan import HybridPlan, LayerPlan
 from lightning_autosync.hybrid.pricing import Pricing
@@ -141,15 +140,17 @@ class _Predictor:
             own = [weight for weight in operator.weights if weight.path not in seen]
             seen.update(weight.path for weight in own)
             self._total += self._costs.layer(operator, layer.signature, own)
-            trained = local_bytes(
-                operator, [weight for weight in own if weight.trainable], layer.signature, self._plan.mesh
-            )
-            self._sum(replica_dimensions(layer.signature), trained)
+            for dimensions, size in summed(operator, own, layer.signature, self._plan.mesh).items():
+                self._sum(dimensions, size)
             self._take(operator, takes(operator, layer.signature))
             made, handed = makes(operator, layer.signature), handed_on(operator, layer)
             self._change(operator.output, made, handed)
             self._total += self._costs.after(operator, handed)
             self._handed.append(handed)
+        for loose in self._graph.loose:
+            self._total += self._costs.loose(loose.weights)
+            trained = sum(weight.bytes for weight in loose.weights if weight.trainable)
+            self._sum(tuple(range(len(self._plan.mesh))), trained)
         for index in self._graph.outputs:
             self._change(self._graph.operators[index].output, self._handed[index], self._home)
         sent = tuple(Sent(*key, size) for key, size in self._sent.items() if size)
@@ -159,21 +160,24 @@ class _Predictor:
         """Where results meet that lie differently, all are brought into one layout, as the execution does."""
         sources = [edge for edge in operator.inputs if edge.source != INPUT]
         states = unify([Placement(self._handed[edge.source]) for edge in sources])
-        for edge in sources:
-            self._change(edge.value, self._handed[edge.source], states)
+        for edge in operator.inputs:
+            self._bring(edge, states)
         return states
 
     def _take(self, operator: Operator, states: States) -> None:
         for edge in operator.inputs:
-            key = edge.source, edge.tensor, states
-            if key in self._taken:
-                continue
-            self._taken.add(key)
-            if edge.source == INPUT:
-                value = Value(edge.value.shape, edge.value.itemsize, edge.value.batch_axis, differentiable=False)
-                self._change(value, self._home, states)
-            else:
-                self._change(edge.value, self._handed[edge.source], states)
+            self._bring(edge, states)
+
+    def _bring(self, edge: Edge, states: States) -> None:
+        """A tensor in other states; once, whoever needs it so."""
+        key = edge.source, edge.tensor, states
+        if key in self._taken:
+            return
+        self._taken.add(key)
+        if edge.source == INPUT:
+            self._change(replace(edge.value, differentiable=False), self._home, states)
+        else:
+            self._change(edge.value, self._handed[edge.source], states)
 
     def _change(self, value: Value, source: States, goal: States) -> None:
         if source == goal:

@@ -79,7 +79,8 @@ RULES: dict[Kind, dict[Signature, Rule]] = {
     "norm": dict(_ANYWHERE),
     # Statistics of a rank's own samples, as under DDP.
     "batch_norm": {"dp": _DP},
-    "unknown": dict(_ANYWHERE),
+    # It may look at several samples at once, and then gets no others than under DDP.
+    "unknown": {"dp": _DP},
 }
 """The signatures that each kind of module has."""
 

@@ -86,6 +86,8 @@ class _Builder:
             found.alone.append(self._layer_alone(number, members))
         for number, members in enumerate(self._structure.values):
             found.alone.append(self._value_alone(number, members))
+        for loose in self._structure.graph.loose:
+            found.alone[0] += self._costs.loose(loose.weights)
         for number, members in enumerate(self._structure.values):
             self._add_makers(number, members)
         for index, flow in enumerate(self._structure.flows):
@@ -140,8 +142,13 @@ class _Builder:
         return home_states(len(self._mesh))
 
     def _value_alone(self, number: int, members: Sequence[int]) -> Costs:
-        """The output of the model is cut by samples; layouts that the values cannot have are marked."""
+        """What the model's input costs that meets them; layouts that the values cannot have are marked."""
         found = numpy.zeros((len(self._handed), COSTS))
+        for member in members:
+            for edge in self._operators[member].inputs if self._operators[member].meets else ():
+                if edge.source == INPUT:
+                    change = self._costs.change(edge.value, (self._home,), self._handed)[0]
+                    found[:, BOXING_FORWARD] += change[:, BOXING_FORWARD]
         found[~self._can_cut(self._structure.units[number]), BOXING_FORWARD] += ILLEGAL
         return found
 
@@ -314,14 +321,13 @@ def plan_of(found: Tables, choice: Sequence[int]) -> HybridPlan:
             module=operator.module,
             signature=signature,
             output=None if output == native else output,
-            parts=operator.parts if "col" in signature else 1,
+            parts=operator.parts if "features" in output else 1,
             batch_axis=operator.output.batch_axis,
         )
     for loose in structure.graph.loose:
         if loose.module not in layers:
-            layers[loose.module] = LayerPlan(
-                module=loose.module, signature=_loose(found, choice, loose.operator, outputs)
-            )
+            everywhere: tuple[Signature, ...] = tuple("dp" for _ in found.costs.pricing.mesh)
+            layers[loose.module] = LayerPlan(module=loose.module, signature=everywhere)
     ranks = found.costs.pricing.ranks
     return HybridPlan(
         workload=structure.graph.fingerprint,
@@ -342,11 +348,3 @@ def _outputs(found: Tables, choice: Sequence[int]) -> dict[int, tuple[Layout, ..
     for number, members in enumerate(structure.values):
         outputs.update(dict.fromkeys(members, found.layouts[choice[found.layers + number]]))
     return outputs
-
-
-def _loose(
-    found: Tables, choice: Sequence[int], operator: int, outputs: dict[int, tuple[Layout, ...]]
-) -> tuple[Signature, ...]:
-    """Parameters that are used among values cut by samples have summands of a gradient."""
-    native = ("batch",) * len(found.costs.pricing.mesh)
-    return tuple("dp" if state == "batch" else "rep" for state in outputs.get(operator, native))

@@ -196,7 +196,10 @@ class _Tracer:
         operator, module = self._nodes[index], self._module.get_submodule(path)
         for argument in node.all_input_nodes:
             flow = self._flows[argument]
-            if flow.origin is None or flow.origin == index:
+            if flow.origin == index:
+                continue
+            if flow.origin is None:
+                self._take_constant(operator, module, argument)
                 continue
             self._use(argument)
             self._note_parts(flow)
@@ -217,6 +220,15 @@ class _Tracer:
         operator.output, operator.axes = _value(node, flow), axes
         self._within[node] = index
         return flow
+
+    def _take_constant(self, operator: Node, module: nn.Module, argument: fx.Node) -> None:
+        """Indices that do not depend on the model's input are taken as if they were a part of it."""
+        shape = self._flows[argument].shape
+        if not isinstance(module, nn.Embedding) or self._flows[argument].parameter is not None:
+            return
+        axes = Axes(batch=0 if shape and shape[0] == self._batch else None)
+        value = _value(argument, _Flow(INPUT, axes, shape))
+        operator.inputs.append(Edge(INPUT, value, 1, argument.name))
 
     def _use(self, argument: fx.Node) -> None:
         """An operation of an operator whose result is used outside of it makes the operator's output."""

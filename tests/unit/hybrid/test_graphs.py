@@ -9,7 +9,7 @@ import lightning
 import pytest
 import torch
 import torch.nn.functional as F
-from hybrid_models import IMAGES, TOKENS, Classifier, Gated, Residual, bert, gpt2, mlp, vgg
+from planned_models import IMAGES, TOKENS, Classifier, Gated, Residual, bert, gpt2, mlp, vgg
 from torch import Tensor, nn
 
 from lightning_autosync.errors import WorkloadError
@@ -151,8 +151,8 @@ def test_unknown_modules_are_named() -> None:
     inputs = torch.randn(4, 7, 8)
     before = model(inputs)
     graph = capture(model, inputs)
-    assert graph.notes == ("LSTM is not known to this release: replicated or data parallel only (lstm)",)
-    assert set(graph.operators[0].rules) == {"dp", "rep"}
+    assert graph.notes == ("LSTM is not known to this release: data parallel only (lstm)",)
+    assert set(graph.operators[0].rules) == {"dp"}
     assert graph.operators[0].output.shape == (4, 7, 8)
     assert [(loose.module, loose.weights[0].path) for loose in graph.loose] == [("", "scale")]
     assert torch.equal(model(inputs), before)

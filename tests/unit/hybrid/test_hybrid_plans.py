@@ -10,9 +10,9 @@ from typing import Any
 import jsonschema
 import numpy
 import pytest
-from hybrid_models import bert, gpt2, mlp
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from planned_models import bert, gpt2, mlp
 from torch import nn
 
 from lightning_autosync.cluster import ClusterSpec

@@ -1,9 +1,23 @@
-"""Models whose graphs the tests know."""
+"""Models whose graphs the tests know, and plans for them."""
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
+from functools import cache
+
 import torch
 from torch import Tensor, nn
+
+from lightning_autosync.cluster import ClusterSpec
+from lightning_autosync.hybrid.capture import capture
+from lightning_autosync.hybrid.cost import LayerCosts, Settings, step_seconds
+from lightning_autosync.hybrid.graph import Graph
+from lightning_autosync.hybrid.mesh import Links, near_order
+from lightning_autosync.hybrid.pricing import Pricing
+from lightning_autosync.hybrid.rates import HybridRates
+from lightning_autosync.hybrid.structure import structure
+from lightning_autosync.hybrid.tables import ILLEGAL, Tables, tables
 
 TOKENS = torch.zeros(4, 16, dtype=torch.long)
 
@@ -73,3 +87,45 @@ class Gated(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+
+
+SEQUENCE = torch.zeros(4, 8, 32)
+MODELS: dict[str, tuple[Callable[[], nn.Module], torch.Tensor]] = {
+    "mlp": (mlp, torch.zeros(4, 64)),
+    "vgg": (vgg, IMAGES),
+    "residual": (lambda: nn.Sequential(nn.Linear(32, 32), Residual(), Residual()), SEQUENCE),
+    "loss": (Classifier, torch.zeros(4, 64)),
+    "gated": (lambda: nn.Sequential(nn.Linear(32, 32), Gated(), Gated()), SEQUENCE),
+    "attention": (lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 64, batch_first=True), 2), SEQUENCE),
+    "bert": (bert, TOKENS),
+    "gpt2": (gpt2, TOKENS),
+}
+
+
+@cache
+def graph_of(name: str) -> Graph:
+    model, batch = MODELS[name]
+    return capture(model(), batch)
+
+
+def tables_of(graph: Graph, cluster: ClusterSpec, mesh: tuple[int, ...], collapse: bool = True) -> Tables:
+    pricing = Pricing(mesh, near_order(cluster), Links(cluster), HybridRates())
+    return tables(structure(graph, collapse), LayerCosts(pricing, Settings()))
+
+
+def home(found: Tables) -> list[int]:
+    """Data parallelism."""
+    layers = [alternatives.index(("dp",) * len(alternatives[0])) for alternatives in found.signatures]
+    return [*layers, *[0] * (len(found.alone) - found.layers)]
+
+
+def drawn(found: Tables, rng: random.Random) -> list[int]:
+    """A choice that can be, far from where it began."""
+    choice = home(found)
+    for _ in range(6 * len(choice)):
+        number = rng.randrange(len(choice))
+        state = rng.randrange(len(found.alone[number]))
+        other = [*choice[:number], state, *choice[number + 1 :]]
+        if step_seconds(found.total(other)) < ILLEGAL:
+            choice = other
+    return choice
