@@ -27,6 +27,10 @@ class PlanError(DocumentError):
     """A synchronization plan is wrong, or made for another model or cluster."""
 
 
+class EquivalenceError(PlanError):
+    """A split model does not compute what the unsplit one does, or the two cannot be compared."""
+
+
 class ExchangeError(AutoSyncError, RuntimeError):
     """An exchange between ranks failed: a lost peer, a time-out, or peers that disagree."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import random
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -17,16 +17,20 @@ Undo = Callable[[], None]
 
 
 @contextmanager
-def preserved(*objects: Any) -> Iterator[None]:
+def preserved(*objects: Any, without: Iterable[Tensor] = ()) -> Iterator[None]:
     """Give modules, tensors and the random generators back as they were, also after an error.
 
     Restored are values and identities of everything that ``objects`` reach through modules'
     attributes and plain containers: parameters, buffers, training modes, counters, lists, metric
     states. What lies behind other objects (an open file, a trainer) is left alone. Gradients are
     set aside: inside, every tensor starts without one. Costs one copy of every tensor reached.
+
+    Args:
+        objects: what is given back.
+        without: tensors that are left to the caller.
     """
     with _preserved_random_state(), ExitStack() as undo:
-        _remember(objects, undo)
+        _remember(objects, undo, {id(tensor) for tensor in without})
         yield
 
 
@@ -41,9 +45,9 @@ def _preserved_random_state() -> Iterator[None]:
         yield
 
 
-def _remember(objects: tuple[Any, ...], undo: ExitStack) -> None:
+def _remember(objects: tuple[Any, ...], undo: ExitStack, seen: set[int]) -> None:
     """Note for ``undo`` how to bring back the present state of all that ``objects`` reach."""
-    pending, seen = list(objects), set[int]()
+    pending = list(objects)
     while pending:
         value = pending.pop()
         if id(value) in seen:

@@ -31,7 +31,8 @@ class _Change(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, move: Move, mesh: LiveMesh) -> Tensor:
         ctx.move, ctx.mesh = move, mesh
-        return move_value(value, move, mesh)
+        # Autograd takes views for what they are not here; what follows may change the result in place.
+        return move_value(value, move, mesh).data
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
@@ -57,8 +58,7 @@ def _operate(
     value: Tensor, operation: Operation, dimension: int, take: Place | None, put: Place | None, mesh: LiveMesh
 ) -> Tensor:
     if operation == "keep":
-        # An alias, and no view: a view would keep its base alive.
-        return value.data
+        return value
     ranks, own = mesh.sizes[dimension], mesh.coordinates[dimension]
     if operation == "sum":
         return collectives.total(value, mesh.line(dimension))
@@ -74,7 +74,7 @@ def _operate(
     assert take is not None
     blocks = take_blocks(value, take, ranks)
     if operation == "cut":
-        return blocks[own].contiguous()
+        return blocks[own].clone(memory_format=torch.contiguous_format)
     if operation == "scatter":
         return collectives.scatter(blocks, mesh.line(dimension))
     assert put is not None

@@ -54,12 +54,11 @@ class LiveMesh:
         if len(self.members) != plan.world_size:
             mesh = " x ".join(map(str, plan.mesh))
             raise PlanError(f"plan: mesh: {mesh} is {plan.world_size} ranks, the job has {len(self.members)}")
+        self._groups = mesh_groups(plan, self.members, timeout)
         self.rank = self.members.index(dist.get_rank())
         self.sizes: tuple[int, ...] = plan.mesh
         self.coordinates = plan.coordinates(self.rank)
         self._plan = plan
-        self._timeout = timeout
-        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._lines: dict[int, Line] = {}
 
     @property
@@ -75,18 +74,17 @@ class LiveMesh:
         return next(group for group in self._plan.groups(tuple(dimensions)) if self.rank in group)
 
     def group(self, dimensions: Sequence[int]) -> dist.ProcessGroup:
-        """The process group of `peers`; the first call is collective among them."""
-        key = tuple(sorted(dimensions))
-        if key not in self._groups:
-            ranks = tuple(sorted(self.members[rank] for rank in self.peers(key)))
-            self._groups[key] = _group_of(ranks, self._timeout)
-        return self._groups[key]
+        """The process group of `peers`."""
+        return self._groups[frozenset(dimensions)][self._place(dimensions)]
+
+    def _place(self, dimensions: Sequence[int]) -> tuple[int, ...]:
+        return tuple(sorted(self.members[rank] for rank in self.peers(dimensions)))
 
     def line(self, dimension: int) -> Line:
-        """The ranks along a dimension; the first call is collective among them."""
+        """The ranks along a dimension."""
         if dimension not in self._lines:
             members = [self.members[rank] for rank in self.peers((dimension,))]
-            order = tuple(sorted(members).index(member) for member in members)
+            order = tuple(self._place((dimension,)).index(member) for member in members)
             self._lines[dimension] = Line(
                 self.group((dimension,)),
                 self.sizes[dimension],
@@ -96,17 +94,45 @@ class LiveMesh:
         return self._lines[dimension]
 
 
+Groups = dict[frozenset[int], dict[tuple[int, ...], dist.ProcessGroup]]
+"""For each set of dimensions, the process groups of ranks that differ along these only, by their ranks in the job."""
+
+
+def mesh_groups(plan: HybridPlan, members: Sequence[int], timeout: timedelta | None = None) -> Groups:
+    """The process groups that a plan needs; collective among all ranks of the job, also those that are no members.
+
+    Args:
+        plan: any.
+        members: the job's rank of each of the plan's ranks.
+        timeout: of collectives.
+    """
+    found: Groups = {}
+    for dimensions in sorted(map(sorted, _needed(plan))):
+        cosets = (tuple(sorted(members[rank] for rank in ranks)) for ranks in plan.groups(dimensions))
+        found[frozenset(dimensions)] = {ranks: _group_of(ranks, timeout) for ranks in cosets}
+    return found
+
+
+def _needed(plan: HybridPlan) -> set[frozenset[int]]:
+    """The sets of dimensions along which layouts change, and parameters have replicas."""
+    dimensions = range(len(plan.mesh))
+    found = {frozenset(dimensions), *(frozenset({k}) for k in dimensions)}
+    for layer in plan.layers:
+        replicas = frozenset(k for k in dimensions if layer.signature[k] == "dp")
+        # Layers that share a parameter may have replicas along other dimensions.
+        found |= {replicas | other for other in found} | {replicas}
+    return found - {frozenset()}
+
+
 def _group_of(ranks: tuple[int, ...], timeout: timedelta | None) -> dist.ProcessGroup:
-    """The process group of some ranks of the job, made once: one of a name that was used before cannot be made."""
+    """The process group of some ranks of the job, made once: there is a limit to how many a job can have."""
     world = dist.group.WORLD
     assert world is not None
     if ranks == tuple(range(dist.get_world_size())):
         return world
     known = _GROUPS.setdefault(world, {})
     if ranks not in known:
-        group = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
-        assert group is not None
-        known[ranks] = group
+        known[ranks] = dist.new_group(list(ranks), timeout=timeout)
     return known[ranks]
 
 

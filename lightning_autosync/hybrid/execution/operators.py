@@ -61,13 +61,15 @@ class SplitOperator:
             rows: the axis of samples of a plain tensor, if it is not the one that the plan states.
         """
         axis = self._axis % max(value.dim(), 1)
+        expected = self.layer.batch_axis if rows == -1 else rows
         if isinstance(value, Activation):
             layout, local = value.placement, value.local
-            fits = layout.features == axis and layout.parts == 1
-            if layout.by_features and "features" in self.needs and not fits:
-                local, layout = value.home(), self.around.home(layout.rows)
+            torn = layout.by_features and "features" in self.needs and (layout.features != axis or layout.parts > 1)
+            moved = None not in (layout.rows, expected) and layout.rows != expected
+            if torn or moved:
+                local, layout = value.home(), self.around.home(expected)
         else:
-            layout, local = self.around.home(self.layer.batch_axis if rows == -1 else rows), value
+            layout, local = self.around.home(expected), value
         if not layout.by_features:
             layout = replace(layout, features=axis, parts=1)
         if self.casts:

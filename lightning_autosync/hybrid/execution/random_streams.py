@@ -5,10 +5,28 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 
 from lightning_autosync.hybrid.execution.layouts import State
+
+
+class Draw(NamedTuple):
+    """Random numbers that were drawn for a value.
+
+    Attributes:
+        place: which part of the value the rank has, as of `RandomStreams.place`.
+        digest: of the numbers.
+    """
+
+    place: list[int | None]
+    digest: str
+
+
+def digest(data: bytes) -> str:
+    """Sixteen hexadecimal digits."""
+    return hashlib.blake2b(data, digest_size=8).hexdigest()
 
 
 class RandomStreams:
@@ -21,6 +39,9 @@ class RandomStreams:
         seed: the same on all ranks.
         coordinates: of this rank in the mesh.
         device: where values lie.
+
+    Attributes:
+        heard: where a list is set here, each draw for values that do not lie at home is noted in it.
     """
 
     def __init__(self, seed: int, coordinates: Sequence[int], device: torch.device) -> None:
@@ -30,12 +51,17 @@ class RandomStreams:
         self._pass = 0
         self._draws = 0
         self._drawn: dict[int, int] = {}
+        self.heard: list[Draw] | None = None
 
     @contextmanager
-    def forward(self) -> Iterator[None]:
-        """Around a forward pass: the default generator is a stream of its own, and is given back as it was."""
+    def forward(self, number: int | None = None) -> Iterator[None]:
+        """Around a forward pass: the default generator is a stream of its own, and is given back as it was.
+
+        Args:
+            number: of the pass; the next one if it is None.
+        """
         before = self._state()
-        self._pass += 1
+        self._pass = self._pass + 1 if number is None else number
         self._draws = 0
         self._drawn.clear()
         torch.manual_seed(self._key(tuple("batch" for _ in self._coordinates), 0))
@@ -56,16 +82,26 @@ class RandomStreams:
             self._drawn[found] = self._draws
         before = self._state()
         torch.manual_seed(self._key(states, self._drawn[found]))
+        self._hear(states)
         try:
             yield
         finally:
             self._restore(before)
 
+    def _hear(self, states: Sequence[State]) -> None:
+        if self.heard is not None:
+            state = torch.get_rng_state()
+            self.heard.append(Draw(self.place(states), digest(bytes(torch.rand(8).numpy()))))
+            torch.set_rng_state(state)
+
+    def place(self, states: Sequence[State]) -> list[int | None]:
+        """Which part of a value in these states the rank has: None along a dimension where it is whole on each."""
+        return [None if state == "full" else at for state, at in zip(states, self._coordinates, strict=True)]
+
     def _key(self, states: Sequence[State], draw: int) -> int:
         """A seed: equal on ranks that differ only along dimensions where the value is whole on each."""
-        cut = [None if state == "full" else place for state, place in zip(states, self._coordinates, strict=True)]
-        text = repr((self._seed, self._pass, draw, cut))
-        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+        text = repr((self._seed, self._pass, draw, self.place(states)))
+        return int(digest(text.encode()), 16) >> 1
 
     def _state(self) -> list[torch.Tensor]:
         states = [torch.get_rng_state()]

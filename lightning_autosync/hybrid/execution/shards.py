@@ -63,9 +63,9 @@ class Shard:
         return tuple(shape)
 
     @property
-    def share(self) -> float:
-        """The share of all elements that the rank has."""
-        return 1 / prod(cut.blocks for cut in self.cuts)
+    def pieces(self) -> int:
+        """How many parts the tensor has."""
+        return prod(cut.blocks for cut in self.cuts)
 
     def take(self, whole: Tensor) -> Tensor:
         """[local shape] the rank's part of a tensor [shape], in memory of its own."""

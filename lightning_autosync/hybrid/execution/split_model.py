@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from lightning_autosync.engine.rendezvous import gather_json
+from lightning_autosync.engine.collectives import gather_json
 from lightning_autosync.errors import ExchangeError, PlanError
 from lightning_autosync.hybrid.execution import collectives
 from lightning_autosync.hybrid.execution.activation import Surroundings
@@ -47,13 +47,13 @@ class Part:
 
 
 class SplitModel:
-    """Splits a module in place; collective, as are its methods.
+    """A module that `split` splits in place; collective, as are its methods.
 
     Parameters stay the same objects and keep their names; their data become this rank's parts. Code between operators
     sees this rank's own samples, as under data parallelism (see `Activation`).
 
     Args:
-        module: on its device, with the same weights on every rank.
+        module: on its device, with the same weights on every rank; it stays as it is until `split`.
         plan: how it is split.
         mesh: the ranks.
         seed: of random numbers in forward passes; the same on all ranks.
@@ -81,27 +81,31 @@ class SplitModel:
         self._operators: list[tuple[nn.Module, LayerPlan]] = []
         self._layers = self._runnable_layers(source)
         self.parts = self._plan_parts()
-        self._cut()
-        self._install()
 
     @property
     def is_split(self) -> bool:
-        """Whether any operator is split; else the module runs as it is."""
+        """Whether any operator is split now; else the module runs as it is."""
         return bool(self._operators)
 
+    def split(self) -> None:
+        """Cut the parameters, and let operators work on parts; the parameters' gradients are dropped."""
+        self._cut()
+        self._install()
+
     @contextmanager
-    def forward(self, *inputs: Any) -> Iterator[None]:
+    def forward(self, *inputs: Any, number: int | None = None) -> Iterator[None]:
         """Around a forward pass and the loss; values that leave it are to be brought home (`bring_home`).
 
         Args:
             inputs: the batch, whose tensors have to have the same shapes on all ranks.
+            number: of the pass, on which its random numbers depend; the next one if it is None.
 
         Raises:
-            ExchangeError: (on every rank) they have others.
+            ExchangeError: (on every rank) they have others, or other parameters train.
         """
         if self.is_split:
-            self._agree_on_shapes(inputs)
-        with self.around.streams.forward():
+            self._agree(inputs)
+        with self.around.streams.forward(number):
             try:
                 yield
             finally:
@@ -198,19 +202,28 @@ class SplitModel:
             module.__dict__[_HANDLE] = module.register_forward_pre_hook(_nothing)
             self._operators.append((module, layer))
 
-    def _agree_on_shapes(self, inputs: Any) -> None:
+    def _agree(self, inputs: Any) -> None:
         # Backends take a message of another size than expected for what it is not, or end the process.
         shapes = [list(leaf.shape) for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
-        own = zlib.crc32(repr(shapes).encode())
+        trained = [part.parameter.requires_grad for part in self.parts.values()]
+        own = zlib.crc32(repr((shapes, trained)).encode())
         extremes = torch.tensor([own, -own], device=self._device)
-        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=self.mesh.group(self.mesh.dimensions))
+        group = self.mesh.group(self.mesh.dimensions)
+        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
         if int(extremes[0]) != -int(extremes[1]):
-            found = gather_json(shapes, self.mesh.group(self.mesh.dimensions))
-            other = next(rank for rank, theirs in enumerate(found) if theirs != found[0])
-            raise ExchangeError(
-                f"batch: its tensors have shapes {found[other]} on rank {other} and {found[0]} on rank 0; split "
-                "operators need the same on all ranks: pad to one length, and drop the last batch if it is smaller"
-            )
+            _refuse_differences(gather_json([shapes, trained], group), list(self.parts))
+
+
+def _refuse_differences(found: list[Any], names: list[str]) -> None:
+    shapes, trained = zip(*found, strict=True)
+    rank = next(rank for rank, theirs in enumerate(found) if theirs != found[0])
+    if shapes[rank] != shapes[0]:
+        raise ExchangeError(
+            f"batch: its tensors have shapes {shapes[rank]} on rank {rank} and {shapes[0]} on rank 0; split operators "
+            "need the same on all ranks: pad to one length, and drop the last batch if it is smaller"
+        )
+    odd = next(name for name, own, first in zip(names, trained[rank], trained[0], strict=True) if own != first)
+    raise ExchangeError(f"parameter '{odd}' trains on rank {rank if trained[0] else 0} only; freeze alike on all ranks")
 
 
 def _shard(module: nn.Module, layer: LayerPlan, name: str, parameter: Tensor, sizes: tuple[int, ...]) -> Shard:

@@ -50,10 +50,11 @@ def _attend(
         mask = local_operand(attn_mask, layout, scores, query)
         if mask is None:
             return NotImplemented
+    options: Any = {"attn_mask": mask, "dropout_p": dropout_p, "is_causal": is_causal, "scale": scale}
+    options["enable_gqa"] = enable_gqa
     parts: Any = [local_operand(item, layout, item.shape, query) for item in (query, key, value)]
     with around.streams.shared(layout.states) if dropout_p else nullcontext():
-        options: Any = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
-        found = F.scaled_dot_product_attention(*parts, attn_mask=mask, **options)
+        found = F.scaled_dot_product_attention(*parts, **options)
     return around.wrap(found, layout)
 
 

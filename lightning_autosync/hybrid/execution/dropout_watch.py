@@ -1,0 +1,116 @@
+"""Dropout in comparisons: turned off, or watched for ranks that must, or must not, drop the same elements."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from lightning_autosync.engine.collectives import gather_json
+from lightning_autosync.hybrid.execution.activation import Activation, bring_home
+from lightning_autosync.hybrid.execution.random_streams import Draw, digest
+from lightning_autosync.hybrid.execution.split_model import SplitModel
+
+_DROPOUTS: dict[Any, tuple[str, int]] = {
+    **{
+        getattr(F, name): ("p", 1)
+        for name in ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
+    },
+    torch.dropout: ("p", 1),
+    F.scaled_dot_product_attention: ("dropout_p", 4),
+}
+"""The argument that states how much is dropped: its name and place."""
+_LEAST = 64
+"""Elements from which two ranks that draw for themselves do not drop the same ones."""
+
+
+class WithoutDropout(TorchFunctionMode):
+    """Inside, nothing is dropped. Attributes of the module are changed, for the caller to give them back.
+
+    Args:
+        module: the model.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        for part in module.modules():
+            # These hand the share to functions that contain other ones.
+            if isinstance(part, nn.MultiheadAttention | nn.RNNBase):
+                part.dropout = 0.0
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        given = dict(kwargs or {})
+        if func in _DROPOUTS:
+            name, place = _DROPOUTS[func]
+            if len(args) > place:
+                args = (*args[:place], 0.0, *args[place + 1 :])
+            else:
+                given[name] = 0.0
+        return func(*args, **given)
+
+
+def dropout_faults(split: SplitModel, step: Callable[[], Any], batch: Any) -> list[str]:
+    """What is wrong with the random numbers of a training step; collective.
+
+    Ranks with the same part of a value must drop the same elements, and ranks with other parts must not.
+    """
+    watch = _Watch(split)
+    streams = split.around.streams
+    streams.heard = []
+    try:
+        with watch, split.forward(batch):
+            state = torch.get_rng_state()
+            home = Draw(streams.place(split.around.home_states), digest(bytes(torch.rand(8).numpy())))
+            torch.set_rng_state(state)
+            bring_home(step())
+        heard = [home, *streams.heard, *watch.found]
+    finally:
+        streams.heard = None
+    return _faults(gather_json(heard, split.mesh.group(split.mesh.dimensions)))
+
+
+def _faults(by_rank: list[list[list[Any]]]) -> list[str]:
+    if len({len(theirs) for theirs in by_rank}) > 1:
+        return ["ranks draw random numbers for different values"]
+    for draws in zip(*by_rank, strict=True):
+        for rank, (place, numbers) in enumerate(draws):
+            for other in range(rank):
+                alike = numbers == draws[other][1]
+                if (place == draws[other][0]) != alike:
+                    if alike:
+                        return [f"ranks {other} and {rank} drop the same elements of different values"]
+                    return [f"ranks {other} and {rank} drop different elements of the same value"]
+    return []
+
+
+class _Watch(TorchFunctionMode):
+    """Notes which elements are dropped."""
+
+    def __init__(self, split: SplitModel) -> None:
+        super().__init__()
+        self.found: list[Draw] = []
+        self._split = split
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        given = dict(kwargs or {})
+        if _DROPOUTS.get(func, ("",))[0] == "p" and args and isinstance(args[0], Tensor):
+            self._note(func(torch.ones_like(args[0]), *args[1:], **given))
+        return func(*args, **given)
+
+    def _note(self, kept: Tensor) -> None:
+        """``kept`` is what a function leaves of ones."""
+        around = self._split.around
+        states = around.home_states
+        if isinstance(kept, Activation):
+            states, kept = kept.placement.states, kept.local
+        dropped = kept == 0
+        if dropped.numel() >= _LEAST and bool(dropped.any()) and not bool(dropped.all()):
+            self.found.append(Draw(around.streams.place(states), digest(bytes(dropped.cpu().numpy()))))

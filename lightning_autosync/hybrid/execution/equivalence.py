@@ -1,0 +1,259 @@
+"""Whether a split model computes what the unsplit one does: one step of both, compared on every rank.
+
+The unsplit model's step is plain data parallelism: each rank its own samples, gradients averaged by one all-reduce a
+parameter. It uses nothing of what the split model is made of.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_autosync.engine.collectives import gather_json
+from lightning_autosync.engine.replica_check import ReplicaCheck
+from lightning_autosync.errors import EquivalenceError, ExchangeError
+from lightning_autosync.hybrid.execution.activation import bring_home
+from lightning_autosync.hybrid.execution.dropout_watch import WithoutDropout, dropout_faults
+from lightning_autosync.hybrid.execution.reduction import GradientReduction
+from lightning_autosync.hybrid.execution.split_model import Part, SplitModel
+from lightning_autosync.workload.preservation import preserved
+
+
+@dataclass(frozen=True)
+class Task:
+    """A training step, with which models are compared.
+
+    Attributes:
+        step: runs the module on this rank's batch and returns the loss.
+        optimizers: makes the optimizers of the module as it is now.
+        batch: what ``step`` takes.
+    """
+
+    step: Callable[[], Any]
+    optimizers: Callable[[], Sequence[Optimizer]]
+    batch: Any = None
+
+
+_PASS = -1
+"""The number of the forward passes that are compared: they draw the same random numbers."""
+_TOLERANCES = {8: 1e-7, 4: 1e-3, 2: 5e-2}
+"""Largest relative error of a gradient, by bytes of an element. Wrong rewrites are off by tenths at least."""
+_SMALL = 1e-3
+"""A gradient that is smaller than this share of all gradients' norm is compared as if it were as large."""
+_SHOWN = 4
+"""Faults that an error tells."""
+
+
+@dataclass
+class Expectation:
+    """What the unsplit model's step does, as far as it concerns this rank's parts.
+
+    Attributes:
+        loss: of this rank's batch.
+        gradients: of the mean loss, by parameter; None where there is none.
+        norms: of the whole gradients.
+        updates: by parameter, what an optimizer that is given ``gradients`` adds to the weights.
+        buffers: after the step, by name.
+    """
+
+    loss: float = math.nan
+    gradients: dict[str, Tensor | None] = field(default_factory=dict)
+    norms: dict[str, float] = field(default_factory=dict)
+    updates: dict[str, Tensor] = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+
+
+def expect(split: SplitModel, task: Task) -> Expectation:
+    """What the module does before it is split; collective. It is left as it was.
+
+    Raises:
+        EquivalenceError: (on every rank) ranks have other weights, or the step has no loss.
+    """
+    group = split.mesh.group(split.mesh.dimensions)
+    try:
+        ReplicaCheck(0, group).run(dict(split.module.named_parameters()))
+    except ExchangeError as error:
+        raise EquivalenceError(f"the unsplit model is not the same on all ranks: {error}") from None
+    found = Expectation()
+    parts = split.parts
+    made = task.optimizers()
+    with preserved(split.module, without=[part.parameter for part in parts.values()]), _gradients_aside(split):
+        found.loss = _run(split, task)
+        found.buffers = {name: buffer.detach().clone() for name, buffer in split.module.named_buffers()}
+        whole = {name: _mean(part.parameter, group) for name, part in parts.items()}
+        for part in parts.values():
+            part.parameter.grad = None
+        for name, part in parts.items():
+            gradient = whole.pop(name)
+            found.gradients[name] = None if gradient is None else part.shard.take(gradient)
+            if gradient is not None:
+                found.norms[name] = float(gradient.norm())
+                update = _update(part, gradient, made)
+                if update is not None:
+                    found.updates[name] = update
+    return found
+
+
+def verify(split: SplitModel, reduction: GradientReduction, task: Task, expected: Expectation) -> None:
+    """Compare a step of the split model with what is expected; collective. The model is left as it was.
+
+    Raises:
+        EquivalenceError: (on every rank) it computes something else; the message names what.
+    """
+    parts = split.parts
+    made = task.optimizers()
+    with preserved(split.module, without=[part.parameter for part in parts.values()]), _gradients_aside(split):
+        loss = _run(split, task, reduction)
+        faults = _loss_faults(split, loss, expected)
+        faults += _gradient_faults(split, expected)
+        faults += _buffer_faults(split, expected)
+        faults += _update_faults(split, made, expected)
+        # What is wrong in one step is told; whether random numbers are right is asked of a model that is right.
+        _tell(faults, split)
+        _tell(dropout_faults(split, task.step, task.batch), split)
+
+
+def _run(split: SplitModel, task: Task, reduction: GradientReduction | None = None) -> float:
+    """The loss of one step without dropout, whose gradients are left in the parameters."""
+    with WithoutDropout(split.module), split.forward(task.batch, number=_PASS):
+        loss = bring_home(task.step())
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+        raise EquivalenceError(
+            f"the training step returned {type(loss).__name__}, and no loss of one element that depends on parameters, "
+            "so that the split model cannot be compared with the unsplit one"
+        )
+    with nullcontext() if reduction is None else reduction.backward():
+        loss.backward()
+    return float(loss.detach())
+
+
+@contextmanager
+def _gradients_aside(split: SplitModel) -> Iterator[None]:
+    parameters = [part.parameter for part in split.parts.values()]
+    before = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in zip(parameters, before, strict=True):
+            parameter.grad = gradient
+
+
+def _mean(parameter: nn.Parameter, group: dist.ProcessGroup) -> Tensor | None:
+    """The mean over ranks of a gradient, a missing one counting as zero; None if no rank has one."""
+    gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach().to_dense()
+    used = torch.tensor([parameter.grad is not None], dtype=torch.int64, device=parameter.device)
+    dist.all_reduce(used, group=group)
+    if not int(used):
+        return None
+    dist.all_reduce(gradient, group=group)
+    return gradient.div_(dist.get_world_size(group))
+
+
+def _update(part: Part, gradient: Tensor, optimizers: Sequence[Optimizer]) -> Tensor | None:
+    """[local shape] what an optimizer adds to this rank's part of a parameter; None if no optimizer has it.
+
+    The parameters take their turn, so that the optimizers' memory is that of one whole parameter.
+    """
+    parameter = part.parameter
+    before = parameter.detach().clone()
+    owner = next((optimizer for optimizer in optimizers if _owns(optimizer, parameter)), None)
+    if owner is None:
+        return None
+    parameter.grad = gradient
+    _step(owner)
+    parameter.grad = None
+    owner.state.pop(parameter, None)
+    with torch.no_grad():
+        found = part.shard.take(parameter - before)
+        parameter.copy_(before)
+    return found
+
+
+def _owns(optimizer: Optimizer, parameter: nn.Parameter) -> bool:
+    return any(parameter is own for group in optimizer.param_groups for own in group["params"])
+
+
+def _step(optimizer: Optimizer) -> None:
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise EquivalenceError("LBFGS needs all gradients on one rank; use an optimizer that treats each by itself")
+    for group in optimizer.param_groups:
+        if not float(group["lr"]):  # a schedule that warms up begins with 0
+            group["lr"] = group.get("initial_lr") or 1e-3
+    optimizer.step()
+
+
+def _loss_faults(split: SplitModel, loss: float, expected: Expectation) -> list[str]:
+    size = min((part.parameter.dtype.itemsize for part in split.parts.values()), default=4)
+    if abs(loss - expected.loss) <= _TOLERANCES[size] * max(1e-3, abs(expected.loss)):
+        return []
+    return [f"the loss is {loss:.6g}, and {expected.loss:.6g} in the unsplit model"]
+
+
+def _gradient_faults(split: SplitModel, expected: Expectation) -> list[str]:
+    everything = math.sqrt(sum(norm**2 for norm in expected.norms.values()))
+    faults = []
+    for name, part in split.parts.items():
+        found, wanted = part.parameter.grad, expected.gradients[name]
+        if wanted is None:
+            if found is not None and bool(found.any()):
+                faults.append(f"parameter '{name}' got a gradient, and none in the unsplit model")
+            continue
+        distance = float(wanted.norm() if found is None else (found - wanted).norm())
+        scale = max(expected.norms[name], _SMALL * everything)
+        if not distance <= _TOLERANCES[wanted.dtype.itemsize] * scale:
+            faults.append(f"the gradient of '{name}' is off by {distance / max(scale, 1e-30):.2g} of its norm")
+    return faults
+
+
+def _buffer_faults(split: SplitModel, expected: Expectation) -> list[str]:
+    faults = []
+    for name, buffer in split.module.named_buffers():
+        wanted = expected.buffers.get(name)
+        if wanted is not None and not torch.allclose(buffer.double(), wanted.double(), 1e-3, 1e-5, equal_nan=True):
+            faults.append(f"the step leaves other values in buffer '{name}' than in the unsplit model")
+    return faults
+
+
+def _update_faults(split: SplitModel, optimizers: Sequence[Optimizer], expected: Expectation) -> list[str]:
+    """Optimizers are given the expected gradients, for small errors of these may be large ones of their steps."""
+    parts = {name: part for name, part in split.parts.items() if name in expected.updates}
+    before = {name: part.parameter.detach().clone() for name, part in parts.items()}
+    for name, part in split.parts.items():
+        gradient = expected.gradients[name]
+        part.parameter.grad = None if gradient is None else gradient.clone()
+    for optimizer in optimizers:
+        _step(optimizer)
+    faults = []
+    for name, part in parts.items():
+        with torch.no_grad():
+            found = part.parameter - before[name]
+            part.parameter.copy_(before[name])
+        wanted = expected.updates[name]
+        rounding = torch.finfo(wanted.dtype).eps * float(before[name].norm())
+        distance, scale = float((found - wanted).norm()), float(wanted.norm())
+        if not distance <= 1e-3 * scale + 4 * rounding:
+            faults.append(f"the optimizer's step of '{name}' is off by {distance / max(scale, 1e-30):.2g} of its norm")
+    return faults
+
+
+def _tell(faults: list[str], split: SplitModel) -> None:
+    by_rank = gather_json(faults, split.mesh.group(split.mesh.dimensions))
+    told = list(dict.fromkeys(fault for theirs in by_rank for fault in theirs))
+    if not told:
+        return
+    ranks = [rank for rank, theirs in enumerate(by_rank) if theirs]
+    more = f"; and {len(told) - _SHOWN} more" if len(told) > _SHOWN else ""
+    raise EquivalenceError(
+        f"the split model does not compute what the unsplit one does (rank {', '.join(map(str, ranks))}): "
+        f"{'; '.join(told[:_SHOWN])}{more}"
+    )

@@ -1,0 +1,217 @@
+"""Means of gradients over ranks that have the same parts of parameters, by the engine of synchronous plans."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from lightning_autosync.cluster import ClusterSpec, Topology
+from lightning_autosync.engine import Engine
+from lightning_autosync.engine.replica_check import ReplicaCheck
+from lightning_autosync.engine.watch import ParameterWatch
+from lightning_autosync.errors import ClusterError, PlanError
+from lightning_autosync.hybrid.execution.split_model import Part, SplitModel
+from lightning_autosync.hybrid.plan import HybridPlan
+from lightning_autosync.plan import SyncPlan, builders, compile_plan
+from lightning_autosync.workload import Workload
+from lightning_autosync.workload.description import dtype_name
+from lightning_autosync.workload.spec import Variable
+
+Choose = Callable[[Workload, ClusterSpec, bool], SyncPlan]
+"""Makes a plan for the parameters and ranks of one set of replicas; told whether the links are known."""
+
+
+@dataclass(frozen=True)
+class ReductionSettings:
+    """How gradients are reduced.
+
+    Attributes:
+        cluster: where the job runs; None if nothing is known of it.
+        choose: makes the plans; None takes those that the hybrid plan states.
+        timeout: seconds to wait for other ranks.
+        watched: whether a `FailureDetector` is open for all ranks.
+        check_replicas: reductions between two comparisons of the weights of replicas; 0 for none.
+    """
+
+    cluster: ClusterSpec | None = None
+    choose: Choose | None = None
+    timeout: float = 1800.0
+    watched: bool = True
+    check_replicas: int = 0
+
+
+class GradientReduction:
+    """One engine for each set of dimensions along which parameters have replicas; collective.
+
+    Gradients of a rank are those of its own loss, or of the mean loss where samples were brought together (see
+    `layouts`), so that their mean over replicas is the gradient of the mean loss of all ranks.
+
+    Args:
+        split: the model.
+        settings: how.
+    """
+
+    def __init__(self, split: SplitModel, settings: ReductionSettings | None = None) -> None:
+        self._split = split
+        self._settings = settings or ReductionSettings()
+        self._watch = ParameterWatch(split.module)
+        self._enabled = True
+        self._engines: list[Engine] = []
+        self._checks: list[tuple[ReplicaCheck, dict[str, Part]]] = []
+        self._start()
+
+    @property
+    def engines(self) -> tuple[Engine, ...]:
+        return tuple(self._engines)
+
+    @property
+    def enabled(self) -> bool:
+        """Whether backward passes reduce gradients, and do not only accumulate them."""
+        return self._enabled
+
+    @enabled.setter
+    def enabled(self, enabled: bool) -> None:
+        self._enabled = enabled
+        for engine in self._engines:
+            engine.enabled = enabled
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Around everything that belongs to one backward pass; after it, gradients are means over replicas.
+
+        Raises:
+            ExchangeError: weights of replicas differ.
+        """
+        if self._watch.changed():
+            # Other ranks saw the same change: forward passes compare what is trained.
+            self._restart()
+        for engine in self._engines:
+            engine.deferred = True
+        try:
+            yield
+            for engine in self._engines:
+                engine.finish()
+        except BaseException as error:
+            for engine in self._engines:
+                if engine.enabled:
+                    engine.interrupt(error)
+            raise
+        finally:
+            for engine in self._engines:
+                engine.deferred = False
+        if self._enabled:
+            for check, parts in self._checks:
+                check.count({name: part.parameter for name, part in parts.items()})
+
+    def close(self) -> None:
+        """Stop reducing."""
+        for engine in self._engines:
+            engine.close()
+        self._engines.clear()
+        self._checks.clear()
+
+    def _restart(self) -> None:
+        self.close()
+        self._watch.accept()
+        self._start()
+        self.enabled = self._enabled
+
+    def _start(self) -> None:
+        by_dimensions: dict[tuple[int, ...], dict[str, Part]] = {}
+        for name, part in self._split.parts.items():
+            if part.parameter.requires_grad and part.replicas:
+                by_dimensions.setdefault(part.replicas, {})[name] = part
+        for dimensions in sorted(by_dimensions):
+            self._engines.append(self._engine(dimensions, by_dimensions[dimensions]))
+            if self._settings.check_replicas:
+                check = ReplicaCheck(self._settings.check_replicas, self._split.mesh.group(dimensions))
+                self._checks.append((check, by_dimensions[dimensions]))
+
+    def _engine(self, dimensions: tuple[int, ...], parts: dict[str, Part]) -> Engine:
+        mesh, settings = self._split.mesh, self._settings
+        workload = Workload(
+            name=type(self._split.module).__name__,
+            variables=tuple(
+                Variable(name=name, shape=part.shard.local_shape, dtype=dtype_name(name, part.parameter))
+                for name, part in parts.items()
+            ),
+        )
+        cluster, known = replicas_cluster(self._split.plan, dimensions, mesh.peers(dimensions), settings.cluster)
+        plan = self._plan(workload, cluster, known)
+        group = mesh.group(dimensions)
+        return Engine(
+            [(name, part.parameter) for name, part in parts.items()],
+            compile_plan(plan, workload, cluster, "plan: gradients"),
+            group=None if group is dist.group.WORLD else group,
+            cluster=cluster if known else None,
+            timeout=settings.timeout,
+            watched=settings.watched,
+        )
+
+    def _plan(self, workload: Workload, cluster: ClusterSpec, known: bool) -> SyncPlan:
+        stated = self._split.plan.gradients
+        if isinstance(stated, SyncPlan):
+            return stated
+        if self._settings.choose is not None and stated == "all_reduce":
+            return self._settings.choose(workload, cluster, known)
+        return builders.build(stated, workload, cluster)
+
+
+def replicas_cluster(
+    plan: HybridPlan, dimensions: tuple[int, ...], ranks: tuple[int, ...], cluster: ClusterSpec | None
+) -> tuple[ClusterSpec, bool]:
+    """The cluster as one set of replicas sees it, and whether its links are known.
+
+    Other sets use the same links at the same time, so each has a share of a link's rate.
+
+    Args:
+        plan: the hybrid plan.
+        dimensions: along which the replicas differ.
+        ranks: of the set.
+        cluster: of all ranks; None if unknown.
+    """
+    here = sorted(ranks)
+    if cluster is None:
+        return ClusterSpec.uniform(nodes=len(here), name="replicas"), False
+    if cluster.world_size != plan.world_size:
+        raise ClusterError(
+            f"cluster '{cluster.name}': it is for {cluster.world_size} ranks, the plan's mesh has {plan.world_size}"
+        )
+    if len(here) == cluster.world_size:
+        return cluster, True
+    try:
+        return _restricted(cluster, here, plan.groups(dimensions)), True
+    except (ClusterError, PlanError):
+        # Nodes that the others of the set are reached by have none of its ranks.
+        return ClusterSpec.uniform(nodes=len(here), name="replicas"), False
+
+
+def _restricted(cluster: ClusterSpec, ranks: list[int], sets: tuple[tuple[int, ...], ...]) -> ClusterSpec:
+    topology = Topology(cluster)
+    users = [0] * len(topology.channels)
+    for members in sets:
+        loads = topology.loads([(i, j) for i in members for j in members if i != j])
+        users = [count + (load > 0) for count, load in zip(users, loads, strict=True)]
+    names = [cluster.nodes[cluster.rank_nodes[rank]].name for rank in ranks]
+    nodes = [{**node.model_dump(), "devices": names.count(node.name)} for node in cluster.nodes if node.name in names]
+    links, reached = [], set(names)
+    for number, link in enumerate(cluster.links):
+        share = max(users[2 * number], users[2 * number + 1], 1)
+        if not {link.a, link.b} <= {*names, *cluster.switches}:
+            continue
+        reached |= {link.a, link.b}
+        rates = (link.bandwidth, link.reverse_bandwidth)
+        shared = [None if rate is None else rate / share for rate in rates]
+        links.append({**link.model_dump(), "bandwidth": shared[0], "reverse_bandwidth": shared[1]})
+    return ClusterSpec.from_dict(
+        {
+            **cluster.to_dict(),
+            "nodes": nodes,
+            "switches": [switch for switch in cluster.switches if switch in reached],
+            "links": links,
+            "rank_order": names,
+        }
+    )

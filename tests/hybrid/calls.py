@@ -1,0 +1,120 @@
+"""What the workers of the pools do in tests of split models."""
+
+from __future__ import annotations
+
+from contextlib import closing, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from hybrid.faults import FAULTS, plan_of
+from hybrid.models import MODELS, loss_of, make_batch
+from hybrid.plans import draw_plan
+from torch import nn
+from torch.optim import SGD, AdamW, Optimizer
+
+from lightning_autosync.errors import EquivalenceError
+from lightning_autosync.hybrid import HybridPlan
+from lightning_autosync.hybrid.execution.activation import bring_home
+from lightning_autosync.hybrid.execution.clipping import clip_gradients
+from lightning_autosync.hybrid.execution.equivalence import Task, expect, verify
+from lightning_autosync.hybrid.execution.live_mesh import LiveMesh, mesh_groups
+from lightning_autosync.hybrid.execution.reduction import GradientReduction
+from lightning_autosync.hybrid.execution.split_model import SplitModel
+
+OPTIMIZERS: dict[str, Any] = {
+    "adamw": lambda parameters: AdamW(parameters, lr=1e-2, weight_decay=0.1),
+    "sgd": lambda parameters: SGD(parameters, lr=0.1, momentum=0.9),
+}
+SAMPLES = 2
+
+
+def make_model(name: str, dtype: torch.dtype = torch.float64) -> nn.Module:
+    torch.manual_seed(5)
+    module = MODELS[name]().to(dtype)
+    module.train()
+    return module
+
+
+def equal_after_training(
+    model: str, meshes: list[list[int]], seeds: list[int], steps: int = 8, optimizer: str = "adamw"
+) -> dict[str, float]:
+    """For each mesh and seed of a random plan, how far the weights end from those of one process, relatively."""
+    found = {}
+    for mesh in meshes:
+        for seed in seeds:
+            plan = draw_plan(make_model(model), mesh, seed)
+            found[f"{model} {mesh} {seed}"] = distance(model, plan, steps, optimizer)
+    return found
+
+
+def distance(model: str, plan: HybridPlan, steps: int = 8, optimizer: str = "adamw") -> float:
+    """How far the weights are from those of one process, relatively; steps of two batches each, clipped."""
+    size = plan.world_size
+    if dist.get_rank() >= size:
+        mesh_groups(plan, range(size))
+        return 0.0
+    alone, shared = make_model(model), make_model(model)
+    mesh = LiveMesh(plan, members=range(size))
+    split = SplitModel(shared, plan, mesh)
+    split.split()
+    reduction = GradientReduction(split)
+    optimizers = OPTIMIZERS[optimizer](alone.parameters()), OPTIMIZERS[optimizer](shared.parameters())
+    for step in range(steps):
+        batches = [make_batch(model, SAMPLES * size, 100 * step + part) for part in range(2)]
+        for inputs, labels in batches:
+            for own in range(size):
+                rows = slice(SAMPLES * own, SAMPLES * (own + 1))
+                (loss_of(alone, inputs[rows], labels[rows]) / size).backward()
+        _step(optimizers[0], lambda: nn.utils.clip_grad_norm_(alone.parameters(), 0.5))
+        own = dist.get_rank()
+        rows = slice(SAMPLES * own, SAMPLES * (own + 1))
+        for part, (inputs, labels) in enumerate(batches):
+            reduction.enabled = part == 1
+            with split.forward(inputs, labels):
+                loss = bring_home(loss_of(shared, inputs[rows], labels[rows]))
+            with reduction.backward():
+                loss.backward()
+        _step(optimizers[1], lambda: clip_gradients(split, shared.parameters(), 0.5))
+    reduction.close()
+    split.restore()
+    return _far(alone, shared)
+
+
+def _step(optimizer: Optimizer, clip: Any) -> None:
+    clip()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _far(one: nn.Module, other: nn.Module) -> float:
+    """The largest distance of two weights, in units of the largest weight of their parameter."""
+    pairs = zip(one.parameters(), other.parameters(), strict=True)
+    return max(float((a - b).detach().abs().max() / a.detach().abs().max().clamp(min=1e-6)) for a, b in pairs)
+
+
+def check(model: str, fault: str | None = None, optimizer: str = "adamw") -> str:
+    """What the check before training says of a plan on four ranks; empty if it accepts."""
+    plan = plan_of(model)
+    if dist.get_rank() >= 4:
+        mesh_groups(plan, range(4))
+        return ""
+    module = make_model(model)
+    rewrite = nullcontext() if fault is None else FAULTS[fault][1](module)
+    inputs, labels = make_batch(model, 4 * SAMPLES, 3)
+    rows = slice(SAMPLES * dist.get_rank(), SAMPLES * (dist.get_rank() + 1))
+    with rewrite:
+        split = SplitModel(module, plan, LiveMesh(plan, members=range(4)))
+        task = Task(
+            lambda: loss_of(module, inputs[rows], labels[rows]),
+            lambda: [OPTIMIZERS[optimizer](module.parameters())],
+            (inputs[rows], labels[rows]),
+        )
+        try:
+            expected = expect(split, task)
+            split.split()
+            with closing(GradientReduction(split)) as reduction:
+                verify(split, reduction, task, expected)
+        except EquivalenceError as error:
+            return str(error)
+    return ""
