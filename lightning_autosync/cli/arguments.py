@@ -15,7 +15,9 @@ from lightning_autosync.cluster.files import shipped_clusters
 from lightning_autosync.documents import naming_lines, read_data, write_text
 from lightning_autosync.errors import ClusterError, DocumentError
 
-RENAMED_KEYS: Mapping[str, Mapping[str, str]] = {}
+RENAMED_KEYS: Mapping[str, Mapping[str, str]] = {
+    "tune": {"trial.least": "trial.min_steps", "trial.most": "trial.max_steps", "trial.hopeless": "trial.max_slowdown"},
+}
 """By verb, the keys that had another name in an earlier release: old names and the names of today. A configuration
 class takes the old name from files (`Configuration.RENAMED`); Hydra refuses it on the command line, so it is replaced
 there."""

@@ -6,13 +6,13 @@ import logging
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Literal, Protocol, TypeVar
+from typing import Annotated, ClassVar, Literal, Protocol, TypeVar
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
 
-from lightning_autosync.documents import Count, Record
+from lightning_autosync.documents import Configuration, Count
 from lightning_autosync.measure.session import Contender, ContenderError, reason
 from lightning_autosync.measure.step_time import Steps, relative_error, slowest_rank
 
@@ -37,34 +37,36 @@ def alternating_rounds(running: Callable[[], Sequence[_T]]) -> Iterator[Sequence
         number += 1
 
 
-class TrialSettings(Record):
+class TrialSettings(Configuration):
     """How long a plan is measured.
 
     Attributes:
         warm_up: steps that do not count.
-        least: steps after which a plan may be done.
-        most: steps after which it is.
-        error: relative standard error of the median at which it is done in between.
-        turn: seconds that a plan's turn lasts, about, before the next plan of its batch has its own.
-        prune_after: steps after which a plan may be given up as slower than the best.
-        margin: share by which even its fastest step must be slower then.
-        hopeless: times the best (before there is one, times the reference) that its fastest step may take before a
-            plan is given up, however few its steps.
+        min_steps: a plan has at least so many steps, unless it is pruned.
+        max_steps: a plan has at most so many steps.
+        error: relative standard error of the median at which a plan is done before it has ``max_steps``.
+        turn: about how many seconds a plan's turn lasts before the next plan of its batch has its turn.
+        prune_after: steps after which a plan may be pruned as slower than the best.
+        margin: a plan is pruned then if even its fastest step is slower by more than this share.
+        max_slowdown: a plan is pruned at once if its fastest step takes more than so many times the best, or the
+            reference before there is a best.
     """
 
+    RENAMED: ClassVar[Mapping[str, str]] = {"least": "min_steps", "most": "max_steps", "hopeless": "max_slowdown"}
+
     warm_up: Count = 2
-    least: Count = 5
-    most: Count = 20
+    min_steps: Count = 5
+    max_steps: Count = 20
     error: PositiveFloat = 0.01
     turn: PositiveFloat = 0.3
     prune_after: Count = 3
     margin: NonNegativeFloat = 0.1
-    hopeless: Annotated[float, Field(gt=1)] = 2.5
+    max_slowdown: Annotated[float, Field(gt=1)] = 2.5
 
     @model_validator(mode="after")
     def _check(self) -> TrialSettings:
-        if self.most < self.least:
-            raise ValueError(f"most: {self.most} is below least, {self.least}")
+        if self.max_steps < self.min_steps:
+            raise ValueError(f"max_steps: {self.max_steps} is below min_steps, {self.min_steps}")
         return self
 
 
@@ -152,7 +154,7 @@ class StoppingRule:
         if measurement.seconds is None:
             return 1
         wanted = math.ceil(self._settings.turn / measurement.seconds)
-        return min(wanted, self._settings.least, self._settings.most - measurement.count)
+        return min(wanted, self._settings.min_steps, self._settings.max_steps - measurement.count)
 
     def decide(self, measurement: TrialMeasurement) -> None:
         """End a measurement that is precise enough or clearly slower than the best; ``best`` is updated."""
@@ -166,9 +168,9 @@ class StoppingRule:
             if not measurement.apart:
                 self.best = seconds if self.best is None else min(self.best, seconds)
 
-    def hopeless(self, seconds: float) -> bool:
+    def far_slower(self, seconds: float) -> bool:
         """Whether a step of so many seconds is far slower than the best, or than the reference."""
-        return seconds > self._settings.hopeless * self._possible
+        return seconds > self._settings.max_slowdown * self._possible
 
     @property
     def _possible(self) -> float:
@@ -182,14 +184,15 @@ class StoppingRule:
             return None
         fastest, chosen = min(measurement.slowest), self._settings
         late = self.best is not None and measurement.count >= chosen.prune_after
-        if self.hopeless(fastest) or (late and fastest > (1 + chosen.margin) * self._possible):
+        if self.far_slower(fastest) or (late and fastest > (1 + chosen.margin) * self._possible):
             whose = "the reference's" if self.best is None else "the best"
             return f"its fastest step takes {fastest / self._possible:.2f} times {whose}"
         return None
 
     def _precise(self, measurement: TrialMeasurement) -> bool:
         count, chosen = measurement.count, self._settings
-        return count >= chosen.most or (count >= chosen.least and relative_error(measurement.slowest) <= chosen.error)
+        enough = count >= chosen.min_steps and relative_error(measurement.slowest) <= chosen.error
+        return enough or count >= chosen.max_steps
 
 
 def measure_in_turns(
@@ -230,5 +233,5 @@ def _warm_up(session: Session, measurement: TrialMeasurement, rule: StoppingRule
     """Steps that do not count, one by one; of a plan that seems far slower than the best, one is enough."""
     for _ in range(steps):
         found = max(of_rank[0] for of_rank in session.measure(measurement.contender, 1))
-        if not measurement.apart and rule.hopeless(found) and found > rule.turn_seconds:
+        if not measurement.apart and rule.far_slower(found) and found > rule.turn_seconds:
             return

@@ -35,7 +35,13 @@ LINES: dict[str, tuple[str, ...]] = {
         "trainer.accelerator=cpu", "trainer.enable_checkpointing=true",
     ),
     "tune": (
-        *FLAT, "search=random", "search.budget=8", "trial.warm_up=1", "trial.least=2", "trial.most=2", "finalists=1"
+        *FLAT,
+        "search=random",
+        "search.budget=8",
+        "trial.warm_up=1",
+        "trial.min_steps=2",
+        "trial.max_steps=2",
+        "finalists=1",
     ),
     "validate": ("cases=1", "clusters=[four_equal]", "families=[ncf]", "seconds=0.1"),
 }  # fmt: skip

@@ -33,7 +33,13 @@ FLAT = ("model=flat", "model.mib=0.01", "ddp=short", "steps=1")
 LINES: dict[str, tuple[str, ...]] = {
     "bench": ("bench", *FLAT, "rounds=100000"),
     "tune": (
-        "tune", *FLAT, "search=random", "search.budget=100000", "trial.warm_up=1", "trial.least=2", "trial.most=2"
+        "tune",
+        *FLAT,
+        "search=random",
+        "search.budget=100000",
+        "trial.warm_up=1",
+        "trial.min_steps=2",
+        "trial.max_steps=2",
     ),
     "probe": ("probe", "ranks=2", "window=30"),
     "train": ("train", "ranks=2", "trainer.max_epochs=1000", "trainer.accelerator=cpu"),

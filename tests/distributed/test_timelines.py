@@ -102,7 +102,7 @@ def test_what_cannot_be_drawn_shows_before_anything_is_measured(
 @emulated
 def test_a_tuning_run_ends_with_its_report(tmp_path: Path) -> None:
     search = {"sampler": "random", "budget": 14}
-    trial = {"warm_up": 1, "least": 2, "most": 2, "turn": 0.1}
+    trial = {"warm_up": 1, "min_steps": 2, "max_steps": 2, "turn": 0.1}
     tune({**JOB, "search": search, "trial": trial, "finalists": 1}, tmp_path)
     assert {path.name for path in tmp_path.iterdir()} >= {"result.json", "plan.yaml", "report.html", *PICTURES}
     page = (tmp_path / "report.html").read_text()

@@ -35,8 +35,8 @@ SMALL = (
     "model.batch=4",
     "ddp=short",
     "trial.warm_up=1",
-    "trial.least=2",
-    "trial.most=4",
+    "trial.min_steps=2",
+    "trial.max_steps=4",
     "rounds=2",
     "finalists=1",
     "hydra.run.dir=run",
@@ -189,7 +189,7 @@ def test_what_is_wrong_is_said_in_one_line(line, message, tmp_path):
 @pytest.mark.slow
 def test_a_worker_that_dies_fails_its_plan_and_workers_start_again():
     model = {"kind": "layers", "tensors": 4, "width": 16, "batch": 4}
-    settings = Settings.parse({"model": model, "trial": {"warm_up": 1, "least": 2, "most": 4}})
+    settings = Settings.parse({"model": model, "trial": {"warm_up": 1, "min_steps": 2, "max_steps": 4}})
     job = Job.of(settings)
     order = job.plan_order(builders.all_reduce(job.workload, job.cluster))
     with job.session() as session:

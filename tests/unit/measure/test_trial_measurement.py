@@ -12,7 +12,7 @@ from lightning_autosync.measure.interleaving import StoppingRule, TrialMeasureme
 from lightning_autosync.measure.session import Contender
 from lightning_autosync.measure.step_time import relative_error
 
-SETTINGS = TrialSettings(least=4, most=10, error=0.02, turn=0.1, prune_after=3, margin=0.1, hopeless=2.5)
+SETTINGS = TrialSettings(min_steps=4, max_steps=10, error=0.02, turn=0.1, prune_after=3, margin=0.1, max_slowdown=2.5)
 
 
 def measured(*turns: list[float]) -> TrialMeasurement:
@@ -26,6 +26,11 @@ def decided(best: float | None, *turns: list[float]) -> str:
     made = measured(*turns)
     StoppingRule(SETTINGS, best).decide(made)
     return made.state
+
+
+def test_earlier_names_of_settings_still_work_with_a_warning():
+    with pytest.warns(FutureWarning, match="most: this key is called max_steps now"):
+        assert TrialSettings.parse({"most": 7}).max_steps == 7
 
 
 def test_a_measurement_is_as_slow_as_its_slowest_rank():
@@ -107,7 +112,7 @@ def test_a_plan_that_kills_a_worker_fails_alone_and_the_others_go_on_with_their_
     assert session.restarts == 1
     # Of a: a warm-up step and a step, then, on new workers, both once more before its turns go on.
     assert [steps for name, steps in session.turns if name == "a"][:3] == [1, 1, 1]
-    assert measurements[0].count >= SETTINGS.least
+    assert measurements[0].count >= SETTINGS.min_steps
 
 
 def test_before_any_plan_is_done_only_multiples_of_what_was_seen_are_given_up():
@@ -121,8 +126,8 @@ def test_before_any_plan_is_done_only_multiples_of_what_was_seen_are_given_up():
     rule.decide(slower)
     assert slower.state == "complete"
     assert rule.best == pytest.approx(0.2)
-    assert rule.hopeless(0.51)
-    assert not rule.hopeless(0.49)
+    assert rule.far_slower(0.51)
+    assert not rule.far_slower(0.49)
 
 
 def test_a_steady_machine_leaves_times_alone():

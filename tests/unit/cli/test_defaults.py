@@ -1,0 +1,73 @@
+"""Defaults of settings stand in the classes; files in ``conf/`` that repeat them, for the help texts, say the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+from pydantic import BaseModel
+
+from lightning_autosync.cli.application import VERBS
+from lightning_autosync.cli.predict import PredictSettings
+from lightning_autosync.cli.report import ReportSettings
+from lightning_autosync.cluster import configuration_directory
+from lightning_autosync.lab.collection.settings import CollectionSettings
+from lightning_autosync.lab.convergence.settings import ConvergenceSettings
+from lightning_autosync.lab.fitting.splits import FitSettings
+from lightning_autosync.lab.rehearsal.settings import RehearsalSettings
+from lightning_autosync.lab.validation.settings import ValidationSettings
+from lightning_autosync.measure.bench.settings import BenchSettings
+from lightning_autosync.measure.probe.settings import ProbeSettings
+from lightning_autosync.search.tuning.settings import Settings as TuningSettings
+from lightning_autosync.training.settings import Settings as TrainingSettings
+
+SETTINGS: dict[str, type[BaseModel]] = {
+    "bench": BenchSettings,
+    "collect": CollectionSettings,
+    "converge": ConvergenceSettings,
+    "fit": FitSettings,
+    "predict": PredictSettings,
+    "probe": ProbeSettings,
+    "rehearse": RehearsalSettings,
+    "report": ReportSettings,
+    "train": TrainingSettings,
+    "tune": TuningSettings,
+    "validate": ValidationSettings,
+}
+NOT_CLASSES = {"serve"}
+MEANT = {
+    "converge.steps": "a class that has steps and limit cannot choose between them",
+    "rehearse.options": "refining is what the contest is about",
+    "train.trainer": "arguments of Lightning's Trainer, whose defaults are Lightning's",
+}
+"""Keys whose default is that of the command line alone, and why."""
+
+
+def test_every_verb_is_checked() -> None:
+    assert SETTINGS.keys() | NOT_CLASSES == set(VERBS)
+
+
+@pytest.mark.parametrize("verb", SETTINGS)
+def test_defaults_of_files_are_those_of_classes(verb: str) -> None:
+    data: Any = OmegaConf.to_container(OmegaConf.load(configuration_directory() / f"{verb}.yaml"))
+    given = {name: value for name, value in data.items() if name not in ("defaults", "hydra") and value != "???"}
+    differing = dict(_differing(SETTINGS[verb], given, verb))
+    assert differing.keys() == {key for key in MEANT if key.startswith(f"{verb}.")}, differing
+
+
+def _differing(kind: type[BaseModel], given: dict[str, Any], where: str) -> Any:
+    """Keys of a mapping whose values are other than the defaults of the class, with both."""
+    for name, value in given.items():
+        field = kind.model_fields.get(name)
+        if field is None or field.is_required():
+            continue
+        default = field.get_default(call_default_factory=True)
+        if isinstance(default, BaseModel) and isinstance(value, dict):
+            yield from _differing(type(default), value, f"{where}.{name}")
+        elif _plain(default) != _plain(value):
+            yield f"{where}.{name}", (value, default)
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
