@@ -18,9 +18,9 @@ from lightning_autosync.cluster.files import (
     resolve_cluster,
     shipped_clusters,
 )
+from lightning_autosync.cluster.link_graph import Channel, LinkGraph
 from lightning_autosync.cluster.packing import PackedTree, TreePacking, pack_trees
 from lightning_autosync.cluster.spec import ClusterSpec, Link, Node
-from lightning_autosync.cluster.topology import Channel, Topology
 from lightning_autosync.cluster.units import (
     FRAMING,
     PAYLOAD_SHARE,
@@ -40,11 +40,11 @@ __all__ = [
     "ClusterSpec",
     "Limit",
     "Link",
+    "LinkGraph",
     "Node",
     "PackedTree",
     "Rate",
     "Seconds",
-    "Topology",
     "TreePacking",
     "configuration_directory",
     "least_step_time",

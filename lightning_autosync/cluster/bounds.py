@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from scipy.sparse import csc_array
 
 from lightning_autosync.cluster.cuts import Cut, find_cuts, one_switch_cuts
+from lightning_autosync.cluster.link_graph import LinkGraph
 from lightning_autosync.cluster.packing import Packing, generate_columns, mirrored_packing
 from lightning_autosync.cluster.spec import ClusterSpec
-from lightning_autosync.cluster.topology import Topology
 from lightning_autosync.cluster.trees import Parents, chains, least_arborescence, root_at, stars
 from lightning_autosync.errors import ClusterError
 
@@ -81,7 +81,7 @@ def synchronization_limit(spec: ClusterSpec) -> Limit:
 
     Each byte is reduced along some tree to some root and broadcast along some tree from it. For one switch there is a
     closed form (`one_switch_time`). Elsewhere, up to `EXACT_RANKS` ranks, the linear program over all such pairs of
-    trees and the routes of :class:`Topology` is solved by column generation; its dual prices make one cut of all
+    trees and the routes of :class:`LinkGraph` is solved by column generation; its dual prices make one cut of all
     channels. Where all links are symmetric a pair and its mirror image can be averaged, so trees used both ways are
     enough. For more ranks the cuts of :mod:`lightning_autosync.cluster.cuts` are taken, which may be short of what is
     possible.
@@ -95,10 +95,10 @@ def synchronization_limit(spec: ClusterSpec) -> Limit:
     bandwidths = _one_switch(spec)
     if bandwidths:
         return Limit(tuple(one_switch_cuts(bandwidths)), exact=True)
-    topology = Topology(spec)
+    link_graph = LinkGraph(spec)
     if spec.world_size > EXACT_RANKS:
-        return Limit(tuple(find_cuts(topology)), exact=False)
-    packing: Packing[Any] = mirrored_packing(topology) if topology.symmetric else _paired_packing(topology)
+        return Limit(tuple(find_cuts(link_graph)), exact=False)
+    packing: Packing[Any] = mirrored_packing(link_graph) if link_graph.symmetric else _paired_packing(link_graph)
     return Limit((Cut(packing.rate, float(packing.prices[: 2 * len(spec.links)].sum())),), exact=True)
 
 
@@ -121,13 +121,13 @@ def ring_time(spec: ClusterSpec, size: float) -> float:
     Raises:
         ClusterError: the rates of the cluster are unknown.
     """
-    topology = Topology(spec)
+    link_graph = LinkGraph(spec)
     spec.require_measured()
     count = spec.world_size
     if count == 1:
         return 0.0
-    loads = topology.loads([(rank, (rank - 1) % count) for rank in range(count)])
-    return 2 * (count - 1) / count * size * float((loads / topology.capacities).max())
+    loads = link_graph.loads([(rank, (rank - 1) % count) for rank in range(count)])
+    return 2 * (count - 1) / count * size * float((loads / link_graph.capacities).max())
 
 
 def server_shares(spec: ClusterSpec) -> tuple[float, ...]:
@@ -179,14 +179,14 @@ def _one_switch(spec: ClusterSpec) -> list[float]:
     return [rate for rate in rates if rate is not None] if len(rates) == len(spec.links) else []
 
 
-def _paired_packing(topology: Topology) -> Packing[TreePair]:
+def _paired_packing(link_graph: LinkGraph) -> Packing[TreePair]:
     """The best packing with one tree to reduce along and another, of the same root, to broadcast along."""
-    count = topology.world_size
+    count = link_graph.world_size
     arcs = [(i, j) for i in range(count) for j in range(count) if i != j]
-    arc_loads = topology.load_rows([arc] for arc in arcs)
+    arc_loads = link_graph.load_rows([arc] for arc in arcs)
 
     def load(pairs: Sequence[TreePair]) -> csc_array:
-        return topology.load_rows(map(_transfers, pairs)).T.tocsc()
+        return link_graph.load_rows(map(_transfers, pairs)).T.tocsc()
 
     def price(duals: NDArray[numpy.float64]) -> Iterator[TreePair]:
         cost = numpy.zeros((count, count))
@@ -195,7 +195,7 @@ def _paired_packing(topology: Topology) -> Packing[TreePair]:
         for root in range(count):
             yield least_arborescence(cost.T, root), least_arborescence(cost, root)
 
-    return generate_columns(topology.capacities, _pair_seeds(count), load, price)
+    return generate_columns(link_graph.capacities, _pair_seeds(count), load, price)
 
 
 def _transfers(pair: TreePair) -> list[tuple[int, int]]:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
-from lightning_autosync.cluster.topology import Topology
+from lightning_autosync.cluster.link_graph import LinkGraph
 
 _NOWHERE = -1
 """The part of places that are in none."""
@@ -40,18 +40,18 @@ class Cut:
 
 
 def one_switch_cuts(bandwidths: Iterable[float]) -> list[Cut]:
-    """Those of two ranks or more, each on a link of its own to one switch: together they are exact."""
+    """Cuts of two or more ranks, each on its own link to one switch; together they are exact."""
     rates = list(bandwidths)
     crossings = 2 * (len(rates) - 1)
     return undominated([Cut(min(rates), 1.0), Cut(sum(rates) / crossings, len(rates) / crossings)])
 
 
-def find_cuts(topology: Topology) -> list[Cut]:
+def find_cuts(link_graph: LinkGraph) -> list[Cut]:
     """The cuts around every rank, around every node, and around what each place keeps apart.
 
     On a tree of links these are the cuts of every link and every switch.
     """
-    graph = _Graph(topology)
+    graph = _PlaceGraph(link_graph)
     cuts = set(graph.cuts(graph.by_rank)) | set(graph.cuts(graph.by_node))
     for place in graph.inner:
         cuts.update(graph.cuts(graph.without(place)))
@@ -67,25 +67,25 @@ def undominated(cuts: Iterable[Cut]) -> list[Cut]:
     return kept
 
 
-class _Graph:
+class _PlaceGraph:
     """Channels between numbered places; ``by_rank`` and ``by_node`` [places] are the parts of places."""
 
-    def __init__(self, topology: Topology) -> None:
-        channels = topology.channels
+    def __init__(self, link_graph: LinkGraph) -> None:
+        channels = link_graph.channels
         names = dict.fromkeys(end for channel in channels for end in (channel.source, channel.target))
         index = {name: number for number, name in enumerate(names)}
         self._count = len(index)
         self._sources = numpy.array([index[channel.source] for channel in channels])
         self._targets = numpy.array([index[channel.target] for channel in channels])
-        self._rates = topology.capacities
-        self._shaped = (numpy.arange(len(channels)) < 2 * len(topology.spec.links)).astype(float)
-        self._ends = numpy.array([index[end] for end in topology.ends])
+        self._rates = link_graph.capacities
+        self._shaped = (numpy.arange(len(channels)) < 2 * len(link_graph.spec.links)).astype(float)
+        self._ends = numpy.array([index[end] for end in link_graph.ends])
         self.by_rank = self._nowhere()
         self.by_rank[self._ends] = numpy.arange(len(self._ends))
         self.by_node = self._nowhere()
-        for number, name in enumerate(node.name for node in topology.spec.nodes):
+        for number, name in enumerate(node.name for node in link_graph.spec.nodes):
             self.by_node[index[name]] = number
-        self.by_node[self._ends] = topology.spec.rank_nodes
+        self.by_node[self._ends] = link_graph.spec.rank_nodes
 
     @property
     def inner(self) -> list[int]:
@@ -105,7 +105,7 @@ class _Graph:
         return parts
 
     def cuts(self, parts: NDArray[numpy.int64]) -> Iterator[Cut]:
-        """Around each part, and around all."""
+        """The cuts around each part, and the one around all."""
         count = int(parts.max()) + 1
         if count < 2:
             return

@@ -1,4 +1,4 @@
-"""Packing spanning trees into a cluster: the trees of the ``packed`` topology and how much travels on each.
+"""Packing spanning trees into a cluster: the trees of the ``packed`` link_graph and how much travels on each.
 
 The program is that of fractional tree packing (Edmonds 1973; used for collectives by Blink, MLSys 2020).
 Each tree carries its share of the data up to its root and, mirrored, back down, so a tree edge {i, j} loads
@@ -23,11 +23,11 @@ from numpy.typing import NDArray
 from scipy.optimize import linprog
 from scipy.sparse import csc_array, csr_array, diags_array, hstack, vstack
 
+from lightning_autosync.cluster.link_graph import LinkGraph
 from lightning_autosync.cluster.spec import ClusterSpec
-from lightning_autosync.cluster.topology import Topology
 from lightning_autosync.cluster.trees import (
+    EdgeTree,
     Parents,
-    Tree,
     centres,
     chains,
     height,
@@ -162,42 +162,42 @@ def pack_trees(spec: ClusterSpec) -> TreePacking:
     Raises:
         ClusterError: the rates of the cluster are unknown.
     """
-    topology = Topology(spec)
-    capacities = topology.capacities
+    link_graph = LinkGraph(spec)
+    capacities = link_graph.capacities
     if spec.world_size == 1:
         return TreePacking(math.inf, (PackedTree(1.0, (-1,)),))
-    packing = mirrored_packing(topology)
+    packing = mirrored_packing(link_graph)
     weights = _shallow_weights(packing, capacities, spec.world_size)
     rate, weights = _drop_small(weights, packing, capacities)
     return TreePacking(rate, _root_trees(packing.columns, weights, spec.world_size))
 
 
-def mirrored_packing(topology: Topology) -> Packing[Tree]:
+def mirrored_packing(link_graph: LinkGraph) -> Packing[EdgeTree]:
     """The best packing of trees used both ways, over two ranks or more, with all trees met on the way."""
-    world_size = topology.world_size
+    world_size = link_graph.world_size
     pairs = [(i, j) for i in range(world_size) for j in range(i + 1, world_size)]
-    pair_loads = topology.load_rows([(i, j), (j, i)] for i, j in pairs)
+    pair_loads = link_graph.load_rows([(i, j), (j, i)] for i, j in pairs)
     row = {pair: index for index, pair in enumerate(pairs)}
 
-    def load(trees: Sequence[Tree]) -> csc_array:
+    def load(trees: Sequence[EdgeTree]) -> csc_array:
         edges = numpy.array([row[edge] for tree in trees for edge in sorted(tree)], dtype=numpy.int64)
         ends = numpy.arange(len(trees) + 1) * (world_size - 1)
         chosen = csr_array((numpy.ones(len(edges)), edges, ends), shape=(len(trees), len(pairs)))
         return (chosen @ pair_loads).T.tocsc()
 
-    return generate_columns(topology.capacities, _seeds(topology.spec), load, _pricing(pair_loads, world_size))
+    return generate_columns(link_graph.capacities, _seeds(link_graph.spec), load, _pricing(pair_loads, world_size))
 
 
-def _seeds(spec: ClusterSpec) -> Iterator[Tree]:
+def _seeds(spec: ClusterSpec) -> Iterator[EdgeTree]:
     yield from stars(spec.world_size)
     yield from hierarchical_trees(spec.hierarchy(), spec.world_size)
     yield from chains(spec.world_size)
 
 
-def _pricing(pair_loads: csr_array, world_size: int) -> Callable[[NDArray[numpy.float64]], Iterator[Tree]]:
+def _pricing(pair_loads: csr_array, world_size: int) -> Callable[[NDArray[numpy.float64]], Iterator[EdgeTree]]:
     upper = numpy.triu_indices(world_size, k=1)
 
-    def price(duals: NDArray[numpy.float64]) -> Iterator[Tree]:
+    def price(duals: NDArray[numpy.float64]) -> Iterator[EdgeTree]:
         cost = numpy.zeros((world_size, world_size))
         cost[upper] = pair_loads @ duals
         cost += cost.T
@@ -207,7 +207,7 @@ def _pricing(pair_loads: csr_array, world_size: int) -> Callable[[NDArray[numpy.
 
 
 def _shallow_weights(
-    packing: Packing[Tree], capacities: NDArray[numpy.float64], world_size: int
+    packing: Packing[EdgeTree], capacities: NDArray[numpy.float64], world_size: int
 ) -> NDArray[numpy.float64]:
     """Weights near the best rate that favour low trees, then rate, then an even share of work.
 
@@ -225,7 +225,7 @@ def _shallow_weights(
 
 
 def _drop_small(
-    weights: NDArray[numpy.float64], packing: Packing[Tree], capacities: NDArray[numpy.float64]
+    weights: NDArray[numpy.float64], packing: Packing[EdgeTree], capacities: NDArray[numpy.float64]
 ) -> tuple[float, NDArray[numpy.float64]]:
     """Rate and normalized weights without the smallest trees, dropping fewer where that costs too much."""
     shares = weights / weights.sum()
@@ -246,11 +246,13 @@ def _rate(loads: NDArray[numpy.float64], capacities: NDArray[numpy.float64]) -> 
     return float((capacities[used] / loads[used]).min())
 
 
-def _least_height(tree: Tree, world_size: int) -> int:
+def _least_height(tree: EdgeTree, world_size: int) -> int:
     return height(root_at(tree, centres(tree, world_size)[0], world_size))
 
 
-def _root_trees(trees: tuple[Tree, ...], weights: NDArray[numpy.float64], world_size: int) -> tuple[PackedTree, ...]:
+def _root_trees(
+    trees: tuple[EdgeTree, ...], weights: NDArray[numpy.float64], world_size: int
+) -> tuple[PackedTree, ...]:
     """Each used tree hung from its centre; of two centres, from the rank that roots less so far."""
     rooted = numpy.zeros(world_size)
     packed = []

@@ -40,7 +40,7 @@ class Shape(Record):
         return {"a": a, "b": b, "bandwidth": bandwidth, "latency": self.latency}
 
 
-class Uniform(Shape):
+class UniformShape(Shape):
     """Equal nodes on one switch; without ``bandwidth`` only the shape is known."""
 
     nodes: Annotated[Count, Field(le=MOST_NODES)]
@@ -50,7 +50,7 @@ class Uniform(Shape):
         return _one_switch(self, [self.bandwidth] * self.nodes)
 
 
-class Star(Shape):
+class StarShape(Shape):
     """One switch and one node per entry of ``bandwidths`` (of its link, either way)."""
 
     bandwidths: tuple[Rate, ...] = Field(min_length=1, max_length=MOST_NODES)
@@ -59,7 +59,7 @@ class Star(Shape):
         return _one_switch(self, list(self.bandwidths))
 
 
-class Racks(Shape):
+class RacksShape(Shape):
     """Racks of equal nodes, each with its switch, and an uplink from every rack to a core switch."""
 
     racks: Annotated[Count, Field(le=MOST_NODES)]
@@ -68,7 +68,7 @@ class Racks(Shape):
     uplink: Rate | None = None
 
     @model_validator(mode="after")
-    def _check_rates(self) -> Racks:
+    def _check_rates(self) -> RacksShape:
         if (self.bandwidth is None) != (self.uplink is None):
             raise ValueError("bandwidth and uplink: state both or neither")
         if self.racks * self.nodes_per_rack > MOST_NODES:
@@ -88,7 +88,7 @@ class Racks(Shape):
         return {"nodes": nodes, "switches": switches, "links": links}
 
 
-SHAPES: dict[str, type[Shape]] = {"uniform": Uniform, "star": Star, "racks": Racks}
+SHAPES: dict[str, type[Shape]] = {"uniform": UniformShape, "star": StarShape, "racks": RacksShape}
 
 
 def expand_short_form(fields: dict[str, Any]) -> dict[str, Any]:

@@ -89,7 +89,7 @@ def check_names(nodes: Sequence[Node], switches: Sequence[str]) -> None:
 
 
 def check_size(nodes: Sequence[Node]) -> None:
-    """There are no more ranks than anything here is made for."""
+    """There are at most `MOST_RANKS` ranks."""
     if (ranks := sum(node.devices for node in nodes)) > MOST_RANKS:
         raise ValueError(f"nodes: {ranks} devices in all; allowed: {MOST_RANKS} at most")
 

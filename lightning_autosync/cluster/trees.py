@@ -12,30 +12,30 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy
 from numpy.typing import NDArray
 
-Tree = frozenset[tuple[int, int]]
+EdgeTree = frozenset[tuple[int, int]]
 Parents = tuple[int, ...]
 Groups = Sequence[Sequence[int]]
 
 
-def tree_of(edges: Iterable[tuple[int, int]]) -> Tree:
+def tree_of(edges: Iterable[tuple[int, int]]) -> EdgeTree:
     """The tree of these edges, given in either direction."""
     return frozenset((min(edge), max(edge)) for edge in edges)
 
 
-def stars(world_size: int) -> Iterator[Tree]:
+def stars(world_size: int) -> Iterator[EdgeTree]:
     """Every rank as the hub of all others."""
     for hub in range(world_size):
         yield tree_of((hub, rank) for rank in range(world_size) if rank != hub)
 
 
-def chains(world_size: int) -> Iterator[Tree]:
+def chains(world_size: int) -> Iterator[EdgeTree]:
     """The ranks in order, starting at each of them."""
     for start in range(world_size):
         order = [(start + step) % world_size for step in range(world_size)]
         yield tree_of(itertools.pairwise(order))
 
 
-def hierarchical_trees(hierarchy: Sequence[Groups], world_size: int) -> Iterator[Tree]:
+def hierarchical_trees(hierarchy: Sequence[Groups], world_size: int) -> Iterator[EdgeTree]:
     """Every rank as hub of trees of two levels or more that follow groupings, the nearest first.
 
     In each group of the first grouping the ranks hang from a leader, in each group of the next the leaders
@@ -48,7 +48,7 @@ def hierarchical_trees(hierarchy: Sequence[Groups], world_size: int) -> Iterator
                     yield _hierarchical_tree(hierarchy[:depth], world_size, hub, place + turn)
 
 
-def _hierarchical_tree(hierarchy: Sequence[Groups], world_size: int, hub: int, turn: int) -> Tree:
+def _hierarchical_tree(hierarchy: Sequence[Groups], world_size: int, hub: int, turn: int) -> EdgeTree:
     edges = []
     leaders = list(range(world_size))
     for groups in hierarchy:
@@ -62,7 +62,7 @@ def _hierarchical_tree(hierarchy: Sequence[Groups], world_size: int, hub: int, t
     return tree_of([*edges, *((hub, leader) for leader in leaders if leader != hub)])
 
 
-def least_tree(cost: NDArray[numpy.float64], start: int) -> Tree:
+def least_tree(cost: NDArray[numpy.float64], start: int) -> EdgeTree:
     """A minimum spanning tree under a symmetric matrix of edge costs, by Prim's algorithm.
 
     Among equal costs a rank joins at the place nearest to ``start``, for the sake of shallow trees.
@@ -135,7 +135,7 @@ def _find_cycle(parents: Sequence[int]) -> list[int]:
     return []
 
 
-def root_at(tree: Tree, root: int, world_size: int) -> Parents:
+def root_at(tree: EdgeTree, root: int, world_size: int) -> Parents:
     """The tree hung from ``root``."""
     neighbours = _neighbours(tree, world_size)
     parents = [-1] * world_size
@@ -161,8 +161,8 @@ def height(parents: Parents) -> int:
     return tallest
 
 
-def centres(tree: Tree, world_size: int) -> tuple[int, ...]:
-    """The one or two ranks from which the tree is least high, ascending; found by stripping leaves."""
+def centres(tree: EdgeTree, world_size: int) -> tuple[int, ...]:
+    """The one or two ranks from which the tree is lowest, ascending; found by stripping leaves."""
     neighbours = [set(around) for around in _neighbours(tree, world_size)]
     left = set(range(world_size))
     while len(left) > 2:
@@ -173,7 +173,7 @@ def centres(tree: Tree, world_size: int) -> tuple[int, ...]:
     return tuple(sorted(left))
 
 
-def _neighbours(tree: Tree, world_size: int) -> list[list[int]]:
+def _neighbours(tree: EdgeTree, world_size: int) -> list[list[int]]:
     neighbours: list[list[int]] = [[] for _ in range(world_size)]
     for i, j in sorted(tree):
         neighbours[i].append(j)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_autosync.cluster import ClusterSpec, Topology
+from lightning_autosync.cluster import ClusterSpec, LinkGraph
 from lightning_autosync.engine.buckets import Bucket, DenseBucket, RowBucket
 from lightning_autosync.engine.collectives import gather_json
 from lightning_autosync.engine.connections import CONNECT_TIMEOUT, connect_pairs
@@ -127,7 +127,7 @@ class Assembly:
         sockets = connect_pairs(edges, self._group, address, min(self._timeout, CONNECT_TIMEOUT))
         if cluster is None or not cluster.measured:
             return Transport(sockets)
-        topology = Topology(cluster)
+        topology = LinkGraph(cluster)
         rates = {peer: topology.bandwidth(self._rank, peer) for peer in sockets}
         return Transport(sockets, rates, pacing_rates(schedule, topology, self._rank))
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 import numpy
 
-from lightning_autosync.cluster import PAYLOAD_SHARE, Topology
+from lightning_autosync.cluster import PAYLOAD_SHARE, LinkGraph
 from lightning_autosync.plan.schedule import Message, Round, Schedule, TreeTransfer
 
 HEADROOM = 1.01
@@ -24,7 +24,7 @@ LEAST_PART = 0.02
 Arc = tuple[int, int]
 
 
-def pacing_rates(schedule: Schedule, topology: Topology, rank: int) -> dict[int, float]:
+def pacing_rates(schedule: Schedule, topology: LinkGraph, rank: int) -> dict[int, float]:
     """The payload bytes/s to which ``rank`` should hold itself, by peer; peers without a limit are left out.
 
     A round takes the time of its fullest channel at least, and a connection that carries x bytes of the round needs
@@ -92,7 +92,7 @@ def _neighbours(transfer: TreeTransfer, rank: int) -> set[int]:
     return {peer for tree in trees for peer in (tree.parents[rank], *tree.children[rank]) if peer >= 0}
 
 
-def _arc_rates(message: Message, round: Round, topology: Topology) -> dict[Arc, float]:
+def _arc_rates(message: Message, round: Round, topology: LinkGraph) -> dict[Arc, float]:
     """Bytes/s on the wire, from one rank to another, with which a round takes no longer than it must."""
     arcs = _arc_elements(round)
     if message.rows:
@@ -116,7 +116,7 @@ def _arc_elements(round: Round) -> dict[Arc, int]:
     return arcs
 
 
-def _least_time(arcs: Mapping[Arc, int], topology: Topology) -> float:
+def _least_time(arcs: Mapping[Arc, int], topology: LinkGraph) -> float:
     """Seconds for which the fullest channel is busy, were an element a byte: the size of one cancels out."""
     loads = numpy.zeros(len(topology.channels))
     for arc, elements in arcs.items():

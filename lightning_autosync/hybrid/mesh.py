@@ -10,7 +10,7 @@ import networkx
 import numpy
 from numpy.typing import NDArray
 
-from lightning_autosync.cluster import ClusterSpec, Topology
+from lightning_autosync.cluster import ClusterSpec, LinkGraph
 
 MOST_DIMENSIONS = 3
 """Of a mesh that is searched."""
@@ -67,7 +67,7 @@ class Links:
 
     def __init__(self, cluster: ClusterSpec) -> None:
         self.cluster = cluster
-        self._topology = Topology(cluster)
+        self._topology = LinkGraph(cluster)
         self._capacities = self._topology.capacities
         self._paces: dict[tuple[tuple[int, ...], ...], Pace] = {}
 

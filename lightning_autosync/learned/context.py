@@ -8,7 +8,7 @@ from functools import cached_property
 import numpy
 from numpy.typing import NDArray
 
-from lightning_autosync.cluster import ClusterSpec, Topology, server_shares
+from lightning_autosync.cluster import ClusterSpec, LinkGraph, server_shares
 from lightning_autosync.replay.bound import changed_bytes, step_bound
 from lightning_autosync.replay.compute import ready_times
 from lightning_autosync.replay.constants import Constants
@@ -27,7 +27,7 @@ _LEAST_SECONDS = 1e-6
 
 
 class Context:
-    """A workload on a cluster; everything is worked out when first asked for, and once.
+    """A workload on a cluster, as simulators see it; each property is computed once, when it is first asked for.
 
     Args:
         workload: variables and times.
@@ -47,12 +47,12 @@ class Context:
         self.depths: dict[tuple[int, ...], int] = {}
 
     @cached_property
-    def topology(self) -> Topology:
-        return Topology(self.cluster)
+    def link_graph(self) -> LinkGraph:
+        return LinkGraph(self.cluster)
 
     @cached_property
     def scale(self) -> float:
-        """Seconds of the least step: the unit of whatever is to carry over to other workloads and clusters."""
+        """Seconds of the least step: the unit of times that should carry over to other workloads and clusters."""
         return max(_LEAST_SECONDS, step_bound(self.workload, self.cluster, self.constants.framing))
 
     @cached_property
@@ -67,7 +67,7 @@ class Context:
 
     @cached_property
     def bundle_of(self) -> Integers:
-        """[variables] the bundle of each, numbered in the order of backward; bundles are alike in bytes and number."""
+        """[variables] the bundle of each, in the order of backward; bundles have about equal bytes and numbers."""
         count = len(self.bytes)
         if count <= BUNDLES:
             return numpy.arange(count)
@@ -97,7 +97,7 @@ class Context:
 
     @cached_property
     def devices(self) -> Floats:
-        """[ranks, features] speeds and ways out of the ranks."""
+        """[ranks, features] speed, share of the bandwidth, and neighbours on the node."""
         nodes = [self.cluster.nodes[index] for index in self.cluster.rank_nodes]
         return numpy.stack(
             [
@@ -113,19 +113,19 @@ class Context:
     def crossings(self) -> Floats:
         """[channels] share of the pairs of ranks whose route takes a channel."""
         pairs = [(i, j) for i in range(self.ranks) for j in range(self.ranks) if i != j]
-        loads: Floats = self.topology.loads(pairs) / max(1, len(pairs))
+        loads: Floats = self.link_graph.loads(pairs) / max(1, len(pairs))
         return loads
 
     @cached_property
     def links(self) -> Floats:
         """[channels, features] rates, latencies and use of the channels, relative to the cluster's."""
-        rates = self.topology.capacities
+        rates = self.link_graph.capacities
         wired = 2 * len(self.cluster.links)
         typical = numpy.median(rates[:wired]) if wired else numpy.median(rates) if len(rates) else 1.0
         return numpy.stack(
             [
                 numpy.log(rates / typical),
-                numpy.log1p(1e4 * numpy.array([channel.latency for channel in self.topology.channels]) / self.scale),
+                numpy.log1p(1e4 * numpy.array([channel.latency for channel in self.link_graph.channels]) / self.scale),
                 (numpy.arange(len(rates)) < wired).astype(float),
                 self.crossings,
             ],
@@ -134,18 +134,18 @@ class Context:
 
     @cached_property
     def attachments(self) -> tuple[Integers, Integers]:
-        """Pairs of a channel and a rank that it leaves from or leads to: its first or last hop."""
+        """Pairs of a channel and a rank for which it is the first or last hop."""
         found = set()
         for i in range(self.ranks):
             for j in range(self.ranks):
-                if route := self.topology.route(i, j):
+                if route := self.link_graph.route(i, j):
                     found |= {(route[0], i), (route[-1], j)}
         pairs = numpy.array(sorted(found), dtype=numpy.int64).reshape(-1, 2)
         return pairs[:, 0], pairs[:, 1]
 
 
 class Contexts:
-    """The contexts of one set of constants, the most recently used ones kept."""
+    """The contexts for one set of constants; keeps the most recently used ones."""
 
     def __init__(self, constants: Constants) -> None:
         self._constants = constants

@@ -57,7 +57,7 @@ _LINES = "lines"
 
 
 class Shape(Record):
-    """What a file says of an ensemble: as the arguments of `LearnedEstimator`, and the numbers of its features."""
+    """The saved description of an ensemble: arguments of `LearnedEstimator`, and numbers of features."""
 
     members: Annotated[Count, Field(le=MOST_MEMBERS)]
     network: dict[str, Any]
@@ -115,7 +115,7 @@ class LearnedEstimator:
         self._encoded: OrderedDict[tuple[str, str, SyncPlan], tuple[Any, float]] = OrderedDict()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LearnedEstimator:
-        """Networks of its own; what plans look like is the same for both, and not worked out twice."""
+        """A copy with networks of its own, which shares the encoded plans."""
         made = object.__new__(type(self))
         memo |= {id(self): made, id(self._encoded): self._encoded, id(self._contexts): self._contexts}
         made.__dict__ = {name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()}
@@ -137,7 +137,7 @@ class LearnedEstimator:
         return Estimate(numpy.exp(values.mean(axis=0)), values.std(axis=0))
 
     def fit(self, samples: Sequence[Sample]) -> None:
-        """Train on measured plans; what was fitted or loaded before is trained further, gently."""
+        """Train on measured plans; networks that were fitted or loaded before are tuned."""
         if samples:
             self.fit_encoded(self.encode(samples))
 
@@ -165,7 +165,7 @@ class LearnedEstimator:
                 self._lines[number] = _line(found, learned.target - learned.base)
 
     def _observe(self, examples: Examples) -> None:
-        """Let the networks see the scale of their inputs, on samples drawn from all."""
+        """Let the networks take the scale of their inputs from samples drawn from all."""
         random = numpy.random.default_rng(self.seed)
         drawn = random.permutation(len(examples))[:_OBSERVED]
         batch = self.kind.collate([examples.items[place] for place in drawn])
@@ -238,7 +238,7 @@ class LearnedEstimator:
         return made
 
     def _tensors(self) -> dict[str, torch.Tensor]:
-        """What is learned, by name; the tensors are the networks' own."""
+        """All learned tensors by name, not copied."""
         tensors = {
             f"{number}.{name}": tensor
             for number, network in enumerate(self.networks)
@@ -287,7 +287,7 @@ def _bytes(network: Network) -> int:
 
 
 def _fill(own: Mapping[str, torch.Tensor], content: bytes) -> None:
-    """Take over tensors from the bytes of a file.
+    """Fill tensors from the bytes of a file.
 
     Raises:
         SimulatorError: they are not just those, or not all numbers are finite.
@@ -312,7 +312,7 @@ def _form(tensor: torch.Tensor) -> str:
 
 
 def _kept_apart(examples: Examples, part: Integers | None) -> tuple[Examples, Examples | None]:
-    """What a network learns from, and what its epoch is chosen by."""
+    """What a network learns from, and what chooses its epoch."""
     if part is None:
         return examples, None
     return examples.part(numpy.setdiff1d(numpy.arange(len(examples)), part)), examples.part(part)
@@ -320,7 +320,7 @@ def _kept_apart(examples: Examples, part: Integers | None) -> tuple[Examples, Ex
 
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    """Within the block torch draws from ``seed`` on; afterwards the caller's draws go on as if nothing had been.
+    """Seed torch within the block; afterwards the caller's random state is as before.
 
     Networks are made and trained on the CPU, so other devices' generators are not touched at all.
     """
@@ -330,7 +330,7 @@ def _seeded(seed: int) -> Iterator[None]:
 
 
 def _line(scores: Floats, wanted: Floats) -> Floats:
-    """[2] slope, not below 0, and offset of the straight line that brings scores nearest to what is wanted."""
+    """[2] slope (at least 0) and offset of the least-squares line from scores to what is wanted."""
     variance = float(scores.var())
     slope = max(0.0, float(numpy.cov(scores, wanted, ddof=0)[0, 1]) / variance) if variance > 0 else 0.0
     return numpy.array([slope, float(wanted.mean() - slope * scores.mean())])

@@ -61,7 +61,7 @@ class Examples:
         return len(self.items)
 
     def part(self, places: Integers) -> Examples:
-        """Some of them."""
+        """The examples at some places."""
         return Examples(
             [self.items[place] for place in places],
             self.base[places],
@@ -74,7 +74,7 @@ class Examples:
 
     @classmethod
     def of(cls, samples: Sequence[Sample], items: Sequence[Any], base: Sequence[float]) -> Examples:
-        """Samples with what was made of each."""
+        """Examples from samples, what the simulator sees of each, and the logarithm of the seconds to which it adds."""
         pair = number_pairs(samples)
         batch = number_batches(samples, pair)
         free, own = _spread(samples)
@@ -91,13 +91,13 @@ class Examples:
 
 
 def number_pairs(samples: Iterable[Sample]) -> Integers:
-    """[samples] a number for each workload, cluster and environment, from 0 on."""
+    """[samples] the number of each sample's workload, cluster and environment, from 0 on."""
     keys = Keys()
     return _numbers((*keys.of(sample), sample.environment) for sample in samples)
 
 
 def number_batches(samples: Iterable[Sample], pair: Integers) -> Integers:
-    """[samples] a number for each batch, from 0 on; a sample of which the reference is not known is one of its own.
+    """[samples] the number of each sample's batch, from 0 on; a sample without a known reference is a batch by itself.
 
     Args:
         samples: measured plans.
@@ -111,13 +111,13 @@ def number_batches(samples: Iterable[Sample], pair: Integers) -> Integers:
 
 
 def _numbers(names: Iterable[Hashable]) -> Integers:
-    """[names] a number for each different name, from 0 on."""
+    """[names] equal names get the same number, from 0 on."""
     numbers: dict[Hashable, int] = {}
     return numpy.array([numbers.setdefault(name, len(numbers)) for name in names], dtype=numpy.int64)
 
 
 def _spread(samples: Sequence[Sample]) -> tuple[Integers, Floats]:
-    """[samples] degrees of freedom of the steps, and the variance of their logarithms; 0 of a single step."""
+    """[samples] degrees of freedom of the steps, and the variance of their logarithms (0 for a single step)."""
     logs = [numpy.log(sample.steps) for sample in samples]
     free = numpy.array([len(steps) - 1 for steps in logs], dtype=numpy.int64)
     own = numpy.array([steps.var(ddof=1) if len(steps) > 1 else 0.0 for steps in logs], dtype=numpy.float64)
@@ -125,7 +125,7 @@ def _spread(samples: Sequence[Sample]) -> tuple[Integers, Floats]:
 
 
 def _usual(free: Integers, own: Floats, pair: Integers) -> Floats:
-    """[samples] the variance of a step's logarithm that is usual for the pair; 0 where there are only single steps.
+    """[samples] the usual variance of a step's logarithm for the pair; 0 where all samples have single steps.
 
     Args:
         free, own: see `_spread`.
@@ -135,8 +135,8 @@ def _usual(free: Integers, own: Floats, pair: Integers) -> Floats:
     for one in numpy.unique(pair):
         members = (pair == one) & (free > 0)
         if members.any():
-            # Few samples with steps that were held up are no usual ones. Half of all variances are below the median,
-            # which for so few steps is below their mean (chi-squared, by Wilson and Hilferty's formula).
+            # The median, since a few samples whose steps were held up must not count. For so few steps it is below the
+            # mean of the variances (chi-squared), so it is divided by their ratio (Wilson and Hilferty's formula).
             ratio = (1 - 2 / (9 * free[members])) ** 3
             usual[pair == one] = numpy.median(own[members] / ratio)
     return usual
@@ -145,8 +145,8 @@ def _usual(free: Integers, own: Floats, pair: Integers) -> Floats:
 def _noise(free: Integers, own: Floats, usual: Floats) -> Floats:
     """[samples] standard errors of the logarithms of the median steps.
 
-    A few steps tell little of their own spread, and one tells nothing. So each sample's variance is drawn towards what
-    is usual for its pair, as if `_USUAL` further steps had shown that.
+    A few steps say little about their own spread, and one says nothing. So each sample's variance is drawn towards the
+    usual one of its pair, as if `_USUAL` further steps had shown that.
 
     Args:
         free, own: see `_spread`.
@@ -156,13 +156,13 @@ def _noise(free: Integers, own: Floats, usual: Floats) -> Floats:
 
 
 def _of_median(variance: Floats, free: Integers) -> Floats:
-    """[samples] standard errors of medians of ``free + 1`` steps, of which the logarithms have that variance."""
+    """[samples] standard errors of medians of ``free + 1`` steps whose logarithms have that variance."""
     error: Floats = _OF_MEDIAN * numpy.sqrt(variance / (free + 1))
     return error
 
 
 def _drift(samples: Sequence[Sample], pair: Integers, batch: Integers, error: Floats) -> Floats:
-    """[samples] standard deviations, from batch to batch, of what a batch's logarithms of seconds have in common.
+    """[samples] standard deviations, from batch to batch, of what all logarithms of seconds in a batch share.
 
     Pairs with fewer than `_LEAST_BATCHES` references have none. In the others a sample without one has drifted, too.
 
@@ -187,7 +187,7 @@ def _drift(samples: Sequence[Sample], pair: Integers, batch: Integers, error: Fl
 
 
 class Keys:
-    """Fingerprints of workloads and clusters, each document's worked out once however many samples share it."""
+    """Fingerprints of workloads and clusters; each is computed once, however many samples share the document."""
 
     def __init__(self) -> None:
         self._of: dict[tuple[int, int], tuple[Sample, tuple[str, str]]] = {}

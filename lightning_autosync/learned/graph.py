@@ -16,15 +16,15 @@ _ON = {"its pipeline": "pipeline", "shared cores": "cores"}
 
 
 def overall(arrays: PlanArrays) -> Floats:
-    """[features] shares, logarithms of counts, and the replay's step in units of the least one; none tells names."""
+    """[features] a whole plan: shares, logarithms of counts, and the replay's step relative to the least; no names."""
     return numpy.concatenate([_times(arrays), _counts(arrays), _kinds(arrays), _surroundings(arrays)])
 
 
 def _times(arrays: PlanArrays) -> Floats:
-    """What the replay says."""
+    """What the replay predicts."""
     prediction, context = arrays.prediction, arrays.context
     step = prediction.step_time
-    links = len(context.topology.channels)
+    links = len(context.link_graph.channels)
     busy = prediction.demand.sum(axis=0) / step
     wires, hosts, cores = busy[:links], busy[links : links + context.ranks], busy[links + context.ranks :]
     workload = context.workload
@@ -54,7 +54,7 @@ def _waits_for(name: str) -> str:
 
 
 def _counts(arrays: PlanArrays) -> Floats:
-    """How many messages, shards and pieces there are, in all and a second."""
+    """Numbers of messages, shards and pieces, in all and per second."""
     shards, step = arrays.shards, arrays.prediction.step_time
     numbers = [
         len(arrays.mode),
@@ -73,7 +73,7 @@ def _counts(arrays: PlanArrays) -> Floats:
 
 
 def _kinds(arrays: PlanArrays) -> Floats:
-    """Share of the bytes that travels so and so, and of the messages."""
+    """Shares of the bytes by mode, compressor and flag; shares of the messages by mode."""
     weights = arrays.bytes / max(1.0, arrays.bytes.sum())
     modes = numpy.bincount(arrays.mode, weights, len(MODES))
     compressors = numpy.bincount(arrays.compressor, weights, len(COMPRESSORS))
@@ -88,10 +88,10 @@ def _kinds(arrays: PlanArrays) -> Floats:
 
 
 def _surroundings(arrays: PlanArrays) -> Floats:
-    """The workload and the cluster, as far as no plan changes them."""
+    """The workload and the cluster: equal for all plans."""
     context = arrays.context
-    rates = context.topology.capacities
-    latencies = [channel.latency for channel in context.topology.channels]
+    rates = context.link_graph.capacities
+    latencies = [channel.latency for channel in context.link_graph.channels]
     return numpy.array(
         [
             numpy.log(context.ranks),
@@ -149,12 +149,12 @@ class Graph(NamedTuple):
 
 
 def encode_graph(arrays: PlanArrays) -> Graph:
-    """The graph of a plan; all numbers are shares, logarithms, or times in units of the step that the replay says."""
+    """The graph of a plan. All numbers are shares, logarithms, or times in units of the replay's step."""
     context = arrays.context
     merged = merge(arrays)
     shards = _shard_nodes(arrays, merged)
     messages = _message_nodes(arrays, merged)
-    links = len(context.topology.channels)
+    links = len(context.link_graph.channels)
     busy = arrays.prediction.demand.sum(axis=0) / arrays.prediction.step_time
     devices = numpy.column_stack([context.devices, busy[links : links + context.ranks]])
     channels = numpy.column_stack([context.links, busy[:links]])
@@ -167,7 +167,7 @@ def encode_graph(arrays: PlanArrays) -> Graph:
 
 
 def merge(arrays: PlanArrays) -> Integers:
-    """[messages] the node of each; every message has its own where there are few."""
+    """[messages] the node of each message; where there are few messages, each has its own."""
     count = len(arrays.mode)
     if count <= MESSAGES:
         return numpy.arange(count)
@@ -195,7 +195,7 @@ def _mean(merged: Integers, values: Floats) -> Floats:
 
 def _message_nodes(arrays: PlanArrays, merged: Integers) -> Floats:
     prediction, context, count = arrays.prediction, arrays.context, len(arrays.mode)
-    step, links = prediction.step_time, len(context.topology.channels)
+    step, links = prediction.step_time, len(context.link_graph.channels)
     times = numpy.array([(span.ready, span.start, span.end) for span in prediction.timeline.messages]) / step
     demand = _demand(arrays, merged)
     hosts = demand[:, links : links + context.ranks]
@@ -240,7 +240,7 @@ class _ShardNodes(NamedTuple):
 
 
 def _shard_nodes(arrays: PlanArrays, merged: Integers) -> _ShardNodes:
-    """Shards of one message with one root are one node."""
+    """One node for all shards of a message with the same root."""
     shards, ranks = arrays.shards, arrays.context.ranks
     code, place = numpy.unique(merged[shards.message] * (ranks + 1) + shards.root + 1, return_inverse=True)
     message, root = code // (ranks + 1), code % (ranks + 1) - 1
@@ -259,9 +259,9 @@ def _shard_nodes(arrays: PlanArrays, merged: Integers) -> _ShardNodes:
 
 
 def _edges(arrays: PlanArrays, merged: Integers, shards: _ShardNodes) -> list[Edges]:
-    """In the order of `RELATIONS`."""
+    """The edges, in the order of `RELATIONS`."""
     context = arrays.context
-    links, nodes = len(context.topology.channels), int(merged.max()) + 1
+    links, nodes = len(context.link_graph.channels), int(merged.max()) + 1
     demand = _demand(arrays, merged)
     later = numpy.arange(1, nodes)
     pieces = numpy.arange(len(shards.message))
@@ -286,7 +286,7 @@ def _edges(arrays: PlanArrays, merged: Integers, shards: _ShardNodes) -> list[Ed
 
 
 def _travels(arrays: PlanArrays, merged: Integers) -> Edges:
-    """Bundles to messages, each with its share of the message's bytes."""
+    """From bundles to messages, each with its share of the message's bytes."""
     context = arrays.context
     bundles = int(context.bundle_of.max()) + 1
     code, place = numpy.unique(merged[arrays.members] * bundles + context.bundle_of, return_inverse=True)
@@ -295,7 +295,7 @@ def _travels(arrays: PlanArrays, merged: Integers) -> Edges:
 
 
 def _placements(shards: _ShardNodes, ranks: int) -> Edges:
-    """Shards to the devices that reduce them; those of everybody to all, in equal parts."""
+    """From shards to the devices that reduce them; a shard that all ranks reduce has an equal part on each."""
     rooted, free = numpy.flatnonzero(shards.root >= 0), numpy.flatnonzero(shards.root == EVERYBODY)
     source = numpy.concatenate([rooted, numpy.repeat(free, ranks)])
     target = numpy.concatenate([shards.root[rooted], numpy.tile(numpy.arange(ranks), len(free))])

@@ -34,7 +34,7 @@ class GraphBatch(NamedTuple):
 
 
 def batch_graphs(items: Sequence[Graph]) -> GraphBatch:
-    """Put graphs side by side; edges are moved on by the nodes of the graphs before."""
+    """Put graphs side by side; ends of edges are shifted by the number of nodes before them."""
     counts = {name: numpy.array([len(graph.nodes[place]) for graph in items]) for place, name in enumerate(NODES)}
     before = {name: numpy.cumsum(number) - number for name, number in counts.items()}
     ends, weights = {}, []
@@ -70,7 +70,7 @@ _READ = (
 
 
 class HeteroSizes(Record):
-    """Of `HeteroNetwork`.
+    """Sizes of `HeteroNetwork`.
 
     Attributes:
         hidden: width of a node's state.
@@ -128,7 +128,7 @@ class HeteroNetwork(Network):
             standard.observe(values)
 
     def embed(self, batch: GraphBatch) -> torch.Tensor:
-        """[plans, width] states read out, and what is known of each plan as a whole."""
+        """[plans, width] pooled states, and the features of each plan as a whole."""
         states = {
             name: nn.functional.silu(self.first[name](self.standards[name](values)))
             for name, values in batch.features.items()
@@ -151,7 +151,7 @@ def _pool(counts: torch.Tensor, states: torch.Tensor, how: str) -> torch.Tensor:
 
 
 class _Convolution(nn.Module):
-    """Every node takes in, by relation, the weighted sum of its neighbours' states."""
+    """Each node adds, by relation, the weighted sum of its neighbours' states."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
@@ -166,7 +166,7 @@ class _Convolution(nn.Module):
         taken = {name: self.own[name](state) for name, state in states.items()}
         for place, (source, _, target) in enumerate(RELATIONS):
             layer, state = self.relations[place], states[source]
-            if len(state) > len(states[target]):  # sums of products are products of sums: take the fewer rows
+            if len(state) > len(states[target]):  # the layer is linear, so apply it where there are fewer rows
                 got = layer(gather(relations[place], state, weights[place]))
             else:
                 got = gather(relations[place], layer(state), weights[place])

@@ -58,11 +58,11 @@ Layers = Annotated[Count, Field(le=8)]
 
 
 class LinearSizes(Record):
-    """There are none: it has a weight for each feature."""
+    """None: the network has a weight per feature."""
 
 
 class RecurrentSizes(Record):
-    """Of `RecurrentNetwork`.
+    """Sizes of `RecurrentNetwork`; the paper's are in brackets.
 
     Attributes:
         hidden: width of a variable's vector [32].
@@ -76,7 +76,7 @@ class RecurrentSizes(Record):
 
 
 class AttentionSizes(Record):
-    """Of `AttentionNetwork`.
+    """Sizes of `AttentionNetwork`.
 
     Attributes:
         hidden: width of a variable's vector, and of what each head makes of it.
@@ -90,9 +90,9 @@ class AttentionSizes(Record):
 
 
 class Standard(nn.Module):
-    """Brings features to mean 0 and deviation 1, as they were on the first samples that it was shown.
+    """Scales features to mean 0 and deviation 1, as they were on the first samples that it saw.
 
-    Far outliers, which other clusters and models have, are held at six deviations.
+    Outliers, which other clusters and models have, are cut off at six deviations.
     """
 
     mean: torch.Tensor
@@ -260,7 +260,7 @@ def collate_shards(items: Sequence[ShardSet]) -> ShardBatch:
 
 
 def collate_shard_graphs(items: Sequence[ShardSet]) -> ShardBatch:
-    """The same with a graph in which variables know their neighbours and those that share their message."""
+    """The same with a graph that joins variables that are neighbours or share a message."""
     batch = collate_shards(items)
     sources: list[NDArray[numpy.int64]] = []
     targets: list[NDArray[numpy.int64]] = []
@@ -280,7 +280,7 @@ def collate_shard_graphs(items: Sequence[ShardSet]) -> ShardBatch:
 
 
 class ShardEncoder(nn.Module):
-    """One vector for each variable: the sum over its shards of what two layers make of each."""
+    """One vector per variable: the sum of two layers' outputs over its shards."""
 
     def __init__(self, features: int, hidden: int) -> None:
         super().__init__()

@@ -26,10 +26,10 @@ from lightning_autosync.plan.topologies import find
 from lightning_autosync.replay.prediction import Prediction
 
 MODES = ("all_reduce", "all_to_all", "shared_memory", "two_level", "ring", "tree", "star", "hierarchical", "packed")
-"""How a message travels, as far as learned simulators tell; each topology names the one that it is most like."""
+"""Ways of travelling that learned simulators tell apart; each topology names the one that it is most like."""
 COMPRESSORS = ("none", "fp16", "bf16", "int8", "topk", "powersgd")
 EVERYBODY = -1
-"""In place of a root: every rank reduces its part."""
+"""In place of a root, where every rank reduces a part."""
 _MODE_OF = {AllReduce: 0, AllToAll: 1, SharedMemoryReduce: 2, TwoLevelAllReduce: 3}
 
 
@@ -82,7 +82,7 @@ class PlanArrays:
 
 
 def plan_arrays(context: Context, plan: SyncPlan) -> PlanArrays:
-    """Compile and price a plan, and put down what it does.
+    """Compile a plan, price it by the replay, and describe both as arrays.
 
     Raises:
         PlanError: it has no schedule, or is not for this workload and cluster.

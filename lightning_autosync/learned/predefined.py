@@ -42,7 +42,7 @@ class _Costs(NamedTuple):
 
 
 def predefined(arrays: PlanArrays) -> NDArray[numpy.float32]:
-    """[12] the most and the sum, over servers and over groups, of transmission, overhead and device latency.
+    """[12] maximum and sum, over servers and over groups, of transmission, overhead and device latency.
 
     Transmission is in units of the least step's time; overhead and latency are counts of messages; all as logarithms.
     """
@@ -72,12 +72,12 @@ def shard_set(arrays: PlanArrays) -> ShardSet:
 
 
 def _vectors(arrays: PlanArrays, rows: _Costs, row: Integers, part: Floats) -> Floats:
-    """[shards, features]: which server and group, how, how large, and what it costs."""
+    """[shards, features]: server and group (one-hot), compressor, flags, size and costs."""
     context, message, root = arrays.context, rows.message[row], rows.root[row]
     served, costs = root != EVERYBODY, rows.costs[row] * part[:, None]
     local, wise = arrays.local[message], arrays.row_wise[message]
     rates = _rates(context)
-    # Nobody is the root of what is all-reduced, which moves at the slowest rate.
+    # An all-reduced message has no root; it moves at the slowest rate.
     rate = numpy.where(served, rates[root], rates.min())
     flags = [served * local, served * (1 - local), served * wise, ~served]
     numbers = [
@@ -136,7 +136,7 @@ def _rates(context: Context) -> Floats:
     rates = numpy.ones(context.ranks)
     for i in range(context.ranks):
         others = [j for j in range(context.ranks) if j != i and (lone or node[i] != node[j])]
-        rates[i] = max((context.topology.bandwidth(i, j) for j in others), default=1.0)
+        rates[i] = max((context.link_graph.bandwidth(i, j) for j in others), default=1.0)
     return rates
 
 

@@ -74,18 +74,18 @@ class SimulatorSettings(Record):
 
     @classmethod
     def shipped(cls, kind: str) -> SimulatorSettings:
-        """The option of ``conf/simulator`` of that name."""
+        """The settings in ``conf/simulator`` of that name."""
         return cls.model_validate(read_data(configuration_directory() / "simulator" / f"{kind}.yaml"))
 
     def build(self, constants: Constants, seed: int) -> Simulator:
-        """The simulator, which knows nothing yet."""
+        """The simulator, not fitted yet."""
         if self.kind == "replay":
             return SIMULATORS["replay"](constants)
         return SIMULATORS[self.kind](constants, self.members, dict(self.network), self.training, self.tuning, seed)
 
 
 def check_kind(kind: str) -> str:
-    """``kind`` if it is the name of a simulator.
+    """Return ``kind`` if it is the name of a simulator.
 
     Raises:
         ValueError: it is not.

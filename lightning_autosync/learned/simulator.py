@@ -72,7 +72,7 @@ def write_simulator(
 
 
 def _weights_of(directory: Path) -> str | None:
-    """The checksum of the weights of the simulator in a directory; None where none can be read that has some."""
+    """The checksum of the weights of the simulator in a directory; None if there is none, or it has no weights."""
     try:
         return read_header(directory).weights
     except SimulatorError:
@@ -150,13 +150,13 @@ class Estimator(Protocol):
         ...
 
     def fit(self, samples: Sequence[Sample]) -> None:
-        """Train further, from what was loaded or fitted before, on measured plans; seconds for some hundred samples."""
+        """Train on measured plans, on from what was loaded or fitted before; takes seconds for some hundred samples."""
         ...
 
 
 @runtime_checkable
 class Simulator(Estimator, Protocol):
-    """An estimator that can be kept."""
+    """An estimator that can be saved."""
 
     def save(self, directory: str | os.PathLike[str]) -> None:
         """Write what `load_simulator` reads."""
@@ -184,7 +184,7 @@ class ReplayEstimator:
         return Estimate(seconds, numpy.zeros(len(seconds)))
 
     def fit(self, samples: Sequence[Sample]) -> None:
-        """Nothing: the constants come from a probe, never from plans."""
+        """Do nothing: the constants come from a probe, never from plans."""
 
     def save(self, directory: str | os.PathLike[str]) -> None:
         """Write its constants."""

@@ -21,7 +21,7 @@ from lightning_autosync.learned.networks import Network
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Within the block, and as a decorator within the function, torch and DGL compute on the calling thread alone.
+    """Let torch and DGL compute on the calling thread alone, within the block or the decorated function.
 
     These networks' steps last milliseconds: threads gain little where cores are idle, and where live workers or other
     trainings keep them busy, every operation waits for the slowest thread.
@@ -72,7 +72,7 @@ class Training(Record):
 
 
 TUNING = Training(part="head", epochs=10, learning_rate=1e-3)
-"""For networks that know something already."""
+"""For networks that were fitted before."""
 
 
 @one_thread()
@@ -100,7 +100,7 @@ def train(
     optimizer = torch.optim.AdamW(trained.parameters(), settings.learning_rate, weight_decay=settings.weight_decay)
     steps_of_epoch = math.ceil(len(examples) / settings.batch)
     epochs = max(settings.epochs, math.ceil(settings.least_steps / steps_of_epoch))
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _pace(step, epochs * steps_of_epoch))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate_factor(step, epochs * steps_of_epoch))
     best, kept = math.inf, None
     if validation is not None:
         best, kept = _validate(network, validation, settings), copy.deepcopy(network.state_dict())
@@ -112,7 +112,7 @@ def train(
             loss.backward()
             nn.utils.clip_grad_norm_(trained.parameters(), _CLIP)
             optimizer.step()
-            schedule.step()
+            scheduler.step()
         if validation is not None and (found := _validate(network, validation, settings)) < best:
             best, kept = found, copy.deepcopy(network.state_dict())
     if kept is None:
@@ -124,7 +124,7 @@ def train(
 def _trained(
     network: Network, examples: Examples, settings: Training
 ) -> tuple[nn.Module, Callable[[Integers], torch.Tensor]]:
-    """What is trained, and the scores of the examples at some places."""
+    """The module to train, and a function that gives the scores of the examples at some places."""
     if settings.part == "all":
         return network, lambda places: network(network.collate([examples.items[place] for place in places]))
     embedded = embed(network, examples.items)
@@ -132,7 +132,7 @@ def _trained(
 
 
 def embed(network: Network, items: Sequence[Any], batch: int = 256) -> torch.Tensor:
-    """[plans, width] what a network makes of plans, before its head."""
+    """[plans, width] outputs of the network before its head."""
     network.eval()
     with torch.no_grad():
         parts = [network.embed(network.collate(items[start : start + batch])) for start in range(0, len(items), batch)]
@@ -141,7 +141,7 @@ def embed(network: Network, items: Sequence[Any], batch: int = 256) -> torch.Ten
 
 @one_thread()
 def scores(network: Network, items: Sequence[Any]) -> Floats:
-    """[plans] the network's answers."""
+    """[plans] the network's scores."""
     if not items:
         return numpy.zeros(0)
     embedded = embed(network, items)
@@ -204,7 +204,7 @@ def _batches(pair: Integers, size: int, random: numpy.random.Generator) -> Itera
         yield shuffled[start : start + size]
 
 
-def _pace(step: int, steps: int) -> float:
-    """Share of the learning rate."""
+def _rate_factor(step: int, steps: int) -> float:
+    """Factor on the learning rate: a linear warm-up, then a cosine."""
     warm = max(1, steps // 20)
     return min((step + 1) / warm, 0.5 * (1 + math.cos(math.pi * min(1.0, step / steps))) + 1e-3)

@@ -9,7 +9,7 @@ from lightning_autosync.errors import PlanError
 from lightning_autosync.plan.messages import ITEMSIZE, cut, low_rank_layout, weighted_bounds
 from lightning_autosync.plan.schedule import Message, Round, Schedule
 from lightning_autosync.plan.spec import Group, SyncPlan
-from lightning_autosync.plan.topologies import Cut, Site, find
+from lightning_autosync.plan.topologies import MessageCut, Site, find
 from lightning_autosync.workload import Variable, Workload
 
 
@@ -102,7 +102,7 @@ def _compile_group(index: int, group: Group, variables: Sequence[Variable], site
         cuts = [cut(partition, [variable.shape for variable in variables])]
     cuts[0] = (*cuts[0][:-1], cuts[0][-1] + tail)
     width = numel // rows if rows else None
-    rounds = (Round(at[-1], tuple(topology.transfers(group, Cut(at, itemsize, width), site))) for at in cuts)
+    rounds = (Round(at[-1], tuple(topology.transfers(group, MessageCut(at, itemsize, width), site))) for at in cuts)
     return Message(
         index=index,
         name=group.name,

@@ -193,7 +193,7 @@ class Schedule:
 
 
 def _plain(value: Any) -> Any:
-    """Plain data, as `dataclasses.asdict` has it, which copies every rank of every tree one by one."""
+    """Plain data as of `dataclasses.asdict`, which is slow: it copies every rank of every tree."""
     if is_dataclass(value):
         return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, tuple) and value and is_dataclass(value[0]):

@@ -91,7 +91,7 @@ class ServerLayout:
 
     @cached_property
     def owners(self) -> tuple[int, ...]:
-        """The ranks that keep anything, ascending."""
+        """The ranks that keep any shard, ascending."""
         return tuple(sorted({shard.owner for shard in self.shards}))
 
     def of(self, owner: int) -> tuple[Shard, ...]:
@@ -202,7 +202,7 @@ def _ranges(group: Group, bounds: Sequence[int], unit: int, workers: int) -> Ite
 
 
 def _pieces(variables: Sequence[Variable], start: int, stop: int) -> Iterator[Piece]:
-    """What ``[start, stop)`` of the message holds of each variable."""
+    """The piece of each variable that lies in ``[start, stop)`` of the message."""
     offset = 0
     for variable in variables:
         lower, upper = max(start, offset), min(stop, offset + variable.numel)

@@ -201,7 +201,7 @@ OuterKind = Literal["averaging", "easgd", "bmuf", "slowmo", "diloco"]
 
 
 class Consistency(Record):
-    """How closely replicas march in step.
+    """How closely replicas keep in step.
 
     Attributes:
         mode: ``synchronous`` (as DDP), ``bounded_staleness``, ``asynchronous``, ``partial_reduce``, ``periodic``.
@@ -293,7 +293,7 @@ class SyncPlan(Document):
         world_size: number of ranks.
         servers: processes beside them that train nothing and may be placed on, as ranks from ``world_size`` on; only
             where servers update the parameters.
-        consistency: how closely replicas march in step.
+        consistency: how closely replicas keep in step.
         groups: the messages, in the order in which collectives are launched.
     """
 

@@ -92,7 +92,7 @@ def changed_bytes(variable: Variable) -> float:
 def arrival_times(
     workload: Workload, cluster: ClusterSpec, framing: float = 1.0, burst: float = 0.0
 ) -> Iterator[tuple[Node, float]]:
-    """For each node the seconds in which what its ranks need of all others can come in.
+    """For each node, the least seconds until all that its ranks need of the others has come in.
 
     These are the dense gradients and every row that one of the others touched, if each draws its rows evenly from all.
     """
@@ -113,7 +113,7 @@ def _rates_in(cluster: ClusterSpec, name: str) -> Iterator[float]:
 
 
 def _share(variable: Variable, ranks: int) -> float:
-    """The share of a variable's bytes that at least one of so many ranks changed; of a dense one, all."""
+    """The share of a variable's bytes that at least one of ``ranks`` ranks changed; 1 for a dense one."""
     if variable.rows is None:
         return 1.0
     return 1.0 - (1.0 - variable.rows / variable.shape[0]) ** ranks

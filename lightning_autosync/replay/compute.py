@@ -123,7 +123,7 @@ class ComputeClock:
 
 
 def _packing(variable: Variable, constants: Constants) -> float:
-    """Core-seconds of bringing a gradient into its message's buffer; of a table's, of finding its touched rows too."""
+    """Core-seconds to copy a gradient into its message's buffer; for a table, also to find its touched rows."""
     if variable.kind == "dense":
         return variable.bytes / constants.copy_rate
     touched = variable.rows / variable.shape[0] if variable.rows is not None and variable.numel else 1.0

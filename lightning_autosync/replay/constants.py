@@ -126,7 +126,7 @@ class Constants(Document):
         )
 
     def hop_delay(self, collective: bool, ranks: int) -> float:
-        """Seconds by which a hop among ``ranks`` is longer than its way on the wire.
+        """Seconds that a hop among ``ranks`` takes beyond its time on the wire.
 
         The cores' time of a collective's pieces is not in it: all ranks handle theirs at once, step by step, so that
         they add up to the time for which hosts are busy.
@@ -134,5 +134,5 @@ class Constants(Document):
         return self.crowd(ranks) * (self.message_delay if collective else 2 * self.frame_cost + self.wake_up)
 
     def crowd(self, ranks: int) -> float:
-        """By how much a step takes longer because ``ranks`` share too few cores."""
+        """Factor by which host work takes longer because ``ranks`` share too few cores; at least 1."""
         return max(1.0, ranks / self.cores) if self.cores else 1.0

@@ -38,10 +38,15 @@ class Nodes(NamedTuple):
     release: Floats
 
 
-class Graph(NamedTuple):
-    """For each node how many it waits for; and its successors, by offset.
+class Dependencies(NamedTuple):
+    """Which node waits for which.
 
-    ``gates`` wait, in this order, for one of ``places`` of the backend; ``ends`` free one.
+    Attributes:
+        waits: [nodes] how many others a node waits for.
+        offsets, successors: the nodes that wait for node ``n`` are ``successors[offsets[n] : offsets[n + 1]]``.
+        gates: nodes that each take one of the backend's ``places``, in this order.
+        ends: nodes that each free one.
+        places: collectives that the backend runs at once.
     """
 
     waits: Indices
@@ -72,7 +77,7 @@ class Connections(NamedTuple):
 
 
 class _State(NamedTuple):
-    """What changes: of nodes, what they still wait for and their turn; of connections, what they carry and how fast.
+    """What changes during the simulation. Of nodes: what they wait for, and their turn. Of connections: their load.
 
     ``ready`` are the nodes that wait for no other, in that order; ``counts`` is indexed by the names below.
     """
@@ -100,7 +105,7 @@ _OPENED = 2
 
 @numba.njit(cache=True)
 def simulate(
-    nodes: Nodes, graph: Graph, connections: Connections, capacities: Floats, tokens: Floats, burst: Floats
+    nodes: Nodes, graph: Dependencies, connections: Connections, capacities: Floats, tokens: Floats, burst: Floats
 ) -> tuple[Floats, Floats, Floats]:
     """Run a graph of frames and points in time; ``tokens`` and ``burst`` are those of `fluid.drain`.
 
@@ -151,7 +156,7 @@ def simulate(
 
 
 @numba.njit(cache=True)
-def _begin(graph: Graph, count: int, connections: int) -> _State:
+def _begin(graph: Dependencies, count: int, connections: int) -> _State:
     missing, frees = graph.waits.copy(), numpy.zeros(count, dtype=numpy.bool_)
     for index in range(len(graph.gates)):
         missing[graph.gates[index]] += 1
@@ -179,22 +184,22 @@ def _enqueue_ready(node: int, state: _State) -> None:
 
 @numba.njit(cache=True)
 def _wait_less(node: int, state: _State) -> None:
-    """One of the things that a node waits for has come."""
+    """A node has one thing less to wait for."""
     state.missing[node] -= 1
     if state.missing[node] == 0:
         _enqueue_ready(node, state)
 
 
 @numba.njit(cache=True)
-def _open_gate(graph: Graph, state: _State) -> None:
-    """The next gate has its place in the backend."""
+def _open_gate(graph: Dependencies, state: _State) -> None:
+    """Give the next gate its place in the backend."""
     state.counts[_OPENED] += 1
     _wait_less(graph.gates[state.counts[_OPENED] - 1], state)
 
 
 @numba.njit(cache=True)
 def _finish_due(
-    nodes: Nodes, graph: Graph, state: _State, events: list[tuple[float, int]], done: Floats, now: float
+    nodes: Nodes, graph: Dependencies, state: _State, events: list[tuple[float, int]], done: Floats, now: float
 ) -> None:
     """Queue frames that are ready on their connections and end what is due, until nothing more follows."""
     while True:
@@ -253,7 +258,7 @@ def _next_frame(number: int, head: Indices, following: Indices, key: Floats, arr
 
 @numba.njit(cache=True)
 def _set_rates(connections: Connections, state: _State, capacities: Floats) -> None:
-    """Progressive filling: all rates grow together; those on a channel that is full stay as they are."""
+    """Max-min fair rates by progressive filling: all grow together until a channel on their way is full."""
     residual, load = capacities.copy(), numpy.zeros(len(capacities))
     growing = 0
     for number in range(len(state.current)):
@@ -264,7 +269,7 @@ def _set_rates(connections: Connections, state: _State, capacities: Floats) -> N
     while growing:
         least, before = numpy.inf, growing
         for channel in range(len(load)):
-            # Rounding may leave less than nothing, and then nobody would move any more.
+            # Rounding may leave less than nothing. Then no connection would ever move again.
             room = max(residual[channel], capacities[channel] * _ROUNDING)
             if load[channel] > 1e-18 and room < least * load[channel]:
                 least = room / load[channel]
@@ -282,7 +287,7 @@ def _set_rates(connections: Connections, state: _State, capacities: Floats) -> N
                 _add(connections, state, number, -1.0, load)
                 _add(connections, state, number, -state.rate[number], residual)
         if growing == before:
-            # Where costs differ by many orders, rounding leaves loads on channels of which nobody asks anything.
+            # Where costs differ by many orders of magnitude, rounding leaves loads on channels that no connection uses.
             load[:] = 0.0
             for number in range(len(state.current)):
                 if state.current[number] >= 0 and state.rate[number] == -1.0:
@@ -293,7 +298,7 @@ def _set_rates(connections: Connections, state: _State, capacities: Floats) -> N
 def _meets_full(
     connections: Connections, state: _State, number: int, residual: Floats, load: Floats, least: float
 ) -> bool:
-    """Whether a connection uses a channel that ``least`` bytes/s for everybody fill."""
+    """Whether a connection uses a channel that is full if each connection gets ``least`` bytes/s."""
     if least == numpy.inf:
         return True
     enough = least * (1 + 1e-9)
@@ -314,7 +319,7 @@ def _meets_full(
 
 @numba.njit(cache=True)
 def _add(connections: Connections, state: _State, number: int, factor: float, to: Floats) -> None:
-    """Add what a connection asks of its channels at a rate of ``factor`` bytes/s."""
+    """Add to each channel what a connection takes of it at ``factor`` bytes/s."""
     route = connections.route[number]
     for hop in range(connections.routes.starts[route], connections.routes.starts[route + 1]):
         to[connections.routes.hops[hop]] += factor
@@ -327,7 +332,7 @@ def _add(connections: Connections, state: _State, number: int, factor: float, to
 
 @numba.njit(cache=True)
 def _flow(connections: Connections, state: _State, channels: int) -> Floats:
-    """[channels] what all connections take a second."""
+    """[channels] what all connections together take per second."""
     flow = numpy.zeros(channels)
     for number in range(len(state.current)):
         if state.current[number] >= 0:

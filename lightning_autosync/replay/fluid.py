@@ -1,4 +1,4 @@
-"""Stages as fluids: each drains its loads from all channels at one pace; stages share channels by urgency."""
+"""Stages as fluids: a stage loads all its channels in fixed proportions. Stages share channels by urgency."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def with_host_work(conditions: Conditions, host_work: HostWork, network: Network
 
 
 class _State(NamedTuple):
-    """What changes from event to event: share of the work left, its rate, level among rivals; and work by itself."""
+    """Of each stage: share of its work left; its rate; its level among rivals; seconds of its work if it were alone."""
 
     left: Floats
     rate: Floats
@@ -133,7 +133,7 @@ def _alone(work: Floats, capacities: Floats) -> Floats:
 
 @numba.njit(cache=True)
 def _start_and_end(conditions: Conditions, state: _State, times: StageTimes, slots: int, now: float) -> float:
-    """Start and end what is due; returns the next time at which something is. What starts may let others start."""
+    """Start and end what is due; returns the time at which something is due next. A start may let others start."""
     coming = numpy.inf
     changed = True
     while changed:
@@ -160,7 +160,7 @@ def _start_and_end(conditions: Conditions, state: _State, times: StageTimes, slo
 
 @numba.njit(cache=True)
 def _may_start(stage: int, conditions: Conditions, times: StageTimes, slots: int, now: float) -> bool:
-    """Whether all that a stage waits for, but its release, has happened."""
+    """Whether everything that a stage waits for has happened; its release is not looked at."""
     first, second, third = conditions.order.after[stage]
     if (first >= 0 and times.end[first] > now) or (second >= 0 and times.start[second] > now):
         return False
@@ -178,7 +178,7 @@ def _may_start(stage: int, conditions: Conditions, times: StageTimes, slots: int
 
 @numba.njit(cache=True)
 def _set_levels(by_urgency: Indices, rivals: Flags, state: _State, times: StageTimes, now: float) -> int:
-    """Put stages under way one level below their more urgent rivals; returns the lowest level."""
+    """Put each running stage one level below its more urgent rivals; returns the lowest level."""
     level = state.level
     deepest = -1
     for place in range(len(by_urgency)):
@@ -197,7 +197,7 @@ def _set_levels(by_urgency: Indices, rivals: Flags, state: _State, times: StageT
 
 @numba.njit(cache=True)
 def _flow(work: Floats, state: _State) -> Floats:
-    """[channels] what all stages under way take a second."""
+    """[channels] what all running stages take per second."""
     flow = numpy.zeros(work.shape[1])
     for stage in range(len(work)):
         if state.level[stage] >= 0:
@@ -208,7 +208,7 @@ def _flow(work: Floats, state: _State) -> Floats:
 
 @numba.njit(cache=True)
 def _share(work: Floats, capacities: Floats, state: _State, deepest: int, bound: Indices) -> None:
-    """Progressive filling, level by level: stages of one level grow in step, each by its own speed when alone."""
+    """Progressive filling, level by level. Rates of one level grow together, in proportion to what each has alone."""
     residual = capacities.copy()
     for current in range(deepest + 1):
         growing = 0
@@ -222,7 +222,7 @@ def _share(work: Floats, capacities: Floats, state: _State, deepest: int, bound:
 
 @numba.njit(cache=True)
 def _fill_one(work: Floats, residual: Floats, state: _State, current: int, bound: Indices) -> int:
-    """Fill the channel that is full first and fix the rates of the stages on it; returns how many they are."""
+    """Fill the channel that is full first, and fix the rates of the stages on it; returns their number."""
     stages, channels = work.shape
     rate, alone = state.rate, state.alone
     weight = numpy.zeros(channels)

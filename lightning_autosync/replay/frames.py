@@ -9,7 +9,7 @@ import numpy
 
 from lightning_autosync.replay.compute import Compute, HostWork
 from lightning_autosync.replay.constants import Constants
-from lightning_autosync.replay.event_simulation import Connections, Graph, Nodes, simulate
+from lightning_autosync.replay.event_simulation import Connections, Dependencies, Nodes, simulate
 from lightning_autosync.replay.loads import Loads
 from lightning_autosync.replay.network import Floats, Forest, Indices, Network
 from lightning_autosync.replay.outcome import StageTimes, StartOrder
@@ -52,7 +52,7 @@ def run_frames(
         Times of the stages; and seconds at which the main threads had done their work for synchronization, 0 where they
         share no cores.
     """
-    graph = _Graph(network, forest, constants)
+    graph = _FrameGraph(network, forest, constants)
     if host_work is not None:
         graph.add_host_work(host_work)
     for number, stage in enumerate(stages):
@@ -90,7 +90,7 @@ class _Hops:
     offset: int
 
 
-class _Graph:
+class _FrameGraph:
     """Frames and points in time, and which must be done before which.
 
     A node without a pair is a point in time: reached ``after`` seconds after its conditions. One with a pair is a
@@ -256,18 +256,20 @@ class _Graph:
         used, connection = numpy.unique(pairs, return_inverse=True)
         nodes = Nodes(numpy.where(pairs < 0, -1, connection), *(numpy.array(column) for column in columns))
         connections = self._connections(used)
-        begun, sent, done = simulate(nodes, self._graph(order), connections, network.capacities, tokens, network.burst)
+        begun, sent, done = simulate(
+            nodes, self._dependencies(order), connections, network.capacities, tokens, network.burst
+        )
         moved, drained = self._moving(begun, sent, done)
         packed = float(done[self._host_work[-1]].max()) if self._host_work else 0.0
         return StageTimes(done[self._gates], moved, drained, done[self._ends], bound), packed
 
-    def _graph(self, order: StartOrder) -> Graph:
+    def _dependencies(self, order: StartOrder) -> Dependencies:
         """Which node waits for which, and for a place in the backend."""
         count = len(self._nodes)
         edges = numpy.array(self._edges, dtype=numpy.int64).reshape(-1, 2)
         edges = edges[numpy.argsort(edges[:, 0], kind="stable")]
         queue = numpy.argsort(order.queue, kind="stable")[(order.queue < 0).sum() :]
-        return Graph(
+        return Dependencies(
             numpy.bincount(edges[:, 1], minlength=count),
             numpy.searchsorted(edges[:, 0], numpy.arange(count + 1)),
             edges[:, 1].copy(),

@@ -8,7 +8,7 @@ import numba
 import numpy
 from numpy.typing import NDArray
 
-from lightning_autosync.cluster import ClusterSpec, Topology
+from lightning_autosync.cluster import ClusterSpec, LinkGraph
 from lightning_autosync.replay.constants import Constants
 
 Floats = NDArray[numpy.float64]
@@ -17,7 +17,7 @@ Indices = NDArray[numpy.int64]
 
 
 class Routes(NamedTuple):
-    """Routes between ranks, those of one after the other.
+    """Routes between ranks.
 
     Attributes:
         between: [ranks, ranks] number of the route from one rank to another, -1 while it is unknown.
@@ -57,12 +57,12 @@ class Network:
     """
 
     def __init__(self, cluster: ClusterSpec, constants: Constants) -> None:
-        self.topology = Topology(cluster)
+        self.link_graph = LinkGraph(cluster)
         self.ranks = cluster.world_size
-        self.links = len(self.topology.channels)
+        self.links = len(self.link_graph.channels)
         shared = [constants.cores] if constants.cores else []
         self.capacities: Floats = numpy.concatenate(
-            [self.topology.capacities, numpy.ones(self.ranks), numpy.array(shared, dtype=float)]
+            [self.link_graph.capacities, numpy.ones(self.ranks), numpy.array(shared, dtype=float)]
         )
         self.burst: Floats = numpy.where(
             numpy.arange(len(self.capacities)) < 2 * len(cluster.links), constants.burst, 0.0
@@ -74,11 +74,11 @@ class Network:
             numpy.zeros(0, dtype=numpy.int32),
             numpy.zeros(0),
         )
-        self._forest = _parents(self.topology)
+        self._forest = _parents(self.link_graph)
 
     def channel_names(self) -> tuple[str, ...]:
         """A name for each channel: ``a > b`` for links, then the hosts."""
-        links = [f"{channel.source} > {channel.target}" for channel in self.topology.channels]
+        links = [f"{channel.source} > {channel.target}" for channel in self.link_graph.channels]
         hosts = [f"host of rank {rank}" for rank in range(self.ranks)]
         return (*links, *hosts, *(["shared cores"] if self.shared_core >= 0 else []))
 
@@ -90,7 +90,7 @@ class Network:
             return
         sources, targets = numpy.divmod(pairs, self.ranks)
         if self._forest is None:
-            routes = [self.topology.route(int(i), int(j)) for i, j in zip(sources, targets, strict=True)]
+            routes = [self.link_graph.route(int(i), int(j)) for i, j in zip(sources, targets, strict=True)]
             counts = numpy.array([len(route) for route in routes])
             hops = numpy.fromiter((channel for route in routes for channel in route), dtype=numpy.int32)
         else:
@@ -100,7 +100,7 @@ class Network:
             hops = _walk(*places, above, channel_up, depth, counts)
         known.between.reshape(-1)[pairs] = len(known.latencies) + numpy.arange(len(pairs))
         edges = numpy.concatenate([[0], numpy.cumsum(counts)]).astype(numpy.int32)
-        channel_latencies = numpy.array([channel.latency for channel in self.topology.channels])
+        channel_latencies = numpy.array([channel.latency for channel in self.link_graph.channels])
         running = numpy.concatenate([[0.0], numpy.cumsum(channel_latencies[hops])])
         self.routes = Routes(
             known.between,
@@ -110,21 +110,21 @@ class Network:
         )
 
 
-def _parents(topology: Topology) -> tuple[Integers, Integers, Integers, Integers] | None:
-    """Where links form a tree, routes need no search: each place's way towards a root. None elsewhere.
+def _parents(link_graph: LinkGraph) -> tuple[Integers, Integers, Integers, Integers] | None:
+    """The links as a tree, where routes need no search; None where they form none.
 
     Returns the place of each rank; and of each place its parent, the channel to the parent (the way back is that
     index with its lowest bit flipped), and its depth.
     """
     place: dict[str, int] = {}
     around: list[list[tuple[int, int]]] = []
-    for index, channel in enumerate(topology.channels):
+    for index, channel in enumerate(link_graph.channels):
         for end in (channel.source, channel.target):
             if end not in place:
                 place[end] = len(place)
                 around.append([])
         around[place[channel.source]].append((place[channel.target], index))
-    if not place or len(topology.channels) != 2 * (len(place) - 1):
+    if not place or len(link_graph.channels) != 2 * (len(place) - 1):
         return None
     above, channel_up, depth = (numpy.full(len(place), -1, dtype=numpy.int32) for _ in range(3))
     depth[0] = 0
@@ -134,7 +134,7 @@ def _parents(topology: Topology) -> tuple[Integers, Integers, Integers, Integers
             if depth[there] < 0:
                 above[there], channel_up[there], depth[there] = here, index ^ 1, depth[here] + 1
                 reached.append(there)
-    spec = topology.spec
+    spec = link_graph.spec
     names = [spec.nodes[index] for index in spec.rank_nodes]
     ends = [place[f"rank {rank}" if node.devices > 1 else node.name] for rank, node in enumerate(names)]
     return numpy.array(ends, dtype=numpy.int32), above, channel_up, depth

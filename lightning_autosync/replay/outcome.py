@@ -93,7 +93,7 @@ def critical_path(
     step_time: float,
     channels: Sequence[str],
 ) -> tuple[Span, ...]:
-    """Backwards from the end of the step: each thing that had to end before the next could begin."""
+    """What the step waits for, found backwards from its end: each span had to end before the next could begin."""
     path: list[Span] = []
 
     def add(name: str, start: float, end: float) -> None:
@@ -127,7 +127,7 @@ def critical_path(
 
 
 def _cause(number: int, stages: Sequence[Stage], order: StartOrder, times: StageTimes, seen: set[int]) -> int:
-    """The stage whose end let this one begin, -1 if it was the rank's own computing."""
+    """The stage whose end let this one begin; -1 if it waited for computation only."""
     moved, start = times.moved[number], times.start[number]
     if moved > start + _SAME:
         return _nearest(times.drained, moved, seen)

@@ -66,7 +66,7 @@ def load(flows: Flows, paths: Paths, work: Floats, fill: Floats, pairs: NDArray[
             if tree < 0:
                 continue
             count[:] = 0
-            _look_up(paths, way, tree, routes[way])
+            _copy_routes(paths, way, tree, routes[way])
             _add_work(flows, paths, flow, way, tree, routes[way], work, count, pairs)
             _time_hops(flows, paths, flow, way, tree, routes[way], count, hop_time[way])
             if way == _UP:
@@ -75,16 +75,16 @@ def load(flows: Flows, paths: Paths, work: Floats, fill: Floats, pairs: NDArray[
                 falling = _climb(paths, tree, hop_time[way], after[way])
         if flows.up[flow] >= 0:
             _descend(paths, flows.up[flow], hop_time[_UP], falling, after[_UP])
-            _meet(flows, paths, flow, _UP, routes[_UP], before[_UP], after[_UP], lead, trail)
+            _lower_margins(flows, paths, flow, _UP, routes[_UP], before[_UP], after[_UP], lead, trail)
         if flows.down[flow] >= 0:
             _descend(paths, flows.down[flow], hop_time[_DOWN], rising, before[_DOWN])
-            _meet(flows, paths, flow, _DOWN, routes[_DOWN], before[_DOWN], after[_DOWN], lead, trail)
+            _lower_margins(flows, paths, flow, _DOWN, routes[_DOWN], before[_DOWN], after[_DOWN], lead, trail)
     _fill_pipelines(paths, work, lead, trail, fill)
 
 
 @numba.njit(cache=True)
-def _look_up(paths: Paths, way: int, tree: int, routes: Integers) -> None:
-    """The route between each rank and its parent: they are far apart in memory, and asked for again and again."""
+def _copy_routes(paths: Paths, way: int, tree: int, routes: Integers) -> None:
+    """Copy the route between each rank and its parent: the table of routes is large, and each is used several times."""
     for rank in range(len(routes)):
         parent = paths.trees.parents[tree, rank]
         if parent >= 0:
@@ -103,7 +103,7 @@ def _add_work(
     count: Floats,
     pairs: NDArray[numpy.uint64],
 ) -> None:
-    """What one way of a flow asks of links and hosts, how often it crosses each link, and whom it connects."""
+    """Add the load of one direction of a flow on links and hosts; count crossings of links, and note pairs of ranks."""
     ranks, stage = paths.trees.parents.shape[1], flows.stage[flow]
     gather, seal, opening, frame, _ = flows.costs[stage]
     copies = flows.copies[flow]
@@ -159,7 +159,7 @@ def _time_hops(
 
 @numba.njit(cache=True)
 def _climb(paths: Paths, tree: int, hop_time: Floats, below: Floats) -> float:
-    """Fill in the longest way from each rank to the leaves below it; returns that from a root."""
+    """Fill in ``below``: the longest time from each rank to the leaves below it; returns the longest from a root."""
     below[:] = 0
     longest = 0.0
     for place in range(len(below) - 1, -1, -1):
@@ -174,7 +174,7 @@ def _climb(paths: Paths, tree: int, hop_time: Floats, below: Floats) -> float:
 
 @numba.njit(cache=True)
 def _descend(paths: Paths, tree: int, hop_time: Floats, beyond: float, above: Floats) -> None:
-    """Fill in the way from each rank to its root and ``beyond``."""
+    """Fill in ``above``: the time from each rank to its root, plus ``beyond``."""
     for place in range(len(above)):
         rank = paths.trees.order[tree, place]
         parent = paths.trees.parents[tree, rank]
@@ -182,7 +182,7 @@ def _descend(paths: Paths, tree: int, hop_time: Floats, beyond: float, above: Fl
 
 
 @numba.njit(cache=True)
-def _meet(
+def _lower_margins(
     flows: Flows,
     paths: Paths,
     flow: int,
@@ -193,7 +193,7 @@ def _meet(
     lead: Floats,
     trail: Floats,
 ) -> None:
-    """Shorten the ways to and from each link to those over this flow's hops."""
+    """Lower the least time before and after each link to those over the hops of this flow."""
     stage = flows.stage[flow]
     tree = flows.up[flow] if way == _UP else flows.down[flow]
     for rank in range(len(before)):
@@ -211,7 +211,7 @@ def _meet(
 
 @numba.njit(cache=True)
 def _fill_pipelines(paths: Paths, work: Floats, lead: Floats, trail: Floats, fill: Floats) -> None:
-    """By how much the longest way of each stage is longer than its busiest channel is busy."""
+    """Fill in ``fill``: how much longer the longest path of each stage takes than its busiest channel is busy."""
     for stage in range(work.shape[0]):
         busiest, longest = 0.0, 0.0
         for channel in range(len(paths.capacities)):

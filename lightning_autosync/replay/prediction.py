@@ -76,7 +76,7 @@ class Prediction:
             own.
         critical_path: what the step waits for, one after the other.
         demand: [messages, channels] seconds for which each message keeps each channel busy: the directions of the links
-            as in :attr:`~lightning_autosync.cluster.Topology.channels`, the host of each rank, and, if cores are
+            as in :attr:`~lightning_autosync.cluster.LinkGraph.channels`, the host of each rank, and, if cores are
             shared, those.
     """
 

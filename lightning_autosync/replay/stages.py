@@ -79,11 +79,11 @@ class Stage:
     handling: float = 0.0
 
     def frame_cost(self, constants: Constants) -> float:
-        """Seconds of a core a frame at either end, without those of its bytes."""
+        """Core-seconds per frame at either end, without the cost of its bytes."""
         return self.handling + (constants.message_cost if self.collective else constants.frame_cost)
 
     def hop_delay(self, constants: Constants, ranks: int) -> float:
-        """Seconds by which a hop is longer than its way on the wire, without those of its bytes."""
+        """Seconds that a hop takes beyond its time on the wire, without the cost of its bytes."""
         return constants.hop_delay(self.collective, ranks) + constants.crowd(ranks) * self.handling
 
 
@@ -197,7 +197,7 @@ class StageMaker:
         )
 
     def _all_to_all(self, message: Message, round: Round) -> list[Stage]:
-        """Contributions to the owners of ranges at once; sums back after the backward pass."""
+        """Contributions go to the owners of ranges at once; sums come back after the backward pass."""
         (transfer,) = round.transfers
         assert isinstance(transfer, AllToAll)
         itemsize = ITEMSIZE[message.dtype]
@@ -261,7 +261,7 @@ class StageMaker:
         ]
 
     def _chains(self, rings: Sequence[Sequence[int]], end: int, onwards: bool) -> int:
-        """The forest of the ways around the rings to their members ``end``, or ``onwards`` from it."""
+        """The number of the forest of chains around the rings: to their members ``end``, or ``onwards`` from them."""
         parents = [-1] * self._ranks
         for ring in rings:
             way = [ring[(end + step) % len(ring)] for step in range(len(ring))]
@@ -270,7 +270,7 @@ class StageMaker:
         return self._forest.row(tuple(parents))
 
     def _rows(self, message: Message) -> list[Stage]:
-        """Touched rows, merged on the way up; by the backend, everybody gathers everybody's."""
+        """Touched rows: trees merge them on the way up; the backend gathers the rows of all ranks on all ranks."""
         constants, ranks, table = self._constants, self._ranks, message.rows
         width = message.numel // table
         row_bytes = _INDEX_BYTES + width * ITEMSIZE[message.dtype]
@@ -318,9 +318,9 @@ class StageMaker:
 
 
 def _alike(round: Round, counts: int) -> list[tuple[TreeTransfer, int, int, int]]:
-    """One of all transfers of a length and with the same trees, its length, elements behind ``counts``, and how many.
+    """Equal transfers on the same trees as one: it, its length, its elements behind ``counts``, and their number.
 
-    A plan has many transfers, and its trees are few objects: they are told apart as such.
+    A plan has many transfers but few tree objects, so trees are compared by identity.
     """
     first: dict[tuple[int, int, int, int, int], TreeTransfer] = {}
     numbers: dict[tuple[int, int, int, int, int], int] = {}

@@ -21,7 +21,7 @@ _SAME = 1 + 1e-9
 
 @numba.njit(cache=True)
 def open_capacities(capacities: Floats, tokens: Floats) -> Floats:
-    """[channels] what each channel gives a second just now."""
+    """[channels] bytes/s of each channel at this moment."""
     effective = capacities.copy()
     for channel in range(len(tokens)):
         if tokens[channel] > _EMPTY:
@@ -31,7 +31,7 @@ def open_capacities(capacities: Floats, tokens: Floats) -> Floats:
 
 @numba.njit(cache=True)
 def next_change(flow: Floats, capacities: Floats, tokens: Floats) -> float:
-    """Seconds until a bucket is empty if ``flow`` [channels] goes on; infinite if none will be."""
+    """Seconds until the next bucket is empty at a ``flow`` [channels, bytes/s]; infinite if none will be."""
     least = numpy.inf
     for channel in range(len(tokens)):
         if tokens[channel] > _EMPTY and flow[channel] > capacities[channel] * _SAME:
@@ -41,7 +41,7 @@ def next_change(flow: Floats, capacities: Floats, tokens: Floats) -> float:
 
 @numba.njit(cache=True)
 def refill(flow: Floats, capacities: Floats, tokens: Floats, burst: Floats, seconds: float) -> None:
-    """Let ``seconds`` pass at a given flow."""
+    """Update ``tokens`` for ``seconds`` at a given flow."""
     for channel in range(len(tokens)):
         if burst[channel] > 0:
             there = tokens[channel] + (capacities[channel] - flow[channel]) * seconds

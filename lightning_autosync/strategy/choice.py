@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy
 
-from lightning_autosync.cluster import ClusterSpec, Topology, pack_trees, ring_time, server_shares
+from lightning_autosync.cluster import ClusterSpec, LinkGraph, pack_trees, ring_time, server_shares
 from lightning_autosync.plan import Partition, SyncPlan, builders
 from lightning_autosync.workload import Workload
 
@@ -115,7 +115,7 @@ def _served(ranks: int, rows: int) -> dict[str, Any]:
 
 def shards_time(cluster: ClusterSpec, size: float) -> float:
     """Seconds to synchronize ``size`` bytes in shards that every rank reduces in proportion to its links."""
-    topology = Topology(cluster)
+    topology = LinkGraph(cluster)
     ranks = range(cluster.world_size)
     loads = numpy.zeros_like(topology.capacities)
     for server, share in zip(ranks, server_shares(cluster), strict=True):

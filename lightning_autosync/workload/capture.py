@@ -42,7 +42,7 @@ class Clock(Protocol):
 
 
 class HostClock:
-    """For work that is done when the call returns."""
+    """For work that has ended when the call returns."""
 
     def mark(self) -> float:
         return time.perf_counter()
@@ -81,7 +81,7 @@ def clock_of(device: torch.device) -> Clock:
 
 @dataclass(frozen=True)
 class _Gradient:
-    """What one step told of one gradient: seconds from the start of backward, form, rows touched."""
+    """One gradient in one step: seconds from the start of backward, form, rows touched."""
 
     ready: float
     is_sparse: bool
@@ -191,7 +191,7 @@ def _log_nothing(*_: Any, **__: Any) -> None:
 
 
 def _measure(module: nn.Module, step: Callable[[], Any], clock: Clock, ready: dict[nn.Parameter, Any]) -> _Step | None:
-    """Run and time one step; ``None`` if the step was skipped."""
+    """Run and time one step; ``None`` if the training step skipped it."""
     module.zero_grad(set_to_none=True)
     clock.synchronize()
     start = clock.mark()

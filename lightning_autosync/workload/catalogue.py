@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from lightning_autosync.errors import WorkloadError
-from lightning_autosync.workload.flow import Flow
+from lightning_autosync.workload.layers import LayerTrace
 from lightning_autosync.workload.models import (
     bert_base,
     bert_large,
@@ -27,7 +27,7 @@ from lightning_autosync.workload.spec import Workload
 FLOPS_PER_SECOND = 5e12
 """About what a TITAN X or a T4, on which AutoSync was evaluated, sustains in float32."""
 
-_MODELS: dict[str, Callable[..., Flow]] = {
+_MODELS: dict[str, Callable[..., LayerTrace]] = {
     model.__name__: model
     for model in (
         vgg16,
@@ -82,7 +82,7 @@ def build(name: str, *, flops_per_second: float = FLOPS_PER_SECOND, **chosen: An
     return _model(name)(**checked).workload(name, flops_per_second)
 
 
-def _model(name: str) -> Callable[..., Flow]:
+def _model(name: str) -> Callable[..., LayerTrace]:
     try:
         return _MODELS[name]
     except KeyError:

@@ -1,7 +1,7 @@
 """Well-known models described by their layers, with the names and shapes of their public implementations.
 
-Each function follows one batch through the model and returns the `Flow`. Its keyword arguments, all with defaults, are
-what the catalogue lets a user choose.
+Each function follows one batch through the model and returns the `LayerTrace`. Its keyword arguments, all with
+defaults, are what the catalogue lets a user choose.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lightning_autosync.errors import WorkloadError
-from lightning_autosync.workload.flow import Extent, Flow, distinct
+from lightning_autosync.workload.layers import Extent, LayerTrace, distinct
 
 
-def vgg16(*, batch_size: int = 32, resolution: int = 224, classes: int = 1000) -> Flow:
+def vgg16(*, batch_size: int = 32, resolution: int = 224, classes: int = 1000) -> LayerTrace:
     """VGG-16 (Simonyan and Zisserman, ICLR 2015, configuration D): three quarters of it is one matrix."""
-    image = Flow(batch_size, 3, resolution, resolution)
+    image = LayerTrace(batch_size, 3, resolution, resolution)
     index = 0
     for width, depth in ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3)):
         for _ in range(depth):
@@ -28,18 +28,18 @@ def vgg16(*, batch_size: int = 32, resolution: int = 224, classes: int = 1000) -
     return image
 
 
-def resnet50(*, batch_size: int = 32, resolution: int = 224, classes: int = 1000) -> Flow:
+def resnet50(*, batch_size: int = 32, resolution: int = 224, classes: int = 1000) -> LayerTrace:
     """ResNet-50 (He et al., CVPR 2016), strides in the 3×3 convolutions."""
     return _resnet((3, 4, 6, 3), batch_size, resolution, classes)
 
 
-def resnet101(*, batch_size: int = 32, resolution: int = 224, classes: int = 1000) -> Flow:
+def resnet101(*, batch_size: int = 32, resolution: int = 224, classes: int = 1000) -> LayerTrace:
     """ResNet-101 (He et al., CVPR 2016), strides in the 3×3 convolutions."""
     return _resnet((3, 4, 23, 3), batch_size, resolution, classes)
 
 
-def _resnet(depths: Sequence[int], batch_size: int, resolution: int, classes: int) -> Flow:
-    image = Flow(batch_size, 3, resolution, resolution)
+def _resnet(depths: Sequence[int], batch_size: int, resolution: int, classes: int) -> LayerTrace:
+    image = LayerTrace(batch_size, 3, resolution, resolution)
     image.conv("conv1", 64, 7, stride=2).norm("bn1").pool(3, 2, 1)
     for stage, depth in enumerate(depths, start=1):
         for block in range(depth):
@@ -48,7 +48,7 @@ def _resnet(depths: Sequence[int], batch_size: int, resolution: int, classes: in
     return image.gather().linear("fc", classes)
 
 
-def _bottleneck(image: Flow, name: str, width: int, stride: int, project: bool) -> None:
+def _bottleneck(image: LayerTrace, name: str, width: int, stride: int, project: bool) -> None:
     shortcut = image.fork()
     image.conv(f"{name}.conv1", width, 1).norm(f"{name}.bn1")
     image.conv(f"{name}.conv2", width, 3, stride=stride).norm(f"{name}.bn2")
@@ -57,23 +57,23 @@ def _bottleneck(image: Flow, name: str, width: int, stride: int, project: bool) 
         shortcut.conv(f"{name}.downsample.0", 4 * width, 1, stride=stride).norm(f"{name}.downsample.1")
 
 
-def densenet121(*, batch_size: int = 32, resolution: int = 224, classes: int = 1000) -> Flow:
+def densenet121(*, batch_size: int = 32, resolution: int = 224, classes: int = 1000) -> LayerTrace:
     """DenseNet-121 (Huang et al., CVPR 2017): very many small variables."""
     return _densenet((6, 12, 24, 16), batch_size, resolution, classes)
 
 
-def densenet169(*, batch_size: int = 32, resolution: int = 224, classes: int = 1000) -> Flow:
+def densenet169(*, batch_size: int = 32, resolution: int = 224, classes: int = 1000) -> LayerTrace:
     """DenseNet-169 (Huang et al., CVPR 2017)."""
     return _densenet((6, 12, 32, 32), batch_size, resolution, classes)
 
 
-def densenet201(*, batch_size: int = 32, resolution: int = 224, classes: int = 1000) -> Flow:
+def densenet201(*, batch_size: int = 32, resolution: int = 224, classes: int = 1000) -> LayerTrace:
     """DenseNet-201 (Huang et al., CVPR 2017)."""
     return _densenet((6, 12, 48, 32), batch_size, resolution, classes)
 
 
-def _densenet(depths: Sequence[int], batch_size: int, resolution: int, classes: int, growth: int = 32) -> Flow:
-    image = Flow(batch_size, 3, resolution, resolution)
+def _densenet(depths: Sequence[int], batch_size: int, resolution: int, classes: int, growth: int = 32) -> LayerTrace:
+    image = LayerTrace(batch_size, 3, resolution, resolution)
     image.conv("features.conv0", 2 * growth, 7, stride=2).norm("features.norm0").pool(3, 2, 1)
     for block, depth in enumerate(depths, start=1):
         for layer in range(1, depth + 1):
@@ -90,9 +90,11 @@ def _densenet(depths: Sequence[int], batch_size: int, resolution: int, classes: 
 ROW, COLUMN = (1, 7), (7, 1)
 
 
-def inception_v3(*, batch_size: int = 32, resolution: int = 299, classes: int = 1000, aux_logits: bool = False) -> Flow:
+def inception_v3(
+    *, batch_size: int = 32, resolution: int = 299, classes: int = 1000, aux_logits: bool = False
+) -> LayerTrace:
     """Inception v3; ``aux_logits`` adds the second classifier that torchvision trains by default."""
-    image = Flow(batch_size, 3, resolution, resolution)
+    image = LayerTrace(batch_size, 3, resolution, resolution)
     _conv(image, "Conv2d_1a_3x3", 32, 3, stride=2, padding=0)
     _conv(image, "Conv2d_2a_3x3", 32, 3, padding=0)
     _conv(image, "Conv2d_2b_3x3", 64, 3).pool(3, 2)
@@ -112,12 +114,12 @@ def inception_v3(*, batch_size: int = 32, resolution: int = 299, classes: int = 
 
 
 def _conv(
-    image: Flow, name: str, channels: int, kernel: Extent, stride: int = 1, padding: Extent | None = None
-) -> Flow:
+    image: LayerTrace, name: str, channels: int, kernel: Extent, stride: int = 1, padding: Extent | None = None
+) -> LayerTrace:
     return image.conv(f"{name}.conv", channels, kernel, stride=stride, padding=padding).norm(f"{name}.bn")
 
 
-def _chain(image: Flow, name: str, *convolutions: tuple[str, int, Extent]) -> Flow:
+def _chain(image: LayerTrace, name: str, *convolutions: tuple[str, int, Extent]) -> LayerTrace:
     """A branch of convolutions, each given by (suffix of its name, channels, kernel)."""
     branch = image.fork()
     for suffix, channels, kernel in convolutions:
@@ -125,7 +127,7 @@ def _chain(image: Flow, name: str, *convolutions: tuple[str, int, Extent]) -> Fl
     return branch
 
 
-def _block_a(image: Flow, name: str, pooled: int) -> None:
+def _block_a(image: LayerTrace, name: str, pooled: int) -> None:
     image.join(
         (
             _chain(image, name, ("branch1x1", 64, 1)),
@@ -136,14 +138,14 @@ def _block_a(image: Flow, name: str, pooled: int) -> None:
     )
 
 
-def _block_b(image: Flow, name: str) -> None:
+def _block_b(image: LayerTrace, name: str) -> None:
     wide = _conv(image.fork(), f"{name}.branch3x3", 384, 3, stride=2, padding=0)
     deep = _chain(image, name, ("branch3x3dbl_1", 64, 1), ("branch3x3dbl_2", 96, 3))
     _conv(deep, f"{name}.branch3x3dbl_3", 96, 3, stride=2, padding=0)
     image.join((wide, deep, image.fork().pool(3, 2)))
 
 
-def _block_c(image: Flow, name: str, width: int) -> None:
+def _block_c(image: LayerTrace, name: str, width: int) -> None:
     image.join(
         (
             _chain(image, name, ("branch1x1", 192, 1)),
@@ -168,7 +170,7 @@ def _block_c(image: Flow, name: str, width: int) -> None:
     )
 
 
-def _block_d(image: Flow, name: str) -> None:
+def _block_d(image: LayerTrace, name: str) -> None:
     short = _chain(image, name, ("branch3x3_1", 192, 1))
     _conv(short, f"{name}.branch3x3_2", 320, 3, stride=2, padding=0)
     long = _chain(image, name, ("branch7x7x3_1", 192, 1), ("branch7x7x3_2", 192, ROW), ("branch7x7x3_3", 192, COLUMN))
@@ -176,7 +178,7 @@ def _block_d(image: Flow, name: str) -> None:
     image.join((short, long, image.fork().pool(3, 2)))
 
 
-def _block_e(image: Flow, name: str) -> None:
+def _block_e(image: LayerTrace, name: str) -> None:
     narrow = _chain(image, name, ("branch1x1", 320, 1))
     flat = _chain(image, name, ("branch3x3_1", 384, 1))
     flat_halves = _halves(flat, f"{name}.branch3x3_2")
@@ -185,11 +187,11 @@ def _block_e(image: Flow, name: str) -> None:
     image.join((narrow, *flat_halves, *deep_halves, _chain(image, name, ("branch_pool", 192, 1))))
 
 
-def _halves(branch: Flow, name: str) -> tuple[Flow, Flow]:
+def _halves(branch: LayerTrace, name: str) -> tuple[LayerTrace, LayerTrace]:
     return _conv(branch.fork(), f"{name}a", 384, (1, 3)), _conv(branch.fork(), f"{name}b", 384, (3, 1))
 
 
-def _auxiliary(image: Flow, name: str, classes: int) -> None:
+def _auxiliary(image: LayerTrace, name: str, classes: int) -> None:
     image.pool(5, 3)
     _conv(image, f"{name}.conv0", 128, 1)
     _conv(image, f"{name}.conv1", 768, 5, padding=0).gather().linear(f"{name}.fc", classes)
@@ -198,20 +200,20 @@ def _auxiliary(image: Flow, name: str, classes: int) -> None:
 BERT_POSITIONS = 512
 
 
-def bert_base(*, batch_size: int = 32, layers: int = 12, tokens: int = 128, vocab: int = 30_522) -> Flow:
+def bert_base(*, batch_size: int = 32, layers: int = 12, tokens: int = 128, vocab: int = 30_522) -> LayerTrace:
     """BERT-base (Devlin et al., NAACL 2019), encoder and pooler; ``layers`` gives the shortened ones too."""
     return _bert(768, batch_size, layers, tokens, vocab)
 
 
-def bert_large(*, batch_size: int = 32, layers: int = 24, tokens: int = 128, vocab: int = 30_522) -> Flow:
+def bert_large(*, batch_size: int = 32, layers: int = 24, tokens: int = 128, vocab: int = 30_522) -> LayerTrace:
     """BERT-large (Devlin et al., NAACL 2019), encoder and pooler."""
     return _bert(1024, batch_size, layers, tokens, vocab)
 
 
-def _bert(width: int, batch_size: int, layers: int, tokens: int, vocab: int) -> Flow:
+def _bert(width: int, batch_size: int, layers: int, tokens: int, vocab: int) -> LayerTrace:
     if tokens > BERT_POSITIONS:
         raise WorkloadError(f"bert: tokens must be at most {BERT_POSITIONS}, got {tokens}")
-    text = Flow(batch_size, width, tokens)
+    text = LayerTrace(batch_size, width, tokens)
     text.embedding("embeddings.word_embeddings", vocab, distinct(text.positions, vocab))
     text.embedding("embeddings.position_embeddings", BERT_POSITIONS, tokens)
     text.embedding("embeddings.token_type_embeddings", 2, 2).norm("embeddings.LayerNorm")
@@ -226,13 +228,15 @@ def _bert(width: int, batch_size: int, layers: int, tokens: int, vocab: int) -> 
     return text.gather().linear("pooler.dense", width)
 
 
-def gpt(*, batch_size: int = 8, layers: int = 12, width: int = 768, vocab: int = 50_257, context: int = 1024) -> Flow:
+def gpt(
+    *, batch_size: int = 8, layers: int = 12, width: int = 768, vocab: int = 50_257, context: int = 1024
+) -> LayerTrace:
     """GPT-2 (Radford et al., 2019; the defaults are its small size) on full contexts, its head tied.
 
     The head's product gives the token table a dense gradient, which the look-up, backward's last
     act, completes.
     """
-    text = Flow(batch_size, width, context)
+    text = LayerTrace(batch_size, width, context)
     text.embedding("transformer.wte", vocab, rows_touched=vocab)
     text.embedding("transformer.wpe", context, rows_touched=context)
     for index in range(layers):
@@ -251,13 +255,13 @@ def ncf(
     items: int = 26_744,
     factors: int = 64,
     hidden: tuple[int, ...] = (256, 256, 128, 64),
-) -> Flow:
+) -> LayerTrace:
     """Neural collaborative filtering (NeuMF of He et al., WWW 2017), named as in MLPerf's reference.
 
     Users and items default to those of MovieLens-20M. Embeddings come in pairs: ``factors`` wide for
     the factorization, half of ``hidden[0]`` wide for the perceptron.
     """
-    pairs = Flow(batch_size, factors)
+    pairs = LayerTrace(batch_size, factors)
     for prefix, width in (("mf", factors), ("mlp", hidden[0] // 2)):
         pairs.channels = width
         pairs.embedding(f"{prefix}_user_embed", users, distinct(batch_size, users))

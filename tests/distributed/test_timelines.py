@@ -10,7 +10,7 @@ import pytest
 
 from lightning_autosync.cli.bench import bench
 from lightning_autosync.cli.tune import tune
-from lightning_autosync.cluster import ClusterSpec, Topology
+from lightning_autosync.cluster import ClusterSpec, LinkGraph
 from lightning_autosync.errors import DocumentError
 from lightning_autosync.measure.bench.settings import BenchSettings
 from lightning_autosync.measure.emulation import netns
@@ -65,7 +65,7 @@ def test_a_bench_draws_its_fastest_plan_measured_beside_predicted(tmp_path: Path
         assert spans[1].end >= 0.039  # paced passes last as told
     # What passes a link follows from the plan: as many bytes as predicted, and what rested links pass at once.
     assert measured.links.keys() == predicted.links.keys()
-    rates = {f"{one.source} > {one.target}": one.bandwidth for one in Topology(CLUSTER).channels}
+    rates = {f"{one.source} > {one.target}": one.bandwidth for one in LinkGraph(CLUSTER).channels}
     for name, share in predicted.links.items():
         sent, expected = (
             one * rates[name] * step.step_time for one, step in ((measured.links[name], measured), (share, predicted))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from lightning_autosync.cluster import ClusterSpec, Topology
+from lightning_autosync.cluster import ClusterSpec, LinkGraph
 from lightning_autosync.engine import Engine
 from lightning_autosync.engine.replica_check import ReplicaCheck
 from lightning_autosync.engine.watch import ParameterWatch
@@ -190,7 +190,7 @@ def replicas_cluster(
 
 
 def _restricted(cluster: ClusterSpec, ranks: list[int], sets: tuple[tuple[int, ...], ...]) -> ClusterSpec:
-    topology = Topology(cluster)
+    topology = LinkGraph(cluster)
     users = [0] * len(topology.channels)
     for members in sets:
         loads = topology.loads([(i, j) for i in members for j in members if i != j])

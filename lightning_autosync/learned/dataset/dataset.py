@@ -137,13 +137,13 @@ class Dataset(Sequence[Sample]):
 
     @cached_property
     def environments(self) -> dict[str, dict[str, Any]]:
-        """What samples ran on, by fingerprint."""
+        """Environments of the samples, by fingerprint."""
         found = sorted(set(self._rows["environment"].to_pylist()))
         return {fingerprint: checked(_Facts, *self._plain("environment", fingerprint)) for fingerprint in found}
 
     @property
     def cores(self) -> set[float]:
-        """How many cores the ranks shared, of the environments that say so.
+        """Numbers of cores that ranks shared, of the environments that have one.
 
         Raises:
             DocumentError: one says something else.
@@ -167,7 +167,7 @@ class Dataset(Sequence[Sample]):
         return self._clusters[fingerprint]
 
     def _plain(self, kind: str, fingerprint: str) -> tuple[Any, str]:
-        """A document as plain data, and where it is."""
+        """A document as plain data, and its place for errors."""
         text, place = self._documents[kind, fingerprint]
         where = f"{place}: {kind} {fingerprint}"
         return parse_json(text, where), where
@@ -190,7 +190,7 @@ def _samples(folder: Path, manifest: Manifest, disturbed: bool) -> Any:
 
 
 def _placed(rows: Any, path: str) -> Any:
-    """Rows with where they are."""
+    """The rows with a column that says where each is."""
     import pyarrow
 
     places = [f"{path}: row {number}" for number in range(rows.num_rows)]

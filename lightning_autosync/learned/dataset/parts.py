@@ -56,7 +56,7 @@ class Manifest(Document):
         return [part for part in self.parts if part.table == table]
 
     def next_file(self, table: Table, directory: Path) -> str:
-        """A name that no part has, and no file of the folder: one after the last, though parts may have been taken out.
+        """A name that no part and no file of the folder has: the number after the last.
 
         Files that the manifest does not name are leftovers of an interruption or were taken out; none is overwritten.
         """
@@ -66,12 +66,12 @@ class Manifest(Document):
 
 
 def describe_part(file: str, table: Table, rows: int, content: bytes) -> Part:
-    """The entry of a file with that content."""
+    """The manifest's entry for a file with that content."""
     return Part(file=file, table=table, rows=rows, bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
 
 
 def part_files(directory: Path, table: Table) -> list[Path]:
-    """The files of a folder that are called as parts of a table are, whether or not a manifest names them."""
+    """The files of a folder that have the name of a part, whether or not a manifest names them."""
     return [
         path for path in sorted(directory.glob(f"{table}-*.parquet")) if path.stem.removeprefix(f"{table}-").isdecimal()
     ]
@@ -153,7 +153,7 @@ def schema(table: Table) -> Any:
 
 
 def to_parquet(table: Table, rows: Sequence[dict[str, Any]]) -> bytes:
-    """The file of some rows."""
+    """Rows as the bytes of a Parquet file."""
     import pyarrow
     from pyarrow import parquet
 

@@ -68,7 +68,7 @@ def is_time(seconds: float) -> bool:
 
 
 def check_steps(steps: Sequence[float | None]) -> None:
-    """Refuse what cannot be the seconds of measured steps: there is at least one, and each is finite and above 0.
+    """Check the seconds of measured steps: at least one, each finite and above 0.
 
     Raises:
         ValueError: the first thing wrong.
@@ -152,7 +152,7 @@ class Entry:
         }
 
     def row(self) -> Row:
-        """The plain form."""
+        """The row: plain data for each of `COLUMNS`."""
         sample, conditions = self.sample, self.conditions
         return {
             **{table: digest(document) for table, document in self.documents().items()},

@@ -95,11 +95,11 @@ class Writer:
 
     @property
     def keys(self) -> frozenset[str]:
-        """The pairs that need not be measured (see `sample_key`): those that are there undisturbed."""
+        """The pairs (see `sample_key`) that have an undisturbed measurement."""
         return frozenset(self._keys)
 
     def append(self, entries: Iterable[Entry]) -> int:
-        """Add entries whose pair is not there yet, or disturbed while they are not; returns how many they are."""
+        """Add entries of new pairs, and undisturbed ones of pairs that were disturbed; returns their number."""
         lines: list[Line] = []
         added = 0
         for entry in entries:
@@ -162,7 +162,7 @@ class Writer:
         self._recover()
 
     def _recover(self) -> None:
-        """Take up the journal, but for what an interruption left there although it is in a part already.
+        """Read the journal; rows that are in a part already, because of an interruption, are left out.
 
         Samples whose documents are neither there nor in a part are dropped, since nobody could read them.
         """
@@ -182,7 +182,7 @@ class Writer:
         return all((kind, row[kind]) in self._known for kind in DOCUMENTS)
 
     def _enter(self, row: Row) -> bool:
-        """Note that a row's pair is there; False where it tells nothing new of the pair."""
+        """Note the pair of a row; False if the dataset needs no further row of this pair."""
         key = row_key(row)
         if key in self._keys or (row["disturbed"] and key in self._disturbed):
             return False
@@ -190,7 +190,7 @@ class Writer:
         return True
 
     def _name(self, kind: str, fingerprint: str, document: dict[str, Any]) -> dict[str, Any] | None:
-        """The row of a document that is not there yet."""
+        """The row of a document, if the dataset does not have it yet."""
         if (kind, fingerprint) in self._known:
             return None
         assert digest(document) == fingerprint
@@ -199,7 +199,7 @@ class Writer:
         return self._documents[-1]
 
     def _write(self, table: Table, rows: list[dict[str, Any]]) -> Iterator[Part]:
-        """The part of some rows, if there are any."""
+        """Write rows as a part, if there are any."""
         if not rows:
             return
         content = to_parquet(table, rows)

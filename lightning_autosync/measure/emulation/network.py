@@ -1,7 +1,7 @@
 """A cluster as a routed network: the addresses, interfaces and routes that make packets take its links.
 
 Nodes and switches alike become places that forward. Each link is a point-to-point line with two ports;
-port ``c`` sends what travels on channel ``c`` of :class:`~lightning_autosync.cluster.topology.Topology`
+port ``c`` sends what travels on channel ``c`` of :class:`~lightning_autosync.cluster.link_graph.LinkGraph`
 and port ``c ^ 1`` receives it. Packets take exactly the routes of the topology, so any graph of links can
 be built, switches in a circle and nodes that pass on what is not for them included.
 """
@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from ipaddress import IPv4Address
 
+from lightning_autosync.cluster.link_graph import LinkGraph
 from lightning_autosync.cluster.spec import ClusterSpec
-from lightning_autosync.cluster.topology import Topology
 
 FIRST_ADDRESS = IPv4Address("10.77.0.0")
 LOOPBACK = "127.0.0.1"
@@ -109,7 +109,7 @@ class Network:
 
     def _paths(self) -> Iterator[tuple[int, int, list[int]]]:
         """Source node, target node, and the channels of links between them."""
-        topology = Topology(self.cluster)
+        topology = LinkGraph(self.cluster)
         ranks = [self.cluster.ranks_of(node)[0] for node in range(len(self.cluster.nodes))]
         for source, i in enumerate(ranks):
             for target, j in enumerate(ranks):

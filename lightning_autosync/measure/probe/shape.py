@@ -9,7 +9,7 @@ from typing import Any
 import numpy
 from scipy.optimize import nnls
 
-from lightning_autosync.cluster import ClusterSpec, Topology
+from lightning_autosync.cluster import ClusterSpec, LinkGraph
 from lightning_autosync.measure.probe.survey import Flow, Survey
 
 DIGITS = 4
@@ -100,7 +100,7 @@ def _link(a: str, b: str, up: float, down: float) -> dict[str, Any]:
 def _set_latencies(data: dict[str, Any], hosts: Hosts, latencies: Mapping[Flow, float]) -> None:
     """Latencies of the links that come closest to those of the paths, none below zero."""
     spec = ClusterSpec.from_dict(data, source="probe")
-    topology = Topology(spec)
+    topology = LinkGraph(spec)
     crosses = numpy.zeros((len(latencies), len(spec.links)))
     for row, (i, j) in enumerate(latencies):
         for channel in topology.route(hosts.ranks[i][0], hosts.ranks[j][0]):

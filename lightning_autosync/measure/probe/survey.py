@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from scipy.cluster.hierarchy import linkage
 from scipy.spatial.distance import squareform
 
-from lightning_autosync.cluster import ClusterSpec, Topology
+from lightning_autosync.cluster import ClusterSpec, LinkGraph
 
 Flow = tuple[int, int]
 """Source and target: indices of nodes."""
@@ -48,7 +48,7 @@ class FairCluster:
     """Fair rates between the nodes of a cluster (not its ranks)."""
 
     def __init__(self, cluster: ClusterSpec) -> None:
-        self._topology = Topology(cluster)
+        self._topology = LinkGraph(cluster)
         self._ranks = [cluster.ranks_of(node)[0] for node in range(len(cluster.nodes))]
         self._links = 2 * len(cluster.links)
         self._capacities = self._topology.capacities.tolist()

@@ -17,7 +17,7 @@ LARGE_SHARE = 0.08
 
 @dataclass(frozen=True)
 class Block:
-    """Variables that are decided on together.
+    """Variables that share their choices.
 
     Attributes:
         name: ``run0``, ``run1``, ... in the order of backward, or the name of a lone variable.
@@ -121,7 +121,7 @@ def relevant(aspect: str, choice: Mapping[str, Value]) -> bool:
         return False
     topology, method = find_method(str(choice["method"]))
     if aspect == "servers":
-        return method.served
+        return method.by_servers
     if aspect == "aggregate":
         return topology.aggregates and not topology.two_level
     if aspect in ("priority", "segment"):

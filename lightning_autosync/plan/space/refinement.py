@@ -19,7 +19,7 @@ Move = Callable[[Groups, int], Iterator[Groups]]
 
 
 class Refinement:
-    """Moves from plan to plan that a `PlanSpace`, whose blocks share their choices, has no parameters for.
+    """Moves from plan to plan for which a `PlanSpace`, whose blocks share their choices, has no parameters.
 
     A message is cut in two or joined with the next one, a variable goes over to the message beside its own, a message
     takes over how another one travels, its shards go elsewhere, or it becomes urgent on the wire. Each move changes one
@@ -54,24 +54,24 @@ class Refinement:
         return None
 
     def _cut(self, groups: Groups, index: int) -> Iterator[Groups]:
-        """In two, between variables in the order of backward."""
+        """Cut a message in two, between variables in the order of backward."""
         names = self._ordered(groups[index].variables)
         for place in self._cuts(names):
             halves = [_with(groups[index], names[:place]), _with(groups[index], names[place:])]
             yield [*groups[:index], *halves, *groups[index + 1 :]]
 
     def _join(self, groups: Groups, index: int) -> Iterator[Groups]:
-        """With the next message of its element type, in the way of either."""
+        """Join a message with the next one of its element type; it travels as either of them."""
         other = self._next(groups, index)
         if other is None:
             return
         names = self._ordered((*groups[index].variables, *groups[other].variables))
-        joined = {_way(group): _with(group, names) for group in (groups[index], groups[other])}
+        joined = {_travel(group): _with(group, names) for group in (groups[index], groups[other])}
         for group in joined.values():
             yield [*groups[:index], *groups[index + 1 : other], group, *groups[other + 1 :]]
 
     def _shift(self, groups: Groups, index: int) -> Iterator[Groups]:
-        """The last variable to the next message of its element type, or that one's first variable to this one."""
+        """Move the last variable to the next message of its element type, or that one's first variable to this one."""
         other = self._next(groups, index)
         if other is None:
             return
@@ -83,15 +83,15 @@ class Refinement:
                 yield made
 
     def _adopt(self, groups: Groups, index: int) -> Iterator[Groups]:
-        """The way of another message, row-wise ones of their like."""
+        """Let a message travel as another one of its kind does."""
         dense = self._dense(groups[index])
-        ways = dict.fromkeys(_way(group) for group in groups if self._dense(group) == dense)
+        ways = dict.fromkeys(_travel(group) for group in groups if self._dense(group) == dense)
         for way in ways:
-            if way != _way(groups[index]):
+            if way != _travel(groups[index]):
                 yield _replaced(groups, index, _with(way, groups[index].variables))
 
     def _serve(self, groups: Groups, index: int) -> Iterator[Groups]:
-        """Other servers: any single rank, all alike, or all as their links are."""
+        """Other servers: a single rank, all ranks equally, or all in proportion to their links."""
         group = groups[index]
         if group.architecture != "parameter_server":
             return
@@ -107,7 +107,7 @@ class Refinement:
                 yield _replaced(groups, index, made)
 
     def _urge(self, groups: Groups, index: int) -> Iterator[Groups]:
-        """First on the wire, the nearer to the model's front the more, or no more."""
+        """Give a message priority on the wire (more, the nearer to the model's front), or take it away."""
         group = groups[index]
         if find(group.topology).segmented:
             priority = 0 if group.priority else index + 1
@@ -151,13 +151,13 @@ def _with_groups(plan: SyncPlan, groups: Groups) -> SyncPlan:
     return plan.model_copy(update={"groups": tuple(named)})
 
 
-def _way(group: Group) -> Group:
-    """How a message travels, whatever it holds."""
+def _travel(group: Group) -> Group:
+    """A group with all that says how its message travels, and without what it holds."""
     return _with(group, ()).model_copy(update={"name": ""})
 
 
 def _with(group: Group, variables: Sequence[str]) -> Group:
-    """A message of other variables that travels alike; it is cut as one run, for others may not have its axis."""
+    """A message of other variables that travels in the same way. It is cut flat: others may lack its axis."""
     partition = group.partition
     if partition is not None and partition.axis is not None:
         partition = partition.model_copy(update={"axis": None})

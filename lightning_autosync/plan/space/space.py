@@ -31,7 +31,7 @@ from lightning_autosync.workload import Variable, Workload
 
 
 class Composer:
-    """Makes groups on one cluster; trees and shares are worked out once."""
+    """Makes groups for one cluster; computes trees and shares once."""
 
     def __init__(self, cluster: ClusterSpec) -> None:
         self._cluster = cluster
@@ -44,9 +44,9 @@ class Composer:
         """The messages of a block; ``loads`` are the bytes that each rank serves so far, and are added to."""
         limit = int(choice["bucket"]) or sum(variable.bytes for variable in variables) + 1
         for group in fused_groups(variables, [limit], f"{name}.", **self._aspects(choice)):
-            if find_method(str(choice["method"]))[1].served:
+            if find_method(str(choice["method"]))[1].by_servers:
                 members = [variable for variable in variables if variable.name in group.variables]
-                group = group.model_copy(update=self._served(members, str(choice["servers"]), loads))
+                group = group.model_copy(update=self._by_servers(members, str(choice["servers"]), loads))
             yield group
 
     def _aspects(self, choice: Mapping[str, Value]) -> dict[str, Any]:
@@ -63,7 +63,7 @@ class Composer:
             aspects["segment"] = int(choice["segment"]) or None
         return aspects
 
-    def _served(self, members: Sequence[Variable], servers: str, loads: dict[int, float]) -> dict[str, Any]:
+    def _by_servers(self, members: Sequence[Variable], servers: str, loads: dict[int, float]) -> dict[str, Any]:
         size = sum(variable.bytes for variable in members)
         owners, shares = self._owners(servers, loads)
         slices = members[0].shape[0] if members[0].kind != "dense" else sum(v.numel for v in members)
@@ -167,7 +167,7 @@ class PlanSpace:
 
     @cached_property
     def usable(self) -> dict[str, Domain]:
-        """`parameters` without the values that only a record has, of which no plan can be made any more."""
+        """`parameters` without values that only a record has, for which no plan can be made any more."""
         known: dict[str, Domain] = {BUILDER: (COMPOSED, *self._builders)}
         known |= {
             f"{block}/{aspect}": values for block, found in self._known.items() for aspect, values in found.items()
@@ -225,7 +225,7 @@ class PlanSpace:
         return [self.normal(self._first | {BUILDER: name}) for name in self.usable[BUILDER] if name != COMPOSED]
 
     def coherent(self) -> Iterator[dict[str, Value]]:
-        """Points that treat all blocks alike, apart or joined into one; among them what builders of one rule do.
+        """Points that treat all blocks alike, apart or joined into one, as builders with one rule do.
 
         They vary method, servers, bucket (by its place in the domain), compressor and aggregation together.
         """

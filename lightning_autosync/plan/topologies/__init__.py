@@ -13,7 +13,7 @@ from functools import cache
 from importlib.metadata import entry_points
 
 from lightning_autosync.errors import PlanError
-from lightning_autosync.plan.topologies.base import Cut, Facts, Method, Site, Topology, TreeTopology
+from lightning_autosync.plan.topologies.base import Facts, MessageCut, Method, Site, Topology, TreeTopology
 
 ENTRY_POINTS = "lightning_autosync.topologies"
 
@@ -98,8 +98,8 @@ def _is_foreign(topology: Topology) -> bool:
 
 
 __all__ = [
-    "Cut",
     "Facts",
+    "MessageCut",
     "Method",
     "Site",
     "Topology",

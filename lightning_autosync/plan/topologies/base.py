@@ -42,14 +42,14 @@ class Method(NamedTuple):
     place: int = 100
 
     @property
-    def served(self) -> bool:
+    def by_servers(self) -> bool:
         """Whether servers reduce."""
         return self.architecture == PARAMETER_SERVER
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What of a cluster decides which methods can pay."""
+    """The facts of a cluster that decide which methods can pay."""
 
     cluster: ClusterSpec
 
@@ -75,7 +75,7 @@ class Facts:
 
 @dataclass
 class Site:
-    """A cluster as topologies see it. What they derive from it is made once for all messages of a plan.
+    """A cluster as topologies see it; keeps what they derive from it for all messages of a plan.
 
     Attributes:
         cluster: nodes and links.
@@ -101,7 +101,7 @@ class Site:
         return [self.cluster.ranks_of(node) for node in range(len(self.cluster.nodes))]
 
     def pair(self, topology: TreeTopology, group: Group, root: int, shard: int) -> tuple[Tree, Tree]:
-        """The trees of a range; a plan of many messages asks for the same few again and again."""
+        """The trees of a range, made once: the many messages of a plan use the same few."""
         key = topology.name, group.local_aggregation, root, shard
         if key not in self._pairs:
             up, down = topology.parents(self, group, root, shard)
@@ -109,7 +109,7 @@ class Site:
         return self._pairs[key]
 
 
-class Cut(NamedTuple):
+class MessageCut(NamedTuple):
     """A message, or one round of it, as it is cut.
 
     Attributes:
@@ -124,7 +124,7 @@ class Cut(NamedTuple):
 
     @property
     def spans(self) -> Iterator[tuple[int, int]]:
-        """Where the shards begin and end that hold anything."""
+        """Begin and end of each shard that is not empty."""
         return ((start, stop) for start, stop in pairwise(self.bounds) if stop > start)
 
 
@@ -162,7 +162,7 @@ class Topology(ABC):
     takes_trees: ClassVar[bool] = False
 
     def words(self, architecture: str) -> str:
-        """What pictures call it in groups of this architecture."""
+        """Its name in pictures, for groups of this architecture."""
         return self.label if architecture == ALL_REDUCE else f"servers, {self.name}"
 
     @abstractmethod
@@ -170,7 +170,7 @@ class Topology(ABC):
         """Whether one of the methods that it offers can pay on a cluster, for dense or row-wise messages."""
 
     @abstractmethod
-    def transfers(self, group: Group, cut: Cut, site: Site) -> Iterator[Transfer]:
+    def transfers(self, group: Group, cut: MessageCut, site: Site) -> Iterator[Transfer]:
         """How each shard travels."""
 
     @property
@@ -225,7 +225,7 @@ class TreeTopology(Topology):
         ``shard`` tells apart shards with the same root, so that their trees can spread the work.
         """
 
-    def transfers(self, group: Group, cut: Cut, site: Site) -> Iterator[Transfer]:
+    def transfers(self, group: Group, cut: MessageCut, site: Site) -> Iterator[Transfer]:
         owners = group.placement or (0,) * group.shards
         for shard, (start, stop) in enumerate(pairwise(cut.bounds)):
             root = owners[shard] if group.architecture == PARAMETER_SERVER else None
@@ -254,7 +254,7 @@ class TreeTopology(Topology):
 
 
 def leaders_and_members(places: Sequence[Sequence[int]], root: int, rotation: int) -> tuple[list[int], dict[int, int]]:
-    """One leader a place, and the parents of the ranks that they lead; the root leads its own place."""
+    """One leader per place, and the parents of the ranks that they lead; the root leads its own place."""
     seat = rotation + next(ranks.index(root) for ranks in places if root in ranks)
     leaders = [root if root in ranks else ranks[seat % len(ranks)] for ranks in places]
     members = {rank: leader for leader, ranks in zip(leaders, places, strict=True) for rank in ranks if rank != leader}
@@ -262,7 +262,7 @@ def leaders_and_members(places: Sequence[Sequence[int]], root: int, rotation: in
 
 
 def leading(site: Site, group: Group, root: int, shard: int) -> tuple[list[int], dict[int, int]]:
-    """The ranks that exchange, and the parents of those that only their leader on the same node hears."""
+    """The ranks that exchange, and the parents of the others, which send only to the leader on their node."""
     if group.local_aggregation:
         return leaders_and_members(site.nodes, root, shard)
     return list(range(site.ranks)), {}

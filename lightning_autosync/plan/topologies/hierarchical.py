@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from lightning_autosync.plan.schedule import Transfer, TwoLevelAllReduce
 from lightning_autosync.plan.spec import Group
-from lightning_autosync.plan.topologies import Cut, Facts, Method, Site, TreeTopology, register
+from lightning_autosync.plan.topologies import Facts, MessageCut, Method, Site, TreeTopology, register
 from lightning_autosync.plan.topologies.base import ALL_REDUCE, leaders_and_members
 
 
@@ -28,7 +28,7 @@ class Hierarchical(TreeTopology):
         parents = {rank: -1 if rank == root else root for rank in leaders} | members
         return parents, parents
 
-    def transfers(self, group: Group, cut: Cut, site: Site) -> Iterator[Transfer]:
+    def transfers(self, group: Group, cut: MessageCut, site: Site) -> Iterator[Transfer]:
         if cut.width is None and _in_collectives(group, site):
             yield from (TwoLevelAllReduce(start, stop, site.places) for start, stop in cut.spans)
         else:

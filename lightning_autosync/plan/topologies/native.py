@@ -8,7 +8,7 @@ from itertools import chain, pairwise
 from lightning_autosync.plan.messages import even_bounds
 from lightning_autosync.plan.schedule import AllReduce, AllToAll, Transfer
 from lightning_autosync.plan.spec import Group
-from lightning_autosync.plan.topologies import Cut, Facts, Method, Site, Topology, register
+from lightning_autosync.plan.topologies import Facts, MessageCut, Method, Site, Topology, register
 from lightning_autosync.plan.topologies.base import PARAMETER_SERVER
 
 
@@ -26,7 +26,7 @@ class Native(Topology):
     def pays(self, method: Method, facts: Facts, dense: bool) -> bool:
         return method.name == "native" or (dense and facts.ranks > 1)
 
-    def transfers(self, group: Group, cut: Cut, site: Site) -> Iterator[Transfer]:
+    def transfers(self, group: Group, cut: MessageCut, site: Site) -> Iterator[Transfer]:
         if group.architecture == PARAMETER_SERVER:
             yield AllToAll(tuple(cut.bounds), tuple(group.placement or (0,) * group.shards))
         elif group.compressor.kind in ("int8", "topk"):

@@ -13,7 +13,7 @@ from lightning_autosync.plan.trees import Tree
 
 
 class Packed(TreeTopology):
-    """The group states the trees, or they are packed into the cluster's links."""
+    """The trees that the group states, or trees packed into the cluster's links."""
 
     name = encoded_as = "packed"
     label = "packed trees"

@@ -11,7 +11,7 @@ from lightning_autosync.plan.topologies.base import leading
 
 
 class Ring(TreeTopology):
-    """Each part goes once round the ring to be summed, and once round it to be told."""
+    """Each part goes once around the ring to be summed, and once more to be handed out."""
 
     name = label = encoded_as = "ring"
     hatch = "///"

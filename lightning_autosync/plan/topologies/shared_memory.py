@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from lightning_autosync.plan.messages import even_bounds
 from lightning_autosync.plan.schedule import SharedMemoryReduce, Transfer
 from lightning_autosync.plan.spec import Group
-from lightning_autosync.plan.topologies import Cut, Facts, Method, Site, Topology, register
+from lightning_autosync.plan.topologies import Facts, MessageCut, Method, Site, Topology, register
 from lightning_autosync.plan.topologies.base import ALL_REDUCE
 
 CACHE_LINE = 64
@@ -30,7 +30,7 @@ class SharedMemory(Topology):
     def pays(self, method: Method, facts: Facts, dense: bool) -> bool:
         return facts.one_node and facts.ranks > 1 and dense
 
-    def transfers(self, group: Group, cut: Cut, site: Site) -> Iterator[Transfer]:
+    def transfers(self, group: Group, cut: MessageCut, site: Site) -> Iterator[Transfer]:
         line = CACHE_LINE // cut.itemsize
         for start, stop in cut.spans:
             inner = (round(edge / line) * line for edge in even_bounds(start, stop, site.ranks)[1:-1])

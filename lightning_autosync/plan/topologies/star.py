@@ -8,7 +8,7 @@ from lightning_autosync.plan.topologies.base import PARAMETER_SERVER, leading
 
 
 class Star(TreeTopology):
-    """All ranks send to the one that reduces, and hear from it."""
+    """All ranks send to the rank that reduces, and receive the sum from it."""
 
     name = label = encoded_as = "star"
     hatch = "\\\\\\"

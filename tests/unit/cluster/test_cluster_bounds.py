@@ -12,7 +12,7 @@ from scipy.optimize import linprog
 
 from lightning_autosync.cluster import (
     ClusterSpec,
-    Topology,
+    LinkGraph,
     one_switch_time,
     resolve_cluster,
     ring_time,
@@ -29,7 +29,7 @@ MIB = 2.0**20
 def flow_bound(spec: ClusterSpec) -> float:
     """The same optimum from arcs and flows instead of trees: arc capacities for each root and direction,
     and inside them a flow of the root's rate to (or from) every other rank."""
-    topology = Topology(spec)
+    link_graph = LinkGraph(spec)
     count = spec.world_size
     arcs = list(itertools.permutations(range(count), 2))
     flows = [(r, way, v) for r in range(count) for way in (0, 1) for v in range(count) if v != r]
@@ -43,11 +43,11 @@ def flow_bound(spec: ClusterSpec) -> float:
         row = numpy.zeros(size)
         row[flow[key, arc]], row[capacity[key[0], key[1], arc]] = 1, -1
         above.append(row)
-    for channel in range(len(topology.channels)):
+    for channel in range(len(link_graph.channels)):
         row = numpy.zeros(size)
         for (_, _, arc), column in capacity.items():
-            row[column] = topology.route(*arc).count(channel)
-        above.append(row / topology.capacities[channel] * topology.capacities.min())
+            row[column] = link_graph.route(*arc).count(channel)
+        above.append(row / link_graph.capacities[channel] * link_graph.capacities.min())
     for r, way, v in flows:
         for place in range(count):
             row = numpy.zeros(size)
@@ -55,11 +55,11 @@ def flow_bound(spec: ClusterSpec) -> float:
                 row[flow[(r, way, v), (i, j)]] = (i == place) - (j == place)
             row[rates[r]] = ((place == v) - (place == r)) * (1 if way == 0 else -1)
             equal.append(row)
-    limits = numpy.append(numpy.zeros(len(flow)), numpy.ones(len(topology.channels)))
+    limits = numpy.append(numpy.zeros(len(flow)), numpy.ones(len(link_graph.channels)))
     goal = numpy.append(-numpy.ones(count), numpy.zeros(size - count))
     result = linprog(goal, numpy.array(above), limits, numpy.array(equal), numpy.zeros(len(equal)))
     assert result.success
-    return -float(result.fun) * float(topology.capacities.min())
+    return -float(result.fun) * float(link_graph.capacities.min())
 
 
 @given(st.lists(RATES, min_size=1, max_size=10), st.floats(1, 1e9))

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linprog
 
-from lightning_autosync.cluster import ClusterSpec, Topology, bounds, synchronization_limit
+from lightning_autosync.cluster import ClusterSpec, LinkGraph, bounds, synchronization_limit
 from lightning_autosync.cluster.bounds import _paired_packing
 from lightning_autosync.cluster.cuts import Cut, find_cuts, one_switch_cuts, undominated
 from lightning_autosync.cluster.packing import mirrored_packing
@@ -84,7 +84,7 @@ def test_a_thousand_ranks_get_a_cut_bound(without_program: None) -> None:
 )
 def test_cuts_between_racks_and_around_nodes(uplink: float, rate: float) -> None:
     spec = ClusterSpec.racks(racks=32, nodes_per_rack=32, bandwidth=50 * MB, uplink=uplink)
-    assert find_cuts(Topology(spec))[0].rate == pytest.approx(rate)
+    assert find_cuts(LinkGraph(spec))[0].rate == pytest.approx(rate)
 
 
 def test_a_slow_link_of_one_rack_is_a_cut() -> None:
@@ -98,9 +98,9 @@ def test_a_slow_link_of_one_rack_is_a_cut() -> None:
 @settings(max_examples=60, deadline=None)
 def test_no_cut_is_below_what_trees_reach(spec: ClusterSpec) -> None:
     if spec.world_size > 1:
-        topology = Topology(spec)
-        reached = (mirrored_packing(topology) if topology.symmetric else _paired_packing(topology)).rate
-        assert find_cuts(topology)[0].rate >= reached * (1 - 1e-5)
+        link_graph = LinkGraph(spec)
+        reached = (mirrored_packing(link_graph) if link_graph.symmetric else _paired_packing(link_graph)).rate
+        assert find_cuts(link_graph)[0].rate >= reached * (1 - 1e-5)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_no_cut_is_below_what_trees_reach(spec: ClusterSpec) -> None:
     ids=["two racks", "four racks", "two nodes of four", "fat node"],
 )
 def test_on_trees_of_equal_links_the_cuts_are_exact(spec: ClusterSpec) -> None:
-    assert find_cuts(Topology(spec))[0].rate == pytest.approx(mirrored_packing(Topology(spec)).rate, rel=1e-5)
+    assert find_cuts(LinkGraph(spec))[0].rate == pytest.approx(mirrored_packing(LinkGraph(spec)).rate, rel=1e-5)
 
 
 @given(random_clusters(max_ranks=6), st.floats(0.0, 3.0))
@@ -123,12 +123,12 @@ def test_with_bursts_no_packing_is_faster_than_the_bound(spec: ClusterSpec, part
     """The least time of the same trees where each direction of a link carries a burst too: a program of its own."""
     if spec.world_size == 1:
         return
-    topology = Topology(spec)
-    packing = mirrored_packing(topology) if topology.symmetric else _paired_packing(topology)
-    unit = float(topology.capacities.min())
+    link_graph = LinkGraph(spec)
+    packing = mirrored_packing(link_graph) if link_graph.symmetric else _paired_packing(link_graph)
+    unit = float(link_graph.capacities.min())
     burst = part * unit
-    shaped = (numpy.arange(len(topology.channels)) < 2 * len(spec.links)) * burst
-    rows = numpy.column_stack([packing.loads.toarray() * unit, -topology.capacities]) / unit
+    shaped = (numpy.arange(len(link_graph.channels)) < 2 * len(spec.links)) * burst
+    rows = numpy.column_stack([packing.loads.toarray() * unit, -link_graph.capacities]) / unit
     goal = numpy.append(numpy.zeros(len(packing.columns)), 1.0)
     whole = numpy.append(numpy.ones(len(packing.columns)), 0.0)[None]
     found = linprog(goal, rows, shaped / unit, whole, [1.0])

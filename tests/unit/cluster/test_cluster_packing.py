@@ -12,7 +12,7 @@ from scipy.sparse import csc_array
 
 from lightning_autosync.cluster import (
     ClusterSpec,
-    Topology,
+    LinkGraph,
     TreePacking,
     one_switch_time,
     pack_trees,
@@ -30,8 +30,8 @@ MIB = 2.0**20
 
 def check(spec: ClusterSpec, packing: TreePacking) -> None:
     """Every tree spans, the weights are shares, and the fullest channel is exactly full."""
-    topology = Topology(spec)
-    loads = numpy.zeros(len(topology.channels))
+    link_graph = LinkGraph(spec)
+    loads = numpy.zeros(len(link_graph.channels))
     for tree in packing.trees:
         edges = [(rank, parent) for rank, parent in enumerate(tree.parents) if parent >= 0]
         graph = networkx.Graph(edges)
@@ -41,10 +41,10 @@ def check(spec: ClusterSpec, packing: TreePacking) -> None:
         assert tree.weight > 0
         assert height(tree.parents) == networkx.radius(graph)
         for rank, parent in edges:
-            for channel in (*topology.route(rank, parent), *topology.route(parent, rank)):
+            for channel in (*link_graph.route(rank, parent), *link_graph.route(parent, rank)):
                 loads[channel] += tree.weight * packing.rate
     assert sum(tree.weight for tree in packing.trees) == pytest.approx(1)
-    assert max(loads / topology.capacities) == pytest.approx(1)
+    assert max(loads / link_graph.capacities) == pytest.approx(1)
 
 
 @given(random_clusters(max_ranks=8))
@@ -54,7 +54,7 @@ def test_packings_fit_span_and_come_near_the_best(spec: ClusterSpec) -> None:
         return
     packing = pack_trees(spec)
     check(spec, packing)
-    assert packing.rate >= 0.98 * mirrored_packing(Topology(spec)).rate * (1 - 1e-6)
+    assert packing.rate >= 0.98 * mirrored_packing(LinkGraph(spec)).rate * (1 - 1e-6)
     assert packing.rate <= synchronization_rate(spec) * (1 + 1e-5)
 
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_autosync.cluster.trees import (
-    Tree,
+    EdgeTree,
     centres,
     chains,
     height,
@@ -22,14 +22,14 @@ from lightning_autosync.cluster.trees import (
 )
 
 
-def is_spanning(tree: Tree, world_size: int) -> bool:
+def is_spanning(tree: EdgeTree, world_size: int) -> bool:
     graph = networkx.Graph(list(tree))
     graph.add_nodes_from(range(world_size))
     return networkx.is_tree(graph)
 
 
 @st.composite
-def trees(draw: st.DrawFn) -> tuple[Tree, int]:
+def trees(draw: st.DrawFn) -> tuple[EdgeTree, int]:
     count = draw(st.integers(2, 9))
     return tree_of((draw(st.integers(0, rank - 1)), rank) for rank in range(1, count)), count
 
@@ -69,7 +69,7 @@ def test_equal_costs_make_a_star() -> None:
 
 @given(trees())
 @settings(deadline=None)
-def test_centres_are_the_roots_of_least_height(tree_and_count: tuple[Tree, int]) -> None:
+def test_centres_are_the_roots_of_least_height(tree_and_count: tuple[EdgeTree, int]) -> None:
     tree, count = tree_and_count
     heights = [height(root_at(tree, root, count)) for root in range(count)]
     lowest = tuple(root for root in range(count) if heights[root] == min(heights))

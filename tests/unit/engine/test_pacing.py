@@ -11,7 +11,7 @@ from contextlib import suppress
 import pytest
 from clusters import shared_nodes, uneven_cluster
 
-from lightning_autosync.cluster import ClusterSpec, Topology
+from lightning_autosync.cluster import ClusterSpec, LinkGraph
 from lightning_autosync.engine.connections import tune_connection
 from lightning_autosync.engine.pacing import HEADROOM, LEAST_PART, PAYLOAD_SHARE, pacing_rates, pipeline_stretches
 from lightning_autosync.errors import ClusterError
@@ -38,7 +38,7 @@ def schedule(builder: str, cluster: ClusterSpec, workload: Workload = LARGE) -> 
     return compile_plan(plan, workload, cluster)
 
 
-def on_the_wire(made: Schedule, topology: Topology, rank: int) -> dict[int, float]:
+def on_the_wire(made: Schedule, topology: LinkGraph, rank: int) -> dict[int, float]:
     """What the bytes alone ask for: without headroom and the time to fill a pipeline, framing included."""
     stretches = pipeline_stretches(made, rank)
     rates = pacing_rates(made, topology, rank)
@@ -51,7 +51,7 @@ def racks() -> ClusterSpec:
 
 def test_a_leaf_divides_its_link_as_its_bytes() -> None:
     cluster = uneven_cluster(8)
-    rates = on_the_wire(schedule("packed_trees", cluster), Topology(cluster), 3)
+    rates = on_the_wire(schedule("packed_trees", cluster), LinkGraph(cluster), 3)
     # Trees of weights 15/22 at the fat node and 1/22 at each leaf: 16/22 of the bytes up to it, 2/22 to each leaf,
     # and 28/22 in all, for which the leaf's 1e7 bytes/s are just enough.
     assert rates.pop(0) == pytest.approx(1e7 * 16 / 28, rel=1e-3)
@@ -61,7 +61,7 @@ def test_a_leaf_divides_its_link_as_its_bytes() -> None:
 @pytest.mark.parametrize("builder", ["packed_trees", "byteps"])
 @pytest.mark.parametrize("cluster", [uneven_cluster(8), racks()], ids=["star", "racks"])
 def test_connections_fill_the_fullest_channel_and_no_other_overflows(builder: str, cluster: ClusterSpec) -> None:
-    topology = Topology(cluster)
+    topology = LinkGraph(cluster)
     loads: dict[int, float] = defaultdict(float)
     made = schedule(builder, cluster)
     for rank in range(cluster.world_size):
@@ -77,7 +77,7 @@ def test_connections_fill_the_fullest_channel_and_no_other_overflows(builder: st
 
 def test_a_connection_that_needs_all_of_its_route_has_no_limit() -> None:
     cluster = uneven_cluster(4)  # one star around the fat node is the best packing
-    assert pacing_rates(schedule("packed_trees", cluster), Topology(cluster), 2) == {}
+    assert pacing_rates(schedule("packed_trees", cluster), LinkGraph(cluster), 2) == {}
 
 
 def test_messages_that_may_travel_one_by_one_keep_their_route() -> None:
@@ -93,7 +93,7 @@ def test_messages_that_may_travel_one_by_one_keep_their_route() -> None:
     )
     # A server hears all others at once and sends to each a third of its link; a leaf has its own to itself.
     for rank in range(4):
-        assert on_the_wire(made, Topology(cluster), rank) == {
+        assert on_the_wire(made, LinkGraph(cluster), rank) == {
             peer: pytest.approx(1e7 / 3) for peer in {0, 1, 2, 3} - {rank}
         }
 
@@ -135,7 +135,7 @@ def beside_a_star(few: int, segment: int) -> Schedule:
 
 
 def test_paces_are_what_bytes_ask_for_and_pipelines_need() -> None:
-    topology = Topology(ClusterSpec.star(bandwidths=[1e7] * 4))
+    topology = LinkGraph(ClusterSpec.star(bandwidths=[1e7] * 4))
     paces = pacing_rates(beside_a_star(few=90, segment=45), topology, 2)
     # Rank 0 is the busiest: it sends the first part down to all others, and its own of the second up.
     unit = PAYLOAD_SHARE * HEADROOM * 1e7 / (3 * 910 + 90)
@@ -143,20 +143,20 @@ def test_paces_are_what_bytes_ask_for_and_pipelines_need() -> None:
 
 
 def test_a_connection_of_few_bytes_has_no_limit_however_few_its_pieces() -> None:
-    topology = Topology(ClusterSpec.star(bandwidths=[1e7] * 4))
+    topology = LinkGraph(ClusterSpec.star(bandwidths=[1e7] * 4))
     assert pacing_rates(beside_a_star(few=50, segment=50), topology, 2).keys() == {0}
 
 
 def test_rows_keep_their_route() -> None:
     cluster = uneven_cluster(8)
     table = Workload(name="table", variables=(Variable(name="t", shape=(4000, 16), kind="row_sparse", rows=10),))
-    assert pacing_rates(schedule("packed_trees", cluster, table), Topology(cluster), 3) == {}
+    assert pacing_rates(schedule("packed_trees", cluster, table), LinkGraph(cluster), 3) == {}
 
 
 def test_ranks_of_one_node_share_no_link() -> None:
     cluster = shared_nodes(6)
     for rank in range(6):
-        peers = pacing_rates(schedule("byteps", cluster), Topology(cluster), rank).keys()
+        peers = pacing_rates(schedule("byteps", cluster), LinkGraph(cluster), rank).keys()
         assert peers == set(range(6)) - {rank, rank ^ 1}
 
 
@@ -167,7 +167,7 @@ def test_unknown_rates_give_no_pace() -> None:
     )
     made = schedule("byteps", known)
     with pytest.raises(ClusterError, match="measure it or state it"):
-        pacing_rates(made, Topology(cluster), 0)
+        pacing_rates(made, LinkGraph(cluster), 0)
 
 
 @pytest.mark.parametrize(("pace", "size", "least", "most"), [(1e3, 4096, 0.0, 2.0), (2e6, 3_000_000, 0.8, 9.0)])

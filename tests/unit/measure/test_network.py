@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from lightning_autosync.cluster.files import resolve_cluster, shipped_clusters
+from lightning_autosync.cluster.link_graph import LinkGraph
 from lightning_autosync.cluster.spec import ClusterSpec
-from lightning_autosync.cluster.topology import Topology
 from lightning_autosync.errors import ClusterError
 from lightning_autosync.measure.emulation.network import LOOPBACK, Network
 
@@ -33,7 +33,7 @@ def travel(network: Network, source: int, target: int) -> list[int]:
 
 
 def check_travel(cluster: ClusterSpec) -> None:
-    network, topology = Network(cluster), Topology(cluster)
+    network, topology = Network(cluster), LinkGraph(cluster)
     for i, source in enumerate(cluster.rank_nodes):
         for j, target in enumerate(cluster.rank_nodes):
             links = [channel for channel in topology.route(i, j) if channel < 2 * len(cluster.links)]

@@ -9,35 +9,35 @@ import pytest
 from cluster_strategies import random_clusters
 from hypothesis import given, settings
 
-from lightning_autosync.cluster import ClusterSpec, Topology, resolve_cluster
+from lightning_autosync.cluster import ClusterSpec, LinkGraph, resolve_cluster
 from lightning_autosync.errors import ClusterError
 
 
-def path(topology: Topology, i: int, j: int) -> list[str]:
-    channels = [topology.channels[index] for index in topology.route(i, j)]
+def path(link_graph: LinkGraph, i: int, j: int) -> list[str]:
+    channels = [link_graph.channels[index] for index in link_graph.route(i, j)]
     for channel, following in itertools.pairwise(channels):
         assert channel.target == following.source
     return [channels[0].source, *(channel.target for channel in channels)]
 
 
-def build(links: list[dict[str, Any]], nodes: str = "abc", switches: str = "") -> Topology:
+def build(links: list[dict[str, Any]], nodes: str = "abc", switches: str = "") -> LinkGraph:
     fields = {"nodes": [{"name": name} for name in nodes], "switches": list(switches), "links": links}
-    return Topology(ClusterSpec.from_dict({"format": ClusterSpec.FORMAT, "name": "c", **fields}))
+    return LinkGraph(ClusterSpec.from_dict({"format": ClusterSpec.FORMAT, "name": "c", **fields}))
 
 
 def test_a_rank_alone_on_its_node_sits_on_it() -> None:
-    topology = Topology(ClusterSpec.uniform(2, bandwidth=1e8))
-    assert path(topology, 0, 1) == ["node0", "switch", "node1"]
-    assert topology.route(0, 0) == ()
-    assert topology.bandwidth(0, 0) == math.inf
+    link_graph = LinkGraph(ClusterSpec.uniform(2, bandwidth=1e8))
+    assert path(link_graph, 0, 1) == ["node0", "switch", "node1"]
+    assert link_graph.route(0, 0) == ()
+    assert link_graph.bandwidth(0, 0) == math.inf
 
 
 def test_ranks_of_one_node_cross_their_local_channels_only() -> None:
-    topology = Topology(ClusterSpec.uniform(2, devices=2, bandwidth=1e8))
-    assert path(topology, 0, 1) == ["rank 0", "node0", "rank 1"]
-    assert path(topology, 0, 3) == ["rank 0", "node0", "switch", "node1", "rank 3"]
-    assert topology.bandwidth(0, 1) == 10 * 2**30
-    assert topology.bandwidth(0, 3) == 1e8
+    link_graph = LinkGraph(ClusterSpec.uniform(2, devices=2, bandwidth=1e8))
+    assert path(link_graph, 0, 1) == ["rank 0", "node0", "rank 1"]
+    assert path(link_graph, 0, 3) == ["rank 0", "node0", "switch", "node1", "rank 3"]
+    assert link_graph.bandwidth(0, 1) == 10 * 2**30
+    assert link_graph.bandwidth(0, 3) == 1e8
 
 
 def test_least_latency_goes_before_hops_and_hops_before_bottleneck() -> None:
@@ -63,55 +63,55 @@ def test_the_widest_of_equally_short_paths_is_taken_each_way() -> None:
         {"a": "a", "b": "t", "bandwidth": 2, "reverse_bandwidth": 2},
         {"a": "t", "b": "b", "bandwidth": 9, "reverse_bandwidth": 9},
     ]
-    topology = build(links, nodes="ab", switches="st")
-    assert path(topology, 0, 1) == ["a", "s", "b"]
-    assert path(topology, 1, 0) == ["b", "t", "a"]
-    assert (topology.bandwidth(0, 1), topology.bandwidth(1, 0)) == (5, 2)
-    assert not topology.symmetric
+    link_graph = build(links, nodes="ab", switches="st")
+    assert path(link_graph, 0, 1) == ["a", "s", "b"]
+    assert path(link_graph, 1, 0) == ["b", "t", "a"]
+    assert (link_graph.bandwidth(0, 1), link_graph.bandwidth(1, 0)) == (5, 2)
+    assert not link_graph.symmetric
 
 
 def test_among_equal_paths_the_way_back_is_the_way_there() -> None:
     ends = [("a", "s"), ("t", "b"), ("a", "t"), ("s", "b")]
-    topology = build([{"a": a, "b": b, "bandwidth": 1} for a, b in ends], nodes="ab", switches="st")
-    assert path(topology, 0, 1) == ["a", "s", "b"]
-    assert path(topology, 1, 0) == ["b", "s", "a"]
+    link_graph = build([{"a": a, "b": b, "bandwidth": 1} for a, b in ends], nodes="ab", switches="st")
+    assert path(link_graph, 0, 1) == ["a", "s", "b"]
+    assert path(link_graph, 1, 0) == ["b", "s", "a"]
 
 
 def test_a_rank_out_of_range_is_refused() -> None:
     with pytest.raises(ClusterError, match=r"rank 4: not in 0\.\.3"):
-        Topology(resolve_cluster("four_equal")).route(0, 4)
+        LinkGraph(resolve_cluster("four_equal")).route(0, 4)
 
 
 def test_routes_need_no_rates_but_capacities_do() -> None:
-    topology = Topology(ClusterSpec.uniform(2))
-    assert len(topology.route(0, 1)) == 2
+    link_graph = LinkGraph(ClusterSpec.uniform(2))
+    assert len(link_graph.route(0, 1)) == 2
     with pytest.raises(ClusterError, match="bandwidth: unknown"):
-        topology.bandwidth(0, 1)
+        link_graph.bandwidth(0, 1)
 
 
 @given(random_clusters())
 @settings(max_examples=60, deadline=None)
 def test_routes_are_connected_least_in_latency_then_hops_then_widest(spec: ClusterSpec) -> None:
-    topology, again = Topology(spec), Topology(spec)
-    graph = networkx.DiGraph([(channel.source, channel.target) for channel in topology.channels])
-    rates = {(channel.source, channel.target): channel for channel in topology.channels}
+    link_graph, again = LinkGraph(spec), LinkGraph(spec)
+    graph = networkx.DiGraph([(channel.source, channel.target) for channel in link_graph.channels])
+    rates = {(channel.source, channel.target): channel for channel in link_graph.channels}
     for i, j in reversed(list(itertools.permutations(range(spec.world_size), 2))):
-        places = path(topology, i, j)
+        places = path(link_graph, i, j)
         ways = []
         for other in networkx.all_simple_paths(graph, places[0], places[-1]):
             channels = [rates[hop] for hop in itertools.pairwise(other)]
             latency = round(sum(channel.latency for channel in channels) * 1e9)
             bottleneck = min(channel.bandwidth or 0.0 for channel in channels)
             ways.append((latency, len(channels), -bottleneck))
-        mine = (round(topology.latency(i, j) * 1e9), len(topology.route(i, j)), -topology.bandwidth(i, j))
+        mine = (round(link_graph.latency(i, j) * 1e9), len(link_graph.route(i, j)), -link_graph.bandwidth(i, j))
         assert mine == min(ways)
-        assert topology.route(i, j) == again.route(i, j)
+        assert link_graph.route(i, j) == again.route(i, j)
 
 
 @given(random_clusters(symmetric=True))
 @settings(max_examples=30, deadline=None)
 def test_symmetric_links_have_mirrored_routes(spec: ClusterSpec) -> None:
-    topology = Topology(spec)
-    assert topology.symmetric
+    link_graph = LinkGraph(spec)
+    assert link_graph.symmetric
     for i, j in itertools.combinations(range(spec.world_size), 2):
-        assert path(topology, i, j) == path(topology, j, i)[::-1]
+        assert path(link_graph, i, j) == path(link_graph, j, i)[::-1]

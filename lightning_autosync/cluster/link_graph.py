@@ -34,7 +34,7 @@ class Channel:
     latency: float
 
 
-class Topology:
+class LinkGraph:
     """Channels of a cluster and the routes over them.
 
     ``ends`` has the place of each rank: its node, or "rank N" for a device that shares its node with others.

@@ -30,7 +30,7 @@ class Layer:
     macs: int
 
 
-class Flow:
+class LayerTrace:
     """The shape of a batch of activations on its way through a network.
 
     Every layer that it passes is noted, in forward order. ``fork`` follows a branch or a shortcut.
@@ -54,11 +54,11 @@ class Flow:
         """Positions of the whole batch."""
         return self.batch_size * math.prod(self.size)
 
-    def fork(self) -> Flow:
-        """A second way on from here."""
+    def fork(self) -> LayerTrace:
+        """A branch that goes on from here."""
         return copy.copy(self)
 
-    def join(self, branches: Iterable[Flow]) -> Flow:
+    def join(self, branches: Iterable[LayerTrace]) -> LayerTrace:
         """Go on with the branches' channels side by side."""
         branches = list(branches)
         self.size = branches[0].size
@@ -74,7 +74,7 @@ class Flow:
         stride: int = 1,
         padding: Extent | None = None,
         bias: bool = False,
-    ) -> Flow:
+    ) -> LayerTrace:
         """A 2-D convolution; by default padded so that a stride of one keeps the size."""
         kernel = _pair(kernel)
         self.pool(kernel, stride, (kernel[0] // 2, kernel[1] // 2) if padding is None else padding)
@@ -83,19 +83,19 @@ class Flow:
         self.channels = channels
         return self
 
-    def linear(self, name: str, channels: int, *, bias: bool = True, transposed: bool = False) -> Flow:
+    def linear(self, name: str, channels: int, *, bias: bool = True, transposed: bool = False) -> LayerTrace:
         """A product at every position; its weight is (out, in), or (in, out) if ``transposed``."""
         weight = (self.channels, channels) if transposed else (channels, self.channels)
         self._note(name, weight, channels if bias else None, self.positions * math.prod(weight))
         self.channels = channels
         return self
 
-    def norm(self, name: str) -> Flow:
+    def norm(self, name: str) -> LayerTrace:
         """A batch or layer normalization with scale and shift."""
         self._note(name, (self.channels,), self.channels, macs=0)
         return self
 
-    def embedding(self, name: str, rows: int, rows_touched: float) -> Flow:
+    def embedding(self, name: str, rows: int, rows_touched: float) -> LayerTrace:
         """A table of ``rows`` vectors of this flow's width, of which a step looks up ``rows_touched``."""
         sparse = is_row_sparse(rows_touched, rows)
         table = Variable(
@@ -107,16 +107,16 @@ class Flow:
         self.layers.append(Layer((table,), macs=0))
         return self
 
-    def product(self, macs: int) -> Flow:
+    def product(self, macs: int) -> LayerTrace:
         """A product that has no variable of its own."""
         self.layers.append(Layer((), macs))
         return self
 
-    def attention(self) -> Flow:
+    def attention(self) -> LayerTrace:
         """Scores of every token with every token, and their weighted sums."""
         return self.product(2 * self.positions * math.prod(self.size) * self.channels)
 
-    def pool(self, kernel: Extent, stride: int = 1, padding: Extent = 0) -> Flow:
+    def pool(self, kernel: Extent, stride: int = 1, padding: Extent = 0) -> LayerTrace:
         """A window sliding over an image."""
         self.size = tuple(
             (length + 2 * p - k) // stride + 1
@@ -126,12 +126,12 @@ class Flow:
             raise WorkloadError(f"resolution: too small, nothing is left after {len(self.layers)} layers")
         return self
 
-    def flatten(self) -> Flow:
+    def flatten(self) -> LayerTrace:
         """All positions of a sample side by side."""
         self.channels *= math.prod(self.size)
         return self.gather()
 
-    def gather(self, *size: int) -> Flow:
+    def gather(self, *size: int) -> LayerTrace:
         """Pool to a given size; to one position by default."""
         self.size = size
         return self
