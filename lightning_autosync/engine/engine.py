@@ -13,9 +13,9 @@ from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
 from lightning_autosync.cluster import ClusterSpec
-from lightning_autosync.engine.assembly import Assembly
-from lightning_autosync.engine.buckets import Bucket
-from lightning_autosync.engine.memories import CompressorMemory, Memories, check_scale
+from lightning_autosync.engine.compressor_state import ParameterStates, check_scale
+from lightning_autosync.engine.gradients import MessageGradients
+from lightning_autosync.engine.resources import Resources
 from lightning_autosync.engine.tracing import Recorder
 from lightning_autosync.engine.waiting import announce
 from lightning_autosync.errors import ExchangeError
@@ -87,18 +87,18 @@ class Engine:
         self._interruption = ""
         self._next = 0
         self._recorder: Recorder | None = None
-        self._pending: dict[int, Bucket] = {}
+        self._pending: dict[int, MessageGradients] = {}
         self._finite = True
         self._watches_changes = False
         self._on_accelerator = any(parameter.device.type != "cpu" for _, parameter in parameters)
         self._loss_scale: float | None = None
         self._end_of_backward = self.finish if waits == "backward" else self.launch
-        self._assembly = Assembly(dict(parameters), schedule, group, cluster, timeout, gradient_as_bucket_view, watched)
-        self._buckets = self._assembly.buckets
-        self._memory = CompressorMemory(
-            [(bucket.message, bucket.parameters) for bucket in self._buckets], self._assembly.memories()
+        self._resources = Resources(
+            dict(parameters), schedule, group, cluster, timeout, gradient_as_bucket_view, watched
         )
-        self._graph = _StaticGraph(self._buckets) if static_graph else None
+        self._gradients = self._resources.gradients
+        self._compressor_state = self._resources.compressor_state
+        self._graph = _StaticGraph(self._gradients) if static_graph else None
         self._accumulators: list[Node] = []
         self._handles: list[RemovableHandle] = []
         self.renew_hooks()
@@ -113,13 +113,13 @@ class Engine:
                 the engine's, is one in which all ranks take part.
         """
         self._remove_hooks()
-        known = {parameter for bucket in self._buckets for parameter in bucket.parameters}
+        known = {parameter for gradients in self._gradients for parameter in gradients.parameters}
         for parameter in also:
             if parameter not in known:
                 self._follow(parameter, self._arm_once)
-        for bucket in self._buckets:
-            for place, parameter in enumerate(bucket.parameters):
-                self._follow(parameter, self._hook(bucket, place))
+        for gradients in self._gradients:
+            for place, parameter in enumerate(gradients.parameters):
+                self._follow(parameter, self._hook(gradients, place))
 
     def _follow(self, parameter: nn.Parameter, hook: Callable[..., None]) -> None:
         # A hook on the node that accumulates the gradient runs after the user's hooks on the parameter, whenever those
@@ -180,14 +180,14 @@ class Engine:
             self._recorder.end_backward()
         if self._graph is not None:
             self._graph.end_pass()
-        self._pending = {bucket.message.index: bucket for bucket in self._buckets if bucket.active}
-        for bucket in self._pending.values():
-            if not bucket.started:
-                self._start(bucket)
-        for bucket in self._pending.values():
-            bucket.resume()
-        for index, bucket in list(self._pending.items()):
-            if len(bucket.message.rounds) > 1:
+        self._pending = {gradients.message.index: gradients for gradients in self._gradients if gradients.active}
+        for gradients in self._pending.values():
+            if not gradients.started:
+                self._start(gradients)
+        for gradients in self._pending.values():
+            gradients.resume()
+        for index, gradients in list(self._pending.items()):
+            if len(gradients.message.rounds) > 1:
                 self.finish_message(index)
 
     def finish_message(self, index: int) -> None:
@@ -201,17 +201,17 @@ class Engine:
         Raises:
             ExchangeError: a peer was lost or did not answer in time.
         """
-        bucket = self._pending.get(index)
-        if bucket is None:
+        gradients = self._pending.get(index)
+        if gradients is None:
             return
-        bucket.finish()
+        gradients.finish()
         del self._pending[index]
         if self._watches_changes:
-            self._change_seen = self._change_seen or bucket.change_seen
+            self._change_seen = self._change_seen or gradients.change_seen
         if self._recorder is not None:
             self._recorder.finish(index)
-        if self._loss_scale is not None and self._memory.has_residuals:
-            self._finite = self._finite and bucket.finite()
+        if self._loss_scale is not None and self._compressor_state.has_residuals:
+            self._finite = self._finite and gradients.finite()
         if not self._pending:
             self._settle()
 
@@ -223,8 +223,8 @@ class Engine:
     def trace(self, recorder: Recorder | None) -> None:
         """Have ``recorder`` take the times of all steps from now on; None ends that. Not during a backward pass."""
         self._recorder = recorder
-        for bucket in self._buckets:
-            bucket.watch(None if recorder is None else recorder.completion(bucket.message.index))
+        for gradients in self._gradients:
+            gradients.watch(None if recorder is None else recorder.completion(gradients.message.index))
 
     def interrupt(self, cause: BaseException) -> None:
         """A backward pass ended with an error on this rank: what its messages hold is unknown, so none can follow."""
@@ -234,7 +234,7 @@ class Engine:
     @property
     def bytes_sent(self) -> int:
         """Bytes that this rank sent on its own connections; collectives are the backend's and not in it."""
-        return self._assembly.bytes_sent
+        return self._resources.bytes_sent
 
     @property
     def loss_scale(self) -> float | None:
@@ -256,24 +256,24 @@ class Engine:
     @property
     def has_residuals(self) -> bool:
         """Whether error feedback is at work, so that `loss_scale` matters."""
-        return self._memory.has_residuals
+        return self._compressor_state.has_residuals
 
-    def state_dict(self) -> Memories:
+    def state_dict(self) -> ParameterStates:
         """What compressors remember, by variable, for gradients of a loss that is not scaled."""
-        return self._memory.state_dict()
+        return self._compressor_state.state_dict()
 
-    def load_state_dict(self, state: Memories) -> list[str]:
+    def load_state_dict(self, state: ParameterStates) -> list[str]:
         """Take up what `state_dict` returned on this rank, under this plan or another.
 
         Returns:
             The variables whose memory has no place here: they are in no message, or their compressor is another.
         """
-        return self._memory.load_state_dict(state)
+        return self._compressor_state.load_state_dict(state)
 
     def close(self) -> None:
         """Remove the hooks and close the connections; gradients stay as they are."""
         self._remove_hooks()
-        self._assembly.close()
+        self._resources.close()
 
     def _remove_hooks(self) -> None:
         for handle in self._handles:
@@ -281,20 +281,20 @@ class Engine:
         self._handles = []
         self._accumulators = []
 
-    def _hook(self, bucket: Bucket, place: int) -> Callable[..., None]:
-        pack, graph = bucket.packer(place), self._graph
+    def _hook(self, gradients: MessageGradients, place: int) -> Callable[..., None]:
+        pack, graph = gradients.packer(place), self._graph
 
         def on_gradient(*_: object) -> None:
             if not self.enabled:
                 return
             if not self._armed or self._interruption:
                 self._arm()
-            if graph is not None and not graph.arrived(bucket, place):
+            if graph is not None and not graph.arrived(gradients, place):
                 return
             pack()
-            bucket.missing -= 1
-            if bucket.missing == 0:
-                self._complete(bucket)
+            gradients.missing -= 1
+            if gradients.missing == 0:
+                self._complete(gradients)
 
         return on_gradient
 
@@ -310,15 +310,15 @@ class Engine:
             )
         for index in list(self._pending):
             self.finish_message(index)
-        if self._memory.has_residuals:
-            self._memory.begin_step(self._loss_scale)
+        if self._compressor_state.has_residuals:
+            self._compressor_state.begin_step(self._loss_scale)
         self._armed = True
         self._next = 0
         if self._recorder is not None:
             self._recorder.end_forward()
         self._change_seen = False
-        for bucket in self._buckets:
-            bucket.arm(self.changed)
+        for gradients in self._gradients:
+            gradients.arm(self.changed)
         # Reading what was summed waits for an accelerator, so there only a rank that changed itself does.
         self._watches_changes = self.on_change is not None and (self.changed or not self._on_accelerator)
         if self._graph is not None:
@@ -326,14 +326,14 @@ class Engine:
         if not self.deferred:
             Variable._execution_engine.queue_callback(self._end_of_backward)
 
-    def _complete(self, bucket: Bucket) -> None:
+    def _complete(self, gradients: MessageGradients) -> None:
         if self._recorder is not None:
-            self._recorder.ready(bucket.message.index)
-        if not bucket.message.collective:
-            self._start(bucket)
+            self._recorder.ready(gradients.message.index)
+        if not gradients.message.collective:
+            self._start(gradients)
             return
-        while self._next < len(self._buckets):
-            following = self._buckets[self._next]
+        while self._next < len(self._gradients):
+            following = self._gradients[self._next]
             if following.message.collective and following.active:
                 if following.missing:
                     return
@@ -343,41 +343,42 @@ class Engine:
     def _settle(self) -> None:
         """The last message of a pass is complete."""
         if not self._finite:
-            self._memory.undo_step()
+            self._compressor_state.undo_step()
         if self._recorder is not None:
             self._recorder.end_synchronization()
 
-    def _start(self, bucket: Bucket) -> None:
+    def _start(self, gradients: MessageGradients) -> None:
         if self._recorder is not None:
-            self._recorder.start(bucket.message.index)
-        bucket.start()
+            self._recorder.start(gradients.message.index)
+        gradients.start()
 
 
 class _StaticGraph:
     """How often each gradient is accumulated in a pass: learned in the first one, counted down in all others."""
 
-    def __init__(self, buckets: Sequence[Bucket]) -> None:
-        self._buckets = buckets
+    def __init__(self, gradients: Sequence[MessageGradients]) -> None:
+        self._gradients = gradients
         self._learned = False
-        self._left: dict[Bucket, list[int]] = {}
+        self._left: dict[MessageGradients, list[int]] = {}
 
     def begin_pass(self) -> None:
-        """A backward pass begins; what was learned is what each bucket waits for."""
+        """A backward pass begins; each message waits for as many gradients as were counted in the first one."""
         self._left = {
-            bucket: list(bucket.arrivals) if self._learned else [0] * len(bucket.arrivals) for bucket in self._buckets
+            gradients: list(gradients.arrivals) if self._learned else [0] * len(gradients.arrivals)
+            for gradients in self._gradients
         }
 
-    def arrived(self, bucket: Bucket, place: int) -> bool:
+    def arrived(self, gradients: MessageGradients, place: int) -> bool:
         """Count a gradient; whether it is complete now."""
-        left = self._left[bucket]
+        left = self._left[gradients]
         if not self._learned:
             left[place] += 1
             return False
         left[place] -= 1
         if left[place] < 0:
             raise ExchangeError(
-                f"static_graph=True: the gradient of parameter '{bucket.message.variables[place]}' was accumulated "
-                f"more often than in the first pass ({bucket.arrivals[place]}); leave static_graph out if the graph "
+                f"static_graph=True: the gradient of parameter '{gradients.message.variables[place]}' was accumulated "
+                f"more often than in the first pass ({gradients.arrivals[place]}); leave static_graph out if the graph "
                 "changes between steps"
             )
         return left[place] == 0
@@ -386,8 +387,8 @@ class _StaticGraph:
         """A backward pass has ended; one without a gradient was none (see `Engine.synchronize`)."""
         if not self._learned and any(map(any, self._left.values())):
             self._learned = True
-            for bucket, counted in self._left.items():
-                bucket.arrivals = counted
+            for gradients, counted in self._left.items():
+                gradients.arrivals = counted
 
 
 def _gradient_accumulator(parameter: nn.Parameter) -> Node:

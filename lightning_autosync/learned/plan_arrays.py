@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy
 
 from lightning_autosync.learned.context import Context, Floats, Integers
-from lightning_autosync.plan import SyncPlan, compile_plan
+from lightning_autosync.plan import SyncPlan, codecs, compile_plan
 from lightning_autosync.plan.messages import ITEMSIZE
 from lightning_autosync.plan.schedule import (
     AllReduce,
@@ -98,7 +98,7 @@ def plan_arrays(context: Context, plan: SyncPlan) -> PlanArrays:
         prediction=context.replay.predict(schedule),
         fluid=context.replay.predict(schedule, "fluid").step_time,
         mode=numpy.array([_mode(message, group) for message, group in zip(messages, groups, strict=True)]),
-        compressor=numpy.array([COMPRESSORS.index(group.compressor.kind) for group in groups]),
+        compressor=numpy.array([COMPRESSORS.index(codecs.find(group.compressor.kind).encoded_as) for group in groups]),
         by_servers=numpy.array([group.architecture == "parameter_server" for group in groups], dtype=float),
         local=numpy.array([group.local_aggregation for group in groups], dtype=float),
         row_wise=numpy.array([message.rows > 0 for message in messages], dtype=float),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_autosync.plan import builders, topologies
+from lightning_autosync.plan import builders, codecs, topologies
 from lightning_autosync.plan.compiler import compile_plan
 from lightning_autosync.plan.schedule import (
     AllReduce,
@@ -50,6 +50,7 @@ __all__ = [
     "TwoLevelAllReduce",
     "WeightedTree",
     "builders",
+    "codecs",
     "compile_plan",
     "signature",
     "topologies",

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.errors import PlanError
-from lightning_autosync.plan.messages import ITEMSIZE, cut, low_rank_layout, weighted_bounds
+from lightning_autosync.plan import codecs
+from lightning_autosync.plan.messages import ITEMSIZE, cut, weighted_bounds
 from lightning_autosync.plan.schedule import Message, Round, Schedule
 from lightning_autosync.plan.spec import Group, SyncPlan
 from lightning_autosync.plan.topologies import MessageCut, Site, find
@@ -90,8 +91,8 @@ def _compile_group(index: int, group: Group, variables: Sequence[Variable], site
     itemsize = ITEMSIZE[dtypes[0]]
     axis = (group.partition.axis if group.partition else None) or 0
     tail = 0 if rows else len(variables)
-    if group.compressor.kind == "powersgd":
-        _, lengths = low_rank_layout([variable.shape for variable in variables], group.compressor.rank)
+    shapes = [variable.shape for variable in variables]
+    if lengths := codecs.find(group.compressor.kind).rounds(group.compressor, shapes):
         cut(group.partition, [(numel,)])  # refuses more shards than elements; short factors may leave some empty
         weights = group.partition.weights if group.partition else None
         cuts = [weighted_bounds(length, group.shards, weights) for length in lengths]
@@ -99,7 +100,7 @@ def _compile_group(index: int, group: Group, variables: Sequence[Variable], site
         partition = group.partition
         if rows and partition:
             partition = partition.model_copy(update={"axis": 0})
-        cuts = [cut(partition, [variable.shape for variable in variables])]
+        cuts = [cut(partition, shapes)]
     cuts[0] = (*cuts[0][:-1], cuts[0][-1] + tail)
     width = numel // rows if rows else None
     rounds = (Round(at[-1], tuple(topology.transfers(group, MessageCut(at, itemsize, width), site))) for at in cuts)

@@ -6,14 +6,20 @@ with topology, local aggregation and wire priority beside them.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     AfterValidator,
+    BeforeValidator,
     Field,
     GetJsonSchemaHandler,
+    SerializerFunctionWrapHandler,
+    WithJsonSchema,
     field_serializer,
     field_validator,
+    model_serializer,
     model_validator,
 )
 from pydantic.json_schema import JsonSchemaValue
@@ -29,27 +35,32 @@ from lightning_autosync.plan.trees import check_parents
 Architecture = Literal["all_reduce", "parameter_server"]
 
 
-def _registered(name: str) -> str:
-    from lightning_autosync.plan import topologies  # which are made of this module's classes
+class _Registered:
+    """A name in a registry of this package, whose modules import this one.
 
-    if name not in topologies.names():
-        raise ValueError(f"'{name}' is not known; registered are {', '.join(topologies.names())}")
-    return name
+    The JSON schema lists the names that are registered where it is written.
+    """
+
+    def __init__(self, registry: str) -> None:
+        self._registry = registry
+
+    def names(self) -> tuple[str, ...]:
+        found: tuple[str, ...] = import_module(f"lightning_autosync.plan.{self._registry}").names()
+        return found
+
+    def check(self, name: str) -> str:
+        if name not in self.names():
+            raise ValueError(f"'{name}' is not known; registered are {', '.join(self.names())}")
+        return name
+
+    def __get_pydantic_json_schema__(self, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        return {"type": "string", "enum": list(self.names())}
 
 
-class _TopologySchema:
-    """In the JSON schema, a topology is one of those that are registered where the schema is written."""
-
-    @classmethod
-    def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        from lightning_autosync.plan import topologies
-
-        return {"type": "string", "enum": list(topologies.names())}
-
-
-TopologyName = Annotated[str, AfterValidator(_registered), _TopologySchema()]
+_TOPOLOGIES, _CODECS = _Registered("topologies"), _Registered("codecs")
+TopologyName = Annotated[str, AfterValidator(_TOPOLOGIES.check), _TOPOLOGIES]
+CodecName = Annotated[str, AfterValidator(_CODECS.check), _CODECS]
 Semantics = Literal["exact", "compressed", "relaxed"]
-CompressorKind = Literal["none", "fp16", "bf16", "int8", "topk", "powersgd"]
 
 MOST_SHARDS = 65536
 """Of a message."""
@@ -57,6 +68,15 @@ MOST_WEIGHT = 1e15
 """Of a shard or a tree, relative to the others."""
 
 SEMANTICS: tuple[Semantics, ...] = ("exact", "compressed", "relaxed")
+
+
+def _pairs(options: Any) -> Any:
+    """A mapping as pairs, by which a compressor can be hashed."""
+    return tuple(sorted(options.items())) if isinstance(options, Mapping) else options
+
+
+_Option = bool | int | float | str
+_Options = Annotated[tuple[tuple[str, _Option], ...], BeforeValidator(_pairs), WithJsonSchema({"type": "object"})]
 
 
 class Compressor(Record):
@@ -69,24 +89,46 @@ class Compressor(Record):
         ratio: share of the elements that ``topk`` keeps.
         rank: rank of ``powersgd``.
         block: elements that share a scale in ``int8``.
+        options: settings of a codec of another package (`CodecFormat.options`), by name; a mapping in files.
     """
 
-    kind: CompressorKind = "none"
+    kind: CodecName = "none"
     error_feedback: bool = True
     ratio: Annotated[float, Field(gt=0, le=1)] = 0.01
     rank: Annotated[Count, Field(le=MOST_SHARDS)] = 2
     block: Annotated[Count, Field(le=2**31)] = 256
+    options: _Options = ()
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         schema = handler(core)
-        kinds = {"type": "string", "enum": list(get_args(CompressorKind))}
+        kinds = {"type": "string", "enum": list(_CODECS.names())}
         return {"anyOf": [kinds, handler.resolve_ref_schema(schema)]}
 
     @model_validator(mode="before")
     @classmethod
     def _accept_kind_alone(cls, value: Any) -> Any:
         return {"kind": value} if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _check_options(self) -> Self:
+        from lightning_autosync.plan import codecs
+
+        known = codecs.find(self.kind).options
+        if known is None and self.options:
+            raise ValueError(f"options: '{self.kind}' takes none")
+        complete = known(**dict(self.options)).model_dump(mode="json") if known is not None else {}
+        if complete != dict(self.options):
+            object.__setattr__(self, "options", _pairs(complete))
+        return self
+
+    @model_serializer(mode="wrap")
+    def _leave_out_no_options(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """As files, fingerprints and checkpoints had it before there were options."""
+        fields: dict[str, Any] = handler(self)
+        if self.options and "options" in fields:
+            return fields | {"options": dict(self.options)}
+        return {name: value for name, value in fields.items() if name != "options"}
 
 
 class Partition(Record):
@@ -174,17 +216,15 @@ class Group(Record):
                 raise ValueError(
                     f"placement: expected one rank for each of {self.shards} shards, got {len(self.placement)}"
                 )
-        if self.partition and self.partition.axis is not None:
-            if len(self.variables) > 1:
-                raise ValueError("partition.axis: several variables are cut as one flat message; leave it out")
-            if self.compressor.kind == "powersgd":
-                raise ValueError("partition.axis: powersgd's factors are cut as one flat message; leave it out")
-        self._check_topology()
+        if self.partition and self.partition.axis is not None and len(self.variables) > 1:
+            raise ValueError("partition.axis: several variables are cut as one flat message; leave it out")
+        self._check_registered()
         return self
 
-    def _check_topology(self) -> None:
-        from lightning_autosync.plan import topologies
+    def _check_registered(self) -> None:
+        from lightning_autosync.plan import codecs, topologies
 
+        codecs.find(self.compressor.kind).check(self)
         topology = topologies.find(self.topology)
         topology.check(self)
         if self.trees is not None and not topology.takes_trees:

@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 import numpy
 
-from lightning_autosync.plan.messages import ITEMSIZE, encoded_bytes
+from lightning_autosync.plan import codecs
+from lightning_autosync.plan.messages import ITEMSIZE
 from lightning_autosync.plan.schedule import AllReduce, AllToAll, Message, Round, TreeTransfer, TwoLevelAllReduce
 from lightning_autosync.replay.constants import Constants
 from lightning_autosync.replay.network import NOTHING, Floats, Forest
@@ -101,7 +102,7 @@ class StageMaker:
         """The stages of a message, first to last."""
         if message.rows:
             return self._rows(message)
-        low_rank = message.compressor.kind == "powersgd"
+        low_rank = len(message.rounds) > 1
         stages = []
         for round in message.rounds:
             if isinstance(round.transfers[0], AllToAll) if round.transfers else False:
@@ -130,7 +131,8 @@ class StageMaker:
 
     def _coding(self, message: Message) -> tuple[float, float]:
         """Seconds a byte of values to encode and to decode."""
-        kind = "none" if message.compressor.kind == "powersgd" else message.compressor.kind
+        codec = codecs.find(message.compressor.kind)
+        kind = "none" if codec.sums == "plain" else codec.encoded_as
         return self._constants.encode.seconds_per_byte(kind), self._constants.decode.seconds_per_byte(kind)
 
     def _wire(self, message: Message, start: int, stop: int, end: int) -> float:
@@ -140,7 +142,7 @@ class StageMaker:
 
     def _framed(self, message: Message, span: int, tail: int) -> float:
         """Framed bytes of ``span`` elements, the last ``tail`` of which are counts."""
-        return self._constants.framing * encoded_bytes(message.compressor, span, tail, ITEMSIZE[message.dtype])
+        return self._constants.framing * codecs.encoded_bytes(message.compressor, span, tail, ITEMSIZE[message.dtype])
 
     def _trees(self, message: Message, round: Round) -> Stage:
         itemsize = ITEMSIZE[message.dtype]

@@ -17,7 +17,7 @@ from typing_extensions import NotRequired, TypedDict
 
 from lightning_autosync.documents import Count, Record, checked, shortened, shown
 from lightning_autosync.engine.collectives import group_device
-from lightning_autosync.engine.memories import Memories, Memory
+from lightning_autosync.engine.compressor_state import ParameterState, ParameterStates
 from lightning_autosync.errors import PeerLost, PlanError
 from lightning_autosync.relaxed.base import Synchronizer
 from lightning_autosync.relaxed.transport.mesh import Mesh
@@ -29,7 +29,7 @@ RELAXED_FORMAT = "autosync-relaxed/2"
 """Of the entry that replicas make which do not march in step; compressors remember nothing there."""
 
 
-def gather_state(state: Memories, group: dist.ProcessGroup | None = None) -> dict[str, Any] | None:
+def gather_state(state: ParameterStates, group: dist.ProcessGroup | None = None) -> dict[str, Any] | None:
     """The checkpoint's entry on rank 0, None elsewhere and where there is nothing to remember; collective.
 
     Args:
@@ -82,7 +82,7 @@ def format_of(entry: Any) -> str:
     return str(entry["format"])
 
 
-def own_state(entry: Any, group: dist.ProcessGroup | None = None) -> Memories:
+def own_state(entry: Any, group: dist.ProcessGroup | None = None) -> ParameterStates:
     """This rank's part of a checkpoint's entry; empty if replicas did not march in step, and, with a warning, if it is
     for other ranks or versions.
 
@@ -107,7 +107,7 @@ def own_state(entry: Any, group: dist.ProcessGroup | None = None) -> Memories:
                     f"{world_size} ranks first"
                 )
     return {
-        name: Memory(memory.compressor, {key: tensor[rank] for key, tensor in memory.tensors.items()})
+        name: ParameterState(memory.compressor, {key: tensor[rank] for key, tensor in memory.tensors.items()})
         for name, memory in variables.items()
     }
 

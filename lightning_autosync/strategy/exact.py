@@ -14,9 +14,8 @@ from torch.amp import GradScaler
 
 from lightning_autosync.engine import Engine
 from lightning_autosync.engine.collectives import BufferBroadcast, broadcast_tensors, gather_json, group_device
-from lightning_autosync.engine.memories import Memories
-from lightning_autosync.engine.replica_check import ReplicaCheck
-from lightning_autosync.engine.watch import ParameterWatch, difference
+from lightning_autosync.engine.compressor_state import ParameterStates
+from lightning_autosync.engine.replicas import ParameterTracker, ReplicaCheck, difference
 from lightning_autosync.errors import PlanError
 from lightning_autosync.plan import Schedule, SyncPlan
 from lightning_autosync.strategy.base import Replica
@@ -60,13 +59,13 @@ class ExactReplica(Replica):
         self._settings = settings
         self._shape = (nodes, devices)
         self._group = group
-        self._memory: Memories = {}
+        self._memory: ParameterStates = {}
         self._planned: dict[str, nn.Parameter] = {}
         self._compared: dict[str, nn.Parameter] = {}
         self._resolution = self._resolve()
         broadcast_tensors(_initial_state(module, settings.initial_buffers), group)
         self._buffers = BufferBroadcast(module, group) if settings.broadcast_buffers else None
-        self._watch = ParameterWatch(module)
+        self._watch = ParameterTracker(module)
         self._agreed = self._watch.digest()
         self._comparing, self._calm = False, 0
         self._check = ReplicaCheck(settings.check_replicas, group) if settings.check_replicas else None

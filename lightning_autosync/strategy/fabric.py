@@ -13,7 +13,7 @@ from lightning.fabric.strategies import DDPStrategy
 from torch import nn
 from torch.amp import GradScaler
 
-from lightning_autosync.engine.scheduling import set_batch_scheduling
+from lightning_autosync.engine.cpu_scheduling import set_batch_scheduling
 from lightning_autosync.errors import PlanError
 from lightning_autosync.plan import Semantics
 from lightning_autosync.strategy.agreement import checked_formation, compare_ranks

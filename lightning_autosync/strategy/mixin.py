@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_autosync.engine import Engine
+from lightning_autosync.engine.cpu_scheduling import set_batch_scheduling
 from lightning_autosync.engine.failure_detector import FailureDetector
-from lightning_autosync.engine.scheduling import set_batch_scheduling
 from lightning_autosync.plan import Schedule, Semantics, SyncPlan
 from lightning_autosync.strategy.agreement import checked_formation, compare_ranks
 from lightning_autosync.strategy.base import Replica, SynchronizedModule, accumulation

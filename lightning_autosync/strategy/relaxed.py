@@ -14,7 +14,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from lightning_autosync.engine.collectives import BufferBroadcast, broadcast_tensors
-from lightning_autosync.engine.watch import ParameterWatch
+from lightning_autosync.engine.replicas import ParameterTracker
 from lightning_autosync.errors import ExchangeError, PlanError
 from lightning_autosync.plan import SyncPlan
 from lightning_autosync.relaxed.base import Synchronizer
@@ -108,7 +108,7 @@ class RelaxedReplica(Replica):
         """Batches of an epoch, divided by ranks, where they are dealt out."""
         self._checkpoint = RelaxedCheckpoint(self._mesh, self._mode, self._served, timeout)
         self._buffers = BufferBroadcast(module) if self._in_step and settings.broadcast_buffers else None
-        self._watch = ParameterWatch(module)
+        self._watch = ParameterTracker(module)
         self._frozen: list[nn.Parameter] = []
         self._synchronizer: Synchronizer | None = None
         """None before the first step and after `close`."""

@@ -11,7 +11,7 @@ from torch import nn
 
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.engine.collectives import structure_digest
-from lightning_autosync.engine.shared_memory import sharing_fault
+from lightning_autosync.engine.exchanges.shared_memory import sharing_fault
 from lightning_autosync.errors import ClusterError, PlanError
 from lightning_autosync.plan import Schedule, SyncPlan, builders, compile_plan
 from lightning_autosync.strategy.agreement import agree

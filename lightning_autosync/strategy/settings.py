@@ -101,7 +101,7 @@ class Settings:
         """Whether the plan is, or will be, one with a schedule."""
         if isinstance(self.plan, SyncPlan):
             return self.plan.has_schedule
-        return self.plan not in builders.RELAXED_BUILDERS
+        return self.plan not in builders.relaxed_names()
 
 
 def read_settings(arguments: Mapping[str, Any]) -> tuple[Settings, dict[str, Any]]:
@@ -150,7 +150,7 @@ def read_settings(arguments: Mapping[str, Any]) -> tuple[Settings, dict[str, Any
         found, source = _read_plan(arguments["plan"])
         if isinstance(found, SyncPlan):
             check_semantics(found.semantics, semantics, source)
-        elif found in builders.RELAXED_BUILDERS:
+        elif found in builders.relaxed_names():
             check_semantics("relaxed", semantics, source)
         where = None if arguments["cluster"] is None else resolve_cluster(arguments["cluster"])
     except DocumentError as error:

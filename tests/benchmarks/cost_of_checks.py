@@ -13,8 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from lightning_autosync.engine.replica_check import _bit_sum
-from lightning_autosync.engine.watch import ParameterWatch
+from lightning_autosync.engine.replicas import ParameterTracker, _bit_sum
 from lightning_autosync.strategy.settings import CHECK_REPLICAS
 
 STEP = {60: 0.0365, 300: 0.0422}
@@ -40,7 +39,7 @@ def main() -> None:
     torch.set_num_threads(1)
     for tensors, step in STEP.items():
         module = layers(tensors)
-        watch = ParameterWatch(module)
+        watch = ParameterTracker(module)
         parameters = [parameter.detach() for parameter in module.parameters()]
         look = median(watch.changed, 200)
         compare = median(lambda found=parameters: [_bit_sum(each) for each in found], 20)

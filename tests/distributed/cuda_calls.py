@@ -16,7 +16,7 @@ from training import Net, batches, distance, engine
 
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.engine import Engine, GroupedOptimizer
-from lightning_autosync.engine.exchanges import TwoLevelExchange, TwoLevelGroups
+from lightning_autosync.engine.exchanges.native import TwoLevelExchange, TwoLevelGroups
 from lightning_autosync.plan import SyncPlan, TwoLevelAllReduce, builders, compile_plan
 from lightning_autosync.workload import describe, variable_names
 

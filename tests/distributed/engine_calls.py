@@ -16,7 +16,7 @@ from training import Net, batches, engine, subgroup
 
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.engine import Engine
-from lightning_autosync.engine.memories import Memories
+from lightning_autosync.engine.compressor_state import ParameterStates
 from lightning_autosync.errors import AutoSyncError
 from lightning_autosync.plan import Compressor, SyncPlan, builders, compile_plan
 from lightning_autosync.workload import describe, variable_names
@@ -182,7 +182,7 @@ def carried_over(compressor: str) -> dict[str, Any]:
     torch.manual_seed(0)
     module = Net()
 
-    def remembered(topology: str, state: Memories | None, **more: Any) -> tuple[Memories, list[str]]:
+    def remembered(topology: str, state: ParameterStates | None, **more: Any) -> tuple[ParameterStates, list[str]]:
         plan, cluster = _plan(module, "all_reduce", topology, size, **more)
         left_out: list[str] = []
         with engine(module, plan, cluster, None) as running:

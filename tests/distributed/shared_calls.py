@@ -19,7 +19,7 @@ from training import Net, batches, distance, engine, subgroup, train
 
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.engine import Engine
-from lightning_autosync.engine.shared_memory import sharing_fault
+from lightning_autosync.engine.exchanges.shared_memory import sharing_fault
 from lightning_autosync.errors import AutoSyncError
 from lightning_autosync.plan import SyncPlan, builders, compile_plan
 from lightning_autosync.workload import describe, variable_names
@@ -144,7 +144,7 @@ def refused(how: str, rank: int) -> str:
     here = dist.get_rank() == rank
     # The trial finds room, and what is asked for then does not.
     full = mock.patch("os.posix_fallocate", side_effect=[None, OSError(errno.ENOSPC, "No space left on device")])
-    elsewhere = mock.patch("lightning_autosync.engine.shared_memory._machine", return_value=["another"])
+    elsewhere = mock.patch("lightning_autosync.engine.exchanges.shared_memory._machine", return_value=["another"])
     context = {"limit": _little_room(rank), "full": full, "elsewhere": elsewhere}[how]
     error = "no error"
     if here or how == "limit":

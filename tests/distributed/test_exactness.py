@@ -14,7 +14,7 @@ from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.plan import builders, topologies
 from lightning_autosync.workload import describe
 
-SPANNING = [name for name in builders.BUILDERS if name != "shared_memory"]
+SPANNING = [name for name in builders.names() if name != "shared_memory"]
 """Builders of plans for several nodes."""
 
 

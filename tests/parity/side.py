@@ -149,7 +149,7 @@ def ring(workload: Workload, cluster: ClusterSpec, *, bucket_bytes: int = 200) -
     return builders.all_reduce(workload, cluster, topology="ring", bucket_bytes=bucket_bytes)
 
 
-builders.BUILDERS["ring"] = ring
+builders.register(takes_topology=False)(ring)
 gc.freeze()  # what is imported stays; looking at it again for each job would take longer than the job
 _RECORDS: dict[str, dict[str, Any]] = {}
 

@@ -1,25 +1,67 @@
-"""Lossy forms of messages: casts, integers, sparsification."""
+"""The executing halves of codecs, found by the names under which `lightning_autosync.plan.codecs` declares them.
+
+A file of this package holds a class that satisfies `Codec` and ends with ``register(...)``. A codec of another package
+is registered by the module that its declared half names.
+"""
 
 from __future__ import annotations
 
-from lightning_autosync.engine.codecs.base import Codec, Residual
-from lightning_autosync.engine.codecs.casts import CAST_TYPES, CastCodec, cast
-from lightning_autosync.engine.codecs.int8 import Int8Codec
-from lightning_autosync.engine.codecs.topk import TopKCodec
+import importlib
+from functools import cache
+
+from lightning_autosync.engine.codecs.base import BaseCodec, Codec, encode_with_feedback
+from lightning_autosync.errors import PlanError
+from lightning_autosync.plan import codecs as formats
+from lightning_autosync.plan.plugins import import_modules, mismatch
 from lightning_autosync.plan.spec import Compressor
 
-_CODECS: dict[str, type[Codec]] = {
-    "fp16": CastCodec,
-    "bf16": CastCodec,
-    "int8": Int8Codec,
-    "topk": TopKCodec,
-}
+_registered: dict[str, type[Codec]] = {}
+
+
+def register(name: str, codec: type[Codec]) -> None:
+    """Let plans use a codec.
+
+    Args:
+        name: under which a `CodecFormat` is registered.
+        codec: encodes and decodes; a `CastCodec` if the format's ``sums`` is ``cast``.
+
+    Raises:
+        PlanError: the name is taken or not declared, or the class is no `Codec`.
+    """
+    where = f"codec '{name}': {codec.__module__}.{codec.__name__}"
+    if name in _registered:
+        raise PlanError(f"{where}: {_registered[name].__module__}.{_registered[name].__name__} has taken the name")
+    for method in ("__init__", "encode", "decode"):
+        if fault := mismatch(getattr(codec, method, lambda: None), getattr(Codec, method)):
+            raise PlanError(f"{where}: {method}: {fault}")
+    _registered[name] = codec
 
 
 def make_codec(compressor: Compressor, numel: int, tail: int) -> Codec | None:
-    """The codec for a run of elements; None for kinds that sum what they send (``none``, ``powersgd``)."""
-    codec = _CODECS.get(compressor.kind)
-    return codec(compressor, numel, tail) if codec else None
+    """The codec for a run of elements; None for compressors whose messages hold plain elements.
+
+    Args:
+        compressor: kind and settings.
+        numel: elements of the run, counts included.
+        tail: how many of them, at the end, are counts.
+
+    Raises:
+        PlanError: nothing executes a codec of this kind.
+    """
+    if formats.find(compressor.kind).sums == "plain":
+        return None
+    return _find(compressor.kind)(compressor, numel, tail)
 
 
-__all__ = ["CAST_TYPES", "Codec", "Residual", "cast", "make_codec"]
+@cache
+def _find(name: str) -> type[Codec]:
+    import_modules(__name__, __path__)
+    module = formats.find(name).module
+    if name not in _registered and module is not None:
+        importlib.import_module(module)
+    if name not in _registered:
+        raise PlanError(f"compressor: '{name}' is declared, but nothing executes it: its package must register a Codec")
+    return _registered[name]
+
+
+__all__ = ["BaseCodec", "Codec", "encode_with_feedback", "make_codec", "register"]

@@ -2,33 +2,51 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
-from lightning_autosync.engine.codecs.base import Codec
-from lightning_autosync.plan.spec import Compressor
-
-CAST_TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+from lightning_autosync.engine.codecs import BaseCodec, register
 
 
-class CastCodec(Codec):
-    """Sixteen-bit floats; ``fp16`` saturates at its largest finite value instead of overflowing."""
+class CastCodec(BaseCodec):
+    """Elements in a narrower type, in which a backend can sum them.
 
-    def __init__(self, compressor: Compressor, numel: int, tail: int) -> None:
-        super().__init__(compressor, numel, tail)
-        self._dtype = CAST_TYPES[compressor.kind]
+    Attributes:
+        dtype: that type.
+    """
+
+    dtype: ClassVar[torch.dtype]
 
     def encode(self, values: Tensor, wire: Tensor) -> None:
-        cast(values, wire.view(self._dtype))
+        self.cast(values, wire.view(self.dtype))
 
     def decode(self, wire: Tensor, values: Tensor) -> None:
-        values.copy_(wire.view(self._dtype))
+        values.copy_(wire.view(self.dtype))
 
-
-def cast(values: Tensor, target: Tensor) -> None:
-    """Copy into a narrower type; infinities and NaNs stay, so that a gradient scaler still sees them."""
-    if target.dtype == torch.float16 and values.dtype != torch.float16:
-        largest = torch.finfo(torch.float16).max
-        target.copy_(torch.where(values.isinf(), values, values.clamp(-largest, largest)))
-    else:
+    def cast(self, values: Tensor, target: Tensor) -> None:
+        """Copy ``values`` into ``target``, which has `dtype`. Infinities and NaNs stay, for gradient scalers to see."""
         target.copy_(values)
+
+
+class HalfPrecisionCodec(CastCodec):
+    """``fp16`` saturates at its largest finite value instead of overflowing."""
+
+    dtype = torch.float16
+
+    def cast(self, values: Tensor, target: Tensor) -> None:
+        if values.dtype != torch.float16:
+            largest = torch.finfo(torch.float16).max
+            values = torch.where(values.isinf(), values, values.clamp(-largest, largest))
+        target.copy_(values)
+
+
+class BFloat16Codec(CastCodec):
+    """``bf16`` has the range of float32."""
+
+    dtype = torch.bfloat16
+
+
+register("fp16", HalfPrecisionCodec)
+register("bf16", BFloat16Codec)

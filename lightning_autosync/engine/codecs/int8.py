@@ -7,14 +7,14 @@ from math import ceil
 import torch
 from torch import Tensor
 
-from lightning_autosync.engine.codecs.base import Codec
-from lightning_autosync.plan.messages import COUNT_BYTES
+from lightning_autosync.engine.codecs import BaseCodec, register
+from lightning_autosync.plan.codecs.base import COUNT_BYTES
 from lightning_autosync.plan.spec import Compressor
 
 _LEVELS = 127.0
 
 
-class Int8Codec(Codec):
+class Int8Codec(BaseCodec):
     """``round(127 x / max|x|)`` in blocks. Layout: scales, counts, integers."""
 
     def __init__(self, compressor: Compressor, numel: int, tail: int) -> None:
@@ -41,3 +41,6 @@ class Int8Codec(Codec):
         blocks.view(-1)[: self.body] = wire[self._integers :].view(torch.int8)
         values[: self.body] = (blocks * scales[:, None]).view(-1)[: self.body]
         values[self.body :] = self._tail_of(wire, 4 * self._blocks)
+
+
+register("int8", Int8Codec)

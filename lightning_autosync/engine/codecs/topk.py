@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_autosync.engine.codecs.base import Codec
-from lightning_autosync.plan.messages import kept_elements
+from lightning_autosync.engine.codecs import BaseCodec, register
+from lightning_autosync.plan.codecs.topk import kept_elements
 from lightning_autosync.plan.spec import Compressor
 
 
-class TopKCodec(Codec):
+class TopKCodec(BaseCodec):
     """The ``ratio`` largest magnitudes of each run of elements. Layout: positions, values, counts."""
 
     def __init__(self, compressor: Compressor, numel: int, tail: int) -> None:
@@ -31,3 +31,6 @@ class TopKCodec(Codec):
         values[: self.body] = 0
         values[positions] = wire[4 * self._kept : 8 * self._kept].view(torch.float32).to(values.dtype)
         values[self.body :] = self._tail_of(wire, 8 * self._kept)
+
+
+register("topk", TopKCodec)

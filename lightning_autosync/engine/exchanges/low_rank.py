@@ -9,9 +9,8 @@ from math import prod
 import torch
 from torch import Tensor
 
-from lightning_autosync.engine.codecs import Residual
 from lightning_autosync.engine.exchanges.base import Exchange
-from lightning_autosync.plan.messages import Factor, low_rank_layout
+from lightning_autosync.plan.codecs.powersgd import Factor, low_rank_layout
 from lightning_autosync.plan.schedule import Message
 
 MakeExchange = Callable[[int, Tensor], Exchange]
@@ -52,10 +51,9 @@ class LowRankExchange(Exchange):
         for shape in shapes:
             offsets.append(offsets[-1] + prod(shape))
         self._values = [buffer[start:stop] for start, stop in pairwise(offsets)]
-        keeps = message.compressor.error_feedback
-        self.residual = Residual(buffer) if keeps else None
+        self.residual = torch.zeros_like(buffer) if message.compressor.error_feedback else None
         self._lost = [
-            self.residual.values[start:stop] if self.residual is not None else None for start, stop in pairwise(offsets)
+            self.residual[start:stop] if self.residual is not None else None for start, stop in pairwise(offsets)
         ]
         self._draw_factors()
 

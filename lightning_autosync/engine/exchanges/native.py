@@ -1,20 +1,25 @@
-"""Dense messages by the backend's own collectives."""
+"""Dense messages by the backend's own collectives: in one level, in two, or through servers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_autosync.engine.codecs import CAST_TYPES, Codec, Residual, cast, make_codec
-from lightning_autosync.engine.exchanges.base import Exchange
-from lightning_autosync.plan.schedule import AllReduce, AllToAll, Message
+from lightning_autosync.engine.codecs import make_codec
+from lightning_autosync.engine.codecs.casts import CastCodec
+from lightning_autosync.engine.exchanges.base import CodedRange, Exchange, new_residual
+from lightning_autosync.plan.schedule import AllReduce, AllToAll, Message, TwoLevelAllReduce
 
 
 class AllReduceExchange(Exchange):
-    """All-reduces over ranges of the buffer; casts travel and are summed in sixteen bits."""
+    """All-reduces over ranges of the buffer; casts travel, and are summed, in sixteen bits."""
 
     def __init__(
         self,
@@ -25,10 +30,10 @@ class AllReduceExchange(Exchange):
     ) -> None:
         self._group = group
         self._buffer = buffer
-        kind = message.compressor.kind
-        self._wire = torch.empty_like(buffer, dtype=CAST_TYPES[kind]) if kind in CAST_TYPES else buffer
-        keeps = kind in CAST_TYPES and message.compressor.error_feedback
-        self.residual = Residual(buffer) if keeps else None
+        codec = make_codec(message.compressor, buffer.numel(), message.tail)
+        self._codec = codec if isinstance(codec, CastCodec) else None
+        self._wire = torch.empty_like(buffer, dtype=self._codec.dtype) if self._codec is not None else buffer
+        self.residual = new_residual(message, buffer)
         self._body = buffer.numel() - message.tail
         self._ranges = [self._wire[transfer.start : transfer.stop] for transfer in transfers]
         self._works: list[dist.Work] = []
@@ -38,8 +43,8 @@ class AllReduceExchange(Exchange):
         self._watcher = completed
 
     def start(self) -> None:
-        if self._wire is not self._buffer:
-            self._narrow()
+        if self._codec is not None:
+            self._narrow(self._codec)
         self._works = [dist.all_reduce(part, group=self._group, async_op=True) for part in self._ranges]
         for work in self._works:
             _watch(work, self._watcher)
@@ -47,18 +52,18 @@ class AllReduceExchange(Exchange):
     def wait(self) -> None:
         for work in self._works:
             work.wait()
-        if self._wire is not self._buffer:
+        if self._codec is not None:
             self._buffer.copy_(self._wire)
 
-    def _narrow(self) -> None:
+    def _narrow(self, codec: CastCodec) -> None:
+        """Cast the buffer. The buffer itself is overwritten by the sum, so only the residual keeps what is lost."""
         if self.residual is None:
-            cast(self._buffer, self._wire)
+            codec.cast(self._buffer, self._wire)
             return
-        lost = self.residual.values
-        lost[: self._body] += self._buffer[: self._body]
-        lost[self._body :] = self._buffer[self._body :]
-        cast(lost, self._wire)
-        torch.sub(lost, self._wire, out=lost).nan_to_num_(0.0, 0.0, 0.0)
+        self.residual[: self._body] += self._buffer[: self._body]
+        self.residual[self._body :] = self._buffer[self._body :]
+        codec.cast(self.residual, self._wire)
+        torch.sub(self.residual, self._wire, out=self.residual).nan_to_num_(0.0, 0.0, 0.0)
 
 
 class AllToAllExchange(Exchange):
@@ -75,30 +80,27 @@ class AllToAllExchange(Exchange):
     ) -> None:
         self._group = group
         self._rank = rank
-        lossy = message.compressor.kind not in ("none", "powersgd")
-        self.residual = Residual(buffer) if lossy and message.compressor.error_feedback else None
+        self.residual = new_residual(message, buffer)
         tail_start = buffer.numel() - message.tail
-        self._parts: list[list[_Part]] = [[] for _ in range(world_size)]
+        self._parts: list[list[CodedRange]] = [[] for _ in range(world_size)]
         for owner, start, stop in zip(transfer.owners, transfer.bounds, transfer.bounds[1:], strict=False):
             if stop > start:
-                self._parts[owner].append(_Part(buffer, start, stop, tail_start, message, self.residual))
-        sizes = [sum(part.size for part in parts) for parts in self._parts]
-        self._own = sizes[rank]
-        self._sizes = sizes
-        unit = self._parts_dtype(message, buffer)
-        self._contributions = torch.empty(sum(sizes), dtype=unit, device=buffer.device)
+                self._parts[owner].append(
+                    CodedRange(buffer, start, stop, tail_start, message.compressor, self.residual)
+                )
+        self._sizes = [sum(part.wire.numel() for part in parts) for parts in self._parts]
+        self._own = self._sizes[rank]
+        encoded = any(part.encoded for parts in self._parts for part in parts)
+        unit = torch.uint8 if encoded else buffer.dtype
+        self._contributions = torch.empty(sum(self._sizes), dtype=unit, device=buffer.device)
         self._received = torch.empty(self._own * world_size, dtype=unit, device=buffer.device)
         self._work: dist.Work | None = None
         self._watcher: Callable[[], None] | None = None
 
-    @staticmethod
-    def _parts_dtype(message: Message, buffer: Tensor) -> torch.dtype:
-        return buffer.dtype if message.compressor.kind in ("none", "powersgd") else torch.uint8
-
     def start(self) -> None:
         for owner, chunk in enumerate(self._contributions.split(self._sizes)):
             if owner != self._rank:
-                self._pack(self._parts[owner], chunk)
+                _pack(self._parts[owner], chunk)
         self._work = self._exchange(self._received, self._contributions, self._own_blocks, self._sizes)
 
     def resume(self) -> None:
@@ -107,8 +109,8 @@ class AllToAllExchange(Exchange):
         blocks = self._received.view(len(self._sizes), self._own)
         for sender, block in enumerate(blocks):
             if sender != self._rank:
-                self._add(block)
-        self._pack(self._parts[self._rank], blocks[self._rank])
+                _add(self._parts[self._rank], block)
+        _pack(self._parts[self._rank], blocks[self._rank])
         blocks[:] = blocks[self._rank].clone()
         self._work = self._exchange(self._contributions, self._received, self._sizes, self._own_blocks)
         _watch(self._work, self._watcher)
@@ -119,11 +121,10 @@ class AllToAllExchange(Exchange):
     def wait(self) -> None:
         assert self._work is not None
         self._work.wait()
-        for owner, chunk in enumerate(self._contributions.split(self._sizes)):
-            position = 0
-            for part in self._parts[owner]:
-                part.read(chunk[position : position + part.size])
-                position += part.size
+        for parts, chunk in zip(self._parts, self._contributions.split(self._sizes), strict=True):
+            for part, wire in _split(parts, chunk):
+                part.wire.copy_(wire)
+                part.decode()
 
     @property
     def _own_blocks(self) -> list[int]:
@@ -132,17 +133,20 @@ class AllToAllExchange(Exchange):
     def _exchange(self, output: Tensor, source: Tensor, output_sizes: list[int], source_sizes: list[int]) -> dist.Work:
         return dist.all_to_all_single(output, source, output_sizes, source_sizes, group=self._group, async_op=True)
 
-    def _pack(self, parts: Sequence[_Part], chunk: Tensor) -> None:
-        position = 0
-        for part in parts:
-            part.write(chunk[position : position + part.size])
-            position += part.size
 
-    def _add(self, block: Tensor) -> None:
-        position = 0
-        for part in self._parts[self._rank]:
-            part.add(block[position : position + part.size])
-            position += part.size
+def _split(parts: Sequence[CodedRange], chunk: Tensor) -> Iterator[tuple[CodedRange, Tensor]]:
+    return zip(parts, chunk.split([part.wire.numel() for part in parts]), strict=True)
+
+
+def _pack(parts: Sequence[CodedRange], chunk: Tensor) -> None:
+    for part, wire in _split(parts, chunk):
+        part.encode()
+        wire.copy_(part.wire)
+
+
+def _add(parts: Sequence[CodedRange], chunk: Tensor) -> None:
+    for part, wire in _split(parts, chunk):
+        part.add(part.aligned(wire))
 
 
 def _watch(work: dist.Work, completed: Callable[[], None] | None) -> None:
@@ -151,53 +155,88 @@ def _watch(work: dist.Work, completed: Callable[[], None] | None) -> None:
         work.get_future().add_done_callback(lambda _: completed())
 
 
-class _Part:
-    """A range with one owner, and its form on the wire."""
+@dataclass(frozen=True)
+class TwoLevelGroups:
+    """The process groups of one rank: the ranks of its place, and those of its seat in all places."""
 
-    def __init__(
-        self,
-        buffer: Tensor,
-        start: int,
-        stop: int,
-        tail_start: int,
-        message: Message,
-        residual: Residual | None,
-    ) -> None:
-        self._values = buffer[start:stop]
-        tail = min(stop - start, max(0, stop - tail_start))
-        self._codec: Codec | None = make_codec(message.compressor, stop - start, tail)
-        self._residual = (residual, residual.values[start:stop]) if residual is not None else None
-        self._decoded = torch.empty_like(self._values) if self._codec is not None else None
-        self._encoded = torch.empty(self._codec.size, dtype=torch.uint8, device=buffer.device) if self._codec else None
-        self.size = self._codec.size if self._codec is not None else stop - start
+    place: dist.ProcessGroup
+    rail: dist.ProcessGroup
+    seats: int
 
-    def write(self, wire: Tensor) -> None:
-        if self._codec is None:
-            wire.copy_(self._values)
-            return
-        # Neighbours on the wire may start at any byte; a buffer of its own is aligned.
-        assert self._encoded is not None
-        if self._residual is not None:
-            memory, view = self._residual
-            memory.encode(self._codec, self._values, view, self._encoded)
-        else:
-            self._codec.encode(self._values, self._encoded)
-        wire.copy_(self._encoded)
 
-    def read(self, wire: Tensor) -> None:
-        if self._codec is None:
-            self._values.copy_(wire)
-            return
-        assert self._encoded is not None
-        self._encoded.copy_(wire)
-        self._codec.decode(self._encoded, self._values)
+_made: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[tuple[int, ...], ...], TwoLevelGroups]] = WeakKeyDictionary()
+"""By default group: nobody gives process groups back, so engines that follow each other share theirs."""
 
-    def add(self, wire: Tensor) -> None:
-        if self._codec is None:
-            self._values.add_(wire)
-            return
-        assert self._encoded is not None
-        assert self._decoded is not None
-        self._encoded.copy_(wire)
-        self._codec.decode(self._encoded, self._decoded)
-        self._values.add_(self._decoded)
+
+def two_level_groups(places: Sequence[Sequence[int]], timeout: float) -> TwoLevelGroups:
+    """The groups of all places and seats, made once in the default process group's life; collective the first time.
+
+    Args:
+        places: the ranks of each.
+        timeout: seconds that ranks wait for each other, where the groups are made now.
+    """
+    assert dist.group.WORLD is not None
+    made = _made.setdefault(dist.group.WORLD, {})
+    key = tuple(tuple(ranks) for ranks in places)
+    if key not in made:
+        made[key] = _make(key, timedelta(seconds=timeout))
+    return made[key]
+
+
+def _make(places: Sequence[Sequence[int]], timeout: timedelta) -> TwoLevelGroups:
+    rank = dist.get_rank()
+    seats = len(places[0])
+    # Every rank makes every group, in one order, and keeps its own two.
+    inner = {tuple(ranks): dist.new_group(list(ranks), timeout) for ranks in places}
+    rails = [tuple(ranks[seat] for ranks in places) for seat in range(seats)]
+    outer = {ranks: dist.new_group(list(ranks), timeout) for ranks in rails}
+    return TwoLevelGroups(
+        place=next(group for ranks, group in inner.items() if rank in ranks),
+        rail=next(group for ranks, group in outer.items() if rank in ranks),
+        seats=seats,
+    )
+
+
+class TwoLevelExchange(Exchange):
+    """Reduce-scatter inside a place, all-reduce between places, all-gather inside.
+
+    On CUDA the three follow each other on a side stream, so that backward goes on; elsewhere ``start`` blocks.
+    """
+
+    def __init__(self, transfers: Sequence[TwoLevelAllReduce], buffer: Tensor, groups: TwoLevelGroups) -> None:
+        self._groups = groups
+        self._parts = [_PaddedRange(buffer[transfer.start : transfer.stop], groups.seats) for transfer in transfers]
+        self._stream = torch.cuda.Stream(buffer.device) if buffer.is_cuda else None
+
+    def start(self) -> None:
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with self._beside():
+            for part in self._parts:
+                part.reduce(self._groups)
+
+    def wait(self) -> None:
+        if self._stream is not None:
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+
+    def _beside(self) -> AbstractContextManager[object]:
+        return torch.cuda.stream(self._stream) if self._stream is not None else nullcontext()
+
+
+class _PaddedRange:
+    """A range, padded so that every seat of a place takes an equal share."""
+
+    def __init__(self, values: Tensor, seats: int) -> None:
+        share = -(-values.numel() // seats)
+        self._values = values
+        self._padded = values if share * seats == values.numel() else values.new_zeros(share * seats)
+        self._share = values.new_zeros(share)
+
+    def reduce(self, groups: TwoLevelGroups) -> None:
+        if self._padded is not self._values:
+            self._padded[: self._values.numel()] = self._values
+        dist.reduce_scatter_tensor(self._share, self._padded, group=groups.place)
+        dist.all_reduce(self._share, group=groups.rail)
+        dist.all_gather_into_tensor(self._padded, self._share, group=groups.place)
+        if self._padded is not self._values:
+            self._values.copy_(self._padded[: self._values.numel()])

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_autosync.engine.exchanges.base import byte_view
-from lightning_autosync.engine.exchanges.steps import TreeSteps
+from lightning_autosync.engine.exchanges.trees import TreeSteps
 from lightning_autosync.engine.transport import DOWN, UP, Frame, Transport
 from lightning_autosync.errors import ExchangeError
 from lightning_autosync.plan.schedule import Message, TreeTransfer

@@ -1,24 +1,157 @@
-"""Dense messages along trees: segments are summed on their way up and handed out on their way down.
+"""Messages along trees: pieces are summed on their way up and handed out on their way down.
 
-Every segment travels on its own, so levels overlap, several trees are under way at once, and the way down begins
-while the way up is still busy. All work is done on the transport's thread.
+Every piece travels on its own, so levels overlap, several trees are under way at once, and the way down begins while
+the way up is still busy. All work is done on the transport's thread.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
 from torch import Tensor
 
-from lightning_autosync.engine.codecs import Residual
-from lightning_autosync.engine.exchanges.base import Exchange
-from lightning_autosync.engine.exchanges.segments import Segment, lay_out
-from lightning_autosync.engine.exchanges.steps import TreeSteps
+from lightning_autosync.engine.exchanges.base import CodedRange, Completion, Exchange, byte_view, new_residual
 from lightning_autosync.engine.transport import DOWN, UP, Frame, Transport
 from lightning_autosync.errors import ExchangeError
 from lightning_autosync.plan.schedule import Message, Round, TreeTransfer
 
 
+class TreeSteps:
+    """The steps of one message on its trees; the part of a `Receiver` that does not depend on what travels.
+
+    A step is complete when every transfer has been handed out here and sent to each child: a subclass calls
+    `_progress` for the first, and `_send` does for the second.
+
+    Args:
+        transport: connections to the peers on the trees.
+        channel: the number under which peers know this exchange.
+        message: the message, for its priority and name.
+        timeout: seconds to wait for the other ranks.
+    """
+
+    def __init__(self, transport: Transport, channel: int, message: Message, timeout: float) -> None:
+        self._transport = transport
+        self._channel = channel
+        self._priority = message.priority
+        self._step = 0
+        self._open = 0
+        self._completion = Completion(f"message '{message.name}'", timeout)
+        self._last_steps: dict[int, int] = {}
+
+    def watch(self, completed: Callable[[], None] | None) -> None:
+        self._completion.watcher = completed
+
+    def failed(self, error: ExchangeError) -> None:
+        self._completion.fail(error)
+
+    def left(self, peer: int, step: int) -> None:
+        self._last_steps[peer] = step
+        self._fails()
+
+    @property
+    def completed(self) -> int:
+        return self._step if self._open == 0 else self._step - 1
+
+    def _launch(self, begin: Callable[[], None]) -> None:
+        """Run ``begin`` on the transport's thread, where all that follows happens."""
+        self._completion.begin()
+        self._transport.submit(begin)
+
+    def _enter_step(self, work: int) -> bool:
+        """Enter the next step, complete after ``work`` calls of `_progress`; False if it cannot be completed."""
+        self._step += 1
+        self._open = work
+        if self._fails():
+            return False
+        if not work:
+            self._completion.done()
+        return True
+
+    def _check_step(self, peer: int, frame: Frame, expected: int) -> None:
+        if frame.step != expected:
+            raise ExchangeError(f"rank {peer} is in step {frame.step} of an exchange, this rank in step {expected}")
+
+    def _send(self, peer: int, place: tuple[int, int, int], wire: memoryview, along: float = 0.0) -> None:
+        """Queue ``wire`` for ``peer``.
+
+        Args:
+            peer: a parent or child.
+            place: transfer, piece and phase.
+            wire: bytes; they stay as they are until the step is complete.
+            along: how far along its transfer the piece lies, 0 to 1; earlier pieces of all transfers leave first.
+        """
+        frame = Frame(self._channel, self._step, *place, len(wire))
+        urgency = (-self._priority, self._channel, along)
+        # What goes up has arrived before its sum comes down, so only the way down needs watching.
+        self._transport.send(peer, frame, wire, urgency, self._progress if frame.phase == DOWN else None)
+
+    def _progress(self) -> None:
+        self._open -= 1
+        if self._open == 0:
+            self._completion.done()
+
+    def _fails(self) -> bool:
+        """Whether the step cannot be completed any more; the thread that waits for it is told."""
+        broken = self._transport.error
+        early = [peer for peer, last in self._last_steps.items() if last < self._step]
+        if broken is None and early:
+            last = self._last_steps[early[0]]
+            broken = ExchangeError(f"rank {early[0]} has ended after step {last}; this is step {self._step}")
+        if broken is not None:
+            self._completion.fail(broken)
+        return broken is not None
+
+
+@dataclass
+class _Path:
+    """One transfer as this rank sees it: its number, its neighbours on both trees, and its pieces."""
+
+    number: int
+    up_parent: int | None
+    up_children: tuple[int, ...]
+    down_parent: int | None
+    down_children: tuple[int, ...]
+    pieces: list[_Piece] = field(default_factory=list)
+
+
+class _Piece:
+    """One piece of a transfer.
+
+    Attributes:
+        along: how far along the transfer it lies, 0 to 1.
+        missing: contributions from below that have not come yet.
+        gathering: the step whose contributions it takes.
+        inboxes: for each child below, where its contribution arrives.
+    """
+
+    __slots__ = ("_contributions", "along", "coded", "gathering", "inboxes", "missing", "number", "path", "wire")
+
+    def __init__(self, path: _Path, number: int, along: float, coded: CodedRange) -> None:
+        self.path, self.number, self.along, self.coded = path, number, along, coded
+        self.wire = byte_view(coded.wire)
+        self.missing = len(path.up_children)
+        self.gathering = 1
+        self._contributions = [coded.new_wire() for _ in path.up_children]
+        self.inboxes = dict(zip(path.up_children, map(byte_view, self._contributions), strict=True))
+
+    def inbox(self, peer: int, phase: int) -> memoryview | None:
+        """Where bytes from this peer go; None if it has nothing to send."""
+        if phase == UP:
+            return self.inboxes.get(peer)
+        return self.wire if peer == self.path.down_parent else None
+
+    def reduce(self) -> None:
+        """Add the contributions, in rank order, and encode the sum; from here on the next step's may come."""
+        for contribution in self._contributions:
+            self.coded.add(contribution)
+        self.missing = len(self._contributions)
+        self.gathering += 1
+        self.coded.encode(overwrite=self.path.up_parent is None)
+
+
 class TreeExchange(TreeSteps, Exchange):
-    """One round of a message over its trees.
+    """One round of a dense message over its trees.
 
     Args:
         transport: connections to the peers on the trees.
@@ -41,21 +174,20 @@ class TreeExchange(TreeSteps, Exchange):
         timeout: float,
     ) -> None:
         super().__init__(transport, channel, message, timeout)
-        lossy = message.compressor.kind not in ("none", "powersgd")
-        self.residual = Residual(buffer) if lossy and message.compressor.error_feedback else None
+        self.residual = new_residual(message, buffer)
+        transfers = [transfer for transfer in round.transfers if isinstance(transfer, TreeTransfer)]
+        self._paths = [_new_path(number, transfer, rank) for number, transfer in enumerate(transfers)]
         tail_start = round.length - message.tail
-        self._paths = [
-            lay_out(transfer, rank, message.compressor, buffer, tail_start, self.residual)
-            for transfer in round.transfers
-            if isinstance(transfer, TreeTransfer)
-        ]
+        for path, transfer in zip(self._paths, transfers, strict=True):
+            for number, start in enumerate(range(transfer.start, transfer.stop, transfer.segment)):
+                stop = min(start + transfer.segment, transfer.stop)
+                coded = CodedRange(buffer, start, stop, tail_start, message.compressor, self.residual)
+                along = (start - transfer.start) / (transfer.stop - transfer.start)
+                path.pieces.append(_Piece(path, number, along, coded))
         # Neighbouring pieces of different trees leave together, so that all trees progress at one pace.
-        self._order = sorted(
-            ((segment.place, number, segment) for number, path in enumerate(self._paths) for segment in path.segments),
-            key=lambda entry: entry[:2],
-        )
-        self._transfer_numbers = {id(path): number for number, path in enumerate(self._paths)}
-        self._work = sum(1 + len(segment.path.down_children) for _, _, segment in self._order)
+        pieces = [piece for path in self._paths for piece in path.pieces]
+        self._order = sorted(pieces, key=lambda piece: (piece.along, piece.path.number))
+        self._work = sum(1 + len(piece.path.down_children) for piece in pieces)
         transport.register(channel, self)
 
     def start(self) -> None:
@@ -65,51 +197,58 @@ class TreeExchange(TreeSteps, Exchange):
         self._completion.wait()
 
     def _begin(self) -> None:
-        if not self._enter_step(self._work):
-            return
-        for _, _, segment in self._order:
-            if segment.missing == 0:
-                self._rise(segment)
+        if self._enter_step(self._work):
+            for piece in self._order:
+                if piece.missing == 0:
+                    self._send_up(piece)
 
     def destination(self, peer: int, frame: Frame) -> memoryview:
-        segment = self._segment(peer, frame)
-        self._check_step(peer, frame, segment.gathering if frame.phase == UP else self._step)
-        target = segment.inbox(peer, frame.phase)
+        piece = self._piece(peer, frame)
+        self._check_step(peer, frame, piece.gathering if frame.phase == UP else self._step)
+        target = piece.inbox(peer, frame.phase)
         if target is None or len(target) != frame.size:
             raise ExchangeError(f"rank {peer} sent a piece of {frame.size} bytes that is not in the schedule")
         return target
 
     def arrived(self, peer: int, frame: Frame) -> None:
-        segment = self._segment(peer, frame)
+        piece = self._piece(peer, frame)
         if frame.phase == DOWN:
-            segment.open()
-            self._hand_out(segment)
+            piece.coded.decode()
+            self._send_down(piece)
             return
-        segment.missing -= 1
-        if segment.missing == 0 and segment.gathering == self._step:
-            self._rise(segment)
+        piece.missing -= 1
+        if piece.missing == 0 and piece.gathering == self._step:
+            self._send_up(piece)
 
-    def _segment(self, peer: int, frame: Frame) -> Segment:
+    def _piece(self, peer: int, frame: Frame) -> _Piece:
         try:
-            return self._paths[frame.transfer].segments[frame.piece]
+            return self._paths[frame.transfer].pieces[frame.piece]
         except IndexError:
             raise ExchangeError(f"rank {peer} sent a piece that is not in the schedule") from None
 
-    def _rise(self, segment: Segment) -> None:
-        """All contributions below are in: add them up and pass the sum on."""
-        segment.reduce()
-        segment.seal()
-        if segment.path.up_parent is None:
-            self._hand_out(segment)
+    def _send_up(self, piece: _Piece) -> None:
+        """All contributions from below are in: add them up and pass the sum on."""
+        piece.reduce()
+        path = piece.path
+        if path.up_parent is None:
+            self._send_down(piece)
         else:
-            self._pass(segment.path.up_parent, segment, UP)
+            self._send(path.up_parent, (path.number, piece.number, UP), piece.wire, piece.along)
 
-    def _hand_out(self, segment: Segment) -> None:
-        """The sum over all ranks is in: pass it down."""
-        for child in segment.path.down_children:
-            self._pass(child, segment, DOWN)
+    def _send_down(self, piece: _Piece) -> None:
+        """The sum over all ranks is in: pass it on."""
+        path = piece.path
+        for child in path.down_children:
+            self._send(child, (path.number, piece.number, DOWN), piece.wire, piece.along)
         self._progress()
 
-    def _pass(self, peer: int, segment: Segment, phase: int) -> None:
-        number = self._transfer_numbers[id(segment.path)]
-        self._send(peer, (number, segment.piece, phase), segment.wire_bytes, segment.place)
+
+def _new_path(number: int, transfer: TreeTransfer, rank: int) -> _Path:
+    up, down = transfer.reduce, transfer.broadcast
+    return _Path(
+        number=number,
+        up_parent=up.parents[rank] if up.parents[rank] >= 0 else None,
+        up_children=up.children[rank],
+        down_parent=down.parents[rank] if down.parents[rank] >= 0 else None,
+        down_children=down.children[rank],
+    )

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_autosync.engine.collectives import gather_json
-from lightning_autosync.engine.replica_check import ReplicaCheck
+from lightning_autosync.engine.replicas import ReplicaCheck
 from lightning_autosync.errors import EquivalenceError, ExchangeError
 from lightning_autosync.hybrid.execution.activation import bring_home
 from lightning_autosync.hybrid.execution.dropout_watch import WithoutDropout, dropout_faults

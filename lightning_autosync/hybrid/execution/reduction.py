@@ -10,8 +10,7 @@ import torch.distributed as dist
 
 from lightning_autosync.cluster import ClusterSpec, LinkGraph
 from lightning_autosync.engine import Engine
-from lightning_autosync.engine.replica_check import ReplicaCheck
-from lightning_autosync.engine.watch import ParameterWatch
+from lightning_autosync.engine.replicas import ParameterTracker, ReplicaCheck
 from lightning_autosync.errors import ClusterError, PlanError
 from lightning_autosync.hybrid.execution.split_model import Part, SplitModel
 from lightning_autosync.hybrid.plan import HybridPlan
@@ -57,7 +56,7 @@ class GradientReduction:
     def __init__(self, split: SplitModel, settings: ReductionSettings | None = None) -> None:
         self._split = split
         self._settings = settings or ReductionSettings()
-        self._watch = ParameterWatch(split.module)
+        self._watch = ParameterTracker(split.module)
         self._enabled = True
         self._engines: list[Engine] = []
         self._checks: list[tuple[ReplicaCheck, dict[str, Part]]] = []

@@ -47,7 +47,7 @@ def draw_buckets(random: Random, workload: Workload, cluster: ClusterSpec) -> Sy
 
 def draw_built(random: Random, workload: Workload, cluster: ClusterSpec, builder: str) -> SyncPlan:
     """The plan of a builder, each of its arguments drawn."""
-    function = builders.BUILDERS[builder]
+    function = builders.find(builder)
     return function(workload, cluster, **_arguments(function, random, workload, cluster, builder != "packed_trees"))
 
 

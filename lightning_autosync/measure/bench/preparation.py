@@ -14,7 +14,7 @@ from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.errors import AutoSyncError, DocumentError
 from lightning_autosync.measure.bench.settings import BenchSettings, ContenderSettings, DDPOptions, Exactness
 from lightning_autosync.measure.models.recipes import MIB, Embeddings
-from lightning_autosync.plan import SyncPlan, builders, compile_plan
+from lightning_autosync.plan import SyncPlan, builders, codecs, compile_plan
 from lightning_autosync.workload import Workload
 
 
@@ -146,7 +146,9 @@ def plan_class(plan: SyncPlan) -> Exactness:
     """What a plan computes, in the classes that are told apart."""
     if plan.semantics == "exact":
         return "exact"
-    casts = all(group.compressor.kind in ("none", "fp16", "bf16") for group in plan.groups)
+    casts = all(
+        group.compressor.kind == "none" or codecs.find(group.compressor.kind).sums == "cast" for group in plan.groups
+    )
     return "low precision" if plan.semantics == "compressed" and casts else "relaxed or lossy"
 
 

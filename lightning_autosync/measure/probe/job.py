@@ -12,7 +12,7 @@ from typing import Any
 import numpy
 
 from lightning_autosync.cluster import ClusterSpec
-from lightning_autosync.engine.scheduling import set_batch_scheduling
+from lightning_autosync.engine.cpu_scheduling import set_batch_scheduling
 from lightning_autosync.measure.probe.constants import fit_constants
 from lightning_autosync.measure.probe.costs import measure_collectives, measure_costs
 from lightning_autosync.measure.probe.flows import RoundTrip

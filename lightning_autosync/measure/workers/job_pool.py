@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_autosync.engine.scheduling import set_batch_scheduling
+from lightning_autosync.engine.cpu_scheduling import set_batch_scheduling
 from lightning_autosync.measure.workers.calls import (
     LaunchError,
     WorkerError,

@@ -56,7 +56,7 @@ class WorkerPool:
         environment: environment variables to add for the workers.
         extra_paths: folders from which workers import, beside everything this process can import.
         scheduling: ``"batch"`` puts the workers under ``SCHED_BATCH``
-            (see :func:`lightning_autosync.engine.scheduling.set_batch_scheduling`).
+            (see :func:`lightning_autosync.engine.cpu_scheduling.set_batch_scheduling`).
         order_timeout: the longest that one order may take, if that is another time; ``math.inf`` for no limit.
         meet: False leaves it to the functions called to make a process group, by ``env://``, as under torchrun; a
             function that raises then ends the pool.

@@ -25,7 +25,7 @@ import threading
 from datetime import timedelta
 from typing import IO, Any, NoReturn
 
-from lightning_autosync.engine.scheduling import set_batch_scheduling
+from lightning_autosync.engine.cpu_scheduling import set_batch_scheduling
 from lightning_autosync.measure.workers.calls import describe, find_function
 
 PR_SET_PDEATHSIG = 1

@@ -18,10 +18,12 @@ from lightning_autosync.plan.builders.grouping import (
     make_plan,
     smallest_divisor,
 )
+from lightning_autosync.plan.builders.registry import register
 from lightning_autosync.plan.spec import Compressor, Group, Partition, SyncPlan, TopologyName
 from lightning_autosync.workload import Variable, Workload
 
 
+@register()
 def all_reduce(
     workload: Workload,
     cluster: ClusterSpec,
@@ -61,6 +63,7 @@ def all_reduce(
     return make_plan(workload, cluster, groups)
 
 
+@register()
 def partitioned_all_reduce(workload: Workload, cluster: ClusterSpec, *, topology: TopologyName = "native") -> SyncPlan:
     """AutoDist's PartitionedAR: each variable cut along axis 0 into the smallest divisor's count of shards."""
     return make_plan(
@@ -70,6 +73,7 @@ def partitioned_all_reduce(workload: Workload, cluster: ClusterSpec, *, topology
     )
 
 
+@register()
 def random_axis_partitioned_all_reduce(
     workload: Workload, cluster: ClusterSpec, *, topology: TopologyName = "native", seed: Integer = 0
 ) -> SyncPlan:

@@ -6,10 +6,12 @@ from lightning_autosync.cluster import ClusterSpec, pack_trees
 from lightning_autosync.documents import Count
 from lightning_autosync.plan.builders.grouping import MIB, fused_groups, in_ready_order, make_plan
 from lightning_autosync.plan.builders.parameter_server import ps_load_balancing
+from lightning_autosync.plan.builders.registry import register
 from lightning_autosync.plan.spec import SyncPlan, TopologyName, WeightedTree
 from lightning_autosync.workload import Workload
 
 
+@register()
 def parallax(
     workload: Workload,
     cluster: ClusterSpec,
@@ -29,6 +31,7 @@ def parallax(
     return make_plan(workload, cluster, groups)
 
 
+@register()
 def hierarchical(
     workload: Workload,
     cluster: ClusterSpec,
@@ -47,6 +50,7 @@ def hierarchical(
     return make_plan(workload, cluster, groups)
 
 
+@register()
 def packed_trees(
     workload: Workload,
     cluster: ClusterSpec,

@@ -17,10 +17,12 @@ from lightning_autosync.plan.builders.grouping import (
     smallest_divisor,
     smallest_non_divisor,
 )
+from lightning_autosync.plan.builders.registry import register
 from lightning_autosync.plan.spec import Group, Partition, SyncPlan, TopologyName
 from lightning_autosync.workload import Variable, Workload
 
 
+@register()
 def ps(workload: Workload, cluster: ClusterSpec, *, topology: TopologyName = "star", server: Index = 0) -> SyncPlan:
     """AutoDist's PS: one server for everything.
 
@@ -35,6 +37,7 @@ def ps(workload: Workload, cluster: ClusterSpec, *, topology: TopologyName = "st
     )
 
 
+@register()
 def ps_load_balancing(
     workload: Workload,
     cluster: ClusterSpec,
@@ -48,6 +51,7 @@ def ps_load_balancing(
     return make_plan(workload, cluster, groups)
 
 
+@register()
 def partitioned_ps(
     workload: Workload,
     cluster: ClusterSpec,
@@ -64,6 +68,7 @@ def partitioned_ps(
     return make_plan(workload, cluster, groups)
 
 
+@register()
 def uneven_partitioned_ps(
     workload: Workload,
     cluster: ClusterSpec,
@@ -80,6 +85,7 @@ def uneven_partitioned_ps(
     return make_plan(workload, cluster, groups)
 
 
+@register()
 def byteps(
     workload: Workload, cluster: ClusterSpec, *, topology: TopologyName = "star", bucket_bytes: Count = 25 * MIB
 ) -> SyncPlan:

@@ -11,10 +11,12 @@ from lightning_autosync.documents import Count, Index, Integer
 from lightning_autosync.errors import PlanError
 from lightning_autosync.plan.builders.all_reduce import all_reduce
 from lightning_autosync.plan.builders.parameter_server import byteps
+from lightning_autosync.plan.builders.registry import register
 from lightning_autosync.plan.spec import Consistency, OuterKind, SyncPlan
 from lightning_autosync.workload import Workload
 
 
+@register(relaxed=True)
 def partial_reduce(
     workload: Workload,
     cluster: ClusterSpec,
@@ -46,6 +48,7 @@ def partial_reduce(
     )
 
 
+@register(relaxed=True)
 def periodic(
     workload: Workload, cluster: ClusterSpec, *, period: Count = 8, outer: OuterKind = "averaging", warmup: Index = 0
 ) -> SyncPlan:
@@ -56,11 +59,13 @@ def periodic(
     )
 
 
+@register(relaxed=True)
 def bounded_staleness(workload: Workload, cluster: ClusterSpec, *, staleness: Index = 3) -> SyncPlan:
     """Stale synchronous parallel (Ho et al., 2013): servers update; nobody runs more than ``staleness`` steps ahead."""
     return _with(byteps(workload, cluster), Consistency(mode="bounded_staleness", staleness=staleness))
 
 
+@register(relaxed=True)
 def asynchronous(workload: Workload, cluster: ClusterSpec) -> SyncPlan:
     """Servers update with each gradient as it comes, and nobody waits (Hogwild over a network)."""
     return _with(byteps(workload, cluster), Consistency(mode="asynchronous"))

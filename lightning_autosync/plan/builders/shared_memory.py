@@ -5,10 +5,12 @@ from __future__ import annotations
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.documents import Count
 from lightning_autosync.plan.builders.grouping import MIB, fused_groups, in_ready_order, lone_group, make_plan
+from lightning_autosync.plan.builders.registry import register
 from lightning_autosync.plan.spec import SyncPlan
 from lightning_autosync.workload import Workload
 
 
+@register(takes_topology=False)
 def shared_memory(workload: Workload, cluster: ClusterSpec, *, bucket_bytes: Count = 100 * MIB) -> SyncPlan:
     """Dense variables fused in memory that all ranks map; row-wise variables by the backend.
 

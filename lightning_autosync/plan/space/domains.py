@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from lightning_autosync.cluster import ClusterSpec
-from lightning_autosync.plan.spec import CompressorKind, Semantics
+from lightning_autosync.plan import codecs
+from lightning_autosync.plan.spec import Semantics
 from lightning_autosync.plan.topologies import Facts, methods
 from lightning_autosync.plan.topologies import method as find_method
 from lightning_autosync.workload import Variable, Workload
@@ -159,5 +160,4 @@ def _buckets(block: Block) -> Domain:
 def _compressors(block: Block, semantics: Semantics) -> Domain:
     if semantics == "exact" or not block.dense or block.variables[0].dtype not in ("float32", "float64"):
         return ("none",)
-    kinds: tuple[CompressorKind, ...] = ("none", "bf16", "int8", "topk", "powersgd")
-    return kinds
+    return tuple(name for name in codecs.names() if codecs.find(name).offered)

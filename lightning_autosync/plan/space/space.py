@@ -11,7 +11,7 @@ from typing import Any
 from lightning_autosync.cluster import ClusterSpec, pack_trees, server_shares
 from lightning_autosync.documents import digest
 from lightning_autosync.errors import DocumentError, PlanError
-from lightning_autosync.plan.builders import BUILDERS, build
+from lightning_autosync.plan.builders import build, names
 from lightning_autosync.plan.builders.grouping import fused_groups, in_ready_order, make_plan
 from lightning_autosync.plan.compiler import compile_plan
 from lightning_autosync.plan.space.domains import (
@@ -306,7 +306,7 @@ class PlanSpace:
     def _builders(self) -> tuple[str, ...]:
         """Builders that fit the cluster; some need one machine or known rates."""
         fitting = []
-        for name in BUILDERS:
+        for name in names():
             try:
                 compile_plan(build(name, self.workload, self.cluster), self.workload, self.cluster)
             except DocumentError:

@@ -7,12 +7,10 @@ module that calls `register` when it is imported.
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 from functools import cache
-from importlib.metadata import entry_points
 
 from lightning_autosync.errors import PlanError
+from lightning_autosync.plan.plugins import import_entry_points, import_modules
 from lightning_autosync.plan.topologies.base import Facts, MessageCut, Method, Site, Topology, TreeTopology
 
 ENTRY_POINTS = "lightning_autosync.topologies"
@@ -82,15 +80,8 @@ def method(name: str) -> tuple[Topology, Method]:
 
 @cache
 def _load() -> None:
-    for module in pkgutil.iter_modules(__path__):
-        importlib.import_module(f"{__name__}.{module.name}")
-    for point in entry_points(group=ENTRY_POINTS):
-        try:
-            point.load()
-        except Exception as error:
-            raise PlanError(
-                f"topologies: entry point '{point.name}' ({point.value}) cannot be loaded: {error}"
-            ) from error
+    import_modules(__name__, __path__)
+    import_entry_points(ENTRY_POINTS)
 
 
 def _is_foreign(topology: Topology) -> bool:

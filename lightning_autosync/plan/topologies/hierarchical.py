@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from lightning_autosync.plan import codecs
 from lightning_autosync.plan.schedule import Transfer, TwoLevelAllReduce
 from lightning_autosync.plan.spec import Group
 from lightning_autosync.plan.topologies import Facts, MessageCut, Method, Site, TreeTopology, register
@@ -40,7 +41,7 @@ def _in_collectives(group: Group, site: Site) -> bool:
     return (
         site.two_level_collectives
         and group.architecture == ALL_REDUCE
-        and group.compressor.kind in ("none", "powersgd")
+        and codecs.find(group.compressor.kind).sums == "plain"
         and len({len(ranks) for ranks in site.places}) == 1
     )
 

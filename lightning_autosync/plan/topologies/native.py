@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import chain, pairwise
 
+from lightning_autosync.plan import codecs
 from lightning_autosync.plan.messages import even_bounds
 from lightning_autosync.plan.schedule import AllReduce, AllToAll, Transfer
 from lightning_autosync.plan.spec import Group
@@ -29,7 +30,7 @@ class Native(Topology):
     def transfers(self, group: Group, cut: MessageCut, site: Site) -> Iterator[Transfer]:
         if group.architecture == PARAMETER_SERVER:
             yield AllToAll(tuple(cut.bounds), tuple(group.placement or (0,) * group.shards))
-        elif group.compressor.kind in ("int8", "topk"):
+        elif codecs.find(group.compressor.kind).sums == "decoded":
             # Sums of encoded blocks are not encoded blocks, so a backend cannot reduce them: each rank reduces a part.
             parts = [even_bounds(start, stop, site.ranks)[:-1] for start, stop in pairwise(cut.bounds)]
             yield AllToAll((*chain.from_iterable(parts), cut.bounds[-1]), tuple(range(site.ranks)) * len(parts))

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy
 from numpy.typing import NDArray
 
-from lightning_autosync.plan import Group, SyncPlan
+from lightning_autosync.plan import Group, SyncPlan, codecs
 from lightning_autosync.plan.topologies import find
 from lightning_autosync.workload import Workload
 
@@ -84,7 +84,7 @@ def _channels(group: Group, share: float) -> Iterator[str]:
     mode = find(group.topology).encoded_as
     yield "server" if has_server and mode == "all_reduce" else {"all_reduce": "native"}.get(mode, mode)
     if group.compressor.kind != "none":
-        yield group.compressor.kind
+        yield codecs.find(group.compressor.kind).encoded_as
     yield f"size{next((number for number, least in enumerate(_SIZES) if share >= least), len(_SIZES))}"
     if has_server and len(set(group.placement or (0,))) == 1:
         yield "one_server"

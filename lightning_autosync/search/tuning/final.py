@@ -15,8 +15,7 @@ from typing import Any
 from lightning_autosync.measure.bench.output import EXACT
 from lightning_autosync.measure.bench.result import BenchResult, ContenderMeasurement
 from lightning_autosync.measure.step_time import Interval, relative_medians
-from lightning_autosync.plan import SyncPlan
-from lightning_autosync.plan.builders import BUILDERS
+from lightning_autosync.plan import SyncPlan, builders
 
 LEAST_ROUNDS = 5
 """Judging rounds below which nothing is claimed: all of four fall on one side by chance too often."""
@@ -64,7 +63,7 @@ class Final:
     @cached_property
     def builder(self) -> str | None:
         """The fastest builder's plan of the choosing rounds; None if there was none, or if all were left out."""
-        built = [name for name in self.plans if name in BUILDERS]
+        built = [name for name in self.plans if name in builders.names()]
         return self._fastest([name for name in built if name in self._sound] or built) if built else None
 
     @cached_property

@@ -119,7 +119,7 @@ class Settings(bench.BenchSettings):
     def _check_names(self) -> Settings:
         """Contenders meet the finalists, which are called by their builders or their trials."""
         for name in self.contenders:
-            if name in builders.BUILDERS or re.fullmatch(r"trial_\d+", name):
+            if name in builders.names() or re.fullmatch(r"trial_\d+", name):
                 raise ValueError(f"contenders: '{name}' is what a finalist may be called; take another name")
         return self
 

@@ -259,7 +259,7 @@ NO_DOCUMENTS = {
     "engine.connections": "messages between ranks, /proc",
     "engine.failure_detector": "messages between ranks",
     "engine.rendezvous_check": "messages between ranks",
-    "engine.shared_memory": "/proc",
+    "engine.exchanges.shared_memory": "/proc",
     "search.tuning.owner": "/proc",
     "strategy.job": "messages between ranks",
     "strategy.trainer_state": "messages between ranks",

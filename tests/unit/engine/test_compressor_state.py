@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_autosync.engine.compressor_state import CompressorState, ParameterState, ParameterStates
 from lightning_autosync.engine.exchanges.low_rank import _orthonormal
-from lightning_autosync.engine.memories import CompressorMemory, Memories, Memory
 from lightning_autosync.plan import Compressor
-from lightning_autosync.plan.messages import low_rank_layout
+from lightning_autosync.plan.codecs.powersgd import low_rank_layout
 from lightning_autosync.plan.schedule import AllReduce, Message, Round
 
 
@@ -32,52 +32,55 @@ def message(parameters: dict[str, nn.Parameter], compressor: Compressor, axis: i
 
 def memory_of(
     parameters: dict[str, nn.Parameter], compressor: Compressor, axis: int = 0
-) -> tuple[CompressorMemory, dict[str, torch.Tensor]]:
+) -> tuple[CompressorState, dict[str, torch.Tensor]]:
     described = message(parameters, compressor, axis)
     tensors = {"residual": torch.arange(described.numel + described.tail, dtype=torch.float32)}
     if compressor.kind == "powersgd":
         shapes = [tuple(parameter.shape) for parameter in parameters.values()]
         tensors["factors"] = torch.arange(low_rank_layout(shapes, compressor.rank)[1][1], dtype=torch.float32)
-    return CompressorMemory([(described, list(parameters.values()))], {"all": tensors}), tensors
+    return CompressorState([(described, list(parameters.values()))], {"all": tensors}), tensors
 
 
 def test_an_axis_that_was_moved_to_the_front_moves_back() -> None:
     parameters = {"w": nn.Parameter(torch.zeros(2, 3, 4))}
-    memory, tensors = memory_of(parameters, Compressor(kind="int8"), axis=1)
-    found = memory.state_dict()["w"].tensors["residual"]
+    state, tensors = memory_of(parameters, Compressor(kind="int8"), axis=1)
+    found = state.state_dict()["w"].tensors["residual"]
     assert torch.equal(found.movedim(1, 0).reshape(-1), tensors["residual"][:24])
 
 
 def test_low_rank_factors_belong_to_their_matrices() -> None:
     parameters = {"w": nn.Parameter(torch.zeros(20, 30)), "b": nn.Parameter(torch.zeros(20))}
-    memory, tensors = memory_of(parameters, Compressor(kind="powersgd", rank=2))
-    state = memory.state_dict()
+    state, tensors = memory_of(parameters, Compressor(kind="powersgd", rank=2))
+    state = state.state_dict()
     assert torch.equal(state["w"].tensors["factor"], tensors["factors"].view(30, 2))
     assert set(state["b"].tensors) == {"residual"}
 
 
 def test_residuals_have_the_unit_of_the_scaled_gradients() -> None:
     parameters = {"w": nn.Parameter(torch.zeros(3))}
-    memory, tensors = memory_of(parameters, Compressor(kind="topk"))
-    plain = memory.state_dict()["w"].tensors["residual"].clone()
-    memory.begin_step(8.0)
-    memory.begin_step(32.0)
+    state, tensors = memory_of(parameters, Compressor(kind="topk"))
+    plain = state.state_dict()["w"].tensors["residual"].clone()
+    state.begin_step(8.0)
+    state.begin_step(32.0)
     assert torch.equal(tensors["residual"][:3], 32 * plain)
-    assert torch.equal(memory.state_dict()["w"].tensors["residual"], plain)
-    assert memory.load_state_dict({"w": Memory(Compressor(kind="topk").model_dump(), {"residual": plain + 1})}) == []
+    assert torch.equal(state.state_dict()["w"].tensors["residual"], plain)
+    assert (
+        state.load_state_dict({"w": ParameterState(Compressor(kind="topk").model_dump(), {"residual": plain + 1})})
+        == []
+    )
     assert torch.equal(tensors["residual"][:3], 32 * (plain + 1))
-    memory.begin_step(None)
+    state.begin_step(None)
     assert torch.equal(tensors["residual"][:3], plain + 1)
 
 
 def test_a_step_can_be_taken_back() -> None:
     parameters = {"w": nn.Parameter(torch.zeros(20, 30))}
-    memory, tensors = memory_of(parameters, Compressor(kind="powersgd"))
+    state, tensors = memory_of(parameters, Compressor(kind="powersgd"))
     before = {key: tensor.clone() for key, tensor in tensors.items()}
-    memory.begin_step(1.0)
+    state.begin_step(1.0)
     for tensor in tensors.values():
         tensor.fill_(float("nan"))
-    memory.undo_step()
+    state.undo_step()
     for key, tensor in tensors.items():
         assert torch.equal(tensor, before[key])
 
@@ -85,17 +88,17 @@ def test_a_step_can_be_taken_back() -> None:
 @pytest.mark.parametrize(
     "other",
     [
-        {"gone": Memory(Compressor(kind="int8").model_dump(), {"residual": torch.ones(3)})},
-        {"w": Memory(Compressor(kind="int8", block=7).model_dump(), {"residual": torch.ones(3)})},
-        {"w": Memory(Compressor(kind="int8").model_dump(), {"residual": torch.ones(4)})},
-        {"w": Memory(Compressor(kind="int8").model_dump(), {})},
+        {"gone": ParameterState(Compressor(kind="int8").model_dump(), {"residual": torch.ones(3)})},
+        {"w": ParameterState(Compressor(kind="int8", block=7).model_dump(), {"residual": torch.ones(3)})},
+        {"w": ParameterState(Compressor(kind="int8").model_dump(), {"residual": torch.ones(4)})},
+        {"w": ParameterState(Compressor(kind="int8").model_dump(), {})},
     ],
     ids=["unknown variable", "other compressor", "other shape", "nothing"],
 )
-def test_what_does_not_fit_is_named_and_changes_nothing(other: Memories) -> None:
-    memory, tensors = memory_of({"w": nn.Parameter(torch.zeros(3))}, Compressor(kind="int8"))
+def test_what_does_not_fit_is_named_and_changes_nothing(other: ParameterStates) -> None:
+    state, tensors = memory_of({"w": nn.Parameter(torch.zeros(3))}, Compressor(kind="int8"))
     before = tensors["residual"].clone()
-    assert memory.load_state_dict(other) == list(other)
+    assert state.load_state_dict(other) == list(other)
     assert torch.equal(tensors["residual"], before)
 
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from lightning_autosync.engine.layout import is_dense, real_view, same_layout, variable_views
+from lightning_autosync.engine.gradients import is_dense, real_view, same_layout, variable_views
 
 
 @st.composite

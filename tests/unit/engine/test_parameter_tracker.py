@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_autosync.engine.watch import ParameterWatch, difference
+from lightning_autosync.engine.replicas import ParameterTracker, difference
 
 
 def network() -> nn.Module:
@@ -54,7 +54,7 @@ CHANGES = [_replace, _swap_module, _write_into_the_dictionary, _add, _remove, _w
 @pytest.mark.parametrize("change", CHANGES)
 def test_changes_are_seen_until_they_are_accepted(change: Callable[[nn.Module], None]) -> None:
     module = network()
-    watch = ParameterWatch(module)
+    watch = ParameterTracker(module)
     before, facts = watch.digest(), watch.facts()
     assert not watch.changed()
     change(module)
@@ -69,7 +69,7 @@ def test_changes_are_seen_until_they_are_accepted(change: Callable[[nn.Module], 
 
 def test_parts_in_torchscript_are_taken_as_they_are() -> None:
     module = nn.Sequential(torch.jit.script(nn.Linear(2, 2)), nn.Linear(2, 2))
-    watch = ParameterWatch(module)
+    watch = ParameterTracker(module)
     assert not watch.changed()
     module[1].bias.requires_grad_(False)
     assert watch.changed()
@@ -77,7 +77,7 @@ def test_parts_in_torchscript_are_taken_as_they_are() -> None:
 
 def test_another_shape_is_seen_after_some_steps() -> None:
     module = network()
-    watch = ParameterWatch(module)
+    watch = ParameterTracker(module)
     module[0].bias.data = torch.ones(7)
     assert any(watch.changed() for _ in range(64))
 
@@ -94,7 +94,7 @@ def test_another_shape_is_seen_after_some_steps() -> None:
 )
 def test_what_leaves_the_parameters_alone_is_no_change(change: Callable[[nn.Module], None]) -> None:
     module = network()
-    watch = ParameterWatch(module)
+    watch = ParameterTracker(module)
     before = watch.digest()
     change(module)
     assert not watch.changed()
@@ -103,7 +103,7 @@ def test_what_leaves_the_parameters_alone_is_no_change(change: Callable[[nn.Modu
 
 def test_freezing_in_turn_comes_back_to_the_same_digests() -> None:
     module = network()
-    watch = ParameterWatch(module)
+    watch = ParameterTracker(module)
     digests = []
     for number in range(6):
         module[number % 2].requires_grad_(False)
@@ -117,7 +117,7 @@ def test_freezing_in_turn_comes_back_to_the_same_digests() -> None:
 
 def test_a_difference_names_parameter_and_ranks() -> None:
     ours, theirs = network(), network()
-    watches = [ParameterWatch(module) for module in (ours, theirs)]
+    watches = [ParameterTracker(module) for module in (ours, theirs)]
     _replace(theirs)
     assert difference([watch.facts() for watch in watches]) == (
         "parameter '0.weight' was replaced by another tensor on rank 1, but not on rank 0"

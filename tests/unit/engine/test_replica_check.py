@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_autosync.engine import replica_check
-from lightning_autosync.engine.replica_check import ReplicaCheck, _bit_sum
+from lightning_autosync.engine import replicas
+from lightning_autosync.engine.replicas import ReplicaCheck, _bit_sum
 from lightning_autosync.errors import ExchangeError
 
 
@@ -28,10 +28,10 @@ def told(weights: list[float], monkeypatch: pytest.MonkeyPatch) -> str:
             [[int(_bit_sum(torch.tensor([weight])))] for weight in weights],
         ]
     )
-    monkeypatch.setattr(replica_check, "_gap", lambda tensor, group: 0.0)
-    monkeypatch.setattr(replica_check, "gather_json", lambda value, group: next(answers))
+    monkeypatch.setattr(replicas, "_gap", lambda tensor, group: 0.0)
+    monkeypatch.setattr(replicas, "gather_json", lambda value, group: next(answers))
     with pytest.raises(ExchangeError) as caught:
-        check._tell(suspects)
+        check._report(suspects)
     return str(caught.value)
 
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy
 import pytest
 from clusters import shared_nodes, uneven_cluster
 
+from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.errors import PlanError
-from lightning_autosync.plan import builders, compile_plan
+from lightning_autosync.plan import SyncPlan, builders, compile_plan
+from lightning_autosync.plan.builders import registry
 from lightning_autosync.plan.schedule import AllReduce, AllToAll, TreeTransfer
 from lightning_autosync.plan.trees import Tree
 from lightning_autosync.workload import Variable, Workload, catalogue
@@ -142,7 +147,7 @@ def test_rerooting_keeps_the_edges() -> None:
         (
             "all_reduce",
             {"compressor": {"kind": "zip"}},
-            r"'all_reduce': compressor\.kind: .*'int8'.*\(got 'zip'\)$",
+            r"'all_reduce': compressor\.kind: .*int8.*\(got 'zip'\)$",
         ),
         ("all_reduce", {"compressor": "zip"}, r"builder 'all_reduce': compressor\.kind: .*\(got 'zip'\)$"),
         (
@@ -179,3 +184,59 @@ def test_given_arguments_are_those_of_the_function() -> None:
     assert builders.build("ps_load_balancing", *asked, servers=numpy.array([1])).groups[0].placement == (1,)
     with pytest.raises(PlanError, match="a message of 0 bytes: a size must be 1 or more"):
         builders.all_reduce(*asked, bucket_bytes=0)
+
+
+def _without_topology(workload: Workload, cluster: ClusterSpec) -> SyncPlan:
+    raise NotImplementedError
+
+
+def _without_cluster(workload: Workload, *, topology: str = "native") -> SyncPlan:
+    raise NotImplementedError
+
+
+def _untyped(workload: Workload, cluster: ClusterSpec, *, topology: str = "native", speed=1) -> SyncPlan:  # type: ignore[no-untyped-def]
+    raise NotImplementedError
+
+
+def _needy(workload: Workload, cluster: ClusterSpec, *, topology: str = "native", speed: int) -> SyncPlan:
+    raise NotImplementedError
+
+
+@pytest.mark.parametrize(
+    ("builder", "message"),
+    [
+        (_without_topology, "builder '_without_topology' of .*: it takes no keyword 'topology'"),
+        (_without_cluster, "it takes 1 positional arguments, needed are workload, cluster"),
+        (_untyped, "argument 'speed' has no type"),
+        (_needy, "its keyword 'speed' has no default"),
+        (builders.ps, "builder 'ps' of .*parameter_server has taken the name"),
+    ],
+)
+def test_what_is_no_builder_is_refused(builder: Any, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        builders.register()(builder)
+
+
+def test_a_package_elsewhere_adds_a_builder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "foreign_rings.py").write_text(
+        "from lightning_autosync.cluster import ClusterSpec\n"
+        "from lightning_autosync.plan import SyncPlan, builders\n"
+        "from lightning_autosync.workload import Workload\n\n\n"
+        "@builders.register()\n"
+        "def rings(workload: Workload, cluster: ClusterSpec, *, topology: str = 'ring') -> SyncPlan:\n"
+        "    return builders.all_reduce(workload, cluster, topology=topology)\n"
+    )
+    about = tmp_path / "foreign_rings-1.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: foreign-rings\nVersion: 1.0\n")
+    (about / "entry_points.txt").write_text("[lightning_autosync.builders]\nrings = foreign_rings\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    importlib.invalidate_caches()
+    monkeypatch.setattr(registry, "_registered", dict(registry._registered))
+    registry._load.cache_clear()
+    try:
+        assert builders.names()[-1] == "rings"
+        assert builders.build("rings", workload(8), uneven_cluster(2)).groups[0].topology == "ring"
+    finally:
+        registry._load.cache_clear()
+        sys.modules.pop("foreign_rings", None)

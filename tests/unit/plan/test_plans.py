@@ -83,7 +83,7 @@ def test_semantics(compressor: str, consistency: Consistency, semantics: str) ->
     assert SyncPlan(world_size=2, consistency=consistency, groups=(group,)).semantics == semantics
 
 
-@pytest.mark.parametrize("builder", builders.BUILDERS)
+@pytest.mark.parametrize("builder", builders.names())
 def test_table_names_every_group(builder: str) -> None:
     plan = builders.build(builder, WORKLOAD, shared_nodes(4))
     table = plan.describe(WORKLOAD)

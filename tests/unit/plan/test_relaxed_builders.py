@@ -12,7 +12,7 @@ from lightning_autosync.workload import Variable, Workload
 WORKLOAD = Workload(name="two", variables=(Variable(name="a", shape=(40, 3)), Variable(name="b", shape=(7,))))
 
 
-@pytest.mark.parametrize("name", builders.RELAXED_BUILDERS)
+@pytest.mark.parametrize("name", builders.relaxed_names())
 def test_relaxed_plans_have_no_schedule_and_survive_their_file(name: str, tmp_path) -> None:
     cluster = ClusterSpec.uniform(nodes=4)
     plan = builders.build(name, WORKLOAD, cluster)

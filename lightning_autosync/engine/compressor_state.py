@@ -1,4 +1,4 @@
-"""What compressors remember, by variable: so that it outlives a plan, a step that is skipped, and a loss scale."""
+"""The state of compressors, by parameter: it outlives a plan, a skipped step and a change of the loss scale."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_autosync.engine.layout import real_view, variable_views
-from lightning_autosync.plan.messages import low_rank_layout
+from lightning_autosync.engine.gradients import real_view, variable_views
+from lightning_autosync.plan.codecs.powersgd import low_rank_layout
 from lightning_autosync.plan.schedule import Message
 
 
 @dataclass(frozen=True)
-class Memory:
-    """What is remembered of one variable.
+class ParameterState:
+    """What compressors keep of one parameter.
 
     Attributes:
-        compressor: kind and settings, as plain values; they must be the same where the memory is taken up.
-        tensors: ``residual``, of the variable's shape: what encoding on this rank lost of the gradient's mean;
+        compressor: kind and settings, as plain values; a plan that loads this state must have the same.
+        tensors: ``residual``, of the parameter's shape: what encoding on this rank lost of the gradient's mean;
             ``factor`` [columns, rank]: where PowerSGD's power iteration stands, equal on all ranks.
     """
 
     compressor: dict[str, Any]
     tensors: dict[str, Tensor]
 
-    def fits(self, other: Memory) -> bool:
-        """Whether ``other`` can be taken up in its place."""
+    def fits(self, other: ParameterState) -> bool:
+        """Whether ``other`` can be loaded in its place."""
         return (
             self.compressor == other.compressor
             and self.tensors.keys() == other.tensors.keys()
@@ -37,15 +37,15 @@ class Memory:
         )
 
 
-Memories = dict[str, Memory]
-"""By name of the variable."""
+ParameterStates = dict[str, ParameterState]
+"""By name of the parameter."""
 
 
-class CompressorMemory:
-    """The memory of all messages of an engine.
+class CompressorState:
+    """The compressor state of all messages of an engine.
 
-    Residuals have the unit of the gradients, which a gradient scaler changes from step to step; `state_dict` and
-    `load_state_dict` speak of gradients that are not scaled.
+    Residuals have the scale of the gradients, which a gradient scaler changes from step to step. `state_dict` and
+    `load_state_dict` hold residuals of unscaled gradients.
 
     Args:
         messages: every message with its parameters.
@@ -61,7 +61,7 @@ class CompressorMemory:
         self._tensors = [tensor for found in tensors.values() for tensor in found.values()]
         self._saved: list[Tensor] = []
         self._scale = 1.0
-        self._live: Memories = {}
+        self._live: ParameterStates = {}
         for message, parameters in messages:
             self._live.update(_by_variable(message, parameters, tensors.get(message.name, {})))
 
@@ -70,7 +70,7 @@ class CompressorMemory:
         return bool(self._residuals)
 
     def begin_step(self, loss_scale: float | None) -> None:
-        """Gradients come scaled by ``loss_scale`` from now on; if that is a number, `undo_step` may follow."""
+        """Gradients are scaled by ``loss_scale`` from now on; `undo_step` may follow unless it is None."""
         scale = 1.0 if loss_scale is None else loss_scale
         if scale != self._scale:
             for residual in self._residuals:
@@ -84,25 +84,25 @@ class CompressorMemory:
             saved.copy_(tensor)
 
     def undo_step(self) -> None:
-        """The gradients of this step will not be used: what they lost must not be made up for."""
+        """The gradients of this step are not used: restore the state from before it."""
         for saved, tensor in zip(self._saved, self._tensors, strict=True):
             tensor.copy_(saved)
 
-    def state_dict(self) -> Memories:
-        """Copies."""
+    def state_dict(self) -> ParameterStates:
+        """Copies of the state, unscaled."""
         return {
-            name: Memory(
-                memory.compressor,
+            name: ParameterState(
+                state.compressor,
                 {
                     key: tensor / self._scale if key == "residual" else tensor.clone()
-                    for key, tensor in memory.tensors.items()
+                    for key, tensor in state.tensors.items()
                 },
             )
-            for name, memory in self._live.items()
+            for name, state in self._live.items()
         }
 
-    def load_state_dict(self, state: Memories) -> list[str]:
-        """Take up what fits; returns the names of the variables whose memory has no place here."""
+    def load_state_dict(self, state: ParameterStates) -> list[str]:
+        """Load what fits; returns the names of the parameters whose state does not."""
         left_out = []
         for name, found in state.items():
             here = self._live.get(name)
@@ -117,7 +117,7 @@ class CompressorMemory:
 
 
 def check_scale(scale: float) -> float:
-    """The scale of a loss, if it is one.
+    """``scale``, if it can be the scale of a loss.
 
     Raises:
         ValueError: it is not a positive number.
@@ -127,8 +127,8 @@ def check_scale(scale: float) -> float:
     return scale
 
 
-def _by_variable(message: Message, parameters: list[nn.Parameter], tensors: Mapping[str, Tensor]) -> Memories:
-    """Views of a message's memory."""
+def _by_variable(message: Message, parameters: list[nn.Parameter], tensors: Mapping[str, Tensor]) -> ParameterStates:
+    """Views of a message's state, by parameter."""
     found: dict[str, dict[str, Tensor]] = {name: {} for name in message.variables}
     if "residual" in tensors:
         views = variable_views(parameters, tensors["residual"], message.axis)
@@ -141,4 +141,4 @@ def _by_variable(message: Message, parameters: list[nn.Parameter], tensors: Mapp
             if factor.rank:
                 found[name]["factor"] = part.view(factor.columns, factor.rank)
     settings = message.compressor.model_dump()
-    return {name: Memory(settings, parts) for name, parts in found.items() if parts}
+    return {name: ParameterState(settings, parts) for name, parts in found.items() if parts}

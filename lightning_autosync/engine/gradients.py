@@ -1,29 +1,29 @@
-"""A message's place in memory: where gradients are packed, and where the result appears."""
+"""The gradients of a message: where they are packed, and where their mean appears."""
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from lightning_autosync.engine.exchanges import Exchange, RowExchange, Rows
-from lightning_autosync.engine.layout import real_view, same_layout, variable_views
+from lightning_autosync.engine.exchanges.base import Exchange
+from lightning_autosync.engine.exchanges.rows import RowExchange, Rows
 from lightning_autosync.errors import ExchangeError, PlanError
 from lightning_autosync.plan.schedule import Message
 
 
-class Bucket(ABC):
-    """The parameters of one message, and what a step does with their gradients.
+class MessageGradients(ABC):
+    """The parameters of one message, and what a step does with their gradients. (In DDP, this is a bucket.)
 
     Attributes:
         message: the message.
         parameters: its parameters, in message order.
-        active: whether it takes part in this backward pass; the same on every rank.
+        active: whether the message takes part in this backward pass; the same on every rank.
         missing: gradients still to come in this backward pass.
         started: whether the exchange has begun in this backward pass.
         arrivals: how often each parameter's gradient is accumulated in a backward pass, before it is packed; more
@@ -42,7 +42,7 @@ class Bucket(ABC):
         self._changed = False
 
     def arm(self, changed: bool = False) -> None:
-        """Begin a backward pass: every parameter that can get a gradient is waited for.
+        """Begin a backward pass: wait for the gradient of every parameter that can get one.
 
         Args:
             changed: whether this rank's parameters are no longer those that the ranks agreed on. Then it takes part
@@ -67,7 +67,7 @@ class Bucket(ABC):
     @property
     @abstractmethod
     def change_seen(self) -> bool:
-        """Whether some rank took part in this pass with changed parameters; equal on all ranks. After `finish`."""
+        """Whether some rank took part in this pass with changed parameters; equal on all ranks. Call after `finish`."""
 
     @abstractmethod
     def watch(self, completed: Callable[[], None] | None) -> None:
@@ -75,9 +75,9 @@ class Bucket(ABC):
 
     @abstractmethod
     def packer(self, place: int) -> Callable[[], None]:
-        """What takes the gradient of the parameter at ``place``, divided by the number of ranks.
+        """A function that packs the gradient of the parameter at ``place``, divided by the number of ranks.
 
-        It runs once a parameter and step while backward waits, so all that a plan fixes is bound beforehand.
+        Backward waits for it, once a parameter and step. So it binds beforehand all that stays the same.
         """
 
     @abstractmethod
@@ -97,7 +97,7 @@ class Bucket(ABC):
         """Whether the sum has neither infinities nor NaNs; the same on every rank. Call after `finish`."""
 
 
-class DenseBucket(Bucket):
+class DenseGradients(MessageGradients):
     """Gradients side by side in one flat buffer.
 
     As in DDP, ``parameter.grad`` stays the user's own tensor, into which the mean is copied, unless views are asked
@@ -206,7 +206,7 @@ class DenseBucket(Bucket):
                     if gradient is not None and gradient.data_ptr() == view.data_ptr():
                         continue
                     if view.dtype == parameter.dtype:  # else it has just changed
-                        # An alias of its own: the user may give the gradient other data.
+                        # A new alias: the user may give the gradient other data.
                         parameter.grad = view.detach()
                         continue
                 if gradient is None:
@@ -236,17 +236,17 @@ class DenseBucket(Bucket):
             if self._filled[place]:
                 continue
             if parameter.requires_grad and parameter.grad is not None:
-                # Accumulated before, untouched in this pass: it counts as it stands, as with DDP.
+                # Accumulated before, and not in this pass: it counts as it is, as with DDP.
                 self._packers[place]()
                 continue
             if parameter.grad is not None and parameter.grad.data_ptr() == self._views[place].data_ptr():
-                # Frozen since its last step: its gradient stays what it is, elsewhere.
+                # Frozen since its last step: its gradient keeps its value, so it moves out of the buffer.
                 parameter.grad = parameter.grad.clone()
             self._views[place].zero_()
             self._counts[place] = 0.0
 
 
-class RowBucket(Bucket):
+class RowGradients(MessageGradients):
     """One table of which only touched rows travel.
 
     Args:
@@ -333,16 +333,67 @@ class RowBucket(Bucket):
         return torch.sparse_coo_tensor(total.indices[None], values, shape, is_coalesced=True, check_invariants=False)
 
 
+def real_view(tensor: Tensor) -> Tensor:
+    """The tensor itself; a complex one as reals, with a last axis of two: real and imaginary part."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
+def variable_views(
+    parameters: Sequence[nn.Parameter], buffer: Tensor, axis: int, keep_strides: bool = False
+) -> list[Tensor]:
+    """For each parameter, its part of the buffer in the parameter's own shape (complex ones as `real_view` has them).
+
+    Args:
+        parameters: in message order.
+        buffer: [numel + tail].
+        axis: the message's; moved to the front in the buffer.
+        keep_strides: whether elements lie in the order in which the parameter has them in memory, where it is dense
+            (``channels_last``, transposed), so that copies between the two are straight; needs ``axis`` 0.
+    """
+    views, offset = [], 0
+    for parameter in map(real_view, parameters):
+        part = buffer[offset : offset + parameter.numel()]
+        if axis:
+            shape = (parameter.shape[axis], *parameter.shape[:axis], *parameter.shape[axis + 1 :])
+            views.append(part.view(shape).movedim(0, axis))
+        elif keep_strides and is_dense(parameter):
+            views.append(part.as_strided(parameter.shape, parameter.stride(), part.storage_offset()))
+        else:
+            views.append(part.view(parameter.shape))
+        offset += parameter.numel()
+    return views
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether each element has a place of its own in memory, without gaps."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 0:
+            return False
+        if size > 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+def same_layout(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors of one shape have their elements in one order in memory."""
+    return all(
+        mine == theirs for mine, theirs, size in zip(one.stride(), other.stride(), one.shape, strict=True) if size > 1
+    )
+
+
 def touched_rows(table: Tensor) -> Tensor:
     """Indices, ascending, of the rows of ``table`` [rows, width] that are not all zero."""
     return table.any(dim=1).nonzero().view(-1)
 
 
 def _like(gradient: Tensor, values: Tensor) -> Tensor:
-    """Values of a buffer in the form of the gradient: pairs of reals as complex numbers where that has them."""
+    """Values of a buffer in the form of the gradient: pairs of reals for a complex gradient become complex."""
     return torch.complex(values[..., 0], values[..., 1]) if gradient.is_complex() else values
 
 
 def _finite(values: Tensor) -> bool:
-    """Whether all are finite; one pass, nothing of their size allocated."""
+    """Whether all are finite; one pass, and nothing of their size is allocated."""
     return not values.numel() or all(math.isfinite(float(extreme)) for extreme in values.aminmax())

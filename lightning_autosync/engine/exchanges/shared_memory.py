@@ -1,0 +1,363 @@
+"""Dense messages in memory that all ranks of one machine map: each rank sums its part of all buffers, for everybody.
+
+The memory has no name anywhere: one rank makes an anonymous file (``memfd_create(2)``), hands its descriptor to the
+others over Unix sockets, and all map it. So it ends with the last process that maps it, however that ends, and the size
+of ``/dev/shm``, which containers keep small, does not limit it.
+
+Ranks signal each other with a few bytes over the same sockets: the system call orders the memory accesses before and
+after it on every processor, a waiting rank gives its core to those that still compute, and a rank that dies is noticed
+at once.
+"""
+
+from __future__ import annotations
+
+import atexit
+import mmap
+import os
+import resource
+import secrets
+import selectors
+import socket
+import struct
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from itertools import combinations
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_autosync.engine.collectives import gather_json
+from lightning_autosync.engine.connections import connect_pairs
+from lightning_autosync.engine.exchanges.base import Exchange
+from lightning_autosync.engine.waiting import explained, wait_for_ranks
+from lightning_autosync.errors import ExchangeError, PlanError
+from lightning_autosync.plan.schedule import Message, SharedMemoryReduce
+
+CHUNK = 256 * 1024
+"""Bytes that are summed at a time, so that they stay in a core's cache."""
+_RECORD = struct.Struct("=II")
+_LEAVE = 2**32 - 1
+"""In place of a signal's number: the rank takes part in no further step."""
+_READ = 4096
+"""Bytes read at once; more stay with the kernel."""
+
+
+class SharedMemoryExchange(Exchange):
+    """Sums the buffers of all ranks into one result: no byte crosses a socket.
+
+    Once all ranks have filled their buffers, each adds up its own part of all of them, in rank order, and writes the
+    sum into the result. Once all ranks have, each reads the result. It is written to again only when all ranks have
+    filled their buffers for the next step, and so have read it.
+
+    Args:
+        message: the message, summed in one round.
+        memory: with a buffer [numel + tail] of every rank for the message, and one for the sum.
+        rank: this rank.
+        world_size: number of ranks.
+        timeout: seconds to wait for the other ranks.
+    """
+
+    def __init__(
+        self,
+        message: Message,
+        memory: SharedMemory,
+        rank: int,
+        world_size: int,
+        timeout: float,
+    ) -> None:
+        dtype = getattr(torch, message.dtype)
+        *buffers, result = (memory.buffer(message.index, place, dtype) for place in range(world_size + 1))
+        self.result = result
+        self._filled, self._summed = 2 * message.index, 2 * message.index + 1
+        self._signals = memory.signals
+        self._what = f"message '{message.name}'"
+        self._timeout = timeout
+        self._step = 0
+        length = max(1, CHUNK // buffers[0].itemsize)
+        self._chunks = [
+            [part[start : min(start + length, stop)] for part in (result, *buffers)]
+            for lower, stop in _parts(message, rank)
+            for start in range(lower, stop, length)
+        ]
+
+    def start(self) -> None:
+        self._step += 1
+        self._signals.send(self._filled, self._step)
+
+    def resume(self) -> None:
+        self._signals.wait(self._filled, self._step, self._what, self._timeout)
+        for total, first, *others in self._chunks:
+            if not others:
+                total.copy_(first)
+                continue
+            torch.add(first, others[0], out=total)
+            for other in others[1:]:
+                total.add_(other)
+        self._signals.send(self._summed, self._step)
+
+    def wait(self) -> None:
+        self._signals.wait(self._summed, self._step, self._what, self._timeout)
+
+
+def _parts(message: Message, rank: int) -> list[tuple[int, int]]:
+    """The ranges of elements that a rank sums."""
+    (single,) = message.rounds
+    shared = [transfer for transfer in single.transfers if isinstance(transfer, SharedMemoryReduce)]
+    return [(transfer.bounds[rank], transfer.bounds[rank + 1]) for transfer in shared]
+
+
+class SharedMemory:
+    """A region of memory for every rank and one for the sums, all of them mapped by all ranks; made collectively.
+
+    Args:
+        sizes: bytes of each buffer in a region, by number; the same on every rank.
+        group: the ranks; None is the default group.
+        timeout: seconds, at most, for the ranks to connect.
+
+    Attributes:
+        signals: with which ranks tell each other what is ready.
+
+    Raises:
+        PlanError: on every rank if they cannot share memory.
+        ExchangeError: on every rank if there is not enough memory, or ranks cannot connect.
+    """
+
+    def __init__(self, sizes: Mapping[int, int], group: dist.ProcessGroup | None, timeout: float) -> None:
+        self._sizes = dict(sizes)
+        self._offsets: dict[int, int] = {}
+        self._region = 0
+        for number, size in sizes.items():
+            self._offsets[number] = self._region
+            self._region += -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+        ranks = dist.get_world_size(group)
+        size = (ranks + 1) * self._region
+        if fault := sharing_fault(size, group):
+            raise PlanError(f"schedule: topology 'shared_memory': {fault}")
+        name = f"\0autosync-{secrets.token_hex(16)}"
+        sockets = connect_pairs(combinations(range(ranks), 2), group, name, timeout)
+        with ExitStack() as undo:
+            for connection in sockets.values():
+                undo.enter_context(connection)
+            mapping = _map(size, sockets, group, timeout)
+            undo.pop_all()
+        self._memory = torch.frombuffer(mapping, dtype=torch.uint8)
+        self.signals = StepSignals(sockets)
+
+    def buffer(self, number: int, rank: int, dtype: torch.dtype) -> Tensor:
+        """A rank's buffer, or that of the sums for the number of ranks; zeros until it is written to."""
+        start = rank * self._region + self._offsets[number]
+        return self._memory[start : start + self._sizes[number]].view(dtype)
+
+    def close(self) -> None:
+        """Tell the other ranks that this one leaves. The memory stays as long as a tensor lies in it."""
+        self.signals.close()
+
+
+def sharing_fault(size: int, group: dist.ProcessGroup | None = None) -> str:
+    """Why the ranks cannot share ``size`` bytes of memory, the same answer on all; empty if they can. Collective."""
+    votes = gather_json([_own_fault(size), _machine()], group)
+    for rank, (fault, machine) in enumerate(votes):
+        if fault:
+            return f"rank {rank}: {fault}"
+        if machine != votes[0][1]:
+            return f"rank {rank} is on another machine than rank 0, or in another network namespace"
+    return ""
+
+
+def _own_fault(size: int) -> str:
+    if not sys.platform.startswith("linux") or not hasattr(os, "memfd_create"):
+        return f"memory without a name (memfd_create) needs Linux, not {sys.platform}"
+    try:
+        with os.fdopen(os.memfd_create("autosync"), "wb") as trial:
+            os.posix_fallocate(trial.fileno(), 0, 1)
+    except OSError as cause:
+        return f"no memory without a name (memfd_create): {cause}"
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    if limit != resource.RLIM_INFINITY and limit < size:
+        return f"{size} bytes are needed, the limit of a file is {limit} (ulimit -f)"
+    return ""
+
+
+def _machine() -> list[str]:
+    """What processes have in common that can hand descriptors to each other: kernel and network namespace."""
+    try:
+        return [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/net")]
+    except OSError:
+        return [socket.gethostname()]
+
+
+def _map(size: int, sockets: Mapping[int, socket.socket], group: dist.ProcessGroup | None, timeout: float) -> mmap.mmap:
+    """Map one new file of ``size`` bytes, made by rank 0, on every rank."""
+    with ExitStack() as cleanup:
+        descriptor, fault = -1, ""
+        if dist.get_rank(group) == 0:
+            try:
+                descriptor = os.memfd_create("autosync")
+                cleanup.callback(os.close, descriptor)
+                # All of it now: memory that is missing later would be a SIGBUS.
+                os.posix_fallocate(descriptor, 0, size)
+            except OSError as cause:
+                fault = f"no {size} bytes of shared memory: {cause}"
+        _raise_any(fault, group)
+        for connection in sockets.values() if dist.get_rank(group) == 0 else ():
+            socket.send_fds(connection, [b"\0"], [descriptor])
+        mapping = None
+        try:
+            if descriptor < 0:
+                sockets[0].settimeout(timeout)
+                _, (descriptor,), _, _ = socket.recv_fds(sockets[0], 1, 1)
+                cleanup.callback(os.close, descriptor)
+            mapping = mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        except (OSError, ValueError) as cause:
+            fault = f"{size} bytes of shared memory cannot be mapped: {cause}"
+        _raise_any(fault, group)
+    assert mapping is not None
+    return mapping
+
+
+def _raise_any(fault: str, group: dist.ProcessGroup | None) -> None:
+    """Raise on every rank if one has a fault."""
+    for rank, other in enumerate(gather_json(fault, group)):
+        if other:
+            raise ExchangeError(f"rank {rank}: {other}")
+
+
+class _Peer:
+    """One connection, and the last step of which each signal came."""
+
+    def __init__(self, rank: int, connection: socket.socket) -> None:
+        self.rank = rank
+        self.socket = connection
+        self.steps: dict[int, int] = {}
+        self.unread = bytearray()
+        self.unsent = bytearray()
+        self.gone = ""
+
+    def read(self) -> None:
+        """Take in what has come; `gone` says why no more will."""
+        try:
+            data = self.socket.recv(_READ)
+        except BlockingIOError:
+            return
+        except OSError as cause:
+            self.gone = self.gone or str(cause)
+            return
+        if not data:
+            self.gone = self.gone or "it was closed"
+        self.unread += data
+        whole = len(self.unread) // _RECORD.size * _RECORD.size
+        for signal, step in _RECORD.iter_unpack(self.unread[:whole]):
+            if signal == _LEAVE:
+                self.gone = "left"
+            else:
+                self.steps[signal] = step
+        del self.unread[:whole]
+
+    def send(self) -> None:
+        """Hand to the kernel what it takes."""
+        try:
+            del self.unsent[: self.socket.send(self.unsent)]
+        except BlockingIOError:
+            pass
+        except OSError:
+            # Reading tells why, after what the peer sent before it went.
+            self.unsent.clear()
+
+
+class StepSignals:
+    """Signals, numbered, that each rank sends in each step and that the others wait for. For one thread.
+
+    Args:
+        sockets: connected stream sockets by peer rank, one to every other rank; owned from now on.
+    """
+
+    def __init__(self, sockets: Mapping[int, socket.socket]) -> None:
+        self._error: ExchangeError | None = None
+        self._process = os.getpid()
+        self._selector = selectors.DefaultSelector()
+        self._peers = [_Peer(rank, connection) for rank, connection in sorted(sockets.items())]
+        for peer in self._peers:
+            peer.socket.setblocking(False)
+            self._selector.register(peer.socket, selectors.EVENT_READ, peer)
+        # A script may end without closing the engine; peers then read that this rank left, not that it died.
+        atexit.register(self.close)
+
+    def send(self, signal: int, step: int) -> None:
+        """Send ``signal`` of ``step`` to all peers, which may then read what this rank has written before."""
+        record = _RECORD.pack(signal, step)
+        for peer in self._peers:
+            peer.unsent += record
+            peer.send()
+
+    def wait(self, signal: int, step: int, what: str, timeout: float) -> None:
+        """Wait for ``signal`` of ``step`` from every peer; errors call it ``what``.
+
+        Raises:
+            ExchangeError: a peer was lost, has left, or did not answer in ``timeout`` seconds.
+        """
+        if self._error is not None:
+            raise self._error
+        try:
+            wait_for_ranks(lambda seconds: self._has_come(signal, step, seconds), what, timeout)
+        except ExchangeError as error:
+            self._fail(error)
+
+    def close(self) -> None:
+        """Tell the peers that this rank leaves, and close the connections."""
+        atexit.unregister(self.close)
+        # A forked child has the same sockets, and must not speak for its parent.
+        tells = self._error is None and os.getpid() == self._process
+        for peer in self._peers:
+            if tells:
+                peer.unsent += _RECORD.pack(_LEAVE, 0)
+                peer.send()
+            peer.socket.close()
+        self._peers = []
+        self._selector.close()
+
+    def _has_come(self, signal: int, step: int, seconds: float) -> bool:
+        """Whether every peer has sent ``signal`` of ``step``, after ``seconds`` at most."""
+        deadline: float | None = None
+        while missing := [peer for peer in self._peers if peer.steps.get(signal, 0) < step or peer.unsent]:
+            now = time.monotonic()
+            deadline = now + seconds if deadline is None else deadline
+            self._check(missing, signal, step)
+            if now >= deadline:
+                return False
+            self._serve(deadline - now)
+        return True
+
+    def _serve(self, timeout: float) -> None:
+        for peer in self._peers:
+            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.unsent else 0)
+            if not peer.gone and self._selector.get_key(peer.socket).events != events:
+                self._selector.modify(peer.socket, events, peer)
+        for key, events in self._selector.select(timeout):
+            peer = key.data
+            if events & selectors.EVENT_WRITE:
+                peer.send()
+            if events & selectors.EVENT_READ:
+                peer.read()
+            if peer.gone:
+                self._selector.unregister(peer.socket)
+
+    def _check(self, missing: list[_Peer], signal: int, step: int) -> None:
+        for peer in missing:
+            if peer.gone == "left":
+                raise explained(
+                    f"rank {peer.rank} has ended after step {peer.steps.get(signal, 0)}; this is step {step}"
+                )
+            if peer.gone:
+                raise explained(f"lost the connection to rank {peer.rank}: {peer.gone}")
+
+    def _fail(self, error: ExchangeError) -> NoReturn:
+        """Give up; the other ranks learn it from lost connections."""
+        self._error = error
+        for peer in self._peers:
+            peer.socket.close()
+        raise error

@@ -1,0 +1,295 @@
+"""Whether replicas are equal: their weights, which are compared now and then, and the parameters that a module has."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import operator
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor, nn
+
+from lightning_autosync.engine.collectives import gather_json
+from lightning_autosync.engine.gradients import real_view
+from lightning_autosync.errors import ExchangeError
+from lightning_autosync.workload import shared_parameters
+
+Facts = dict[str, dict[str, Any]]
+"""What must be equal on all ranks, by parameter."""
+
+_WIDTH = 1024
+"""Elements of a row in which a tensor's bits are summed."""
+_NAMED = 5
+"""Parameters that an error names."""
+_FORM = operator.attrgetter("shape", "dtype")
+_DTYPE = operator.attrgetter("dtype")
+_FORM_EVERY = 32
+"""Calls of `ParameterTracker.changed` between two that compare shapes, which hardly ever change."""
+
+
+class ReplicaCheck:
+    """Compares the weights of all ranks every so many steps; collective.
+
+    A check reads each weight twice and sends 16 bytes a parameter. It warns about weights that differ by rounding
+    only, as they may on different kinds of processors. Larger differences are an error.
+
+    Args:
+        every: synchronized backward passes from one check to the next; 0 checks only when `run` is called.
+        group: the ranks; None is the default group.
+    """
+
+    def __init__(self, every: int, group: dist.ProcessGroup | None = None) -> None:
+        self._every = every
+        self._group = group
+        self._passes = 0
+        self._equal_after = 0
+        self._warned = False
+
+    def count(self, parameters: Mapping[str, Tensor]) -> None:
+        """Call after a synchronized backward pass, before the optimizer's step: checks the weights if that is due.
+
+        Args:
+            parameters: by name; the same names on all ranks.
+
+        Raises:
+            ExchangeError: on every rank, if weights differ.
+        """
+        if self._every and self._passes and self._passes % self._every == 0:
+            self.run(parameters)
+        self._passes += 1
+
+    def run(self, parameters: Mapping[str, Tensor]) -> None:
+        """Check the weights now.
+
+        Raises:
+            ExchangeError: on every rank, if weights differ; it names parameters, ranks, and since when.
+        """
+        if not parameters:
+            return
+        sums = torch.stack([_bit_sum(parameter.detach()) for parameter in parameters.values()])
+        extremes = torch.cat([sums, -sums])
+        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=self._group)
+        largest, smallest = extremes[: len(sums)], -extremes[len(sums) :]
+        places = (largest != smallest).nonzero().view(-1).tolist()
+        if places:
+            names = list(parameters)
+            self._report({names[place]: parameters[names[place]].detach() for place in places})
+        self._equal_after = self._passes
+
+    def _report(self, suspects: Mapping[str, Tensor]) -> None:
+        """Raise or warn about parameters whose bits differ between ranks."""
+        gaps = gather_json([_gap(tensor, self._group) for tensor in suspects.values()], self._group)
+        limits = [math.sqrt(torch.finfo(tensor.dtype).eps) for tensor in suspects.values()]
+        found = {
+            name: [rank for rank, theirs in enumerate(gaps) if not theirs[place] <= limits[place]]
+            for place, name in enumerate(suspects)
+        }
+        found = {name: ranks for name, ranks in found.items() if ranks}
+        if not found:
+            if not self._warned:
+                self._warned = True
+                rank_zero_warn(
+                    f"AutoSync: weights of {len(suspects)} parameters differ between ranks by rounding (at most "
+                    f"{max(max(theirs) for theirs in gaps):.1g} of the largest weight), as on unlike processors"
+                )
+            return
+        ranks, others = self._deviating([suspects[name] for name in found])
+        far = {rank for theirs in found.values() for rank in theirs}
+        if others == 0:
+            ranks = [rank for rank in ranks if rank in far]  # the others differ by rounding
+        shown = ", ".join(f"'{name}'" for name in list(found)[:_NAMED])
+        more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
+        raise ExchangeError(
+            f"replicas differ: the weights of {shown}{more} on rank {', '.join(map(str, ranks))} are not those of "
+            f"rank {others}. They were equal after {self._equal_after} synchronized backward passes and differ after "
+            f"{self._passes}. Something changed weights, gradients or an optimizer on some ranks only; "
+            "check_replicas=0 turns this check off"
+        )
+
+    def _deviating(self, tensors: Sequence[Tensor]) -> tuple[list[int], int]:
+        """The ranks whose weights are not those of the majority, and the first rank of the majority.
+
+        Of equally large sets of ranks, the one with the lowest rank counts as the majority.
+        """
+        sums = [tuple(theirs) for theirs in gather_json([int(_bit_sum(tensor)) for tensor in tensors], self._group)]
+        common = max(sums, key=sums.count)  # `max` takes the first of equally frequent ones
+        return [rank for rank, theirs in enumerate(sums) if theirs != common], sums.index(common)
+
+
+def _bit_sum(tensor: Tensor) -> Tensor:
+    """A number that depends on the bits of each element and on its position."""
+    real = real_view(tensor)
+    bits = real.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[real.itemsize]).reshape(-1)
+    whole = bits.numel() // _WIDTH * _WIDTH
+    grid, rest = bits[:whole].view(-1, _WIDTH), bits[whole:].long()
+    rows, columns = grid.sum(1, dtype=torch.int64), grid.sum(0, dtype=torch.int64)
+    total: Tensor = sum((part * _places(part)).sum() for part in (rows, columns, rest))  # type: ignore[assignment]
+    return total
+
+
+def _places(part: Tensor) -> Tensor:
+    """A weight for each position. Weights are odd, so that no bit is lost; sums may overflow, equally on all ranks."""
+    return torch.arange(len(part), device=part.device) * 2654435762 + 1
+
+
+def _gap(tensor: Tensor, group: dist.ProcessGroup | None) -> float:
+    """The largest distance of an element from the group's first rank's, divided by the first rank's largest element."""
+    own = real_view(tensor).contiguous()
+    first = own.clone()
+    dist.broadcast(first, src=dist.get_global_rank(group, 0) if group is not None else 0, group=group)
+    own, first = own.double(), first.double()
+    distance = torch.where((own == first) | (own.isnan() & first.isnan()), 0.0, (own - first).abs())
+    largest = float(first.abs().nan_to_num(0.0).max())
+    gap = float(distance.nan_to_num(math.inf).max()) / max(largest, 1e-30)
+    return min(gap, 1e30)  # JSON has no infinity
+
+
+class ParameterTracker:
+    """Remembers the parameters of a module, and tells whether they have changed.
+
+    `changed` is called in every step and takes some ten microseconds for a hundred parameters: it compares the entries
+    of the modules' dictionaries that it remembers. It compares shapes, which autograd does not let change, only now and
+    then.
+
+    Args:
+        module: whose parameters, in any submodule; not those that it tells DDP to ignore.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._accepted: dict[str, nn.Parameter] = {}
+        self._replacements: dict[str, int] = {}
+        self._looks = 0
+        self._digests: dict[Hashable, int] = {}
+        self.accept()
+
+    def changed(self) -> bool:
+        """Whether parameters were added, removed, replaced, frozen, unfrozen, or got another shape or dtype."""
+        if self._same():
+            return False
+        found = dict(shared_parameters(self._module))
+        alike = (
+            self._identical(found)
+            and _trainable(self._parameters) == self._trainable
+            and list(map(_FORM, self._parameters)) == self._forms
+        )
+        if alike:
+            self._remember_places()  # submodules without parameters were added or removed
+            return False
+        return True
+
+    def replaced(self) -> list[str]:
+        """Names of the parameters that were added, removed or replaced."""
+        found = dict(shared_parameters(self._module))
+        names = [*self._accepted, *(name for name in found if name not in self._accepted)]
+        return [name for name in names if found.get(name) is not self._accepted.get(name)]
+
+    def reformed(self) -> list[str]:
+        """Names of the parameters that got another shape or dtype."""
+        forms = dict(zip(map(id, self._parameters), self._forms, strict=True))
+        return [name for name, parameter in self._accepted.items() if _FORM(parameter) != forms[id(parameter)]]
+
+    def accept(self) -> None:
+        """Compare with the parameters as they are now from here on."""
+        found = dict(shared_parameters(self._module))
+        if not self._identical(found):
+            for name in self.replaced():
+                self._replacements[name] = self._replacements.get(name, -1) + 1
+            self._digests.clear()
+        self._accepted = found
+        self._remember_places()
+
+    def facts(self) -> Facts:
+        """The parameters as they are now, in plain data."""
+        replaced = set(self.replaced())
+        return {
+            name: {
+                "shape": list(parameter.shape),
+                "dtype": str(parameter.dtype),
+                "strides": list(parameter.stride()),
+                "requires_grad": parameter.requires_grad,
+                "replacements": self._replacements.get(name, -1) + (name in replaced),
+            }
+            for name, parameter in shared_parameters(self._module)
+        }
+
+    def digest(self) -> int:
+        """A number of 63 bits that is equal on two ranks if their `facts` are."""
+        found = dict(shared_parameters(self._module))
+        if not self._identical(found):
+            return _digest(self.facts())
+        # A script that freezes parameters in turn comes back to the same few combinations.
+        state = tuple((parameter.requires_grad, *_FORM(parameter)) for parameter in found.values())
+        if state not in self._digests:
+            self._digests[state] = _digest(self.facts())
+        return self._digests[state]
+
+    def _same(self) -> bool:
+        """Whether all is as `accept` found it. `map` keeps these loops out of the interpreter."""
+        self._looks += 1
+        return (
+            list(map(len, self._containers)) == self._sizes
+            and all(map(operator.is_, map(dict.get, self._holders, self._keys), self._held))
+            and _trainable(self._parameters) == self._trainable
+            and list(map(_DTYPE, self._parameters)) == self._dtypes
+            and (self._looks % _FORM_EVERY != 0 or list(map(_FORM, self._parameters)) == self._forms)
+        )
+
+    def _identical(self, found: dict[str, nn.Parameter]) -> bool:
+        return found.keys() == self._accepted.keys() and all(
+            found[name] is parameter for name, parameter in self._accepted.items()
+        )
+
+    def _remember_places(self) -> None:
+        modules = list(self._module.modules())
+        # Compiled TorchScript modules, which cannot change, have no dictionaries.
+        self._containers: list[dict[str, Any]] = [
+            own for module in modules for own in (module._parameters, module._modules) if isinstance(own, dict)
+        ]
+        self._sizes = list(map(len, self._containers))
+        places = [(own, key, held) for own in self._containers for key, held in own.items() if held is not None]
+        self._holders = [own for own, _, _ in places]
+        self._keys = [key for _, key, _ in places]
+        self._held = [held for _, _, held in places]
+        self._parameters = [parameter for _, parameter in shared_parameters(self._module)]
+        self._trainable = _trainable(self._parameters)
+        self._dtypes = list(map(_DTYPE, self._parameters))
+        self._forms = list(map(_FORM, self._parameters))
+
+
+def difference(facts: Sequence[Facts]) -> str:
+    """The first difference between ranks; empty if there is none.
+
+    Args:
+        facts: of every rank, in rank order.
+    """
+    for rank, theirs in enumerate(facts):
+        for name in [*facts[0], *(name for name in theirs if name not in facts[0])]:
+            if name not in theirs or name not in facts[0]:
+                has, lacks = (0, rank) if name in facts[0] else (rank, 0)
+                return f"parameter '{name}' is there on rank {has}, but not on rank {lacks}"
+            for what, value in theirs[name].items():
+                if value != facts[0][name][what]:
+                    return _describe(name, what, rank, value, facts[0][name][what])
+    return ""
+
+
+def _describe(name: str, what: str, rank: int, value: Any, first: Any) -> str:
+    if what == "replacements":
+        who, other = (rank, 0) if value > first else (0, rank)
+        return f"parameter '{name}' was replaced by another tensor on rank {who}, but not on rank {other}"
+    return f"parameter '{name}': {what} is {value} on rank {rank}, and {first} on rank 0"
+
+
+def _trainable(parameters: list[nn.Parameter]) -> list[bool]:
+    return [parameter.requires_grad for parameter in parameters]
+
+
+def _digest(facts: Facts) -> int:
+    text = json.dumps(facts, sort_keys=True)
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1

@@ -1,0 +1,235 @@
+"""What an engine allocates once: memory, exchanges and connections of one rank for a schedule."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_autosync.cluster import ClusterSpec, LinkGraph
+from lightning_autosync.engine.collectives import gather_json
+from lightning_autosync.engine.compressor_state import CompressorState
+from lightning_autosync.engine.connections import CONNECT_TIMEOUT, connect_pairs
+from lightning_autosync.engine.exchanges.base import Exchange
+from lightning_autosync.engine.exchanges.low_rank import LowRankExchange
+from lightning_autosync.engine.exchanges.native import (
+    AllReduceExchange,
+    AllToAllExchange,
+    TwoLevelExchange,
+    two_level_groups,
+)
+from lightning_autosync.engine.exchanges.rows import NativeRowExchange, RowExchange, RowTreeExchange
+from lightning_autosync.engine.exchanges.shared_memory import SharedMemory, SharedMemoryExchange
+from lightning_autosync.engine.exchanges.staging import StagedExchange, StagedRowExchange
+from lightning_autosync.engine.exchanges.trees import TreeExchange
+from lightning_autosync.engine.failure_detector import open_failure_detector
+from lightning_autosync.engine.gradients import DenseGradients, MessageGradients, RowGradients, real_view
+from lightning_autosync.engine.pacing import pacing_rates
+from lightning_autosync.engine.transport import Transport
+from lightning_autosync.errors import PlanError
+from lightning_autosync.plan.schedule import (
+    AllReduce,
+    AllToAll,
+    Message,
+    Schedule,
+    SharedMemoryReduce,
+    TwoLevelAllReduce,
+)
+
+_ROUNDS = 2
+"""Channels a message: PowerSGD's two rounds need one each."""
+
+
+class Resources:
+    """Allocates all that an engine needs, collectively, and gives it back. Args and errors are those of `Engine`.
+
+    Attributes:
+        gradients: those of each message, in schedule order.
+        compressor_state: what the messages' compressors keep from step to step.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        schedule: Schedule,
+        group: dist.ProcessGroup | None,
+        cluster: ClusterSpec | None,
+        timeout: float,
+        gradient_as_bucket_view: bool = False,
+        watched: bool = False,
+    ) -> None:
+        self._parameters = parameters
+        self._as_views = gradient_as_bucket_view
+        self._group = group
+        self._timeout = timeout
+        self._connect_timeout = min(timeout, CONNECT_TIMEOUT)
+        self._rank = dist.get_rank(group)
+        self._world_size = schedule.world_size
+        self._check_equal(schedule)
+        for message in schedule.messages:
+            _check_parameters(message, parameters)
+        self._kept: dict[str, dict[str, Tensor]] = {}
+        self._copies: ThreadPoolExecutor | None = None
+        self._shared: SharedMemory | None = None
+        self._transport: Transport | None = None
+        self._closing = ExitStack()
+        address = None if cluster is None else cluster.nodes[cluster.rank_nodes[self._rank]].address
+        try:
+            if not watched and (address is not None or "MASTER_ADDR" in os.environ):
+                detector = open_failure_detector(group, timeout, address)
+                if detector is not None:
+                    self._closing.callback(detector.close)
+            self._open_shared_memory(schedule)
+            self._open_transport(schedule, cluster, address)
+            self.gradients = [self._gradients_of(message) for message in schedule.messages]
+            self.compressor_state = CompressorState(
+                [(one.message, one.parameters) for one in self.gradients], self._kept
+            )
+            # No rank may send before every rank can receive.
+            dist.barrier(group)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def bytes_sent(self) -> int:
+        return self._transport.bytes_sent if self._transport is not None else 0
+
+    def close(self) -> None:
+        if self._copies is not None:
+            self._copies.shutdown()
+        self._closing.close()
+
+    def _check_equal(self, schedule: Schedule) -> None:
+        """Refuse, on every rank, to run with schedules that differ."""
+        fingerprints = gather_json(schedule.fingerprint, self._group)
+        if schedule.world_size != len(fingerprints):
+            raise PlanError(
+                f"schedule: it is for {schedule.world_size} ranks, the process group has {len(fingerprints)}"
+            )
+        for rank, fingerprint in enumerate(fingerprints):
+            if fingerprint != fingerprints[0]:
+                raise PlanError(
+                    f"schedule: rank {rank} has another schedule than rank 0; model, plan, cluster and package "
+                    "versions must be the same on all ranks"
+                )
+
+    def _open_transport(self, schedule: Schedule, cluster: ClusterSpec | None, address: str | None) -> None:
+        """Connections along the trees of all messages, if any travel on trees."""
+        if not any(message.on_trees for message in schedule.messages):
+            return
+        sockets = connect_pairs(schedule.tree_edges(), self._group, address, self._connect_timeout)
+        if cluster is None or not cluster.measured:
+            self._transport = Transport(sockets)
+        else:
+            links = LinkGraph(cluster)
+            rates = {peer: links.bandwidth(self._rank, peer) for peer in sockets}
+            self._transport = Transport(sockets, rates, pacing_rates(schedule, links, self._rank))
+        self._closing.callback(self._transport.close)
+
+    def _open_shared_memory(self, schedule: Schedule) -> None:
+        """Memory for all messages that are summed in it, one after the other, if any are."""
+        shared = [message for message in schedule.messages if message.in_shared_memory]
+        if shared:
+            sizes = {one.index: one.rounds[0].length * getattr(torch, one.dtype).itemsize for one in shared}
+            self._shared = SharedMemory(sizes, self._group, self._connect_timeout)
+            self._closing.callback(self._shared.close)
+
+    def _gradients_of(self, message: Message) -> MessageGradients:
+        parameters = [self._parameters[name] for name in message.variables]
+        device = parameters[0].device
+        dtype = getattr(torch, message.dtype)
+        if message.rows:
+            return RowGradients(message, parameters[0], self._row_exchange(message, dtype, device), self._world_size)
+        if message.in_shared_memory:
+            assert self._shared is not None
+            buffer = self._shared.buffer(message.index, self._rank, dtype)
+        else:
+            buffer = torch.zeros(message.numel + message.tail, dtype=dtype, device=device)
+        exchange = self._low_rank(message, buffer) if len(message.rounds) > 1 else self._round(message, 0, buffer)
+        return DenseGradients(message, parameters, buffer, exchange, self._world_size, self._as_views)
+
+    def _low_rank(self, message: Message, buffer: Tensor) -> Exchange:
+        exchange = LowRankExchange(
+            message,
+            [tuple(real_view(self._parameters[name]).shape) for name in message.variables],
+            buffer,
+            self._world_size,
+            lambda number, factors: self._round(message, number, factors),
+        )
+        self._keep(message, factors=exchange.warm_start, residual=exchange.residual)
+        return exchange
+
+    def _round(self, message: Message, number: int, buffer: Tensor) -> Exchange:
+        """The exchange of one round of a dense message; all transfers of a round are of one kind."""
+        transfers = message.rounds[number].transfers
+        exchange: Exchange
+        if all(isinstance(transfer, AllReduce) for transfer in transfers):
+            reduces = [transfer for transfer in transfers if isinstance(transfer, AllReduce)]
+            exchange = AllReduceExchange(reduces, message, buffer, self._group)
+        elif isinstance(transfers[0], TwoLevelAllReduce):
+            if self._group is not None:
+                raise PlanError("schedule: collectives in two levels need the default process group")
+            groups = two_level_groups(transfers[0].places, self._timeout)
+            levels = [transfer for transfer in transfers if isinstance(transfer, TwoLevelAllReduce)]
+            exchange = TwoLevelExchange(levels, buffer, groups)
+        elif isinstance(transfers[0], SharedMemoryReduce):
+            assert self._shared is not None
+            exchange = SharedMemoryExchange(message, self._shared, self._rank, self._world_size, self._timeout)
+        elif isinstance(transfers[0], AllToAll):
+            exchange = AllToAllExchange(transfers[0], message, buffer, self._rank, self._world_size, self._group)
+        else:
+            return self._tree_round(message, number, buffer)
+        self._keep(message, residual=exchange.residual)
+        return exchange
+
+    def _tree_round(self, message: Message, number: int, buffer: Tensor) -> Exchange:
+        assert self._transport is not None
+        staged = buffer.device.type != "cpu"
+        host = torch.zeros_like(buffer, device="cpu", pin_memory=True) if staged else buffer
+        channel = _ROUNDS * message.index + number
+        exchange = TreeExchange(
+            self._transport, channel, self._rank, message, message.rounds[number], host, self._timeout
+        )
+        self._keep(message, residual=exchange.residual)
+        if not staged:
+            return exchange
+        if self._copies is None:
+            self._copies = ThreadPoolExecutor(max_workers=1, thread_name_prefix="autosync-copies")
+        return StagedExchange(exchange, self._copies, buffer, host)
+
+    def _row_exchange(self, message: Message, dtype: torch.dtype, device: torch.device) -> RowExchange:
+        width = message.numel // message.rows
+        if message.collective:
+            return NativeRowExchange(width, dtype, device, self._group)
+        assert self._transport is not None
+        channel = _ROUNDS * message.index
+        exchange = RowTreeExchange(self._transport, channel, self._rank, message, width, dtype, self._timeout)
+        return StagedRowExchange(exchange, device) if device.type != "cpu" else exchange
+
+    def _keep(self, message: Message, **tensors: Tensor | None) -> None:
+        kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+        if kept:
+            self._kept.setdefault(message.name, {}).update(kept)
+
+
+def _check_parameters(message: Message, parameters: Mapping[str, nn.Parameter]) -> None:
+    """Refuse a message whose parameters are not there, or of another type, or on several devices."""
+    where = f"schedule: message '{message.name}'"
+    for name in message.variables:
+        if name not in parameters:
+            raise PlanError(f"{where}: there is no parameter '{name}'")
+    device = parameters[message.variables[0]].device
+    if message.in_shared_memory and device.type != "cpu":
+        raise PlanError(f"{where}: topology 'shared_memory' is for parameters on the CPU, these are on {device}")
+    for name in message.variables:
+        parameter = parameters[name]
+        if real_view(parameter).dtype != getattr(torch, message.dtype) or parameter.device != device:
+            raise PlanError(
+                f"{where}: it carries {message.dtype} on {device}; '{name}' is {parameter.dtype} on {parameter.device}"
+            )

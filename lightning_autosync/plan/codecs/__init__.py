@@ -1,0 +1,73 @@
+"""Codecs: their declared halves, found by name. `lightning_autosync.engine.codecs` has the halves that run.
+
+A file of this package holds a subclass of `CodecFormat` and ends with ``register(...)``; nothing else has to name it. A
+package elsewhere registers its own by an entry point of the group ``lightning_autosync.codecs``, whose value is a
+module that calls `register` when it is imported.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING
+
+from lightning_autosync.errors import PlanError
+from lightning_autosync.plan.codecs.base import CodecFormat
+from lightning_autosync.plan.plugins import import_entry_points, import_modules
+
+if TYPE_CHECKING:
+    from lightning_autosync.plan.spec import Compressor
+
+ENTRY_POINTS = "lightning_autosync.codecs"
+
+_registered: dict[str, CodecFormat] = {}
+
+
+def register(codec: CodecFormat) -> None:
+    """Let plans name a codec.
+
+    Raises:
+        PlanError: its name is taken, or ``encoded_as`` is not one of this package's codecs.
+    """
+    source = f"{type(codec).__module__}.{type(codec).__name__}"
+    if other := _registered.get(codec.name):
+        raise PlanError(
+            f"codec '{codec.name}' of {source}: {type(other).__module__}.{type(other).__name__} has taken the name"
+        )
+    own = type(codec).__module__.startswith(f"{__name__}.")
+    if not own and codec.encoded_as not in _registered:
+        raise PlanError(
+            f"codec '{codec.name}' of {source}: encoded_as is '{codec.encoded_as}'; allowed: {', '.join(_registered)}"
+        )
+    _registered[codec.name] = codec
+
+
+def find(name: str) -> CodecFormat:
+    """The codec of that name.
+
+    Raises:
+        PlanError: there is none.
+    """
+    _load()
+    if name not in _registered:
+        raise PlanError(f"compressor: '{name}' is not known; registered are {', '.join(names())}")
+    return _registered[name]
+
+
+def names() -> tuple[str, ...]:
+    """All names, those of this package first."""
+    _load()
+    return tuple(sorted(_registered, key=lambda name: (_registered[name].place, name)))
+
+
+def encoded_bytes(compressor: Compressor, numel: int, tail: int, itemsize: int) -> int:
+    """See `CodecFormat.encoded_bytes`."""
+    return find(compressor.kind).encoded_bytes(compressor, numel, tail, itemsize)
+
+
+@cache
+def _load() -> None:
+    import_modules(__name__, __path__)
+    import_entry_points(ENTRY_POINTS)
+
+
+__all__ = ["CodecFormat", "encoded_bytes", "find", "names", "register"]

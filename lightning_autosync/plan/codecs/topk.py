@@ -1,0 +1,30 @@
+"""The largest magnitudes and where they are."""
+
+from __future__ import annotations
+
+from math import ceil
+from typing import TYPE_CHECKING
+
+from lightning_autosync.plan.codecs import CodecFormat, register
+from lightning_autosync.plan.codecs.base import COUNT_BYTES
+
+if TYPE_CHECKING:
+    from lightning_autosync.plan.spec import Compressor
+
+
+class TopK(CodecFormat):
+    """The share ``compressor.ratio`` of the elements, each with its position."""
+
+    name = encoded_as = "topk"
+    place = 4
+
+    def encoded_bytes(self, compressor: Compressor, numel: int, tail: int, itemsize: int) -> int:
+        return 8 * kept_elements(compressor, numel - tail) + COUNT_BYTES * tail
+
+
+def kept_elements(compressor: Compressor, numel: int) -> int:
+    """Elements that are kept of ``numel``."""
+    return min(numel, ceil(compressor.ratio * numel))
+
+
+register(TopK())
