@@ -150,8 +150,8 @@ class HybridPlan(Document):
         if isinstance(self.gradients, str):
             from lightning_autosync.plan import builders
 
-            if self.gradients not in builders.BUILDERS:
-                known = ", ".join(builders.BUILDERS)
+            if self.gradients not in builders.names():
+                known = ", ".join(builders.names())
                 raise ValueError(f"gradients: '{self.gradients}' is no builder of synchronous plans; these are {known}")
             return self
         if not self.gradients.has_schedule:
