@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from hybrid.faults import FAULTS, plan_of
-from hybrid.models import MODELS, loss_of, make_batch
-from hybrid.plans import draw_plan
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
+from hybrid.faults import FAULTS, plan_of
+from hybrid.models import MODELS, loss_of, make_batch
+from hybrid.plans import draw_plan
 from lightning_autosync.errors import EquivalenceError
 from lightning_autosync.hybrid import HybridPlan
 from lightning_autosync.hybrid.execution.activation import bring_home

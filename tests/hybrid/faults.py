@@ -11,9 +11,9 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from hybrid.models import HEADS
 from torch import Tensor, nn
 
+from hybrid.models import HEADS
 from lightning_autosync.hybrid import HybridPlan, LayerPlan
 from lightning_autosync.hybrid.execution import boxing, collectives, operators, random_streams, reduction, split_model
 from lightning_autosync.hybrid.execution.shards import Shard

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+
 from hybrid import calls
 from hybrid.models import MODELS
-
 from lightning_autosync.measure.workers import WorkerPool
 
 EQUAL = 1e-6
