@@ -25,6 +25,8 @@ from lightning_autosync.errors import AutoSyncError, ExchangeError
 
 _LINGER = 3.0
 """Seconds, at most, that rank 0, which holds the store, stays for the others to read the result."""
+_LINGER_FOR_LATE = 30.0
+"""The same where not all have come yet, because two processes came as one rank."""
 _AGENT = "TORCHELASTIC_USE_AGENT_STORE"
 """Environment variable of torch: "True" where a launcher holds the store, for all attempts."""
 
@@ -85,6 +87,7 @@ class _SignIn:
     def __init__(self, rendezvous: Rendezvous) -> None:
         self._rendezvous = rendezvous
         self._name = secrets.token_hex(16)
+        self._holds_store = False
         self._store = dist.PrefixStore(f"autosync/roll/{next(_rounds)}", self._open())
 
     def wait_for_all(self, what: str, fault: str, timeout: float) -> None:
@@ -118,9 +121,12 @@ class _SignIn:
             if time.monotonic() > deadline:
                 self._write_result(what)
         result: dict[str, object] = json.loads(store.get(key))
-        store.add(f"{what}/read", 1)
-        if result["missing"]:
-            self._linger(what, size if result["twice"] is not None else store.add(f"{what}/count", 0))
+        with suppress(RuntimeError):  # who holds the store may end once it has this
+            store.add(f"{what}/read", 1)
+        if self._holds_store and result["twice"] is not None:
+            self._linger(what, size, min(timeout, _LINGER_FOR_LATE))
+        elif self._holds_store and result["missing"]:
+            self._linger(what, store.add(f"{what}/count", 0), _LINGER)
         return {**result, "twice": rank} if second else result
 
     def _write_result(self, what: str, twice: int | None = None) -> None:
@@ -128,10 +134,10 @@ class _SignIn:
         missing = [rank for rank in range(self._rendezvous.size) if not self._store.check([f"{what}/{rank}"])]
         self._store.compare_set(f"{what}/result", "", json.dumps({"missing": missing, "twice": twice}))
 
-    def _linger(self, what: str, readers: int) -> None:
-        """Rank 0 stays until the others have read the result, because its store ends with it."""
-        end = time.monotonic() + _LINGER
-        while self._rendezvous.rank == 0 and self._store.add(f"{what}/read", 0) < readers and time.monotonic() < end:
+    def _linger(self, what: str, readers: int, seconds: float) -> None:
+        """This process, which holds the store, stays until the others have read the result."""
+        end = time.monotonic() + seconds
+        while self._store.add(f"{what}/read", 0) < readers and time.monotonic() < end:
             time.sleep(SLICE / 4)
 
     def _open(self) -> dist.TCPStore:
@@ -139,7 +145,7 @@ class _SignIn:
         if rendezvous.rank == 0:
             # A process that has the port already may be a second one with this rank.
             with suppress(dist.DistNetworkError):
-                return dist.TCPStore(
+                store = dist.TCPStore(
                     rendezvous.host,
                     rendezvous.port,
                     rendezvous.size,
@@ -148,6 +154,8 @@ class _SignIn:
                     wait_for_workers=False,
                     multi_tenant=True,
                 )
+                self._holds_store = True
+                return store
         try:
             return find_store(rendezvous.host, rendezvous.port, rendezvous.timeout, waiting=rendezvous.timeout)
         except (ConnectionError, ExchangeError) as cause:  # after it was killed, its port may still accept
