@@ -16,7 +16,7 @@ from lightning_autosync.relaxed.server.server import serve as serve_until_the_en
 from lightning_autosync.relaxed.transport.heartbeat import read_heartbeat
 
 
-class Settings(Record):
+class ServeSettings(Record):
     """``conf/serve.yaml`` as data."""
 
     host: Annotated[str, Field(min_length=1)]
@@ -28,7 +28,7 @@ class Settings(Record):
     heartbeat: dict[str, PositiveFloat]
 
     @classmethod
-    def parse(cls, configuration: dict[str, Any]) -> Settings:
+    def parse(cls, configuration: dict[str, Any]) -> ServeSettings:
         """Check a composed configuration.
 
         Raises:
@@ -50,7 +50,7 @@ def serve(configuration: dict[str, Any], directory: Path) -> None:
         DocumentError: a setting is wrong.
         ExchangeError: the job could not be met, or the server could not go on.
     """
-    settings = Settings.parse(configuration)
+    settings = ServeSettings.parse(configuration)
     # The own address is the one that faces the job, unless it is given.
     os.environ.setdefault("MASTER_ADDR", settings.host)
     secret = required_secret("autosync serve: the job's secret is missing")

@@ -8,7 +8,7 @@ from typing import Any
 from lightning_autosync.errors import DocumentError
 from lightning_autosync.targets import check_target
 from lightning_autosync.training.job import run_job
-from lightning_autosync.training.settings import Settings
+from lightning_autosync.training.settings import TrainingSettings
 
 
 def train(configuration: dict[str, Any], directory: Path) -> float | None:
@@ -17,7 +17,7 @@ def train(configuration: dict[str, Any], directory: Path) -> float | None:
     Raises:
         AutoSyncError: a setting is wrong, ranks cannot be started, or some failed.
     """
-    settings = Settings.parse(configuration)
+    settings = TrainingSettings.parse(configuration)
     check_target("model", settings.module)
     check_target("data", settings.data_module)
     result = run_job(settings, directory)

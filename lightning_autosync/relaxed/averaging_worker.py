@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -14,12 +13,12 @@ from torch.optim import Optimizer
 
 from lightning_autosync.errors import ExchangeError, GroupBroken, PeerLost
 from lightning_autosync.relaxed.base import Drain, Synchronizer
-from lightning_autosync.relaxed.controller import RANK, Controller, ControllerLink
+from lightning_autosync.relaxed.controller import RANK, Controller, ControllerClient
 from lightning_autosync.relaxed.coordinator import Coordinator
 from lightning_autosync.relaxed.group_average import GroupAverage
 from lightning_autosync.relaxed.model_state import (
+    DonatedOptimizer,
     FlatView,
-    Inheritance,
     ModelTensors,
     model_bytes,
     optimizer_averages,
@@ -93,17 +92,17 @@ class AveragingWorker(Synchronizer):
             raise ExchangeError(f"rank {RANK}, and no other, has the coordinator")
         self._mesh, self._model, self._timeout = mesh, model, timeout
         self._average = GroupAverage(mesh, stall)
-        # Whoever waits at a barrier learns from the controller who did not come; its own patience is the last resort.
-        self._link = ControllerLink(mesh, timeout + stall)
+        # Whoever waits at a barrier learns from the controller who did not come; its own time-out is the last resort.
+        self._client = ControllerClient(mesh, timeout + stall)
         self._controller = Controller(mesh, coordinator) if coordinator is not None else None
         self.group: Group | None = None
         self._averages_momentum = momentum
         self._optimizer: Optimizer | None = None
         """Of the last step."""
-        self._inherited: Inheritance | None = None
+        self._donated: DonatedOptimizer | None = None
         self._iteration = 0
         self._samples = 0
-        self._away = ""
+        self._misplaced = ""
         self._closed = False
 
     @property
@@ -111,9 +110,9 @@ class AveragingWorker(Synchronizer):
         return self._iteration
 
     def start(self) -> None:
-        self._link.tell("start")
+        self._client.send("start")
         while True:
-            kind, header = self._link.wait("donate", "take")
+            kind, header = self._client.receive("donate", "take")
             if kind == "donate":
                 self._donate(header["takers"], steps_back=0)
                 return
@@ -124,7 +123,7 @@ class AveragingWorker(Synchronizer):
             except PeerLost as cause:
                 if cause.peer != header["donor"] or cause.peer == RANK:
                     raise
-                self._link.tell("start")
+                self._client.send("start")
 
     def drain(self) -> None:
         parameters = self._model.parameters
@@ -135,19 +134,19 @@ class AveragingWorker(Synchronizer):
 
         elements = sum(FlatView(common).sizes)
         facts = self._momentum_facts(parameters)
-        group, average = self._meet("arrive", elements, lambda group: view(group).pack(), **facts)
+        group, average = self._average_with_group("arrive", elements, lambda group: view(group).pack(), **facts)
         view(group).unpack(average)
         self._iteration, self._samples = group["iteration"], 0
         self.last_drain = Drain(group["generation"], dict(zip(group["members"], group["visits"], strict=True)))
-        self._away = "after a drain, training goes on with resume()"
+        self._misplaced = "after a drain, training goes on with resume()"
         self._after_drain()
 
     def resume(self) -> None:
-        self._away = ""
+        self._misplaced = ""
 
     def finish(self) -> None:
-        self._link.tell("done")
-        self._away = "this worker has finished; drain() comes next"
+        self._client.send("done")
+        self._misplaced = "this worker has finished; drain() comes next"
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -171,47 +170,45 @@ class AveragingWorker(Synchronizer):
             return
         self._closed = True
         with suppress(ExchangeError):  # if nobody is left to be told
-            self._link.tell("leave")
+            self._client.send("leave")
         if self._controller is not None:
             self._controller.close()
         self._average.close()
 
-    # What the two ways differ in
+    # What periodic averaging has beside a partial reduce
 
-    @abstractmethod
     def _drained_state(self) -> list[Tensor]:
         """Tensors beside the model that a barrier averages."""
+        return []
 
-    @abstractmethod
     def _after_drain(self) -> None:
         """The model is the common one now."""
 
-    @abstractmethod
     def _own_state(self) -> dict[str, Any]:
         """Entries of :meth:`state_dict`."""
+        return {}
 
-    @abstractmethod
-    def _load_own_state(self, state: dict[str, Any]) -> None: ...
+    def _load_own_state(self, state: dict[str, Any]) -> None:
+        """Take what :meth:`_own_state` returned."""
 
-    @abstractmethod
-    def _handed_over(self, steps_back: int) -> tuple[dict[str, Any], list[Tensor]]:
+    def _rejoin_state(self, steps_back: int) -> tuple[dict[str, Any], list[Tensor]]:
         """What a worker that comes back needs beside the model: JSON data as of some steps ago, and tensors.
 
         It has tensors of the same shapes.
         """
+        return {}, []
 
-    @abstractmethod
-    def _adopt(self, facts: dict[str, Any]) -> None:
-        """Take the JSON data of :meth:`_handed_over`; the tensors are there already."""
+    def _load_rejoin_state(self, facts: dict[str, Any]) -> None:
+        """Take the JSON data of :meth:`_rejoin_state`; the tensors are there already."""
 
     # Local steps
 
     def _step_locally(self, optimizer: Optimizer, samples: int) -> None:
-        if self._away:
-            raise ExchangeError(f"a step now is out of place: {self._away}")
-        if self._inherited is not None:
-            self._inherited.give_to(optimizer, self._model.parameters)
-        self._optimizer, self._inherited = optimizer, None
+        if self._misplaced:
+            raise ExchangeError(f"a step now is out of place: {self._misplaced}")
+        if self._donated is not None:
+            self._donated.give_to(optimizer, self._model.parameters)
+        self._optimizer, self._donated = optimizer, None
         optimizer.step()
         self._iteration += 1
         self._samples += samples
@@ -231,7 +228,7 @@ class AveragingWorker(Synchronizer):
 
     # Groups
 
-    def _meet(
+    def _average_with_group(
         self, kind: str, elements: int, flat_for: Callable[[dict[str, Any]], Tensor], **facts: Any
     ) -> tuple[dict[str, Any], Tensor]:
         """Ask for a group and average with it what ``flat_for`` the group gives, flat; again, if the group breaks.
@@ -246,7 +243,7 @@ class AveragingWorker(Synchronizer):
         for attempt in range(ATTEMPTS):
             if attempt:
                 time.sleep(min(_SHORTEST_PAUSE * 2 ** (attempt - 1), _LONGEST_PAUSE))
-            self._link.tell(kind, iteration=self._iteration, samples=self._samples, elements=elements, **facts)
+            self._client.send(kind, iteration=self._iteration, samples=self._samples, elements=elements, **facts)
             group = self._await_group(steps_back=int(kind == "ready"))
             average = self._try(group, flat_for(group))
             if average is not None:
@@ -256,7 +253,7 @@ class AveragingWorker(Synchronizer):
     def _await_group(self, steps_back: int) -> dict[str, Any]:
         """The group. A worker that comes back meanwhile starts ``steps_back`` steps ago, to meet this one by a step."""
         while True:
-            kind, header = self._link.wait("donate", "group")
+            kind, header = self._client.receive("donate", "group")
             if kind == "group":
                 bridging, active = header.get("bridging", False), header.get("active", 0)
                 self.group = Group(header["generation"], tuple(header["members"]), bridging, active)
@@ -268,9 +265,9 @@ class AveragingWorker(Synchronizer):
         average = self._run(group, flat)
         generation = group["generation"]
         if average is None:
-            self._link.tell("broken", generation=generation, number=group.get("number"))
+            self._client.send("broken", generation=generation, number=group.get("number"))
         elif group["atomic"]:
-            self._link.tell("complete", generation=generation)
+            self._client.send("complete", generation=generation)
         if group["atomic"] and not self._commits(generation):
             return None
         return average
@@ -288,14 +285,14 @@ class AveragingWorker(Synchronizer):
 
     def _commits(self, generation: int) -> bool:
         while True:
-            _, verdict = self._link.wait("verdict")
+            _, verdict = self._client.receive("verdict")
             if verdict["generation"] == generation:
                 return bool(verdict["commit"])
 
     # Models for those who come (back)
 
     def _donate(self, takers: list[list[int]], steps_back: int) -> None:
-        facts, extra = self._handed_over(steps_back)
+        facts, extra = self._rejoin_state(steps_back)
         optimizer = self._packed_optimizer().parts
         # First what is aligned.
         parts = [*optimizer, *model_bytes([*self._model.all, *extra])]
@@ -311,7 +308,7 @@ class AveragingWorker(Synchronizer):
         """The state of the own optimizer, or what is kept for it; nothing before the first step of all."""
         if self._optimizer is not None:
             return pack_optimizer(self._optimizer, self._model.parameters)
-        return pack({}) if self._inherited is None else self._inherited.packed()
+        return pack({}) if self._donated is None else self._donated.packed()
 
     def _take(self, donor: int, visit: int) -> None:
         mail = self._mesh.receive(_MODEL, sender=donor, timeout=self._timeout)
@@ -319,8 +316,8 @@ class AveragingWorker(Synchronizer):
             # Meant for a predecessor, which asked before it was lost.
             mail = self._mesh.receive(_MODEL, sender=donor, timeout=self._timeout)
         size = mail.header["optimizer"]
-        _, extra = self._handed_over(0)
+        _, extra = self._rejoin_state(0)
         take_bytes([*self._model.all, *extra], mail.payload[size:], donor)
-        self._inherited = Inheritance.found(donor, mail.payload[:size])
+        self._donated = DonatedOptimizer.found(donor, mail.payload[:size])
         self._iteration = mail.header["iteration"]
-        self._adopt(mail.header["facts"])
+        self._load_rejoin_state(mail.header["facts"])

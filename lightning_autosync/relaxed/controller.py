@@ -11,7 +11,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from lightning_autosync.errors import ExchangeError
-from lightning_autosync.relaxed.coordinator import Coordinator, Order
+from lightning_autosync.relaxed.coordinator import Command, Coordinator
 from lightning_autosync.relaxed.transport.mesh import Mesh
 from lightning_autosync.relaxed.transport.messages import Mail
 
@@ -78,7 +78,7 @@ class Controller:
         except Empty:
             return time.monotonic()
 
-    def _answer(self, event: Mail | int | float) -> list[Order]:
+    def _answer(self, event: Mail | int | float) -> list[Command]:
         now = time.monotonic()
         with self._lock:
             if isinstance(event, Mail):
@@ -87,13 +87,13 @@ class Controller:
                 return self._coordinator.lose(event, now)
             return self._coordinator.tick(now)
 
-    def _send(self, orders: Iterable[Order]) -> None:
-        for order in orders:
+    def _send(self, commands: Iterable[Command]) -> None:
+        for command in commands:
             with suppress(ExchangeError):  # of a loss, the mesh tells
-                self._mesh.send(order.rank, f"worker.{order.kind}", order.header)
+                self._mesh.send(command.rank, f"worker.{command.kind}", command.header)
 
 
-class ControllerLink:
+class ControllerClient:
     """A worker's line to the controller.
 
     Args:
@@ -103,7 +103,7 @@ class ControllerLink:
     def __init__(self, mesh: Mesh, timeout: float) -> None:
         self._mesh, self._timeout = mesh, timeout
 
-    def tell(self, kind: str, **header: Any) -> None:
+    def send(self, kind: str, **header: Any) -> None:
         """Send a request.
 
         Raises:
@@ -111,16 +111,16 @@ class ControllerLink:
         """
         self._mesh.send(RANK, f"controller.{kind}", header)
 
-    def wait(self, *kinds: str) -> tuple[str, dict[str, Any]]:
+    def receive(self, *kinds: str) -> tuple[str, dict[str, Any]]:
         """The next order of one of the kinds, and its header; if several wait, of the kind named first.
 
         Raises:
             ExchangeError: the controller stopped everything, is lost, or kept silent.
         """
         # The mesh looks for kinds in the order given: what came before the end still counts.
-        wanted = (*(f"worker.{kind}" for kind in kinds), "worker.stop", "worker.patience")
+        wanted = (*(f"worker.{kind}" for kind in kinds), "worker.stop", "worker.extend")
         mail = self._mesh.receive(*wanted, sender=RANK, timeout=self._timeout)
-        while mail.kind == "worker.patience":
+        while mail.kind == "worker.extend":
             mail = self._mesh.receive(*wanted, sender=RANK, timeout=self._timeout)
         if mail.kind == "worker.stop":
             raise ExchangeError(mail.header["reason"])

@@ -1,4 +1,4 @@
-"""Who averages with whom, as a state machine: messages of workers in, orders to workers out.
+"""Who averages with whom, as a state machine: messages of workers in, commands to workers out.
 
 Pure: it neither sends nor waits; whoever holds it tells the time. What travels:
 
@@ -7,7 +7,7 @@ of a drain), ``done`` (no more data before the drain), ``broken`` (a group's ave
 *atomic* group went well), ``leave``.
 
 To a worker: ``group`` (average with these), ``verdict`` (all members of the atomic group completed: commit; or signal
-again), ``donate`` (send your model to these), ``take`` (expect a model from that one), ``patience`` (somebody came
+again), ``donate`` (send your model to these), ``take`` (expect a model from that one), ``extend`` (somebody came
 back, or goes on towards the barrier: the wait there begins anew), ``stop`` (an error, for good). Whoever takes is named
 by rank and by number of its ``visit``: a worker that is lost and comes back must not get what was meant for it before.
 """
@@ -20,16 +20,16 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 from lightning_autosync.relaxed.grouping import (
+    AdaptivePeriod,
     Grouped,
     Grouping,
-    Pace,
     constant_weights,
     dynamic_weights,
     sample_weights,
 )
 
 
-class Order(NamedTuple):
+class Command(NamedTuple):
     """A message to one worker."""
 
     rank: int
@@ -85,7 +85,7 @@ class Coordinator:
         atomic: whether all members of a group commit or none; barriers always are.
         timeout: seconds that the last worker may come to a start, a group or a barrier after the first; to a barrier,
             after any worker's last step.
-        pace: what adapts the period, if anything does.
+        period: what adapts the period of averages, if anything does.
     """
 
     def __init__(
@@ -96,28 +96,28 @@ class Coordinator:
         dynamic: bool = False,
         atomic: bool = False,
         timeout: float = 1800.0,
-        pace: Pace | None = None,
+        period: AdaptivePeriod | None = None,
     ) -> None:
         self.stopped: str | None = None
         self._grouping = grouping
-        self._dynamic, self._atomic, self._timeout, self._pace = dynamic, atomic, timeout, pace
+        self._dynamic, self._atomic, self._timeout, self._period = dynamic, atomic, timeout, period
         self._workers = {rank: _Worker() for rank in range(workers)}
         self._lost: set[int] = set()
         self._started = False
         self._generation = 0
         self._drained = 0
         self._groups: dict[int, _Atomic] = {}
-        self._orders: list[Order] = []
+        self._commands: list[Command] = []
 
-    def handle(self, rank: int, kind: str, header: dict[str, Any], now: float) -> list[Order]:
+    def handle(self, rank: int, kind: str, header: dict[str, Any], now: float) -> list[Command]:
         """What follows from a worker's message that came at ``now`` (seconds, from any origin)."""
         worker = self._workers.get(rank)
         if worker is None:
-            return [Order(rank, "stop", {"reason": f"rank {rank} is none of the {len(self._workers)} workers"})]
+            return [Command(rank, "stop", {"reason": f"rank {rank} is none of the {len(self._workers)} workers"})]
         if self.stopped is not None:
-            return [Order(rank, "stop", {"reason": self.stopped})]
+            return [Command(rank, "stop", {"reason": self.stopped})]
         if worker.phase is Phase.ABSENT and kind not in ("start", "leave"):
-            return [Order(rank, "stop", {"reason": f"rank {rank} was given up; it must start again"})]
+            return [Command(rank, "stop", {"reason": f"rank {rank} was given up; it must start again"})]
         match kind:
             case "start":
                 self._start(rank, now)
@@ -139,14 +139,14 @@ class Coordinator:
                 self._remove(rank)
         return self._decide(now)
 
-    def lose(self, rank: int, now: float) -> list[Order]:
+    def lose(self, rank: int, now: float) -> list[Command]:
         """A worker is gone; it may come back with ``start``."""
         if rank not in self._workers or self.stopped is not None:
             return []
         self._remove(rank)
         return self._decide(now)
 
-    def tick(self, now: float) -> list[Order]:
+    def tick(self, now: float) -> list[Command]:
         """What follows from the mere passing of time."""
         if self.stopped is not None:
             return []
@@ -167,7 +167,7 @@ class Coordinator:
         for rank in self._in(Phase.STARTING):
             if now >= self._workers[rank].since + self._timeout:
                 self._remove(rank)
-                self._order(rank, "stop", {"reason": reason})
+                self._command(rank, "stop", {"reason": reason})
 
     def deadline(self, now: float) -> float | None:
         """When to call :meth:`tick` at the latest; None if only messages matter."""
@@ -176,7 +176,7 @@ class Coordinator:
         close = self._grouping.deadline(now)
         return min([end for _, end in self._ends()] + ([] if close is None else [close]), default=None)
 
-    def stop(self, reason: str) -> list[Order]:
+    def stop(self, reason: str) -> list[Command]:
         """End everything: an error on every worker that still wants something."""
         if self.stopped is None:
             self._stop(reason)
@@ -187,7 +187,7 @@ class Coordinator:
         return {
             "iterations": [worker.iteration for worker in self._workers.values()],
             "window": self._grouping.isolation.state(),
-            "pace": self._pace.state() if self._pace else None,
+            "pace": self._period.state() if self._period else None,
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -196,8 +196,8 @@ class Coordinator:
             for worker, iteration in zip(self._workers.values(), state["iterations"], strict=True):
                 worker.iteration = iteration
             self._grouping.isolation.restore(**state["window"])
-        if self._pace is not None and state["pace"] is not None:
-            self._pace.restore(**state["pace"])
+        if self._period is not None and state["pace"] is not None:
+            self._period.restore(**state["pace"])
 
     # Coming and going
 
@@ -223,12 +223,12 @@ class Coordinator:
         worker.iteration, worker.samples = header["iteration"], header["samples"]
         worker.elements, worker.rate = header["elements"], header.get("rate", 0.0)
         worker.averages = header.get("averages")
-        if self._pace is not None and "step_time" in header:
-            self._pace.report(header["step_time"], header["exchange_time"])
+        if self._period is not None and "step_time" in header:
+            self._period.report(header["step_time"], header["exchange_time"])
 
     # Deciding
 
-    def _decide(self, now: float) -> list[Order]:
+    def _decide(self, now: float) -> list[Command]:
         if not self._started:
             self._begin()
         else:
@@ -243,7 +243,7 @@ class Coordinator:
         if not coming or self._awaited(Phase.STARTING):
             return
         self._started = True
-        self._hand_over(coming[0], coming[1:], iteration=self._workers[coming[0]].iteration)
+        self._send_model(coming[0], coming[1:], iteration=self._workers[coming[0]].iteration)
         self._workers[coming[0]].phase = Phase.TRAINING
 
     def _donate(self, now: float) -> None:
@@ -252,19 +252,19 @@ class Coordinator:
         donors = self._in(Phase.WAITING, Phase.ARRIVED)
         if joining and donors:
             donor = max(donors, key=lambda rank: (self._workers[rank].iteration, -rank))
-            self._hand_over(donor, joining, iteration=self._workers[donor].iteration)
+            self._send_model(donor, joining, iteration=self._workers[donor].iteration)
             self._renew(now, Phase.WAITING, Phase.ARRIVED)
 
     def _renew(self, now: float, *phases: Phase) -> None:
         """Whom those in ``phases`` wait for is alive and moves on: they wait as long again."""
         for rank in self._in(*phases):
             self._workers[rank].since = now
-            self._order(rank, "patience", {})
+            self._command(rank, "extend", {})
 
-    def _hand_over(self, donor: int, takers: list[int], iteration: int) -> None:
-        self._order(donor, "donate", {"takers": [[rank, self._workers[rank].visit] for rank in takers]})
+    def _send_model(self, donor: int, takers: list[int], iteration: int) -> None:
+        self._command(donor, "donate", {"takers": [[rank, self._workers[rank].visit] for rank in takers]})
         for rank in takers:
-            self._order(rank, "take", {"donor": donor, "visit": self._workers[rank].visit, "drained": self._drained})
+            self._command(rank, "take", {"donor": donor, "visit": self._workers[rank].visit, "drained": self._drained})
             self._workers[rank].phase, self._workers[rank].iteration = Phase.TRAINING, iteration
 
     def _form_groups(self, now: float) -> None:
@@ -277,7 +277,7 @@ class Coordinator:
         iterations = [self._workers[rank].iteration for rank in members]
         weights = dynamic_weights(iterations) if self._dynamic else constant_weights(len(members))
         facts = {"number": group.number, "bridging": group.bridging, "active": active}
-        self._order_group(members, weights, False, facts)
+        self._call_group(members, weights, False, facts)
 
     def _open_barrier(self) -> None:
         members = tuple(self._in(Phase.ARRIVED))
@@ -288,14 +288,14 @@ class Coordinator:
         averages = self._averages(members) if any(samples) else set()
         visits = [self._workers[rank].visit for rank in members]
         facts = {"averages": next(iter(averages), ()), "visits": visits}
-        self._order_group(members, sample_weights(samples), True, facts)
+        self._call_group(members, sample_weights(samples), True, facts)
 
     def _averages(self, members: Iterable[int]) -> set[tuple[str, ...]]:
         """What optimizers keep that have stepped; they must agree."""
         kept = (self._workers[rank].averages for rank in members)
         return {tuple(names) for names in kept if names}
 
-    def _order_group(self, members: tuple[int, ...], weights: list[float], drain: bool, facts: dict[str, Any]) -> None:
+    def _call_group(self, members: tuple[int, ...], weights: list[float], drain: bool, facts: dict[str, Any]) -> None:
         workers = [self._workers[rank] for rank in members]
         unlike = not drain and any(worker.averages != workers[0].averages for worker in workers)
         if unlike or len(self._averages(members)) > 1:
@@ -321,11 +321,11 @@ class Coordinator:
             "drain": drain,
             **facts,
         }
-        if self._pace is not None:
-            header["period"] = self._pace.next_period()
+        if self._period is not None:
+            header["period"] = self._period.next_period()
         for rank, worker in zip(members, workers, strict=True):
             worker.phase = Phase.GROUPED
-            self._order(rank, "group", header)
+            self._command(rank, "group", header)
             if atomic:
                 worker.generation = self._generation
         if atomic:
@@ -356,7 +356,7 @@ class Coordinator:
             if commit and group.drain:
                 worker.iteration, worker.samples = newest, 0
                 self._drained = generation
-            self._order(rank, "verdict", {"generation": generation, "commit": commit})
+            self._command(rank, "verdict", {"generation": generation, "commit": commit})
 
     # Helpers
 
@@ -381,17 +381,17 @@ class Coordinator:
 
     def _stop(self, reason: str) -> None:
         self.stopped = reason
-        self._orders = [Order(rank, "stop", {"reason": reason}) for rank in self._present()]
+        self._commands = [Command(rank, "stop", {"reason": reason}) for rank in self._present()]
 
     def _present(self) -> Iterable[int]:
         return (rank for rank, worker in self._workers.items() if worker.phase is not Phase.ABSENT)
 
-    def _order(self, rank: int, kind: str, header: dict[str, Any]) -> None:
-        self._orders.append(Order(rank, kind, header))
+    def _command(self, rank: int, kind: str, header: dict[str, Any]) -> None:
+        self._commands.append(Command(rank, kind, header))
 
-    def _flush(self) -> list[Order]:
-        orders, self._orders = self._orders, []
-        return orders
+    def _flush(self) -> list[Command]:
+        commands, self._commands = self._commands, []
+        return commands
 
 
 def _names(averages: list[str] | None) -> str:

@@ -293,7 +293,7 @@ _MEMORY = 0.5
 """Weight of the past in the moving averages of times."""
 
 
-class Pace:
+class AdaptivePeriod:
     """The least period at which averaging takes no more than a share of the time.
 
     With steps of ``s`` seconds and exchanges of ``x``, a period of H spends ``x / (H s + x)`` on exchanges.

@@ -176,17 +176,17 @@ def _is_average(name: str, value: object, parameter: Tensor) -> bool:
     )
 
 
-class Inheritance(NamedTuple):
+class DonatedOptimizer(NamedTuple):
     """The optimizer's state of a live worker, for one whose own optimizer is not known yet.
 
-    A payload: `Inheritance.packed` of the one becomes `Inheritance.found` of the other.
+    A payload: `DonatedOptimizer.packed` of the one becomes `DonatedOptimizer.found` of the other.
     """
 
     donor: int
     state: Unpacked
 
     @classmethod
-    def found(cls, donor: int, payload: memoryview) -> Inheritance | None:
+    def found(cls, donor: int, payload: memoryview) -> DonatedOptimizer | None:
         """What came from ``donor``; None if it had nothing to give."""
         state = unpack(payload)
         return cls(donor, state) if state.values else None

@@ -6,9 +6,6 @@ generation of SDPipe (VLDB 2023).
 
 from __future__ import annotations
 
-from typing import Any
-
-from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_autosync.plan import Consistency
@@ -55,25 +52,7 @@ class PartialReduce(AveragingWorker):
         slots = self._momenta(self._model.parameters, facts.get("averages", []))
         view = FlatView([*self._model.parameters, *slots])
         flat = view.pack()
-        group, average = self._meet("ready", flat.numel(), lambda _: flat, **facts)
+        group, average = self._average_with_group("ready", flat.numel(), lambda _: flat, **facts)
         if len(group["members"]) > 1:
             view.unpack(average)
         self._iteration = group["iteration"]
-
-    def _drained_state(self) -> list[Tensor]:
-        return []
-
-    def _after_drain(self) -> None:
-        pass
-
-    def _own_state(self) -> dict[str, Any]:
-        return {}
-
-    def _load_own_state(self, state: dict[str, Any]) -> None:
-        pass
-
-    def _handed_over(self, steps_back: int) -> tuple[dict[str, Any], list[Tensor]]:
-        return {}, []
-
-    def _adopt(self, facts: dict[str, Any]) -> None:
-        pass

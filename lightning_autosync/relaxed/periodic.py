@@ -16,7 +16,7 @@ from lightning_autosync.plan import Consistency
 from lightning_autosync.relaxed.averaging_worker import AveragingWorker
 from lightning_autosync.relaxed.controller import RANK
 from lightning_autosync.relaxed.coordinator import Coordinator
-from lightning_autosync.relaxed.grouping import Grouping, IsolationGuard, Pace
+from lightning_autosync.relaxed.grouping import AdaptivePeriod, Grouping, IsolationGuard
 from lightning_autosync.relaxed.model_state import FlatView, ModelTensors, flat_type
 from lightning_autosync.relaxed.outer_updates import make_outer
 from lightning_autosync.relaxed.transport.mesh import Mesh
@@ -80,9 +80,9 @@ class Periodic(AveragingWorker):
         assert settings.period is not None
         coordinator = None
         if mesh.rank == RANK:
-            pace = Pace(settings.period, settings.overhead, LONGEST) if settings.overhead else None
+            period = AdaptivePeriod(settings.period, settings.overhead, LONGEST) if settings.overhead else None
             grouping = Grouping(None, isolation=IsolationGuard(None))
-            coordinator = Coordinator(workers or mesh.size, grouping, atomic=True, timeout=timeout, pace=pace)
+            coordinator = Coordinator(workers or mesh.size, grouping, atomic=True, timeout=timeout, period=period)
         super().__init__(mesh, model, coordinator, timeout, stall, settings.momentum == "average")
         self._period, self._adapts = settings.period, settings.overhead is not None
         self._warmup = settings.warmup or 0
@@ -124,7 +124,7 @@ class Periodic(AveragingWorker):
         view = FlatView([*parameters, *self._momenta(parameters, facts.get("averages", []))])
         local = view.pack().to(self._dtype)
         facts |= {"rate": float(optimizer.param_groups[0]["lr"]), **self._clock.facts()}
-        group, mean = self._meet("ready", local.numel(), lambda _: local, **facts)
+        group, mean = self._average_with_group("ready", local.numel(), lambda _: local, **facts)
         result = mean.clone()
         begin = 0
         for index in due:
@@ -198,11 +198,11 @@ class Periodic(AveragingWorker):
                 own[name].copy_(tensor)
         self._loaded = True
 
-    def _handed_over(self, steps_back: int) -> tuple[dict[str, Any], list[Tensor]]:
+    def _rejoin_state(self, steps_back: int) -> tuple[dict[str, Any], list[Tensor]]:
         ages = [age - steps_back for age in self._ages]
         return {"period": self._period, "ages": ages}, self._drained_state()
 
-    def _adopt(self, facts: dict[str, Any]) -> None:
+    def _load_rejoin_state(self, facts: dict[str, Any]) -> None:
         self._period, self._ages = facts["period"], list(facts["ages"])
 
 

@@ -16,7 +16,7 @@ from lightning_autosync.engine.failure_detector import FailureDetector, open_fai
 from lightning_autosync.engine.rendezvous_check import Rendezvous, checked_rendezvous
 from lightning_autosync.errors import AutoSyncError, ExchangeError, PlanError
 from lightning_autosync.plan import SyncPlan
-from lightning_autosync.strategy.settings import Settings
+from lightning_autosync.strategy.settings import StrategySettings
 
 T = TypeVar("T")
 
@@ -71,7 +71,7 @@ def _raise_difference(identities: list[dict[str, str]]) -> None:
                 )
 
 
-def checked_formation(environment: Any, settings: Settings) -> AbstractContextManager[None]:
+def checked_formation(environment: Any, settings: StrategySettings) -> AbstractContextManager[None]:
     """Around the forming of the process group and `compare_ranks`: see `checked_rendezvous`.
 
     Args:
@@ -88,7 +88,7 @@ def checked_formation(environment: Any, settings: Settings) -> AbstractContextMa
     )
 
 
-def compare_ranks(settings: Settings) -> FailureDetector | None:
+def compare_ranks(settings: StrategySettings) -> FailureDetector | None:
     """Compare what ranks run, and connect them so that each learns which one is lost; collective.
 
     The versions of this package and of the plan's format must be equal; of torch's version the first two numbers
@@ -131,13 +131,13 @@ def _compare_versions(found: list[dict[str, Any]]) -> None:
             raise ExchangeError(f"ranks run different versions of {name}: {told}; install the same on all nodes")
 
 
-def _usable(settings: Settings) -> Settings:
-    if settings.fault is not None:
-        raise settings.fault
+def _usable(settings: StrategySettings) -> StrategySettings:
+    if settings.error is not None:
+        raise settings.error
     return settings
 
 
-def _rules(settings: Settings) -> dict[str, str]:
+def _rules(settings: StrategySettings) -> dict[str, str]:
     """Settings by which ranks take part in exchanges, by the name that an error calls them."""
     return {
         "consistency of the plan": "synchronous" if settings.scheduled else "relaxed, or with servers",

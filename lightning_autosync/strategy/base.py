@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from lightning_autosync.engine import Engine
 from lightning_autosync.plan import Schedule, SyncPlan
 from lightning_autosync.strategy.job import RunningJob
-from lightning_autosync.strategy.settings import Settings
+from lightning_autosync.strategy.settings import StrategySettings
 
 
 class Replica(ABC):
@@ -36,7 +36,7 @@ class Replica(ABC):
     @classmethod
     @abstractmethod
     def for_trainer(
-        cls, module: nn.Module, settings: Settings, nodes: int, devices: int, rank: int, job: RunningJob | None
+        cls, module: nn.Module, settings: StrategySettings, nodes: int, devices: int, rank: int, job: RunningJob | None
     ) -> Replica:
         """The replica of a Trainer's module; collective.
 

@@ -22,7 +22,7 @@ from lightning_autosync.strategy.base import Replica
 from lightning_autosync.strategy.checkpoint import gather_state, own_state, warn_left_out
 from lightning_autosync.strategy.job import RunningJob
 from lightning_autosync.strategy.resolution import Resolution, memory_fault, resolve_together
-from lightning_autosync.strategy.settings import Settings
+from lightning_autosync.strategy.settings import StrategySettings
 from lightning_autosync.workload import shared_buffers, shared_parameters, shortened_rows, variable_names
 
 _CALM = 100
@@ -48,7 +48,7 @@ class ExactReplica(Replica):
     def __init__(
         self,
         module: nn.Module,
-        settings: Settings,
+        settings: StrategySettings,
         nodes: int,
         devices: int,
         group: dist.ProcessGroup | None = None,
@@ -73,7 +73,7 @@ class ExactReplica(Replica):
 
     @classmethod
     def for_trainer(
-        cls, module: nn.Module, settings: Settings, nodes: int, devices: int, rank: int, job: RunningJob | None
+        cls, module: nn.Module, settings: StrategySettings, nodes: int, devices: int, rank: int, job: RunningJob | None
     ) -> ExactReplica:
         return cls(module, settings, nodes, devices, watched=True)
 

@@ -18,7 +18,7 @@ from lightning_autosync.errors import AutoSyncError, ExchangeError, PlanError
 from lightning_autosync.plan import SyncPlan
 from lightning_autosync.relaxed.transport.mesh import Mesh
 from lightning_autosync.strategy.resolution import Resolution
-from lightning_autosync.strategy.settings import Settings
+from lightning_autosync.strategy.settings import StrategySettings
 
 STORE_PORT = "AUTOSYNC_PORT"
 """Environment variable: the port of rank 0 under which ``autosync serve``, and a rank that comes back, find the job;
@@ -54,7 +54,7 @@ class RunningJob(NamedTuple):
     identity: dict[str, str]
 
 
-def open_mesh(found: Resolution, settings: Settings, rank: int, job: RunningJob | None = None) -> JobMesh:
+def open_mesh(found: Resolution, settings: StrategySettings, rank: int, job: RunningJob | None = None) -> JobMesh:
     """Meet all ranks and servers; servers may come late. Collective, but for a rank that comes back.
 
     Args:
@@ -139,7 +139,7 @@ def find_job(host: str, timeout: float) -> RunningJob | None:
         return None
 
 
-def _meet_at_store(found: Resolution, settings: Settings, rank: int) -> dist.TCPStore:
+def _meet_at_store(found: Resolution, settings: StrategySettings, rank: int) -> dist.TCPStore:
     """The store that rank 0 opens."""
     size = found.plan.world_size
     if dist.get_world_size() != size:

@@ -29,8 +29,8 @@ from lightning_autosync.strategy.settings import (
     HeartbeatArgument,
     PlanArgument,
     Scheduling,
-    Settings,
     StartMethod,
+    StrategySettings,
     Timeout,
     read_settings,
 )
@@ -106,7 +106,7 @@ class AutoSyncMixin(_Base):
     ) -> None:
         settings, launch = read_settings(locals())
         super().__init__(**launch)
-        self._settings: Settings = settings
+        self._settings: StrategySettings = settings
         self._replica_class: type[Replica] = ExactReplica if settings.scheduled else RelaxedReplica
         self._replica: Replica | None = None
         self._failure_detector: FailureDetector | None = None

@@ -33,7 +33,7 @@ from lightning_autosync.strategy.job import (
 from lightning_autosync.strategy.process_group import JobMembers, refused_collectives
 from lightning_autosync.strategy.resolution import resolve_together
 from lightning_autosync.strategy.schedules import estimated_epochs
-from lightning_autosync.strategy.settings import Settings
+from lightning_autosync.strategy.settings import StrategySettings
 from lightning_autosync.strategy.shared_data import SharedWork, batch_size, describe_equal_shares, share_data
 from lightning_autosync.strategy.trainer import (
     EpochBarrier,
@@ -80,7 +80,7 @@ class RelaxedReplica(Replica):
     def __init__(
         self,
         module: nn.Module,
-        settings: Settings,
+        settings: StrategySettings,
         nodes: int,
         devices: int,
         rank: int,
@@ -132,7 +132,7 @@ class RelaxedReplica(Replica):
 
     @classmethod
     def for_trainer(
-        cls, module: nn.Module, settings: Settings, nodes: int, devices: int, rank: int, job: RunningJob | None
+        cls, module: nn.Module, settings: StrategySettings, nodes: int, devices: int, rank: int, job: RunningJob | None
     ) -> RelaxedReplica:
         return cls(module, settings, nodes, devices, rank, job)
 

@@ -16,7 +16,7 @@ from lightning_autosync.errors import ClusterError, PlanError
 from lightning_autosync.plan import Schedule, SyncPlan, builders, compile_plan
 from lightning_autosync.strategy.agreement import agree
 from lightning_autosync.strategy.choice import choose_plan
-from lightning_autosync.strategy.settings import Settings, check_semantics
+from lightning_autosync.strategy.settings import StrategySettings, check_semantics
 from lightning_autosync.workload import Workload, describe, variable_names
 from lightning_autosync.workload.description import EMBEDDINGS, parameter_owners
 
@@ -36,7 +36,7 @@ class Resolution:
 
 
 def resolve_together(
-    settings: Settings,
+    settings: StrategySettings,
     module: nn.Module,
     nodes: int,
     devices: int,
@@ -66,7 +66,7 @@ def resolve_together(
 
 
 def resolve(
-    settings: Settings,
+    settings: StrategySettings,
     module: nn.Module,
     nodes: int,
     devices: int,
@@ -88,8 +88,8 @@ def resolve(
     Raises:
         DocumentError: (or a subclass) plan, model, cluster and job do not fit each other.
     """
-    if settings.fault is not None:
-        raise settings.fault
+    if settings.error is not None:
+        raise settings.error
     _check_memory(module)
     cluster = _cluster(settings, nodes, devices)
     workload = describe(module, also=also)
@@ -138,7 +138,7 @@ def _check_memory(module: nn.Module) -> None:
             )
 
 
-def _cluster(settings: Settings, nodes: int, devices: int) -> ClusterSpec:
+def _cluster(settings: StrategySettings, nodes: int, devices: int) -> ClusterSpec:
     if settings.cluster is None:
         return ClusterSpec.uniform(nodes=nodes, devices=devices, name="this job")
     if settings.cluster.world_size != nodes * devices:
@@ -150,7 +150,7 @@ def _cluster(settings: Settings, nodes: int, devices: int) -> ClusterSpec:
 
 
 def _make_plan(
-    settings: Settings, workload: Workload, cluster: ClusterSpec, on_cpu: bool, unshared: str
+    settings: StrategySettings, workload: Workload, cluster: ClusterSpec, on_cpu: bool, unshared: str
 ) -> tuple[SyncPlan, str]:
     if settings.plan is None:
         known = settings.cluster is not None

@@ -39,7 +39,7 @@ _LAUNCH = (
     "start_method",
 )
 """Arguments that Lightning's DDPStrategy handles itself."""
-_PATIENCE = ("heartbeat", "stall")
+_RELAXED_ONLY = ("heartbeat", "stall")
 """Arguments of plans without a schedule: when a silent rank is given up, and when a group is."""
 _REFUSED = ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period")
 _RANK_VARIABLES = (
@@ -54,7 +54,7 @@ _RANK_VARIABLES = (
 
 
 @dataclass(frozen=True)
-class Settings:
+class StrategySettings:
     """Plain values, so that launchers can hand them to new processes.
 
     Attributes:
@@ -89,7 +89,7 @@ class Settings:
     timeout: float = DEFAULT_TIMEOUT.total_seconds()
     heartbeat: HeartbeatSettings = field(default_factory=HeartbeatSettings)
     stall: float = STALL
-    fault: DocumentError | None = None
+    error: DocumentError | None = None
 
     @property
     def fixed(self) -> bool:
@@ -104,7 +104,7 @@ class Settings:
         return self.plan not in builders.relaxed_names()
 
 
-def read_settings(arguments: Mapping[str, Any]) -> tuple[Settings, dict[str, Any]]:
+def read_settings(arguments: Mapping[str, Any]) -> tuple[StrategySettings, dict[str, Any]]:
     """The settings, and what of ``arguments`` is for Lightning's own DDPStrategy.
 
     A file that cannot be used is an error here, unless this process was launched as one rank of several: the
@@ -134,7 +134,7 @@ def read_settings(arguments: Mapping[str, Any]) -> tuple[Settings, dict[str, Any
     follows = arguments["broadcast_buffers"] is not False
     later = arguments["forward_sync_buffers"]
     stall = arguments.get("stall")
-    settings = Settings(
+    settings = StrategySettings(
         semantics=semantics,
         scheduling=scheduling,
         initial_buffers=follows or later is not None,
@@ -156,10 +156,10 @@ def read_settings(arguments: Mapping[str, Any]) -> tuple[Settings, dict[str, Any
     except DocumentError as error:
         if not _is_launched():
             raise
-        return replace(settings, fault=error), launch
+        return replace(settings, error=error), launch
     size = _bucket_bytes(arguments["bucket_cap_mb"], found)
     settings = replace(settings, plan=found, source=source, cluster=where, bucket_bytes=size)
-    needless = [name for name in _PATIENCE if arguments.get(name) is not None]
+    needless = [name for name in _RELAXED_ONLY if arguments.get(name) is not None]
     if settings.scheduled and needless:
         raise ValueError(
             f"{needless[0]}: no meaning here, for ranks march in step; allowed with plans whose ranks need not, or "

@@ -72,8 +72,8 @@ class Digits(L.LightningDataModule):
         found = load_digits()
         images = torch.as_tensor(found.images, dtype=torch.float32)[:, None] / 16
         labels = torch.as_tensor(found.target)
-        order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
-        training, held_out = order[HELD_OUT:], order[:HELD_OUT]
+        request = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+        training, held_out = request[HELD_OUT:], request[:HELD_OUT]
         self._training = TensorDataset(images[training], labels[training])
         self._held_out = TensorDataset(images[held_out], labels[held_out])
 

@@ -18,13 +18,13 @@ from lightning_autosync.measure.launches.settings import LaunchSettings, SlurmSe
 from lightning_autosync.measure.launches.slurm import results, submit, tasks_of
 from lightning_autosync.measure.workers import WorkerError, WorkerPool
 from lightning_autosync.plan import SyncPlan, builders
-from lightning_autosync.training.settings import Settings
+from lightning_autosync.training.settings import TrainingSettings
 
 START_TIMEOUT = 120.0
 """Seconds for all ranks to start."""
 
 
-def run_job(settings: Settings, directory: Path) -> dict[str, Any] | None:
+def run_job(settings: TrainingSettings, directory: Path) -> dict[str, Any] | None:
     """Train; what rank 0 found, or None on other ranks of a job and for one that is only submitted.
 
     ``result.json`` is in ``directory`` then.
@@ -33,7 +33,7 @@ def run_job(settings: Settings, directory: Path) -> dict[str, Any] | None:
         AutoSyncError: something does not fit, ranks cannot be started, or some failed.
     """
     cluster = None if settings.cluster is None else make_cluster(settings)
-    order = {
+    request = {
         "settings": settings.model_dump(mode="json"),
         "directory": str(directory.absolute()),
         "cluster": None if cluster is None else cluster.to_dict(),
@@ -41,18 +41,22 @@ def run_job(settings: Settings, directory: Path) -> dict[str, Any] | None:
     }
     if isinstance(settings.launch, LaunchSettings):
         refuse_within_torchrun(settings.launch.kind)
-        result = _train_by_workers(settings, settings.launch, cluster, order)
+        result = _train_by_workers(settings, settings.launch, cluster, request)
         write_text(directory / "result.json", json.dumps(result) + "\n")
         return result
     if isinstance(settings.launch, SlurmSettings):
         if not is_slurm_task():
-            return _train_by_slurm(settings, settings.launch, cluster, order)
-        return _train_here(order, *_slurm_shape())
-    require_torchrun("train")
-    return _train_here(order, *_torchrun_shape())
+            return _train_by_slurm(settings, settings.launch, cluster, request)
+        shape = _slurm_shape()
+    else:
+        require_torchrun("train")
+        shape = _torchrun_shape()
+    from lightning_autosync.training.rank import train_task
+
+    return train_task(request, *shape)
 
 
-def _plan_document(settings: Settings) -> dict[str, Any] | None:
+def _plan_document(settings: TrainingSettings) -> dict[str, Any] | None:
     """The plan file's content, so that only this machine needs the file; a builder's name is checked.
 
     Raises:
@@ -68,7 +72,7 @@ def _plan_document(settings: Settings) -> dict[str, Any] | None:
 
 
 def _train_by_workers(
-    settings: Settings, launch: LaunchSettings, cluster: ClusterSpec | None, order: dict[str, Any]
+    settings: TrainingSettings, launch: LaunchSettings, cluster: ClusterSpec | None, request: dict[str, Any]
 ) -> dict[str, Any]:
     from lightning_autosync.training.rank import train_worker
 
@@ -86,7 +90,7 @@ def _train_by_workers(
         ) as pool,
     ):
         try:
-            result: dict[str, Any] = pool.run(train_worker, **order)[0]
+            result: dict[str, Any] = pool.run(train_worker, request=request)[0]
         except WorkerError as error:
             raise _plain(error) from error
     return result
@@ -103,26 +107,20 @@ def _plain(error: WorkerError) -> Exception:
 
 
 def _train_by_slurm(
-    settings: Settings, launch: SlurmSettings, cluster: ClusterSpec | None, order: dict[str, Any]
+    settings: TrainingSettings, launch: SlurmSettings, cluster: ClusterSpec | None, request: dict[str, Any]
 ) -> dict[str, Any] | None:
     nodes, tasks = (1, settings.ranks or 2) if cluster is None else tasks_of(cluster)
     from lightning_autosync.training.rank import train_task
 
-    directory = Path(order["directory"])
-    order = {**order, "nodes": nodes, "devices": tasks}
-    job = submit(train_task, order, directory / "slurm", nodes, tasks, launch.parameters)
+    directory = Path(request["directory"])
+    arguments = {"request": request, "nodes": nodes, "devices": tasks}
+    job = submit(train_task, arguments, directory / "slurm", nodes, tasks, launch.parameters)
     print(f"submitted SLURM job {job.job_id}; its output is in {directory / 'slurm'}", flush=True)
     if not launch.wait:
         return None
     results(job)
     found: dict[str, Any] = read_data(directory / "result.json", finite=False)
     return found
-
-
-def _train_here(order: dict[str, Any], nodes: int, devices: int) -> dict[str, Any] | None:
-    from lightning_autosync.training.rank import train_task
-
-    return train_task(**order, nodes=nodes, devices=devices)
 
 
 def _torchrun_shape() -> tuple[int, int]:

@@ -31,7 +31,7 @@ from lightning_autosync.measure.models.recipes import Batch, Model, model_of
 from lightning_autosync.plan import SyncPlan
 from lightning_autosync.strategy.lightning import AutoSyncStrategy
 from lightning_autosync.targets import make, make_arguments
-from lightning_autosync.training.settings import Settings
+from lightning_autosync.training.settings import TrainingSettings
 
 
 class BenchModule(L.LightningModule):
@@ -102,7 +102,7 @@ FORMAT = "autosync-training/1"
 
 
 @dataclass(frozen=True)
-class Part:
+class RankTraining:
     """What a rank trains by.
 
     Attributes:
@@ -113,7 +113,7 @@ class Part:
         plan: the document of the plan file in the settings.
     """
 
-    settings: Settings
+    settings: TrainingSettings
     directory: str
     nodes: int
     devices: int
@@ -121,61 +121,55 @@ class Part:
     plan: SyncPlan | None = None
 
 
-def train_worker(
-    settings: dict[str, Any],
-    directory: str,
-    cluster: dict[str, Any] | None,
-    plan: dict[str, Any] | None,
-) -> dict[str, Any] | None:
-    """Train as one of a pool's workers; on rank 0 what was found, elsewhere None."""
-    parsed = Settings.parse(settings)
-    where = None if cluster is None else ClusterSpec.from_dict(cluster)
-    if where is None:
-        nodes, devices = 1, int(os.environ["WORLD_SIZE"])
-    else:
-        nodes, devices = _shape(where, parsed)
-    document = None if plan is None else SyncPlan.from_dict(plan)
-    return train_part(Part(parsed, directory, nodes, devices, where, document))
+def train_worker(request: dict[str, Any]) -> dict[str, Any] | None:
+    """Train as one of a pool's workers; on rank 0 what was found, elsewhere None.
+
+    Args:
+        request: documents of the training: ``settings``, ``cluster`` and ``plan`` (or None), and its ``directory``.
+    """
+    settings, cluster, plan = _parsed(request)
+    shape = (1, int(os.environ["WORLD_SIZE"])) if cluster is None else _shape(cluster, settings)
+    return train_rank(RankTraining(settings, request["directory"], *shape, cluster, plan))
 
 
-def train_task(
-    settings: dict[str, Any],
-    directory: str,
-    nodes: int,
-    devices: int,
-    cluster: dict[str, Any] | None,
-    plan: dict[str, Any] | None,
-) -> dict[str, Any] | None:
-    """Train as one rank of a job that is there already; rank 0 writes ``result.json``."""
-    parsed = Settings.parse(settings)
-    torch.set_num_threads(parsed.threads)
-    where = None if cluster is None else ClusterSpec.from_dict(cluster)
-    document = None if plan is None else SyncPlan.from_dict(plan)
-    result = train_part(Part(parsed, directory, nodes, devices, where, document))
+def train_task(request: dict[str, Any], nodes: int, devices: int) -> dict[str, Any] | None:
+    """As `train_worker`, as one rank of a job that is there already; rank 0 writes ``result.json``."""
+    settings, cluster, plan = _parsed(request)
+    torch.set_num_threads(settings.threads)
+    result = train_rank(RankTraining(settings, request["directory"], nodes, devices, cluster, plan))
     if result is not None:
-        write_text(Path(directory) / "result.json", json.dumps(result) + "\n")
+        write_text(Path(request["directory"]) / "result.json", json.dumps(result) + "\n")
     return result
 
 
-def train_part(part: Part) -> dict[str, Any] | None:
+def _parsed(request: dict[str, Any]) -> tuple[TrainingSettings, ClusterSpec | None, SyncPlan | None]:
+    cluster, plan = request["cluster"], request["plan"]
+    return (
+        TrainingSettings.parse(request["settings"]),
+        None if cluster is None else ClusterSpec.from_dict(cluster),
+        None if plan is None else SyncPlan.from_dict(plan),
+    )
+
+
+def train_rank(job: RankTraining) -> dict[str, Any] | None:
     """Make everything, train, and gather what all ranks found.
 
     Raises:
         DocumentError: (or a subclass) something in the settings does not fit; the same on every rank.
     """
-    settings = part.settings
+    settings = job.settings
     L.seed_everything(settings.seed, workers=True, verbose=False)
-    model, data = _model(part), None
+    model, data = _model(job), None
     if settings.data_module is not None:
         data = make("data", settings.data_module, L.LightningDataModule)
     times = StepTimes()
-    trainer = _trainer(part, times)
+    trainer = _trainer(job, times)
     begin = time.perf_counter()
-    with _disk_of(part.directory):
+    with _disk_of(job.directory):
         trainer.fit(model, data, ckpt_path=settings.checkpoint)
     seconds = time.perf_counter() - begin
     by_rank = gather_json(times.seconds) if dist.is_initialized() else [times.seconds]
-    return _result(part, trainer, seconds, by_rank) if trainer.is_global_zero else None
+    return _result(job, trainer, seconds, by_rank) if trainer.is_global_zero else None
 
 
 @contextmanager
@@ -195,23 +189,23 @@ def _disk_of(directory: str) -> Iterator[None]:
         ) from cause
 
 
-def _model(part: Part) -> L.LightningModule:
-    recipe = part.settings.module
+def _model(job: RankTraining) -> L.LightningModule:
+    recipe = job.settings.module
     if recipe is None:
-        return BenchModule(model_of(part.settings.model), part.nodes * part.devices)
+        return BenchModule(model_of(job.settings.model), job.nodes * job.devices)
     made: L.LightningModule = make("model", recipe, L.LightningModule)
     return made
 
 
-def _trainer(part: Part, times: StepTimes) -> L.Trainer:
-    arguments = make_arguments("trainer", part.settings.trainer)
+def _trainer(job: RankTraining, times: StepTimes) -> L.Trainer:
+    arguments = make_arguments("trainer", job.settings.trainer)
     callbacks = [*(arguments.pop("callbacks", None) or []), times]
     try:
         return L.Trainer(
-            strategy=_strategy(part),
-            num_nodes=part.nodes,
-            devices=part.devices,
-            default_root_dir=part.directory,
+            strategy=_strategy(job),
+            num_nodes=job.nodes,
+            devices=job.devices,
+            default_root_dir=job.directory,
             callbacks=callbacks,
             **arguments,
         )
@@ -219,27 +213,25 @@ def _trainer(part: Part, times: StepTimes) -> L.Trainer:
         raise DocumentError(f"trainer: {' '.join(str(error).split())}") from error
 
 
-def _strategy(part: Part) -> Strategy:
-    sync = part.settings.sync
+def _strategy(job: RankTraining) -> Strategy:
+    sync = job.settings.sync
     common: dict[str, Any] = {
         # Not left to Lightning, which takes any job inside a SLURM allocation for one of SLURM's.
-        "cluster_environment": SLURMEnvironment()
-        if part.settings.launch.kind == "slurm"
-        else TorchElasticEnvironment(),
-        "timeout": timedelta(seconds=part.settings.timeout),
+        "cluster_environment": SLURMEnvironment() if job.settings.launch.kind == "slurm" else TorchElasticEnvironment(),
+        "timeout": timedelta(seconds=job.settings.timeout),
     }
     try:
         if sync.strategy == "ddp":
             return DDPStrategy(**common, **sync.arguments)
-        plan = part.plan if part.plan is not None else sync.plan
-        return AutoSyncStrategy(plan, sync.semantics, part.cluster, **common, **sync.arguments)
+        plan = job.plan if job.plan is not None else sync.plan
+        return AutoSyncStrategy(plan, sync.semantics, job.cluster, **common, **sync.arguments)
     except (TypeError, ValueError) as error:
         if isinstance(error, DocumentError):
             raise
         raise DocumentError(f"sync.arguments: {error}") from error
 
 
-def _shape(cluster: ClusterSpec, settings: Settings) -> tuple[int, int]:
+def _shape(cluster: ClusterSpec, settings: TrainingSettings) -> tuple[int, int]:
     """Nodes and devices on each, for Lightning; ranks that compute on CPUs can be nodes of one device each."""
     devices = {node.devices for node in cluster.nodes}
     in_order = list(cluster.rank_nodes) == sorted(cluster.rank_nodes)
@@ -255,15 +247,15 @@ def _shape(cluster: ClusterSpec, settings: Settings) -> tuple[int, int]:
     return cluster.world_size, 1
 
 
-def _result(part: Part, trainer: L.Trainer, seconds: float, by_rank: list[list[float]]) -> dict[str, Any]:
-    strategy, settings = trainer.strategy, part.settings
+def _result(job: RankTraining, trainer: L.Trainer, seconds: float, by_rank: list[list[float]]) -> dict[str, Any]:
+    strategy, settings = trainer.strategy, job.settings
     plan = strategy.plan if isinstance(strategy, AutoSyncStrategy) else None
     checkpoint = trainer.checkpoint_callback
     return {
         "format": FORMAT,
         "settings": settings.model_dump(mode="json"),
         "emulated": {"links": settings.launch.kind == "emulated", "compute": settings.paced},
-        "cluster": None if part.cluster is None else part.cluster.to_dict(),
+        "cluster": None if job.cluster is None else job.cluster.to_dict(),
         "world_size": trainer.world_size,
         "strategy": settings.sync.strategy,
         "plan": None if plan is None else plan.to_dict(),

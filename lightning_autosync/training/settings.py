@@ -38,7 +38,7 @@ class Synchronization(Record):
         return self
 
 
-class Settings(Configuration):
+class TrainingSettings(Configuration):
     """One training.
 
     Attributes:
@@ -125,7 +125,7 @@ class Settings(Configuration):
         return trainer
 
     @model_validator(mode="after")
-    def _check(self) -> Settings:
+    def _check(self) -> TrainingSettings:
         if self.module is None and self.data is not None:
             raise ValueError(f"data: a model of kind '{self.model['kind']}' has batches of its own; leave data out")
         changed = self.cluster_scale != 1.0 or self.cluster_fastest is not None or self.rank_order != "natural"

@@ -125,7 +125,7 @@ def synchronous_runs(
     kind: str,
     options: dict[str, Any],
     cluster: dict[str, Any] | None = None,
-    eager: bool = False,
+    overlap: bool = False,
     steps: int = 4,
 ) -> list[dict[str, Any]] | None:
     """For each plan: how far from DDP training ends, bytes moved and kept here, and a digest of the weights."""
@@ -148,7 +148,7 @@ def synchronous_runs(
         module = copy.deepcopy(start) if dist.get_rank() == 0 else Net().double()
         optimizer = make_optimizer(module, kind, options)
         spec = ClusterSpec.from_dict(cluster) if cluster else None
-        with worker(module, optimizer, plan, store, cluster=spec, eager=eager) as running:
+        with worker(module, optimizer, plan, store, cluster=spec, overlap=overlap) as running:
             running.start()
             before = (running.bytes_pushed, running.bytes_pulled)
             train(module, optimizer, dist.get_rank(), steps, running)
@@ -370,11 +370,11 @@ def accumulated(plan: dict[str, Any]) -> tuple[str, float] | None:
     nn.functional.cross_entropy(ddp(second), two).backward()
     expected.step()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    with worker(module, optimizer, made, store, eager=True) as running:
+    with worker(module, optimizer, made, store, overlap=True) as running:
         running.start()
-        assert running.eager is not None
+        assert running.overlap is not None
         for images, labels, last in ((first, one, False), (second, two, True)):
-            running.eager.enabled = last
+            running.overlap.enabled = last
             nn.functional.cross_entropy(module(images), labels).backward()
         running.step(optimizer, 8)
         far = distance(module, reference)

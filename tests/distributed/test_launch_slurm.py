@@ -19,7 +19,7 @@ from lightning_autosync.measure.launches.launch import is_slurm_task
 from lightning_autosync.measure.launches.slurm import tasks_of
 from lightning_autosync.measure.workers import LaunchError
 from lightning_autosync.training.job import run_job
-from lightning_autosync.training.settings import Settings
+from lightning_autosync.training.settings import TrainingSettings
 
 STAND_IN = Path(__file__).with_name("slurm_stand_in.py")
 QUICK = {
@@ -64,7 +64,7 @@ def test_a_training_is_submitted(
     monkeypatch.setenv("STAND_IN_IDLE", "1")
     parameters = {"slurm_partition": "gpu", "timeout_min": 90}
     launch = {"kind": "slurm", "parameters": parameters, "wait": False}
-    assert run_job(Settings.parse({**QUICK, "launch": launch}), tmp_path / "run") is None
+    assert run_job(TrainingSettings.parse({**QUICK, "launch": launch}), tmp_path / "run") is None
     assert "submitted SLURM job 4242" in capsys.readouterr().out
     script = slurm.read_text().splitlines()
     for line in ("--nodes=1", "--ntasks-per-node=2", "--partition=gpu", "--time=90", "--job-name=autosync"):
@@ -74,7 +74,7 @@ def test_a_training_is_submitted(
 
 @pytest.mark.slow
 def test_a_job_runs_and_comes_back(slurm: Path, tmp_path: Path) -> None:
-    found = run_job(Settings.parse({**QUICK, "launch": {"kind": "slurm"}}), tmp_path / "run")
+    found = run_job(TrainingSettings.parse({**QUICK, "launch": {"kind": "slurm"}}), tmp_path / "run")
     assert found is not None
     assert (found["world_size"], found["steps"]) == (2, 3)
     assert len(found["step_seconds_by_rank"]) == 2
@@ -85,7 +85,7 @@ def test_a_job_runs_and_comes_back(slurm: Path, tmp_path: Path) -> None:
 def test_every_rank_that_failed_is_told(slurm: Path, tmp_path: Path) -> None:
     wrong = {**QUICK, "trainer": {**QUICK["trainer"], "precision": "seven"}, "launch": {"kind": "slurm"}}
     with pytest.raises(LaunchError, match=r"SLURM job 4242: rank \d: .*seven.*output in .*slurm"):
-        run_job(Settings.parse(wrong), tmp_path / "run")
+        run_job(TrainingSettings.parse(wrong), tmp_path / "run")
 
 
 def wait_and_be_told(slurm: Path, name: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -134,13 +134,13 @@ def test_without_slurm_it_says_where_to_start(tmp_path: Path, monkeypatch: pytes
     pytest.importorskip("submitit")
     monkeypatch.setattr(shutil, "which", lambda name: None)
     with pytest.raises(LaunchError, match="launch=slurm: 'sbatch' is not there; start this on a machine that submits"):
-        run_job(Settings.parse({**QUICK, "launch": {"kind": "slurm"}}), tmp_path)
+        run_job(TrainingSettings.parse({**QUICK, "launch": {"kind": "slurm"}}), tmp_path)
 
 
 def test_parameters_that_submitit_does_not_know(slurm: Path, tmp_path: Path) -> None:
     launch = {"kind": "slurm", "parameters": {"slurm_queue": "gpu"}}
     with pytest.raises(LaunchError, match=r"launch\.parameters: .*queue"):
-        run_job(Settings.parse({**QUICK, "launch": launch}), tmp_path)
+        run_job(TrainingSettings.parse({**QUICK, "launch": launch}), tmp_path)
 
 
 def test_clusters_whose_nodes_slurm_cannot_express() -> None:

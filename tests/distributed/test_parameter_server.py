@@ -40,9 +40,9 @@ def spread(servers: list[int], world_size: int, only: int = 0, **fields: Any) ->
     return SyncPlan(world_size=world_size, servers=only, groups=(group,), **fields)
 
 
-@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize(("kind", "options"), OPTIMIZERS)
-def test_in_step_they_equal_ddp(pool, kind: str, options: dict[str, Any], eager: bool) -> None:
+def test_in_step_they_equal_ddp(pool, kind: str, options: dict[str, Any], overlap: bool) -> None:
     workload, cluster = describe(Net()), uneven_cluster(3)
     made = [
         *(build(workload, cluster) for build in (builders.ps, builders.partitioned_ps, builders.byteps)),
@@ -50,7 +50,7 @@ def test_in_step_they_equal_ddp(pool, kind: str, options: dict[str, Any], eager:
         spread([4], 3, only=2),
     ]
     answers = pool.run(
-        server_calls.synchronous_runs, plans=[p.to_dict() for p in made], kind=kind, options=options, eager=eager
+        server_calls.synchronous_runs, plans=[p.to_dict() for p in made], kind=kind, options=options, overlap=overlap
     )
     for found in zip(*answers[:3], strict=True):
         assert max(one["distance"] for one in found) < 1e-12

@@ -19,8 +19,8 @@ from lightning_autosync.measure.models.recipes import model_of
 from lightning_autosync.measure.workers import WorkerError
 from lightning_autosync.plan import SyncPlan, builders
 from lightning_autosync.training.job import run_job
-from lightning_autosync.training.rank import Part, train_part
-from lightning_autosync.training.settings import Settings
+from lightning_autosync.training.rank import RankTraining, train_rank
+from lightning_autosync.training.settings import TrainingSettings
 from lightning_autosync.workload import Variable, Workload
 
 RUN = "import sys; from lightning_autosync.cli import main; sys.argv[0] = 'autosync'; main()"
@@ -52,8 +52,8 @@ def autosync(directory: Path, *line: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=180)
 
 
-def quick(**settings: Any) -> Settings:
-    return Settings.parse({**QUICK, **settings})
+def quick(**settings: Any) -> TrainingSettings:
+    return TrainingSettings.parse({**QUICK, **settings})
 
 
 def test_a_training_leaves_its_result(tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ def test_a_bench_model_trains_by_a_plan_that_was_found_for_it(tmp_path: Path) ->
     workload = model_of(settings.model).workload("dense")
     plan = builders.ps(workload, ClusterSpec.uniform(nodes=1, devices=2))
     plan.save(tmp_path / "plan.yaml")
-    settings = Settings.parse({**settings.model_dump(), "sync": {"plan": str(tmp_path / "plan.yaml")}})
+    settings = TrainingSettings.parse({**settings.model_dump(), "sync": {"plan": str(tmp_path / "plan.yaml")}})
     found = run_job(settings, tmp_path / "run")
     assert found is not None
     assert SyncPlan.from_dict(found["plan"]) == plan
@@ -203,7 +203,7 @@ def test_what_only_a_rank_can_know_gives_one_line_too(
     tmp_path: Path, settings: dict[str, Any], kind: type[AutoSyncError], message: str
 ) -> None:
     with pytest.raises(kind, match=message) as caught:
-        train_part(Part(quick(**settings), str(tmp_path), nodes=1, devices=2))
+        train_rank(RankTraining(quick(**settings), str(tmp_path), nodes=1, devices=2))
     assert "\n" not in str(caught.value)
 
 

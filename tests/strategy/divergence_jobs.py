@@ -19,7 +19,7 @@ from lightning_autosync.errors import AutoSyncError
 from lightning_autosync.strategy import exact as replica_module
 from lightning_autosync.strategy.base import accumulation
 from lightning_autosync.strategy.exact import ExactReplica
-from lightning_autosync.strategy.settings import Settings
+from lightning_autosync.strategy.settings import StrategySettings
 
 CHANGE_AT = 3
 """Batches before the change."""
@@ -233,7 +233,7 @@ def _step(module: nn.ModuleDict, replica: ExactReplica, parts: list[str]) -> Non
 def _replica(**settings: Any) -> tuple[nn.ModuleDict, ExactReplica]:
     module = nn.ModuleDict({name: nn.Linear(3, 2, bias=False) for name in ("shared", "mine", "late")})
     module["late"].requires_grad_(False)
-    return module, ExactReplica(module, Settings(**settings), 1, 2)
+    return module, ExactReplica(module, StrategySettings(**settings), 1, 2)
 
 
 def unused_when_changed(**settings: Any) -> list[float]:

@@ -31,7 +31,7 @@ from lightning_autosync.plan import Compressor, compile_plan
 from lightning_autosync.strategy import agreement, resolution
 from lightning_autosync.strategy.exact import ExactReplica
 from lightning_autosync.strategy.resolution import Resolution
-from lightning_autosync.strategy.settings import Settings
+from lightning_autosync.strategy.settings import StrategySettings
 from lightning_autosync.workload import describe
 
 if "RANK" in os.environ:  # in a worker; tests import this module for the names of its functions
@@ -230,7 +230,7 @@ def thawed() -> dict[str, Any]:
     module = models.Plain()
     module.body.requires_grad_(False)
 
-    def resolve_lossy(settings: Settings, module: nn.Module, *shape: Any) -> Resolution:
+    def resolve_lossy(settings: StrategySettings, module: nn.Module, *shape: Any) -> Resolution:
         cluster = ClusterSpec.uniform(1, 2)
         workload = describe(module)
         plan = builders.all_reduce(workload, cluster, topology="star", compressor="bf16", bucket_bytes=1)
@@ -250,7 +250,7 @@ def thawed() -> dict[str, Any]:
 
     with mock.patch.object(resolution, "resolve", resolve_lossy), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        replica = ExactReplica(module, Settings(plan="ps", semantics="compressed"), 1, 2)
+        replica = ExactReplica(module, StrategySettings(plan="ps", semantics="compressed"), 1, 2)
         inputs, labels = next(iter(models.loader()))
         with replica.backward():
             F.cross_entropy(module(inputs + dist.get_rank()), labels).backward()

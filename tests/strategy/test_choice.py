@@ -9,7 +9,7 @@ from lightning_autosync.cluster import ClusterSpec, resolve_cluster, synchroniza
 from lightning_autosync.plan import builders
 from lightning_autosync.strategy.choice import choose_plan, shards_time
 from lightning_autosync.strategy.resolution import large_tables, resolve
-from lightning_autosync.strategy.settings import Settings
+from lightning_autosync.strategy.settings import StrategySettings
 from lightning_autosync.workload import Variable, Workload, describe
 
 NET = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
@@ -105,7 +105,7 @@ class Tables(nn.Module):
 def test_large_dense_tables_of_their_own_travel_by_rows() -> None:
     module = Tables()
     assert large_tables(module) == {"large.weight", "bag.weight"}
-    variables = resolve(Settings(), module, 1, 2).workload.variables
+    variables = resolve(StrategySettings(), module, 1, 2).workload.variables
     assert {variable.name: variable.kind for variable in variables} == {
         "large.weight": "row_sparse",
         "bag.weight": "row_sparse",
@@ -122,5 +122,5 @@ def test_a_given_plan_decides_which_tables_travel_by_rows() -> None:
     alone = [group for group in plan.groups if group.name not in fused]
     together = plan.groups[0].model_copy(update={"name": "both", "variables": fused, "partition": None})
     given = plan.model_copy(update={"groups": (*alone, together)})
-    found = resolve(Settings(plan=given), module, 2, 1).workload
+    found = resolve(StrategySettings(plan=given), module, 2, 1).workload
     assert {v.name for v in found.variables if v.kind == "row_sparse"} == {"large.weight"}

@@ -18,7 +18,7 @@ from lightning_autosync.errors import ExchangeError
 from lightning_autosync.strategy import job
 from lightning_autosync.strategy.job import STORE_PORT, check_rejoin_secret, find_job
 from lightning_autosync.strategy.process_group import GroupMembers, LossMonitor
-from lightning_autosync.strategy.settings import Settings
+from lightning_autosync.strategy.settings import StrategySettings
 
 HOST = "127.0.0.1"
 HTTP = b"HTTP/1.1 400 Bad Request\r\n\r\n"
@@ -76,4 +76,4 @@ def test_a_first_rank_that_died_before_its_store_was_found_is_named(monkeypatch:
         found = SimpleNamespace(plan=SimpleNamespace(world_size=2))
         others = GroupMembers(1, lambda: {0: "its process has ended"}, lambda _: None, 1.0)
         with monitored_by(LossMonitor("a step", others)), pytest.raises(ExchangeError, match="rank 0 is lost"):
-            job._meet_at_store(found, Settings(timeout=20.0), 1)
+            job._meet_at_store(found, StrategySettings(timeout=20.0), 1)

@@ -18,15 +18,15 @@ from lightning_autosync.relaxed.server.gradients import Gradients, pack_gradient
 from lightning_autosync.relaxed.server.node import NodeExchange
 from lightning_autosync.relaxed.server.optimizer import OptimizerRule, check, hyperparameters, join
 from lightning_autosync.relaxed.server.protocol import Setup, pack_setup, parties_of
-from lightning_autosync.relaxed.server.rpc import Correspondence, Pulled
+from lightning_autosync.relaxed.server.rpc import PulledParameters, ServerRpc
 from lightning_autosync.relaxed.server.server import ShardServer
-from lightning_autosync.relaxed.server.shards import Replica
+from lightning_autosync.relaxed.server.shards import ShardedModel
 from lightning_autosync.relaxed.transport.mesh import Mesh
 from lightning_autosync.relaxed.transport.messages import Mail
 from lightning_autosync.relaxed.transport.payload import Packed, Part, pack, unpack
 
 
-class EagerPushes:
+class OverlappedPushes:
     """Watches gradients become complete.
 
     Args:
@@ -77,7 +77,7 @@ class EagerPushes:
                 if shard.index in self.pushed:
                     raise ExchangeError(
                         f"the gradient of parameter '{name}' changed after it was pushed; while gradients are "
-                        "accumulated, eager pushes must be off"
+                        "accumulated, early pushes must be off"
                     )
                 self._missing[shard.index] -= 1
                 if self._missing[shard.index] == 0:
@@ -108,12 +108,12 @@ class ParameterServer(Synchronizer):
         buffers: name and buffer; rank 0's at the start. At barriers floating ones are averaged; in synchronous mode all
             follow rank 0, as with DDP.
         nodes: the workers of each node, needed where the layout aggregates inside nodes.
-        eager: push a shard as soon as backward has completed it; gradients must then not be changed (clipped, unscaled)
-            before `step`.
+        overlap: push a shard as soon as backward has completed it; gradients must then not be changed (clipped,
+            unscaled) before `step`.
         timeout: seconds to wait for others before an `ExchangeError`.
 
     Attributes:
-        eager: the switch of eager pushes, to be off while gradients are accumulated; None without them.
+        overlap: the switch of early pushes, to be off while gradients are accumulated; None without them.
         server: the server in this process; None if there is none.
 
     Raises:
@@ -130,7 +130,7 @@ class ParameterServer(Synchronizer):
         *,
         buffers: Mapping[str, Tensor] | Sequence[tuple[str, Tensor]] = (),
         nodes: Sequence[Sequence[int]] | None = None,
-        eager: bool = False,
+        overlap: bool = False,
         timeout: float = 600.0,
     ) -> None:
         if layout.workers + layout.servers != mesh.size:
@@ -145,14 +145,14 @@ class ParameterServer(Synchronizer):
             if shard.sparse:
                 self._rule.check_sparse(shard.pieces[0].variable)
         self._parties = parties_of(layout, nodes)
-        if eager and layout.local_aggregation:
-            raise PlanError("eager: a node's gradients are summed before they are pushed; choose one of both")
+        if overlap and layout.local_aggregation:
+            raise PlanError("overlap: a node's gradients are summed before they are pushed; choose one of both")
         self._mesh, self._layout, self._optimizer, self._consistency = mesh, layout, optimizer, consistency
         self._timeout = timeout
         # Not copied: a module may replace its buffers, which a mapping can look up.
         self._buffers = buffers if isinstance(buffers, Mapping) else dict(buffers)
         self._shapes = {name: parameter.shape for name, parameter in parameters}
-        self._replica = Replica(by_name, layout)
+        self._model = ShardedModel(by_name, layout)
         self._shards = {shard.index: shard for shard in layout.shards if self._is_trained(shard)}
         self._of = {owner: layout.of(owner) for owner in layout.owners}
         self._early = dict.fromkeys(layout.owners, 0)
@@ -162,17 +162,17 @@ class ParameterServer(Synchronizer):
         self._closed = False
         self.server = ShardServer(mesh) if mesh.rank in layout.owners else None
         in_step = consistency.mode == "synchronous"
-        self._letters = Correspondence(mesh, layout, in_step, timeout)
-        self._pulled = Pulled(mesh.rank, layout, self._replica, self._buffers, self._letters)
+        self._rpc = ServerRpc(mesh, layout, in_step, timeout)
+        self._pulled = PulledParameters(mesh.rank, layout, self._model, self._buffers, self._rpc)
         self._node = self._join_node() if layout.local_aggregation else None
-        self.eager = EagerPushes(by_name, self._shards.values(), self._push_early) if eager else None
+        self.overlap = OverlappedPushes(by_name, self._shards.values(), self._push_early) if overlap else None
 
     # The training loop's calls
 
     def start(self) -> None:
         for owner in self._layout.owners:
-            self._letters.send(owner, "server.join")
-        self._letters.collect({"worker.values": self._pulled.install, "worker.empty": self._set_up})
+            self._rpc.send(owner, "server.join")
+        self._rpc.collect({"worker.values": self._pulled.install, "worker.empty": self._set_up})
         self._loaded = {**self._loaded, "optimizer": {}}  # it lies on the servers now
         self._catch_up()
         self._clear_step()
@@ -182,11 +182,11 @@ class ParameterServer(Synchronizer):
             raise PlanError("a parameter server steps the one optimizer that it was made with")
         self._samples += samples
         if self._node is None:
-            early = self.eager.pushed if self.eager else ()
+            early = self.overlap.pushed if self.overlap else ()
             rest = [shard for shard in self._shards.values() if shard.index not in early]
-            self._exchange(self._replica.gradients(rest), 1, ())
+            self._exchange(self._model.gradients(rest), 1, ())
         else:
-            self._node.step(self._replica.gradients(self._shards.values()), self._exchange)
+            self._node.step(self._model.gradients(self._shards.values()), self._exchange)
         self._clear_step()
         # Learning-rate schedulers warn unless the optimizer has stepped, which it did, elsewhere.
         self._optimizer._opt_called = True  # type: ignore[attr-defined]
@@ -201,14 +201,14 @@ class ParameterServer(Synchronizer):
         for owner in self._layout.owners:
             carried = self._carried_buffers() if owner == self._pulled.coordinator else {}
             header = {"samples": self._samples, "since": self._pulled.versions[owner]}
-            self._letters.send(owner, "server.drain", header, pack(carried).parts)
+            self._rpc.send(owner, "server.drain", header, pack(carried).parts)
         met: list[frozenset[int]] = []
 
         def pass_barrier(mail: Mail) -> None:
             met.append(frozenset(mail.header["met"]))
             self._pulled.install(mail)
 
-        self._letters.collect({"worker.drained": pass_barrier})
+        self._rpc.collect({"worker.drained": pass_barrier})
         ranks = frozenset.intersection(*met)
         self.last_drain = Drain(max(self._pulled.epochs.values()), dict.fromkeys(sorted(ranks), 1))
         self._samples = 0
@@ -222,7 +222,7 @@ class ParameterServer(Synchronizer):
         if self._node is not None:
             self._node.finish()
         for owner in self._layout.owners:
-            self._letters.send(owner, "server.finish")
+            self._rpc.send(owner, "server.finish")
 
     def state_dict(self) -> dict[str, Any]:
         """Step, progress, and by variable the optimizer's state, whole; the parameters are the model's own.
@@ -237,8 +237,8 @@ class ParameterServer(Synchronizer):
             self._pulled.note(mail.sender, self._pulled.steps[mail.sender])
 
         for owner in self._layout.owners:
-            self._letters.send(owner, "server.state")
-        self._letters.collect({"worker.state": keep})
+            self._rpc.send(owner, "server.state")
+        self._rpc.collect({"worker.state": keep})
         whole = join(pieces, self._layout.shards, self._shapes)
         return {"step": self._pulled.step, "progress": float(self.progress), "optimizer": whole}
 
@@ -257,16 +257,16 @@ class ParameterServer(Synchronizer):
         if self._closed:
             return
         self._closed = True
-        if self.eager is not None:
-            self.eager.close()
+        if self.overlap is not None:
+            self.overlap.close()
         for owner in self._layout.owners:
             with suppress(ExchangeError):
-                self._letters.send(owner, "server.leave")
+                self._rpc.send(owner, "server.leave")
         # A server that nobody can reach any more goes on for nobody.
-        patience = 0.0 if self._mesh.closed or self._mesh.error is not None else min(_CLOSING, self._timeout)
-        if self.server is not None and not self.server.wait(patience):
+        seconds = 0.0 if self._mesh.closed or self._mesh.error is not None else min(_CLOSING, self._timeout)
+        if self.server is not None and not self.server.wait(seconds):
             self.server.stop()
-        self._letters.close()
+        self._rpc.close()
 
     # What only a parameter server offers
 
@@ -316,8 +316,8 @@ class ParameterServer(Synchronizer):
         )
         buffers = self._buffers if mail.sender == self._pulled.coordinator else {}
         shards = self._of[mail.sender]
-        packed = pack_setup(setup, shards, self._replica, self._loaded["optimizer"], buffers)
-        self._letters.send(mail.sender, "server.setup", {}, packed.parts)
+        packed = pack_setup(setup, shards, self._model, self._loaded["optimizer"], buffers)
+        self._rpc.send(mail.sender, "server.setup", {}, packed.parts)
 
     def _catch_up(self) -> None:
         """Of several servers some may have counted this worker in before the barrier that others had passed by then:
@@ -327,9 +327,9 @@ class ParameterServer(Synchronizer):
         behind = [owner for owner, epoch in epochs.items() if epoch < newest]
         for owner in behind:
             header = {"samples": 0, "since": self._pulled.versions[owner]}
-            self._letters.send(owner, "server.drain", header, pack({}).parts)
+            self._rpc.send(owner, "server.drain", header, pack({}).parts)
         known = {owner: step for owner, step in self._pulled.steps.items() if owner not in behind}
-        self._letters.collect({"worker.drained": self._pulled.install}, known)
+        self._rpc.collect({"worker.drained": self._pulled.install}, known)
 
     @property
     def _staleness(self) -> int | None:
@@ -343,12 +343,12 @@ class ParameterServer(Synchronizer):
     def _join_node(self) -> NodeExchange:
         rank = self._mesh.rank
         members = next(party for party in self._parties if rank in party)
-        return NodeExchange(rank, members, self._letters, self._pulled, self._replica, self._shards, self._of)
+        return NodeExchange(rank, members, self._rpc, self._pulled, self._model, self._shards, self._of)
 
     # A step
 
     def _push_early(self, shard: Shard) -> None:
-        packed = pack_gradients(self._replica.gradients([shard]))
+        packed = pack_gradients(self._model.gradients([shard]))
         self._early[shard.owner] += 1
         self._push(shard.owner, packed, None)
 
@@ -374,10 +374,10 @@ class ParameterServer(Synchronizer):
         def take(mail: Mail) -> None:
             for rank in handed_on:
                 with suppress(ExchangeError):  # its loss is told by its own event
-                    self._letters.send(rank, "node.values", {**mail.header, "owner": mail.sender}, [mail.payload])
+                    self._rpc.send(rank, "node.values", {**mail.header, "owner": mail.sender}, [mail.payload])
             self._pulled.install(mail)
 
-        self._letters.collect({"worker.values": take})
+        self._rpc.collect({"worker.values": take})
 
     def _push(self, owner: int, packed: Packed, last: dict[str, Any] | None) -> None:
         header: dict[str, Any] = {"step": self._pulled.steps[owner]}
@@ -385,7 +385,7 @@ class ParameterServer(Synchronizer):
             header["last"] = last
         if owner != self._mesh.rank:
             self._pushed += packed.tensor_bytes
-        self._letters.send(owner, "server.push", header, packed.parts)
+        self._rpc.send(owner, "server.push", header, packed.parts)
 
     def _carried_buffers(self) -> dict[str, Part]:
         """What counts at a barrier: in step rank 0's buffers, as with DDP; otherwise all workers' floating ones."""
@@ -398,5 +398,5 @@ class ParameterServer(Synchronizer):
     def _clear_step(self) -> None:
         self._wanted = {}
         self._early = dict.fromkeys(self._early, 0)
-        if self.eager is not None:
-            self.eager.clear()
+        if self.overlap is not None:
+            self.overlap.clear()

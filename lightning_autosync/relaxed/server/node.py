@@ -8,8 +8,8 @@ from contextlib import suppress
 from lightning_autosync.errors import ExchangeError
 from lightning_autosync.plan.servers import Shard
 from lightning_autosync.relaxed.server.gradients import Gradients, add, pack_gradients, unpack_gradients
-from lightning_autosync.relaxed.server.rpc import Correspondence, Pulled
-from lightning_autosync.relaxed.server.shards import Replica
+from lightning_autosync.relaxed.server.rpc import PulledParameters, ServerRpc
+from lightning_autosync.relaxed.server.shards import ShardedModel
 from lightning_autosync.relaxed.transport.messages import Mail
 from lightning_autosync.relaxed.transport.payload import Part, pack, unpack
 
@@ -103,23 +103,23 @@ class NodeExchange:
         self,
         rank: int,
         members: Sequence[int],
-        letters: Correspondence,
-        pulled: Pulled,
-        replica: Replica,
+        rpc: ServerRpc,
+        pulled: PulledParameters,
+        model: ShardedModel,
         shards: Mapping[int, Shard],
         of: Mapping[int, Sequence[Shard]],
     ) -> None:
         self.bytes_pushed = 0
         self._rank, self._node = rank, Node(rank, members)
-        self._letters, self._pulled, self._replica, self._shards, self._of = letters, pulled, replica, shards, of
+        self._rpc, self._pulled, self._model, self._shards, self._of = rpc, pulled, model, shards, of
         self._told = False
-        letters.always |= {"node.push": self._take_push, "node.finish": self._take_finish}
-        letters.absent = self._node.absent
+        rpc.handlers |= {"node.push": self._take_push, "node.finish": self._take_finish}
+        rpc.on_absence = self._node.absent
 
     def step(self, own: Gradients, exchange: Exchange) -> None:
         """Sum the node's gradients and push them, or hand them to the worker that does and wait for the answer."""
         step, handed_to = self._pulled.step, -1
-        deadline = self._letters.deadline()
+        deadline = self._rpc.deadline()
         packed = pack_gradients(own)
         while self._pulled.step == step:
             if self._node.leader == self._rank:
@@ -131,11 +131,11 @@ class NodeExchange:
                     return
             elif handed_to != self._node.leader:
                 handed_to = self._node.leader
-                self._letters.answered.clear()
+                self._rpc.answers.clear()
                 self.bytes_pushed += packed.tensor_bytes
                 with suppress(ExchangeError):  # its loss is told by its own event
-                    self._letters.send(handed_to, "node.push", {"step": step}, packed.parts)
-            self._letters.react({"node.values": self._install}, deadline)
+                    self._rpc.send(handed_to, "node.push", {"step": step}, packed.parts)
+            self._rpc.handle_next({"node.values": self._install}, deadline)
 
     def finish(self) -> None:
         """Tell the others that nothing more comes before the next barrier; once."""
@@ -145,7 +145,7 @@ class NodeExchange:
         self._node.finished(self._rank, self._node.epoch)
         for rank in self._node.others:
             with suppress(ExchangeError):
-                self._letters.send(rank, "node.finish", {"epoch": self._node.epoch})
+                self._rpc.send(rank, "node.finish", {"epoch": self._node.epoch})
 
     def pass_barrier(self) -> None:
         """All are active again."""
@@ -167,7 +167,7 @@ class NodeExchange:
         """Members that the last leader left without an answer get this worker's copy."""
         for rank in self._node.behind(self._pulled.step):
             for owner, shards in self._of.items():
-                tensors: dict[str, Part] = {str(shard.index): self._replica.slices(shard) for shard in shards}
+                tensors: dict[str, Part] = {str(shard.index): self._model.slices(shard) for shard in shards}
                 header = {
                     "owner": owner,
                     "step": self._pulled.steps[owner],
@@ -177,4 +177,4 @@ class NodeExchange:
                     "partial": False,
                 }
                 with suppress(ExchangeError):
-                    self._letters.send(rank, "node.values", header, pack(tensors).parts)
+                    self._rpc.send(rank, "node.values", header, pack(tensors).parts)

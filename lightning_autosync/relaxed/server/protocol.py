@@ -16,7 +16,7 @@ server to worker
 ``worker.empty``      I keep nothing yet (to rank 0's join)
 ``worker.values``     parameters to begin a step with
 ``worker.drained``    parameters of the barrier at which all stand
-``worker.patience``   others that you wait for at the barrier still push
+``worker.extend``     others that you wait for at the barrier still push
 ``worker.state``      the optimizer's state
 ``worker.failed``     I cannot go on, and why
 --------------------  ------------------------------------------------------------------------------------
@@ -39,11 +39,11 @@ from torch import Tensor
 from lightning_autosync.errors import PlanError
 from lightning_autosync.plan.servers import ServerLayout, Shard
 from lightning_autosync.relaxed.server.optimizer import OptimizerRule, split
-from lightning_autosync.relaxed.server.shards import Replica
+from lightning_autosync.relaxed.server.shards import ShardedModel
 from lightning_autosync.relaxed.transport.payload import Packed, Part, pack
 
 TO_SERVER = ("join", "setup", "push", "finish", "drain", "state", "leave")
-TO_WORKER = ("empty", "values", "drained", "patience", "state", "failed")
+TO_WORKER = ("empty", "values", "drained", "extend", "state", "failed")
 TO_NODE = ("push", "values", "finish")
 
 
@@ -83,7 +83,7 @@ class Setup:
 def pack_setup(
     setup: Setup,
     shards: Iterable[Shard],
-    replica: Replica,
+    model: ShardedModel,
     optimizer: Mapping[str, Mapping[str, Tensor]],
     buffers: Mapping[str, Tensor],
 ) -> Packed:
@@ -96,7 +96,7 @@ def pack_setup(
         buffers: those that it keeps.
     """
     shards = tuple(shards)
-    tensors: dict[str, Part] = {f"values.{shard.index}": replica.slices(shard) for shard in shards}
+    tensors: dict[str, Part] = {f"values.{shard.index}": model.slices(shard) for shard in shards}
     states: list[list[Any]] = []
     for (variable, start, key), tensor in split(optimizer, shards).items():
         name = f"state.{len(states)}"

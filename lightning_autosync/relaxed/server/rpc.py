@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_autosync.errors import ExchangeError, MeshTimeout, PeerLost
 from lightning_autosync.plan.servers import ServerLayout, Shard
 from lightning_autosync.relaxed.server.protocol import TO_NODE, TO_WORKER
-from lightning_autosync.relaxed.server.shards import Replica
+from lightning_autosync.relaxed.server.shards import ShardedModel
 from lightning_autosync.relaxed.transport.mesh import Mesh
 from lightning_autosync.relaxed.transport.messages import Mail
 from lightning_autosync.relaxed.transport.payload import Unpacked, unpack
@@ -31,7 +31,7 @@ class Absence(NamedTuple):
 Event = Mail | Absence
 
 
-class Post:
+class EventQueue:
     """Everything that concerns one server or one worker, in the order in which it happened.
 
     Args:
@@ -106,7 +106,7 @@ class BadMessageError(ExchangeError):
 
 
 @contextmanager
-def blaming(rank: int) -> Iterator[None]:
+def attributed_to(rank: int) -> Iterator[None]:
     """Around the reading of a message of ``rank``; what goes wrong becomes a `BadMessageError`."""
     try:
         yield
@@ -117,7 +117,7 @@ def blaming(rank: int) -> Iterator[None]:
 Handlers = Mapping[str, Callable[[Mail], None]]
 
 
-class Correspondence:
+class ServerRpc:
     """Sends, waits, and turns what others' absence means into errors.
 
     Args:
@@ -126,18 +126,18 @@ class Correspondence:
         timeout: seconds to wait for answers.
 
     Attributes:
-        answered: the steps that each server has answered with since the last `collect` began.
-        always: handlers of messages that may come at any time.
-        absent: told of each process that is gone and may be.
+        answers: the steps that each server has answered with since the last `collect` began.
+        handlers: of messages that may come at any time.
+        on_absence: called with each process that is gone and may be.
     """
 
     def __init__(self, mesh: Mesh, layout: ServerLayout, in_step: bool, timeout: float) -> None:
-        self.answered: dict[int, int] = {}
-        self.always: dict[str, Callable[[Mail], None]] = {}
-        self.absent: Callable[[int], None] = lambda rank: None
+        self.answers: dict[int, int] = {}
+        self.handlers: dict[str, Callable[[Mail], None]] = {}
+        self.on_absence: Callable[[int], None] = lambda rank: None
         self._owners, self._workers = frozenset(layout.owners), layout.workers
         self._in_step, self._timeout = in_step, timeout
-        self._post = Post(mesh, {"worker": TO_WORKER, "node": TO_NODE})
+        self._events = EventQueue(mesh, {"worker": TO_WORKER, "node": TO_NODE})
 
     def send(
         self,
@@ -153,7 +153,7 @@ class Correspondence:
             PeerLost: the peer is another worker, and gone.
         """
         try:
-            self._post.send(peer, kind, header, parts)
+            self._events.send(peer, kind, header, parts)
         except PeerLost as error:
             if peer in self._owners:
                 raise _server_gone(peer, error.why) from None
@@ -163,23 +163,23 @@ class Correspondence:
         """Handle messages until every server has answered, but for those whose answers are ``known``.
 
         Raises:
-            ExchangeError: as `react`.
+            ExchangeError: as `handle_next`.
         """
-        self.answered = dict(known or {})
+        self.answers = dict(known or {})
         deadline = Deadline(self._timeout)
-        while self.answered.keys() != self._owners:
-            self.react(handlers, deadline)
+        while self.answers.keys() != self._owners:
+            self.handle_next(handlers, deadline)
 
-    def react(self, handlers: Handlers, deadline: Deadline) -> None:
+    def handle_next(self, handlers: Handlers, deadline: Deadline) -> None:
         """Handle one event; ``deadline`` begins anew where a server says that others still move.
 
         Raises:
             ExchangeError: a server is lost or failed, a worker is lost where all are needed, or time is over.
         """
         try:
-            event = self._post.next(deadline.remaining)
+            event = self._events.next(deadline.remaining)
         except MeshTimeout:
-            silent = ", ".join(str(owner) for owner in sorted(self._owners) if owner not in self.answered)
+            silent = ", ".join(str(owner) for owner in sorted(self._owners) if owner not in self.answers)
             raise ExchangeError(
                 f"no answer from the parameter servers on ranks {silent} in {deadline.seconds:g} s; one of them is "
                 "stuck, or workers do not run the same steps"
@@ -187,12 +187,12 @@ class Correspondence:
         if event is None:
             return
         if isinstance(event, Absence):
-            self._note_absence(event)
-        elif event.kind == "worker.patience":
+            self._handle_absence(event)
+        elif event.kind == "worker.extend":
             deadline.renew()
         elif event.kind == "worker.failed":
             raise ExchangeError(f"the parameter server on rank {event.sender} cannot go on: {event.header['error']}")
-        elif handler := self.always.get(event.kind) or handlers.get(event.kind):
+        elif handler := self.handlers.get(event.kind) or handlers.get(event.kind):
             handler(event)
 
     def deadline(self) -> Deadline:
@@ -201,15 +201,15 @@ class Correspondence:
 
     def close(self) -> None:
         """Take nothing more."""
-        self._post.close()
+        self._events.close()
 
-    def _note_absence(self, absence: Absence) -> None:
+    def _handle_absence(self, absence: Absence) -> None:
         rank, why = absence.rank, absence.why
         if rank in self._owners:
             raise _server_gone(rank, why)
         if absence.lost and rank < self._workers and self._in_step:
             raise ExchangeError(f"rank {rank} is lost ({why}), and synchronous steps need every worker")
-        self.absent(rank)
+        self.on_absence(rank)
 
 
 def _server_gone(rank: int, why: str) -> ExchangeError:
@@ -219,7 +219,7 @@ def _server_gone(rank: int, why: str) -> ExchangeError:
     )
 
 
-class Pulled:
+class PulledParameters:
     """Answers of servers, installed.
 
     Args:
@@ -237,16 +237,16 @@ class Pulled:
         self,
         rank: int,
         layout: ServerLayout,
-        replica: Replica,
+        model: ShardedModel,
         buffers: Mapping[str, Tensor],
-        letters: Correspondence,
+        rpc: ServerRpc,
     ) -> None:
         self.steps = dict.fromkeys(layout.owners, 0)
         self.versions = dict.fromkeys(layout.owners, 0)
         self.epochs = dict.fromkeys(layout.owners, 0)
         self.progress = self.bytes = 0
         self.coordinator = layout.owners[0]
-        self._rank, self._replica, self._buffers, self._letters = rank, replica, buffers, letters
+        self._rank, self._model, self._buffers, self._rpc = rank, model, buffers, rpc
         self._shards: dict[int, Sequence[Shard]] = {owner: layout.of(owner) for owner in layout.owners}
 
     @property
@@ -258,7 +258,7 @@ class Pulled:
         """Take one server's answer, be it handed on by another worker."""
         owner = mail.header.get("owner", mail.sender)
         message = unpack(mail.payload)
-        self._replica.install(message, self._shards[owner])
+        self._model.install(message, self._shards[owner])
         self._install_buffers(message)
         if mail.sender != self._rank:
             self.bytes += message.tensor_bytes
@@ -271,11 +271,11 @@ class Pulled:
 
     def note(self, owner: int, step: int) -> None:
         """A server has answered."""
-        answered = self._letters.answered
-        answered[owner] = step
-        if answered.keys() == self._shards.keys():
+        answers = self._rpc.answers
+        answers[owner] = step
+        if answers.keys() == self._shards.keys():
             # Not before: whoever repeats a lost leader's push must name the step that it belongs to.
-            self.steps.update(answered)
+            self.steps.update(answers)
 
     @torch.no_grad()
     def _install_buffers(self, message: Unpacked) -> None:

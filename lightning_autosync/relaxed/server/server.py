@@ -16,7 +16,7 @@ from lightning_autosync.plan.servers import Shard
 from lightning_autosync.relaxed.server.clock import Barrier, Push, Pushes, Reader, StalenessClock
 from lightning_autosync.relaxed.server.gradients import add
 from lightning_autosync.relaxed.server.protocol import TO_SERVER, Setup
-from lightning_autosync.relaxed.server.rpc import Absence, BadMessageError, Event, Post, blaming
+from lightning_autosync.relaxed.server.rpc import Absence, BadMessageError, Event, EventQueue, attributed_to
 from lightning_autosync.relaxed.server.store import ShardStore
 from lightning_autosync.relaxed.transport.heartbeat import HeartbeatSettings
 from lightning_autosync.relaxed.transport.mesh import Mesh
@@ -50,7 +50,7 @@ class ShardServer:
         self._readers: dict[int, Reader] = {}
         self._gone: set[int] = set()
         self._idle: set[int] = set()
-        self._post = Post(mesh, {"server": TO_SERVER})
+        self._events = EventQueue(mesh, {"server": TO_SERVER})
         self._thread = threading.Thread(target=self._serve, name="autosync-server", daemon=True)
         self._thread.start()
 
@@ -71,17 +71,17 @@ class ShardServer:
 
     def stop(self) -> None:
         """End at once, whoever may still need it."""
-        self._post.wake()
+        self._events.wake()
         self._thread.join()
 
     def _serve(self) -> None:
-        while (event := self._post.next()) is not None:
+        while (event := self._events.next()) is not None:
             self._handle(event)
             if self._deserted:
                 if isinstance(event, Absence) and event.lost:
                     self.failure = self.failure or f"rank {event.rank} is lost ({event.why}), and no worker is left"
                 break
-        self._post.close()
+        self._events.close()
 
     def _handle(self, event: Event) -> None:
         try:
@@ -177,7 +177,7 @@ class ShardServer:
 
     def _pushed(self, mail: Mail) -> None:
         rank, party = mail.sender, self._party_of[mail.sender]
-        with blaming(rank):
+        with attributed_to(rank):
             if party not in self._clock:
                 raise ExchangeError("gradients after it had finished")
             push = self._pushes.take(mail)
@@ -186,7 +186,7 @@ class ShardServer:
             assert push.reader is not None
             self._readers[rank] = push.reader
             for waiting in self._barrier.arrived:
-                self._tell(waiting, "worker.patience")
+                self._tell(waiting, "worker.extend")
             self._completed(party, push)
             self._go_on()
 
@@ -266,7 +266,7 @@ class ShardServer:
             self._clock.drop(party)
 
     def _drain(self, mail: Mail) -> None:
-        with blaming(mail.sender):
+        with attributed_to(mail.sender):
             message = unpack(mail.payload)
             samples, since = int(mail.header["samples"]), int(mail.header["since"])
         self._require_everybody()
@@ -335,7 +335,7 @@ class ShardServer:
     def _tell(self, rank: int, kind: str, header: Mapping[str, Any] | None = None, parts: Any = ()) -> None:
         # A worker that is gone is told of by its own event, which comes next.
         with suppress(ExchangeError):
-            self._post.send(rank, kind, header, parts)
+            self._events.send(rank, kind, header, parts)
 
 
 def serve(

@@ -14,7 +14,7 @@ from lightning_autosync.relaxed.server.gradients import DenseGradient, Gradients
 from lightning_autosync.relaxed.transport.payload import Unpacked
 
 
-class Replica:
+class ShardedModel:
     """The parameters of one worker.
 
     Args:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightning_autosync.relaxed.coordinator import Coordinator, Order
+from lightning_autosync.relaxed.coordinator import Command, Coordinator
 
 DETECTION = 3.0
 """Seconds until a loss is known, at most."""
@@ -70,7 +70,7 @@ class World:
         self.members: dict[int, tuple[int, ...]] = {}
         self.drains: list[tuple[int, ...]] = []
         self._events: list[tuple[float, int, Callable[[], None]]] = []
-        self._order = itertools.count()
+        self._command = itertools.count()
         self._mailed: dict[int, float] = {}
         for player in self.players:
             self._later(self.rng.random(), self._living(player, lambda player=player: self._ask(player, "start", {})))
@@ -94,7 +94,7 @@ class World:
     # Events
 
     def _later(self, delay: float, event: Callable[[], None]) -> None:
-        heapq.heappush(self._events, (self.now + delay, next(self._order), event))
+        heapq.heappush(self._events, (self.now + delay, next(self._command), event))
 
     def _living(self, player: Player, event: Callable[[], None]) -> Callable[[], None]:
         life = player.life
@@ -135,22 +135,22 @@ class World:
             ),
         )
 
-    def _deliver(self, orders: list[Order]) -> None:
-        for order in orders:
-            player = self.players[order.rank]
-            self._later(0.0, self._living(player, lambda order=order, player=player: self._obey(player, order)))
+    def _deliver(self, commands: list[Command]) -> None:
+        for command in commands:
+            player = self.players[command.rank]
+            self._later(0.0, self._living(player, lambda command=command, player=player: self._obey(player, command)))
 
-    def _obey(self, player: Player, order: Order) -> None:
-        match order.kind:
+    def _obey(self, player: Player, command: Command) -> None:
+        match command.kind:
             case "stop":
-                player.error = order.header["reason"]
+                player.error = command.header["reason"]
             case "donate":
                 if player.waits_for == "start":
-                    assert player.rank not in [rank for rank, _ in order.header["takers"]]
+                    assert player.rank not in [rank for rank, _ in command.header["takers"]]
                     self._train(player)
             case "take":
                 assert player.waits_for == "start"
-                donor = self.players[order.header["donor"]]
+                donor = self.players[command.header["donor"]]
                 if not donor.alive:
                     self._ask(player, "start", {})
                     return
@@ -159,13 +159,13 @@ class World:
                 player.left = player.epochs[player.epoch] if player.epoch < len(player.epochs) else 0
                 self._train(player)
             case "group":
-                self._average(player, order.header)
+                self._average(player, command.header)
             case "verdict":
                 # A worker reads it when its own part of the average has ended, one way or the other.
                 if str(player.waits_for).startswith("verdict"):
-                    self._judge(player, order.header)
+                    self._judge(player, command.header)
                 else:
-                    player.early = order.header
+                    player.early = command.header
 
     def _train(self, player: Player) -> None:
         player.waits_for = None

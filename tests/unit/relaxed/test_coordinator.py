@@ -9,7 +9,7 @@ from coordinator_world import World
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_autosync.relaxed.coordinator import Coordinator, Order
+from lightning_autosync.relaxed.coordinator import Command, Coordinator
 from lightning_autosync.relaxed.grouping import Grouping, IsolationGuard
 
 TIMEOUT = 1000.0
@@ -82,16 +82,16 @@ class Talk:
         for rank in range(workers):
             self.started = self.say(rank, "start")
 
-    def say(self, rank: int, kind: str, at: float = 0.0, **header: Any) -> list[Order]:
+    def say(self, rank: int, kind: str, at: float = 0.0, **header: Any) -> list[Command]:
         return self.coordinator.handle(rank, kind, FACTS | header if kind in ("ready", "arrive") else header, at)
 
 
 def test_the_first_worker_gives_everybody_its_model() -> None:
     talk = Talk(3, Grouping(2))
     assert talk.started == [
-        Order(0, "donate", {"takers": [[1, 1], [2, 1]]}),
-        Order(1, "take", {"donor": 0, "visit": 1, "drained": 0}),
-        Order(2, "take", {"donor": 0, "visit": 1, "drained": 0}),
+        Command(0, "donate", {"takers": [[1, 1], [2, 1]]}),
+        Command(1, "take", {"donor": 0, "visit": 1, "drained": 0}),
+        Command(2, "take", {"donor": 0, "visit": 1, "drained": 0}),
     ]
 
 
@@ -107,9 +107,9 @@ def test_weights_follow_staleness_and_members_learn_the_newest_iteration() -> No
 def test_a_drain_weighs_by_samples() -> None:
     talk = Talk(2, Grouping(2))
     talk.say(0, "arrive", samples=30)
-    orders = talk.say(1, "arrive", samples=10)
-    assert [order.header["weights"] for order in orders] == [[0.75, 0.25]] * 2
-    assert all(order.header["atomic"] for order in orders)
+    commands = talk.say(1, "arrive", samples=10)
+    assert [command.header["weights"] for command in commands] == [[0.75, 0.25]] * 2
+    assert all(command.header["atomic"] for command in commands)
 
 
 def test_a_drain_names_who_came_back_even_from_before_the_start() -> None:
@@ -125,8 +125,8 @@ def test_a_drain_names_who_came_back_even_from_before_the_start() -> None:
     # Whoever takes a model now learns which drain came last.
     coordinator.lose(1, 1.0)
     coordinator.handle(1, "start", {}, 1.0)
-    taken = [order for order in coordinator.handle(0, "arrive", FACTS, 1.0) if order.kind == "take"]
-    assert [order.header["drained"] for order in taken] == [group["generation"]]
+    taken = [command for command in coordinator.handle(0, "arrive", FACTS, 1.0) if command.kind == "take"]
+    assert [command.header["drained"] for command in taken] == [group["generation"]]
 
 
 def test_an_atomic_group_commits_only_if_all_complete() -> None:
@@ -140,7 +140,7 @@ def test_an_atomic_group_commits_only_if_all_complete() -> None:
     talk.say(0, "ready")
     generation = talk.say(1, "ready")[0].header["generation"]
     talk.say(0, "complete", generation=generation)
-    assert talk.coordinator.lose(1, 1.0) == [Order(0, "verdict", {"generation": generation, "commit": False})]
+    assert talk.coordinator.lose(1, 1.0) == [Command(0, "verdict", {"generation": generation, "commit": False})]
     assert [(o.rank, o.header["members"]) for o in talk.say(0, "ready", 1.0)] == [(0, (0,))]
 
 
@@ -148,13 +148,13 @@ def test_a_returning_worker_takes_the_model_of_one_that_waits() -> None:
     talk = Talk(3, Grouping(2))
     talk.coordinator.lose(2, 1.0)
     assert talk.say(2, "start", 2.0) == []
-    orders = talk.say(1, "ready", 3.0)
-    assert orders == [
-        Order(1, "donate", {"takers": [[2, 3]]}),
-        Order(2, "take", {"donor": 1, "visit": 3, "drained": 0}),
-        Order(1, "patience", {}),
+    commands = talk.say(1, "ready", 3.0)
+    assert commands == [
+        Command(1, "donate", {"takers": [[2, 3]]}),
+        Command(2, "take", {"donor": 1, "visit": 3, "drained": 0}),
+        Command(1, "extend", {}),
     ]
-    assert [order.header["members"] for order in talk.say(2, "ready", 4.0)] == [(1, 2)] * 2
+    assert [command.header["members"] for command in talk.say(2, "ready", 4.0)] == [(1, 2)] * 2
 
 
 def test_a_worker_that_does_not_come_to_the_barrier_is_named() -> None:
@@ -163,9 +163,9 @@ def test_a_worker_that_does_not_come_to_the_barrier_is_named() -> None:
     talk.say(2, "arrive", 11.0)
     assert talk.coordinator.deadline(11.0) == 70.0
     assert talk.coordinator.tick(69.0) == []
-    orders = talk.coordinator.tick(70.0)
-    assert {order.rank for order in orders} == {0, 1, 2}
-    assert orders[0].header["reason"] == "drain: rank 1 did not come within 60 s"
+    commands = talk.coordinator.tick(70.0)
+    assert {command.rank for command in commands} == {0, 1, 2}
+    assert commands[0].header["reason"] == "drain: rank 1 did not come within 60 s"
     assert talk.say(1, "ready", 71.0)[0].kind == "stop"
 
 
@@ -174,8 +174,8 @@ def test_who_comes_late_to_a_barrier_but_moves_is_waited_for() -> None:
     talk.say(0, "arrive", 10.0)
     talk.say(2, "arrive", 11.0)
     # Alone, it makes its steps without waiting for anybody.
-    orders = talk.say(1, "ready", 65.0)
-    assert [(order.rank, order.kind) for order in orders] == [(0, "patience"), (2, "patience"), (1, "group")]
+    commands = talk.say(1, "ready", 65.0)
+    assert [(command.rank, command.kind) for command in commands] == [(0, "extend"), (2, "extend"), (1, "group")]
     assert talk.coordinator.deadline(65.0) == 125.0
     assert talk.coordinator.tick(124.0) == []
     assert talk.coordinator.tick(125.0)[0].header["reason"] == "drain: rank 1 did not come within 60 s"
@@ -200,16 +200,16 @@ def test_members_that_do_not_come_to_a_group_are_named() -> None:
     talk.say(0, "ready", 10.0)
     assert talk.coordinator.deadline(10.0) == 70.0
     assert talk.coordinator.tick(69.0) == []
-    orders = talk.coordinator.tick(70.0)
-    assert {order.rank for order in orders} == {0, 1, 2, 3}
-    assert orders[0].header["reason"] == "group: rank 1, 2 did not come within 60 s"
+    commands = talk.coordinator.tick(70.0)
+    assert {command.rank for command in commands} == {0, 1, 2, 3}
+    assert commands[0].header["reason"] == "group: rank 1, 2 did not come within 60 s"
 
 
 def test_who_comes_back_to_a_group_is_waited_for_as_long_as_anybody() -> None:
     talk = Talk(3, Grouping(3), timeout=60.0)
     talk.coordinator.lose(2, 1.0)
     talk.say(0, "ready", 10.0)
-    assert [order.kind for order in talk.say(2, "start", 69.0)] == ["donate", "take", "patience"]
+    assert [command.kind for command in talk.say(2, "start", 69.0)] == ["donate", "take", "extend"]
     assert talk.coordinator.tick(71.0) == []
     reason = talk.coordinator.tick(129.0)[0].header["reason"]
     assert reason == "group: rank 1, 2 did not come within 60 s"
@@ -221,14 +221,14 @@ def test_a_group_that_broke_has_connected_nobody() -> None:
     talk.say(1, "ready")
     assert talk.say(2, "ready") + talk.say(3, "ready") == []
     bridge = talk.say(0, "ready")
-    assert [order.rank for order in bridge] == [0, 2, 3]
+    assert [command.rank for command in bridge] == [0, 2, 3]
     assert bridge[0].header["bridging"]
     said = {name: bridge[0].header[name] for name in ("generation", "number")}
     for rank in (2, 0):
         assert talk.say(rank, "broken", **said) == []
     assert talk.say(2, "ready") + talk.say(3, "ready") == []
     again = talk.say(1, "ready")
-    assert [order.rank for order in again] == [1, 2, 3]
+    assert [command.rank for command in again] == [1, 2, 3]
     assert again[0].header["bridging"]
 
 
@@ -236,8 +236,8 @@ def test_a_barrier_averages_what_those_keep_who_have_stepped() -> None:
     talk = Talk(3, Grouping(2))
     talk.say(0, "arrive", averages=[], samples=0)
     talk.say(1, "arrive", averages=["momentum_buffer"], samples=4)
-    orders = talk.say(2, "arrive", averages=["momentum_buffer"], samples=0)
-    assert [tuple(order.header["averages"]) for order in orders] == [("momentum_buffer",)] * 3
+    commands = talk.say(2, "arrive", averages=["momentum_buffer"], samples=0)
+    assert [tuple(command.header["averages"]) for command in commands] == [("momentum_buffer",)] * 3
     talk = Talk(2, Grouping(2))
     talk.say(0, "arrive", averages=["momentum_buffer"])
     reason = talk.say(1, "arrive", averages=["exp_avg"])[0].header["reason"]
@@ -248,21 +248,21 @@ def test_who_comes_back_to_a_barrier_is_waited_for_as_long_as_anybody() -> None:
     talk = Talk(3, Grouping(2), timeout=60.0)
     talk.coordinator.lose(2, 1.0)
     talk.say(0, "arrive", 10.0)
-    orders = talk.say(2, "start", 69.0)
-    assert [order.kind for order in orders] == ["donate", "take", "patience"]
+    commands = talk.say(2, "start", 69.0)
+    assert [command.kind for command in commands] == ["donate", "take", "extend"]
     assert talk.coordinator.tick(71.0) == []
-    assert {order.kind for order in talk.coordinator.tick(129.0)} == {"stop"}
+    assert {command.kind for command in talk.coordinator.tick(129.0)} == {"stop"}
 
 
 def test_who_finds_nobody_with_a_model_is_alone_with_that() -> None:
     talk = Talk(3, Grouping(2), timeout=60.0)
     talk.coordinator.lose(2, 1.0)
     talk.say(2, "start", 2.0)
-    orders = talk.coordinator.tick(62.0)
-    assert [(order.rank, order.kind) for order in orders] == [(2, "stop")]
+    commands = talk.coordinator.tick(62.0)
+    assert [(command.rank, command.kind) for command in commands] == [(2, "stop")]
     assert talk.coordinator.stopped is None
     talk.say(0, "ready", 63.0)
-    assert [order.rank for order in talk.say(1, "ready", 63.0)] == [0, 1]
+    assert [command.rank for command in talk.say(1, "ready", 63.0)] == [0, 1]
 
 
 def test_averaged_momentum_needs_the_same_state_everywhere() -> None:
@@ -283,7 +283,7 @@ def test_models_of_different_size_are_an_error() -> None:
 def test_whoever_was_given_up_must_start_again() -> None:
     talk = Talk(3, Grouping(2))
     talk.coordinator.lose(2, 1.0)
-    assert talk.say(2, "ready", 2.0) == [Order(2, "stop", {"reason": "rank 2 was given up; it must start again"})]
+    assert talk.say(2, "ready", 2.0) == [Command(2, "stop", {"reason": "rank 2 was given up; it must start again"})]
 
 
 def test_the_window_of_groups_survives_a_checkpoint() -> None:

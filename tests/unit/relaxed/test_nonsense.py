@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 from strangers import SECRET
 
-from lightning_autosync.relaxed.controller import Controller, ControllerLink
+from lightning_autosync.relaxed.controller import Controller, ControllerClient
 from lightning_autosync.relaxed.coordinator import Coordinator
 from lightning_autosync.relaxed.grouping import Grouping
 from lightning_autosync.relaxed.transport.mesh import Mesh
@@ -90,6 +90,6 @@ def test_nonsense_ends_its_senders_connection_only() -> None:
         sender.close()
         # The coordinator serves on.
         for mesh in (victim, other):
-            ControllerLink(mesh, 20.0).tell("start")
-        assert ControllerLink(other, 20.0).wait("take")[0] == "take"
+            ControllerClient(mesh, 20.0).send("start")
+        assert ControllerClient(other, 20.0).receive("take")[0] == "take"
         controller.close()

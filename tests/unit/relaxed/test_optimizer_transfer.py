@@ -11,14 +11,14 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_autosync.relaxed.model_state import Inheritance, pack_optimizer
+from lightning_autosync.relaxed.model_state import DonatedOptimizer, pack_optimizer
 from lightning_autosync.relaxed.server.optimizer import ELEMENTWISE
 from lightning_autosync.relaxed.transport.messages import as_bytes
 from lightning_autosync.relaxed.transport.payload import Packed, pack
 
 
-def arrived(packed: Packed) -> Inheritance | None:
-    return Inheritance.found(3, memoryview(bytearray(b"".join(as_bytes(packed.parts)))))
+def arrived(packed: Packed) -> DonatedOptimizer | None:
+    return DonatedOptimizer.found(3, memoryview(bytearray(b"".join(as_bytes(packed.parts)))))
 
 
 def make(kind: Any, module: nn.Module, **options: Any) -> Optimizer:

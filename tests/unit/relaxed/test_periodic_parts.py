@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lightning_autosync.errors import ExchangeError
-from lightning_autosync.relaxed.grouping import Pace
+from lightning_autosync.relaxed.grouping import AdaptivePeriod
 from lightning_autosync.relaxed.model_state import (
     FlatView,
     ModelTensors,
@@ -53,7 +53,7 @@ def test_each_step_averages_one_fragment_at_most_and_each_fragment_once_a_period
 
 
 def test_a_period_grows_until_averages_take_their_share() -> None:
-    pace = Pace(1, overhead=0.1, longest=1000)
+    pace = AdaptivePeriod(1, overhead=0.1, longest=1000)
     for _ in range(8):
         pace.report(0.1, 1.9)
         pace.report(0.1, 1.8)  # the last to come, who did not wait
@@ -63,7 +63,7 @@ def test_a_period_grows_until_averages_take_their_share() -> None:
 
 
 def test_a_period_shrinks_again_and_stays_within_bounds() -> None:
-    pace = Pace(64, overhead=0.5, longest=100)
+    pace = AdaptivePeriod(64, overhead=0.5, longest=100)
     found = []
     for _ in range(8):
         pace.report(1.0, 0.01)
@@ -75,13 +75,13 @@ def test_a_period_shrinks_again_and_stays_within_bounds() -> None:
         pace.report(0.001, 1000.0)
         pace.next_period()
     assert pace.period == 100
-    again = Pace(3, overhead=0.5, longest=100)
+    again = AdaptivePeriod(3, overhead=0.5, longest=100)
     again.restore(**pace.state())
     assert again.state() == pace.state()
 
 
 def test_without_reports_a_period_stays() -> None:
-    assert Pace(7, overhead=0.2, longest=100).next_period() == 7
+    assert AdaptivePeriod(7, overhead=0.2, longest=100).next_period() == 7
 
 
 class Mixed(nn.Module):

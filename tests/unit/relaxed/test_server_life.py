@@ -281,7 +281,7 @@ def hold_joins(running: ParameterServer, held: threading.Event) -> None:
     """Let this worker's server take a ``server.join`` only later."""
     server = running.server
     assert server is not None
-    put, later = server._post._events.put, []
+    put, later = server._events._events.put, []
 
     def deliver(mail: Any) -> None:
         if held.is_set() or getattr(mail, "kind", "") != "server.join":
