@@ -10,9 +10,8 @@ from typing import Annotated, Any, NamedTuple
 
 import torch
 from annotated_types import Len
-from pydantic import NonNegativeInt, TypeAdapter, ValidationError
+from pydantic import BaseModel, NonNegativeInt, ValidationError, create_model
 from torch import Tensor
-from typing_extensions import NotRequired, TypedDict
 
 from lightning_autosync.documents import describe_validation_error
 from lightning_autosync.errors import ExchangeError, MeshTimeout
@@ -145,132 +144,67 @@ def encode_head(kind: str, header: Mapping[str, Any]) -> bytes:
     return head
 
 
-class _Peer(TypedDict):
-    peer: NonNegativeInt
-    incarnation: NonNegativeInt
-
-
-class _Lost(_Peer):
-    why: str
-
-
-class _Note(TypedDict):
-    iteration: NonNegativeInt
-    samples: NonNegativeInt
-    elements: NonNegativeInt
-    rate: NotRequired[float]
-    averages: NotRequired[list[str] | None]
-    step_time: NotRequired[float]
-    exchange_time: NotRequired[float]
-
-
-class _Generation(TypedDict):
-    generation: int
-
-
-class _Broken(_Generation):
-    number: NotRequired[int | None]
-
-
-class _Donate(TypedDict):
-    takers: list[Annotated[list[int], Len(2, 2)]]
-
-
-class _Take(TypedDict):
-    donor: NonNegativeInt
-    visit: int
-    drained: int
-
-
-class _Group(_Generation):
-    members: list[NonNegativeInt]
-    weights: list[float]
-    iteration: int
-    rate: float
-    atomic: bool
-    drain: bool
-
-
-class _Verdict(_Generation):
-    commit: bool
-
-
-class _Stop(TypedDict):
-    reason: str
-
-
-class _Model(TypedDict):
-    iteration: int
-    facts: dict[str, Any]
-    visit: int
-    optimizer: NonNegativeInt
-
-
-class _Chunk(_Generation):
-    chunk: NonNegativeInt
-
-
-class _Abort(_Generation):
-    why: str
-
-
-class _WorkAsked(TypedDict):
-    epoch: int
-    length: NonNegativeInt
-    count: NonNegativeInt
-
-
-class _Work(TypedDict):
-    epoch: int
-    start: NonNegativeInt
-    stop: NonNegativeInt
-
-
-class _TrainerStateRequest(TypedDict):
-    name: str
-    drain: int
-
-
-class _TrainerState(TypedDict):
-    name: str
-    fault: str
-
-
-_SHAPES: dict[str, TypeAdapter[Any]] = {
-    kind: TypeAdapter(shape)
-    for kind, shape in {
-        "mesh.lost": _Lost,
-        "mesh.suspect": _Peer,
-        "mesh.alive": _Peer,
-        "controller.ready": _Note,
-        "controller.arrive": _Note,
-        "controller.complete": _Generation,
-        "controller.broken": _Broken,
-        "worker.donate": _Donate,
-        "worker.take": _Take,
-        "worker.group": _Group,
-        "worker.verdict": _Verdict,
-        "worker.stop": _Stop,
-        "worker.model": _Model,
-        "average.part": _Chunk,
-        "average.sum": _Chunk,
-        "average.abort": _Abort,
-        "work?": _WorkAsked,
-        "work": _Work,
-        "trainer_state?": _TrainerStateRequest,
-        "trainer_state": _TrainerState,
-    }.items()
+_PEER = {"peer": NonNegativeInt, "incarnation": NonNegativeInt}
+_REQUEST = {
+    "iteration": NonNegativeInt,
+    "samples": NonNegativeInt,
+    "elements": NonNegativeInt,
+    "rate": (float, 0.0),
+    "averages": (list[str] | None, None),
+    "step_time": (float, 0.0),
+    "exchange_time": (float, 0.0),
 }
-"""Servers judge what workers send them by themselves, for it depends on the model."""
+_GENERATION = {"generation": int}
+_CHUNK = {**_GENERATION, "chunk": NonNegativeInt}
+
+_FIELDS: dict[str, dict[str, Any]] = {
+    "mesh.lost": {**_PEER, "why": str},
+    "mesh.suspect": _PEER,
+    "mesh.alive": _PEER,
+    "controller.ready": _REQUEST,
+    "controller.arrive": _REQUEST,
+    "controller.complete": _GENERATION,
+    "controller.broken": {**_GENERATION, "number": (int | None, None)},
+    "worker.donate": {"takers": list[Annotated[list[int], Len(2, 2)]]},
+    "worker.take": {"donor": NonNegativeInt, "visit": int, "drained": int},
+    "worker.group": {
+        **_GENERATION,
+        "members": list[NonNegativeInt],
+        "weights": list[float],
+        "iteration": int,
+        "rate": float,
+        "atomic": bool,
+        "drain": bool,
+    },
+    "worker.verdict": {**_GENERATION, "commit": bool},
+    "worker.stop": {"reason": str},
+    "worker.model": {"iteration": int, "facts": dict[str, Any], "visit": int, "optimizer": NonNegativeInt},
+    "average.part": _CHUNK,
+    "average.sum": _CHUNK,
+    "average.abort": {**_GENERATION, "why": str},
+    "work?": {"epoch": int, "length": NonNegativeInt, "count": NonNegativeInt},
+    "work": {"epoch": int, "start": NonNegativeInt, "stop": NonNegativeInt},
+    "trainer_state?": {"name": str, "drain": int},
+    "trainer_state": {"name": str, "fault": str},
+}
+"""What the headers of each kind of message must have; a field with a default may be missing.
+
+Servers check what workers send them by themselves, for it depends on the model.
+"""
+
+_MODELS: dict[str, type[BaseModel]] = {}
+for _kind, _fields in _FIELDS.items():
+    _given: dict[str, Any] = {name: of if isinstance(of, tuple) else (of, ...) for name, of in _fields.items()}
+    _MODELS[_kind] = create_model("Header", **_given)
 
 
 def header_fault(kind: str, header: dict[str, Any]) -> str:
     """What is wrong with a header as JSON had it; empty if nothing is, or nothing is asked of its kind."""
-    shape = _SHAPES.get(kind)
-    if shape is None:
+    model = _MODELS.get(kind)
+    if model is None:
         return ""
     try:
-        shape.validate_python(header, strict=True)
+        model.model_validate(header, strict=True)
     except ValidationError as error:
         return describe_validation_error(error)
     return ""
