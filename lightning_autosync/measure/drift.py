@@ -1,8 +1,9 @@
-"""Drift of the machine: a reference plan, measured again with every batch, tells how fast everything was just then.
+"""Drift: the speed of a machine changes over time, which a reference plan shows that is measured with every batch.
 
-One plan can be slow by itself for a while: on emulated clusters the trials beside it share hardly any of its usual
-deviations. So it is believed as far as the trials follow it, measured against what a replay says of each. What a
-sampler predicts is no measure: it learns from the same times, and comes to expect slow ones.
+A single plan can be slow for a while although the machine is not: on emulated clusters, the trials beside the reference
+share hardly any of its usual deviations. So only that share of its deviations is corrected which the trials have, too.
+To find the share, the time of each trial is compared with the replay's price. A sampler's prediction would not do,
+since the sampler learns from the same times.
 """
 
 from __future__ import annotations
@@ -16,23 +17,24 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 THRESHOLD = 0.05
-"""Spread of the smoothed reference from which on times are compared relative to it."""
+"""Times are corrected if the smoothed reference varies by more than this share."""
 WINDOW = 5
-"""Turns of the reference whose running median is taken: a lone slow turn is no drift."""
+"""Turns of the reference in its running median, so that a single slow turn is no drift."""
 DOUBT = 0.5
-"""Sum of the reference's deviations beside all trials, in logarithms, from which on it is believed, if all follow it:
-two trials beside a reference that is a third slower than usual, eleven beside one that is 5% slower."""
+"""Weight of the assumption that trials do not follow the reference: a sum of deviations in logarithms. Trials that all
+follow it outweigh this if they are two beside a reference that is a third slower than usual, or eleven beside one that
+is 5% slower."""
 
 
 class DriftObservation(NamedTuple):
-    """What a trial tells of drift, None where unknown.
+    """What a trial says about drift; fields are None where unknown.
 
     Attributes:
-        run: that it is of.
-        number, batch: its own, and that of the first trial of its batch.
-        reference: seconds of the reference beside that batch.
+        run: to which the trial belongs.
+        number, batch: of the trial, and of the first trial of its batch.
+        reference: seconds of a step of the reference beside that batch.
         seconds: of a step of the trial's plan.
-        price: the same, as the replay says, which learns from no trial.
+        price: of the same step, by the replay.
         baseline: whether the plan is a builder's.
     """
 
@@ -47,11 +49,11 @@ class DriftObservation(NamedTuple):
 
 @dataclass(frozen=True)
 class Drift:
-    """What the reference's turns say.
+    """Drift during one run.
 
     Attributes:
-        turns: seconds of a step of the reference by the number of the trial that it was measured with, ascending.
-        share: of the reference's deviations, in logarithms, that other plans have too: from 0 to 1.
+        turns: seconds of a step of the reference, by the number of the trial that it was measured with, ascending.
+        share: share of the reference's deviations (in logarithms) that other plans have, too: from 0 to 1.
     """
 
     turns: Mapping[int, float]
@@ -59,22 +61,22 @@ class Drift:
 
     @cached_property
     def level(self) -> float | None:
-        """Seconds of the reference, over the whole run."""
+        """Median seconds of the reference over the run; None if it was not measured."""
         return statistics.median(self.turns.values()) if self.turns else None
 
     @cached_property
     def spread(self) -> float:
-        """By how much plans were slower in the slowest stretch than in the fastest."""
+        """How much slower plans were when the machine was slowest than when it was fastest; 0.1 is 10%."""
         smooth = list(self._smooth.values())
         return self._shared(max(smooth) / min(smooth)) - 1 if smooth else 0.0
 
     @property
     def seen(self) -> bool:
-        """Whether times are compared relative to the reference."""
+        """Whether times are corrected."""
         return self.spread > THRESHOLD
 
     def corrected(self, number: int, seconds: float) -> float:
-        """The seconds of a trial as they would have been at the reference's `level`; as they are without drift."""
+        """The seconds of a trial as they would have been at the reference's `level`; unchanged without drift."""
         if not self.seen:
             return seconds
         level = self.level
@@ -82,9 +84,9 @@ class Drift:
         return seconds * self._shared(level / self._at(number))
 
     def expected(self, seconds: float) -> float:
-        """The other way round: what corrected seconds are at the latest turn of the reference.
+        """The inverse of `corrected` at the latest turn of the reference.
 
-        They are no less than that turn by itself says, for whoever is given up as slow should be slow either way.
+        The result is at least what that turn alone says, so that a plan is pruned only if it is slow by both measures.
         """
         if self.level is None:
             return seconds
@@ -94,16 +96,16 @@ class Drift:
             return seconds * alone if alone > 1 + THRESHOLD else seconds
         return seconds * max(alone, self._shared(self._at(latest) / self.level))
 
-    def bring(self, stretch: Drift, number: int, seconds: float) -> float:
-        """Seconds of another stretch of time, during which the same reference was measured, on this one's footing.
+    def convert(self, other: Drift, number: int, seconds: float) -> float:
+        """Seconds that were measured in another run with the same reference, as they would have been in this one.
 
-        They are corrected within that stretch as `corrected` does it, and brought from its level to this one's where
-        the two differ by more than a spread that counts.
+        They are corrected within the other run, and then scaled from its level to this one's if these differ by more
+        than `THRESHOLD`.
         """
-        found = stretch.corrected(number, seconds)
-        if self.level is None or stretch.level is None:
+        found = other.corrected(number, seconds)
+        if self.level is None or other.level is None:
             return found
-        ratio = self._shared(self.level / stretch.level)
+        ratio = self._shared(self.level / other.level)
         return found * ratio if max(ratio, 1 / ratio) - 1 > THRESHOLD else found
 
     def to_dict(self) -> dict[str, Any]:
@@ -119,12 +121,12 @@ class Drift:
         }
 
     def _at(self, number: int) -> float:
-        """The smoothed reference at a trial: the last turn up to it, or the first of all."""
+        """The smoothed reference at a trial: at the last turn before it, or at the first turn."""
         turns = list(self._smooth)
         return self._smooth[turns[max(0, bisect_right(turns, number) - 1)]]
 
     def _shared(self, ratio: float) -> float:
-        """What a ratio of the reference's seconds is for other plans."""
+        """The ratio of other plans' seconds that goes with a ratio of the reference's."""
         return float(ratio**self.share)
 
     @cached_property
@@ -133,61 +135,65 @@ class Drift:
         return {number: _around([self.turns[n] for n in numbers], place) for place, number in enumerate(numbers)}
 
 
-def run_with_turns(sights: Sequence[DriftObservation], wanted: str | None) -> str | None:
-    """The wanted run, if the reference had a turn in it; else the first in which it had, if there is one."""
-    runs = [sight.run for sight in sights if sight.batch is not None and sight.reference is not None]
+def run_with_turns(observations: Sequence[DriftObservation], wanted: str | None) -> str | None:
+    """The wanted run if the reference was measured in it; else the first run in which it was, if there is one."""
+    runs = [
+        observation.run
+        for observation in observations
+        if observation.batch is not None and observation.reference is not None
+    ]
     return wanted if wanted in runs or not runs else runs[0]
 
 
 class DriftCorrection:
-    """Seconds of trials of several runs on the footing of one, by the reference that all of them measure.
+    """Converts seconds of trials of several runs to those of one run, by the reference that all of them measure.
 
     Args:
-        turns: by run the seconds of the reference, as of `Drift`.
-        run: on whose footing the seconds are.
-        share: as of `Drift`, of all runs.
+        turns: by run, the seconds of the reference, as of `Drift`.
+        run: to which seconds are converted.
+        share: as of `Drift`, for all runs.
     """
 
     def __init__(self, turns: Mapping[str | None, Mapping[int, float]], run: str | None, share: float = 1.0) -> None:
         self._share = share
-        self._stretches = {name: Drift(found, share) for name, found in turns.items()}
-        self.base = self._stretches.get(run, Drift({}, share))
+        self._runs = {name: Drift(found, share) for name, found in turns.items()}
+        self.base = self._runs.get(run, Drift({}, share))
 
     @classmethod
     def of(
-        cls, sights: Iterable[DriftObservation], run: str | None, now: Mapping[int, float] | None = None
+        cls, observations: Iterable[DriftObservation], run: str | None, now: Mapping[int, float] | None = None
     ) -> DriftCorrection:
-        """What trials tell.
+        """From what trials say.
 
         Args:
-            sights: the trials.
-            run: on whose footing the seconds are.
-            now: further turns of that run, as of a batch none of whose trials has ended.
+            observations: the trials.
+            run: to which seconds are converted.
+            now: further turns of that run, as those of a batch that is being measured.
         """
-        seen, turns = list(sights), {run: dict[int, float]()}
-        for sight in seen:
-            if sight.batch is not None and sight.reference is not None:
-                turns.setdefault(sight.run, {})[sight.batch] = sight.reference
+        seen, turns = list(observations), {run: dict[int, float]()}
+        for observation in seen:
+            if observation.batch is not None and observation.reference is not None:
+                turns.setdefault(observation.run, {})[observation.batch] = observation.reference
         turns[run] |= now or {}
         return cls(turns, run, _share(seen))
 
-    def bring(self, run: str | None, number: int, seconds: float) -> float:
-        """The seconds that a trial of some run would have taken in the one; as they are where it has no reference."""
-        return self.base.bring(self._stretches.get(run, Drift({}, self._share)), number, seconds)
+    def convert(self, run: str | None, number: int, seconds: float) -> float:
+        """The seconds that a trial of some run would have taken in this one; unchanged if that has no reference."""
+        return self.base.convert(self._runs.get(run, Drift({}, self._share)), number, seconds)
 
 
-def _share(sights: Sequence[DriftObservation]) -> float:
-    """How much of the reference's deviations trials share; all of them where no trial has a price.
+def _share(observations: Sequence[DriftObservation]) -> float:
+    """Which share of the reference's deviations trials have, too; 1 where no trial has a price.
 
-    The slope of seconds over the price against the reference, both as logarithms off their medians, by least absolute
-    deviations, so that plans which are priced badly count for little. `DOUBT` speaks for no slope. Builders' plans,
-    which come first and whose prices are off by something else, have medians of their own.
+    It is the slope of a regression by least absolute deviations, to which badly priced plans contribute little. Both
+    sides are logarithms less their medians: of a trial's seconds over its price, and of the reference. `DOUBT` is the
+    weight of a slope of 0. Builders' plans have medians of their own, since their prices are off by another factor.
     """
     kinds: dict[bool, list[tuple[float, float]]] = {}
-    for sight in sights:
-        if sight.seconds and sight.price and sight.reference:
-            pair = math.log(sight.reference), math.log(sight.seconds / sight.price)
-            kinds.setdefault(sight.baseline, []).append(pair)
+    for observation in observations:
+        if observation.seconds and observation.price and observation.reference:
+            pair = math.log(observation.reference), math.log(observation.seconds / observation.price)
+            kinds.setdefault(observation.baseline, []).append(pair)
     if not kinds:
         return 1.0
     offs = [off for pairs in kinds.values() for off in _off_medians(pairs)]

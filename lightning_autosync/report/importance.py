@@ -84,7 +84,7 @@ def _of_points(whole: optuna.Study) -> optuna.Study:
     footing, study = footing_of_study(whole), optuna.create_study()
     for trial in whole.get_trials(states=(TrialState.COMPLETE,)):
         if is_composed(trial) and (seconds := seconds_of(trial)) is not None:
-            trial.value = footing.bring(attribute(trial, RUN), trial.number, seconds)
+            trial.value = footing.convert(attribute(trial, RUN), trial.number, seconds)
             study.add_trial(trial)
     return study
 

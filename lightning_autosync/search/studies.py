@@ -295,7 +295,7 @@ def samples_of(study: optuna.Study) -> list[Sample]:
     samples = []
     for trial in study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED)):
         if steps := measured_steps(trial):
-            plan, factor = plan_of(trial, space), footing.bring(attribute(trial, RUN), trial.number, 1.0)
+            plan, factor = plan_of(trial, space), footing.convert(attribute(trial, RUN), trial.number, 1.0)
             brought = tuple(factor * seconds for seconds in steps)
             try:
                 samples.append(Sample(space.workload, space.cluster, plan, brought, kind_of(trial)))

@@ -223,7 +223,7 @@ def best_points(study: optuna.Study, space: PlanSpace, count: int = MAX_BEST_POI
     trials = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
 
     def corrected(trial: FrozenTrial) -> float:
-        return footing.bring(attribute(trial, RUN), trial.number, seconds_of(trial) or 0.0)
+        return footing.convert(attribute(trial, RUN), trial.number, seconds_of(trial) or 0.0)
 
     ranked = sorted((trial for trial in trials if seconds_of(trial) is not None), key=corrected)
     points: dict[tuple[Value, ...], dict[str, Value]] = {}

@@ -1,4 +1,4 @@
-"""Inside a worker: all methods behind one interface, so that one loop trains by any of them."""
+"""Inside a worker: all ways to synchronize have one interface, so that one loop trains by any of them."""
 
 from __future__ import annotations
 
@@ -26,53 +26,53 @@ from lightning_autosync.workload import Workload, variable_names
 
 
 class SyncMethod(ABC):
-    """A replica and what keeps it together with the others.
+    """A replica and its synchronization with the others.
 
     Attributes:
-        lock_step: whether all workers must take equally many steps.
-        forward: what is called for the logits.
+        synchronous: whether all workers must take equally many steps.
+        forward: the module that is called for the logits.
         optimizer: of the replica.
-        groups: of a partial reduce, in which this replica took part.
+        groups: those of a partial reduce in which this replica took part.
     """
 
-    lock_step: bool
+    synchronous: bool
     forward: nn.Module
     optimizer: Optimizer
     groups: Sequence[Group] = ()
 
     @abstractmethod
     def start(self) -> None:
-        """All begin with rank 0's parameters."""
+        """Give all replicas the parameters of rank 0."""
 
     @abstractmethod
     def step(self, samples: int) -> None:
-        """Backward of a mini-batch is over."""
+        """Update the parameters; call it after the backward pass of a mini-batch of so many samples."""
 
     @abstractmethod
-    def meet(self) -> None:
-        """This worker's steps are over: leave with the model of all."""
+    def finish(self) -> None:
+        """Call it after this worker's last step: the replica then holds the common model."""
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of optimizer state on this rank, with those of an outer update and of a server in this process.
+        """Bytes of optimizer state on this rank, including those of an outer optimizer and of a server in this process.
 
-        To be asked for after :meth:`meet`, when no server is at work.
+        Read it after `finish`, when the server does not change it any more.
         """
         return tensor_bytes(self.optimizer.state.values())
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of connections and hooks; collective."""
+        """Close connections and remove hooks; collective."""
 
     @abstractmethod
     def abandon(self) -> None:
-        """As `close`, after a failure and without waiting for anybody."""
+        """Close after a failure, without waiting for other ranks."""
 
 
 class SynchronousMethod(SyncMethod):
-    """Gradients are averaged in each step, so that replicas stay equal; a common seed has made them so."""
+    """Gradients are averaged in each step. Replicas start equal, by a common seed, and stay equal."""
 
-    lock_step = True
+    synchronous = True
 
     def start(self) -> None:
         pass
@@ -80,12 +80,12 @@ class SynchronousMethod(SyncMethod):
     def step(self, samples: int) -> None:
         self.optimizer.step()
 
-    def meet(self) -> None:
+    def finish(self) -> None:
         pass
 
 
 class DDPMethod(SynchronousMethod):
-    """``DistributedDataParallel``, on request with the optimizer's state dealt out among the ranks."""
+    """``DistributedDataParallel``; with ``zero`` the ranks share out the optimizer's state."""
 
     def __init__(self, module: nn.Module, rate: float, momentum: float, zero: bool) -> None:
         self.forward = DistributedDataParallel(module, init_sync=False)
@@ -110,7 +110,7 @@ class DDPMethod(SynchronousMethod):
 
 
 class PlanMethod(SynchronousMethod):
-    """The engine, following a plan with a schedule."""
+    """The engine executes a synchronous plan."""
 
     def __init__(
         self,
@@ -134,9 +134,9 @@ class PlanMethod(SynchronousMethod):
 
 
 class RelaxedMethod(SyncMethod):
-    """A plan without a schedule."""
+    """A plan of relaxed synchronization."""
 
-    lock_step = False
+    synchronous = False
 
     def __init__(
         self,
@@ -168,7 +168,7 @@ class RelaxedMethod(SyncMethod):
         if isinstance(self._synchronizer, PartialReduce) and self._synchronizer.group is not None:
             self.groups.append(self._synchronizer.group)
 
-    def meet(self) -> None:
+    def finish(self) -> None:
         self._synchronizer.finish()
         self._synchronizer.drain()
 
@@ -182,7 +182,7 @@ class RelaxedMethod(SyncMethod):
         self._mesh.close()
 
     def abandon(self) -> None:
-        # First the mesh: a server in this process then sees that nobody is there for whom to go on.
+        # The mesh is closed first, so that a server in this process sees that its workers are gone, and ends.
         self._mesh.close()
         self._synchronizer.close()
 
@@ -198,10 +198,10 @@ def open_method(
     store: dist.Store,
     timeout: float,
 ) -> SyncMethod:
-    """The replica that a method trains; collective.
+    """Make the replica that a method trains; collective.
 
     Args:
-        method: which.
+        method: of the comparison.
         module: the replica.
         rate: learning rate.
         momentum: of the SGD.
@@ -209,7 +209,7 @@ def open_method(
         workload: variables of the module.
         cluster: where the ranks are.
         store: for this training only.
-        timeout: seconds to wait for others.
+        timeout: seconds to wait for other ranks.
     """
     if method.kind != "plan":
         return DDPMethod(module, rate, momentum, zero=method.kind == "zero")

@@ -1,4 +1,9 @@
-"""Inside a worker: one training by one method, its end, and the course of its metric."""
+"""Inside a worker: one training by one method.
+
+The metric over time is found after the training. Evaluating during training would slow the rank that does it, and the
+replicas of relaxed methods differ. So each rank keeps copies of its parameters with their times, and the average over
+ranks is evaluated in the end.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +33,7 @@ class ParameterHistory:
 
     Args:
         module: whose parameters are kept; some ten thousand elements, so that a copy takes microseconds.
-        interval: seconds between copies, at least.
+        interval: minimum seconds between copies.
     """
 
     def __init__(self, module: nn.Module, interval: float) -> None:
@@ -39,12 +44,12 @@ class ParameterHistory:
         self._begin = 0.0
 
     def begin(self) -> None:
-        """The clock starts; call it on all ranks together."""
+        """Start the clock; call it on all ranks at the same time."""
         self._begin = time.perf_counter()
         self._keep(0.0)
 
     def look(self) -> None:
-        """After a step: keep a copy if it is time."""
+        """Call it after a step: keeps a copy if the interval is over."""
         now = time.perf_counter() - self._begin
         if now >= self._times[-1] + self._interval:
             self._keep(now)
@@ -85,30 +90,30 @@ _LAST = "last"
 
 
 class TrainingEnd:
-    """One rank's view of the end; ask it before each step.
+    """Decides on one rank when its training ends; ask it before each step.
 
-    Rank 0 names its current step as the last one. Those who march in step take that step too, for they cannot have
-    finished it without rank 0; the others stop as soon as they know.
+    Rank 0 announces its current step as the last one. With synchronous methods the other ranks take that step too,
+    since no rank can finish it without rank 0. With others they stop as soon as they read the announcement.
 
     Args:
         store: for this training only.
-        rank: the own.
-        lock_step: whether all ranks must take equally many steps.
-        steps: how many each takes; None waits for rank 0.
+        rank: of this process.
+        synchronous: whether all ranks must take equally many steps.
+        steps: number of steps of each rank; None leaves the end to rank 0.
     """
 
-    def __init__(self, store: dist.Store, rank: int, lock_step: bool, steps: int | None) -> None:
-        self._store, self._rank, self._lock_step, self._steps = store, rank, lock_step, steps
+    def __init__(self, store: dist.Store, rank: int, synchronous: bool, steps: int | None) -> None:
+        self._store, self._rank, self._lock_step, self._steps = store, rank, synchronous, steps
         self._last: int | None = None
 
     def announce(self, step: int) -> None:
-        """Rank 0, before its step ``step`` (from 0), makes it the last."""
+        """Make a step (from 0) the last one; rank 0 calls it before that step."""
         if self._last is None:
             self._last = step
             self._store.set(_LAST, str(step))
 
     def reached(self, step: int) -> bool:
-        """Whether step ``step`` (from 0) is not to be taken."""
+        """Whether the training is over before step ``step`` (from 0)."""
         if self._steps is not None:
             return step >= self._steps
         if self._rank != 0 and self._last is None and self._store.check([_LAST]):
@@ -126,12 +131,12 @@ class TrainingBudget:
     """How long to train, and how fast.
 
     Attributes:
-        pace: seconds of a step's computation; None lets it take what it takes.
+        pace: seconds that a step's computation is made to last; None does not slow it.
         steps: of each worker; None trains until ``limit`` or ``target``.
         limit: seconds.
         target: metric at which a training without fixed steps may end, in percent.
-        patience: looks in a row at which rank 0's own model must have reached it.
-        interval: seconds between looks.
+        patience: evaluations in a row in which rank 0's own model must reach the target.
+        interval: seconds between evaluations.
     """
 
     pace: float | None
@@ -156,10 +161,10 @@ def train(
     key: str,
     timeout: float,
 ) -> dict[str, Any]:
-    """Train once; what this rank found.
+    """Train once.
 
     Args:
-        straggler: who is slow; ``seed`` is that of its pauses too.
+        straggler: which ranks are slow; their pauses are drawn with ``seed`` too.
         seed: of the initial weights, and with the rank of the mini-batches.
         key: unique in the life of the process group.
     """
@@ -167,7 +172,7 @@ def train(
     torch.manual_seed(seed)
     module = made.module()
     store = dist.PrefixStore(key, dist.distributed_c10d._get_default_store())
-    way = open_method(
+    synchronization = open_method(
         MethodSettings.model_validate(method),
         module,
         rate,
@@ -180,23 +185,29 @@ def train(
     )
     slowness = Straggler(StragglerSettings.model_validate({**straggler, "seed": seed}), dist.get_rank())
     training = _Training(
-        way, made, ParameterHistory(module, budget["interval"]), slowness, TrainingBudget(**budget), store, seed
+        synchronization,
+        made,
+        ParameterHistory(module, budget["interval"]),
+        slowness,
+        TrainingBudget(**budget),
+        store,
+        seed,
     )
-    found = _run_or_abandon(way, training)
+    found = _run_or_abandon(synchronization, training)
     moments = training.common_moments()
-    averages = training.course.averages(moments)
+    averages = training.history.averages(moments)
     # Each rank judges its share of the moments.
     own = range(dist.get_rank(), len(moments), dist.get_world_size())
     scores = judge(module, averages[own.start :: own.step], made.accuracy)
     return {**found, "moments": [moments[place] for place in own], "scores": scores}
 
 
-def _run_or_abandon(way: SyncMethod, training: _Training) -> dict[str, Any]:
+def _run_or_abandon(method: SyncMethod, training: _Training) -> dict[str, Any]:
     try:
         return training.run()
     except BaseException:
-        # The others may be anywhere: nothing that waits for them.
-        way.abandon()
+        # The other ranks may be anywhere in their training, so nothing may wait for them.
+        method.abandon()
         raise
 
 
@@ -205,39 +216,39 @@ class _Training:
 
     def __init__(
         self,
-        way: SyncMethod,
+        method: SyncMethod,
         task: Task,
-        course: ParameterHistory,
+        history: ParameterHistory,
         straggler: Straggler,
         budget: TrainingBudget,
         store: dist.Store,
         seed: int,
     ) -> None:
-        self._way, self._task, self.course, self._straggler, self._budget = way, task, course, straggler, budget
+        self._method, self._task, self.history, self._straggler, self._budget = method, task, history, straggler, budget
         self._rank = dist.get_rank()
-        self._ending = TrainingEnd(store, self._rank, way.lock_step, budget.steps)
+        self._end = TrainingEnd(store, self._rank, method.synchronous, budget.steps)
         self._inputs, self._labels = task.training()
         self._generator = torch.Generator().manual_seed(1_000_003 * seed + self._rank)
         self._passed = 0
-        self._next_look = 0.0
+        self._next_evaluation = 0.0
         self._exchange = 0.0
 
     def run(self) -> dict[str, Any]:
-        """Train, meet the others, and leave them."""
-        self._way.start()
+        """Train, and return what this rank measured."""
+        self._method.start()
         dist.barrier()
         sent = bytes_sent()
-        self.course.begin()
+        self.history.begin()
         self._begin = time.perf_counter()
         steps = 0
-        while not self._ending.reached(steps):
+        while not self._end.reached(steps):
             self._step(steps)
             steps += 1
-        self._seconds = self.course.end()
+        self._seconds = self.history.end()
         after = bytes_sent()
-        self._way.meet()
-        state_bytes = self._way.state_bytes
-        self._way.close()
+        self._method.finish()
+        state_bytes = self._method.state_bytes
+        self._method.close()
         return {
             "steps": steps,
             "seconds": self._seconds,
@@ -245,7 +256,7 @@ class _Training:
             "final": self._task.accuracy(self._module) if self._rank == 0 else None,
             "bytes_sent": None if sent is None or after is None else after - sent,
             "state_bytes": state_bytes,
-            "groups": [group._asdict() for group in self._way.groups],
+            "groups": [group._asdict() for group in self._method.groups],
         }
 
     def common_moments(self) -> list[float]:
@@ -257,38 +268,38 @@ class _Training:
 
     @property
     def _module(self) -> torch.nn.Module:
-        return self.course.module
+        return self.history.module
 
     def _step(self, number: int) -> None:
         begin = time.perf_counter()
-        self._way.optimizer.zero_grad()
+        self._method.optimizer.zero_grad()
         chosen = torch.randint(len(self._inputs), (self._task.batch,), generator=self._generator)
-        value = loss(self._way.forward, self._inputs[chosen], self._labels[chosen])
-        # As long as computation lasts by the clock, looking costs nothing.
+        value = loss(self._method.forward, self._inputs[chosen], self._labels[chosen])
+        # With paced computation the evaluation takes no time of its own: it happens within the step's pause.
         if self._rank == 0 and self._budget.limit is not None:
-            self._look(number)
+            self._evaluate(number)
         if self._budget.pace is not None:
             self._sleep_until(begin + self._budget.pace + self._straggler.delay(self._budget.pace))
         computed = time.perf_counter()
         value.backward()
-        if not self._way.lock_step:
-            computed = time.perf_counter()  # backward has exchanged nothing
-        self._way.step(self._task.batch)
+        if not self._method.synchronous:
+            computed = time.perf_counter()  # this backward pass exchanged nothing
+        self._method.step(self._task.batch)
         self._exchange += time.perf_counter() - computed
-        self.course.look()
+        self.history.look()
 
-    def _look(self, step: int) -> None:
-        """Rank 0: shall this step be the last?"""
+    def _evaluate(self, step: int) -> None:
+        """On rank 0: announce the end if the time is over or the target is reached."""
         elapsed = time.perf_counter() - self._begin
         assert self._budget.limit is not None
         if elapsed >= self._budget.limit:
-            self._ending.announce(step)
-        if self._budget.target is None or elapsed < self._next_look:
+            self._end.announce(step)
+        if self._budget.target is None or elapsed < self._next_evaluation:
             return
-        self._next_look = elapsed + self._budget.interval
+        self._next_evaluation = elapsed + self._budget.interval
         self._passed = self._passed + 1 if self._task.accuracy(self._module) >= self._budget.target else 0
         if self._passed >= self._budget.patience:
-            self._ending.announce(step)
+            self._end.announce(step)
 
     @staticmethod
     def _sleep_until(deadline: float) -> None:

@@ -85,7 +85,7 @@ class Observations:
         if (seconds := seconds_of(trial)) is None:
             self.failed.append(choice)
             return
-        factor = self.footing.bring(attribute(trial, RUN), trial.number, 1.0)
+        factor = self.footing.convert(attribute(trial, RUN), trial.number, 1.0)
         self.measured.append((trial.number, choice, math.log(factor * seconds)))
         self.steps[trial.number] = tuple(factor * step for step in measured_steps(trial))
 

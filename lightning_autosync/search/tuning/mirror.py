@@ -66,4 +66,4 @@ class MirrorSampler(BaseSampler):
             if trial.state == TrialState.RUNNING:
                 yield create_trial(state=TrialState.RUNNING, **point)
             elif (seconds := seconds_of(trial)) is not None:
-                yield create_trial(value=footing.bring(attribute(trial, RUN), trial.number, seconds), **point)
+                yield create_trial(value=footing.convert(attribute(trial, RUN), trial.number, seconds), **point)

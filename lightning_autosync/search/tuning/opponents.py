@@ -113,7 +113,7 @@ class Opponents:
         names = {options.name for options in self._job.settings.ddp.options()}  # others may be of an earlier session
         stretch = Drift(self._turns, drift.share)
         found = [
-            Opponent(one.name, drift.bring(stretch, one.batch, one.seconds))
+            Opponent(one.name, drift.convert(stretch, one.batch, one.seconds))
             for one in self._standings
             if one.kind == kind and one.state == "complete" and one.seconds is not None
             if kind != "ddp" or one.name in names

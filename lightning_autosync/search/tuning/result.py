@@ -153,7 +153,7 @@ class Outcome:
         for record in self.records:
             run = None if self.run is None else record.run
             seconds = record.seconds
-            corrected = None if seconds is None else footing.bring(run, record.number, seconds)
+            corrected = None if seconds is None else footing.convert(run, record.number, seconds)
             made.append({**record.to_dict(), "corrected": corrected})
         return made
 

@@ -312,7 +312,7 @@ def ranked(
     by_plan: dict[str, list[tuple[Record, float]]] = {}
     for record in records:
         if record.state in states and record.seconds is not None and record.plan is not None:
-            seconds = footing.bring(None if run is None else record.run, record.number, record.seconds)
+            seconds = footing.convert(None if run is None else record.run, record.number, record.seconds)
             by_plan.setdefault(record.plan, []).append((record, seconds))
     best = [(found[0][0], statistics.median(seconds for _, seconds in found)) for found in by_plan.values()]
     return sorted(best, key=lambda pair: pair[1])

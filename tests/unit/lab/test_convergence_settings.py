@@ -156,8 +156,8 @@ def test_groups_of_what_has_none_are_not_simulated():
         simulate_groups(settings)
 
 
-@pytest.mark.parametrize("lock_step", [True, False])
-def test_backward_counts_as_waiting_only_where_it_exchanges(monkeypatch, lock_step: bool):
+@pytest.mark.parametrize("synchronous", [True, False])
+def test_backward_counts_as_waiting_only_where_it_exchanges(monkeypatch, synchronous: bool):
     now = [0.0]
     monkeypatch.setattr(trial, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     monkeypatch.setattr(trial.dist, "get_rank", lambda: 0)
@@ -170,7 +170,7 @@ def test_backward_counts_as_waiting_only_where_it_exchanges(monkeypatch, lock_st
     next(module.parameters()).register_hook(lambda gradient: pass_time(5.0))
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     way = SimpleNamespace(
-        lock_step=lock_step, forward=module, optimizer=optimizer, step=lambda samples: pass_time(2.0), groups=()
+        synchronous=synchronous, forward=module, optimizer=optimizer, step=lambda samples: pass_time(2.0), groups=()
     )
     budget = TrainingBudget(pace=None, steps=3, limit=None, target=None, patience=1, interval=1.0)
     course = ParameterHistory(module, 1.0)
@@ -178,7 +178,7 @@ def test_backward_counts_as_waiting_only_where_it_exchanges(monkeypatch, lock_st
     training = _Training(way, task, course, Straggler(StragglerSettings(), 0), budget, dist.HashStore(), 0)
     for number in range(3):
         training._step(number)
-    assert training._exchange == (21.0 if lock_step else 6.0)
+    assert training._exchange == (21.0 if synchronous else 6.0)
 
 
 def test_the_shipped_experiments():

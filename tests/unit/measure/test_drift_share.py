@@ -33,19 +33,19 @@ def test_a_reference_that_is_slow_by_itself_corrects_nothing():
     footing = DriftCorrection.of(_sights(lambda _: 1.0, _slow_at_the_end), "run")
     assert footing.base.share < 0.1
     assert not footing.base.seen
-    assert footing.bring("run", 70, 0.5) == 0.5
+    assert footing.convert("run", 70, 0.5) == 0.5
 
 
 def test_a_machine_that_is_slow_for_all_is_corrected_wholly():
     footing = DriftCorrection.of(_sights(_slow_at_the_end, _slow_at_the_end), "run")
     assert footing.base.share == pytest.approx(1.0, abs=0.1)
-    assert footing.bring("run", 72, 1.6) == pytest.approx(1.0, rel=0.06)
+    assert footing.convert("run", 72, 1.6) == pytest.approx(1.0, rel=0.06)
 
 
 def test_a_machine_that_stays_slow_is_believed_from_its_fast_beginning():
     footing = DriftCorrection.of(_sights(_slow_at_the_end, _slow_at_the_end, 200), "run")
     assert footing.base.share == pytest.approx(1.0, abs=0.1)
-    assert footing.bring("run", 20, 1.0) == pytest.approx(1.6, rel=0.06)
+    assert footing.convert("run", 20, 1.0) == pytest.approx(1.6, rel=0.06)
 
 
 def test_prices_of_builders_may_be_off_by_their_own():
@@ -73,7 +73,7 @@ def test_a_slower_session_is_seen_though_neither_drifts_within():
         sight._replace(run="later", reference=0.2, seconds=2 * (sight.seconds or 0.0))
         for sight in _sights(lambda _: 1.0, lambda _: 1.0, 24)
     ]
-    assert DriftCorrection.of([*first, *second], "run").bring("later", 3, 0.2) == pytest.approx(0.1, rel=0.05)
+    assert DriftCorrection.of([*first, *second], "run").convert("later", 3, 0.2) == pytest.approx(0.1, rel=0.05)
 
 
 def test_few_trials_beside_a_small_deviation_are_no_evidence():
@@ -90,7 +90,7 @@ def test_without_a_reference_nothing_is_brought_anywhere():
     sights = [sight._replace(reference=None) for sight in _sights(lambda _: 1.0, _slow_at_the_end)]
     footing = DriftCorrection.of(sights, "run")
     assert footing.base.level is None
-    assert footing.bring("run", 3, 0.5) == 0.5
+    assert footing.convert("run", 3, 0.5) == 0.5
 
 
 def test_a_run_without_turns_gives_its_place_to_the_first_that_has_some():
@@ -104,7 +104,7 @@ def test_a_run_without_turns_gives_its_place_to_the_first_that_has_some():
     assert run_with_turns(everyone, "first") == run_with_turns(everyone, "run") == "run"
     assert run_with_turns(everyone, "slow") == "slow"
     assert run_with_turns([broken_off], "first") == "first"
-    assert DriftCorrection.of(everyone, "first").bring("slow", 3, 2.0) == 2.0
-    assert DriftCorrection.of(everyone, run_with_turns(everyone, "first")).bring("slow", 3, 2.0) == pytest.approx(
+    assert DriftCorrection.of(everyone, "first").convert("slow", 3, 2.0) == 2.0
+    assert DriftCorrection.of(everyone, run_with_turns(everyone, "first")).convert("slow", 3, 2.0) == pytest.approx(
         1.0, rel=0.06
     )

@@ -154,12 +154,12 @@ def test_times_on_a_slow_stretch_count_less():
 
 def test_another_stretch_is_brought_to_this_level_where_the_difference_counts():
     drift = Drift(dict.fromkeys(range(6), 1.0))
-    assert drift.bring(Drift({0: 2.0}), 0, 5.0) == pytest.approx(2.5)
-    assert drift.bring(Drift({0: 1.04}), 0, 5.0) == 5.0
+    assert drift.convert(Drift({0: 2.0}), 0, 5.0) == pytest.approx(2.5)
+    assert drift.convert(Drift({0: 1.04}), 0, 5.0) == 5.0
     slowing = Drift({number: 2.0 if number < 10 else 4.0 for number in range(21)})
-    assert drift.bring(slowing, 2, 5.0) == pytest.approx(2.5)
-    assert drift.bring(slowing, 18, 10.0) == pytest.approx(2.5)
-    assert drift.bring(Drift({}), 0, 5.0) == Drift({}).bring(drift, 0, 5.0) == 5.0
+    assert drift.convert(slowing, 2, 5.0) == pytest.approx(2.5)
+    assert drift.convert(slowing, 18, 10.0) == pytest.approx(2.5)
+    assert drift.convert(Drift({}), 0, 5.0) == Drift({}).convert(drift, 0, 5.0) == 5.0
 
 
 def test_without_a_reference_nothing_is_corrected():
