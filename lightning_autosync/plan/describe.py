@@ -10,24 +10,14 @@ from rich.table import Table
 from lightning_autosync.plan.spec import Group, SyncPlan
 from lightning_autosync.workload import Workload
 
+_HEADINGS = ("group", "variables", "architecture", "topology", "shards", "placement", "compressor", "priority")
+
 
 def plan_table(plan: SyncPlan, workload: Workload | None = None, width: int = 120) -> str:
     """A text table of the plan's groups, with their bytes if the workload is given."""
     table = Table(title=_title(plan), title_justify="left", header_style="bold")
-    headings = [
-        "group",
-        "variables",
-        "architecture",
-        "topology",
-        "shards",
-        "placement",
-        "compressor",
-        "priority",
-    ]
-    for heading in headings:
-        table.add_column(heading, justify="right" if heading in ("shards", "priority") else "left")
-    if workload is not None:
-        table.add_column("MB", justify="right")
+    for heading in _HEADINGS if workload is None else (*_HEADINGS, "MB"):
+        table.add_column(heading, justify="right" if heading in ("shards", "priority", "MB") else "left")
     for group in plan.groups:
         row = _row(group)
         if workload is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
@@ -106,24 +106,13 @@ class Constants(Document):
     def ideal(cls) -> Constants:
         """Hosts that cost nothing: only links and their latencies remain."""
         free = CodecRates(**dict.fromkeys(CodecRates.model_fields, FASTEST))
-        return cls(
-            framing=1,
-            message_cost=0,
-            message_delay=0,
-            pair_cost=0,
-            collective_cost=0,
-            frame_cost=0,
-            wake_up=0,
-            gradient_cost=0,
-            host_cost=0,
-            merge_cost=0,
-            sharing_loss=0,
-            copy_rate=FASTEST,
-            scan_rate=FASTEST,
-            reduce_rate=FASTEST,
-            encode=free,
-            decode=free,
-        )
+        made: dict[str, Any] = {"framing": 1, "encode": free, "decode": free}
+        for name in cls.model_fields:
+            if name.endswith("_rate"):
+                made[name] = FASTEST
+            elif name.endswith(("_cost", "_delay", "_loss", "wake_up")):
+                made[name] = 0
+        return cls(**made)
 
     def hop_delay(self, collective: bool, ranks: int) -> float:
         """Seconds that a hop among ``ranks`` takes beyond its time on the wire.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy
 
@@ -71,15 +72,14 @@ def _stretched(stage: Stage, factor: float) -> Stage:
     return replace(stage, flows=flows, ring=stage.ring * factor)
 
 
-@dataclass(frozen=True)
-class _Hops:
+class _Pieces(NamedTuple):
     """What the frames of one flow have in common.
 
     Attributes:
-        stage: that they belong to.
         wire, values: bytes of a piece, on the wire and in memory.
-        frame_cost, delay: seconds of a frame: of a core at either end, and beyond its way.
-        offset: of the pairs: what the backend carries has connections of its own.
+        frame_cost: core-seconds of a frame at either end.
+        delay: seconds beyond its time on the wire.
+        offset: of pairs of ranks; the backend has connections of its own.
     """
 
     stage: Stage
@@ -161,7 +161,7 @@ class _FrameGraph:
     def _add_flow(self, stage: Stage, flow: Flow, starts: Sequence[int], urgency: float) -> list[int]:
         """Frames of all pieces; returns the nodes after which all ranks are served."""
         ranks, constants = self._network.ranks, self._constants
-        hops = _Hops(
+        pieces = _Pieces(
             stage,
             flow.wire / flow.pieces,
             flow.values / flow.pieces,
@@ -174,21 +174,23 @@ class _FrameGraph:
             key = 0.0 if stage.collective else urgency + piece / flow.pieces
             reached: dict[int, int] = {}
             if flow.up >= 0:
-                last += self._rise(hops, flow.up, key, starts, reached)
+                last += self._rise(pieces, flow.up, key, starts, reached)
             if flow.down >= 0:
-                last += self._come_down(hops, flow.down, key, starts, reached)
+                last += self._come_down(pieces, flow.down, key, starts, reached)
         return last
 
-    def _rise(self, hops: _Hops, tree: int, key: float, starts: Sequence[int], reached: dict[int, int]) -> list[int]:
+    def _rise(
+        self, pieces: _Pieces, tree: int, key: float, starts: Sequence[int], reached: dict[int, int]
+    ) -> list[int]:
         """A piece from all ranks to the roots, which are ``reached``; returns its nodes."""
-        stage, added = hops.stage, []
+        stage, added = pieces.stage, []
         parents, order, sizes = self._tree(tree)
         inbound: dict[int, list[int]] = {rank: [starts[rank]] for rank in order}
         for rank in reversed(order):
             if parents[rank] < 0:
                 continue
             share = float(stage.growth[sizes[rank]]) if stage.growth is not None else 1.0
-            frame = self._frame(hops, rank, parents[rank], key, share, stage.gather + stage.seal)
+            frame = self._frame(pieces, rank, parents[rank], key, share, stage.gather + stage.seal)
             self._edges += [(before, frame) for before in inbound[rank]]
             inbound[parents[rank]].append(frame)
             added.append(frame)
@@ -199,28 +201,28 @@ class _FrameGraph:
         return added
 
     def _come_down(
-        self, hops: _Hops, tree: int, key: float, starts: Sequence[int], reached: dict[int, int]
+        self, pieces: _Pieces, tree: int, key: float, starts: Sequence[int], reached: dict[int, int]
     ) -> list[int]:
         """A piece from the roots, which may be ``reached`` by the way up, to all ranks; returns its nodes."""
-        stage, added = hops.stage, []
+        stage, added = pieces.stage, []
         parents, order, _ = self._tree(tree)
         share = float(stage.growth[self._network.ranks]) if stage.growth is not None else 1.0
         for rank in order:
             if parents[rank] < 0:
                 reached.setdefault(rank, starts[rank])
                 continue
-            frame = self._frame(hops, parents[rank], rank, key, share, stage.open)
+            frame = self._frame(pieces, parents[rank], rank, key, share, stage.open)
             self._edges.append((reached[parents[rank]], frame))
             reached[rank] = frame
             added.append(frame)
         return added
 
-    def _frame(self, hops: _Hops, source: int, target: int, key: float, share: float, coding: float) -> int:
+    def _frame(self, pieces: _Pieces, source: int, target: int, key: float, share: float, coding: float) -> int:
         """A share of a piece from rank to rank; ``coding`` are the seconds a byte of values that follow."""
-        size = share * hops.wire
-        pair = hops.offset + source * self._network.ranks + target
-        cost = size * self._constants.host_cost + hops.frame_cost
-        return self._node(pair, size, key, cost, hops.delay + share * hops.values * coding)
+        size = share * pieces.wire
+        pair = pieces.offset + source * self._network.ranks + target
+        cost = size * self._constants.host_cost + pieces.frame_cost
+        return self._node(pair, size, key, cost, pieces.delay + share * pieces.values * coding)
 
     def _tree(self, row: int) -> tuple[list[int], list[int], list[int]]:
         trees = self._forest.trees

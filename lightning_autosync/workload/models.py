@@ -146,28 +146,11 @@ def _block_b(image: LayerTrace, name: str) -> None:
 
 
 def _block_c(image: LayerTrace, name: str, width: int) -> None:
-    image.join(
-        (
-            _chain(image, name, ("branch1x1", 192, 1)),
-            _chain(
-                image,
-                name,
-                ("branch7x7_1", width, 1),
-                ("branch7x7_2", width, ROW),
-                ("branch7x7_3", 192, COLUMN),
-            ),
-            _chain(
-                image,
-                name,
-                ("branch7x7dbl_1", width, 1),
-                ("branch7x7dbl_2", width, COLUMN),
-                ("branch7x7dbl_3", width, ROW),
-                ("branch7x7dbl_4", width, COLUMN),
-                ("branch7x7dbl_5", 192, ROW),
-            ),
-            _chain(image, name, ("branch_pool", 192, 1)),
-        )
-    )
+    once = [("branch7x7_1", width, 1), ("branch7x7_2", width, ROW), ("branch7x7_3", 192, COLUMN)]
+    kernels = (1, COLUMN, ROW, COLUMN, ROW)
+    twice = [(f"branch7x7dbl_{n}", 192 if n == 5 else width, kernel) for n, kernel in enumerate(kernels, 1)]
+    branches = ([("branch1x1", 192, 1)], once, twice, [("branch_pool", 192, 1)])
+    image.join([_chain(image, name, *branch) for branch in branches])
 
 
 def _block_d(image: LayerTrace, name: str) -> None:
