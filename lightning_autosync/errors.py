@@ -31,6 +31,10 @@ class EquivalenceError(PlanError):
     """A split model does not compute what the unsplit one does, or the two cannot be compared."""
 
 
+class TuningError(AutoSyncError, RuntimeError):
+    """A tuning run cannot go on; its study keeps the results so far."""
+
+
 class ExchangeError(AutoSyncError, RuntimeError):
     """An exchange between ranks failed: a lost peer, a time-out, or peers that disagree."""
 

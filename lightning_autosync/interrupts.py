@@ -1,4 +1,4 @@
-"""A Ctrl-C ends a command at any moment with exit status `STATUS`: it is never lost, and prints no traceback."""
+"""How signals end a command: a Ctrl-C is never lost and prints no traceback, and work is ended in order."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ import shutil
 import signal
 import sys
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
 STATUS = 128 + signal.SIGINT
 """Exit status after a Ctrl-C, as shells have it."""
-_SOON = 0.05
-"""Seconds after which an interruption that was swallowed is raised again."""
+_REPEAT = 0.05
+"""Seconds after which a Ctrl-C that was swallowed is raised again."""
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_DEFAULT_HANDLERS = (signal.SIG_DFL, signal.default_int_handler)
 _folders: list[str] = []
 
 
@@ -24,10 +27,8 @@ def end_at_once() -> None:
     Imports, and an interpreter that ends, may swallow an exception. Where a Ctrl-C is ignored, as in the background of
     a shell, or has another handler, nothing changes.
     """
-    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) in (
-        signal.default_int_handler,
-        signal.SIG_DFL,
-    ):
+    is_main = threading.current_thread() is threading.main_thread()
+    if is_main and signal.getsignal(signal.SIGINT) in _DEFAULT_HANDLERS:
         signal.signal(signal.SIGINT, _end)
 
 
@@ -38,7 +39,7 @@ def raise_again() -> None:
     """
     if signal.getsignal(signal.SIGINT) is _end:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        sys.unraisablehook = _hear
+        sys.unraisablehook = _raise_later
 
 
 def remove_at_end(folder: str) -> None:
@@ -49,15 +50,75 @@ def remove_at_end(folder: str) -> None:
 def _end(number: int, frame: FrameType | None) -> None:
     for folder in _folders:
         shutil.rmtree(folder, ignore_errors=True)
-    with suppress(OSError):  # nobody reads it
+    with suppress(OSError):  # standard error may be closed
         os.write(2, f"{os.path.basename(sys.argv[0])}: interrupted\n".encode())
     os._exit(STATUS)
 
 
-def _hear(unraisable: Any) -> None:
+def _raise_later(unraisable: Any) -> None:
     if issubclass(unraisable.exc_type, KeyboardInterrupt):
-        again = threading.Timer(_SOON, signal.raise_signal, (signal.SIGINT,))
+        again = threading.Timer(_REPEAT, signal.raise_signal, (signal.SIGINT,))
         again.daemon = True
         again.start()
     else:
         sys.__unraisablehook__(unraisable)
+
+
+class SignalExceptions:
+    """The signals that came in a block of `signals_as_exceptions`."""
+
+    def __init__(self) -> None:
+        self._deferring = False
+        self._deferred: int | None = None
+
+    @contextmanager
+    def deferred(self) -> Iterator[None]:
+        """Within the block no signal raises; the first one raises at its end. For what must be done completely."""
+        self._deferring = True
+        try:
+            yield
+        finally:
+            self._deferring = False
+            if self._deferred is not None:
+                raise _exception(self._deferred)
+
+    def receive(self, number: int, frame: FrameType | None) -> None:
+        """Handle a signal."""
+        if not self._deferring:
+            raise _exception(number)
+        self._deferred = self._deferred or number
+
+
+@contextmanager
+def signals_as_exceptions() -> Iterator[SignalExceptions]:
+    """Within the block SIGTERM and SIGHUP raise `SystemExit` with a shell's status, and SIGINT `KeyboardInterrupt`.
+
+    So those who wait for other processes can end these first. Signals that are ignored or have another handler are left
+    alone. In threads other than the main one, which alone gets signals, nothing changes.
+    """
+    found, before = SignalExceptions(), {}
+    if threading.current_thread() is threading.main_thread():
+        before = {number: signal.getsignal(number) for number in _SIGNALS}
+    ours = {number: handler for number, handler in before.items() if handler in _DEFAULT_HANDLERS}
+    try:
+        for number in ours:
+            signal.signal(number, found.receive)
+        yield found
+    finally:
+        for number, handler in ours.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Within the block a Ctrl-C is held back; it is raised at the end. Blocks may be nested.
+
+    For code that reads or writes a study: after an interruption in the middle, its storage could not be used to end the
+    run in order, because a lock could be held or its cache incomplete.
+    """
+    with signals_as_exceptions() as found, found.deferred():
+        yield
+
+
+def _exception(number: int) -> BaseException:
+    return KeyboardInterrupt() if number == signal.SIGINT else SystemExit(128 + number)

@@ -17,12 +17,11 @@ from lightning_autosync.plan import SyncPlan, compile_plan
 from lightning_autosync.plan.space import PlanSpace
 from lightning_autosync.replay import Replay
 from lightning_autosync.search import studies
-from lightning_autosync.search.tuning.job import Job
-from lightning_autosync.search.tuning.opponents import Opponents, builder_plans
-from lightning_autosync.search.tuning.reference import settle_reference
+from lightning_autosync.search.tuning.job import PriorKnowledge, TuningJob
+from lightning_autosync.search.tuning.opponents import Opponents, builder_plans, settle_reference
+from lightning_autosync.search.tuning.result import TuningResult
 from lightning_autosync.search.tuning.samplers import make_sampler
-from lightning_autosync.search.tuning.settings import Settings
-from lightning_autosync.search.tuning.sources import Sources
+from lightning_autosync.search.tuning.settings import TuningSettings
 from lightning_autosync.search.tuning.trials import Trials
 from lightning_autosync.search.tuning.tuner import Tuner
 
@@ -36,8 +35,14 @@ def configuration(**search: Any) -> dict[str, Any]:
     return {"model": MODEL, "cluster": CLUSTER.to_dict(), "search": given}
 
 
-def settings(**search: Any) -> Settings:
-    return Settings.parse(configuration(**search))
+def settings(**search: Any) -> TuningSettings:
+    return TuningSettings.parse(configuration(**search))
+
+
+def result_of(job: TuningJob, **found: Any) -> TuningResult:
+    """A result with these fields."""
+    about = {"cluster": job.cluster.to_dict(), "workload": job.workload.to_dict()}
+    return TuningResult(**{**about, "trials": (), **found})
 
 
 class World:
@@ -46,7 +51,7 @@ class World:
     def __init__(self, folder: Path | None = None, storage: Any = None, **search: Any) -> None:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self.settings = settings(**search)
-        self.job = Job.of(self.settings)
+        self.job = TuningJob.of(self.settings)
         self.space = PlanSpace(self.job.workload, self.job.cluster)
         self.replay = Replay(self.job.workload, self.job.cluster)
         self.factor = 1.0
@@ -64,10 +69,10 @@ class World:
         return self.prices[plan.fingerprint]
 
     def trials(self, run: str = "here", alone: bool = True) -> Trials:
-        sampler = make_sampler(self.settings.search, self.space, Sources.of(self.job))
+        sampler = make_sampler(self.settings.search, self.space, PriorKnowledge.of(self.job))
         study = studies.open_study(self.storage, "tune", self.space, sampler=sampler)
         trials = Trials(study, self.space, self.settings.search.sampler, run, alone)
-        trials.settle()
+        trials.end_interrupted()
         studies.enqueue_baselines(study, self.space)
         return trials
 

@@ -20,7 +20,7 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
 from lightning_autosync.documents import write_text
-from lightning_autosync.measure.workers.signals import signals_as_exceptions
+from lightning_autosync.interrupts import signals_as_exceptions
 
 _log = logging.getLogger(__name__)
 
@@ -40,9 +40,9 @@ def run(command: Sequence[str], environment: Mapping[str, str], output: IO[bytes
         KeyboardInterrupt, SystemExit: SIGINT, or SIGTERM or SIGHUP, came meanwhile.
     """
     process: subprocess.Popen[bytes] | None = None
-    with signals_as_exceptions() as endings:
+    with signals_as_exceptions() as signals:
         try:
-            with endings.held():  # else a process could exist that nobody knows of
+            with signals.deferred():  # else a process could exist that nobody knows of
                 process = subprocess.Popen(
                     command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=environment,
                     start_new_session=True, preexec_fn=partial(_end_with_parent, os.getpid()),
@@ -55,7 +55,7 @@ def run(command: Sequence[str], environment: Mapping[str, str], output: IO[bytes
             try:
                 ask_to_end(process, GRACE)
             finally:
-                with endings.held():
+                with signals.deferred():
                     kill(process)
             raise
 

@@ -16,11 +16,15 @@ from lightning_autosync.documents import naming_lines, read_data, write_text
 from lightning_autosync.errors import ClusterError, DocumentError
 
 RENAMED_KEYS: Mapping[str, Mapping[str, str]] = {
-    "tune": {"trial.least": "trial.min_steps", "trial.most": "trial.max_steps", "trial.hopeless": "trial.max_slowdown"},
+    "tune": {
+        "trial.least": "trial.min_steps",
+        "trial.most": "trial.max_steps",
+        "trial.hopeless": "trial.max_slowdown",
+        "search.failures": "search.max_failures",
+    },
 }
-"""By verb, the keys that had another name in an earlier release: old names and the names of today. A configuration
-class takes the old name from files (`Configuration.RENAMED`); Hydra refuses it on the command line, so it is replaced
-there."""
+"""By verb, keys that had another name in an earlier release. Files may have the old names, because the classes of
+configurations know them (`Configuration.RENAMED`). Hydra refuses old names on the command line: they are replaced."""
 _FILES = (".yaml", ".yml", ".json")
 _DIRECTORY = ("--config-dir", "-cd")
 _SEARCH_PATH = "hydra.searchpath"

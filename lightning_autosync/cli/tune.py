@@ -1,69 +1,149 @@
-"""``autosync tune``: search for the fastest plan by live trials, then write the report."""
+"""``autosync tune``: search for the fastest plan by live trials; leave the plan, the study, the result and a report."""
 
 from __future__ import annotations
 
+import json
 import logging
+import os
+import shlex
+import tempfile
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lightning_autosync.errors import AutoSyncError
+import optuna
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from rich.console import Console
+
+from lightning_autosync.documents import as_yaml, held, write_text
+from lightning_autosync.errors import AutoSyncError, TuningError, UnwritableError
+from lightning_autosync.interrupts import STATUS
 from lightning_autosync.measure.hosts import emulated_hosts
 from lightning_autosync.measure.workers import WorkerPool
+from lightning_autosync.measure.workers.job_pool import require_job, serve
 from lightning_autosync.report.compare import compare_timelines
 from lightning_autosync.report.page import REPORT, write_report
-from lightning_autosync.report.tuning_run import TuningRun
-from lightning_autosync.search.tuning import command
-from lightning_autosync.search.tuning.result import Outcome
+from lightning_autosync.report.tuning_run import TuningRun as ReportedRun
+from lightning_autosync.search.tuning.result import RESULT
+from lightning_autosync.search.tuning.run import TuningOutcome, TuningRun
+from lightning_autosync.search.tuning.settings import TuningSettings
 
-_WITHOUT_COMPUTE = ("flat", "paced")
+PLAN, WORKLOAD, CLUSTER = "plan.yaml", "workload.yaml", "cluster.yaml"
+_LOCK = ".tune.lock"
 _log = logging.getLogger(__name__)
 
 
-def tune(configuration: dict[str, Any], directory: Path) -> Outcome:
-    """Search as `lightning_autosync.search.tuning.command.tune`, then write ``report.html`` beside its files.
+class Interrupted(SystemExit):
+    """A Ctrl-C ended the run; what was found until then is written."""
 
-    Where computation goes by the clock on links whose rates are known, a step of the best plan is traced on the workers
-    and drawn beside the predicted one (``timeline.svg``, ``timeline.png``, ``trace.json``, ``timelines.json``).
+    def __init__(self) -> None:
+        super().__init__(STATUS)
+
+
+def tune(configuration: dict[str, Any], directory: Path) -> TuningOutcome:
+    """Run the search.
+
+    ``directory`` gets ``plan.yaml``, ``workload.yaml`` and ``cluster.yaml`` (for ``autosync predict``),
+    ``result.json``, the finalists' plans, the study and ``report.html``. Where the model is paced on links whose rates
+    are known, a step of the best plan is traced on the workers and drawn beside the predicted one (``timeline.svg``,
+    ``timeline.png``, ``trace.json``, ``timelines.json``). The same command with the same directory resumes an earlier
+    run. Within a job all ranks call this; only rank 0 returns, and the others end.
 
     Raises:
         AutoSyncError: a setting is wrong, workers cannot be started, or too many trials failed.
-        UnfinishedError: the same after some trials came to a time; the report tells of these.
-        Interrupted: by a Ctrl-C; the report tells of what was found until then.
+        UnwritableError: a file cannot be written; the best plan is printed, and the message says where it is.
+        TuningError: the run could not go on; all files were written for the trials that have a time.
+        Interrupted: by a Ctrl-C, after all files were written for what was found until then.
     """
-    try:
-        outcome = command.tune(configuration, directory)
-    except command.Interrupted as ended:
-        if ended.outcome is not None:
-            _report(directory, ended.outcome)
-        raise
-    except command.UnfinishedError as ended:
-        _report(directory, ended.outcome)
-        raise
-    try:
-        _trace(outcome, directory)
-    except AutoSyncError as error:
-        _log.warning("no timeline was measured: %s", error)
-    _report(directory, outcome)
+    optuna.logging.set_verbosity(optuna.logging.WARNING)  # every trial is shown by the progress bar already
+    settings = TuningSettings.parse(configuration)
+    if settings.within_job:
+        require_job()
+        if os.environ["RANK"] != "0":
+            serve(settings.timeout, settings.scheduling == "batch")
+    outcome = _run(settings, directory, Console(soft_wrap=True, highlight=False, markup=False))
+    if not outcome.result.interrupted and outcome.result.failure is None:
+        try:
+            _trace(outcome, directory)
+        except AutoSyncError as error:
+            _log.warning("no timeline was measured: %s", error)
+    storage = outcome.storage if "://" in outcome.storage else None
+    write_report(replace(ReportedRun.load(directory), storage=storage), directory / REPORT)
+    print(directory / REPORT)
+    if outcome.result.interrupted:
+        raise Interrupted
+    if outcome.result.failure is not None:
+        raise TuningError(f"{outcome.result.failure}; what was found until then is written")
     return outcome
 
 
-def _report(directory: Path, outcome: Outcome) -> None:
-    storage = outcome.storage if "://" in outcome.storage else None
-    write_report(replace(TuningRun.load(directory), storage=storage), directory / REPORT)
-    print(directory / REPORT)
+def _run(settings: TuningSettings, directory: Path, console: Console) -> TuningOutcome:
+    """Search, print the result and write it, while no other process works on the directory."""
+    refusal = TuningError(f"{directory}: another process is at work on this run; let it end first")
+    with held(directory / _LOCK, refusal), ExitStack() as saving:
+        try:
+            outcome = TuningRun(settings, directory, saving).run()
+        except KeyboardInterrupt:
+            console.print(_how_to_resume(directory, "interrupted before there was anything to write"))
+            raise Interrupted from None
+        if outcome.result.interrupted and all(record.interrupted for record in outcome.result.trials):
+            console.print(_how_to_resume(directory, "interrupted before there was anything to write"))
+            raise Interrupted
+        for line in outcome.result.lines():
+            console.print(line)
+        try:
+            console.print(", ".join(str(directory / name) for name in _write(outcome, directory)))
+        except UnwritableError as error:
+            raise _keep_elsewhere(outcome, error, console) from None
+    if outcome.result.interrupted:
+        console.print(_how_to_resume(directory, "interrupted"))
+    return outcome
 
 
-def _trace(outcome: Outcome, directory: Path) -> None:
-    """Measure a step of the best plan and draw it beside the predicted one, where that can be done."""
-    job, best = outcome.job, outcome.best
-    settings = job.settings
-    if best is None or not job.cluster.measured or settings.model.kind not in _WITHOUT_COMPUTE or settings.within_job:
+def _write(outcome: TuningOutcome, directory: Path) -> list[str]:
+    """Write the files, the most important first; returns the names of the main ones."""
+    plan = outcome.plan
+    if plan is not None:
+        plan.save(directory / PLAN)
+    write_text(directory / RESULT, json.dumps(outcome.result.to_dict()) + "\n")
+    if plan is None:
+        return [RESULT]
+    outcome.job.workload.save(directory / WORKLOAD)
+    outcome.job.cluster.save(directory / CLUSTER)
+    return [PLAN, RESULT]
+
+
+def _keep_elsewhere(outcome: TuningOutcome, error: UnwritableError, console: Console) -> UnwritableError:
+    """Print the best plan and write the files to a temporary folder; returns an error that names the folder."""
+    if outcome.plan is None:
+        return error
+    console.print(as_yaml(outcome.plan.to_dict()))
+    try:
+        folder = Path(tempfile.mkdtemp(prefix="autosync-tune-"))
+        _write(outcome, folder)
+    except OSError as again:  # UnwritableError is one
+        return UnwritableError(f"{error}; the best plan is printed above, and kept nowhere ({again})")
+    return UnwritableError(f"{error}; the best plan is printed above, and kept as {folder / PLAN}")
+
+
+def _how_to_resume(directory: Path, what: str) -> str:
+    """What happened, and the override with which the same command resumes; in a sweep that of the whole sweep."""
+    override = f"hydra.run.dir={shlex.quote(str(directory))}"
+    if HydraConfig.initialized() and HydraConfig.get().mode is RunMode.MULTIRUN:
+        override = f"hydra.sweep.dir={shlex.quote(str(HydraConfig.get().sweep.dir))}"
+    return f"{what}; to go on, give the same command with {override}"
+
+
+def _trace(outcome: TuningOutcome, directory: Path) -> None:
+    """Measure a step of the best plan and draw it beside the predicted one, where that is possible."""
+    job, plan, settings = outcome.job, outcome.plan, outcome.job.settings
+    if plan is None or not job.cluster.measured or not settings.is_paced or settings.within_job:
         return
     scheduling = None if settings.scheduling == "none" else settings.scheduling
     with (
         settings.launch.open(job.cluster) as launch,
         WorkerPool(job.cluster.world_size, launch, timeout=settings.timeout, scheduling=scheduling) as pool,
     ):
-        constants = emulated_hosts(settings.constants)
-        compare_timelines(best.plan, job.workload, job.cluster, pool, directory, constants)
+        compare_timelines(plan, job.workload, job.cluster, pool, directory, emulated_hosts(settings.constants))

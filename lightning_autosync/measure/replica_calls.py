@@ -23,7 +23,7 @@ from lightning_autosync.measure.bench.settings import DDPOptions
 from lightning_autosync.measure.models.recipes import model_of
 from lightning_autosync.measure.replicas import SEED, DDPReplica, PlanReplica, Replica, Training
 from lightning_autosync.plan import SyncPlan
-from lightning_autosync.workload import Workload
+from lightning_autosync.workload import Workload, capture
 
 _live: dict[str, Replica] = {}
 _kept_gradients: dict[str, list[Tensor]] = {}
@@ -191,3 +191,13 @@ def _paced(
         yield replica
     finally:
         replica.close()
+
+
+def profile(model: dict[str, Any]) -> dict[str, Any]:
+    """The workload of a model as plain data, measured on this rank's first batch while all ranks compute."""
+    recipe = model_of(model)
+    torch.manual_seed(SEED)
+    module = recipe.module()
+    batch = recipe.batches(dist.get_rank())[0]
+    dist.barrier()
+    return capture(module, batch, training_step=lambda given: module(*given), name=recipe.title).to_dict()

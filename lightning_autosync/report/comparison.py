@@ -9,12 +9,12 @@ from typing import Any
 
 from lightning_autosync.documents import write_text
 from lightning_autosync.errors import DocumentError
-from lightning_autosync.report.document import RESULT, is_tuning_run
 from lightning_autosync.report.figures.comparison import hit_rates_picture, outcomes_picture, speeds_picture
 from lightning_autosync.report.page import REPORT
 from lightning_autosync.report.rendering import render
 from lightning_autosync.report.summary import summary_row
 from lightning_autosync.report.tuning_run import CLOSE, Case, Range, TuningRun, grouped
+from lightning_autosync.search.tuning.result import RESULT, is_tuning_run
 
 
 def find_runs(directories: Sequence[Path]) -> list[TuningRun]:

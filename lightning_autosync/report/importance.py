@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightning_autosync.errors import AutoSyncError
-from lightning_autosync.report.document import StudyAddress
+from lightning_autosync.search.tuning.result import StudyAddress
 
 if TYPE_CHECKING:
     import optuna

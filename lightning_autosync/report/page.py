@@ -16,7 +16,6 @@ from lightning_autosync.measure.hosts import emulated_hosts
 from lightning_autosync.plan import Schedule, SyncPlan, compile_plan
 from lightning_autosync.replay import Constants, Prediction, Replay, Timeline
 from lightning_autosync.replay.constants import Cores
-from lightning_autosync.report.document import RESULT
 from lightning_autosync.report.figures.cluster import Traffic, cluster_picture
 from lightning_autosync.report.figures.picture import Picture
 from lightning_autosync.report.figures.plan import method_of, plan_picture, reducers
@@ -29,12 +28,13 @@ from lightning_autosync.report.figures.tuning import (
     predictions_picture,
     tuning_curve,
 )
-from lightning_autosync.report.final import Final
 from lightning_autosync.report.importance import Importance, importance_of
 from lightning_autosync.report.rendering import milliseconds, rate_text, render
 from lightning_autosync.report.summary import bound_share, summary
 from lightning_autosync.report.timeline import TIMELINES, load_timelines, steps_picture
 from lightning_autosync.report.tuning_run import TuningRun
+from lightning_autosync.search.tuning.comparison import FinalComparison
+from lightning_autosync.search.tuning.result import RESULT
 
 REPORT = "report.html"
 
@@ -111,7 +111,7 @@ def _headlines(run: TuningRun) -> Iterator[Headline]:
         yield Headline(f"{run.hit_rate:.0%}", "of proposals beat the best builder")
 
 
-def _ratio(final: Final, opponent: str, what: str) -> Headline:
+def _ratio(final: FinalComparison, opponent: str, what: str) -> Headline:
     ratio = final.speedup(opponent)
     if opponent == final.winner:
         return Headline("1.00 x", f"the {what} is the best plan")
@@ -137,7 +137,7 @@ def _final_rows(run: TuningRun) -> list[dict[str, str]]:
         return []
     return [
         {
-            "name": one.name,
+            "name": name,
             "kind": KINDS[one.kind][2],
             "exactness": one.exactness,
             "median": f"{1e3 * one.median:.2f}",
@@ -146,7 +146,7 @@ def _final_rows(run: TuningRun) -> list[dict[str, str]]:
             "interval": f"{ratio.low:.3f} to {ratio.high:.3f}",
             "bound": "" if run.bound is None or one.exactness != "exact" else f"{run.bound.seconds / one.median:.0%}",
         }
-        for one, ratio in run.final.compared()
+        for name, one, ratio in run.final.compared()
     ]
 
 

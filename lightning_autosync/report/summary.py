@@ -7,10 +7,9 @@ from dataclasses import asdict
 from typing import Any
 
 from lightning_autosync.measure.step_time import CONFIDENCE, Interval
-from lightning_autosync.report.final import Final
 from lightning_autosync.report.rendering import milliseconds
 from lightning_autosync.report.tuning_run import TuningRun
-from lightning_autosync.search.tuning.final import LEAST_ROUNDS
+from lightning_autosync.search.tuning.comparison import MIN_ROUNDS, FinalComparison
 
 
 def summary_row(run: TuningRun) -> dict[str, Any]:
@@ -76,13 +75,13 @@ def _result(run: TuningRun) -> Iterator[str]:
         yield f"That is {share:.0%} of the speed that any exact method can reach on these links."
 
 
-def _claims(final: Final) -> Iterator[str]:
+def _claims(final: FinalComparison) -> Iterator[str]:
     claims = [f"{faster(final.speedup(final.ddp))} the best-tuned DDP ({final.ddp})"]
     if final.builder is not None and final.builder != final.winner:
         claims.append(f"{faster(final.speedup(final.builder))} the best hand-made builder ({final.builder})")
     yield f"In interleaved rounds it was {' and '.join(claims)}."
-    if (rounds := len(final.best.rounds)) < LEAST_ROUNDS:
-        yield f"{rounds} rounds are too few to claim that: take rounds={LEAST_ROUNDS} or more."
+    if not final.has_enough_rounds:
+        yield f"{final.rounds} rounds are too few to claim that: take rounds={MIN_ROUNDS} or more."
     if final.builder == final.winner:
         yield "In the rounds before, which choose, no plan that was searched beat this builder's."
     for name, why in final.left_out.items():

@@ -16,9 +16,10 @@ from lightning_autosync.errors import DocumentError
 from lightning_autosync.measure.drift import Drift
 from lightning_autosync.measure.hosts import Bound, least_step
 from lightning_autosync.plan import SyncPlan
-from lightning_autosync.report.document import Trial, TuningResult, read_result
-from lightning_autosync.report.final import Final
 from lightning_autosync.search.trial_attributes import BASELINE
+from lightning_autosync.search.tuning.comparison import FinalComparison
+from lightning_autosync.search.tuning.records import TrialRecord
+from lightning_autosync.search.tuning.result import RESULT, TuningResult, read_result
 from lightning_autosync.workload import Workload
 
 CLOSE = 0.98
@@ -54,7 +55,7 @@ class TuningRun:
         result = read_result(directory)
         if all(trial.interrupted for trial in result.trials):
             raise DocumentError(f"{directory}: every trial was interrupted, so there is nothing to report")
-        where = f"{directory / 'result.json'}"
+        where = f"{directory / RESULT}"
         workload = {name: value for name, value in result.workload.items() if name != "bytes"}
         return cls(
             directory,
@@ -65,7 +66,7 @@ class TuningRun:
         )
 
     @cached_property
-    def trials(self) -> Sequence[Trial]:
+    def trials(self) -> Sequence[TrialRecord]:
         """Trials that were not interrupted."""
         return [trial for trial in self.result.trials if not trial.interrupted]
 
@@ -83,9 +84,9 @@ class TuningRun:
         return bool(self.result.emulated.get("compute"))
 
     @cached_property
-    def final(self) -> Final | None:
+    def final(self) -> FinalComparison | None:
         """The last comparison; None if there was none."""
-        return None if self.result.final is None else Final.read(self.result.final, str(self.directory))
+        return None if self.result.final is None else FinalComparison.read(self.result.final, str(self.directory))
 
     @cached_property
     def bound(self) -> Bound | None:
@@ -99,7 +100,7 @@ class TuningRun:
         """How the machine's speed changed during the search."""
         return Drift(self.result.drift.reference_by_trial, self.result.drift.share)
 
-    def seconds(self, trial: Trial) -> float | None:
+    def seconds(self, trial: TrialRecord) -> float | None:
         """Of a step of the trial, corrected to the machine's usual speed where that drifted; None without a time."""
         if trial.seconds is None or trial.corrected is not None:
             return trial.corrected
@@ -133,11 +134,11 @@ class TuningRun:
         return [self.ddp_seconds / best for best in self.best_so_far] if self.ddp_seconds else []
 
     @property
-    def proposals(self) -> list[Trial]:
+    def proposals(self) -> list[TrialRecord]:
         """Trials that the sampler proposed: all but enqueued builders."""
         return [trial for trial in self.trials if trial.origin != BASELINE]
 
-    def hit(self, trial: Trial) -> bool:
+    def hit(self, trial: TrialRecord) -> bool:
         """Whether a trial was faster than the best builder."""
         limit = self.builder_seconds
         return limit is not None and self.complete_seconds.get(trial.number, math.inf) < limit
@@ -158,7 +159,7 @@ class TuningRun:
         """
         if self.result.best is None:
             raise DocumentError(f"{self.directory}: no trial came to a time")
-        return self.result.best.seconds if self.final is None else self.final.best.median
+        return self.result.best.seconds if self.final is None else self.final.seconds
 
     @property
     def trials_to_98(self) -> int | None:

@@ -33,6 +33,15 @@ def without_passwords(text: str) -> str:
     return _ADDRESS.sub(lambda found: without_password(found[0]), text)
 
 
+def without_passwords_in(data: Any) -> Any:
+    """Plain data with stars for the passwords in all its addresses."""
+    if isinstance(data, dict):
+        return {name: without_passwords_in(value) for name, value in data.items()}
+    if isinstance(data, list):
+        return [without_passwords_in(value) for value in data]
+    return without_password(data) if isinstance(data, str) else data
+
+
 def has_password(value: Any) -> bool:
     """Whether a value is an address with a password."""
     if not isinstance(value, str) or "://" not in value or "${" in value:

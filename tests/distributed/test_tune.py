@@ -16,15 +16,15 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
+from lightning_autosync.cli.tune import tune
 from lightning_autosync.cluster import configuration_directory
 from lightning_autosync.errors import AutoSyncError
 from lightning_autosync.measure.interleaving import StoppingRule, TrialMeasurement, measure_in_turns
 from lightning_autosync.measure.session import Contender, ContenderError
 from lightning_autosync.plan import SyncPlan, builders
 from lightning_autosync.search import studies
-from lightning_autosync.search.tuning.command import tune
-from lightning_autosync.search.tuning.job import Job
-from lightning_autosync.search.tuning.settings import Settings
+from lightning_autosync.search.tuning.job import TuningJob
+from lightning_autosync.search.tuning.settings import TuningSettings
 
 RUN = "import sys; from lightning_autosync.cli import main; sys.argv[0] = 'autosync'; main()"
 SMALL = (
@@ -189,8 +189,8 @@ def test_what_is_wrong_is_said_in_one_line(line, message, tmp_path):
 @pytest.mark.slow
 def test_a_worker_that_dies_fails_its_plan_and_workers_start_again():
     model = {"kind": "layers", "tensors": 4, "width": 16, "batch": 4}
-    settings = Settings.parse({"model": model, "trial": {"warm_up": 1, "min_steps": 2, "max_steps": 4}})
-    job = Job.of(settings)
+    settings = TuningSettings.parse({"model": model, "trial": {"warm_up": 1, "min_steps": 2, "max_steps": 4}})
+    job = TuningJob.of(settings)
     order = job.plan_order(builders.all_reduce(job.workload, job.cluster))
     with job.session() as session:
         good, bad = TrialMeasurement(Contender("good", order)), Contender("bad", order)

@@ -25,10 +25,9 @@ from lightning_autosync.plan.space import PlanSpace
 from lightning_autosync.run_files import REMEDY, RunFile, alone
 from lightning_autosync.search.studies import describe, enqueue, suggest
 from lightning_autosync.search.trial_attributes import BASELINE, ORIGIN, plan_of
-from lightning_autosync.search.tuning.buckets import BucketSpace
-from lightning_autosync.search.tuning.samplers import make_sampler
+from lightning_autosync.search.tuning.job import PriorKnowledge
+from lightning_autosync.search.tuning.samplers import BucketSpace, make_sampler
 from lightning_autosync.search.tuning.settings import SearchSettings
-from lightning_autosync.search.tuning.sources import Sources
 
 FORMAT = "autosync-rehearsal-runs/3"
 _FREE = frozenset({"pairs", "samplers", "seeds", "source", "runs"})
@@ -205,7 +204,9 @@ class Contest:
         studies = [self._source(self._settings.source_of(world.pair))] if name == "transfer" else []
         options = self._settings.options if ours else {}
         search = {"sampler": "autosync" if ours else name, "seed": seed, "options": options}
-        return make_sampler(SearchSettings.model_validate(search), space, Sources(estimator, world.known, studies))
+        return make_sampler(
+            SearchSettings.model_validate(search), space, PriorKnowledge(estimator, world.known, studies)
+        )
 
     def _source(self, pair: str) -> optuna.Study:
         """The study of another pair, by autosync with a seed of its own."""

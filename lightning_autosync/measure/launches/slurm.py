@@ -11,8 +11,8 @@ from typing import Any
 
 from lightning_autosync.cluster.spec import ClusterSpec
 from lightning_autosync.errors import ClusterError
+from lightning_autosync.interrupts import signals_as_exceptions
 from lightning_autosync.measure.workers.calls import LaunchError
-from lightning_autosync.measure.workers.signals import signals_as_exceptions
 
 KILL_ALL = ["--kill-on-bad-exit=1"]
 """srun would let the other tasks of a job wait for one that has failed."""
@@ -82,12 +82,12 @@ def results(job: Any) -> list[Any]:
         LaunchError: a task failed; each that did is named, with the end of its traceback.
         KeyboardInterrupt, SystemExit: SIGINT, or SIGTERM or SIGHUP, came meanwhile.
     """
-    with signals_as_exceptions() as endings:
+    with signals_as_exceptions() as signals:
         try:
             job.wait()
             return _collected(job)
         except (KeyboardInterrupt, SystemExit):
-            with endings.held():
+            with signals.deferred():
                 print(_cancelled(job), file=sys.stderr, flush=True)
             raise
 

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from lightning_autosync.report.document import Trial
 from lightning_autosync.report.figures.picture import (
     BLUE,
     GREEN,
@@ -24,11 +23,12 @@ from lightning_autosync.report.figures.picture import (
     new_figure,
     styled,
 )
-from lightning_autosync.report.final import Final
 from lightning_autosync.report.importance import Importance
 from lightning_autosync.report.rendering import milliseconds
 from lightning_autosync.report.tuning_run import TuningRun
 from lightning_autosync.search.trial_attributes import BASELINE
+from lightning_autosync.search.tuning.comparison import FinalComparison
+from lightning_autosync.search.tuning.records import TrialRecord
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -62,7 +62,7 @@ def origin_looks(origins: Sequence[str]) -> Mapping[str, tuple[str, str]]:
     return made | {origin: _LOOKS[number % len(_LOOKS)] for number, origin in enumerate(others)}
 
 
-def _tooltip(trial: Trial) -> str:
+def _tooltip(trial: TrialRecord) -> str:
     parts = [f"trial {trial.number}", trial.origin + (f" ({trial.builder})" if trial.builder else ""), trial.state]
     if trial.seconds is not None:
         parts.append(f"measured {milliseconds(trial.seconds)}")
@@ -201,7 +201,7 @@ def hit_rate(run: TuningRun) -> Picture | None:
     return Picture("hits", figure, words, tooltips)
 
 
-def _draw_hits(axes: Axes, proposals: Sequence[Trial], hits: Sequence[bool]) -> Iterator[tuple[str, list[str]]]:
+def _draw_hits(axes: Axes, proposals: Sequence[TrialRecord], hits: Sequence[bool]) -> Iterator[tuple[str, list[str]]]:
     """A tick for each proposal: hits along the upper edge, misses along the lower."""
     for name, wanted, color, level in (("hits", True, GREEN, 100 + _EDGE), ("misses", False, GREY, -_EDGE)):
         chosen = [trial for trial, hit in zip(proposals, hits, strict=True) if hit == wanted]
@@ -211,7 +211,7 @@ def _draw_hits(axes: Axes, proposals: Sequence[Trial], hits: Sequence[bool]) -> 
             yield name, [_tooltip(trial) for trial in chosen]
 
 
-def _predicted(run: TuningRun) -> list[Trial]:
+def _predicted(run: TuningRun) -> list[TrialRecord]:
     """Complete trials with a prediction; empty if there are fewer than three."""
     found = [trial for trial in run.trials if trial.state == "complete" and trial.predicted and trial.seconds]
     return found if len(found) >= _MIN_PREDICTED else []
@@ -262,31 +262,33 @@ def kendall(run: TuningRun) -> float | None:
 
 
 @styled
-def contenders_picture(final: Final, bound: float | None) -> Picture:
+def contenders_picture(final: FinalComparison, bound: float | None) -> Picture:
     """A row a contender, fastest first: every round a mark, the median a tick, and the ratio to the best DDP."""
     compared = final.compared()
     figure = new_figure(1.3 + 0.36 * len(compared))
     axes = figure.add_subplot()
     tooltips = {}
     named: set[str] = set()
-    for row, (one, ratio) in enumerate(compared):
+    for row, (name, one, ratio) in enumerate(compared):
         color, marker, kind = KINDS[one.kind]
         label = "_" if kind in named else f"{kind}, a mark a round"
         look: dict[str, Any] = {"s": 24, "marker": marker, "color": color, "alpha": 0.7, "zorder": 3, "label": label}
         axes.scatter([1e3 * seconds for seconds in one.rounds], [row] * len(one.rounds), gid=f"rounds-{row}", **look)
         named.add(kind)
         tooltips[f"rounds-{row}"] = [
-            f"{one.name}, round {number + 1}: {milliseconds(seconds)}" for number, seconds in enumerate(one.rounds)
+            f"{name}, round {number + 1}: {milliseconds(seconds)}" for number, seconds in enumerate(one.rounds)
         ]
         axes.plot([1e3 * one.median] * 2, [row - 0.3, row + 0.3], color=INK, linewidth=1.6, zorder=4)
         text = f"{milliseconds(one.median)}, {ratio.median:.2f} x"
         axes.annotate(text, (1e3 * max(one.rounds), row), (8, 0), textcoords="offset points", va="center", fontsize=9)
     if bound is not None:
         axes.axvline(1e3 * bound, color=MUTED, linewidth=1.3, linestyle=(0, (1, 2)), label="bound of exact plans")
-    _label_rows(axes, [one.name for one, _ in compared], margin=0.16)
+    _label_rows(axes, [name for name, _, _ in compared], margin=0.16)
     axes.set_xlabel("milliseconds a step, and ratio to the best DDP (below 1 is faster)")
     figure.legend(loc="outside upper left", ncols=4, handletextpad=0.3)
-    words = "; ".join(f"{one.name} {milliseconds(one.median)}, {ratio.median:.2f} of DDP's" for one, ratio in compared)
+    words = "; ".join(
+        f"{name} {milliseconds(one.median)}, {ratio.median:.2f} of DDP's" for name, one, ratio in compared
+    )
     return Picture("contenders", figure, f"Step times side by side, fastest first: {words}.", tooltips)
 
 

@@ -1,8 +1,9 @@
-"""The job that is tuned: its model's workload, its cluster, and the orders by which workers set contenders up."""
+"""The job that is tuned: model, cluster and workload, and what is known before its first trial."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,26 +12,29 @@ import optuna
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.documents import checked, parse_json, shown
 from lightning_autosync.errors import DocumentError
+from lightning_autosync.learned import Estimator
+from lightning_autosync.learned.dataset import Sample
+from lightning_autosync.measure import replica_calls
 from lightning_autosync.measure.bench import settings as bench
 from lightning_autosync.measure.bench.preparation import prepare
 from lightning_autosync.measure.bench.settings import DDPOptions
+from lightning_autosync.measure.hosts import job_hosts
 from lightning_autosync.measure.session import MeasurementSession
 from lightning_autosync.plan import SyncPlan
+from lightning_autosync.replay import Constants
 from lightning_autosync.search.storages import StudyError, storage_errors
-from lightning_autosync.search.tuning.profile import profile
-from lightning_autosync.search.tuning.settings import Settings
+from lightning_autosync.search.transfer import load_transfer
+from lightning_autosync.search.tuning.settings import TuningSettings
 from lightning_autosync.workload import Workload
 
-PACED = ("paced", "flat")
-"""Kinds of models whose times are known, since they compute by the clock or not at all."""
 JOB = "autosync:job"
-"""User attribute of a study: what its times depend on beside workload and cluster, as JSON text."""
+"""User attribute of a study: what its times depend on, besides workload and cluster, as JSON text."""
 _Facts = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Job:
-    """What is trained where.
+class TuningJob:
+    """The job that is tuned.
 
     Attributes:
         settings: of the run.
@@ -38,45 +42,44 @@ class Job:
         workload: the model's variables; embedding tables as those of which rows travel.
     """
 
-    settings: Settings
+    settings: TuningSettings
     cluster: ClusterSpec
     workload: Workload
 
     @classmethod
-    def of(cls, settings: Settings) -> Job:
-        """The job as described; what is wrong with model, cluster or further contenders shows here.
+    def of(cls, settings: TuningSettings) -> TuningJob:
+        """The job that settings describe.
 
         Raises:
-            DocumentError: any of them.
+            DocumentError: the model, the cluster or a further contender is wrong.
         """
         prepared = prepare(settings)
         if prepared.cluster.world_size < 2:
             raise DocumentError("ranks: one rank has nothing to synchronize; a search needs two or more")
         return cls(settings, prepared.cluster, prepared.workload)
 
-    @property
-    def measured_model(self) -> bool:
-        """Whether the model really computes, so that its times have to be measured."""
-        return self.settings.model.kind not in PACED
+    def session(self) -> MeasurementSession:
+        """Workers for the job, by its settings."""
+        chosen = self.settings
+        return MeasurementSession(self.cluster, chosen.launch, chosen.timeout, chosen.scheduling, chosen.within_job)
 
-    def profiled(self, session: MeasurementSession) -> Job:
-        """The job with the times of its slowest rank, all ranks computing side by side."""
-        found = session.run(profile, model=self.settings.model.model_dump())
+    def profiled(self, session: MeasurementSession) -> TuningJob:
+        """The job with the measured times of its slowest rank, while all ranks compute."""
+        found = session.run(replica_calls.profile, model=self.settings.model.model_dump())
         workloads = [Workload.from_dict(data, "profile") for data in found]
         return replace(self, workload=max(workloads, key=lambda one: one.forward_time + one.backward_time))
 
     @storage_errors()
-    def hold(self, study: optuna.Study) -> None:
-        """See to it that times of a study are of jobs like this one.
+    def claim(self, study: optuna.Study) -> None:
+        """Check that a study's times are of jobs like this one, and note in the study what they depend on.
 
         Raises:
-            StudyError: it is of another model or launch, or of workers that are scheduled otherwise.
-            StorageError: its storage does not answer.
+            StudyError: they are of another model or launch, or of workers with another scheduling policy.
+            StorageError: the study's storage does not answer.
         """
         settings = self.settings
-        launch = "torchrun" if settings.within_job else settings.launch.kind
         model = settings.model.model_dump(mode="json")
-        own = {"model": model, "launch": launch, "scheduling": settings.scheduling}
+        own = {"model": model, "launch": settings.launch_kind, "scheduling": settings.scheduling}
         where = f"study '{study.study_name}': {JOB}"
         kept: Any = checked(_Facts, parse_json(study.user_attrs.get(JOB, "{}"), where, StudyError), where, StudyError)
         for name, value in own.items():
@@ -87,13 +90,8 @@ class Job:
                 )
         study.set_user_attr(JOB, json.dumps(own))
 
-    def session(self) -> MeasurementSession:
-        """Workers for it, as the settings say."""
-        chosen = self.settings
-        return MeasurementSession(self.cluster, chosen.launch, chosen.timeout, chosen.scheduling, chosen.within_job)
-
     def plan_order(self, plan: SyncPlan) -> dict[str, Any]:
-        """Arguments of `lightning_autosync.measure.replica_calls.set_up` for a plan, but for the name."""
+        """Arguments of `lightning_autosync.measure.replica_calls.set_up` for a plan, without the name."""
         return {**self._order(), "plan": plan.to_dict(), "workload": self.workload.to_dict()}
 
     def ddp_order(self, options: DDPOptions) -> dict[str, Any]:
@@ -101,12 +99,40 @@ class Job:
         return {**self._order(), "ddp": options.model_dump()}
 
     def _order(self) -> dict[str, Any]:
-        model = self.settings.model.model_dump()
-        patience = self.settings.patience
-        return {"model": model, "sparse": False, "cluster": self.cluster.to_dict(), "timeout": patience}
+        model, timeout = self.settings.model.model_dump(), self.settings.patience
+        return {"model": model, "sparse": False, "cluster": self.cluster.to_dict(), "timeout": timeout}
+
+    def bench_settings(self, **changes: Any) -> bench.BenchSettings:
+        """The settings of a bench of this job, some fields changed."""
+        kept = {name: getattr(self.settings, name) for name in bench.BenchSettings.model_fields}
+        return bench.BenchSettings.model_validate({**kept, **changes})
 
 
-def bench_settings(settings: Settings, **changes: Any) -> bench.BenchSettings:
-    """What of the settings a bench takes, some fields changed."""
-    kept = {name: getattr(settings, name) for name in bench.BenchSettings.model_fields}
-    return bench.BenchSettings.model_validate({**kept, **changes})
+@dataclass(frozen=True)
+class PriorKnowledge:
+    """What a run knows before its first trial.
+
+    Attributes:
+        estimator: prices plans; None where the rates of the links are unknown.
+        constants: of the hosts.
+        studies: of other models and clusters.
+        samples: measured steps of other models and clusters.
+    """
+
+    estimator: Estimator | None
+    constants: Constants
+    studies: Sequence[optuna.Study] = ()
+    samples: Sequence[Sample] = ()
+
+    @classmethod
+    def of(cls, job: TuningJob) -> PriorKnowledge:
+        """By the job's settings.
+
+        Raises:
+            DocumentError: a source of transfer or a fitted simulator cannot be used.
+        """
+        settings = job.settings
+        constants = job_hosts(settings.launch_kind, settings.is_paced, settings.constants)
+        transfer = load_transfer(settings.transfer, job.workload, job.cluster, settings.semantics)
+        estimator = transfer.estimator or settings.simulator.build(constants, settings.search.seed or 0)
+        return cls(estimator if job.cluster.measured else None, constants, transfer.studies, transfer.samples)

@@ -1,209 +1,236 @@
-"""``autosync-tuning/1``: what a run found, as plain data and as the lines that it prints."""
+"""``autosync-tuning/1``: what a tuning run found. `TuningResult` writes it, reads it and prints it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any, ClassVar
 
+from pydantic import ConfigDict, Field
+
+from lightning_autosync.documents import Document, Index, Record, Spent, Taken, check_format, read_data
+from lightning_autosync.errors import DocumentError
 from lightning_autosync.measure.drift import Drift
-from lightning_autosync.plan import SyncPlan
-from lightning_autosync.search.passwords import without_password
-from lightning_autosync.search.tuning.final import Final
-from lightning_autosync.search.tuning.job import Job
-from lightning_autosync.search.tuning.opponents import Opponent
-from lightning_autosync.search.tuning.trials import Record, drift_of, footing_of
+from lightning_autosync.search.tuning.comparison import FinalComparison
+from lightning_autosync.search.tuning.records import LENIENT, TrialRecord
 
-FORMAT = "autosync-tuning/1"
-_OPPONENTS = {"ddp": "best DDP", "builder": "best builder"}
+RESULT = "result.json"
 
 
-@dataclass(frozen=True)
-class Best:
+class Opponent(Record):
+    """The best setting of DDP or the best builder; ``seconds`` of a step are corrected like those of trials."""
+
+    model_config = LENIENT
+
+    name: str
+    seconds: Taken
+
+
+class OpponentRecords(Record):
+    """The opponents before or during the search.
+
+    Attributes:
+        ddp, builder: the best ones; None where none ran.
+        measured: all of them, as they were measured.
+        reference_by_batch: seconds of the reference plan beside each batch of them.
+    """
+
+    model_config = LENIENT
+
+    ddp: Opponent | None = None
+    builder: Opponent | None = None
+    measured: tuple[dict[str, Any], ...] = ()
+    reference_by_batch: dict[str, Any] = Field(default_factory=dict)
+
+
+class Best(Record):
     """The answer.
 
     Attributes:
         number: of its trial; None for a builder's plan that was no trial.
         origin: how it came about.
         seconds: of a step, in the last comparison if there was one.
-        plan: to run.
-        builder: whose plan it is; None for a plan that was searched.
+        builder: whose plan it is; None for a plan of the search.
+        plan: the document of the plan.
     """
 
-    number: int | None
+    model_config = LENIENT
+
+    number: Index | None = None
     origin: str
-    seconds: float
-    plan: SyncPlan
-    builder: str | None
-
-    def to_dict(self) -> dict[str, Any]:
-        """As plain data."""
-        return {
-            "number": self.number,
-            "origin": self.origin,
-            "seconds": self.seconds,
-            "builder": self.builder,
-            "plan": self.plan.to_dict(),
-        }
+    seconds: Taken
+    builder: str | None = None
+    plan: dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Pace:
-    """How fast a session went.
+class StudyAddress(Record):
+    """Where the study is: its name, and its storage (a journal file, or a URL without a password)."""
 
-    Attributes:
-        trials_per_minute: set-up, warm-up and the reference included; None without a trial.
-        proposals: seconds of the sampler by proposal, from asking for a plan to its result being taken in.
-        wall_seconds: of the session, the opponents, the last comparison and the start of workers included.
-        restarts: how often the workers were started again.
-    """
+    model_config = LENIENT
 
-    trials_per_minute: float | None
-    proposals: Sequence[float]
-    wall_seconds: float
-    restarts: int
-
-    def to_dict(self) -> dict[str, Any]:
-        """As plain data."""
-        return {
-            "trials_per_minute": self.trials_per_minute,
-            "sampler_seconds": sum(self.proposals),
-            "sampler_seconds_by_proposal": list(self.proposals),
-            "wall_seconds": self.wall_seconds,
-            "restarts": self.restarts,
-        }
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """One run.
-
-    Attributes:
-        job: what was tuned.
-        storage: of the study.
-        records: its trials.
-        ddp, builder: the best ones as measured before or during the search, on the footing of the trials; None where
-            none ran.
-        best: the answer; None if no plan came to a time.
-        final: the last comparison; None if the run was interrupted or came to none because workers failed.
-        pace: how fast it went.
-        interrupted: whether somebody ended it.
-        failure: why the search or the last comparison could not go on; None if they came to their end.
-        run: the run among several of the study, whose drift counts; None where all trials are of this one.
-        measured: what was measured before the trials, as plain data.
-    """
-
-    job: Job
+    name: str
     storage: str
-    records: Sequence[Record]
-    ddp: Opponent | None
-    builder: Opponent | None
-    best: Best | None
-    final: Final | None
-    pace: Pace
-    interrupted: bool
+
+
+class Timing(Record):
+    """How fast the last session of the search was.
+
+    Attributes:
+        trials_per_minute: with set-up, warm-up and the reference; None without a trial.
+        sampler_seconds: of all proposals together.
+        sampler_seconds_by_proposal: from asking for each plan to telling its result.
+        wall_seconds: of the session, with opponents, last comparison and start of workers.
+        restarts: how often workers were started again.
+    """
+
+    model_config = LENIENT
+
+    trials_per_minute: Spent | None = None
+    sampler_seconds: Spent | None = None
+    sampler_seconds_by_proposal: tuple[Spent, ...] = ()
+    wall_seconds: Spent | None = None
+    restarts: Index = 0
+
+
+class DriftRecord(Record):
+    """How the speed of the machine drifted; results have more fields, which follow from these.
+
+    Attributes:
+        reference_by_trial: seconds of the reference plan, by the trial that it was measured with.
+        share: of its deviations, in logarithms, that other plans have too.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="allow", allow_inf_nan=False)
+
+    reference_by_trial: dict[int, Taken] = Field(default_factory=dict)
+    share: Annotated[float, Field(ge=0, le=1)] = 1.0
+
+
+class TuningResult(Document):
+    """What a tuning run found.
+
+    Attributes:
+        settings: of the run, as plain data.
+        cluster, workload: documents, as plain data.
+        semantics: the highest level that plans could have.
+        study: where the study is.
+        best: the winner; None if no plan has a time.
+        opponents: DDP and builders before or during the search.
+        trials: all, in order.
+        final: the last comparison, as plain data that `FinalComparison` reads; None if there was none.
+        emulated: whether ``links`` were emulated and ``compute`` was paced.
+        drift: measurements of the reference plan.
+        timing: pace of the search.
+        interrupted: whether somebody ended the run.
+        failure: why it could not go on; None if it came to its end.
+        environment: versions, cores, load and other conditions.
+    """
+
+    FORMAT: ClassVar[str] = "autosync-tuning/1"
+    model_config = LENIENT
+
+    settings: dict[str, Any] = Field(default_factory=dict)
+    cluster: dict[str, Any]
+    workload: dict[str, Any]
+    semantics: str = "exact"
+    study: StudyAddress | None = None
+    best: Best | None = None
+    opponents: OpponentRecords = OpponentRecords()
+    trials: tuple[TrialRecord, ...]
+    final: dict[str, Any] | None = None
+    emulated: dict[str, Any] = Field(default_factory=dict)
+    drift: DriftRecord = DriftRecord()
+    timing: Timing = Timing()
+    interrupted: bool = False
     failure: str | None = None
-    run: str | None = None
-    measured: Mapping[str, Any] = field(default_factory=dict)
+    environment: dict[str, Any] = Field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The result as plain data, its format line first; fields at their default are there, too."""
+        return {"format": self.FORMAT, **self.model_dump(mode="json")}
 
     def __float__(self) -> float:
-        """Seconds of a step of the best plan, which a sweep over tuning runs may compare.
+        """Seconds of a step of the best plan, for sweeps over tuning runs.
 
         Raises:
-            ValueError: no plan came to a time.
+            ValueError: no plan has a time.
         """
         if self.best is None:
             raise ValueError("no plan came to a time")
         return self.best.seconds
 
-    @property
-    def drift(self) -> Drift:
-        """Of the machine, during the trials of this run."""
-        return drift_of(self.records, self.run)
+    @cached_property
+    def comparison(self) -> FinalComparison | None:
+        """The last comparison; None if there was none.
 
-    def to_dict(self) -> dict[str, Any]:
-        """Everything, as plain data."""
-        settings = self.job.settings
-        return {
-            "format": FORMAT,
-            "settings": _without_passwords(settings.model_dump(mode="json")),
-            "cluster": self.job.cluster.to_dict(),
-            "workload": {"bytes": self.job.workload.bytes, **self.job.workload.to_dict()},
-            "semantics": settings.semantics,
-            "study": {"name": settings.study.name, "storage": without_password(self.storage)},
-            "best": None if self.best is None else self.best.to_dict(),
-            "opponents": {
-                "ddp": None if self.ddp is None else asdict(self.ddp),
-                "builder": None if self.builder is None else asdict(self.builder),
-                **self.measured,
-            },
-            "trials": self._trials(),
-            "final": None if self.final is None else self.final.to_dict(),
-            "emulated": {"links": settings.emulated, "compute": settings.model.kind == "paced"},
-            "drift": self.drift.to_dict(),
-            "timing": self.pace.to_dict(),
-            "interrupted": self.interrupted,
-            "failure": self.failure,
-            "environment": {} if self.final is None else self.final.result.conditions,
-        }
+        Raises:
+            DocumentError: a field of it is missing or wrong.
+        """
+        return None if self.final is None else FinalComparison.read(self.final, RESULT)
 
-    def _trials(self) -> list[dict[str, Any]]:
-        """Every trial; ``corrected`` are its seconds on the footing of this run."""
-        footing, made = footing_of(self.records, self.run), []
-        for record in self.records:
-            run = None if self.run is None else record.run
-            seconds = record.seconds
-            corrected = None if seconds is None else footing.convert(run, record.number, seconds)
-            made.append({**record.to_dict(), "corrected": corrected})
-        return made
-
-    def lines(self) -> list[str]:
-        """What a reader must know, a line each."""
-        return [*self._winner(), *self._count(), *self._conditions()]
-
-    def _winner(self) -> list[str]:
+    def lines(self) -> Iterator[str]:
+        """The result for a terminal."""
         if self.best is None:
-            return ["no plan came to a time"]
-        where = f"builder {self.best.builder}" if self.best.builder else f"trial {self.best.number}"
-        lines = [f"best plan: {where} ({self.best.origin}), {1e3 * self.best.seconds:.2f} ms a step"]
-        if self.final is None:
-            return [*lines, "it was not compared with its opponents side by side: run the same command to go on"]
-        lines += [_standing(self.final, *one) for one in self.final.opponents.items() if one[1] != self.final.winner]
-        if self.final.winner == self.final.builder:
-            lines.append("no plan that was searched beats this builder's in the rounds that choose")
-        lines += [f"{name} failed at that and was left out: {why}" for name, why in self.final.left_out.items()]
-        return lines
-
-    def _count(self) -> list[str]:
-        states = [record.state for record in self.records if not record.interrupted]
+            yield "no plan came to a time"
+        else:
+            where = f"builder {self.best.builder}" if self.best.builder else f"trial {self.best.number}"
+            yield f"best plan: {where} ({self.best.origin}), {1e3 * self.best.seconds:.2f} ms a step"
+            if self.comparison is None:
+                yield "it was not compared with its opponents side by side: run the same command to go on"
+            else:
+                yield from _claims(self.comparison)
+        states = [record.state for record in self.trials if not record.interrupted]
         counts = ", ".join(f"{states.count(state)} {state}" for state in ("complete", "pruned", "failed"))
-        pace, proposals = self.pace.trials_per_minute, self.pace.proposals
-        if pace is None or not proposals:
-            return [f"{len(states)} trials: {counts}"]
-        overhead = 1e3 * sum(proposals) / len(proposals)
-        return [f"{len(states)} trials: {counts}; {pace:.1f} a minute, sampler {overhead:.0f} ms a proposal"]
-
-    def _conditions(self) -> list[str]:
-        drift, lines = self.drift, []
+        pace, proposals = self.timing.trials_per_minute, self.timing.sampler_seconds_by_proposal
+        speed = ""
+        if pace is not None and proposals:
+            speed = f"; {pace:.1f} a minute, sampler {1e3 * sum(proposals) / len(proposals):.0f} ms a proposal"
+        yield f"{len(states)} trials: {counts}{speed}"
+        drift = Drift(self.drift.reference_by_trial, self.drift.share)
         if drift.seen:
-            lines.append(f"the machine drifted by {drift.spread:.0%}: trials are ranked relative to the reference plan")
-        if self.pace.restarts:
-            lines.append(f"workers were started again {self.pace.restarts} times")
-        return lines
+            yield f"the machine drifted by {drift.spread:.0%}: trials are ranked relative to the reference plan"
+        if self.timing.restarts:
+            yield f"workers were started again {self.timing.restarts} times"
 
 
-def _without_passwords(value: Any) -> Any:
-    """Plain data; who reads a result need not know the passwords of databases."""
-    if isinstance(value, dict):
-        return {name: _without_passwords(one) for name, one in value.items()}
-    if isinstance(value, list):
-        return [_without_passwords(one) for one in value]
-    return without_password(value) if isinstance(value, str) and "://" in value else value
+def _claims(final: FinalComparison) -> Iterator[str]:
+    """The winner beside its opponents. A gain is claimed only where the interval shows it."""
+    for what, name in (("best DDP", final.ddp), ("best builder", final.builder)):
+        if name is None or name == final.winner:
+            continue
+        ratio = final.ratio(name)
+        share = f"{ratio.median:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]"
+        few = "" if final.has_enough_rounds else ", in too few rounds to tell"
+        claim = "" if final.gains(name) else ", which is no gain"
+        yield f"it takes {share} of the time of the {what}, {name}{few or claim}"
+    if final.winner == final.builder:
+        yield "no plan that was searched beats this builder's in the rounds that choose"
+    for name, why in final.left_out.items():
+        yield f"{name} failed at that and was left out: {why}"
 
 
-def _standing(final: Final, kind: str, name: str) -> str:
-    """How the winner stands to an opponent; a gain is claimed only where the interval says so."""
-    ratio, what = final.ratio(name), _OPPONENTS[kind]
-    share = f"{ratio.median:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]"
-    claim = "" if final.gains(name) else ", which is no gain" if final.tells else ", in too few rounds to tell"
-    return f"it takes {share} of the time of the {what}, {name}{claim}"
+def read_result(directory: Path) -> TuningResult:
+    """The result of the tuning run in ``directory``.
+
+    Raises:
+        DocumentError: the directory or the file is missing, or the file is damaged or of something else.
+    """
+    path = directory / RESULT
+    if not directory.is_dir():
+        raise DocumentError(f"{directory}: not a directory; expected one in which 'autosync tune' left {RESULT}")
+    if not path.is_file():
+        raise DocumentError(f"{directory}: no {RESULT} in it; expected the run directory of a finished 'autosync tune'")
+    data = read_data(path)
+    if isinstance(data, dict):
+        check_format(data.get("format"), TuningResult.FORMAT, str(path), DocumentError)
+    return TuningResult.from_dict(data, source=str(path))
+
+
+def is_tuning_run(directory: Path) -> bool:
+    """Whether ``directory`` has a ``result.json`` of a tuning run."""
+    path = directory / RESULT
+    if not path.is_file():
+        return False
+    data = read_data(path)
+    return isinstance(data, dict) and str(data.get("format", "")).startswith("autosync-tuning/")

@@ -1,87 +1,118 @@
-"""A run from its settings to its outcome: open the study, measure opponents, spend the budget, compare."""
+"""A tuning run, from its settings to its result: open the study, measure opponents, spend the budget, compare."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from lightning_autosync.documents import digest, identity
-from lightning_autosync.errors import AutoSyncError
+from lightning_autosync.errors import AutoSyncError, TuningError
+from lightning_autosync.interrupts import uninterrupted
 from lightning_autosync.learned import ReplayEstimator
 from lightning_autosync.measure.reference import ReferencePlan
 from lightning_autosync.measure.session import MeasurementSession, reason
 from lightning_autosync.plan import SyncPlan
 from lightning_autosync.plan.builders import build
 from lightning_autosync.plan.space import PlanSpace
-from lightning_autosync.search import storages, studies, trial_attributes
-from lightning_autosync.search.tuning.buckets import BucketSpace
-from lightning_autosync.search.tuning.errors import TuningError
-from lightning_autosync.search.tuning.final import Final
-from lightning_autosync.search.tuning.interruptions import uninterrupted
-from lightning_autosync.search.tuning.job import Job
-from lightning_autosync.search.tuning.last_comparison import compare
-from lightning_autosync.search.tuning.opponents import Opponent, Opponents, builder_plans
-from lightning_autosync.search.tuning.reference import settle_reference
-from lightning_autosync.search.tuning.result import Best, Outcome, Pace
-from lightning_autosync.search.tuning.samplers import Space, make_sampler
-from lightning_autosync.search.tuning.settings import SearchSettings, Settings
-from lightning_autosync.search.tuning.sources import Sources
-from lightning_autosync.search.tuning.trials import Record, Trials, drift_of, ranked
+from lightning_autosync.search import studies
+from lightning_autosync.search.passwords import without_passwords_in
+from lightning_autosync.search.storages import StorageError, StudyError
+from lightning_autosync.search.trial_attributes import BASELINE
+from lightning_autosync.search.tuning.comparison import FinalComparison, compare
+from lightning_autosync.search.tuning.job import PriorKnowledge, TuningJob
+from lightning_autosync.search.tuning.opponents import Opponents, builder_plans, settle_reference
+from lightning_autosync.search.tuning.records import TrialRecord, drift_of, footing_of, ranked
+from lightning_autosync.search.tuning.result import (
+    Best,
+    DriftRecord,
+    Opponent,
+    OpponentRecords,
+    StudyAddress,
+    Timing,
+    TuningResult,
+)
+from lightning_autosync.search.tuning.samplers import BucketSpace, Space, make_sampler
+from lightning_autosync.search.tuning.settings import SearchSettings, TuningSettings
+from lightning_autosync.search.tuning.trials import Trials
 from lightning_autosync.search.tuning.tuner import Tuner
 
 JOURNAL = "study.journal"
-RIVALS = 3
-"""Settings of DDP that come to the last comparison, whose choosing rounds decide which of them is the opponent."""
+MAX_RIVALS = 3
+"""Settings of DDP in the last comparison. Its choosing rounds decide which of them is the opponent."""
 _log = logging.getLogger(__name__)
 
 
-class Run:
+@dataclass(frozen=True)
+class TuningOutcome:
+    """A run that has ended.
+
+    Attributes:
+        job: that was tuned.
+        result: what was found.
+        storage: of the study, with a password if it has one.
+    """
+
+    job: TuningJob
+    result: TuningResult
+    storage: str
+
+    @property
+    def plan(self) -> SyncPlan | None:
+        """The best plan; None if none has a time."""
+        return None if self.result.best is None else SyncPlan.from_dict(self.result.best.plan)
+
+    def __float__(self) -> float:
+        return float(self.result)
+
+
+class TuningRun:
     """One tuning run.
 
     Args:
-        settings: what is asked.
-        directory: of the run; with the same one, a run goes on.
-        saving: after an interruption it holds back further ones, until the caller has written what was found.
+        settings: of the run.
+        directory: of the run; with the directory of an earlier run, that is resumed.
+        saving: after an interruption it holds back further ones, until the caller has written the result.
 
     Raises:
         DocumentError: the model, the cluster, the simulator or a source of transfer is wrong.
     """
 
-    def __init__(self, settings: Settings, directory: Path, saving: ExitStack) -> None:
+    def __init__(self, settings: TuningSettings, directory: Path, saving: ExitStack) -> None:
         self._saving = saving
         self._settings = settings
         self._directory = directory
         self._storage = settings.study.storage or str(directory / JOURNAL)
-        self._job = Job.of(settings)
-        self._sources = Sources.of(self._job)
+        self._job = TuningJob.of(settings)
+        self._prior = PriorKnowledge.of(self._job)
         self._begin = time.perf_counter()
+        self._finalists: dict[str, SyncPlan] = {}
 
-    def run(self) -> Outcome:
+    def run(self) -> TuningOutcome:
         """Tune.
 
-        An interruption, or an error after some trials came to a time, ends the search early, and the outcome says so;
-        where the study's storage does not answer any more, it tells of what was read from it last.
-        With a budget that is spent already, only the last comparison is made.
+        An interruption, or an error after some trials have a time, ends the search early, and the result says so. If
+        the study's storage stops answering, the result has what was read from it last. If the budget is spent already,
+        only the last comparison is made.
 
         Raises:
             StudyError: the study is of another space, or cannot be opened.
-            StorageError: the study's storage does not answer, before any trial came to a time.
-            TuningError: no DDP ran, or too many trials failed, before any trial came to a time.
-            LaunchError: workers cannot be started; likewise.
+            StorageError: the study's storage does not answer, before any trial has a time.
+            TuningError: no DDP ran, or too many trials failed, before any trial has a time.
+            LaunchError: workers cannot be started, before any trial has a time.
         """
+        final, interrupted, failure = None, False, None
         with self._job.session() as session:
             self._job = self._with_times(session)
             trials = self._open(self._space())
             reference = ReferencePlan(session, self._job.plan_order, self._settings.trial.warm_up)
             opponents = Opponents(self._job, session, reference, trials.study, trials.own)
-            replay = ReplayEstimator(self._sources.constants) if self._job.cluster.measured else None
+            replay = ReplayEstimator(self._prior.constants) if self._job.cluster.measured else None
             tuner = Tuner(self._job, session, trials, opponents, reference, replay)
-            final, interrupted, failure = None, False, None
             try:
                 builders = builder_plans(self._job)
                 settle_reference(reference, trials.study, self._by_price(builders))
@@ -93,33 +124,27 @@ class Run:
                 _log.warning("interrupted")
                 interrupted = True
             except AutoSyncError as error:
-                if isinstance(error, storages.StorageError):
-                    trials.lose()
+                if isinstance(error, StorageError):
+                    trials.freeze()
                 if not ranked(trials.records(), trials.own):
                     raise
                 failure = reason(error)
-            pace = Pace(tuner.trials_per_minute, trials.proposals, time.perf_counter() - self._begin, session.restarts)
-        records = trials.records()
-        return Outcome(
-            job=self._job,
-            storage=self._storage,
-            records=records,
-            ddp=next(iter(opponents.fastest("ddp", drift_of(records, trials.own))), None),
-            builder=self._best_builder(trials, opponents),
-            best=self._best(trials, final),
-            final=final,
-            pace=pace,
-            interrupted=interrupted,
-            failure=failure,
-            run=trials.own,
-            measured=opponents.to_dict(),
-        )
+            timing = Timing(
+                trials_per_minute=tuner.trials_per_minute,
+                sampler_seconds=sum(trials.proposals),
+                sampler_seconds_by_proposal=tuple(trials.proposals),
+                wall_seconds=time.perf_counter() - self._begin,
+                restarts=session.restarts,
+            )
+        result = self._result(trials, opponents, final)
+        ended = {"timing": timing, "interrupted": interrupted, "failure": failure}
+        return TuningOutcome(self._job, result.model_copy(update=ended), self._storage)
 
-    def _with_times(self, session: MeasurementSession) -> Job:
-        """The job with the times of its model: those that the study has, or measured now."""
-        if not self._job.measured_model:
+    def _with_times(self, session: MeasurementSession) -> TuningJob:
+        """The job with the times of its model: those of the study, or measured now."""
+        if self._settings.is_paced:
             return self._job
-        with suppress(storages.StudyError):
+        with suppress(StudyError):
             known = studies.workload_of(studies.load_study(self._storage, self._settings.study.name))
             if known.variables_fingerprint == self._job.workload.variables_fingerprint:
                 return replace(self._job, workload=known)
@@ -132,25 +157,24 @@ class Run:
 
     def _open(self, space: Space) -> Trials:
         settings = self._settings
-        described: Any = space  # a space of buckets has all that a study asks of one of plans
-        # Its own default is Horovod's baseline, and no builder's plan.
+        described: Any = space  # a space of buckets has all that a study needs of a space of plans
+        # The baseline of a space of buckets is Horovod's default, and no builder's plan.
         first = space.baselines() if settings.search.tries_builders or isinstance(space, BucketSpace) else []
         study = studies.open_study(self._storage, settings.study.name, described, first=first)
         if isinstance(space, PlanSpace):
-            space = studies.space_of(study)  # which keeps the domains that a study began with
+            space = studies.space_of(study)  # with the domains that the study began with
             first = [point for point in first if space.has(point)]
-        self._job.hold(study)
+        self._job.claim(study)
         alone = settings.study.storage is None
         trials = Trials(study, space, settings.search.sampler, identity(self._directory), alone)
-        study.sampler = make_sampler(self._seeded(trials), space, self._sources)
-        if left := trials.settle():
-            _log.info("%d trials of an interrupted session have failed; their plans may be tried again", left)
-        studies.enqueue(study, first, trial_attributes.BASELINE)  # once more those that were interrupted
+        study.sampler = make_sampler(self._seeded(trials), space, self._prior)
+        if count := trials.end_interrupted():
+            _log.info("%d trials of an interrupted session have failed; their plans may be tried again", count)
+        studies.enqueue(study, first, BASELINE)  # those that were interrupted once more
         return trials
 
     def _seeded(self, trials: Trials) -> SearchSettings:
-        """The settings of the search with a seed of this session's own: one that goes on, or has others beside it, must
-        not draw again what was drawn before."""
+        """The settings of the search with a seed of this session: other sessions must not draw the same plans."""
         search, finished = self._settings.search, len(trials.records())
         if search.seed is None or (trials.alone and not finished):
             return search
@@ -158,63 +182,92 @@ class Run:
         return search.model_copy(update={"seed": own})
 
     def _by_price(self, builders: Mapping[str, SyncPlan]) -> list[SyncPlan]:
-        """Builders' plans, those first that should be fastest, where anything is known of that."""
+        """Builders' plans, by estimated seconds where they can be estimated."""
         plans = list(builders.values())
-        if self._sources.estimator is None:
+        if self._prior.estimator is None:
             return plans
-        seconds = self._sources.estimator.estimate(self._job.workload, self._job.cluster, plans).seconds
+        seconds = self._prior.estimator.estimate(self._job.workload, self._job.cluster, plans).seconds
         return [plans[place] for place in seconds.argsort(kind="stable")]
 
     def _best_builder(self, trials: Trials, opponents: Opponents) -> Opponent | None:
-        """Of the trials that stand for a builder's plan, or of those measured beside the study.
+        """The best builder among the trials, or among those measured before them.
 
-        Those that were given up count, too: a plan of the search in the same batch may have been faster than all.
+        Pruned trials count, too: a plan of the search in the same batch may have been faster than all builders.
         """
         records = trials.records()
         if not self._settings.search.tries_builders:
             return next(iter(opponents.fastest("builder", drift_of(records, trials.own))), None)
-        fastest = ranked(records, trials.own, states=("complete", "pruned"))
-        found = [(record.builder, seconds) for record, seconds in fastest if record.builder is not None]
-        return Opponent(*found[0]) if found else None
+        for record, seconds in ranked(records, trials.own, states=("complete", "pruned")):
+            if record.builder is not None:
+                return Opponent(name=record.builder, seconds=seconds)
+        return None
 
-    def _compare(self, session: MeasurementSession, trials: Trials, opponents: Opponents) -> Final:
+    def _compare(self, session: MeasurementSession, trials: Trials, opponents: Opponents) -> dict[str, Any]:
+        """The last comparison of the best builder's plan and the fastest others, as plain data."""
         records = trials.records()
         builder = self._best_builder(trials, opponents)
-        plans = self._finalists(trials, builder)
-        if not plans:
-            raise TuningError(f"none of {len(records)} trials came to a time; the last: {_last_error(records)}")
-        rivals = [one.name for one in opponents.fastest("ddp", drift_of(records, trials.own))[:RIVALS]]
-        _log.info("%d plans and %s in twice %d rounds", len(plans), ", ".join(rivals), self._settings.rounds)
-        return compare(self._job, session, plans, rivals, self._directory)
-
-    def _finalists(self, trials: Trials, builder: Opponent | None) -> dict[str, SyncPlan]:
-        """The best builder's plan and the fastest others, builders' among them or not, by name."""
-        plans = {}
-        if builder is not None:
-            plans[builder.name] = build(builder.name, self._job.workload, self._job.cluster)
+        plans = {} if builder is None else {builder.name: build(builder.name, self._job.workload, self._job.cluster)}
         known = {plan.fingerprint for plan in plans.values()}
-        fastest = [record for record, _ in ranked(trials.records(), trials.own) if record.plan not in known]
+        fastest = [record for record, _ in ranked(records, trials.own) if record.plan not in known]
         for record in fastest[: self._settings.finalists]:
             plans[record.builder or f"trial_{record.number}"] = trials.plan_of(record.number)
-        return plans
+        if not plans:
+            last = (records[-1].error or "no reason") if records else "there was none"
+            raise TuningError(f"none of {len(records)} trials came to a time; the last: {last}")
+        rivals = [one.name for one in opponents.fastest("ddp", drift_of(records, trials.own))[:MAX_RIVALS]]
+        _log.info("%d plans and %s in twice %d rounds", len(plans), ", ".join(rivals), self._settings.rounds)
+        self._finalists = plans
+        return compare(self._job, session, plans, rivals, self._directory)
 
-    def _best(self, trials: Trials, final: Final | None) -> Best | None:
+    def _result(self, trials: Trials, opponents: Opponents, final: dict[str, Any] | None) -> TuningResult:
+        settings, job = self._settings, self._job
+        records, own = trials.records(), trials.own
+        footing = footing_of(records, own)
+        measured = opponents.to_dict()
+        return TuningResult(
+            settings=without_passwords_in(settings.model_dump(mode="json")),
+            cluster=job.cluster.to_dict(),
+            workload={"bytes": job.workload.bytes, **job.workload.to_dict()},
+            semantics=settings.semantics,
+            study=StudyAddress(name=settings.study.name, storage=without_passwords_in(self._storage)),
+            best=self._best(trials, final),
+            opponents=OpponentRecords(
+                ddp=next(iter(opponents.fastest("ddp", footing.base)), None),
+                builder=self._best_builder(trials, opponents),
+                measured=tuple(measured["measured"]),
+                reference_by_batch=measured["reference_by_batch"],
+            ),
+            trials=tuple(
+                record
+                if record.seconds is None
+                else record.model_copy(
+                    update={
+                        "corrected": footing.convert(None if own is None else record.run, record.number, record.seconds)
+                    }
+                )
+                for record in records
+            ),
+            final=final,
+            emulated={"links": settings.emulated, "compute": settings.model.kind == "paced"},
+            drift=DriftRecord(**footing.base.to_dict()),
+            environment={} if final is None else final["conditions"],
+        )
+
+    def _best(self, trials: Trials, final: dict[str, Any] | None) -> Best | None:
         """The winner of the last comparison, or else the fastest trial."""
         records = trials.records()
         if final is None:
             fastest = ranked(records, trials.own)
-            return _best_of(*fastest[0], trials) if fastest else None
-        plan = final.plans[final.winner]
-        tried_ones = ranked(records, trials.own, states=("complete", "pruned"))
-        found = [record for record, _ in tried_ones if record.plan == plan.fingerprint]
-        if found:
-            return replace(_best_of(found[0], final.seconds, trials), plan=plan)
-        return Best(None, "baseline", final.seconds, plan, final.winner)
+            return _best_of(*fastest[0], trials.plan_of(fastest[0][0].number)) if fastest else None
+        comparison = FinalComparison.read(final, "the last comparison")
+        plan = self._finalists[comparison.winner]
+        for record, _ in ranked(records, trials.own, states=("complete", "pruned")):
+            if record.plan == plan.fingerprint:
+                return _best_of(record, comparison.seconds, plan)
+        return Best(origin="baseline", seconds=comparison.seconds, builder=comparison.winner, plan=plan.to_dict())
 
 
-def _best_of(record: Record, seconds: float, trials: Trials) -> Best:
-    return Best(record.number, record.origin, seconds, trials.plan_of(record.number), record.builder)
-
-
-def _last_error(records: Sequence[Record]) -> str:
-    return records[-1].error or "no reason" if records else "there was none"
+def _best_of(record: TrialRecord, seconds: float, plan: SyncPlan) -> Best:
+    return Best(
+        number=record.number, origin=record.origin, seconds=seconds, builder=record.builder, plan=plan.to_dict()
+    )

@@ -1,14 +1,15 @@
-"""What a tuning run is told: the job, how plans are proposed, and how long each is measured."""
+"""Settings of a tuning run: the job, how plans are proposed, and how long each is measured."""
 
 from __future__ import annotations
 
 import os
 import re
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from lightning_autosync.documents import Count, Index, Record
+from lightning_autosync.documents import Configuration, Count, Index, Record
 from lightning_autosync.learned.registry import SimulatorSettings
 from lightning_autosync.measure.bench import settings as bench
 from lightning_autosync.measure.interleaving import TrialSettings
@@ -17,40 +18,41 @@ from lightning_autosync.search.sampler.proposer import SamplerSizes
 from lightning_autosync.search.transfer import TransferSettings
 
 SamplerName = Literal["autosync", "random", "tpe", "gp", "horovod"]
-SIMULATED = ("autosync",)
-"""Samplers that ask a simulator."""
+PACED = ("paced", "flat")
+"""Kinds of models whose times are known: they compute by the clock, or not at all."""
 _NONE = TransferSettings()
 
 
-class SearchSettings(Record):
+class SearchSettings(Configuration):
     """How plans are proposed.
 
     Attributes:
-        sampler: ``autosync``; ``random``, ``tpe``, ``gp`` of Optuna on the same space; or ``horovod``, a Gaussian
-            process over the size of DDP's buckets and nothing else, as Horovod's autotuning.
-        budget: trials of the study, those of builders and failed ones included, interrupted ones not; a resumed run
-            counts what was there.
+        sampler: ``autosync``; ``random``, ``tpe`` or ``gp`` of Optuna on the same space; or ``horovod``, a Gaussian
+            process over the size of DDP's buckets alone, as in Horovod's autotuning.
+        budget: trials of the study, with those of builders, failed ones and those of earlier sessions, but without
+            interrupted ones.
         batch: trials that are proposed at once and measured in turns.
-        seed: of the sampler, in the first session of a run with a journal of its own; others, which must not draw the
-            same again, derive theirs from it.
-        baselines: the builders' plans are the first trials; else, and where they are no points of the sampler's space
-            (``horovod``), they are measured before them, as DDP is.
-        failures: trials of this run that may fail one after the other before it is given up.
-        options: sizes that `AutoSyncSampler` takes as arguments: ``population``, ``batch``, ``startup``, ``refit`` and
-            ``refine``.
+        seed: of the sampler in the first session of a run with its own journal. Other sessions must not draw the same
+            plans again, and derive their seeds from it.
+        baselines: the builders' plans are the first trials. Else they are measured before the trials, as DDP is; so
+            they are with ``horovod``, because they are no points of its space.
+        max_failures: the run ends after so many failed trials in a row.
+        options: arguments of `AutoSyncSampler`: ``population``, ``batch``, ``startup``, ``refit`` and ``refine``.
     """
+
+    RENAMED: ClassVar[Mapping[str, str]] = {"failures": "max_failures"}
 
     sampler: SamplerName = "autosync"
     budget: Count = 200
     batch: Count = 4
     seed: Index | None = 0
     baselines: bool = True
-    failures: Count = 10
+    max_failures: Count = 10
     options: dict[str, Any] = Field(default_factory=dict)
 
     @model_validator(mode="after")
     def _check(self) -> SearchSettings:
-        if self.options and self.sampler not in SIMULATED:
+        if self.options and self.sampler != "autosync":
             raise ValueError(f"options: are of the sampler 'autosync'; '{self.sampler}' takes none")
         try:
             SamplerSizes.check(self.options)
@@ -60,7 +62,7 @@ class SearchSettings(Record):
 
     @property
     def tries_builders(self) -> bool:
-        """Whether builders' plans are trials; where they are not, they are measured beside the study."""
+        """Whether builders' plans are trials of the study."""
         return self.baselines and self.sampler != "horovod"
 
 
@@ -69,27 +71,27 @@ class StudySettings(Record):
 
     Attributes:
         name: of the study.
-        storage: None is a journal file in the run directory; else the path of one, or the URL of a database.
+        storage: path of a journal file, or URL of a database; None is a journal file in the run directory.
     """
 
     name: Annotated[str, Field(min_length=1)] = "tune"
     storage: str | None = None
 
 
-class Settings(bench.BenchSettings):
-    """One tuning run; what a bench is told holds for its last comparison: warm-up, rounds, steps, further contenders.
+class TuningSettings(bench.BenchSettings):
+    """One tuning run. The settings of a bench (warm-up, rounds, steps, contenders) are for its last comparison.
 
     Attributes:
         rounds: of the last comparison that judge the winner; as many before them choose it.
-        semantics: the highest level that plans may have.
-        finalists: plans of the study that are measured again at the end, beside the best builder and the best of DDP.
+        semantics: the highest level of semantics that plans may have.
+        finalists: plans of the study that are measured again at the end, beside the best builder and the best DDP.
         search: how plans are proposed.
         trial: how long each is measured.
         study: where trials are kept.
-        simulator: what prices plans and learns from the trials.
-        transfer: earlier studies, datasets, or a fitted simulator in place of ``simulator``, to start from.
-        within_job: the ranks are those of a torchrun job that this process is in (``launch=torchrun``).
-        timeline: not drawn here.
+        simulator: prices plans and learns from the trials.
+        transfer: earlier studies, datasets, or a fitted simulator in place of ``simulator``.
+        within_job: the ranks are those of the torchrun job of this process (``launch=torchrun``).
+        timeline: not supported.
     """
 
     warm_up: PositiveInt = 2
@@ -105,19 +107,29 @@ class Settings(bench.BenchSettings):
     simulator: SimulatorSettings = SimulatorSettings(kind="replay")
     transfer: TransferSettings = TransferSettings()
 
+    @property
+    def launch_kind(self) -> str:
+        """How ranks are started."""
+        return "torchrun" if self.within_job else self.launch.kind
+
+    @property
+    def is_paced(self) -> bool:
+        """Whether the model's times are known. Other models are profiled."""
+        return self.model.kind in PACED
+
     @model_validator(mode="after")
-    def _check_sampler(self) -> Settings:
-        """What a sampler would not ask is refused, lest it be taken for a search that started with it."""
+    def _check_sampler(self) -> TuningSettings:
+        """Refuse sources that the sampler does not use."""
         name = self.search.sampler
-        if name not in SIMULATED:
+        if name != "autosync":
             for field, unused in (("simulator", self.simulator.kind != "replay"), ("transfer", self.transfer != _NONE)):
                 if unused:
                     raise ValueError(f"{field}: is for the sampler 'autosync'; '{name}' asks none")
         return self
 
     @model_validator(mode="after")
-    def _check_names(self) -> Settings:
-        """Contenders meet the finalists, which are called by their builders or their trials."""
+    def _check_names(self) -> TuningSettings:
+        """Names of contenders must differ from those of finalists, which are called by their builders or trials."""
         for name in self.contenders:
             if name in builders.names() or re.fullmatch(r"trial_\d+", name):
                 raise ValueError(f"contenders: '{name}' is what a finalist may be called; take another name")
@@ -126,8 +138,8 @@ class Settings(bench.BenchSettings):
     @model_validator(mode="before")
     @classmethod
     def _take_groups(cls, value: Any) -> Any:
-        """What configs say otherwise than these fields: ``data`` beside a model that is imported, as in a training's
-        configuration, is the model's; ``launch=torchrun`` starts nothing; without sources, ``transfer`` is none."""
+        """Adapt config groups to these fields: ``data`` belongs to the imported model, ``launch=torchrun`` starts no
+        workers, and ``transfer`` may be null."""
         if not isinstance(value, dict):
             return value
         kept = {name: field for name, field in value.items() if name != "data"}

@@ -1,30 +1,35 @@
-"""`Tuner`: batches of trials on live workers until the budget is spent."""
+"""`Tuner`: batches of trials on live workers until the budget is spent, and a progress bar."""
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from types import TracebackType
 
 import optuna
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from lightning_autosync.errors import DocumentError
+from lightning_autosync.errors import DocumentError, TuningError
+from lightning_autosync.interrupts import uninterrupted
 from lightning_autosync.learned import ReplayEstimator
 from lightning_autosync.measure.interleaving import StoppingRule, TrialMeasurement, measure_in_turns
 from lightning_autosync.measure.reference import ReferencePlan
 from lightning_autosync.measure.session import Contender, MeasurementSession
 from lightning_autosync.plan import SyncPlan, compile_plan
 from lightning_autosync.search.trial_attributes import CTRL_C, PREDICTED, PRICE
-from lightning_autosync.search.tuning.errors import TuningError
-from lightning_autosync.search.tuning.interruptions import uninterrupted
-from lightning_autosync.search.tuning.job import Job
+from lightning_autosync.search.tuning.job import TuningJob
 from lightning_autosync.search.tuning.opponents import Opponents
-from lightning_autosync.search.tuning.progress import TuningProgress
-from lightning_autosync.search.tuning.trials import Record, Trials, drift_of, footing_of, of_run, ranked
+from lightning_autosync.search.tuning.records import TrialRecord, drift_of, footing_of, of_run, ranked
+from lightning_autosync.search.tuning.trials import Trials
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Pending:
+class PendingTrial:
     """A trial that is being measured."""
 
     trial: optuna.Trial
@@ -37,30 +42,30 @@ class Batch:
 
     Attributes:
         asked: all of them.
-        pending: those whose plans are sound.
-        reference: seconds of the reference just before them; None if it has none.
+        pending: those whose plans compile.
+        reference: seconds of the reference plan just before them; None if there is none.
     """
 
     asked: list[optuna.Trial] = field(default_factory=list)
-    pending: list[Pending] = field(default_factory=list)
+    pending: list[PendingTrial] = field(default_factory=list)
     reference: float | None = None
 
 
 class Tuner:
-    """Asks for plans, measures them, and tells what they took.
+    """Asks the study for plans, measures them, and tells the study their times.
 
     Args:
         job: what is tuned.
         session: its live workers.
-        trials: the study.
-        opponents: DDP among them, with which plans are compared from the start.
-        reference: it shows the machine's drift.
+        trials: of the study.
+        opponents: the progress bar shows the best DDP.
+        reference: shows the drift of the machine.
         replay: prices each plan before it is measured; None where rates are unknown.
     """
 
     def __init__(
         self,
-        job: Job,
+        job: TuningJob,
         session: MeasurementSession,
         trials: Trials,
         opponents: Opponents,
@@ -82,15 +87,15 @@ class Tuner:
         return 60 * self._count / self._seconds if self._count else None
 
     def run(self) -> None:
-        """Spend the budget; trials that were interrupted count for nothing.
+        """Spend the budget. Interrupted trials do not count.
 
-        Of several processes on one study each may begin a last batch while the others' are under way; whether those
-        ever end cannot be known of another machine, so they are not counted.
+        Running trials of other processes do not count either, because they may never end. So each of several processes
+        on one study may begin a last batch.
 
         Raises:
-            TuningError: too many trials failed one after the other.
+            TuningError: too many trials failed in a row.
             LaunchError: workers cannot be started.
-            KeyboardInterrupt: as it came; trials that were under way are failed ones, which may be tried again.
+            KeyboardInterrupt: a Ctrl-C; trials under way have failed, and their plans may be measured again.
         """
         search = self._job.settings.search
         spent = self._spent()
@@ -102,11 +107,11 @@ class Tuner:
                 self._seconds += time.perf_counter() - begin
                 self._count += count
                 spent = self._spent()
-                progress.show(len(spent), *self._standing(spent))
+                progress.show(len(spent), *self._state(spent))
                 self._check_failures(spent)
         self._reference.take_down()
 
-    def _spent(self) -> list[Record]:
+    def _spent(self) -> list[TrialRecord]:
         return [record for record in self._trials.records() if not record.interrupted]
 
     def _play_batch(self, count: int) -> None:
@@ -115,14 +120,14 @@ class Tuner:
             for _ in range(count):
                 self._ask(batch)
             batch.reference = self._reference.measure() if batch.pending else None
-            # The reference is a builder's plan, so that, where these are trials, some trial should be as fast.
-            seen = batch.reference if self._job.settings.search.tries_builders else None
-            rule = StoppingRule(self._job.settings.trial, self._best_so_far(batch), seen)
+            # The reference is a builder's plan. Where builders are trials, some trial should be as fast.
+            reference = batch.reference if self._job.settings.search.tries_builders else None
+            rule = StoppingRule(self._job.settings.trial, self._best_so_far(batch), reference)
             measurements = [one.measurement for one in batch.pending]
             measure_in_turns(self._session, measurements, rule, self._job.settings.trial.warm_up)
             self._tell(batch, batch.pending)
         except BaseException as error:
-            self._give_up(batch, error)
+            self._end_early(batch, error)
             raise
 
     def _ask(self, batch: Batch) -> None:
@@ -136,13 +141,13 @@ class Tuner:
                 batch.pending.append(one)
 
     @uninterrupted()
-    def _tell(self, batch: Batch, decided: Sequence[Pending]) -> None:
+    def _tell(self, batch: Batch, decided: Sequence[PendingTrial]) -> None:
         for one in decided:
             self._trials.tell(one.trial, one.measurement, batch.asked[0].number, batch.reference)
 
     @uninterrupted()
-    def _give_up(self, batch: Batch, error: BaseException) -> None:
-        """End what an interruption or an error left running; what was decided counts, a plan that failed above all."""
+    def _end_early(self, batch: Batch, error: BaseException) -> None:
+        """End the trials of a batch after an interruption or an error; those that are decided are told as they are."""
         ended = {record.number for record in self._trials.records()}
         decided = [one for one in batch.pending if one.measurement.state != "running" and one.trial.number not in ended]
         self._tell(batch, decided)
@@ -152,8 +157,8 @@ class Tuner:
             if trial.number not in ended:
                 self._trials.interrupt(trial, why)
 
-    def _prepared(self, trial: optuna.Trial) -> Pending | None:
-        """A trial whose plan is checked and priced; None where it is wrong, which is told to the study."""
+    def _prepared(self, trial: optuna.Trial) -> PendingTrial | None:
+        """A trial whose plan is checked and priced; None where the plan does not compile, so that the trial failed."""
         try:
             plan = self._trials.plan(trial)
             compile_plan(plan, self._job.workload, self._job.cluster)
@@ -161,10 +166,10 @@ class Tuner:
             self._trials.fail(trial, str(error))
             return None
         self._price(trial, plan)
-        return Pending(trial, TrialMeasurement(Contender(f"trial {trial.number}", self._job.plan_order(plan))))
+        return PendingTrial(trial, TrialMeasurement(Contender(f"trial {trial.number}", self._job.plan_order(plan))))
 
     def _price(self, trial: optuna.Trial, plan: SyncPlan) -> None:
-        """Note what the replay says of a plan; it is what is predicted, too, unless the sampler predicted something."""
+        """Note the replay's price of a plan. It is also the prediction, if the sampler made none."""
         if self._replay is None:
             return
         estimate = self._replay.estimate(self._job.workload, self._job.cluster, [plan])
@@ -172,10 +177,10 @@ class Tuner:
             self._trials.note(trial, name, float(estimate.seconds[0]))
 
     def _best_so_far(self, batch: Batch) -> float | None:
-        """Seconds that a plan is compared with: those of the fastest trial as it would be now; None without one.
+        """Seconds that plans of a batch are compared with: those of the fastest trial at present; None without one.
 
-        DDP is no measure: where it is faster than all plans, the best of them still has to be known. Nor are others'
-        trials before this run has some: only these tell how much slower its machine is than theirs.
+        DDP does not count: where it is faster than all plans, the best plan still has to be found. Trials of other runs
+        count once this run has trials, which show how much slower its machine is.
         """
         records, own = self._trials.records(), self._trials.own
         if not of_run(records, own):
@@ -184,17 +189,62 @@ class Tuner:
         best = ranked(records, own, now)
         return footing_of(records, own, now).base.expected(best[0][1]) if best else None
 
-    def _standing(self, records: Sequence[Record]) -> tuple[tuple[int, float] | None, int, float]:
-        """The number and seconds of the fastest, how many of this run failed, and the seconds of the best DDP."""
+    def _state(self, records: Sequence[TrialRecord]) -> tuple[tuple[int, float] | None, int, float]:
+        """Number and seconds of the fastest trial, failed trials of this run, and seconds of the best DDP."""
         own = self._trials.own
         best = ranked(records, own)
         failed = sum(record.state == "failed" for record in of_run(records, own))
         ddp = self._opponents.fastest("ddp", drift_of(records, own))
         return (best[0][0].number, best[0][1]) if best else None, failed, ddp[0].seconds
 
-    def _check_failures(self, records: Sequence[Record]) -> None:
-        """Only what this run tried itself counts: another's machine may be broken."""
-        limit = self._job.settings.search.failures
+    def _check_failures(self, records: Sequence[TrialRecord]) -> None:
+        """Only trials of this run count: the machine of another may be broken."""
+        limit = self._job.settings.search.max_failures
         last = of_run(records, self._trials.own)[-limit:]
         if len(last) == limit and all(record.state == "failed" for record in last):
             raise TuningError(f"the last {limit} trials failed, the latest one so: {last[-1].error}")
+
+
+class TuningProgress:
+    """A progress bar with the best trial so far and the time left; without a terminal, a log line for each batch.
+
+    Args:
+        budget: trials in all.
+        done: trials of earlier sessions.
+        console: None is standard error.
+    """
+
+    def __init__(self, budget: int, done: int, console: Console | None = None) -> None:
+        console = console or Console(stderr=True)
+        columns = (
+            TextColumn("tuning"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[best]}"),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+        )
+        self._bar = Progress(*columns, console=console, disable=not console.is_terminal)
+        self._task = self._bar.add_task("tuning", total=budget, completed=done, best="")
+
+    def __enter__(self) -> TuningProgress:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+    def show(self, done: int, best: tuple[int, float] | None, failed: int, ddp: float) -> None:
+        """Show the number of trials; ``best``: number and seconds of the fastest; ``ddp``: seconds of DDP."""
+        text = "no plan has a time yet"
+        if best is not None:
+            number, seconds = best
+            text = f"best {1e3 * seconds:.1f} ms (trial {number}, {ddp / seconds:.2f}x of DDP's speed)"
+        text += f", {failed} failed" if failed else ""
+        self._bar.update(self._task, completed=done, best=text)
+        if self._bar.disable:
+            task = self._bar.tasks[0]
+            _log.info("trial %d of %d: %s", done, task.total, text)

@@ -10,8 +10,11 @@ import yaml
 from hydra._internal.utils import get_args_parser
 
 from lightning_autosync.cli import application as cli
-from lightning_autosync.cli.arguments import prepared, with_todays_keys
+from lightning_autosync.cli.arguments import RENAMED_KEYS, prepared, with_todays_keys
+from lightning_autosync.cli.configuration import check_overrides
 from lightning_autosync.errors import DocumentError
+from lightning_autosync.measure.interleaving import TrialSettings
+from lightning_autosync.search.tuning.settings import SearchSettings
 
 
 def cluster_file(path: Path, name: str) -> Path:
@@ -123,3 +126,12 @@ def test_an_old_name_of_a_key_is_replaced_and_told(
     told = "autosync tune: trial.least is called trial.min_steps now; a later release drops the old name\n"
     assert capsys.readouterr().err == 3 * told
     assert with_todays_keys("bench", line) == line
+
+
+def test_every_renamed_key_is_one_that_its_class_knows_by_both_names() -> None:
+    known = {"trial": TrialSettings, "search": SearchSettings}
+    for old, new in RENAMED_KEYS["tune"].items():
+        group, _, name = old.partition(".")
+        assert f"{group}.{known[group].RENAMED[name]}" == new
+        check_overrides("tune", [f"{new}=3"])
+    assert sum(len(one.RENAMED) for one in known.values()) == len(RENAMED_KEYS["tune"])

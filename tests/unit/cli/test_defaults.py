@@ -19,7 +19,7 @@ from lightning_autosync.lab.rehearsal.settings import RehearsalSettings
 from lightning_autosync.lab.validation.settings import ValidationSettings
 from lightning_autosync.measure.bench.settings import BenchSettings
 from lightning_autosync.measure.probe.settings import ProbeSettings
-from lightning_autosync.search.tuning.settings import Settings as TuningSettings
+from lightning_autosync.search.tuning.settings import TuningSettings
 from lightning_autosync.training.settings import TrainingSettings
 
 SETTINGS: dict[str, type[BaseModel]] = {

@@ -63,7 +63,7 @@ from lightning_autosync.search import studies
 from lightning_autosync.search import trial_attributes as attrs
 from lightning_autosync.search.studies import check
 from lightning_autosync.search.transfer import TransferSettings, best_points, load_transfer
-from lightning_autosync.search.tuning.trials import drift_of, ranked
+from lightning_autosync.search.tuning.records import drift_of, ranked
 from lightning_autosync.strategy.checkpoint import FORMAT as EXACT_STATE
 from lightning_autosync.strategy.checkpoint import KEY as STATE_KEY
 from lightning_autosync.strategy.checkpoint import RELAXED_FORMAT, RelaxedCheckpoint, own_state
@@ -404,7 +404,7 @@ def _make_tuning_study(folder: Path) -> list[str]:
     trials = world.trials()
     reference = world.reference(trials)
     world.opponents(trials, reference).measure({})
-    world.job.hold(trials.study)
+    world.job.claim(trials.study)
     for number in range(2):
         trial = trials.ask()
         trials.suggest(trial)
@@ -419,12 +419,12 @@ def _read_tuning_study(folder: Path) -> None:
     world = copy(_world())
     world.storage = folder / "study.journal"
     trials = world.trials()
-    world.job.hold(trials.study)
+    world.job.claim(trials.study)
     reference = world.reference(trials)
     opponents = world.opponents(trials, reference)
     records = trials.records()
     drift = drift_of(records, trials.own)
-    json.dumps([record.to_dict() for record in records])
+    json.dumps([record.model_dump(mode="json") for record in records])
     opponents.fastest("ddp", drift)
     for record, _ in ranked(records, trials.own):
         trials.plan_of(record.number)
@@ -629,10 +629,10 @@ KINDS: dict[str, Kind] = {
     "study, tuning": Kind(
         _make_tuning_study,
         _read_tuning_study,
-        ("search.tuning.opponents", "search.tuning.job", "search.tuning.reference"),
+        ("search.tuning.opponents", "search.tuning.job"),
         names=_STUDY,
     ),
-    "tuning run": Kind(_make_run, _read_run, ("report.document", "report.final")),
+    "tuning run": Kind(_make_run, _read_run, ("search.tuning.result", "search.tuning.comparison")),
     "tuning run, report": Kind(_make_run, _read_report, ("report.page",), share=0.1),
     "timelines": Kind(_make_timelines, _read_timelines, ("report.timeline",)),
     "rates": Kind(_make_rates, _read_rates, ("lab.convergence.result",)),

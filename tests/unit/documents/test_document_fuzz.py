@@ -260,7 +260,7 @@ NO_DOCUMENTS = {
     "engine.failure_detector": "messages between ranks",
     "engine.rendezvous_check": "messages between ranks",
     "engine.exchanges.shared_memory": "/proc",
-    "search.tuning.owner": "/proc",
+    "search.tuning.trials": "/proc",
     "strategy.job": "messages between ranks",
     "strategy.trainer_state": "messages between ranks",
     "training.job": "the result of its own job, passed on",

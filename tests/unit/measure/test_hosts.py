@@ -9,8 +9,7 @@ import pytest
 from lightning_autosync.measure.conditions import usable_cores
 from lightning_autosync.measure.hosts import job_hosts
 from lightning_autosync.replay import Constants
-from lightning_autosync.search.tuning.settings import Settings
-from lightning_autosync.search.tuning.sources import _constants
+from lightning_autosync.search.tuning.settings import TuningSettings
 
 BURST = 128 * 1024
 
@@ -37,5 +36,6 @@ def test_a_probe_tells_more_than_the_launch(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("kind", "cores"), [("torchrun", None), ("local", usable_cores())])
 def test_a_tuning_run_replays_with_the_hosts_of_its_launch(kind: str, cores: int | None) -> None:
     model = {"kind": "layers", "tensors": 4, "width": 8, "batch": 2}
-    found = _constants(Settings.parse({"model": model, "launch": {"kind": kind}}))
+    settings = TuningSettings.parse({"model": model, "launch": {"kind": kind}})
+    found = job_hosts(settings.launch_kind, settings.is_paced, settings.constants)
     assert (found.cores, found.burst, found.accelerated) == (cores, 0.0, False)

@@ -17,7 +17,7 @@ from lightning_autosync.search import storages, studies
 from lightning_autosync.search import trial_attributes as attrs
 from lightning_autosync.search.sampler.observations import Observations
 from lightning_autosync.search.storages import StudyError, storage_errors
-from lightning_autosync.search.tuning.buckets import BucketSpace
+from lightning_autosync.search.tuning.samplers import BucketSpace
 from lightning_autosync.workload import Variable, Workload
 
 WORKLOAD = Workload(

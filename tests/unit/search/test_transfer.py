@@ -19,7 +19,7 @@ from lightning_autosync.plan.space import BUILDER, PlanSpace
 from lightning_autosync.search import studies
 from lightning_autosync.search.storages import StudyError
 from lightning_autosync.search.transfer import TransferSettings, best_points, load_transfer, mapped_point
-from lightning_autosync.search.tuning.buckets import BucketSpace
+from lightning_autosync.search.tuning.samplers import BucketSpace
 from lightning_autosync.workload import Variable, Workload
 
 

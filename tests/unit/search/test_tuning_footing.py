@@ -13,15 +13,13 @@ from priced_session import PricedSession
 from tuning_world import DDP_SECONDS, World
 
 from lightning_autosync.cluster import ClusterSpec
-from lightning_autosync.errors import DocumentError
+from lightning_autosync.errors import DocumentError, TuningError
 from lightning_autosync.learned import Estimate
 from lightning_autosync.measure.drift import Drift
 from lightning_autosync.plan import SyncPlan
 from lightning_autosync.plan.space import BUILDER
-from lightning_autosync.search.tuning.errors import TuningError
-from lightning_autosync.search.tuning.opponents import Standing, builder_plans
-from lightning_autosync.search.tuning.reference import REFERENCE, settle_reference
-from lightning_autosync.search.tuning.trials import drift_of, ranked
+from lightning_autosync.search.tuning.opponents import REFERENCE, MeasuredOpponent, builder_plans, settle_reference
+from lightning_autosync.search.tuning.records import drift_of, ranked
 from lightning_autosync.workload import Workload
 
 SLOWEST_RANK = 1.01
@@ -120,8 +118,8 @@ def test_a_setting_of_ddp_that_was_given_up_beside_others_is_measured_when_it_is
     trials = world.trials()
     first = world.opponents(trials, world.reference(trials))
     first._standings = [
-        Standing("ddp", "ddp_view", 0, "complete", 0.1, None),
-        Standing("ddp", "ddp", 0, "pruned", 0.9, "its fastest step takes 9 times the best"),
+        MeasuredOpponent("ddp", "ddp_view", 0, "complete", 0.1, None),
+        MeasuredOpponent("ddp", "ddp", 0, "pruned", 0.9, "its fastest step takes 9 times the best"),
     ]
     first.measure({})
     assert "ddp" in {name for name, _ in world.session.turns}
@@ -192,13 +190,13 @@ def test_each_process_sees_the_drift_of_its_own_trials_and_ranks_all_on_its_foot
 
 def test_the_failures_of_another_process_do_not_end_this_one():
     storage = optuna.storages.InMemoryStorage()
-    broken = World(storage=storage, batch=1, failures=3)
+    broken = World(storage=storage, batch=1, max_failures=3)
     broken.session = PricedSession(
         lambda name, order: float("inf") if name.startswith("trial") else broken.price(name, order)
     )
     with pytest.raises(TuningError, match="the last 3 trials failed"):
         broken.tuner(broken.trials(run="broken", alone=False)).run()
-    sound = World(storage=storage, batch=1, failures=3, budget=6)
+    sound = World(storage=storage, batch=1, max_failures=3, budget=6)
     sound.session = PricedSession(lambda name, order: float("inf") if name == "trial 3" else sound.price(name, order))
     trials = sound.trials(run="sound", alone=False)
     sound.tuner(trials).run()

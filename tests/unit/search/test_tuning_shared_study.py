@@ -12,8 +12,7 @@ from tuning_world import World
 from lightning_autosync.plan.builders import build
 from lightning_autosync.search import storages, studies
 from lightning_autosync.search.trial_attributes import BASELINE, INTERRUPTED
-from lightning_autosync.search.tuning.opponents import Opponents
-from lightning_autosync.search.tuning.reference import _keep
+from lightning_autosync.search.tuning.opponents import Opponents, _store_reference
 
 
 def test_a_trial_that_another_process_ends_first_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,8 +51,8 @@ def test_a_trial_that_another_process_ends_in_the_midst_is_left_as_it_is(monkeyp
 def test_a_reference_that_another_process_has_kept_stays() -> None:
     study, job = optuna.create_study(), World().job
     ours, theirs = (build(name, job.workload, job.cluster) for name in ("ps", "all_reduce"))
-    assert _keep(study, theirs).fingerprint == theirs.fingerprint
-    assert _keep(study, ours).fingerprint == theirs.fingerprint
+    assert _store_reference(study, theirs).fingerprint == theirs.fingerprint
+    assert _store_reference(study, ours).fingerprint == theirs.fingerprint
 
 
 def test_a_storage_that_does_not_answer_is_one_error_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,8 +67,8 @@ def test_a_storage_that_does_not_answer_is_one_error_of_ours(monkeypatch: pytest
         monkeypatch.setattr(study._storage, name, silent)
     session: Any = None
     for asking in (
-        lambda: world.job.hold(study),
-        lambda: _keep(study, plan),
+        lambda: world.job.claim(study),
+        lambda: _store_reference(study, plan),
         lambda: Opponents(world.job, session, session, study, None),
         lambda: studies.enqueue(study, [], BASELINE),
     ):

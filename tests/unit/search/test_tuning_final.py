@@ -5,25 +5,25 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
-from tuning_world import World, configuration
+from tuning_world import World, configuration, result_of
 
+from lightning_autosync.errors import TuningError
 from lightning_autosync.measure.bench.preparation import Preparation
 from lightning_autosync.measure.bench.result import BenchResult, ContenderMeasurement
 from lightning_autosync.measure.bench.settings import BenchSettings
 from lightning_autosync.measure.session import ContenderError
 from lightning_autosync.measure.workers import InputError, WorkerError
 from lightning_autosync.plan.builders import build
-from lightning_autosync.search.tuning import last_comparison
-from lightning_autosync.search.tuning.errors import TuningError
-from lightning_autosync.search.tuning.final import Final
-from lightning_autosync.search.tuning.job import Job
-from lightning_autosync.search.tuning.last_comparison import compare
-from lightning_autosync.search.tuning.opponents import Opponent
-from lightning_autosync.search.tuning.result import Best, Outcome, Pace
-from lightning_autosync.search.tuning.settings import Settings
+from lightning_autosync.search.tuning import comparison
+from lightning_autosync.search.tuning.comparison import FinalComparison, compare, judged
+from lightning_autosync.search.tuning.job import TuningJob
+from lightning_autosync.search.tuning.result import Best, Opponent, OpponentRecords, Timing
+from lightning_autosync.search.tuning.run import TuningRun
+from lightning_autosync.search.tuning.settings import TuningSettings
 
 TIMES = {
     "ddp": ([3.0] * 5, [2.5] * 5),
@@ -34,7 +34,7 @@ TIMES = {
 }
 
 
-def played(job: Job, settings: BenchSettings, times: Mapping[str, Sequence[float]]) -> BenchResult:
+def played(job: TuningJob, settings: BenchSettings, times: Mapping[str, Sequence[float]]) -> BenchResult:
     measurements = {
         name: ContenderMeasurement([[[one]] for one in of_name], None, None, 0.0) for name, of_name in times.items()
     }
@@ -42,7 +42,7 @@ def played(job: Job, settings: BenchSettings, times: Mapping[str, Sequence[float
     return BenchResult(settings, preparation, None, {}, measurements)
 
 
-def final_of(times: Mapping[str, tuple[list[float], list[float]]]) -> tuple[Job, Final]:
+def final_of(times: Mapping[str, tuple[list[float], list[float]]]) -> tuple[TuningJob, dict[str, Any]]:
     world = World()
     contenders = {name: {"plan": "x.yaml"} for name in ("ps", "lucky", "steady")}
     rounds = len(times["ddp"][0])
@@ -56,11 +56,20 @@ def final_of(times: Mapping[str, tuple[list[float], list[float]]]) -> tuple[Job,
     )
     result = played(world.job, settings, {name: [*chosen, *judged] for name, (chosen, judged) in times.items()})
     plan = build("all_reduce", world.job.workload, world.job.cluster)
-    return world.job, Final.of(result, dict.fromkeys(contenders, plan), ("ddp", "ddp_view"))
+    return world.job, judged(result, dict.fromkeys(contenders, plan), ("ddp", "ddp_view"))
+
+
+def comparison_of(times: Mapping[str, tuple[list[float], list[float]]]) -> FinalComparison:
+    return FinalComparison.read(final_of(times)[1], "here")
+
+
+def best_of(number: int, final: dict[str, Any], builder: str | None = None) -> Best:
+    seconds = FinalComparison.read(final, "here").seconds
+    return Best(number=number, origin="evolved", seconds=seconds, plan={}, builder=builder)
 
 
 def test_what_was_only_lucky_while_it_was_chosen_is_not_praised_for_that():
-    _, final = final_of(TIMES)
+    final = comparison_of(TIMES)
     assert (final.winner, final.ddp) == ("lucky", "ddp_view")
     assert final.seconds == 1.3
     assert final.ratio("ps").median == pytest.approx(1.3 / 1.2)
@@ -70,17 +79,17 @@ def test_what_was_only_lucky_while_it_was_chosen_is_not_praised_for_that():
 
 def test_a_gain_is_claimed_only_where_the_whole_interval_is_below_one():
     close = {**TIMES, "lucky": ([1.0] * 5, [1.1, 1.25, 1.1, 1.25, 1.1])}
-    _, final = final_of(close)
+    final = comparison_of(close)
     assert final.ratio("ps").median < 1 < final.ratio("ps").high
     assert not final.gains("ps")
     for count in (1, 4):
         few = {name: (chosen[:count], judged[:count]) for name, (chosen, judged) in TIMES.items()}
-        assert not final_of(few)[1].gains("ddp_view")  # by chance all of a few rounds fall on one side
+        assert not comparison_of(few).gains("ddp_view")  # by chance all of a few rounds fall on one side
 
 
 def test_the_builder_stays_unless_a_plan_beats_it_where_it_is_chosen():
     slower = {**TIMES, "lucky": ([1.21] * 5, [0.5] * 5), "steady": ([1.3] * 5, [0.5] * 5)}
-    _, final = final_of(slower)
+    final = comparison_of(slower)
     assert final.winner == final.builder == "ps"
 
 
@@ -91,19 +100,19 @@ def test_of_several_builders_the_one_that_wins_where_it_is_chosen_is_the_best():
     asked = {name: value for name, value in configuration().items() if name != "search"}
     settings = BenchSettings.parse({**asked, "contenders": contenders, "rounds": 4})
     plans = dict.fromkeys(contenders, build("ps", world.job.workload, world.job.cluster))
-    final = Final.of(played(world.job, settings, times), plans, ["ddp"])
+    data = judged(played(world.job, settings, times), plans, ["ddp"])
+    final = FinalComparison.read(data, "here")
     assert final.winner == final.builder == "byteps"
-    best = Best(3, "baseline", final.seconds, plans["byteps"], "byteps")
-    lines = Outcome(world.job, "x", [], None, None, best, final, Pace(None, (), 1.0, 0), False).lines()
+    lines = list(result_of(world.job, best=best_of(3, data, "byteps"), final=data).lines())
     assert "no plan that was searched beats this builder's in the rounds that choose" in lines
     assert not any("best builder" in line for line in lines)
-    without = Final.of(played(world.job, settings, {**times, "byteps": [1.3] * 4}), plans, ["ddp"])
+    slower = played(world.job, settings, {**times, "byteps": [1.3] * 4})
+    without = FinalComparison.read(judged(slower, plans, ["ddp"]), "here")
     assert (without.winner, without.builder) == ("trial_7", "ps")
 
 
 def test_the_result_is_of_the_judging_rounds_and_keeps_those_that_chose():
-    _, final = final_of(TIMES)
-    data = final.to_dict()
+    _, data = final_of(TIMES)
     assert data["settings"]["rounds"] == data["choosing"]["rounds"] == 5
     assert {name: one["round_seconds"] for name, one in data["contenders"].items()} == {
         name: judged for name, (_, judged) in TIMES.items()
@@ -120,15 +129,14 @@ def test_the_result_is_of_the_judging_rounds_and_keeps_those_that_chose():
 
 def test_the_lines_claim_no_gain_that_was_not_shown():
     job, final = final_of(TIMES)
-    best = Best(7, "evolved", final.seconds, final.plans[final.winner], None)
-    pace = Pace(None, (), 1.0, 0)
-    lines = Outcome(job, "x.journal", [], Opponent("ddp", 1.0), None, best, final, pace, False).lines()
+    opponents = OpponentRecords(ddp=Opponent(name="ddp", seconds=1.0))
+    lines = list(result_of(job, opponents=opponents, best=best_of(7, final), final=final, timing=Timing()).lines())
     assert lines[0] == "best plan: trial 7 (evolved), 1300.00 ms a step"
     assert lines[1].startswith("it takes 0.371 [")
     assert lines[1].endswith("of the time of the best DDP, ddp_view")
     assert lines[2].endswith("of the time of the best builder, ps, which is no gain")
     _, single = final_of({name: (chosen[:1], judged[:1]) for name, (chosen, judged) in TIMES.items()})
-    lines = Outcome(job, "x.journal", [], Opponent("ddp", 1.0), None, best, single, pace, False).lines()
+    lines = list(result_of(job, best=best_of(7, single), final=single).lines())
     assert lines[1].endswith("of the time of the best DDP, ddp_view, in too few rounds to tell")
 
 
@@ -152,58 +160,59 @@ def test_the_lines_claim_no_gain_that_was_not_shown():
         ("runs/a:b@c/study.journal", "runs/a:b@c/study.journal"),
     ],
 )
-def test_a_result_does_not_tell_the_password_of_a_database(storage, shown):
-    settings = Settings.parse({**configuration(), "study": {"name": "s", "storage": storage}})
-    outcome = Outcome(Job.of(settings), storage, [], None, None, None, None, Pace(None, (), 1.0, 0), False)
-    assert outcome.to_dict()["study"] == {"name": "s", "storage": shown}
-    assert "secret" not in json.dumps(outcome.to_dict())
+def test_a_result_does_not_tell_the_password_of_a_database(storage, shown, tmp_path):
+    settings = TuningSettings.parse({**configuration(), "study": {"name": "s", "storage": storage}})
+    world = World()
+    trials = world.trials()
+    opponents = world.opponents(trials, world.new_reference())
+    data = TuningRun(settings, tmp_path, ExitStack())._result(trials, opponents, None).to_dict()
+    assert data["study"] == {"name": "s", "storage": shown}
+    assert "secret" not in json.dumps(data)
 
 
 def test_a_sweep_may_compare_outcomes_by_their_seconds():
-    job, final = final_of(TIMES)
-    best = Best(7, "evolved", 1.25, final.plans[final.winner], None)
-    pace = Pace(None, (), 1.0, 0)
-    assert float(Outcome(job, "x.journal", [], None, None, best, None, pace, False)) == 1.25
+    job = World().job
+    assert float(result_of(job, best=Best(origin="evolved", seconds=1.25, plan={}))) == 1.25
     with pytest.raises(ValueError, match="no plan"):
-        float(Outcome(job, "x.journal", [], None, None, None, None, pace, False))
+        float(result_of(job))
 
 
 def test_several_settings_of_ddp_come_to_it_and_as_many_rounds_choose_as_judge(tmp_path, monkeypatch):
-    settings = Settings.parse(
+    settings = TuningSettings.parse(
         {**configuration(), "rounds": 2, "ddp": {"bucket_cap_mb": [1, 5], "gradient_as_bucket_view": [False, True]}}
     )
-    job = Job.of(settings)
+    job = TuningJob.of(settings)
     seen: dict[str, Any] = {}
 
     def play(asked: BenchSettings, preparation: Preparation, session: Any) -> BenchResult:
         seen.update(rounds=asked.rounds, orders=list(preparation.orders), contenders=list(asked.all_contenders()))
         return played(job, asked, {name: [1.0] * asked.rounds for name in preparation.orders})
 
-    monkeypatch.setattr(last_comparison, "play", play)
+    monkeypatch.setattr(comparison, "play", play)
     plans = {"ps": build("ps", job.workload, job.cluster)}
     rivals = ["ddp_5_view", "ddp_1", "ddp_5"]
     found = compare(job, None, plans, rivals, tmp_path)
     assert seen == {"rounds": 4, "orders": [*rivals, "ps"], "contenders": [*rivals, "ps"]}
     assert os.listdir(tmp_path / "finalists") == ["ps.yaml"]
-    assert (found.choice.settings.rounds, found.result.settings.rounds) == (2, 2)
-    assert found.ddp in rivals
+    assert (found["choosing"]["rounds"], found["settings"]["rounds"]) == (2, 2)
+    assert found["best_ddp"] in rivals
 
 
 def test_a_last_comparison_that_fails_twice_is_no_success(tmp_path, monkeypatch):
-    job = Job.of(Settings.parse({**configuration(), "rounds": 2}))
+    job = TuningJob.of(TuningSettings.parse({**configuration(), "rounds": 2}))
     count = iter(range(9))
 
     def play(*asked: Any) -> BenchResult:
         raise WorkerError(f"died in session {next(count)}", rank=1)
 
-    monkeypatch.setattr(last_comparison, "play", play)
+    monkeypatch.setattr(comparison, "play", play)
     rivals = [options.name for options in job.settings.ddp.options()]
     with pytest.raises(TuningError, match=r"the last comparison failed twice: .*session 1"):
         compare(job, None, {"ps": build("ps", job.workload, job.cluster)}, rivals, tmp_path)
 
 
 def test_a_plan_that_fails_twice_is_left_out_of_the_last_comparison(tmp_path, monkeypatch):
-    job = Job.of(Settings.parse({**configuration(), "rounds": 5}))
+    job = TuningJob.of(TuningSettings.parse({**configuration(), "rounds": 5}))
     asked = []
 
     def play(settings: BenchSettings, preparation: Preparation, session: Any) -> BenchResult:
@@ -212,52 +221,51 @@ def test_a_plan_that_fails_twice_is_left_out_of_the_last_comparison(tmp_path, mo
             raise ContenderError("hanging", WorkerError("rank 1 died", rank=1))
         return played(job, settings, {name: [1.0] * settings.rounds for name in preparation.orders})
 
-    monkeypatch.setattr(last_comparison, "play", play)
+    monkeypatch.setattr(comparison, "play", play)
     plan = build("ps", job.workload, job.cluster)
     found = compare(job, None, {"ps": plan, "hanging": plan, "sound": plan}, ["ddp"], tmp_path)
     assert asked == [["ddp", "ps", "hanging", "sound"]] * 2 + [["ddp", "ps", "sound"]]
-    assert set(found.plans) == {"ps", "sound"}
-    assert found.to_dict()["left_out"] == {"hanging": "rank 1 died"}
-    best = Best(7, "evolved", found.seconds, plan, None)
-    lines = Outcome(job, "x", [], None, None, best, found, Pace(None, (), 1.0, 0), False).lines()
+    assert set(found["contenders"]) == {"ddp", "ps", "sound"}
+    assert found["left_out"] == {"hanging": "rank 1 died"}
+    lines = list(result_of(job, best=best_of(7, found), final=found).lines())
     assert "hanging failed at that and was left out: rank 1 died" in lines
     without = compare(job, None, {"hanging": plan, "sound": plan}, ["ddp"], tmp_path)
-    assert (without.winner, without.builder) == ("sound", None)
+    assert (without["winner"], without["opponents"]["builder"]) == ("sound", None)
 
 
 def test_a_last_comparison_of_which_every_plan_fails_is_no_success(tmp_path, monkeypatch):
-    job = Job.of(Settings.parse({**configuration(), "rounds": 2}))
+    job = TuningJob.of(TuningSettings.parse({**configuration(), "rounds": 2}))
 
     def play(settings: BenchSettings, preparation: Preparation, session: Any) -> BenchResult:
         raise ContenderError(list(preparation.orders)[-1], WorkerError("rank 1 died", rank=1))
 
-    monkeypatch.setattr(last_comparison, "play", play)
+    monkeypatch.setattr(comparison, "play", play)
     plan = build("ps", job.workload, job.cluster)
     with pytest.raises(TuningError, match=r"failed with every plan; the last: contender 'ps': rank 1 died"):
         compare(job, None, {"ps": plan, "other": plan}, ["ddp"], tmp_path)
 
 
 def test_a_plan_that_workers_refuse_is_left_out_at_once(tmp_path, monkeypatch):
-    job = Job.of(Settings.parse({**configuration(), "rounds": 5}))
+    job = TuningJob.of(TuningSettings.parse({**configuration(), "rounds": 5}))
 
     def play(settings: BenchSettings, preparation: Preparation, session: Any) -> BenchResult:
         if "foreign" in preparation.orders:
             raise ContenderError("foreign", InputError("schedule: there is no parameter 'x'", rank=0))
         return played(job, settings, {name: [1.0] * settings.rounds for name in preparation.orders})
 
-    monkeypatch.setattr(last_comparison, "play", play)
+    monkeypatch.setattr(comparison, "play", play)
     plan = build("ps", job.workload, job.cluster)
     found = compare(job, None, {"ps": plan, "foreign": plan}, ["ddp"], tmp_path)
-    assert found.left_out == {"foreign": "schedule: there is no parameter 'x'"}
+    assert found["left_out"] == {"foreign": "schedule: there is no parameter 'x'"}
 
 
 def test_a_rival_that_fails_twice_ends_the_last_comparison(tmp_path, monkeypatch):
-    job = Job.of(Settings.parse({**configuration(), "rounds": 2}))
+    job = TuningJob.of(TuningSettings.parse({**configuration(), "rounds": 2}))
 
     def play(*asked: Any) -> BenchResult:
         raise ContenderError("ddp", WorkerError("rank 1 died", rank=1))
 
-    monkeypatch.setattr(last_comparison, "play", play)
+    monkeypatch.setattr(comparison, "play", play)
     plan = build("ps", job.workload, job.cluster)
     with pytest.raises(TuningError, match="the last comparison failed twice: contender 'ddp': rank 1 died"):
         compare(job, None, {"ps": plan, "other": plan}, ["ddp"], tmp_path)

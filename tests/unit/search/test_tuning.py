@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -9,25 +10,23 @@ from typing import Any
 import optuna
 import pytest
 from priced_session import PricedSession
-from tuning_world import CLUSTER, MODEL, World, settings
+from tuning_world import CLUSTER, MODEL, World, result_of, settings
 
 from lightning_autosync.documents import write_data
-from lightning_autosync.errors import DocumentError
+from lightning_autosync.errors import DocumentError, TuningError
 from lightning_autosync.measure import session as measurement_session
 from lightning_autosync.measure.workers import LaunchError, WorkerError
 from lightning_autosync.plan import SyncPlan, compile_plan
 from lightning_autosync.plan.space import BUILDER, COMPOSED, PlanSpace
 from lightning_autosync.search import storages, studies
 from lightning_autosync.search import trial_attributes as attrs
-from lightning_autosync.search.tuning.buckets import PARAMETER, BucketSpace
-from lightning_autosync.search.tuning.errors import TuningError
-from lightning_autosync.search.tuning.job import Job
-from lightning_autosync.search.tuning.opponents import Opponent, builder_plans
-from lightning_autosync.search.tuning.result import Best, Outcome, Pace
-from lightning_autosync.search.tuning.samplers import make_sampler
-from lightning_autosync.search.tuning.settings import Settings
-from lightning_autosync.search.tuning.sources import Sources
-from lightning_autosync.search.tuning.trials import Record, Trials, ranked
+from lightning_autosync.search.tuning.job import PriorKnowledge, TuningJob
+from lightning_autosync.search.tuning.opponents import builder_plans
+from lightning_autosync.search.tuning.records import TrialRecord, ranked
+from lightning_autosync.search.tuning.result import Best, TuningResult
+from lightning_autosync.search.tuning.samplers import BUCKET, BucketSpace, make_sampler
+from lightning_autosync.search.tuning.settings import TuningSettings
+from lightning_autosync.search.tuning.trials import Trials
 
 
 @pytest.fixture(autouse=True)
@@ -88,7 +87,7 @@ def test_what_was_measured_is_in_the_study_for_whoever_learns_from_it():
 
 
 def test_failed_plans_are_failed_trials_and_too_many_end_the_run():
-    world = World(failures=6)
+    world = World(max_failures=6)
 
     def breaks(name: str, order: Mapping[str, Any]) -> float:
         number = int(name.split()[1]) if name.startswith("trial") else 0
@@ -111,7 +110,7 @@ def test_samplers_by_name_propose_plans_that_compile(name):
         world.storage,
         name,
         world.space,
-        sampler=make_sampler(world.settings.search, world.space, Sources.of(world.job)),
+        sampler=make_sampler(world.settings.search, world.space, PriorKnowledge.of(world.job)),
     )
     trials = Trials(study, world.space, name, "here")
     for number in range(12):  # those of Optuna draw their first ten at random
@@ -124,9 +123,9 @@ def test_samplers_by_name_propose_plans_that_compile(name):
 
 
 def test_horovod_searches_the_size_of_buckets_alone(tmp_path):
-    job = Job.of(settings(sampler="horovod"))
+    job = TuningJob.of(settings(sampler="horovod"))
     space = BucketSpace(job.workload, job.cluster)
-    sampler = make_sampler(job.settings.search, space, Sources.of(job))
+    sampler = make_sampler(job.settings.search, space, PriorKnowledge.of(job))
     study = studies.open_study(str(tmp_path / "a.journal"), "tune", space, sampler=sampler)  # type: ignore[arg-type]
     trials = Trials(study, space, "horovod", "here")
     sizes = []
@@ -134,16 +133,16 @@ def test_horovod_searches_the_size_of_buckets_alone(tmp_path):
         trial = trials.ask()
         trials.suggest(trial)
         plan = trials.plan(trial)
-        sizes.append(trial.params[PARAMETER])
+        sizes.append(trial.params[BUCKET])
         assert {group.topology for group in plan.groups} == {"native"}
         study.tell(trial, 0.1)
     assert len(set(sizes)) == 4
-    assert len(space.plan({PARAMETER: 64.0}).groups) < len(space.plan({PARAMETER: 1 / 16}).groups)
+    assert len(space.plan({BUCKET: 64.0}).groups) < len(space.plan({BUCKET: 1 / 16}).groups)
 
 
 def test_the_median_counts_of_a_plan_that_was_tried_several_times():
-    def record(number: int, plan: str, seconds: float) -> Record:
-        return Record(number, "random", "complete", seconds, None, [[seconds]], 0.1, None, None, plan, None, 0)
+    def record(number: int, plan: str, seconds: float) -> TrialRecord:
+        return TrialRecord(number=number, origin="random", state="complete", seconds=seconds, plan=plan, batch=0)
 
     found = ranked([record(0, "a", 1.0), record(1, "b", 2.0), record(2, "a", 9.0), record(3, "a", 4.0)])
     assert [(one.plan, one.number, seconds) for one, seconds in found] == [("b", 1, 2.0), ("a", 0, 4.0)]
@@ -155,18 +154,17 @@ def test_an_interrupted_outcome_tells_what_there_is():
     world.tuner(trials).run()
     records = trials.records()
     fastest, seconds = ranked(records)[0]
-    best = Best(fastest.number, fastest.origin, seconds, trials.plan_of(fastest.number), fastest.builder)
-    pace = Pace(60.0, trials.proposals, 13.0, 0)
-    outcome = Outcome(
-        world.job, "study.journal", records, Opponent("ddp", 0.4), None, best, None, pace, interrupted=True
-    )
-    data = outcome.to_dict()
+    plan = trials.plan_of(fastest.number).to_dict()
+    best = Best(number=fastest.number, origin=fastest.origin, seconds=seconds, plan=plan, builder=fastest.builder)
+    result = result_of(world.job, trials=tuple(records), best=best, interrupted=True)
+    data = json.loads(json.dumps(result.to_dict()))
+    assert TuningResult.from_dict(data) == result
     assert data["format"] == "autosync-tuning/1"
     assert data["best"]["number"] == fastest.number
     assert SyncPlan.from_dict(data["best"]["plan"]).fingerprint == fastest.plan
     assert len(data["trials"]) == 13
     assert data["final"] is None
-    assert any("it was not compared" in line for line in outcome.lines())
+    assert any("it was not compared" in line for line in result.lines())
 
 
 WRONG = [
@@ -197,13 +195,15 @@ WRONG = [
 @pytest.mark.parametrize(("changes", "message"), WRONG)
 def test_wrong_settings(changes, message):
     with pytest.raises(DocumentError, match=message) as caught:
-        Settings.parse({"model": MODEL, "cluster": CLUSTER.to_dict(), **changes})
+        TuningSettings.parse({"model": MODEL, "cluster": CLUSTER.to_dict(), **changes})
     assert "\n" not in str(caught.value)
 
 
 def test_wrong_simulators_and_sources(tmp_path):
-    def sources(**given: Any) -> Sources:
-        return Sources.of(Job.of(Settings.parse({"model": MODEL, "cluster": CLUSTER.to_dict(), **given})))
+    def sources(**given: Any) -> PriorKnowledge:
+        return PriorKnowledge.of(
+            TuningJob.of(TuningSettings.parse({"model": MODEL, "cluster": CLUSTER.to_dict(), **given}))
+        )
 
     with pytest.raises(DocumentError, match=r"simulator.kind: .*oracle.*replay, linear"):
         sources(simulator={"kind": "oracle"})
@@ -221,7 +221,7 @@ def test_what_is_wrong_with_a_source_is_no_fault_of_the_options(tmp_path):
     trial.set_user_attr(attrs.REFINED, "no plan")
     trial.set_user_attr(attrs.STEPS, [[0.1]])
     study.tell(trial, 0.1)
-    sources = replace(Sources.of(new.job), studies=[studies.load_study(old.storage, "tune")])
+    sources = replace(PriorKnowledge.of(new.job), studies=[studies.load_study(old.storage, "tune")])
     with pytest.raises(storages.StudyError, match=r"^trial 0: autosync:refined: not valid JSON: "):
         make_sampler(new.settings.search, new.space, sources)
 
@@ -230,7 +230,7 @@ def test_a_simulator_of_another_format_version_is_refused(tmp_path):
     write_data(tmp_path / "simulator.json", {"format": "autosync-simulator/99", "kind": "replay"})
     given = {"model": MODEL, "cluster": CLUSTER.to_dict(), "transfer": {"simulator": str(tmp_path)}}
     with pytest.raises(DocumentError, match="autosync-simulator/99' was written by a newer release") as caught:
-        Sources.of(Job.of(Settings.parse(given)))
+        PriorKnowledge.of(TuningJob.of(TuningSettings.parse(given)))
     assert "\n" not in str(caught.value)
 
 

@@ -23,7 +23,11 @@ from optuna.trial import TrialState
 from priced_session import PricedSession
 from tuning_world import World, configuration
 
+from lightning_autosync.cli import tune as verb
+from lightning_autosync.cli.tune import Interrupted, tune
 from lightning_autosync.cluster import ClusterSpec
+from lightning_autosync.errors import TuningError
+from lightning_autosync.interrupts import STATUS
 from lightning_autosync.learned import ReplayEstimator
 from lightning_autosync.learned.dataset import Sample
 from lightning_autosync.measure.workers import LaunchError
@@ -34,12 +38,9 @@ from lightning_autosync.search.journal import Journal
 from lightning_autosync.search.sampler import AutoSyncSampler
 from lightning_autosync.search.trial_attributes import RUN
 from lightning_autosync.search.tuning import run as tuning_run
-from lightning_autosync.search.tuning.command import STATUS, Interrupted, UnfinishedError, tune
-from lightning_autosync.search.tuning.errors import TuningError
-from lightning_autosync.search.tuning.job import Job
-from lightning_autosync.search.tuning.owner import is_gone, this_process
-from lightning_autosync.search.tuning.settings import Settings
-from lightning_autosync.search.tuning.trials import OWNER
+from lightning_autosync.search.tuning.job import TuningJob
+from lightning_autosync.search.tuning.settings import TuningSettings
+from lightning_autosync.search.tuning.trials import OWNER, has_ended, this_process
 from lightning_autosync.workload import Workload
 
 
@@ -178,8 +179,8 @@ def test_of_other_processes_only_the_trials_of_dead_ones_are_ended():
 
 def test_a_process_that_had_the_same_number_is_gone():
     number, _, place = this_process().partition("@")
-    assert not is_gone(f"{number}@{place}")
-    assert is_gone(f"{number.partition('.')[0]}.1@{place}")
+    assert not has_ended(f"{number}@{place}")
+    assert has_ended(f"{number.partition('.')[0]}.1@{place}")
 
 
 def test_a_run_that_another_process_is_at_work_on_is_refused(tmp_path, monkeypatch):
@@ -192,14 +193,16 @@ def test_a_run_that_another_process_is_at_work_on_is_refused(tmp_path, monkeypat
 
 
 def with_session(monkeypatch: pytest.MonkeyPatch, world: World, session: PricedSession) -> list[dict[str, Any]]:
-    """Runs are on that session; the last comparison only notes what it was asked for."""
+    """Runs are on that session; the last comparison only notes what it was asked for, and no report is written."""
     asked: list[dict[str, Any]] = []
 
     def compare(job: Any, session: Any, plans: Any, rivals: Any, directory: Any) -> None:
         asked.append({"plans": list(plans), "rivals": rivals})
 
-    monkeypatch.setattr(Job, "session", lambda self: session)
+    monkeypatch.setattr(TuningJob, "session", lambda self: session)
     monkeypatch.setattr(tuning_run, "compare", compare)
+    monkeypatch.setattr(verb, "_trace", lambda *asked: None)
+    monkeypatch.setattr(verb, "write_report", lambda *asked: None)
     return asked
 
 
@@ -218,8 +221,8 @@ def test_after_a_ctrl_c_the_command_ends_with_130_and_says_how_to_go_on(tmp_path
     assert f"hydra.run.dir={tmp_path}" in capsys.readouterr().out
     with_session(monkeypatch, world, PricedSession(world.price))
     outcome = tune(configuration(), tmp_path)
-    assert sum(not record.interrupted for record in outcome.records) == 16
-    assert not outcome.interrupted
+    assert sum(not record.interrupted for record in outcome.result.trials) == 16
+    assert not outcome.result.interrupted
 
 
 def test_a_search_that_cannot_go_on_leaves_what_it_found(tmp_path, monkeypatch):
@@ -231,15 +234,14 @@ def test_a_search_that_cannot_go_on_leaves_what_it_found(tmp_path, monkeypatch):
         return world.price(name, order)
 
     with_session(monkeypatch, world, PricedSession(price))
-    with pytest.raises(UnfinishedError, match="no worker can be started any more; what was found") as caught:
+    with pytest.raises(TuningError, match="no worker can be started any more; what was found"):
         tune(configuration(), tmp_path)
     found = json.loads((tmp_path / "result.json").read_text())
     assert found["failure"] == "no worker can be started any more"
     assert not found["interrupted"]
-    assert caught.value.outcome.best is not None
     assert SyncPlan.load(tmp_path / "plan.yaml").to_dict() == found["best"]["plan"]
     with_session(monkeypatch, world, PricedSession(world.price))
-    assert tune(configuration(), tmp_path).failure is None
+    assert tune(configuration(), tmp_path).result.failure is None
 
 
 def test_a_storage_that_answers_no_more_leaves_what_was_read_from_it(tmp_path, monkeypatch):
@@ -255,14 +257,14 @@ def test_a_storage_that_answers_no_more_leaves_what_was_read_from_it(tmp_path, m
         raise OSError(28, "No space left on device")
 
     with_session(monkeypatch, world, PricedSession(price))
-    with pytest.raises(UnfinishedError, match=r"storage does not answer: OSError: .*No space left.*; what was found"):
+    with pytest.raises(TuningError, match=r"storage does not answer: OSError: .*No space left.*; what was found"):
         tune(configuration(), tmp_path)
     found = json.loads((tmp_path / "result.json").read_text())
     assert [trial["number"] for trial in found["trials"] if trial["state"] != "failed"] == list(range(12))
     assert SyncPlan.load(tmp_path / "plan.yaml").to_dict() == found["best"]["plan"]
     monkeypatch.undo()
     with_session(monkeypatch, world, PricedSession(world.price))
-    assert tune(configuration(), tmp_path).failure is None
+    assert tune(configuration(), tmp_path).result.failure is None
 
 
 def test_within_a_sweep_it_is_the_sweep_that_goes_on(tmp_path, monkeypatch, capsys):
@@ -307,14 +309,14 @@ def test_every_sampler_has_the_same_opponents(search, tmp_path, monkeypatch):
     world = World()
     asked = with_session(monkeypatch, world, PricedSession(world.price))
     tuned = {**configuration(**search), "ddp": {"bucket_cap_mb": ["default", 1, 5, 100]}}
-    outcome = tuning_run.Run(Settings.parse(tuned), tmp_path, ExitStack()).run()
+    outcome = tuning_run.TuningRun(TuningSettings.parse(tuned), tmp_path, ExitStack()).run()
     plans = {str(point[BUILDER]): world.space.plan(point) for point in world.space.baselines()}
     best = min(plans, key=lambda name: world.plan_price(plans[name]))
-    assert outcome.builder is not None
-    assert outcome.builder.name == asked[0]["plans"][0] == best
-    assert outcome.builder.seconds == pytest.approx(1.01 * world.plan_price(plans[best]))
-    assert outcome.ddp is not None
-    assert outcome.ddp.seconds == pytest.approx(1.01 * 0.4)
+    assert (opponents := outcome.result.opponents).builder is not None
+    assert opponents.builder.name == asked[0]["plans"][0] == best
+    assert opponents.builder.seconds == pytest.approx(1.01 * world.plan_price(plans[best]))
+    assert opponents.ddp is not None
+    assert opponents.ddp.seconds == pytest.approx(1.01 * 0.4)
     assert len(asked[0]["rivals"]) == 3
 
 
@@ -324,8 +326,8 @@ def test_every_sampler_has_the_same_opponents(search, tmp_path, monkeypatch):
 def test_times_of_another_job_are_not_gone_on_with(tmp_path, changed, field):
     world = World(tmp_path)
     study = world.trials().study
-    world.job.hold(study)
-    world.job.hold(study)
-    other = replace(world.job, settings=Settings.parse({**configuration(), **changed}))
+    world.job.claim(study)
+    world.job.claim(study)
+    other = replace(world.job, settings=TuningSettings.parse({**configuration(), **changed}))
     with pytest.raises(storages.StudyError, match=f"{field}: study '.*' was measured with"):
-        other.hold(study)
+        other.claim(study)

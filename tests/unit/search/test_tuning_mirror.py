@@ -14,11 +14,8 @@ from tuning_world import settings
 
 from lightning_autosync.plan.space import BUILDER, COMPOSED
 from lightning_autosync.search.trial_attributes import BASELINE, BATCH, ORIGIN, PRICE, REFERENCE, REFINED, RUN, STEPS
-from lightning_autosync.search.tuning.buckets import PARAMETER, BucketSpace
-from lightning_autosync.search.tuning.job import Job
-from lightning_autosync.search.tuning.mirror import MirrorSampler
-from lightning_autosync.search.tuning.samplers import make_sampler
-from lightning_autosync.search.tuning.sources import Sources
+from lightning_autosync.search.tuning.job import PriorKnowledge, TuningJob
+from lightning_autosync.search.tuning.samplers import BUCKET, BucketSpace, CorrectedSampler, make_sampler
 from lightning_autosync.search.tuning.trials import Trials
 
 SPACE = {BUILDER: CategoricalDistribution([COMPOSED, "ps"]), "x": FloatDistribution(0.0, 1.0)}
@@ -36,7 +33,7 @@ class Listener(optuna.samplers.RandomSampler):
 
 def _told() -> tuple[optuna.Study, Listener]:
     listener = Listener(seed=0)
-    study = optuna.create_study(sampler=MirrorSampler(listener, SPACE, {BUILDER: COMPOSED}))
+    study = optuna.create_study(sampler=CorrectedSampler(listener, SPACE, {BUILDER: COMPOSED}))
     return study, listener
 
 
@@ -98,16 +95,16 @@ def test_times_are_on_the_footing_of_the_run_that_asks():
 
 def test_the_gaussian_process_of_horovod_learns_of_sizes_that_were_given_up(tmp_path):
     """All but two trials are given up, so that of complete ones alone it would still draw at random."""
-    job = Job.of(settings(sampler="horovod"))
+    job = TuningJob.of(settings(sampler="horovod"))
     space = BucketSpace(job.workload, job.cluster)
     low, high = (math.log(size) for size in space.range)
-    study = optuna.create_study(sampler=make_sampler(job.settings.search, space, Sources.of(job)))
+    study = optuna.create_study(sampler=make_sampler(job.settings.search, space, PriorKnowledge.of(job)))
     trials = Trials(study, space, "horovod", "here")
     places = []
     for number in range(24):
         trial = trials.ask()
         trials.suggest(trial)
-        places.append((math.log(trial.params[PARAMETER]) - low) / (high - low))
+        places.append((math.log(trial.params[BUCKET]) - low) / (high - low))
         seconds = 0.1 + (places[-1] - 0.7) ** 2
         trial.set_user_attr(STEPS, [[seconds]])
         if number < 2:

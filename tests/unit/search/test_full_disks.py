@@ -15,10 +15,10 @@ from priced_session import PricedSession
 from test_tuning_interruptions import with_session
 from tuning_world import World, configuration
 
+from lightning_autosync.cli.tune import tune
 from lightning_autosync.documents import append_lines, held, write_data, write_text
 from lightning_autosync.errors import DocumentError, UnwritableError
 from lightning_autosync.plan import SyncPlan
-from lightning_autosync.search.tuning.command import tune
 
 WRITERS = {
     "text": lambda path: write_text(path, "x" * 10_000),

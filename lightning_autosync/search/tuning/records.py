@@ -1,0 +1,173 @@
+"""Trials of a run as records of its result, and their ranking on one speed of the machine."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+from optuna.trial import FrozenTrial, TrialState
+from pydantic import ConfigDict
+
+from lightning_autosync.documents import Index, Record, Spent, Taken
+from lightning_autosync.measure.drift import Drift, DriftCorrection, DriftObservation
+from lightning_autosync.plan.space import BUILDER, COMPOSED
+from lightning_autosync.search.trial_attributes import (
+    BASELINE,
+    BATCH,
+    BUILT,
+    ELAPSED,
+    ERROR,
+    ORIGIN,
+    PLAN,
+    PREDICTED,
+    PRICE,
+    REFERENCE,
+    REFINED,
+    RUN,
+    SECONDS,
+    STEPS,
+    attribute,
+    measured_steps,
+    step_time,
+    was_interrupted,
+)
+
+LENIENT = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
+"""For parts of results: later releases may write more fields."""
+State = Literal["complete", "pruned", "failed"]
+STATES: Mapping[TrialState, State] = {
+    TrialState.COMPLETE: "complete",
+    TrialState.PRUNED: "pruned",
+    TrialState.FAIL: "failed",
+}
+
+
+class TrialRecord(Record):
+    """A finished trial in ``autosync-tuning/1``.
+
+    Attributes:
+        number: in the order in which plans were proposed, from 0.
+        origin: ``baseline`` (a builder's plan, enqueued), ``evolved``, ``refined``, ...
+        state: ``pruned`` was stopped early because it was clearly slower; ``failed`` has no time.
+        seconds: median of a step; None if there is none.
+        predicted: seconds that the simulator estimated when it was proposed.
+        steps: seconds of each measured step, by rank (earlier releases: of the slowest rank).
+        elapsed: seconds that the trial took in all.
+        error: why it failed or was stopped.
+        builder: name of the builder whose plan it is.
+        plan: fingerprint of its plan.
+        reference: seconds of the reference plan beside its batch.
+        batch: number of the first trial of its batch.
+        run: name of the run that measured it.
+        interrupted: whether it ended for a reason outside its plan, so that the plan may be measured again.
+        price: seconds by the replay.
+        corrected: ``seconds`` at the speed of the machine during this run; None in results of earlier releases.
+    """
+
+    model_config = LENIENT
+
+    number: Index
+    origin: str
+    state: State
+    seconds: Taken | None = None
+    predicted: Taken | None = None
+    steps: tuple[Spent | tuple[Spent, ...], ...] | None = None
+    elapsed: Spent | None = None
+    error: str | None = None
+    builder: str | None = None
+    plan: str | None = None
+    reference: Taken | None = None
+    batch: Index | None = None
+    run: str | None = None
+    interrupted: bool = False
+    price: Taken | None = None
+    corrected: Taken | None = None
+
+    @classmethod
+    def of(cls, trial: FrozenTrial) -> TrialRecord:
+        """The record of a finished trial of a study.
+
+        Raises:
+            StudyError: one of its attributes is of another type.
+        """
+        builder = COMPOSED if REFINED in trial.user_attrs else trial.params.get(BUILDER, COMPOSED)
+        # The attributes are checked one by one, so they need no validation here; long studies have many steps.
+        return cls.model_construct(
+            number=trial.number,
+            origin=attribute(trial, ORIGIN) or "unknown",
+            state=STATES[trial.state],
+            seconds=step_time(trial.user_attrs.get(SECONDS)) if measured_steps(trial) else None,
+            predicted=attribute(trial, PREDICTED),
+            steps=tuple(map(tuple, attribute(trial, STEPS) or ())),
+            elapsed=step_time(trial.user_attrs.get(ELAPSED)),
+            error=attribute(trial, ERROR),
+            builder=None if builder == COMPOSED else str(builder),
+            plan=attribute(trial, PLAN),
+            reference=attribute(trial, REFERENCE),
+            batch=attribute(trial, BATCH),
+            run=attribute(trial, RUN),
+            interrupted=was_interrupted(trial),
+            price=attribute(trial, PRICE),
+        )
+
+
+def of_run(records: Sequence[TrialRecord], run: str | None) -> list[TrialRecord]:
+    """The records of one run; all where ``run`` is None."""
+    return [record for record in records if run is None or record.run == run]
+
+
+def footing_of(
+    records: Sequence[TrialRecord], run: str | None = None, now: Mapping[int, float] | None = None
+) -> DriftCorrection:
+    """The correction of seconds to the speed of one run, by the reference plan beside each batch.
+
+    Args:
+        records: of the study.
+        run: None takes all trials to be of one run.
+        now: further measurements of the reference in that run, by trial, of a batch without finished trials.
+    """
+    sights = (
+        DriftObservation(
+            run=None if run is None else record.run,
+            number=record.number,
+            batch=record.batch,
+            reference=record.reference,
+            seconds=record.seconds,
+            price=record.price,
+            baseline=record.origin in (BASELINE, BUILT),
+        )
+        for record in records
+    )
+    return DriftCorrection.of(sights, run, now)
+
+
+def drift_of(records: Sequence[TrialRecord], run: str | None = None) -> Drift:
+    """The drift of the machine during one run; during all trials where ``run`` is None."""
+    return footing_of(records, run).base
+
+
+def ranked(
+    records: Sequence[TrialRecord],
+    run: str | None = None,
+    now: Mapping[int, float] | None = None,
+    states: Sequence[str] = ("complete",),
+) -> list[tuple[TrialRecord, float]]:
+    """Trials with their corrected seconds, fastest first.
+
+    For a plan that was measured several times, the median counts, and its first trial represents it.
+
+    Args:
+        records: of the study.
+        run: to whose speed the seconds are corrected. None takes all trials to be of one run.
+        now: as of `footing_of`.
+        states: of the trials that are ranked.
+    """
+    footing = footing_of(records, run, now)
+    by_plan: dict[str, list[tuple[TrialRecord, float]]] = {}
+    for record in records:
+        if record.state in states and record.seconds is not None and record.plan is not None:
+            seconds = footing.convert(None if run is None else record.run, record.number, record.seconds)
+            by_plan.setdefault(record.plan, []).append((record, seconds))
+    best = [(found[0][0], statistics.median(seconds for _, seconds in found)) for found in by_plan.values()]
+    return sorted(best, key=lambda pair: pair[1])
