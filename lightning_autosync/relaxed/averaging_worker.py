@@ -1,4 +1,4 @@
-"""What partial reduce and periodic averaging have in common: a worker that averages with groups."""
+"""A worker that averages its model with groups: the base of partial reduce and periodic averaging."""
 
 from __future__ import annotations
 
@@ -220,7 +220,7 @@ class AveragingWorker(Synchronizer):
         return {"averages": optimizer_averages(self._optimizer, parameters) if self._optimizer else []}
 
     def _momenta(self, parameters: Sequence[Tensor], names: Sequence[str]) -> list[Tensor | int]:
-        """The optimizer's averages of these names; where it is not known yet, their numbers of elements."""
+        """The optimizer's averages of these names; before the first step, their numbers of elements."""
         if self._optimizer is not None:
             return optimizer_slots(self._optimizer, parameters, names)
         sizes: list[Tensor | int] = [*FlatView(parameters).sizes]
@@ -231,7 +231,7 @@ class AveragingWorker(Synchronizer):
     def _average_with_group(
         self, kind: str, elements: int, flat_for: Callable[[dict[str, Any]], Tensor], **facts: Any
     ) -> tuple[dict[str, Any], Tensor]:
-        """Ask for a group and average with it what ``flat_for`` the group gives, flat; again, if the group breaks.
+        """Ask for a group and average with it; ask again if the group breaks.
 
         Args:
             kind: of the request.
@@ -251,7 +251,7 @@ class AveragingWorker(Synchronizer):
         raise ExchangeError(f"{ATTEMPTS} groups broke one after another; the last had ranks {group['members']}")
 
     def _await_group(self, steps_back: int) -> dict[str, Any]:
-        """The group. A worker that comes back meanwhile starts ``steps_back`` steps ago, to meet this one by a step."""
+        """Wait for the group. A worker that comes back meanwhile gets this model as of ``steps_back`` steps ago."""
         while True:
             kind, header = self._client.receive("donate", "group")
             if kind == "group":
@@ -261,7 +261,7 @@ class AveragingWorker(Synchronizer):
             self._donate(header["takers"], steps_back)
 
     def _try(self, group: dict[str, Any], flat: Tensor) -> Tensor | None:
-        """The average, if all goes well."""
+        """The average; None if the group broke."""
         average = self._run(group, flat)
         generation = group["generation"]
         if average is None:
@@ -305,7 +305,7 @@ class AveragingWorker(Synchronizer):
                 continue  # it was lost again; it will ask again
 
     def _packed_optimizer(self) -> Packed:
-        """The state of the own optimizer, or what is kept for it; nothing before the first step of all."""
+        """The state of this worker's optimizer, or a donated one that is not used yet; empty before the first step."""
         if self._optimizer is not None:
             return pack_optimizer(self._optimizer, self._model.parameters)
         return pack({}) if self._donated is None else self._donated.packed()

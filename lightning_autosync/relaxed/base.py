@@ -1,4 +1,4 @@
-"""What every relaxed way to synchronize offers the training loop."""
+"""The interface between a training loop and a relaxed synchronization."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 
 class Drain(NamedTuple):
-    """A meeting of all live workers, as all know it who were there.
+    """A meeting of all live workers.
 
     Attributes:
         number: used for no other drain of this training, and growing.
@@ -33,7 +33,7 @@ class Synchronizer(ABC):
 
     @abstractmethod
     def start(self) -> None:
-        """Take rank 0's tensors; every live worker must call it.
+        """Begin with rank 0's tensors; every live worker must call it.
 
         In a job that already runs, a worker that came back takes a live peer's tensors instead; and where optimizers
         step on the workers, its first step goes on from the state of that peer's optimizer.
@@ -54,7 +54,7 @@ class Synchronizer(ABC):
     @property
     @abstractmethod
     def progress(self) -> int:
-        """Steps that the model held here stands for; drives schedules. Never falls, and may jump after a step."""
+        """Steps that this worker's model stands for; schedules follow it. It never falls, and may jump after a step."""
 
     last_drain: Drain | None = None
     """None before the first."""
@@ -93,4 +93,4 @@ class Synchronizer(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Stop threads and let memory go; may be called again. The mesh stays open."""
+        """Stop threads and free memory; may be called again. The mesh stays open."""

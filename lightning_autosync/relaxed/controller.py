@@ -1,4 +1,4 @@
-"""The coordinator at work: a thread on rank 0's process that serves all workers over the mesh."""
+"""The thread on rank 0 that runs the coordinator, and the workers' messages to it."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Controller:
             self._coordinator.restore(state)
 
     def close(self) -> None:
-        """Stop; whoever still asks for a group gets an error. May be called again."""
+        """Stop; workers that still ask for a group get an error. May be called again."""
         self._subscriptions.close()
         self._events.put(None)
         self._thread.join()
@@ -94,7 +94,7 @@ class Controller:
 
 
 class ControllerClient:
-    """A worker's line to the controller.
+    """A worker's messages to and from the controller.
 
     Args:
         timeout: seconds that an answer may take.
@@ -112,7 +112,7 @@ class ControllerClient:
         self._mesh.send(RANK, f"controller.{kind}", header)
 
     def receive(self, *kinds: str) -> tuple[str, dict[str, Any]]:
-        """The next order of one of the kinds, and its header; if several wait, of the kind named first.
+        """The next command of one of the kinds, and its header; if several wait, of the kind named first.
 
         Raises:
             ExchangeError: the controller stopped everything, is lost, or kept silent.

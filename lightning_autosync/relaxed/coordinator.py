@@ -38,7 +38,7 @@ class Command(NamedTuple):
 
 
 class Phase(Enum):
-    """What a worker does, as far as its coordinator knows."""
+    """What a worker does, as far as the coordinator knows."""
 
     ABSENT = "absent"
     STARTING = "starting"
@@ -110,7 +110,7 @@ class Coordinator:
         self._commands: list[Command] = []
 
     def handle(self, rank: int, kind: str, header: dict[str, Any], now: float) -> list[Command]:
-        """What follows from a worker's message that came at ``now`` (seconds, from any origin)."""
+        """Handle a worker's message that came at ``now`` (seconds, from any origin); returns commands."""
         worker = self._workers.get(rank)
         if worker is None:
             return [Command(rank, "stop", {"reason": f"rank {rank} is none of the {len(self._workers)} workers"})]
@@ -147,7 +147,7 @@ class Coordinator:
         return self._decide(now)
 
     def tick(self, now: float) -> list[Command]:
-        """What follows from the mere passing of time."""
+        """Handle the passing of time; returns commands."""
         if self.stopped is not None:
             return []
         for phase, end in self._ends():
@@ -162,7 +162,7 @@ class Coordinator:
         return self._decide(now)
 
     def _refuse_late(self, now: float) -> None:
-        """Who came back and found nobody with a model in time is alone with that."""
+        """Stop workers that came back and found nobody with a model in time; the others go on."""
         reason = f"start: rank of a worker with a model did not come within {self._timeout:g} s"
         for rank in self._in(Phase.STARTING):
             if now >= self._workers[rank].since + self._timeout:
@@ -177,7 +177,7 @@ class Coordinator:
         return min([end for _, end in self._ends()] + ([] if close is None else [close]), default=None)
 
     def stop(self, reason: str) -> list[Command]:
-        """End everything: an error on every worker that still wants something."""
+        """End everything with an error on every worker that is there."""
         if self.stopped is None:
             self._stop(reason)
         return self._flush()
@@ -238,7 +238,7 @@ class Coordinator:
         return self._flush()
 
     def _begin(self) -> None:
-        """The start of the job: once all are there, the first one's model goes to everybody."""
+        """Start the job once all workers are there: all get the model of the first."""
         coming = self._in(Phase.STARTING)
         if not coming or self._awaited(Phase.STARTING):
             return
@@ -247,7 +247,7 @@ class Coordinator:
         self._workers[coming[0]].phase = Phase.TRAINING
 
     def _donate(self, now: float) -> None:
-        """Whoever came (back) gets the model of one that waits; those who wait then wait for it too, as long again."""
+        """Let a waiting worker send its model to those that came (back). All waits begin anew, for these too."""
         joining = self._in(Phase.STARTING)
         donors = self._in(Phase.WAITING, Phase.ARRIVED)
         if joining and donors:
@@ -256,7 +256,7 @@ class Coordinator:
             self._renew(now, Phase.WAITING, Phase.ARRIVED)
 
     def _renew(self, now: float, *phases: Phase) -> None:
-        """Whom those in ``phases`` wait for is alive and moves on: they wait as long again."""
+        """Begin the wait of workers in ``phases`` anew: those they wait for are alive and move on."""
         for rank in self._in(*phases):
             self._workers[rank].since = now
             self._command(rank, "extend", {})
@@ -291,7 +291,7 @@ class Coordinator:
         self._call_group(members, sample_weights(samples), True, facts)
 
     def _averages(self, members: Iterable[int]) -> set[tuple[str, ...]]:
-        """What optimizers keep that have stepped; they must agree."""
+        """Names of the averages that optimizers keep which have stepped; one element if all agree."""
         kept = (self._workers[rank].averages for rank in members)
         return {tuple(names) for names in kept if names}
 
@@ -364,7 +364,7 @@ class Coordinator:
         return [rank for rank, worker in self._workers.items() if worker.phase in phases]
 
     def _awaited(self, phase: Phase) -> list[int]:
-        """Who must still come before those in ``phase`` go on."""
+        """Ranks that must still come before those in ``phase`` go on."""
         if phase is Phase.STARTING:
             absent = [rank for rank in self._in(Phase.ABSENT) if rank not in self._lost]
             return [] if self._started else absent
@@ -373,7 +373,7 @@ class Coordinator:
         return self._in(Phase.TRAINING, Phase.WAITING, Phase.GROUPED, Phase.DONE)
 
     def _ends(self) -> Iterator[tuple[Phase, float]]:
-        """Where somebody waits, and when that has lasted for too long."""
+        """Phases in which somebody waits, and when the wait is over."""
         for phase in _WAITS:
             waiting = self._in(phase)
             if waiting and (phase is not Phase.WAITING or self._awaited(phase)):

@@ -1,4 +1,4 @@
-"""From a plan without a schedule to the synchronizer that its consistency asks for."""
+"""Makes the synchronizer that a plan's consistency asks for."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def open_synchronizer(
     timeout: float = 1800.0,
     stall: float = STALL,
 ) -> Synchronizer:
-    """This worker's side of a relaxed plan, or of a synchronous one whose servers update; it has not started yet.
+    """The synchronizer of this worker for a relaxed plan, or a synchronous one whose servers update; not started yet.
 
     Args:
         plan: without a schedule; ``mesh`` connects its ranks, then its servers.

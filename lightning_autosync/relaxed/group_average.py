@@ -1,4 +1,4 @@
-"""The weighted average of a group, between its members only.
+"""The weighted average of a group of ranks; only its members take part.
 
 Reduce-scatter and all-gather over the mesh: every member owns a share of the buffer, receives the others' parts of it,
 sums them in the members' order and sends the sum to all. Shares are cut into chunks, so that parts, sums and additions
@@ -92,7 +92,7 @@ class _Round:
         return 0 <= index < len(self.chunks)
 
     def needs(self, position: int) -> bool:
-        """Whether anything is still to come from a member."""
+        """Whether this member still waits for a part or a sum of another."""
         for index in self.missing:
             owners = self.chunks[index].owners
             if (position not in self.parts[index]) if self.own in owners else (position in owners):
@@ -142,7 +142,7 @@ class GroupAverage:
             self._subscriptions.callback(cancel)
 
     def close(self) -> None:
-        """Take part no more; may be called again."""
+        """Take part in no more groups; may be called again."""
         self._subscriptions.close()
 
     def run(self, generation: int, members: Sequence[int], weights: Sequence[float], buffer: Tensor) -> Tensor:
@@ -250,7 +250,7 @@ class GroupAverage:
         current.missing.remove(index)
 
     def _add_up(self, current: _Round, index: int, chunk: Chunk, weights: Sequence[float]) -> None:
-        """All parts of an own chunk are here: sum them, and let the others have the sum."""
+        """All parts of a chunk that this member owns are here: sum them and send the sum to the others."""
         parts = current.parts.pop(index, {})
         parts[current.own] = current.buffer[chunk.begin : chunk.end]
         target = current.result[chunk.begin : chunk.end]
@@ -267,7 +267,7 @@ class GroupAverage:
         return None if target is None else target.view(torch.uint8).numpy().data
 
     def _forget_before(self, generation: int) -> None:
-        """Drop what belongs to the past: earlier groups, and losses of peers that may have come back."""
+        """Drop messages of earlier groups, and losses of peers that may have come back."""
         while True:
             try:
                 event = self._events.get_nowait()

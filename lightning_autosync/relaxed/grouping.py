@@ -52,7 +52,7 @@ class IsolationGuard:
             self._before, self._window = self._window, _Window()
 
     def retract(self, number: int) -> None:
-        """The group ``number`` is broken and has joined nobody; may be told again.
+        """Forget the group ``number``, which broke and has joined nobody; may be called again.
 
         If its window is over, that one goes on with what came since. What broke before that window counts: another
         one has connected all since.
@@ -95,7 +95,7 @@ def windows_apart(groups: Sequence[Sequence[int]], workers: int, bound: int = BO
 
 
 class _Base(NamedTuple):
-    """Where a window of a checkpoint stood: models counted, and who was joined with whom."""
+    """The state of a window in a checkpoint: models counted, and which ranks were joined."""
 
     models: int = 0
     parents: tuple[tuple[int, int], ...] = ()
@@ -138,7 +138,7 @@ class _Window:
 
 
 class Grouped(NamedTuple):
-    """Workers that shall average now.
+    """A group of workers to average now.
 
     Attributes:
         members: ranks, in the order in which they began to wait.
@@ -214,7 +214,7 @@ class Grouping:
         return Grouped(members, bridging, self._formed)
 
     def broken(self, number: int) -> None:
-        """A group's average failed: it has connected nobody. May be told again."""
+        """A group's average failed, so it has connected nobody. May be called again."""
         self.isolation.retract(number)
 
     def deadline(self, now: float) -> float | None:
@@ -294,7 +294,7 @@ _MEMORY = 0.5
 
 
 class AdaptivePeriod:
-    """The least period at which averaging takes no more than a share of the time.
+    """The shortest period at which averaging takes no more than a given share of the time.
 
     With steps of ``s`` seconds and exchanges of ``x``, a period of H spends ``x / (H s + x)`` on exchanges.
 

@@ -56,7 +56,7 @@ def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
 
 
 class PersistentBuffers(Mapping[str, Tensor]):
-    """As `persistent_buffers`, always those that the module has now; the names stay."""
+    """`persistent_buffers` looked up at each access, since modules may replace buffers; the names stay."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -137,7 +137,7 @@ def optimizer_slots(optimizer: Optimizer, parameters: Sequence[Tensor], averages
 
 
 def model_bytes(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copies of tensors in main memory, fit to be sent as they are."""
+    """Contiguous copies of tensors in main memory."""
     return [tensor.detach().to("cpu", copy=True).contiguous() for tensor in tensors]
 
 
@@ -177,7 +177,7 @@ def _is_average(name: str, value: object, parameter: Tensor) -> bool:
 
 
 class DonatedOptimizer(NamedTuple):
-    """The optimizer's state of a live worker, for one whose own optimizer is not known yet.
+    """The optimizer's state of a live worker, kept for a worker that came back until its own optimizer is known.
 
     A payload: `DonatedOptimizer.packed` of the one becomes `DonatedOptimizer.found` of the other.
     """
@@ -187,16 +187,16 @@ class DonatedOptimizer(NamedTuple):
 
     @classmethod
     def found(cls, donor: int, payload: memoryview) -> DonatedOptimizer | None:
-        """What came from ``donor``; None if it had nothing to give."""
+        """The state in a payload from ``donor``; None if it is empty."""
         state = unpack(payload)
         return cls(donor, state) if state.values else None
 
     def packed(self) -> Packed:
-        """To be handed on as it came."""
+        """The state as a payload again."""
         return pack(self.state.tensors, self.state.values)
 
     def give_to(self, optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
-        """Let ``optimizer`` go on from here; hyperparameters stay its own.
+        """Load the state into ``optimizer``, which keeps its own hyperparameters.
 
         It keeps the state that it has, with a warning, if it is of another kind or if the donor's could not be sent.
         """
@@ -239,7 +239,7 @@ def pack_optimizer(optimizer: Optimizer, parameters: Sequence[Tensor]) -> Packed
 
 
 def _by_parameter(state: Unpacked) -> dict[str, dict[str, Any]]:
-    """For each parameter's place what belongs to it, in memory of its own."""
+    """By the place of each parameter, its part of the state, in memory of its own."""
     found: dict[str, dict[str, Any]] = defaultdict(dict)
     for key, tensor in state.tensors.items():
         place, _, name = key.partition(".")

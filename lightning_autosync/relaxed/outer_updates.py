@@ -1,4 +1,4 @@
-"""What periodic averaging does with an average: the outer updates, on flat tensors."""
+"""Outer updates of periodic averaging, on flat tensors: how the next model follows from an average."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class OuterUpdate(ABC):
 
 
 class Averaging(OuterUpdate):
-    """Local SGD (Stich, 2019): everybody goes on from the mean."""
+    """Local SGD (Stich, 2019): every replica goes on from the mean."""
 
     def update(self, local: Tensor, mean: Tensor, replicas: int, rate: float) -> Tensor:
         return mean
@@ -122,7 +122,7 @@ class SlowMomentum(OuterUpdate):
 
 
 class OuterNesterov(OuterUpdate):
-    """DiLoCo (Douillard et al., 2023): SGD with Nesterov momentum, the way gone by the mean being the gradient."""
+    """DiLoCo (Douillard et al., 2023): SGD with Nesterov momentum; the gradient is the distance that the mean moved."""
 
     KEPT = ("anchor", "momentum")
 

@@ -1,4 +1,4 @@
-"""Partial reduce: after each step, a worker averages its model with the few that are ready too.
+"""Partial reduce: after each step, a worker averages its model with the few others that are ready.
 
 After "Heterogeneity-Aware Distributed Machine Learning Training via Partial Reduce" (SIGMOD 2021), with the group
 generation of SDPipe (VLDB 2023).

@@ -156,7 +156,7 @@ class Periodic(AveragingWorker):
         self._clock.restart()
 
     def _warn_of_a_long_period(self, begun: list[int]) -> None:
-        """Once, on one rank, where fragments of these ages at the last drain never came to an outer update."""
+        """Warn once, on one rank, if fragments of these ages at the last drain had no outer update since."""
         waiting = any(
             age > first and index not in self._updated
             for index, (age, first) in enumerate(zip(self._ages, begun, strict=True))

@@ -265,11 +265,16 @@ class ExactReplica(Replica):
         warn_left_out(self._engine.load_state_dict(self._memory), "the plan was made anew for other parameters")
 
     def _resolve(self) -> Resolution:
-        # Groups for two levels are made of the default group; a further module has a group of its own.
-        two_level = self._group is None and dist.get_backend() == "nccl"
-        unshared = memory_fault(self._module, *self._shape, self._group)
-        trained = set(self._planned.values())
-        return resolve_together(self._settings, self._module, *self._shape, two_level, unshared, self._group, trained)
+        return resolve_together(
+            self._settings,
+            self._module,
+            *self._shape,
+            self._group,
+            # Groups for two levels are made of the default group; a further module has a group of its own.
+            two_level_collectives=self._group is None and dist.get_backend() == "nccl",
+            unshared=memory_fault(self._module, *self._shape, self._group),
+            also=set(self._planned.values()),
+        )
 
     def _start(self) -> Engine:
         # A parameter that has trained stays in the plan while it is frozen: networks that train in turn share one.

@@ -40,12 +40,10 @@ def resolve_together(
     module: nn.Module,
     nodes: int,
     devices: int,
-    two_level_collectives: bool = False,
-    unshared: str = "",
     group: dist.ProcessGroup | None = None,
-    also: Container[nn.Parameter] = (),
+    **options: Any,
 ) -> Resolution:
-    """As `resolve`, on all ranks of ``group`` (None is the default one) with one result; collective.
+    """As `resolve` with its further ``options``, on all ranks of ``group`` with one result; collective.
 
     Raises:
         DocumentError: (or a subclass, on every rank) plan, model, cluster and job do not fit each other, or ranks have
@@ -59,10 +57,7 @@ def resolve_together(
             "cluster": resolution.cluster.fingerprint,
         }
 
-    def find() -> Resolution:
-        return resolve(settings, module, nodes, devices, two_level_collectives, unshared, also)
-
-    return agree(find, identify, group)
+    return agree(lambda: resolve(settings, module, nodes, devices, **options), identify, group)
 
 
 def resolve(

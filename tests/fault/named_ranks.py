@@ -107,9 +107,9 @@ def plan_of(kind: str, module: nn.Module, size: int) -> Any:
     return builders.build(builder, describe(module), cluster_of(kind, size), **options)
 
 
-def in_two_levels(*arguments: Any) -> Any:
+def in_two_levels(*arguments: Any, **options: Any) -> Any:
     """``resolve``, as it is under NCCL."""
-    return resolve(*arguments[:4], True, *arguments[5:])
+    return resolve(*arguments, **{**options, "two_level_collectives": True})
 
 
 def framework(name: str) -> tuple[Any, Any, Any, Any]:

@@ -243,7 +243,7 @@ class ParameterServer(Synchronizer):
         return {"step": self._pulled.step, "progress": float(self.progress), "optimizer": whole}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a state, be it of another number of servers; called before `start`.
+        """Continue from a state, also of another number of servers; called before `start`.
 
         Rank 0's counts; with the same one on all ranks, they all find what is wrong with it.
 
@@ -353,7 +353,7 @@ class ParameterServer(Synchronizer):
         self._push(shard.owner, packed, None)
 
     def _exchange(self, gradients: Gradients, workers: int, handed_on: Sequence[int]) -> None:
-        """Push, and take the servers' answers, which those who contributed get too."""
+        """Push gradients, and pass the servers' answers on to the workers that contributed."""
         settings = hyperparameters(self._optimizer)
         for owner, shards in self._of.items():
             own = {shard.index: gradients[shard.index] for shard in shards if shard.index in gradients}
@@ -388,7 +388,7 @@ class ParameterServer(Synchronizer):
         self._rpc.send(owner, "server.push", header, packed.parts)
 
     def _carried_buffers(self) -> dict[str, Part]:
-        """What counts at a barrier: in step rank 0's buffers, as with DDP; otherwise all workers' floating ones."""
+        """Buffers to send at a barrier: in synchronous mode rank 0's, as with DDP; else all workers' floating ones."""
         if self._consistency.mode == "synchronous":
             chosen = self._buffers if self._mesh.rank == 0 else {}
         else:

@@ -37,7 +37,7 @@ class StalenessClock:
 
     @property
     def parties(self) -> tuple[int, ...]:
-        """Those that are waited for, ascending."""
+        """The parties in the clock, ascending."""
         return tuple(self._steps)
 
     @property
@@ -97,7 +97,7 @@ class StalenessClock:
 
 
 class Barrier:
-    """Those who stand at the barrier, and what they brought.
+    """The workers that have arrived at a barrier, and their buffers.
 
     Args:
         buffers: rank 0's at the beginning, by name.
@@ -141,7 +141,7 @@ class Barrier:
 
 
 def _average(given: Sequence[tuple[int, Tensor]]) -> Tensor:
-    """Weighted by samples; of a counter the first. Whoever has none counts only where nobody has any."""
+    """The mean weighted by samples; of a counter the first. A worker without samples counts only if none has any."""
     # Zero times an infinity, as in a mask, is not a number.
     given = [pair for pair in given if pair[0]] or given
     first = given[0][1]
@@ -182,7 +182,7 @@ class Push:
 
 
 class Pushes:
-    """Pushes that are on their way, one a worker.
+    """Pushes that are not complete, at most one a worker.
 
     Args:
         shards: the server's own, by index.

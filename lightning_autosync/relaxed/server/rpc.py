@@ -107,7 +107,7 @@ class BadMessageError(ExchangeError):
 
 @contextmanager
 def attributed_to(rank: int) -> Iterator[None]:
-    """Around the reading of a message of ``rank``; what goes wrong becomes a `BadMessageError`."""
+    """Around the reading of a message of ``rank``; errors become a `BadMessageError`."""
     try:
         yield
     except (ExchangeError, ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as cause:
@@ -118,7 +118,7 @@ Handlers = Mapping[str, Callable[[Mail], None]]
 
 
 class ServerRpc:
-    """Sends, waits, and turns what others' absence means into errors.
+    """Sends messages, waits for answers, and turns losses of processes into errors.
 
     Args:
         layout: who serves.
@@ -160,7 +160,7 @@ class ServerRpc:
             raise
 
     def collect(self, handlers: Handlers, known: Mapping[int, int] | None = None) -> None:
-        """Handle messages until every server has answered, but for those whose answers are ``known``.
+        """Handle messages until every server has answered, except those whose answers are ``known``.
 
         Raises:
             ExchangeError: as `handle_next`.
@@ -171,7 +171,7 @@ class ServerRpc:
             self.handle_next(handlers, deadline)
 
     def handle_next(self, handlers: Handlers, deadline: Deadline) -> None:
-        """Handle one event; ``deadline`` begins anew where a server says that others still move.
+        """Handle one event; ``deadline`` begins anew if a server says that others still move.
 
         Raises:
             ExchangeError: a server is lost or failed, a worker is lost where all are needed, or time is over.
@@ -220,7 +220,7 @@ def _server_gone(rank: int, why: str) -> ExchangeError:
 
 
 class PulledParameters:
-    """Answers of servers, installed.
+    """Installs the answers of servers in the model, and keeps count of steps and versions.
 
     Args:
         rank: the own.
@@ -255,7 +255,7 @@ class PulledParameters:
         return self.steps[self.coordinator]
 
     def install(self, mail: Mail) -> None:
-        """Take one server's answer, be it handed on by another worker."""
+        """Take one server's answer, which another worker may have passed on."""
         owner = mail.header.get("owner", mail.sender)
         message = unpack(mail.payload)
         self._model.install(message, self._shards[owner])

@@ -70,7 +70,7 @@ class ShardServer:
         return not self._thread.is_alive()
 
     def stop(self) -> None:
-        """End at once, whoever may still need it."""
+        """End at once, even if workers still need it."""
         self._events.wake()
         self._thread.join()
 
@@ -122,7 +122,7 @@ class ShardServer:
             handlers[event.kind](event)
 
     def _refuse(self, bad: BadMessageError) -> None:
-        """What one worker sends must not end the others: it is as good as lost."""
+        """Treat a worker that sent nonsense as lost, so that it does not end the others."""
         self._tell(bad.rank, "worker.failed", {"error": str(bad)})
         self._absent(Absence(bad.rank, str(bad), True))
 
@@ -225,7 +225,7 @@ class ShardServer:
         everything: bool = False,
         buffers: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """Hand out parameters: dense shards whole, of tables the rows that changed (and are wanted)."""
+        """Send parameters: dense shards whole, of tables the rows that changed (and are wanted)."""
         assert self._setup is not None
         tensors: dict[str, Part] = {}
         for index, shard in self._shards.items():
@@ -259,7 +259,7 @@ class ShardServer:
         self._go_on()
 
     def _drop_idle(self, party: int) -> None:
-        """Wait no longer for a party of which nobody pushes any more."""
+        """Wait no longer for a party whose workers have all finished or gone."""
         assert self._setup is not None
         if not any(rank in self._present and rank not in self._idle for rank in self._setup.parties[party]):
             self._whole.pop(party, None)
@@ -275,7 +275,7 @@ class ShardServer:
         self._release()
 
     def _release(self) -> None:
-        """Let all go on if the last one has come."""
+        """Answer all workers at the barrier if the last one has come."""
         if not self._barrier.arrived or not self._present <= self._barrier.arrived.keys():
             return
         self._idle.clear()
@@ -316,7 +316,7 @@ class ShardServer:
         self._release()
 
     def _require_everybody(self) -> None:
-        """In step, whoever goes on needs all workers; at the end of training all leave, and nobody goes on.
+        """In synchronous mode a step needs all workers, so one that has left is an error for those that go on.
 
         Raises:
             ExchangeError: one has left.

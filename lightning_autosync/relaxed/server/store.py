@@ -121,7 +121,7 @@ class ShardStore:
                         yield (piece.variable, piece.start, name), tensor
 
     def load_states(self, states: Mapping[StateKey, Tensor]) -> None:
-        """Take over what `states` gave, be it of another cut into pieces that was put together and cut anew."""
+        """Load what `states` gave, also from another cut into pieces that was joined and split again."""
         if self._optimizer is None:
             return
         by_piece: dict[tuple[str, int], dict[str, Tensor]] = {}

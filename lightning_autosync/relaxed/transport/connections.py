@@ -1,4 +1,4 @@
-"""The life of a mesh's connections: how peers come, are cut off and called again, are given up, and leave."""
+"""The connections of a mesh: opening, replacing after a drop, giving a peer up, and closing."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LOST, SUSPECT, ALIVE = "mesh.lost", "mesh.suspect", "mesh.alive"
 
 
 class MeshEvents(Protocol):
-    """What a mesh is told; all on the thread that serves its connections."""
+    """Called with what happens in a mesh, on the thread that serves its connections."""
 
     def delivered(self, mail: Mail) -> None: ...
 
@@ -92,7 +92,7 @@ class Connections:
         self.unwritten.add(peer)
 
     def tick(self, now: float) -> None:
-        """Beat, and judge silences and broken connections at ``now``."""
+        """Send beats, and check silences and broken connections at ``now``."""
         for peer, connection in list(self.by_rank.items()):
             if now > connection.deadline:
                 self._expire(peer, connection)
@@ -105,7 +105,7 @@ class Connections:
     # Coming
 
     def join(self, peer: int, address: tuple[str, int], incarnation: int, timeout: float) -> None:
-        """Call a peer for the first time; `MeshEvents.joined` tells when it is connected."""
+        """Connect to a peer for the first time; `MeshEvents.joined` is called once it is connected."""
         self._members.connecting[peer] = address
         hello = self._hello(handshake.JOIN, 0, 0)
         failed = partial(self._join_failed, peer, incarnation)
@@ -160,7 +160,7 @@ class Connections:
     # Cut off, and back
 
     def interrupted(self, peer: int, connection: Connection, why: str) -> None:
-        """A connection dropped: the lower rank calls again, the higher one asks whether that will happen."""
+        """A connection dropped: the lower rank connects again, the higher rank asks whether it will."""
         self._detach(connection)
         if connection.stream.peer_left or self.closing < math.inf:
             self.remove(peer, PeerLost(peer, "it has left"))
@@ -176,7 +176,7 @@ class Connections:
         self._dial(peer, connection.address, hello, self._settings.redial, settled, failed)
 
     def _suspect(self, peer: int, connection: Connection, now: float) -> None:
-        """It may be the connection, or this process's view of time: ask on a new one before giving up."""
+        """A peer is silent: try a new connection once before giving it up."""
         first = connection.silent_from is None
         connection.silent_from = connection.heard if connection.silent_from is None else connection.silent_from
         why = f"it was silent for {now - connection.silent_from:.1f} s"
@@ -273,7 +273,7 @@ class Connections:
     # Giving up
 
     def give_up(self, peer: int, why: str, dead: bool = False) -> None:
-        """A peer cannot be heard. If it is of lower rank and others hear it, it is this process that has to leave."""
+        """A peer cannot be heard. If its rank is lower and others hear it, this process has to leave."""
         connection = self.by_rank.get(peer)
         others = list(self._members.others(peer))
         if connection is None or dead or peer > self._members.rank or connection.disputed or not others:
@@ -304,7 +304,7 @@ class Connections:
             self.fail(Expelled(why))
 
     def lost_according_to(self, accused: int, incarnation: int, why: str) -> None:
-        """Believe another's report of a loss."""
+        """Accept another process's report of a loss."""
         if accused == self._members.rank:
             self.fail(Expelled(f"rank {accused} was given up ({why}); it can join again"))
         elif self._members.is_live(accused) and incarnation == self._members.incarnation_of(accused):
@@ -323,7 +323,7 @@ class Connections:
             self._lose(peer, "it cannot hear this rank")
 
     def _lose(self, peer: int, why: str, *, tell: bool = True) -> None:
-        """Give a peer up, and let the others know."""
+        """Give a peer up and tell the others."""
         incarnation = self._members.incarnation_of(peer)
         self._members.gone(peer, Status.LOST, why)
         self._members.forget(peer, incarnation)
@@ -341,7 +341,7 @@ class Connections:
             connection.stream.abandon(error)
 
     def fail(self, error: ExchangeError) -> None:
-        """Go on without anybody: expelled, or broken by a defect."""
+        """Drop all peers: this process was expelled, or the mesh is broken by a defect."""
         self.error = self.error or error
         for peer in list(self.by_rank):
             if self._members.is_live(peer):
@@ -359,7 +359,7 @@ class Connections:
         self._events.departed(peer)
 
     def take_leave(self) -> None:
-        """Say good-bye after all that is queued."""
+        """Say goodbye after all that is queued."""
         self.closing = time.monotonic() + CLOSE_TIMEOUT
         self._connector.stop()
         for peer, connection in list(self.by_rank.items()):
@@ -378,7 +378,7 @@ class Connections:
         )
 
     def stop(self) -> None:
-        """Call nobody any more; every call has ended then."""
+        """Open no more connections; returns once every attempt has ended."""
         self._connector.stop()
         self._connector.join()
 

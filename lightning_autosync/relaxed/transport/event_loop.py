@@ -154,7 +154,7 @@ class EventLoop:
         self.submit(partial(self._connections.post, peer, message))
 
     def join(self, peer: int, address: tuple[str, int], incarnation: int, timeout: float) -> None:
-        """Call a peer for the first time, on a thread of its own; `MeshEvents.joined` tells when it is connected."""
+        """Connect to a peer for the first time, on a thread of its own; then `MeshEvents.joined` is called."""
         self._connections.join(peer, address, incarnation, timeout)
 
     def close(self) -> None:
@@ -198,7 +198,7 @@ class EventLoop:
                 self._connections.unwritten.add(handler)
 
     def _forgive_own_absence(self) -> None:
-        """A process that was stopped itself must not blame its peers for the silence."""
+        """Do not count the time in which this process itself was stopped as silence of its peers."""
         now = time.monotonic()
         absence = now - self._looked_at
         self._looked_at = now
@@ -271,6 +271,6 @@ class EventLoop:
             self.submit(partial(self._given_up_elsewhere, peer, incarnation))
 
     def _given_up_elsewhere(self, peer: int, incarnation: int) -> None:
-        """Who comes back need not wait for a peer that the others have given up."""
+        """A process that comes back need not wait for a peer that the others have given up."""
         if self._members.forget(peer, incarnation):
             self._events.changed()

@@ -23,7 +23,7 @@ from lightning_autosync.errors import ExchangeError, PeerLost
 
 
 class PeerAddresses(NamedTuple):
-    """A process's place in the book: its incarnation, and where the others listen, under which of theirs at least."""
+    """A process's incarnation, and of each other process its address and the least incarnation that listens there."""
 
     incarnation: int
     addresses: dict[int, tuple[str, int]]
@@ -33,7 +33,7 @@ class PeerAddresses(NamedTuple):
 def exchange_addresses(
     store: dist.Store, secret: bytes, rank: int, size: int, address: tuple[str, int], *, rejoin: bool, timeout: float
 ) -> PeerAddresses:
-    """Write the own address into the store and read the others'.
+    """Write this process's address into the store and read those of the others.
 
     Every process that opens a mesh for the first time counts a round of its own; as all open their meshes in the same
     order, rounds agree. Whoever rejoins takes part in the round that its predecessor counted.
@@ -121,12 +121,12 @@ class Answer(NamedTuple):
 
 
 def encode(said: Hello | Answer) -> bytes:
-    """What is said as it travels."""
+    """A hello or an answer as bytes."""
     return json.dumps(list(said)).encode()
 
 
 def decode_hello(text: bytes) -> Hello:
-    """What a caller says.
+    """A hello from its bytes.
 
     Raises:
         ExchangeError: it is no hello.
@@ -135,7 +135,7 @@ def decode_hello(text: bytes) -> Hello:
 
 
 def decode_answer(text: bytes) -> Answer:
-    """What it is told.
+    """An answer from its bytes.
 
     Raises:
         ExchangeError: it is no answer.
@@ -159,7 +159,7 @@ def _decode(text: bytes, types: tuple[type, ...]) -> list[Any]:
 def connect_until(
     target: tuple[str, int], secret: bytes, hello: Hello, deadline: float, settled: Callable[[], bool]
 ) -> tuple[socket.socket, Answer] | None:
-    """Call a process, again while it hangs up or tells to wait; None once ``settled`` says that it is not needed.
+    """Connect to a process; try again while it hangs up or says wait. None once ``settled`` returns true.
 
     Raises:
         OSError: nobody listens there, or no answer came before ``deadline`` (seconds of `time.monotonic`).
@@ -192,7 +192,7 @@ Failed = Callable[[OSError], None]
 
 
 class Connector:
-    """Makes calls, with the job's secret, until closed."""
+    """Opens connections with the job's secret, each on a thread of its own, until stopped."""
 
     def __init__(self, secret: bytes) -> None:
         self._secret = secret
@@ -209,7 +209,7 @@ class Connector:
         connected: Connected,
         failed: Failed,
     ) -> None:
-        """Call for at most ``timeout`` seconds, or until ``settled``; tell how it went, on the call's own thread."""
+        """Try for at most ``timeout`` seconds, or until ``settled``; the callbacks run on the attempt's own thread."""
         deadline = time.monotonic() + timeout
 
         def run() -> None:
@@ -228,11 +228,11 @@ class Connector:
             self._threads = [*(one for one in self._threads if one.is_alive()), thread]
 
     def stop(self) -> None:
-        """Let calls end soon; who waits in one is told that it is no longer needed."""
+        """Let attempts end soon, as not needed any more."""
         self._closed.set()
 
     def join(self) -> None:
-        """Wait until the last call has ended."""
+        """Wait until the last attempt has ended."""
         with self._changing:
             threads = self._threads
         for thread in threads:

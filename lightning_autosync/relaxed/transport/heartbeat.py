@@ -18,7 +18,7 @@ from lightning_autosync.errors import DocumentError
 
 @dataclass(frozen=True)
 class HeartbeatSettings:
-    """How often to show life, and how long to bear silence.
+    """How often to send beats, and how long a peer may be silent.
 
     Args:
         interval: seconds between beats where nothing else is sent.
@@ -52,7 +52,7 @@ class HeartbeatSettings:
 
 
 class SilenceLimit:
-    """The bearable silence of one peer, in seconds, learnt from its last hundred beats."""
+    """How long one peer may be silent, in seconds, learnt from its last hundred beats."""
 
     def __init__(self, settings: HeartbeatSettings) -> None:
         self._settings = settings
@@ -66,7 +66,7 @@ class SilenceLimit:
         self._last = now
 
     def pause(self) -> None:
-        """What lies before the next beat says nothing about the peer: this process or the connection was away."""
+        """Do not count the time before the next beat: this process or the connection was away."""
         self._last = None
 
     @property
@@ -86,7 +86,7 @@ STALL = 60.0
 
 
 def read_heartbeat(given: HeartbeatSettings | Mapping[str, float] | None) -> HeartbeatSettings:
-    """Settings by name; what is not named stays as it is by default.
+    """Settings from a mapping of names; others keep their defaults.
 
     Raises:
         DocumentError: a name is unknown, a value is no number, or they do not fit each other.
@@ -102,7 +102,7 @@ def read_heartbeat(given: HeartbeatSettings | Mapping[str, float] | None) -> Hea
 
 
 def read_seconds(name: str, value: object) -> float:
-    """A finite number above 0, which errors call ``name``.
+    """Check a finite number above 0, which errors call ``name``.
 
     Raises:
         DocumentError: it is none.

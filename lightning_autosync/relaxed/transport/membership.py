@@ -1,4 +1,4 @@
-"""Who belongs to a mesh: pure bookkeeping of incarnations, and who is right when two disagree.
+"""Which processes belong to a mesh. Pure bookkeeping: incarnations, and who leaves when two disagree.
 
 A process that comes back is a new incarnation; what an earlier one says is void. When two processes cannot talk to
 each other, the one of higher rank leaves: every process applies this rule by itself, so all end with the same view,

@@ -35,12 +35,12 @@ class Inbox:
             self._changed.notify_all()
 
     def drain(self, kind: str) -> list[Mail]:
-        """All that waits of a kind, which waits no more."""
+        """Remove and return all messages of a kind."""
         with self._changed:
             return list(self._queues.pop(kind, ()))
 
     def notify(self) -> None:
-        """Let those who wait look again whether waiting makes sense."""
+        """Let waiting threads check again whether waiting makes sense."""
         with self._changed:
             self._changed.notify_all()
 
@@ -261,7 +261,7 @@ class Mesh:
         return lambda: listeners.remove(handler) if handler in listeners else None
 
     def close(self) -> None:
-        """Send what is queued, take leave, and stop; the peers do not count this process as lost."""
+        """Send what is queued, say goodbye, and stop; the peers do not count this process as lost."""
         atexit.unregister(self.close)
         if not self._closed:
             self._closed = True
@@ -269,7 +269,7 @@ class Mesh:
             self._inbox.notify()
 
     def _unreachable(self, peer: int | None) -> ExchangeError | None:
-        """Why nothing can be sent to or come from ``peer`` (None: anybody) any more."""
+        """Why nothing can be sent to or come from ``peer`` (None: any) any more; None if it can."""
         if self._closed:
             return ExchangeError("the mesh is closed")
         if self._loop.error is not None:
@@ -305,7 +305,7 @@ class Mesh:
             raise ExchangeError(f"rank {self.rank} could not meet its peers: {reasons}")
 
     def _awaited_again(self) -> list[int]:
-        """Whom a process that comes back must still meet: anybody, and then all whom those count as live."""
+        """Peers that a process that comes back must still meet: any one, then all that this one counts as live."""
         return self._members.unmet if self._members.live != {self.rank} else self._members.missing
 
     def _others(self) -> list[int]:

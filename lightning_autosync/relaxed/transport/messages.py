@@ -33,7 +33,7 @@ class Mail(NamedTuple):
 
 
 class Sent:
-    """A message under way; its payload must stay as it is until the receiver has confirmed it."""
+    """A message being sent; its payload must not change until the receiver has confirmed it."""
 
     def __init__(self) -> None:
         self._event = threading.Event()
@@ -43,7 +43,7 @@ class Sent:
 
     @property
     def done(self) -> bool:
-        """Whether the payload is the sender's own again."""
+        """Whether the payload may change again."""
         return self._event.is_set()
 
     def wait(self, timeout: float) -> None:
@@ -77,11 +77,11 @@ class Sent:
         self._moved_at = time.monotonic()
 
     def cancel(self) -> None:
-        """Do not begin to send it any more; what is on its way goes on."""
+        """Do not begin to send it; a message that has begun goes on."""
         self.cancelled = True
 
     def settle(self, error: ExchangeError | None = None) -> None:
-        """It has arrived, or never will."""
+        """Mark it as arrived, or with ``error`` as failed."""
         self._error = self._error or error
         self._event.set()
 
@@ -199,7 +199,7 @@ for _kind, _fields in _FIELDS.items():
 
 
 def header_fault(kind: str, header: dict[str, Any]) -> str:
-    """What is wrong with a header as JSON had it; empty if nothing is, or nothing is asked of its kind."""
+    """What is wrong with a header; empty if nothing is, or if its kind is not checked here."""
     model = _MODELS.get(kind)
     if model is None:
         return ""

@@ -71,7 +71,7 @@ class _Inbound(NamedTuple):
 
 
 class FrameStream:
-    """What is under way from and to one peer. Used by the mesh's thread only.
+    """Frames to and from one peer. Used by the mesh's thread only.
 
     Args:
         place: asked for the destination of each large payload.
@@ -103,7 +103,7 @@ class FrameStream:
     # Sending
 
     def post(self, message: Message) -> None:
-        """Queue a message; small ones are the sender's own again at once."""
+        """Queue a message; the payload of a small one is copied, so it may change at once."""
         if payload_size(message.payload) <= SMALL_MESSAGE:
             copy = memoryview(b"".join(message.payload))
             self._small.append(message._replace(payload=[copy]))
@@ -112,7 +112,7 @@ class FrameStream:
             self._large.append(message)
 
     def leave(self) -> None:
-        """Say good-bye after all that is queued."""
+        """Say goodbye after all that is queued."""
         self._leave = True
 
     @property
@@ -238,7 +238,7 @@ class FrameStream:
 
     @property
     def beaten(self) -> bool:
-        """Whether a beat came since this was asked last."""
+        """Whether a beat came since the last look; resets it."""
         beaten, self._beaten = self._beaten, False
         return beaten
 
@@ -370,13 +370,13 @@ class Connection:
         self.stream.beat_due = True
 
     def hear(self, now: float) -> None:
-        """A sign of life."""
+        """Something came from the peer."""
         self.heard, self.silent_from, self._absences = now, None, 0
         if not self.stream.peer_left:
             self.deadline = math.inf
 
     def forgive(self, absence: float) -> None:
-        """This process was away itself for so many seconds, and must not blame the peer for the silence."""
+        """This process itself was stopped for ``absence`` seconds, which do not count as the peer's silence."""
         self._absences += 1
         if self._absences <= FORGIVEN:
             self.heard += absence

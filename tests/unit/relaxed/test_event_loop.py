@@ -1,7 +1,8 @@
-"""What becomes of messages when a mesh closes."""
+"""Calls left for the mesh's thread, also those that come too late."""
 
 from __future__ import annotations
 
+import select
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -10,8 +11,43 @@ import torch.distributed as dist
 from strangers import SECRET
 
 from lightning_autosync.errors import ExchangeError, MeshTimeout
+from lightning_autosync.relaxed.transport.event_loop import CallQueue
 from lightning_autosync.relaxed.transport.mesh import Mesh
 from lightning_autosync.relaxed.transport.messages import Message, Sent, as_bytes, encode_head
+
+
+def _is_woken(calls: CallQueue) -> bool:
+    return bool(select.select([calls.readable], [], [], 0)[0])
+
+
+def test_calls_behind_one_that_raises_are_made_at_the_next_wake() -> None:
+    def fail() -> None:
+        raise ValueError("no luck")
+
+    calls, made = CallQueue(), []
+    try:
+        calls.submit(fail)
+        calls.submit(lambda: made.append(1))
+        with pytest.raises(ValueError, match="no luck"):
+            calls.run_all()
+        assert made == []
+        assert _is_woken(calls)
+        calls.run_all()
+        assert made == [1]
+        assert not _is_woken(calls)
+    finally:
+        calls.close()
+
+
+def test_nothing_can_be_left_in_a_closed_queue() -> None:
+    calls, made = CallQueue(), []
+    calls.submit(lambda: made.append(0))
+    (left,) = calls.close()
+    with pytest.raises(ExchangeError, match="the mesh is closed"):
+        calls.submit(lambda: made.append(1))
+    assert made == []
+    left()
+    assert made == [0]
 
 
 def test_a_message_that_comes_too_late_for_the_meshs_thread_is_settled(monkeypatch: pytest.MonkeyPatch) -> None:

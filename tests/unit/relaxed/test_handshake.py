@@ -1,13 +1,16 @@
-"""Calls to peers, each on a thread of its own."""
+"""Processes of a mesh find each other: addresses in the store, and connections made on threads of their own."""
 
 from __future__ import annotations
 
 import socket
 import threading
 
+import pytest
+import torch.distributed as dist
 from strangers import SECRET
 
-from lightning_autosync.relaxed.transport.handshake import JOIN, Connector, Hello
+from lightning_autosync.errors import ExchangeError
+from lightning_autosync.relaxed.transport.handshake import JOIN, Connector, Hello, exchange_addresses
 
 
 def test_closing_waits_for_every_call_whoever_made_it() -> None:
@@ -30,3 +33,8 @@ def test_closing_waits_for_every_call_whoever_made_it() -> None:
         connector.stop()
         connector.join()
         assert told == [None] * 20
+
+
+def test_who_does_not_sign_in_is_named() -> None:
+    with pytest.raises(ExchangeError, match=r"^ranks 1, 2 did not come to the mesh in 0\.3 s$"):
+        exchange_addresses(dist.HashStore(), b"secret", 0, 3, ("127.0.0.1", 1), rejoin=False, timeout=0.3)
