@@ -10,9 +10,8 @@ from pathlib import Path
 def set_batch_scheduling() -> bool:
     """Put every thread of this process, and those that they start from now on, under ``SCHED_BATCH``.
 
-    Where several ranks share a core, a rank that wakes to receive a small message then no longer
-    preempts the one that is computing, and small collectives take a fraction of the time. It needs
-    no privilege.
+    Then a rank that wakes up for a small message does not preempt a rank that computes on the same core, and small
+    collectives take a fraction of the time. It needs no privilege.
 
     Returns:
         Whether the policy is now in force; False where the system does not have it or refuses it.

@@ -71,7 +71,7 @@ class MessageGradients(ABC):
 
     @abstractmethod
     def watch(self, completed: Callable[[], None] | None) -> None:
-        """As of `Exchange.watch`."""
+        """See `Exchange.watch`."""
 
     @abstractmethod
     def packer(self, place: int) -> Callable[[], None]:

@@ -1,8 +1,8 @@
-"""How fast a rank should send to each of its peers, so that a message reaches them all at the same time.
+"""How fast a rank should send to each of its peers, so that all parts of a message arrive at the same time.
 
-Connections that share a link get equal parts of it, whatever each has to carry. Where a rank hands most of a message
-to one peer and a little to many others, the little comes early, and links further on stand idle until the rest is
-there. So every connection is held to its part of the link.
+TCP gives connections that share a link equal parts of it, whatever each has to carry. If a rank sends most of a message
+to one peer and a little to many others, the small parts arrive early, and links behind them are idle until the large
+part arrives. So each connection is paced to its own share of the link.
 """
 
 from __future__ import annotations
@@ -16,23 +16,22 @@ from lightning_autosync.cluster import PAYLOAD_SHARE, LinkGraph
 from lightning_autosync.plan.schedule import Message, Round, Schedule, TreeTransfer
 
 HEADROOM = 1.01
-"""Over the exact part, to catch up with. More lets the many small connections of a full link crowd out the large one:
-with 1.10 a fat node and seven leaves came to 90% of their bound, with 1.01 to 96%."""
+"""Factor on the exact rate, with which a connection can catch up. With more, the many small connections of a full link
+crowd out the large one: a fat node and seven leaves reached 90% of their bound with 1.10, and 96% with 1.01."""
 LEAST_PART = 0.02
-"""Of a route's rate: a connection that needs less crowds out nobody, and headers would be much of what it sends."""
+"""Share of a route's rate below which a connection is not paced: it crowds out nobody, and sends mostly headers."""
 
 Arc = tuple[int, int]
 
 
 def pacing_rates(schedule: Schedule, topology: LinkGraph, rank: int) -> dict[int, float]:
-    """The payload bytes/s to which ``rank`` should hold itself, by peer; peers without a limit are left out.
+    """The payload bytes/s that ``rank`` should not exceed, by peer; peers without a limit are left out.
 
-    A round takes the time of its fullest channel at least, and a connection that carries x bytes of the round needs
-    no more than x bytes in that time, times what makes up for the filling of its pipeline (`pipeline_stretches`).
-    Rounds may travel one at a time, so of a peer's rounds the fastest counts.
-    There is no limit for a connection that may need its whole route, nor for one that needs less than `LEAST_PART` of
-    it, nor inside a node, where no link is shared. What a row-wise message will send is unknown, so it may need the
-    whole route.
+    A round takes at least the time for which its fullest channel is busy. A connection that carries x bytes of the
+    round need not send more than x bytes in that time, times `pipeline_stretches`. Rounds may travel one at a time, so
+    the fastest of a peer's rounds counts. There is no limit for a connection that may need its whole route, for one
+    that needs less than `LEAST_PART` of it, and inside a node, where no link is shared. The size of a row-wise message
+    is not known beforehand, so it may need the whole route.
 
     Raises:
         ClusterError: the rates of the cluster are unknown.
@@ -53,12 +52,12 @@ def pacing_rates(schedule: Schedule, topology: LinkGraph, rank: int) -> dict[int
 
 
 def pipeline_stretches(schedule: Schedule, rank: int) -> dict[int, float]:
-    """By peer of ``rank``, the factor on the rate that a connection's bytes alone ask for.
+    """By peer of ``rank``, the factor on a connection's rate that makes up for the filling of its pipeline.
 
-    A piece takes one hop after the other, up its tree and down again: of n pieces in a row over h hops the last one
-    arrives after the time of n + h - 1 pieces. Of a round's transfers, which travel side by side, that of most pieces
-    and that of most hops count. The rounds of a message wait for each other. Messages are taken to follow each other
-    without a gap, so that of many the pipelines fill but once; one that comes alone in the end then takes longer.
+    A piece takes one hop after the other, up its tree and down again. Of n pieces in a row over h hops, the last one
+    arrives after the time of n + h - 1 pieces. The transfers of a round travel side by side: the largest number of
+    pieces and the largest number of hops count. The rounds of a message wait for each other. Messages are assumed to
+    follow each other without a gap, so that the pipelines fill once for all of them.
     """
     pieces: Counter[int] = Counter()
     fills: Counter[int] = Counter()
@@ -93,7 +92,7 @@ def _neighbours(transfer: TreeTransfer, rank: int) -> set[int]:
 
 
 def _arc_rates(message: Message, round: Round, topology: LinkGraph) -> dict[Arc, float]:
-    """Bytes/s on the wire, from one rank to another, with which a round takes no longer than it must."""
+    """Bytes/s on the wire, from one rank to another, that a round in the least time needs."""
     arcs = _arc_elements(round)
     if message.rows:
         return {arc: topology.bandwidth(*arc) for arc in arcs}
@@ -117,7 +116,7 @@ def _arc_elements(round: Round) -> dict[Arc, int]:
 
 
 def _least_time(arcs: Mapping[Arc, int], topology: LinkGraph) -> float:
-    """Seconds for which the fullest channel is busy, were an element a byte: the size of one cancels out."""
+    """Seconds for which the fullest channel is busy if an element is a byte; the size of an element cancels out."""
     loads = numpy.zeros(len(topology.channels))
     for arc, elements in arcs.items():
         loads[list(topology.route(*arc))] += elements

@@ -1,4 +1,4 @@
-"""The job's secret, by which its processes know each other: from the environment, a file, or the process group."""
+"""The job's secret, with which its processes authenticate: from the environment, a file, or the process group."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_autosync.errors import ExchangeError
 SECRET, SECRET_FILE = "AUTOSYNC_SECRET", "AUTOSYNC_SECRET_FILE"
 """Environment variables: the secret itself, or the name of a file that holds it."""
 _SHORTEST, _LONGEST = 16, 4096
-"""Bytes. A short one could be guessed from what travels."""
+"""Bytes. A short one could be guessed from recorded handshakes."""
 
 
 def given_secret() -> bytes | None:
@@ -83,19 +83,21 @@ def common_secret(group: dist.ProcessGroup | None = None, required: str = "") ->
 
 
 def seal(secret: bytes, what: str, text: str) -> str:
-    """``text`` with a mark that only who knows the secret can make, for a place that others can write to.
+    """``text`` with an HMAC of the secret, for a place that others can write to.
 
     Args:
-        what: names the place, so that what is sealed for one is refused at another.
+        secret: the job's.
+        what: names the place; text that is sealed for another place is refused there.
+        text: what to seal.
     """
     return f"{_mark(secret, what, text)} {text}"
 
 
 def unseal(secret: bytes, what: str, sealed: str) -> str:
-    """What was sealed.
+    """The text that was sealed.
 
     Raises:
-        ExchangeError: not with this secret, or not for this place.
+        ExchangeError: it was sealed with another secret, or for another place.
     """
     mark, _, text = sealed.partition(" ")
     if not hmac.compare_digest(mark.encode(), _mark(secret, what, text).encode()):

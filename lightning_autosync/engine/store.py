@@ -1,4 +1,4 @@
-"""Torch's stores as they are opened and found here: at one address only, and never longer than was asked for."""
+"""Torch's TCP stores: opened on one address only, and found without waiting longer than asked for."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import torch.distributed as dist
 from lightning_autosync.engine.connections import listen
 from lightning_autosync.errors import ExchangeError
 
-PATIENCE = 10.0
-"""Seconds in which a store answers, however busy its host is; it needs no Python there."""
+ANSWER_TIMEOUT = 10.0
+"""Seconds in which a store answers, however busy its host is: its thread runs no Python."""
 _RETRY = 0.2
 """Seconds between looks whether anything listens."""
 
 
 def open_store(address: str, port: int, timeout: float) -> dist.TCPStore:
-    """A store that listens on ``address`` only; one that this process has at ``port`` already is opened once more.
+    """A store that listens on ``address`` only; if this process has one at ``port`` already, that one.
 
     Args:
         address: of this machine, or a name of it.
@@ -39,12 +39,12 @@ def open_store(address: str, port: int, timeout: float) -> dist.TCPStore:
 
 
 def _open_again(address: str, port: int, timeout: float, taken: ExchangeError) -> dist.TCPStore:
-    """The store that a process group of an earlier training may still hold, which torch knows by its port."""
+    """The store that a process group of an earlier training may still hold; torch finds it by its port."""
     if not port:
         raise taken
     with listen(address) as other:
         try:
-            # If there is none, torch takes this socket, and sees that its port is another.
+            # If there is none, torch takes this socket, and notices that it has another port.
             return _store(address, port, timeout, other.fileno())
         except RuntimeError:
             other.detach()
@@ -77,11 +77,11 @@ def find_store(host: str, port: int, timeout: float, waiting: float = 0.0) -> di
     """
     _await_listener(host, port, waiting)
     found: list[dist.TCPStore | RuntimeError] = []
-    # Torch waits for a first answer without an end, and cannot be interrupted.
+    # Torch waits for the first answer without a time-out, and cannot be interrupted.
     asking = threading.Thread(target=_ask, args=(host, port, found), name="autosync-store", daemon=True)
     asking.start()
-    asking.join(PATIENCE + 1.0)
-    answer = found[0] if found else RuntimeError(f"no answer in {PATIENCE:g} s")
+    asking.join(ANSWER_TIMEOUT + 1.0)
+    answer = found[0] if found else RuntimeError(f"no answer in {ANSWER_TIMEOUT:g} s")
     if isinstance(answer, RuntimeError):
         reason = str(answer).splitlines()[0]
         raise ExchangeError(f"no store at {host}:{port}: what listens there is something else ({reason})")
@@ -93,7 +93,7 @@ def _await_listener(host: str, port: int, waiting: float) -> None:
     deadline = time.monotonic() + waiting
     while True:
         try:
-            socket.create_connection((host, port), timeout=PATIENCE).close()
+            socket.create_connection((host, port), timeout=ANSWER_TIMEOUT).close()
             return
         except OSError as cause:
             if time.monotonic() > deadline:
@@ -102,15 +102,15 @@ def _await_listener(host: str, port: int, waiting: float) -> None:
 
 
 def _ask(host: str, port: int, found: list[dist.TCPStore | RuntimeError]) -> None:
-    patience = timedelta(seconds=PATIENCE)
+    timeout = timedelta(seconds=ANSWER_TIMEOUT)
     try:
-        found.append(dist.TCPStore(host, port, is_master=False, timeout=patience, wait_for_workers=False))
+        found.append(dist.TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False))
     except RuntimeError as cause:
         found.append(cause)
 
 
 def _numeric(address: str) -> str:
-    """An address of this machine, by whatever name it goes."""
+    """The numeric form of an address of this machine, or of its name."""
     try:
         return str(socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][4][0])
     except OSError as cause:

@@ -14,7 +14,7 @@ class StepTrace:
     """One step on one rank; seconds from its beginning.
 
     Attributes:
-        forward: end of the forward pass; where nobody marked it, when the first gradient came.
+        forward: end of the forward pass, or the first gradient if nobody marked it.
         backward: end of the backward pass.
         synchronized: when all gradients held their means.
         end: of the step.
@@ -69,7 +69,7 @@ class Recorder:
         )
 
     def end_forward(self) -> None:
-        """The forward pass has ended, as far as nobody said so before."""
+        """The forward pass has ended; later calls in the same step change nothing."""
         if self._forward is None:
             self._forward = self._now()
 

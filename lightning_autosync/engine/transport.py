@@ -1,8 +1,8 @@
 """Frames between pairs of ranks, moved by one thread.
 
-Collectives march in one order and block on their slowest member. Trees need more: many messages under way, each
-segment forwarded the moment it is complete, urgent ones first. So frames travel over plain non-blocking sockets,
-and one thread a process receives, reduces and forwards, while backward computes.
+Collectives run in one order and block on their slowest member. Trees need many messages under way, each piece forwarded
+as soon as it is complete, urgent ones first. So frames travel over plain non-blocking sockets. One thread a process
+receives, reduces and forwards them while backward computes.
 """
 
 from __future__ import annotations
@@ -25,17 +25,12 @@ from lightning_autosync.engine.connections import tune_connection
 from lightning_autosync.errors import ExchangeError
 
 _HEADER = struct.Struct("<IIIIIQ")
-
-
 _TURN = 512 * 1024
 """Bytes that one peer may be sent before the others get their turn."""
-
-_PARTING = 5.0
-"""Seconds that closing may take to get the last frames out."""
-
+_CLOSING_TIMEOUT = 5.0
+"""Seconds, at most, in which closing sends the last frames."""
 UP, DOWN, LEAVE = 0, 1, 2
-"""Phases of a frame: towards the root, away from it; and the last one of a rank, whose step is the last that it
-completed."""
+"""Phases of a frame: towards the root, away from it; or a rank's last frame, with its last complete step."""
 
 
 class Frame(NamedTuple):
@@ -50,7 +45,7 @@ class Frame(NamedTuple):
 
 
 class Receiver(Protocol):
-    """An exchange, as the transport sees it. All methods run on the transport's thread."""
+    """What the transport needs of an exchange. All methods run on the transport's thread."""
 
     def destination(self, peer: int, frame: Frame) -> memoryview:
         """Where the frame's bytes go; exactly ``frame.size`` of them."""
@@ -92,7 +87,7 @@ class _Peer:
 
     @property
     def idle(self) -> bool:
-        """Whether all that was queued is with the kernel."""
+        """Whether the kernel has taken all that was queued."""
         return self.outgoing is None and not self.outbox
 
 
@@ -115,7 +110,7 @@ class Transport:
         self._selector = selectors.DefaultSelector()
         self._peers = {rank: _Peer(rank, connection) for rank, connection in sockets.items()}
         self._receivers: dict[int, Receiver] = {}
-        self._orders: deque[Callable[[], None]] = deque()
+        self._calls: deque[Callable[[], None]] = deque()
         self._unwritten: dict[int, _Peer] = {}
         self._counter = 0
         self._error: ExchangeError | None = None
@@ -128,16 +123,16 @@ class Transport:
             self._selector.register(peer.socket, selectors.EVENT_READ, peer)
         self._thread = threading.Thread(target=self._serve, name="autosync-transport", daemon=True)
         self._thread.start()
-        # A script may end without closing what it opened; peers that are a little behind must not suffer from it.
+        # A script may end without closing the engine; peers that are a little behind still need the queued frames.
         atexit.register(self.close)
 
     def register(self, channel: int, receiver: Receiver) -> None:
         """Give a channel's frames to a receiver; before any peer may send to it."""
         self._receivers[channel] = receiver
 
-    def submit(self, order: Callable[[], None]) -> None:
-        """Run ``order`` on the transport's thread; callable from any thread."""
-        self._orders.append(order)
+    def submit(self, call: Callable[[], None]) -> None:
+        """Run ``call`` on the transport's thread; callable from any thread."""
+        self._calls.append(call)
         self._wake.send(b"\0")
 
     def send(
@@ -164,18 +159,18 @@ class Transport:
 
     @property
     def error(self) -> ExchangeError | None:
-        """What broke the transport, if anything did."""
+        """Why the transport is broken, if it is."""
         return self._error
 
     def close(self) -> None:
-        """Send what is queued, take leave of the peers, stop the thread and close all connections.
+        """Send what is queued, tell the peers that this rank leaves, stop the thread and close all connections.
 
-        A peer that is still in the exchange that this rank has completed is not disturbed.
+        Peers can still complete exchanges that this rank has completed.
         """
         atexit.unregister(self.close)
         if self._closing:
             return
-        self.submit(self._take_leave)
+        self.submit(self._say_goodbye)
         self._thread.join()
         for connection in [peer.socket for peer in self._peers.values()] + [self._wake, self._woken]:
             connection.close()
@@ -185,22 +180,22 @@ class Transport:
         deadline = math.inf
         while not self._closing or (self._busy() and time.monotonic() < deadline):
             try:
-                for key, events in self._selector.select(_PARTING if self._closing else None):
-                    self._attend(key.data, events)
+                for key, events in self._selector.select(_CLOSING_TIMEOUT if self._closing else None):
+                    self._handle(key.data, events)
                 self._flush()
             except ExchangeError as error:
                 self._fail(error)
             except Exception as cause:
                 self._fail(ExchangeError(f"the exchange broke: {cause}\n{traceback.format_exc()}"))
             if self._closing and deadline == math.inf:
-                deadline = time.monotonic() + _PARTING
+                deadline = time.monotonic() + _CLOSING_TIMEOUT
 
     def _busy(self) -> bool:
         return not all(peer.idle for peer in self._peers.values())
 
-    def _attend(self, peer: _Peer | None, events: int) -> None:
+    def _handle(self, peer: _Peer | None, events: int) -> None:
         if peer is None:
-            self._obey()
+            self._run_calls()
         elif peer.rank in self._peers:
             if events & selectors.EVENT_READ:
                 try:
@@ -210,7 +205,7 @@ class Transport:
             if events & selectors.EVENT_WRITE:
                 self._unwritten[peer.rank] = peer
 
-    def _take_leave(self) -> None:
+    def _say_goodbye(self) -> None:
         self._closing = True
         for channel, receiver in self._receivers.items():
             frame = Frame(channel, receiver.completed, 0, 0, LEAVE, 0)
@@ -218,17 +213,17 @@ class Transport:
                 if not peer.left:
                     self.send(rank, frame, memoryview(b""), (math.inf,))
 
-    def _obey(self) -> None:
+    def _run_calls(self) -> None:
         try:
             while self._woken.recv(4096):
                 pass
         except BlockingIOError:
             pass
-        while self._orders:
-            self._orders.popleft()()
+        while self._calls:
+            self._calls.popleft()()
 
     def _flush(self) -> None:
-        """Write what came up in this round, the most urgent first whatever the order in which it was queued."""
+        """Write to each peer what was queued for it in this round, the most urgent first."""
         while self._unwritten:
             _, peer = self._unwritten.popitem()
             if peer.rank in self._peers:
@@ -313,7 +308,7 @@ class Transport:
         self._fail(ExchangeError(f"lost the connection to rank {peer.rank}: {why}"))
 
     def _fail(self, error: ExchangeError) -> None:
-        """Give up for good: no exchange can complete any more, and the other ranks learn it from lost connections."""
+        """Give up: no exchange can complete any more. The other ranks learn it from lost connections."""
         self._error = self._error or error
         for peer in list(self._peers.values()):
             self._drop(peer)

@@ -75,7 +75,7 @@ def test_compressor_memory_goes_over_to_another_plan_by_variable(pool, compresso
 
 def test_ranks_with_different_plans_are_refused_on_every_rank(pool) -> None:
     for error in pool.run(engine_calls.mismatched, what="plan"):
-        assert error.startswith("PlanError: schedule: rank 1 compiled another one than rank 0")
+        assert error.startswith("PlanError: schedule: rank 1 has another schedule than rank 0")
 
 
 def test_schedule_for_another_world_is_refused_on_every_rank(pool) -> None:

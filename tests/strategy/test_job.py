@@ -26,7 +26,7 @@ HTTP = b"HTTP/1.1 400 Bad Request\r\n\r\n"
 
 @pytest.fixture(autouse=True)
 def _settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stores, "PATIENCE", 1.0)
+    monkeypatch.setattr(stores, "ANSWER_TIMEOUT", 1.0)
     monkeypatch.setenv("AUTOSYNC_SECRET", SECRET.decode())
 
 

@@ -16,8 +16,7 @@ from lightning_autosync.engine.transport import DOWN, UP, Frame, Transport
 from lightning_autosync.errors import ExchangeError
 from lightning_autosync.plan.schedule import Message, TreeTransfer
 
-_INDEX_BYTES = 8
-_COUNT_BYTES = 8
+_INDEX_BYTES = _COUNT_BYTES = 8
 
 
 @dataclass(frozen=True)
@@ -27,7 +26,7 @@ class Rows:
     Attributes:
         indices: [count], int64, ascending, each once.
         values: [count, width].
-        gradients: number of ranks that had a gradient, be it of no row.
+        gradients: number of ranks that had a gradient, even one of no row.
     """
 
     indices: Tensor
@@ -79,7 +78,7 @@ class RowExchange(ABC):
         """Launch what depends on the first part."""
 
     def watch(self, completed: Callable[[], None] | None) -> None:  # noqa: B027 - not all know it before `wait`
-        """As of `Exchange.watch`."""
+        """See `Exchange.watch`."""
 
     @abstractmethod
     def wait(self) -> Rows:
@@ -141,7 +140,7 @@ class RowTreeExchange(TreeSteps, RowExchange):
             return
         for path in self._paths:
             path.own = rows.between(path.first_row, path.last_row)
-            self._rise_if_complete(path)
+            self._send_up_if_complete(path)
 
     def destination(self, peer: int, frame: Frame) -> memoryview:
         path = self._path(peer, frame)
@@ -163,10 +162,10 @@ class RowTreeExchange(TreeSteps, RowExchange):
         if outside:
             raise ExchangeError(f"rank {peer} sent rows outside of [{path.first_row}, {path.last_row})")
         if frame.phase == DOWN:
-            self._hand_out(path, rows, wire)
+            self._send_down(path, rows, wire)
         else:
             path.contributions[peer] = wire
-            self._rise_if_complete(path)
+            self._send_up_if_complete(path)
 
     def _path(self, peer: int, frame: Frame) -> _Path:
         if frame.transfer >= len(self._paths):
@@ -178,7 +177,7 @@ class RowTreeExchange(TreeSteps, RowExchange):
             raise ExchangeError(f"rank {peer} sent rows that are not in the schedule")
         return path
 
-    def _rise_if_complete(self, path: _Path) -> None:
+    def _send_up_if_complete(self, path: _Path) -> None:
         children = path.transfer.reduce.children[self._rank]
         if path.own is None or len(path.contributions) < len(children):
             return
@@ -190,11 +189,11 @@ class RowTreeExchange(TreeSteps, RowExchange):
         wire = total.packed()
         parent = path.transfer.reduce.parents[self._rank]
         if parent < 0:
-            self._hand_out(path, total, wire)
+            self._send_down(path, total, wire)
         else:
             self._send(parent, (path.number, 0, UP), byte_view(wire))
 
-    def _hand_out(self, path: _Path, total: Rows, wire: Tensor) -> None:
+    def _send_down(self, path: _Path, total: Rows, wire: Tensor) -> None:
         path.total = total
         for child in path.transfer.broadcast.children[self._rank]:
             self._send(child, (path.number, 0, DOWN), byte_view(wire))

@@ -48,7 +48,7 @@ class StagedExchange(Exchange):
         self._returned.record(torch.cuda.current_stream(self._buffer.device))
 
     def _begin(self) -> None:
-        # A new thread stands on device 0, where it must not leave a context.
+        # A new thread has device 0 as its current one, and must not create a context there.
         with torch.cuda.device(self._buffer.device):
             self._copied.synchronize()
         self._inner.start()

@@ -17,7 +17,7 @@ HOST = "127.0.0.1"
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stores, "PATIENCE", 1.0)
+    monkeypatch.setattr(stores, "ANSWER_TIMEOUT", 1.0)
 
 
 def test_a_store_listens_at_its_address_only() -> None:
