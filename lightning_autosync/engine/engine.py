@@ -1,8 +1,9 @@
-"""The engine: gradients in, their mean over ranks out, while backward is still running."""
+"""The engine: it replaces gradients by their mean over ranks while backward is still running."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Literal
 
 import torch
@@ -33,28 +34,29 @@ class Engine:
     run before the engine reads them.
 
     Args:
-        parameters: name and parameter, as in ``named_parameters()``; each variable of the schedule must be there.
+        parameters: name and parameter, as in ``named_parameters()``; among them each variable of the schedule.
         schedule: what to exchange; the same on every rank.
         group: the process group; None is the default one.
         cluster: addresses to listen on and the rates of the links between ranks, as far as known; without it, ranks
             listen on the address that faces the rendezvous.
         timeout: seconds to wait for other ranks before an `ExchangeError`.
-        waits: when messages are waited for: at the end of ``backward``, or by the caller, before ``parameters`` are
-            used again, so that they travel beside the next forward pass (see `finish_message`, `GroupedOptimizer`).
+        waits: when to wait for messages. ``backward``: at its end. ``parameters``: when the caller does, before it
+            uses parameters again, so that messages travel beside the next forward pass (see `finish_message`,
+            `GroupedOptimizer`).
         gradient_as_bucket_view: as of ``DistributedDataParallel``: whether gradients become views of the engine's
             buffers, which saves memory. By default ``parameter.grad`` stays the user's own tensor.
         static_graph: as of ``DistributedDataParallel``: whether each backward pass accumulates each gradient as often
             as the first one did, so that a module may run several times under reentrant checkpointing.
-        watched: whether the caller has a `FailureDetector` open for all ranks, so that the engine needs none.
+        watched: whether the caller has a `FailureDetector` open for all ranks; otherwise the engine opens one.
 
     Attributes:
         schedule: what is exchanged.
         enabled: whether backward passes synchronize; off while gradients are accumulated locally.
         deferred: whether the caller runs `finish` after backward; else the engine does so when autograd is done.
-        changed: whether this rank's parameters are no longer those that the ranks agreed on, so that the next
-            backward pass must tell the other ranks.
+        changed: whether this rank's parameters are no longer those that the ranks agreed on. The next backward pass
+            then tells the other ranks.
         on_change: called on every rank after a pass in which some rank had ``changed`` set.
-        on_pass: called on every rank after each other synchronized pass, which `finish` has ended.
+        on_pass: called on every rank after each other synchronized pass, in `finish`.
 
     Raises:
         PlanError: the schedule is for other parameters or another number of ranks, or differs between ranks.
@@ -104,13 +106,13 @@ class Engine:
         self.renew_hooks()
 
     def renew_hooks(self, also: Iterable[nn.Parameter] = ()) -> None:
-        """Follow the parameters' gradients anew: where one got another dtype, autograd accumulates elsewhere.
+        """Register the hooks anew: autograd accumulates the gradient of a parameter elsewhere after its dtype changed.
 
-        Not during a backward pass.
+        Do not call it during a backward pass.
 
         Args:
-            also: parameters that are not the engine's: a backward pass that reaches one of them, and perhaps none of
-                the engine's, is one in which all ranks take part.
+            also: parameters that are not the engine's. All ranks take part in a backward pass that reaches one of them,
+                even if it reaches none of the engine's.
         """
         self._remove_hooks()
         known = {parameter for gradients in self._gradients for parameter in gradients.parameters}
@@ -131,14 +133,14 @@ class Engine:
     def finish(self) -> None:
         """Wait until every gradient of this backward pass holds the mean over ranks.
 
-        Messages whose gradients did not all come are sent now, with zeros for the missing ones; parameters that got
-        no gradient on any rank keep what they had.
+        Messages whose gradients did not all come are sent now, with zeros for the missing ones. Parameters without a
+        gradient on any rank keep what they had.
 
         Raises:
             ExchangeError: a peer was lost or did not answer in time.
         """
         if self.changed and self.enabled and not self._armed:
-            # None of the parameters that ranks agreed on got a gradient; the others wait all the same.
+            # None of the parameters that ranks agreed on got a gradient here, but the other ranks wait for this one.
             self._arm()
         passed = self._armed or bool(self._pending)
         self.launch()
@@ -152,7 +154,7 @@ class Engine:
             self.on_pass()
 
     def synchronize(self) -> None:
-        """Exchange the gradients as they stand now, without a backward pass.
+        """Exchange the gradients as they are now, without a backward pass.
 
         Raises:
             ExchangeError: a peer was lost or did not answer in time.
@@ -193,7 +195,7 @@ class Engine:
     def finish_message(self, index: int) -> None:
         """Wait until the gradients of one message hold the mean over ranks; does nothing if they do already.
 
-        Messages may be finished in any order, in another one on each rank.
+        Messages may be finished in any order, which may differ between ranks.
 
         Args:
             index: of the message in the schedule.
@@ -221,28 +223,28 @@ class Engine:
         return tuple(self._pending)
 
     def trace(self, recorder: Recorder | None) -> None:
-        """Have ``recorder`` take the times of all steps from now on; None ends that. Not during a backward pass."""
+        """Let ``recorder`` take the times of all steps from now on; None ends that. Not during a backward pass."""
         self._recorder = recorder
         for gradients in self._gradients:
-            gradients.watch(None if recorder is None else recorder.completion(gradients.message.index))
+            gradients.watch(None if recorder is None else partial(recorder.complete, gradients.message.index))
 
     def interrupt(self, cause: BaseException) -> None:
-        """A backward pass ended with an error on this rank: what its messages hold is unknown, so none can follow."""
+        """Tell the engine that a backward pass ended with an error. No other can follow: messages are incomplete."""
         self._interruption = f"{type(cause).__name__}: {cause}"
         announce(cause)
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes that this rank sent on its own connections; collectives are the backend's and not in it."""
+        """Bytes that this rank sent over the engine's connections. Collectives of the backend are not counted."""
         return self._resources.bytes_sent
 
     @property
     def loss_scale(self) -> float | None:
-        """By what the loss is multiplied before backward; None if nobody scales it.
+        """The factor of the loss in the next backward pass; None if it is not scaled.
 
-        Who scales it sets this before each backward pass. Error feedback carries what was lost from one step to the
-        next, so it follows the scale; and a step whose gradients are not finite, which a gradient scaler skips,
-        leaves no trace in it. All ranks see the same sums, so all decide alike.
+        A gradient scaler sets this before each backward pass. Error feedback then converts what it carries from one
+        step to the next. It ignores steps whose gradients are not finite, which the scaler skips. All ranks see the
+        same sums, so all decide alike.
 
         Raises:
             ValueError: (when set) it is not a positive number.
@@ -255,18 +257,18 @@ class Engine:
 
     @property
     def has_residuals(self) -> bool:
-        """Whether error feedback is at work, so that `loss_scale` matters."""
+        """Whether some message has error feedback, so that `loss_scale` matters."""
         return self._compressor_state.has_residuals
 
     def state_dict(self) -> ParameterStates:
-        """What compressors remember, by variable, for gradients of a loss that is not scaled."""
+        """The compressors' state by parameter, for gradients of an unscaled loss."""
         return self._compressor_state.state_dict()
 
     def load_state_dict(self, state: ParameterStates) -> list[str]:
-        """Take up what `state_dict` returned on this rank, under this plan or another.
+        """Load what `state_dict` returned on this rank, under this plan or another.
 
         Returns:
-            The variables whose memory has no place here: they are in no message, or their compressor is another.
+            The parameters whose state was not loaded: they are in no message, or have another compressor here.
         """
         return self._compressor_state.load_state_dict(state)
 
@@ -319,7 +321,7 @@ class Engine:
         self._change_seen = False
         for gradients in self._gradients:
             gradients.arm(self.changed)
-        # Reading what was summed waits for an accelerator, so there only a rank that changed itself does.
+        # Reading the sum waits for an accelerator, so there only a rank with changed parameters reads it.
         self._watches_changes = self.on_change is not None and (self.changed or not self._on_accelerator)
         if self._graph is not None:
             self._graph.begin_pass()
@@ -354,7 +356,7 @@ class Engine:
 
 
 class _StaticGraph:
-    """How often each gradient is accumulated in a pass: learned in the first one, counted down in all others."""
+    """How often each gradient is accumulated in a pass: counted in the first one, counted down in all others."""
 
     def __init__(self, gradients: Sequence[MessageGradients]) -> None:
         self._gradients = gradients
@@ -369,7 +371,7 @@ class _StaticGraph:
         }
 
     def arrived(self, gradients: MessageGradients, place: int) -> bool:
-        """Count a gradient; whether it is complete now."""
+        """Count a gradient; returns whether it is complete now."""
         left = self._left[gradients]
         if not self._learned:
             left[place] += 1
@@ -384,7 +386,7 @@ class _StaticGraph:
         return left[place] == 0
 
     def end_pass(self) -> None:
-        """A backward pass has ended; one without a gradient was none (see `Engine.synchronize`)."""
+        """A backward pass has ended. One without gradients does not count (see `Engine.synchronize`)."""
         if not self._learned and any(map(any, self._left.values())):
             self._learned = True
             for gradients, counted in self._left.items():
@@ -395,7 +397,7 @@ def _gradient_accumulator(parameter: nn.Parameter) -> Node:
     """The node of autograd that accumulates the gradient of a parameter."""
     trains = parameter.requires_grad
     with torch.enable_grad():
-        # Of a parameter that is frozen for now it is the same node when that trains again.
+        # A parameter that is frozen for now has the same node when it trains again.
         function = parameter.requires_grad_().view_as(parameter).grad_fn
     parameter.requires_grad_(trains)
     assert function is not None

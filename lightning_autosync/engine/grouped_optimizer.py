@@ -1,4 +1,4 @@
-"""Optimizers that step message by message, so that a message travels until its parameters are used again."""
+"""Optimizers that step message by message, so that a message may travel until its parameters are used again."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from lightning_autosync.engine.engine import Engine
 class GroupedOptimizer:
     """One optimizer a message, stepped right before a module that holds the message's parameters runs.
 
-    The mathematics is that of stepping after backward: what is used is up to date, and gradients of the next pass
-    come after the step. A module must be called to use its parameters; one whose parameters are read from outside
-    (``other.weight``) needs `finish` before.
+    The result is that of stepping after backward: used parameters are up to date, and gradients of the next pass come
+    after the step. Only calls of a module are noticed: call `finish` before parameters are read in another way
+    (``other.weight``).
 
     Args:
         engine: with ``waits="parameters"``.
         module: whose parameters the engine has.
         make: makes an optimizer for the parameters of one message, as ``functools.partial(SGD, lr=0.1)``. Its
-            rule must treat each parameter on its own; a clipped norm of all gradients needs all messages.
+            rule must treat each parameter by itself; clipping by the norm of all gradients is not possible.
 
     Attributes:
         optimizers: one a message, in schedule order; for learning rates and checkpoints.
@@ -42,11 +42,11 @@ class GroupedOptimizer:
                 self._handles.append(part.register_forward_pre_hook(self._hook(needed)))
 
     def step(self) -> None:
-        """Call after each backward pass that synchronized: its gradients are applied when they are needed."""
+        """Call after each synchronized backward pass: its gradients are applied when they are needed."""
         self._due = set(range(len(self.optimizers)))
 
     def finish(self) -> None:
-        """Apply what is due now: before parameters are read other than by a forward pass, saved or evaluated.
+        """Apply all gradients that are due; call it before parameters are saved, evaluated, or read in another way.
 
         Raises:
             ExchangeError: a peer was lost or did not answer in time.

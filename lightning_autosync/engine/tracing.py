@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 Times = tuple[float | None, ...]
@@ -74,7 +73,6 @@ class Recorder:
             self._forward = self._now()
 
     def end_backward(self) -> None:
-        """Every gradient of this backward pass is there."""
         self._backward = self._now()
 
     def end_synchronization(self) -> None:
@@ -86,21 +84,17 @@ class Recorder:
         self._ready[message] = self._now()
 
     def start(self, message: int) -> None:
-        """A message is handed over."""
+        """A message is handed to the transport or the backend."""
         self._started[message] = self._now()
 
+    def complete(self, message: int) -> None:
+        """A part of a message's sum is there; the last part counts. Called on any thread."""
+        self._completed[message] = self._now()
+
     def finish(self, message: int) -> None:
-        """The engine has waited for a message."""
+        """The engine has waited for a message; counts if its exchange does not call `complete`."""
         if self._completed[message] is None:
             self._completed[message] = self._now()
-
-    def completion(self, message: int) -> Callable[[], None]:
-        """What to call, on any thread, when a message's sum is there."""
-
-        def complete() -> None:
-            self._completed[message] = self._now()
-
-        return complete
 
     def _now(self) -> float:
         return time.perf_counter() - self._origin
