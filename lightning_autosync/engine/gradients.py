@@ -30,6 +30,8 @@ class MessageGradients(ABC):
             than once only in a static graph whose modules run several times under reentrant checkpointing.
     """
 
+    exchange: Exchange | RowExchange
+
     def __init__(self, message: Message, parameters: list[nn.Parameter], world_size: int) -> None:
         self.message = message
         self.parameters = parameters
@@ -69,9 +71,9 @@ class MessageGradients(ABC):
     def change_seen(self) -> bool:
         """Whether some rank took part in this pass with changed parameters; equal on all ranks. Call after `finish`."""
 
-    @abstractmethod
     def watch(self, completed: Callable[[], None] | None) -> None:
         """See `Exchange.watch`."""
+        self.exchange.watch(completed)
 
     @abstractmethod
     def packer(self, place: int) -> Callable[[], None]:
@@ -84,9 +86,9 @@ class MessageGradients(ABC):
     def start(self) -> None:
         """Begin the exchange; parameters that got no gradient count as zero."""
 
-    @abstractmethod
     def resume(self) -> None:
         """Launch what is left of the exchange."""
+        self.exchange.resume()
 
     @abstractmethod
     def finish(self) -> None:
@@ -111,6 +113,8 @@ class DenseGradients(MessageGradients):
         world_size: number of ranks.
         as_views: whether gradients become views of the buffer, where it holds them in their parameter's layout.
     """
+
+    exchange: Exchange
 
     def __init__(
         self,
@@ -168,9 +172,6 @@ class DenseGradients(MessageGradients):
 
         return pack
 
-    def watch(self, completed: Callable[[], None] | None) -> None:
-        self.exchange.watch(completed)
-
     def _refuse_sparse(self, place: int) -> NoReturn:
         raise PlanError(
             f"parameter '{self.message.variables[place]}' got a sparse gradient, but its message is dense; "
@@ -187,9 +188,6 @@ class DenseGradients(MessageGradients):
             # still tells which gradients there are: see `_used_elsewhere`.
             self._counts.add_(1.0).mul_(-self._world_size)
         self.exchange.start()
-
-    def resume(self) -> None:
-        self.exchange.resume()
 
     def finish(self) -> None:
         self.exchange.wait()
@@ -256,6 +254,8 @@ class RowGradients(MessageGradients):
         world_size: number of ranks.
     """
 
+    exchange: RowExchange
+
     def __init__(self, message: Message, parameter: nn.Parameter, exchange: RowExchange, world_size: int) -> None:
         super().__init__(message, [parameter], world_size)
         self.exchange = exchange
@@ -270,9 +270,6 @@ class RowGradients(MessageGradients):
         super().arm(changed)
         self._own = self._total = None
         self._sparse_layout = self.message.sparse
-
-    def watch(self, completed: Callable[[], None] | None) -> None:
-        self.exchange.watch(completed)
 
     def packer(self, place: int) -> Callable[[], None]:
         return self._pack
@@ -304,9 +301,6 @@ class RowGradients(MessageGradients):
             own = Rows(none.new_empty(0, dtype=torch.int64), none, gradients=0)
         # Ranks without a change add at most 1 each, so the sum is negative if any rank changed.
         self.exchange.start(replace(own, gradients=-self._world_size) if self._changed else own)
-
-    def resume(self) -> None:
-        self.exchange.resume()
 
     def finish(self) -> None:
         self._total = total = self.exchange.wait()
