@@ -17,7 +17,7 @@ from lightning_autosync.workload import shared_buffers, shared_parameters
 _Form = tuple[str, list[int], str]
 """Name, shape and dtype of a buffer."""
 CHUNK = 256 * 1024 * 1024
-"""Bytes, about, that are flattened at a time."""
+"""Bytes, approximately, that are broadcast at a time."""
 
 
 def group_device(group: dist.ProcessGroup | None) -> torch.device:
@@ -28,7 +28,7 @@ def group_device(group: dist.ProcessGroup | None) -> torch.device:
 
 
 def gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Every rank's value, in rank order; values are plain JSON data and may differ in size."""
+    """Every rank's value, in rank order. Values are plain JSON data, and may have different sizes."""
     device = group_device(group)
     payload = json.dumps(value).encode()
     size = torch.tensor([len(payload)], dtype=torch.int64, device=device)
@@ -67,12 +67,12 @@ def structure_digest(module: nn.Module) -> str:
 class BufferBroadcast:
     """Buffers follow rank 0, as with DDP: in the first forward pass after one that is for a synchronized backward pass.
 
-    In between ranks may differ, as the running statistics of normalization layers do. Beside its buffers, rank 0 tells
-    whether they are still those that the ranks agreed on: tensors of unlike sizes in one broadcast would be mixed up,
-    or abort the process. Where there were none at first, none are looked for on other ranks.
+    In between ranks may differ, as the running statistics of normalization layers do. With its buffers, rank 0 sends
+    whether they still have the names, shapes and dtypes that the ranks agreed on: a broadcast of tensors of different
+    sizes would mix them up, or abort the process. A model without buffers at first is not checked.
 
     Args:
-        module: whose buffers, alike on all ranks (see `structure_digest`).
+        module: its buffers are equal in form on all ranks (see `structure_digest`).
         group: of the ranks; None is the default one.
     """
 
@@ -89,11 +89,11 @@ class BufferBroadcast:
             synchronizes: whether a synchronized backward pass may follow.
 
         Raises:
-            PlanError: buffers came, went, or got another shape or dtype, on some ranks only.
+            PlanError: buffers were added, removed, or got another shape or dtype, on some ranks only.
         """
         if self._due:
-            # Looked up each time, for modules may replace their buffers. `data` keeps autograd out: a graph that
-            # saved running statistics never reads them in training mode, and must not see them as modified.
+            # Looked up each time, because modules may replace their buffers. `data` hides the write from autograd: a
+            # graph that saved running statistics never reads them in training mode.
             self._follow([(name, buffer.data) for name, buffer in shared_buffers(self._module)])
         self._due = synchronizes
 
@@ -117,26 +117,28 @@ def _forms(buffers: Iterable[tuple[str, Tensor]]) -> list[_Form]:
 
 
 def _empty(form: _Form) -> Tensor:
-    """Of a buffer's size, in place of it."""
+    """A tensor of a buffer's form, to send in its place."""
     _, shape, dtype = form
     return torch.zeros(shape, dtype=getattr(torch, dtype.removeprefix("torch.")))
 
 
 def _refuse_differences(forms: Mapping[int, Sequence[_Form]]) -> None:
-    """Raise if buffers differ between ranks; the forms are by rank, those of rank 0 among them."""
+    """Raise if buffers differ between ranks. ``forms`` are by rank, and include rank 0's."""
     first = {name: rest for name, *rest in forms[0]}
     for rank, theirs in forms.items():
         own = {name: rest for name, *rest in theirs}
         for name in [*first, *own]:
             if own.get(name) != first.get(name):
-                said = " and ".join(f"{_told(one.get(name))} on rank {who}" for who, one in ((rank, own), (0, first)))
+                said = " and ".join(
+                    f"{_describe(one.get(name))} on rank {who}" for who, one in ((rank, own), (0, first))
+                )
                 raise PlanError(
                     f"model: buffer '{name}' is {said}; ranks broadcast their buffers before forward passes: change "
                     "the model on all ranks alike, at the same step, or set broadcast_buffers=False"
                 )
 
 
-def _told(form: Sequence[Any] | None) -> str:
+def _describe(form: Sequence[Any] | None) -> str:
     return "missing" if form is None else f"{form[1]} of shape {form[0]}"
 
 

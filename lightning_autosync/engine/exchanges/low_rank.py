@@ -19,9 +19,9 @@ MakeExchange = Callable[[int, Tensor], Exchange]
 class LowRankExchange(Exchange):
     """Two rounds for one message.
 
-    Each rank orthogonalizes the first factor, whose bytes are the same everywhere, for itself; a third round would be
-    needed to share the result. On like processors the replicas stay equal bit by bit. On unlike ones the basis may
-    differ in its last bits, and with it the gradients, as much as the optimizer's own arithmetic does there.
+    Each rank orthogonalizes the first factor itself, because sharing the result would need a third round. The factor's
+    bytes are the same everywhere, so replicas on equal processors stay equal bit by bit. On different processors the
+    basis may differ in its last bits, as the optimizer's arithmetic does there.
 
     Args:
         message: with two rounds.
@@ -87,7 +87,7 @@ class LowRankExchange(Exchange):
                 continue
             product = torch.mm(self._first_of(factor), self._second_of(factor).t()).view(-1)
             if lost is not None:
-                # Every rank answers for an equal share of the sum.
+                # Every rank corrects an equal share of the sum.
                 torch.sub(values, product, alpha=1 / self._world_size, out=lost).nan_to_num_(0.0, 0.0, 0.0)
             values.copy_(product)
         if not bool(torch.isfinite(self._second_buffer).all()):
@@ -118,9 +118,9 @@ def _matrix(values: Tensor, factor: Factor) -> Tensor:
 
 
 def _orthonormal(columns: Tensor) -> Tensor:
-    """An orthonormal basis of what [rows, rank] spans, the same with every library up to rounding.
+    """An orthonormal basis of the columns of [rows, rank], the same with every library up to rounding.
 
-    Householder reflections leave the sign of each vector to the library; here its coefficient is not negative.
+    Libraries choose the sign of each vector differently; here its coefficient is not negative.
     """
     basis, coefficients = torch.linalg.qr(columns)
     return basis * torch.where(coefficients.diagonal() < 0, -1.0, 1.0)

@@ -165,11 +165,11 @@ class TwoLevelGroups:
 
 
 _made: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[tuple[int, ...], ...], TwoLevelGroups]] = WeakKeyDictionary()
-"""By default group: nobody gives process groups back, so engines that follow each other share theirs."""
+"""By default group. Process groups are not destroyed, so that later engines use them again."""
 
 
 def two_level_groups(places: Sequence[Sequence[int]], timeout: float) -> TwoLevelGroups:
-    """The groups of all places and seats, made once in the default process group's life; collective the first time.
+    """The groups of all places and seats; made, collectively, on the first call.
 
     Args:
         places: the ranks of each.
