@@ -9,8 +9,8 @@ from typing import Annotated, Any
 from pydantic import Field, PositiveFloat, ValidationError
 
 from lightning_autosync.documents import Count, Index, Integer, Record, describe_validation_error
+from lightning_autosync.engine.rendezvous import find_store
 from lightning_autosync.engine.secret import required_secret
-from lightning_autosync.engine.store import find_store
 from lightning_autosync.errors import DocumentError, ExchangeError
 from lightning_autosync.relaxed.server.server import serve as serve_until_the_end
 from lightning_autosync.relaxed.transport.heartbeat import read_heartbeat

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from lightning_autosync import errors
 from lightning_autosync.engine.collectives import gather_json
 from lightning_autosync.engine.failure_detector import FailureDetector, open_failure_detector
-from lightning_autosync.engine.rendezvous_check import Rendezvous, checked_rendezvous
+from lightning_autosync.engine.rendezvous import Rendezvous, checked_rendezvous
 from lightning_autosync.errors import AutoSyncError, ExchangeError, PlanError
 from lightning_autosync.plan import SyncPlan
 from lightning_autosync.strategy.settings import StrategySettings

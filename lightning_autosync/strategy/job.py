@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from lightning_autosync.engine.collectives import gather_json
 from lightning_autosync.engine.connections import own_address
+from lightning_autosync.engine.rendezvous import find_store, open_store
 from lightning_autosync.engine.secret import common_secret, required_secret, seal, unseal
-from lightning_autosync.engine.store import find_store, open_store
 from lightning_autosync.engine.waiting import explained
 from lightning_autosync.errors import AutoSyncError, ExchangeError, PlanError
 from lightning_autosync.plan import SyncPlan

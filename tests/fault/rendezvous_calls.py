@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lightning_autosync.engine.rendezvous_check import Rendezvous, checked_rendezvous
+from lightning_autosync.engine.rendezvous import Rendezvous, checked_rendezvous
 from lightning_autosync.errors import ExchangeError
 
 HOST = "127.0.0.1"

@@ -10,9 +10,9 @@ import pytest
 from strangers import SECRET, listening_as
 
 from lightning_autosync.cli.serve import serve
-from lightning_autosync.engine import store as stores
+from lightning_autosync.engine import rendezvous as stores
+from lightning_autosync.engine.rendezvous import open_store
 from lightning_autosync.engine.secret import seal
-from lightning_autosync.engine.store import open_store
 from lightning_autosync.engine.waiting import monitored_by
 from lightning_autosync.errors import ExchangeError
 from lightning_autosync.strategy import job

@@ -108,7 +108,7 @@ class Member:
         return find_function(function)(**arguments)
 
     def _connect(self, port: int) -> Any:
-        from lightning_autosync.engine.store import find_store, open_store
+        from lightning_autosync.engine.rendezvous import find_store, open_store
 
         connect = open_store if self._rank == 0 else find_store
         self._store = connect(os.environ["MASTER_ADDR"], port, self._timeout.total_seconds())

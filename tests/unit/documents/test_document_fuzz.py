@@ -258,7 +258,7 @@ NO_DOCUMENTS = {
     "engine.collectives": "messages between ranks",
     "engine.connections": "messages between ranks, /proc",
     "engine.failure_detector": "messages between ranks",
-    "engine.rendezvous_check": "messages between ranks",
+    "engine.rendezvous": "messages between ranks",
     "engine.exchanges.shared_memory": "/proc",
     "search.tuning.trials": "/proc",
     "strategy.job": "messages between ranks",

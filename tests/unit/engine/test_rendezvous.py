@@ -8,8 +8,8 @@ import socket
 import pytest
 from strangers import listening, listening_as
 
-from lightning_autosync.engine import store as stores
-from lightning_autosync.engine.store import find_store, open_store
+from lightning_autosync.engine import rendezvous as stores
+from lightning_autosync.engine.rendezvous import find_store, open_store
 from lightning_autosync.errors import ExchangeError
 
 HOST = "127.0.0.1"
