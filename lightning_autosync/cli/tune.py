@@ -21,8 +21,9 @@ from lightning_autosync.documents import as_yaml, held, write_text
 from lightning_autosync.errors import AutoSyncError, TuningError, UnwritableError
 from lightning_autosync.interrupts import STATUS
 from lightning_autosync.measure.hosts import emulated_hosts
+from lightning_autosync.measure.launches.launch import require_torchrun
 from lightning_autosync.measure.workers import WorkerPool
-from lightning_autosync.measure.workers.job_pool import require_job, serve
+from lightning_autosync.measure.workers.job_pool import serve
 from lightning_autosync.report.compare import compare_timelines
 from lightning_autosync.report.page import REPORT, write_report
 from lightning_autosync.report.tuning_run import TuningRun as ReportedRun
@@ -60,7 +61,7 @@ def tune(configuration: dict[str, Any], directory: Path) -> TuningOutcome:
     optuna.logging.set_verbosity(optuna.logging.WARNING)  # every trial is shown by the progress bar already
     settings = TuningSettings.parse(configuration)
     if settings.within_job:
-        require_job()
+        require_torchrun("tune")
         if os.environ["RANK"] != "0":
             serve(settings.timeout, settings.scheduling == "batch")
     outcome = _run(settings, directory, Console(soft_wrap=True, highlight=False, markup=False))

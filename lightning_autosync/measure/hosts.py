@@ -1,4 +1,4 @@
-"""What the replay and the bound assume of the hosts of a job, by where its ranks run."""
+"""Constants of hosts for the replay and the bound, by where the ranks of a job run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _BURST = 1024 * int(BURST.removesuffix("kb"))
 
 
 def probed_hosts(pool: Pool, cluster: ClusterSpec, scheduling: str) -> Constants:
-    """The constants of a pool's hosts as they are just now, of the links those of `emulated_hosts`.
+    """The constants of a pool's hosts, probed now; constants of links are those of `emulated_hosts`.
 
     Raises:
         WorkerError: a worker failed.
@@ -33,7 +33,7 @@ def probed_hosts(pool: Pool, cluster: ClusterSpec, scheduling: str) -> Constants
 def emulated_hosts(path: str | None = None, cores: float | None = None) -> Constants:
     """The constants in a probe's file, or the defaults on ``cores`` (None: all of this machine's) and emulated links.
 
-    Paced gradients take no core, as those of an accelerator.
+    Paced computation occupies no core, like that of an accelerator.
 
     Raises:
         DocumentError: the file is not one of constants.
@@ -47,9 +47,8 @@ def job_hosts(launch: str, paced: bool, path: str | None = None) -> Constants:
     """Constants with which a job is replayed.
 
     Args:
-        launch: kind of the launch. Ranks that it puts on this machine share its cores; only emulated links have the
-            burst of token buckets.
-        paced: whether computation goes by the clock, and so takes no core, as that of an accelerator.
+        launch: kind of the launch. Ranks on this machine share its cores; only emulated links let bursts pass.
+        paced: whether computation is paced, and so occupies no core, like that of an accelerator.
         path: a file of constants from a probe; None takes the defaults.
 
     Raises:
@@ -67,10 +66,9 @@ def job_hosts(launch: str, paced: bool, path: str | None = None) -> Constants:
 def least_step(workload: Workload, cluster: ClusterSpec) -> Bound:
     """`lightning_autosync.replay.least_step` on a cluster's emulated links.
 
-    Their rates count framing. Each direction of a link lets a burst of 128 KiB pass at once after a rest, which the
-    bound takes off in every step: the least time of any single one, whatever its links did before. That is 10 ms of the
-    715 ms that ``experiment=fat_star_4`` takes, and all of what a message of some KiB asks of its links, which is bound
-    by hosts and not by links.
+    Their rates include framing. After a pause each direction of a link lets a burst of 128 KiB pass at once. The bound
+    subtracts the burst in every step, so that it holds for a single step whatever its links did before. That is 10 ms
+    of the 715 ms of ``experiment=fat_star_4``, and the whole time of a message of some KiB, which hosts limit.
     """
     links = emulated_hosts()
     return least_step_of_links(workload, cluster, links.framing, links.burst)

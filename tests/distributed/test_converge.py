@@ -132,7 +132,7 @@ def stragglers(tmp_path_factory) -> dict[str, Any]:
             "pace": 0.02,
             "limit": 2.0,
             "target": 30.0,
-            "extend": 2,
+            "patience": 2,
             "rates": [0.05, 0.1],
             "seeds": 1,
         },

@@ -70,7 +70,7 @@ class Progress:
 
 
 class Collector:
-    """Measures what a dataset does not have yet, or has disturbed only.
+    """Measures the pairs that a dataset has not yet, or only disturbed.
 
     Args:
         settings: of the collection.
@@ -127,7 +127,7 @@ class Collector:
     def _measure(
         self, session: MeasurementSession, combination: Combination, reference: DrawnPlan, missing: Sequence[DrawnPlan]
     ) -> None:
-        """One batch, the reference plan before it; where it fails, its plans one by one."""
+        """Measure one batch, the reference plan first; if the batch fails, measure its plans one by one."""
         drafts = [reference, *(draft for draft in missing if draft is not reference)]
         try:
             batch = self._measure_batch(session, combination, drafts)
@@ -142,7 +142,7 @@ class Collector:
             self._environment = describe_environment(session.run(describe_worker, ranks=[0])[0])
         entries = list(self._entries(combination, drafts, batch, self._environment))
         self._writer.append(entries)
-        # Not what was added: a pair that was disturbed again is not, and the reference plan may be, measured beside.
+        # The writer's count would be wrong: it skips pairs that were disturbed again, and may add the reference plan.
         self.progress.measured += len(missing)
         self.progress.disturbed += len(missing) * entries[0].conditions.disturbed
 

@@ -1,4 +1,4 @@
-"""What a collection is told: how many pairs, of what, and how to measure them."""
+"""Settings of a collection: how many pairs, of which workloads, clusters and plans, and how to measure them."""
 
 from __future__ import annotations
 

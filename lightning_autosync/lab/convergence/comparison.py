@@ -68,7 +68,7 @@ class Prepared(NamedTuple):
 
 
 def prepare(settings: ConvergenceSettings) -> Prepared:
-    """Everything that can be wrong before a worker starts.
+    """Check everything that can be checked before a worker starts.
 
     Raises:
         DocumentError: cluster and workers do not fit each other, or a method is wrong.
@@ -84,7 +84,7 @@ def prepare(settings: ConvergenceSettings) -> Prepared:
 
 
 class _Comparison:
-    """Gives the workers one training after the other."""
+    """Runs one training after the other on the workers."""
 
     def __init__(
         self,

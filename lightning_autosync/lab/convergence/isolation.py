@@ -130,7 +130,7 @@ class IsolationResult:
 
 
 def simulate_groups(settings: ConvergenceSettings) -> IsolationResult:
-    """Let workers of all speeds form groups by every method, by the rules that run.
+    """Simulate how workers form groups, for all speeds and methods, with the rules of real runs.
 
     Raises:
         DocumentError: a method is no partial reduce.
@@ -211,7 +211,7 @@ def survey_table(survey: IsolationResult) -> Table:
 
 
 def survey_remarks(survey: IsolationResult) -> list[str]:
-    """What one must know to read the table."""
+    """Explanations of the table."""
     settings = survey.settings
     assert settings.isolation is not None
     assert settings.pace is not None

@@ -16,7 +16,7 @@ from lightning_autosync.measure.figures import save_figure
 FEW = 5
 """Times that are shown one by one; of more, the shortest and the longest."""
 BUSY = 0.1
-"""Cores used by others from which on times are not worth much."""
+"""Cores used by other processes from which on a remark says so."""
 
 
 def result_table(result: ConvergenceResult, speed: str) -> Table:
@@ -56,7 +56,7 @@ def title(result: ConvergenceResult, speed: str) -> str:
 
 
 def remarks(result: ConvergenceResult) -> list[str]:
-    """What one must know to read the tables."""
+    """Explanations of the tables."""
     settings = result.settings
     lines = [
         f"final %: validation metric, mean and deviation over seeds; points: less that of {settings.reference}",

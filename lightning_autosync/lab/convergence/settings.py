@@ -1,4 +1,4 @@
-"""What a comparison of convergence is told: the task, the methods, how fast workers are, and how long they train."""
+"""Settings of a comparison of convergence: the task, the methods, the speeds of workers, and how long they train."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class MethodSettings(Record):
         kind: ``plan``; or beside it ``ddp``, and ``zero``, DDP with PyTorch's ``ZeroRedundancyOptimizer``.
         builder: name of the builder of the plan.
         arguments: of the builder.
-        consistency: how closely replicas march in step, in place of what the builder says.
+        consistency: consistency of the plan, in place of the builder's.
         rates: learning rates to choose from, in place of the common ones.
         seeds: trainings, if they shall be fewer than the common number.
     """
@@ -77,8 +77,8 @@ class ConvergenceSettings(Configuration):
         steps: steps of each worker; None trains until the time limit or the target.
         limit: seconds of a training, if its steps are not given.
         target: validation metric whose time is taken, in percent.
-        patience: looks in a row at which rank 0's own model must have reached the target to end a training early.
-        interval: seconds between looks at the metric, at least.
+        patience: evaluations in a row in which rank 0's own model must reach the target to end a training early.
+        interval: minimum seconds between evaluations.
         rates: learning rates to choose from.
         rates_of: result file of an earlier comparison whose chosen rates are taken; None chooses.
         momentum: of the SGD.

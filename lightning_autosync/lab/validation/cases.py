@@ -152,7 +152,7 @@ class Case:
 
     @cached_property
     def key(self) -> str:
-        """A name under which a measurement is found again."""
+        """Key of its measurement in files."""
         return digest([self.cluster.fingerprint, self.workload.fingerprint, self.plan.fingerprint])
 
 

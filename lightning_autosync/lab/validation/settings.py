@@ -1,4 +1,4 @@
-"""What a validation run is told: how many cases to draw, from what, and how long to measure each."""
+"""Settings of a validation: how many cases to draw, of which clusters and models, and how long to measure each."""
 
 from __future__ import annotations
 

@@ -16,11 +16,11 @@ from lightning_autosync.measure.emulation.launch import NOTICEABLE_LATENCY
 from lightning_autosync.measure.figures import save_figure
 
 EXACT = 1e-4
-"""Gradient deviation up to which only the order of floating-point sums differs."""
+"""Relative deviation of gradients that the order of floating-point sums explains."""
 
 
 def result_table(result: BenchResult) -> Table:
-    """One row a contender; the best DDP stands out."""
+    """One row for each contender; the best DDP is bold."""
     table = Table(title=title(result))
     table.add_column("contender", no_wrap=True)
     mixed = len(set(result.classes.values())) > 1
@@ -58,7 +58,7 @@ def title(result: BenchResult) -> str:
 
 
 def remarks(result: BenchResult) -> list[str]:
-    """What a reader must know to judge the numbers."""
+    """Conditions that a reader must know to judge the numbers."""
     settings, conditions = result.settings, result.conditions
     load = conditions["load_average_before"][0]
     lines = [
@@ -85,7 +85,7 @@ def remarks(result: BenchResult) -> list[str]:
 
 
 def _latencies(result: BenchResult) -> list[str]:
-    """What emulation leaves out of the cluster as described."""
+    """Properties of the cluster that are not emulated."""
     if not result.settings.emulated:
         return []
     slowest = max((link.latency for link in make_cluster(result.settings).links), default=0.0)
@@ -95,7 +95,7 @@ def _latencies(result: BenchResult) -> list[str]:
 
 
 def _best_of_sparse_ddp(result: BenchResult) -> list[str]:
-    """How the best exact plan stands to DDP with sparse gradients of embeddings, which is no setting of DDP's."""
+    """The best exact plan beside DDP with sparse gradients of embeddings, which is not among the opponents."""
     contenders = result.settings.all_contenders()
     sparse = [name for name, one in contenders.items() if one.ddp is not None and one.embeddings == "sparse"]
     if result.best_exact is None or not sparse:

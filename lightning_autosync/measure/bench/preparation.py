@@ -1,4 +1,4 @@
-"""From settings to orders for the workers; what is wrong with a contender shows before any worker starts."""
+"""From settings to what workers set up; errors of contenders show before any worker starts."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from lightning_autosync.workload import Workload
 
 @dataclass(frozen=True)
 class Preparation:
-    """What workers are told.
+    """What is set up in workers.
 
     Attributes:
-        cluster: the machines, scaled and ordered; if emulated, as they are then.
-        workload: the model's variables, tables as those of which rows can travel.
+        cluster: the machines, scaled and with ranks in order; as emulated links show it, if links are emulated.
+        workload: of the model; gradients of embedding tables are row-sparse.
         orders: by contender, the arguments of `lightning_autosync.measure.replica_calls.set_up` but for the name.
-        classes: what each contender computes.
-        reasons: why a contender's own function chose its plan, for those that say.
+        classes: exactness of each contender.
+        reasons: why a function chose its plan, by contender, where it says so.
     """
 
     cluster: ClusterSpec
@@ -61,7 +61,7 @@ def prepare(settings: BenchSettings) -> Preparation:
 
 
 class ClusterChoice(Protocol):
-    """Which of a verb's settings say where its ranks are; see `BenchSettings`."""
+    """Settings of a verb that say where its ranks are; see `BenchSettings`."""
 
     @property
     def cluster(self) -> dict[str, Any] | None: ...
@@ -80,7 +80,7 @@ class ClusterChoice(Protocol):
 
 
 def make_cluster(settings: ClusterChoice) -> ClusterSpec:
-    """The cluster of the settings, scaled and with its ranks in order."""
+    """The cluster of the settings, scaled and with its ranks in the chosen order."""
     if settings.cluster is None:
         return ClusterSpec.from_dict(
             {
@@ -102,14 +102,14 @@ def make_cluster(settings: ClusterChoice) -> ClusterSpec:
 
 
 def interleaved(cluster: ClusterSpec) -> ClusterSpec:
-    """The ranks taken in turn from the first and the second half of them."""
+    """The cluster with ranks that alternate between its first and its second half."""
     names = [cluster.nodes[node].name for node in cluster.rank_nodes]
     half = (len(names) + 1) // 2
     return cluster.with_rank_order([names[rank // 2 + half * (rank % 2)] for rank in range(len(names))])
 
 
 def _rates(cluster: ClusterSpec) -> Iterator[tuple[float, float]]:
-    """Both ways of every link whose rates are known."""
+    """Rates of both directions of every link that has them."""
     for link in cluster.links:
         if link.bandwidth is not None and link.reverse_bandwidth is not None:
             yield link.bandwidth, link.reverse_bandwidth
@@ -129,7 +129,7 @@ def _prepared(
         "model": settings.model.model_dump(),
         "sparse": contender.embeddings == "sparse",
         "cluster": cluster.to_dict(),
-        "timeout": settings.patience,
+        "timeout": settings.exchange_timeout,
     }
     try:
         if contender.ddp is not None:
@@ -143,7 +143,7 @@ def _prepared(
 
 
 def plan_class(plan: SyncPlan) -> Exactness:
-    """What a plan computes, in the classes that are told apart."""
+    """How exact a plan is."""
     if plan.semantics == "exact":
         return "exact"
     casts = all(
@@ -153,7 +153,7 @@ def plan_class(plan: SyncPlan) -> Exactness:
 
 
 def _check_hook(options: DDPOptions, workload: Workload) -> None:
-    """On gloo PowerSGD hangs or aborts with several buckets."""
+    """Refuse PowerSGD with several buckets, since it hangs or aborts on gloo then."""
     if options.hook != "powersgd":
         return
     needed = math.ceil(workload.bytes / MIB) + 1
@@ -164,7 +164,7 @@ def _check_hook(options: DDPOptions, workload: Workload) -> None:
 def _plan(
     contender: ContenderSettings, workload: Workload, cluster: ClusterSpec, shares_cores: bool
 ) -> tuple[SyncPlan, str]:
-    """The plan, and why it was chosen if that was told; a function that asks hears whether ranks share cores."""
+    """The plan and the reason for it, if there is one. Functions with an argument ``shares_cores`` get it."""
     if contender.plan is not None:
         return SyncPlan.load(contender.plan), ""
     assert contender.builder is not None
@@ -200,5 +200,5 @@ def _builder(name: str) -> Callable[..., Any]:
 
 
 def _arguments(build: Callable[..., Any]) -> list[str] | None:
-    """Names of the parameters after workload and cluster; None for a builder of ours, which checks them itself."""
+    """Names of the parameters after workload and cluster; None for this package's builders, which check them."""
     return None if isinstance(build, partial) else list(inspect.signature(build).parameters)[2:]

@@ -1,4 +1,4 @@
-"""What a bench run found: every step of every round, and what follows from them."""
+"""The result of a bench: every step of every round, and statistics of them."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class ContenderMeasurement:
         rounds: seconds, by round, rank and step.
         sent: bytes on the wire per step and rank, by round; None where they cannot be counted.
         foreign_cores: cores that other processes kept busy meanwhile, by round; None where unknown.
-        deviation: relative difference of its first gradients to those of the first DDP contender. Some hooks begin with
-            exact steps; the result tells it of others only.
-        periodic: whether its steps differ by plan, so that a round's time is their mean and not their median.
+        deviation: relative difference of its first gradients to those of the first DDP contender. It means nothing for
+            hooks that begin with exact steps, so the result document leaves it out for them.
+        periodic: whether its steps differ by design, so that a round's time is their mean and not their median.
     """
 
     rounds: Sequence[Steps]
@@ -58,7 +58,7 @@ class BenchResult:
     """One bench run.
 
     Attributes:
-        settings: what was asked.
+        settings: of the run.
         preparation: cluster, workload and plans as they were used.
         bound: the least time of a step on emulated links; None where links are not emulated, or computation is real.
         conditions: versions, load, policies, all of rank 0's machine; names of all machines; how bytes were counted.
@@ -83,8 +83,8 @@ class BenchResult:
     def best_ddp(self) -> str:
         """The setting of the DDP sweep that was fastest, each round's times taken relative to their median.
 
-        So a time of foreign load does not decide which one it is. Hooks and sparse embeddings, which are other
-        training, do not count.
+        So a time of load by other processes does not decide which one it is. Contenders with hooks or sparse embeddings
+        train differently and do not count.
         """
         times = {options.name: self.measurements[options.name].times for options in self.settings.ddp.options()}
         return self._fastest(times)
@@ -119,7 +119,7 @@ class BenchResult:
 
     @property
     def meets_protocol(self) -> bool:
-        """Whether the run may back a claim: it is long enough, was not cut short, and its machine was not busy."""
+        """Whether the run may back a claim: it is long and complete, and other processes did not disturb it."""
         whole = all(len(one.rounds) == self.settings.rounds for one in self.measurements.values())
         return self.settings.long_enough and whole and (self.foreign_cores or 0.0) <= BUSY
 
@@ -129,7 +129,7 @@ class BenchResult:
         return paired_ratio(self.measurements[name].times, other.times)
 
     def bound_share(self, name: str) -> float | None:
-        """Bound over median, of an exact contender; None for others and where there is no bound."""
+        """The bound over the median of an exact contender; None for others, or without a bound."""
         if self.bound is None or self.classes[name] != "exact":
             return None
         return self.bound.seconds / self.measurements[name].median

@@ -1,4 +1,4 @@
-"""What a bench run is told: the model, the machines, the contenders, and how long to measure."""
+"""Settings of a bench: the model, the machines, the contenders, and how long to measure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_autosync.measure.models.recipes import AnyModel, Embeddings
 BucketCap = Annotated[PositiveFloat | Literal["default"], Field(union_mode="left_to_right")]
 Hook = Literal["fp16", "bf16", "powersgd", "post_local_sgd"]
 Exactness = Literal["exact", "low precision", "relaxed or lossy"]
-"""Contenders of different classes are not compared: they do not compute the same."""
+"""Contenders of different exactness are not compared, since they do not compute the same."""
 
 HOOK_CLASSES: dict[Hook, Exactness] = {
     "fp16": "low precision",
@@ -24,9 +24,9 @@ HOOK_CLASSES: dict[Hook, Exactness] = {
     "post_local_sgd": "relaxed or lossy",
 }
 LEAST_WARM_UP, LEAST_ROUNDS, LEAST_STEPS = 5, 5, 8
-"""Steps, rounds and steps a round from which on a run may back a claim."""
+"""Least warm-up steps, rounds, and steps of a round of a run that may back a claim."""
 LEAST_STEADY_WARM_UP, LEAST_STEADY_STEPS = 2, 2
-"""The same where nothing is computed, so that only buckets and connections have to settle."""
+"""The same where computation is paced, so that only buckets and connections have to settle."""
 
 
 class DDPOptions(Record):
@@ -54,7 +54,7 @@ class DDPOptions(Record):
 
     @property
     def begins_otherwise(self) -> bool:
-        """Whether its first steps are exact all-reduces, which tell nothing of those that follow."""
+        """Whether its first steps are exact all-reduces, unlike those that follow."""
         return self.hook in ("powersgd", "post_local_sgd")
 
     @property
@@ -63,7 +63,7 @@ class DDPOptions(Record):
 
 
 class DDPSweep(Record):
-    """Values of each DDP argument; their product is the opponents."""
+    """Values of DDP's arguments; all combinations of them are the opponents."""
 
     bucket_cap_mb: Annotated[tuple[BucketCap, ...], Field(min_length=1)] = ("default",)
     gradient_as_bucket_view: Annotated[tuple[bool, ...], Field(min_length=1)] = (False,)
@@ -116,7 +116,7 @@ class ContenderSettings(Record):
 
     @property
     def periodic(self) -> int | None:
-        """Steps after which its steps repeat; None where all are alike."""
+        """Period of its steps; None where all steps are alike."""
         return self.ddp.period if self.ddp is not None and self.ddp.hook == "post_local_sgd" else None
 
 
@@ -128,7 +128,7 @@ class BenchSettings(Configuration):
         launch: where the ranks run.
         cluster: a cluster document; None is one machine with ``ranks`` devices.
         cluster_scale: factor on every rate of the cluster.
-        cluster_fastest: bytes/s that the fastest link shall have, all others in proportion; in place of the factor.
+        cluster_fastest: bytes/s of the fastest link, to which all rates are scaled in proportion; excludes the factor.
         rank_order: ranks on nodes as the cluster has them, or alternating between the first and the second
             half of the nodes (the worst order for two racks).
         ranks: number of ranks; None takes the cluster's.
@@ -186,13 +186,13 @@ class BenchSettings(Configuration):
         return self.launch.kind == "emulated"
 
     @property
-    def patience(self) -> float:
-        """Seconds after which a plan's own exchanges give up: so early that its ranks can say what they waited for."""
+    def exchange_timeout(self) -> float:
+        """Seconds until a plan's exchanges time out: before a turn does, so that ranks can tell what they wait for."""
         return self.timeout / 2
 
     @property
     def long_enough(self) -> bool:
-        """Whether there are steps and rounds enough to back a claim."""
+        """Whether there are enough steps and rounds to back a claim."""
         steady = self.model.kind in ("flat", "paced")
         warm_up, steps = (LEAST_STEADY_WARM_UP, LEAST_STEADY_STEPS) if steady else (LEAST_WARM_UP, LEAST_STEPS)
         return self.warm_up >= warm_up and self.rounds >= LEAST_ROUNDS and self.steps >= steps

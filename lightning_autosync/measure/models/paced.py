@@ -1,8 +1,8 @@
-"""Paced compute: a module with a workload's true parameters whose passes last as profiled and use no core.
+"""Paced compute: a module with a workload's parameters whose passes last as profiled but occupy no core.
 
-Forward, backward and the optimizer's step sleep. Each gradient appears at its ready time, counted from the start of its
-backward pass, so errors of single sleeps do not add up; what a hook does at a gradient goes on while the next is waited
-for, as beside an accelerator that computes.
+Forward, backward and the optimizer's step sleep. Each gradient appears at its ready time, counted from the start of the
+backward pass, so that errors of single sleeps do not add up. While the module waits for the next gradient, hooks of the
+last one go on, as beside an accelerator.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ class PacedModule(nn.Module):
     """A module made from a workload; called with a seed, it returns a loss of zero.
 
     Parameters have the workload's names, shapes and dtypes, and are zero. Gradients are random: those of dense
-    variables are drawn once, with the first seed; of ``row_sparse`` and ``sparse`` ones a step draws which rows it
-    touches, from its seed. No gradient is copied on its way to ``parameter.grad``, so whoever writes there (DDP, the
-    mean) writes to the memory that the next step hands out: with equal means on all ranks, the mean stays.
+    variables are drawn once, with the first seed. For ``row_sparse`` and ``sparse`` variables each step draws the
+    touched rows from its seed. A gradient is not copied to ``parameter.grad``. So DDP writes the mean to the memory of
+    which the next step's gradient is made; the means of all ranks are equal, so that the mean stays as it is.
 
     Args:
-        workload: variables and times; a time that is unknown (0) takes none. A variable without ready time comes
-            with the end of backward.
-        speed: how fast this rank's node computes; the workload's times are for 1.
+        workload: variables and times; an unknown time is 0. The gradient of a variable without ready time appears at
+            the end of backward.
+        speed: relative speed of this rank's node; the workload's times are divided by it.
 
     Raises:
-        WorkloadError: no module can have a parameter of that name, or how many rows of a table are touched is unknown.
+        WorkloadError: a variable's name cannot be that of a parameter, or a table's number of touched rows is unknown.
     """
 
     def __init__(self, workload: Workload, speed: float = 1.0) -> None:
@@ -53,11 +53,11 @@ class PacedModule(nn.Module):
         self._chain: Tensor | None = None
 
     def forward(self, seed: Tensor) -> Tensor:
-        """A pass for the batch that ``seed``, a whole number, stands for."""
+        """A forward pass for the batch that the integer ``seed`` stands for."""
         self._pace.restart()
         self._pace.seed = int(seed)
-        # Nothing in the chain depends on the pass and nothing in it saves tensors, so that it serves all passes. Made
-        # anew, it would cost a core some 20 us a gradient, which is what an accelerator's job does not have.
+        # The chain does not depend on the pass and saves no tensors, so it serves all passes. To make it in each pass
+        # would occupy a core for 20 us a gradient, which a job on an accelerator does not need.
         if self._chain is None:
             self._chain = self._make_chain()
         self._pace.until(self._forward_time)
@@ -69,7 +69,7 @@ class PacedModule(nn.Module):
         self._pace.until(self._optimizer_time)
 
     def _make_chain(self) -> Tensor:
-        """Backward walks it from its end: its start, the first stage, ..., the last stage, its end."""
+        """The graph whose backward pass is: start, first stage, ..., last stage, end."""
         value = _Until.apply(torch.zeros((), requires_grad=True), self._pace, self._backward_time)
         for stage in reversed(self._stages):
             value = _Gradients.apply(value, self._pace, stage, *stage.parameters)
@@ -107,7 +107,7 @@ class _Dense:
 
 
 class _Rows:
-    """Which rows each seed touches, and their values: drawn once, for drawing takes longer than using them."""
+    """The touched rows of each seed and their values, drawn once, since drawing takes longer than using them."""
 
     def __init__(self, variable: Variable) -> None:
         if variable.rows is None:
@@ -135,7 +135,7 @@ class _DenseRows(_Rows):
 
     def draw(self, seed: int) -> Tensor:
         chosen, values = self.rows(seed)
-        self._table.zero_()  # all of it: other ranks' rows are in it once their mean was written here
+        self._table.zero_()  # all of it, since the mean that was written here has rows of other ranks
         self._table[chosen] = values
         return self._table.detach()
 
@@ -232,7 +232,7 @@ def _place(root: nn.Module, variable: Variable) -> None:
 
 
 def _holder(variable: Variable, leaf: str) -> nn.Module:
-    """DDP expects sparse gradients of embeddings that say so, and of nothing else."""
+    """The module that holds a parameter; DDP takes sparse gradients of sparse embeddings only."""
     if variable.kind != "sparse":
         return nn.Module()
     if leaf != "weight" or len(variable.shape) != 2:

@@ -1,4 +1,4 @@
-"""Slow workers made on purpose: what heterogeneity costs can be tried on equal machines."""
+"""Workers that are slowed on purpose, to measure on equal machines what unequal ones cost."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Slowdown(Record):
 
 
 class StragglerSettings(Record):
-    """Who is slow, when, and how much; where several slowdowns hold, factors multiply and pauses add up.
+    """Which ranks are slow, when, and by how much; factors of several slowdowns multiply, and their pauses add up.
 
     Attributes:
         slowdowns: in any order.
@@ -59,7 +59,7 @@ class StragglerSettings(Record):
 
 
 class Straggler:
-    """One rank's slowness; called once a step, with the seconds that its computation took.
+    """Slows one rank; call it once a step, with the seconds that its computation took.
 
     Args:
         settings: the same on all ranks.
@@ -75,7 +75,7 @@ class Straggler:
         self._step = 0
 
     def __call__(self, compute: float) -> float:
-        """Sleep as long as this step is to be slower; returns the seconds asked for.
+        """Sleep for as long as this step shall be slower; returns these seconds.
 
         Args:
             compute: seconds that the step's computation took.
@@ -86,10 +86,10 @@ class Straggler:
         return delay
 
     def delay(self, compute: float) -> float:
-        """Seconds by which the next step is to be slower; it counts as made."""
+        """Seconds by which the next step shall be slower; counts the step."""
         factor, pauses = 1.0, 0.0
         for slowdown in self._slowdowns:
-            # Drawn whether or not they are used, so that a rank's pauses do not depend on when others begin.
+            # Drawn even if not used, so that a rank's pauses do not depend on when other slowdowns begin.
             chance, length = self._random.random(), self._random.expovariate(1.0)
             if slowdown.holds(self._rank, self._step):
                 factor *= slowdown.factor

@@ -20,11 +20,11 @@ from lightning_autosync.measure.workers.calls import LaunchError
 
 CHUNK = 128 * 1024
 TAIL = 0.08
-"""Seconds that senders go on after the window, so that ranks that began late still count under full load."""
+"""Seconds that senders go on after the window, so that the windows of ranks that began late have full load, too."""
 OPENING = 512 * 1024
-"""Payload bytes at the beginning of a flow by which the burst is told."""
+"""Payload bytes at the beginning of a flow from which its burst is computed."""
 _RESET = struct.pack("ii", 1, 0)
-"""``struct linger``: close at once and forget what is unsent."""
+"""``struct linger``: close at once and discard what is not sent yet."""
 
 
 @dataclass(frozen=True)

@@ -79,7 +79,7 @@ def _hosts(meter: Meter, addresses: bool) -> Hosts:
 
 
 def _sharing(meter: Meter, survey: Survey | None, cluster: ClusterSpec) -> dict[str, float] | None:
-    """What flows make of links that they share.
+    """How well flows use the links that they share.
 
     ``everybody``: used share of the links that are full while all nodes send to all others; ``crowding``: such links
     on the way of a flow; both means. Rates in sum over those of flows alone: ``opposite``, two flows that face each
@@ -139,7 +139,7 @@ def _rounded(rates: Sequence[float]) -> list[float]:
 
 FORMAT = "autosync-probe/1"
 _PRIORITY = -10
-"""Of a probe's ranks, as of ``nice``: other load can only make links look slower and hosts dearer."""
+"""Niceness of a probe's ranks. Other processes could only make links look slower and hosts more expensive."""
 
 
 def probe_ranks(
@@ -198,6 +198,6 @@ def probe_hosts(leaders: Sequence[int], scheduling: str) -> dict[str, Any]:
 
 
 def _go_first() -> None:
-    """Put other work on this machine behind the probe, where the kernel lets it."""
+    """Give the probe priority over other processes of this machine, if the kernel allows it."""
     with suppress(PermissionError):
         os.setpriority(os.PRIO_PROCESS, 0, _PRIORITY)

@@ -1,4 +1,4 @@
-"""`Meter`: measurements between the nodes of a live job; every rank calls each of them alike."""
+"""`Meter`: measurements between the nodes of a live job; all its methods are collective."""
 
 from __future__ import annotations
 
@@ -25,20 +25,19 @@ _DATAGRAM = 1472
 """Payload bytes that fill an Ethernet frame of 1514 bytes."""
 _FRAME = 1514
 _UNDER_WAY = 512 * 1024
-"""Bytes of a flow on their way, beyond what distance holds: enough to keep links busy while processes wait for a
-core."""
+"""Bytes under way in a flow, in addition to what the distance holds: enough to keep links busy while processes wait for
+a core."""
 _QUEUED = 0.08
-"""Seconds of a flow's rate that may be on their way: little enough not to overflow queues, after which TCP would
-pause."""
+"""Seconds of a flow's rate that may be under way: few enough to overflow no queue, after which TCP would pause."""
 _LEAST_UNDER_WAY = 32 * 1024
 _TRIES = 5
 _AGREEMENT = 0.02
 _STEADY = 0.04
 """Share by which the halves of a window may differ."""
 _PACKET = 64 * 1024
-"""Bytes that come at once, where hosts put packets together."""
+"""Bytes that arrive at once where hosts merge packets."""
 _SETTLE = 0.05
-"""Seconds between the barrier and the first byte: what ranks that leave it early send must not delay the others."""
+"""Seconds between the barrier and the first byte, so that early ranks do not delay others in the barrier."""
 _SCOUT = 0.5
 """Part of head and window that a first look at a flow's rate takes."""
 _FASTEST = 1.25e9

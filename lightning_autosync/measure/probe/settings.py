@@ -1,4 +1,4 @@
-"""What a probe is told: where the ranks are, and how long to measure."""
+"""Settings of a probe: where the ranks are, and how long to measure."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ProbeSettings(Configuration):
         window: seconds of each transfer that do.
         every_pair: each pair of nodes is measured alone, both ways; None does so for up to four nodes.
         constants: measure what the hosts cost, too.
-        accelerated: what the constants say of the job: its gradients are computed elsewhere than on the packing core.
+        accelerated: the job computes its gradients on an accelerator and not on the core that packs them.
         timeout: seconds that the probe may take.
     """
 

@@ -29,7 +29,7 @@ class WorkerError(AutoSyncError, RuntimeError):
 
 
 class InputError(WorkerError):
-    """What ranks were given is wrong; the message says all, as if it had been found before they were asked."""
+    """The input of a call is wrong; the message says all, without a traceback."""
 
 
 class LaunchError(AutoSyncError, RuntimeError):
@@ -64,9 +64,9 @@ def _leads_to(name: str, function: Callable[..., Any]) -> bool:
 
 
 def describe(error: BaseException) -> dict[str, Any]:
-    """An error that is being handled as plain data: ``type``, ``message``, ``traceback``, and ``input``.
+    """The error that is being handled, as plain data: ``type``, ``message``, ``traceback``, and ``input``.
 
-    The last says whether what was wrong is something that the user gave, of which the message says all.
+    ``input`` says whether the user's input is wrong, so that the message alone explains the error.
     """
     return {
         "type": type(error).__name__,
@@ -77,11 +77,11 @@ def describe(error: BaseException) -> dict[str, Any]:
 
 
 def wrong_input(errors: Mapping[int, Mapping[str, Any]], asked: Collection[int]) -> InputError | None:
-    """That what ranks were given is wrong, if all that failed say so; in the order of ranks, equal messages once.
+    """The error to raise if all ranks that failed say that the input is wrong; None if not. Equal messages come once.
 
     Args:
         errors: by rank, as `describe` made them, one or more.
-        asked: all ranks that were asked. Where some of them did not fail, those that did are named.
+        asked: all ranks that were called. If only some failed, the message names them.
     """
     if not all(error["input"] for error in errors.values()):
         return None

@@ -1,4 +1,4 @@
-"""Trials inside a job that torchrun started: rank 0 gives the orders, through the job's store."""
+"""A pool of the ranks of a torchrun job: rank 0 calls functions on all of them, through the job's store."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_autosync.engine.cpu_scheduling import set_batch_scheduling
+from lightning_autosync.measure.launches.launch import require_torchrun
 from lightning_autosync.measure.workers.calls import (
     LaunchError,
     WorkerError,
@@ -26,34 +27,21 @@ from lightning_autosync.measure.workers.calls import (
 )
 
 _IDLE = timedelta(seconds=5)
-"""Time after which a rank without an order looks again."""
+"""How long a rank waits for a call before it waits again."""
 _END, _RENEW = "end", "renew"
 _NOTHING = {"action": "call", "function": f"{__name__}:do_nothing", "arguments": {}}
-
-
-def require_job() -> None:
-    """See to it that this process is one of a job.
-
-    Raises:
-        LaunchError: it is not.
-    """
-    if not dist.is_torchelastic_launched():
-        raise LaunchError(
-            "launch=torchrun: this process is not one of a torchrun job; start it on every node as "
-            "`torchrun --nnodes N ... --no-python autosync tune launch=torchrun`"
-        )
 
 
 class JobRank:
     """This process as a rank of the job.
 
     Args:
-        timeout: seconds that an order or a collective may take.
-        batch: whether it runs under SCHED_BATCH.
+        timeout: seconds that a call or a collective may take.
+        batch: run under SCHED_BATCH.
     """
 
     def __init__(self, timeout: float, batch: bool) -> None:
-        require_job()
+        require_torchrun("tune")
         torch.set_num_threads(1)
         if batch:
             set_batch_scheduling()
@@ -64,7 +52,7 @@ class JobRank:
         self._join()
 
     def answer(self, order: dict[str, Any]) -> dict[str, Any]:
-        """Carry out one order; what it returned, or what it raised."""
+        """Carry out one call; returns its result, or the error that it raised."""
         try:
             if order["action"] == _RENEW:
                 return {"result": self._renew()}
@@ -73,7 +61,7 @@ class JobRank:
             return {"error": describe(error)}
 
     def follow(self) -> None:
-        """Carry out rank 0's orders until it says that there are no more."""
+        """Carry out rank 0's calls until it ends the job."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for rank 0, which ends the job in order
         number = 0
         while True:
@@ -93,7 +81,7 @@ class JobRank:
         dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.world_size, timeout=self.timeout)
 
     def _renew(self) -> list[str | int]:
-        """Make the process group anew, with nothing left of what ran in the old one."""
+        """Make a new process group, after all contenders of the old one are closed."""
         from lightning_autosync.measure.replica_calls import forget
 
         forget()
@@ -104,7 +92,7 @@ class JobRank:
 
 
 class JobPool:
-    """What a `WorkerPool` is, of ranks that are there already: no process can be started again, only its group.
+    """Has the interface of a `WorkerPool`, but the ranks run already; only their process group can be made again.
 
     Raises:
         LaunchError: this process is not rank 0 of a job.
@@ -112,14 +100,14 @@ class JobPool:
 
     def __init__(self, rank: JobRank) -> None:
         if rank.rank != 0:
-            raise LaunchError("launch=torchrun: orders are given by rank 0")
+            raise LaunchError("launch=torchrun: only rank 0 may call functions on the others")
         self._rank = rank
         self._number = 0
         self.world_size = rank.world_size
         self.pids: list[int] = []
 
     def renew(self) -> None:
-        """Begin anew, after a failure or at the start.
+        """Make the process group again, at the start and after a failure.
 
         Raises:
             LaunchError: a rank does not answer any more.
@@ -133,7 +121,7 @@ class JobPool:
     def run(
         self, function: Callable[..., Any], /, *, ranks: Iterable[int] | None = None, **arguments: Any
     ) -> list[Any]:
-        """As `WorkerPool.run`; ranks that are not addressed do nothing.
+        """As `WorkerPool.run`.
 
         Raises:
             WorkerError: a rank raised, or did not answer in time; what was wrong input is an `InputError`.
@@ -144,10 +132,10 @@ class JobPool:
         )
 
     def close(self) -> None:
-        """Nothing: the ranks stay, and `renew` clears up."""
+        """Does nothing: the ranks go on, and `renew` closes what is left."""
 
     def end(self) -> None:
-        """Let the other ranks go."""
+        """End the other ranks."""
         self._rank.store.set(f"order/{self._number}", json.dumps({"action": _END}))
         with suppress(Exception):
             dist.destroy_process_group()
@@ -177,11 +165,11 @@ def _raised(rank: int, error: dict[str, Any]) -> WorkerError:
 
 
 def do_nothing() -> None:
-    """Of a rank that an order is not for."""
+    """The call for ranks that are not addressed."""
 
 
 def serve(timeout: float, batch: bool) -> None:
-    """Be a rank that follows, until the run is over; then this process ends."""
+    """Carry out rank 0's calls until the run is over, and then end this process."""
     JobRank(timeout, batch).follow()
     dist.destroy_process_group()
     sys.exit(0)

@@ -1,4 +1,4 @@
-"""A pool of live worker processes: started once, then given one order after another."""
+"""A pool of live worker processes: started once, they call one function after another."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Pool(Protocol):
 
 
 class WorkerPool:
-    """``world_size`` processes in one gloo process group, waiting for orders.
+    """``world_size`` processes in one gloo process group, which call functions on request.
 
     The processes start at once and meet before the constructor returns. They are killed, with their
     children, by :meth:`close`, at the end of a ``with`` block, when the pool is no longer referenced,
@@ -51,15 +51,15 @@ class WorkerPool:
     Args:
         world_size: the number of ranks.
         launch: where the processes run.
-        timeout: the longest that starting, one order or a collective may take, in seconds.
+        timeout: seconds that the start, one call or a collective may take.
         threads: torch's threads for one operator in each process.
         environment: environment variables to add for the workers.
         extra_paths: folders from which workers import, beside everything this process can import.
         scheduling: ``"batch"`` puts the workers under ``SCHED_BATCH``
             (see :func:`lightning_autosync.engine.cpu_scheduling.set_batch_scheduling`).
-        order_timeout: the longest that one order may take, if that is another time; ``math.inf`` for no limit.
-        meet: False leaves it to the functions called to make a process group, by ``env://``, as under torchrun; a
-            function that raises then ends the pool.
+        order_timeout: seconds that one call may take, if not ``timeout``; ``math.inf`` for no limit.
+        meet: make the process group. With False the called functions make one, by ``env://`` as under torchrun, and an
+            error ends the pool.
         echo: pass on what rank 0 prints to this process's stderr.
 
     Raises:
@@ -175,13 +175,13 @@ class WorkerPool:
         self._exchange(list(range(self.world_size)), order, deadline)
 
     def _renew(self) -> None:
-        """Make the process group anew, so that nothing half done is left in it."""
+        """Make a new process group, since collectives may be half done in the old one."""
         self._generation += 1
         with suppress(WorkerError):  # the pool is closed then, and the caller has the first error to tell
             self._join(time.monotonic() + RENEWAL)
 
     def _exchange(self, ranks: list[int], order: dict[str, Any], deadline: float) -> list[Any]:
-        """Give ``ranks`` an order and return their results."""
+        """Send ``ranks`` a request and return their results."""
         line = json.dumps(order).encode() + b"\n"
         replies: dict[int, dict[str, Any]] = {}
         try:
@@ -294,7 +294,7 @@ def _worker_command(timeout: float, threads: int, scheduling: str | None) -> lis
 
 
 def _common_environment(threads: int, extra_paths: Sequence[str | os.PathLike[str]]) -> dict[str, str]:
-    """What every worker sees: this process's import path, and bounded thread counts."""
+    """Environment of all workers: the import path of this process, and thread counts."""
     paths = [*(os.fspath(path) for path in extra_paths), *(path or os.getcwd() for path in sys.path)]
     return {
         "PYTHONPATH": os.pathsep.join(str(Path(path).absolute()) for path in paths),

@@ -99,7 +99,7 @@ class TuningJob:
         return {**self._order(), "ddp": options.model_dump()}
 
     def _order(self) -> dict[str, Any]:
-        model, timeout = self.settings.model.model_dump(), self.settings.patience
+        model, timeout = self.settings.model.model_dump(), self.settings.exchange_timeout
         return {"model": model, "sparse": False, "cluster": self.cluster.to_dict(), "timeout": timeout}
 
     def bench_settings(self, **changes: Any) -> bench.BenchSettings:
