@@ -33,7 +33,9 @@ from lightning_autosync.learned.dataset import Sample
 from lightning_autosync.learned.examples import Examples
 from lightning_autosync.learned.networks import load_dgl
 from lightning_autosync.learned.training import scores
+from lightning_autosync.plan import builders, topologies
 from lightning_autosync.plan.spec import Semantics
+from lightning_autosync.plan.topologies.star import Star
 
 QUICK = Training(epochs=30, least_steps=0, learning_rate=4e-3, batch=32)
 LEARNED = [name for name in SIMULATORS if name != "replay"]
@@ -228,6 +230,25 @@ def test_files_of_two_simulators_are_not_mixed(fitted: LearnedEstimator, samples
     _weights(one).rename(one / _weights(other).name)
     with pytest.raises(SimulatorError, match="altered"):
         load_simulator(one)
+
+
+def test_a_saved_simulator_prices_plans_of_a_topology_that_came_later(
+    fitted: LearnedEstimator, samples: list[Sample], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Later(Star):
+        name = label = "later"
+        offers = (topologies.Method("later", "parameter_server"),)
+
+    fitted.save(tmp_path)
+    for registry in ("_registered", "_methods"):
+        monkeypatch.setattr(topologies, registry, dict(getattr(topologies, registry)))
+    topologies.register(Later())
+    there, sample = load_simulator(tmp_path), samples[0]
+    plan = builders.build("ps", sample.workload, sample.cluster, topology="star")
+    groups = tuple(group.model_copy(update={"topology": "later"}) for group in plan.groups)
+    plans = [plan, plan.model_copy(update={"groups": groups})]
+    star, later = there.estimate(sample.workload, sample.cluster, plans).seconds
+    assert star == later  # it says that it is encoded as the star is
 
 
 def test_the_simulator_that_was_there_outlives_an_interruption(
