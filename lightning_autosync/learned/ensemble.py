@@ -23,7 +23,7 @@ from lightning_autosync.learned.context import Context, Contexts
 from lightning_autosync.learned.dataset.sample import Sample
 from lightning_autosync.learned.examples import Examples, Keys
 from lightning_autosync.learned.hetero import HeteroNetwork
-from lightning_autosync.learned.networks import AttentionNetwork, LinearNetwork, Network, RecurrentNetwork
+from lightning_autosync.learned.networks import AttentionNetwork, LinearNetwork, RecurrentNetwork, SimulatorNetwork
 from lightning_autosync.learned.plan_arrays import plan_arrays
 from lightning_autosync.learned.simulator import (
     HEADER,
@@ -42,7 +42,7 @@ from lightning_autosync.workload import Workload
 Floats = NDArray[numpy.float64]
 Integers = NDArray[numpy.int64]
 
-KINDS: dict[str, type[Network]] = {
+KINDS: dict[str, type[SimulatorNetwork]] = {
     network.KIND: network for network in (LinearNetwork, RecurrentNetwork, AttentionNetwork, HeteroNetwork)
 }
 """By name."""
@@ -56,7 +56,7 @@ _LINES = "lines"
 """The tensor of slopes and offsets, beside those of the networks."""
 
 
-class Shape(Record):
+class EnsembleDescription(Record):
     """The saved description of an ensemble: arguments of `LearnedEstimator`, and numbers of features."""
 
     members: Annotated[Count, Field(le=MOST_MEMBERS)]
@@ -108,7 +108,7 @@ class LearnedEstimator:
         self.training = training or Training()
         self.tuning = tuning or TUNING
         self.seed = seed
-        self.networks: list[Network] = []
+        self.networks: list[SimulatorNetwork] = []
         self._features: dict[str, int] = {}
         self._lines = numpy.tile([1.0, 0.0], (members, 1))
         self._contexts = Contexts(self.constants)
@@ -192,7 +192,7 @@ class LearnedEstimator:
         if not self.networks:
             raise SimulatorError(f"simulator '{self.kind.KIND}': not fitted yet, so there is nothing to save")
         weights = save({name: tensor.contiguous() for name, tensor in self._tensors().items()})
-        write_simulator(directory, self.kind.KIND, self.constants, self._shape.model_dump(mode="json"), weights)
+        write_simulator(directory, self.kind.KIND, self.constants, self._description.model_dump(mode="json"), weights)
 
     @classmethod
     def load(cls, directory: str | os.PathLike[str]) -> LearnedEstimator:
@@ -220,21 +220,27 @@ class LearnedEstimator:
             raise SimulatorError(f"{path}: kind: expected one of {', '.join(KINDS)}; got '{header.kind}'")
         inputs = KINDS[header.kind].INPUTS
         try:
-            shape = Shape.model_validate(header.settings)
-            KINDS[header.kind].sized(shape.network)
+            description = EnsembleDescription.model_validate(header.settings)
+            KINDS[header.kind].sized(description.network)
         except ValidationError as error:
             raise SimulatorError(f"{path}: settings.{describe_validation_error(error)}") from None
         except SimulatorError as error:
             raise SimulatorError(f"{path}: settings.{error}") from None
-        if set(shape.features) != set(inputs):
-            found = ", ".join(shape.features) or "none"
+        if set(description.features) != set(inputs):
+            found = ", ".join(description.features) or "none"
             raise SimulatorError(
                 f"{path}: settings.features: '{header.kind}' has some of {', '.join(inputs)}; got {found}"
             )
         made = cls(
-            header.kind, header.constants, shape.members, shape.network, shape.training, shape.tuning, shape.seed
+            header.kind,
+            header.constants,
+            description.members,
+            description.network,
+            description.training,
+            description.tuning,
+            description.seed,
         )
-        made._features = shape.features
+        made._features = description.features
         return made
 
     def _tensors(self) -> dict[str, torch.Tensor]:
@@ -247,8 +253,8 @@ class LearnedEstimator:
         return {**tensors, _LINES: torch.from_numpy(self._lines)}
 
     @property
-    def _shape(self) -> Shape:
-        return Shape(
+    def _description(self) -> EnsembleDescription:
+        return EnsembleDescription(
             members=self.members,
             network=self.sizes.model_dump(mode="json"),
             features=self._features,
@@ -282,7 +288,7 @@ class LearnedEstimator:
         return self._encoded[whole]
 
 
-def _bytes(network: Network) -> int:
+def _bytes(network: SimulatorNetwork) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in network.state_dict().values())
 
 

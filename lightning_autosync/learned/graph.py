@@ -134,7 +134,7 @@ class Edges(NamedTuple):
     weight: NDArray[numpy.float32]
 
 
-class Graph(NamedTuple):
+class PlanGraph(NamedTuple):
     """A plan on a cluster.
 
     Attributes:
@@ -148,7 +148,7 @@ class Graph(NamedTuple):
     overall: NDArray[numpy.float32]
 
 
-def encode_graph(arrays: PlanArrays) -> Graph:
+def encode_graph(arrays: PlanArrays) -> PlanGraph:
     """The graph of a plan. All numbers are shares, logarithms, or times in units of the replay's step."""
     context = arrays.context
     merged = merge(arrays)
@@ -159,7 +159,7 @@ def encode_graph(arrays: PlanArrays) -> Graph:
     devices = numpy.column_stack([context.devices, busy[links : links + context.ranks]])
     channels = numpy.column_stack([context.links, busy[:links]])
     nodes = (context.variables, messages, shards.features, devices, channels)
-    return Graph(
+    return PlanGraph(
         tuple(array.astype(numpy.float32) for array in nodes),
         tuple(_edges(arrays, merged, shards)),
         overall(arrays).astype(numpy.float32),

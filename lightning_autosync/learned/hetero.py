@@ -11,8 +11,8 @@ from pydantic import Field
 from torch import nn
 
 from lightning_autosync.documents import Record
-from lightning_autosync.learned.graph import NODES, RELATIONS, Graph, encode_graph
-from lightning_autosync.learned.networks import Layers, Network, Standard, Width, load_dgl
+from lightning_autosync.learned.graph import NODES, RELATIONS, PlanGraph, encode_graph
+from lightning_autosync.learned.networks import Layers, SimulatorNetwork, Standard, Width, load_dgl
 
 
 class GraphBatch(NamedTuple):
@@ -33,7 +33,7 @@ class GraphBatch(NamedTuple):
     overall: torch.Tensor
 
 
-def batch_graphs(items: Sequence[Graph]) -> GraphBatch:
+def batch_graphs(items: Sequence[PlanGraph]) -> GraphBatch:
     """Put graphs side by side; ends of edges are shifted by the number of nodes before them."""
     counts = {name: numpy.array([len(graph.nodes[place]) for graph in items]) for place, name in enumerate(NODES)}
     before = {name: numpy.cumsum(number) - number for name, number in counts.items()}
@@ -83,7 +83,7 @@ class HeteroSizes(Record):
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.1
 
 
-class HeteroNetwork(Network):
+class HeteroNetwork(SimulatorNetwork):
     """A relational graph convolution (Schlichtkrull et al., 2018) with weighted edges and residual states.
 
     The last layer begins at zero, so that an untrained network leaves the replay as it is.
@@ -98,7 +98,7 @@ class HeteroNetwork(Network):
     collate = staticmethod(batch_graphs)
 
     @staticmethod
-    def features(item: Graph) -> dict[str, int]:
+    def features(item: PlanGraph) -> dict[str, int]:
         numbers = {name: nodes.shape[1] for name, nodes in zip(NODES, item.nodes, strict=True)}
         return {**numbers, "overall": len(item.overall)}
 

@@ -113,7 +113,7 @@ class Standard(nn.Module):
         return ((values - self.mean) / self.deviation).clamp(-6, 6)
 
 
-class Network(nn.Module, ABC):
+class SimulatorNetwork(nn.Module, ABC):
     """A kind of learned simulator: what it sees of a plan, and the network that scores it.
 
     ``embed`` makes ``width`` numbers of what it sees; ``head``, which is small, makes a score of these.
@@ -187,7 +187,7 @@ class Network(nn.Module, ABC):
             raise SimulatorError(f"network.{describe_validation_error(error)}; '{cls.KIND}' takes {allowed}") from None
 
     @classmethod
-    def build(cls, features: dict[str, int], sizes: Record) -> Network:
+    def build(cls, features: dict[str, int], sizes: Record) -> SimulatorNetwork:
         """An untrained network.
 
         Raises:
@@ -200,7 +200,7 @@ class Network(nn.Module, ABC):
             raise SimulatorError(f"simulator '{cls.KIND}': network: {why}") from None
 
 
-class LinearNetwork(Network):
+class LinearNetwork(SimulatorNetwork):
     """A weighted sum of the predefined features."""
 
     KIND = "linear"
@@ -294,7 +294,7 @@ class ShardEncoder(nn.Module):
         return made.new_zeros(int(batch.lengths.sum()), self.hidden).index_add(0, batch.variable, made)
 
 
-class ShardNetwork(Network):
+class ShardNetwork(SimulatorNetwork):
     """Sees the shards of each variable."""
 
     INPUTS = ("shard",)

@@ -16,7 +16,7 @@ from torch import nn
 
 from lightning_autosync.documents import Index, Record
 from lightning_autosync.learned.examples import Examples
-from lightning_autosync.learned.networks import Network
+from lightning_autosync.learned.networks import SimulatorNetwork
 
 
 @contextmanager
@@ -77,7 +77,7 @@ TUNING = Training(part="head", epochs=10, learning_rate=1e-3)
 
 @one_thread()
 def train(
-    network: Network,
+    network: SimulatorNetwork,
     examples: Examples,
     settings: Training,
     seed: int,
@@ -122,7 +122,7 @@ def train(
 
 
 def _trained(
-    network: Network, examples: Examples, settings: Training
+    network: SimulatorNetwork, examples: Examples, settings: Training
 ) -> tuple[nn.Module, Callable[[Integers], torch.Tensor]]:
     """The module to train, and a function that gives the scores of the examples at some places."""
     if settings.part == "all":
@@ -131,7 +131,7 @@ def _trained(
     return network.head, lambda places: network.score(embedded[torch.from_numpy(places)])
 
 
-def embed(network: Network, items: Sequence[Any], batch: int = 256) -> torch.Tensor:
+def embed(network: SimulatorNetwork, items: Sequence[Any], batch: int = 256) -> torch.Tensor:
     """[plans, width] outputs of the network before its head."""
     network.eval()
     with torch.no_grad():
@@ -140,7 +140,7 @@ def embed(network: Network, items: Sequence[Any], batch: int = 256) -> torch.Ten
 
 
 @one_thread()
-def scores(network: Network, items: Sequence[Any]) -> Floats:
+def scores(network: SimulatorNetwork, items: Sequence[Any]) -> Floats:
     """[plans] the network's scores."""
     if not items:
         return numpy.zeros(0)
@@ -164,7 +164,9 @@ def told_apart(target: Floats, noise: Floats, drift: Floats, batch: Integers) ->
     return apart
 
 
-def _loss(network: Network | type[Network], score: torch.Tensor, part: Examples, sharpness: float) -> torch.Tensor:
+def _loss(
+    network: SimulatorNetwork | type[SimulatorNetwork], score: torch.Tensor, part: Examples, sharpness: float
+) -> torch.Tensor:
     """The ranking loss over pairs that can be told apart, and the regression loss where the kind has one."""
     same = part.pair[:, None] == part.pair[None, :]
     apart = told_apart(part.target, part.noise, part.drift, part.batch)
@@ -182,7 +184,7 @@ def _loss(network: Network | type[Network], score: torch.Tensor, part: Examples,
     return loss
 
 
-def _validate(network: Network, examples: Examples, settings: Training) -> float:
+def _validate(network: SimulatorNetwork, examples: Examples, settings: Training) -> float:
     """The loss over all pairs of the examples, workload by workload and cluster by cluster."""
     score = torch.from_numpy(scores(network, examples.items)).float()
     total = 0.0

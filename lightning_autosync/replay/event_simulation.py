@@ -14,8 +14,9 @@ from lightning_autosync.replay.token_buckets import next_change, open_capacities
 
 _ROUNDING = 1e-12
 """Share of a channel that is always free."""
+# Events that coincide on paper differ by rounding.
 _EPSILON = 1e-12
-"""Seconds between two events that are one."""
+"""Seconds between two events that count as one: times are sums of many steps."""
 
 
 class Nodes(NamedTuple):
@@ -57,7 +58,7 @@ class Dependencies(NamedTuple):
     places: int
 
 
-class Connections(NamedTuple):
+class FrameConnections(NamedTuple):
     """Connections between ranks.
 
     Attributes:
@@ -105,7 +106,7 @@ _OPENED = 2
 
 @numba.njit(cache=True)
 def simulate(
-    nodes: Nodes, graph: Dependencies, connections: Connections, capacities: Floats, tokens: Floats, burst: Floats
+    nodes: Nodes, graph: Dependencies, connections: FrameConnections, capacities: Floats, tokens: Floats, burst: Floats
 ) -> tuple[Floats, Floats, Floats]:
     """Run a graph of frames and points in time; ``tokens`` and ``burst`` are those of `fluid.drain`.
 
@@ -257,7 +258,7 @@ def _next_frame(number: int, head: Indices, following: Indices, key: Floats, arr
 
 
 @numba.njit(cache=True)
-def _set_rates(connections: Connections, state: _State, capacities: Floats) -> None:
+def _set_rates(connections: FrameConnections, state: _State, capacities: Floats) -> None:
     """Max-min fair rates by progressive filling: all grow together until a channel on their way is full."""
     residual, load = capacities.copy(), numpy.zeros(len(capacities))
     growing = 0
@@ -296,7 +297,7 @@ def _set_rates(connections: Connections, state: _State, capacities: Floats) -> N
 
 @numba.njit(cache=True)
 def _meets_full(
-    connections: Connections, state: _State, number: int, residual: Floats, load: Floats, least: float
+    connections: FrameConnections, state: _State, number: int, residual: Floats, load: Floats, least: float
 ) -> bool:
     """Whether a connection uses a channel that is full if each connection gets ``least`` bytes/s."""
     if least == numpy.inf:
@@ -318,7 +319,7 @@ def _meets_full(
 
 
 @numba.njit(cache=True)
-def _add(connections: Connections, state: _State, number: int, factor: float, to: Floats) -> None:
+def _add(connections: FrameConnections, state: _State, number: int, factor: float, to: Floats) -> None:
     """Add to each channel what a connection takes of it at ``factor`` bytes/s."""
     route = connections.route[number]
     for hop in range(connections.routes.starts[route], connections.routes.starts[route + 1]):
@@ -331,7 +332,7 @@ def _add(connections: Connections, state: _State, number: int, factor: float, to
 
 
 @numba.njit(cache=True)
-def _flow(connections: Connections, state: _State, channels: int) -> Floats:
+def _flow(connections: FrameConnections, state: _State, channels: int) -> Floats:
     """[channels] what all connections together take per second."""
     flow = numpy.zeros(channels)
     for number in range(len(state.current)):

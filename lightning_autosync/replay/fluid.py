@@ -9,17 +9,18 @@ import numpy
 from numpy.typing import NDArray
 
 from lightning_autosync.replay.compute import HostWork
-from lightning_autosync.replay.network import Floats, Indices, Network
+from lightning_autosync.replay.network import Floats, Indices, NetworkArrays
 from lightning_autosync.replay.outcome import StageTimes, StartOrder
 from lightning_autosync.replay.token_buckets import next_change, open_capacities, refill
 
 Flags = NDArray[numpy.bool_]
 
+# Shares are sums of many steps.
 _DONE = 1e-9
-"""Share of a stage's work that is rounding."""
+"""Share of a stage's work that may be left when it ends: rounding leaves a little."""
 
 
-class Conditions(NamedTuple):
+class StageConditions(NamedTuple):
     """What stages ask for and wait for.
 
     Attributes:
@@ -35,7 +36,7 @@ class Conditions(NamedTuple):
     rivals: Flags
 
 
-def with_host_work(conditions: Conditions, host_work: HostWork, network: Network) -> Conditions:
+def with_host_work(conditions: StageConditions, host_work: HostWork, network: NetworkArrays) -> StageConditions:
     """The conditions with a stage for each part of the main threads' work behind all others.
 
     Parts follow each other. They go before stages that communicate: the kernel soon serves a thread that sleeps most of
@@ -54,7 +55,7 @@ def with_host_work(conditions: Conditions, host_work: HostWork, network: Network
     own = StartOrder(
         numpy.array(host_work.release), none, after, numpy.arange(-parts, 0), numpy.full(parts, -1, dtype=numpy.int64)
     )
-    return Conditions(
+    return StageConditions(
         numpy.concatenate([conditions.work, work]),
         numpy.concatenate([conditions.fill, none]),
         StartOrder(*(numpy.concatenate(both) for both in zip(order, own, strict=True))),
@@ -72,7 +73,7 @@ class _State(NamedTuple):
 
 
 @numba.njit(cache=True)
-def drain(conditions: Conditions, capacities: Floats, slots: int, tokens: Floats, burst: Floats) -> StageTimes:
+def drain(conditions: StageConditions, capacities: Floats, slots: int, tokens: Floats, burst: Floats) -> StageTimes:
     """Run all stages.
 
     Args:
@@ -132,7 +133,7 @@ def _alone(work: Floats, capacities: Floats) -> Floats:
 
 
 @numba.njit(cache=True)
-def _start_and_end(conditions: Conditions, state: _State, times: StageTimes, slots: int, now: float) -> float:
+def _start_and_end(conditions: StageConditions, state: _State, times: StageTimes, slots: int, now: float) -> float:
     """Start and end what is due; returns the time at which something is due next. A start may let others start."""
     coming = numpy.inf
     changed = True
@@ -159,7 +160,7 @@ def _start_and_end(conditions: Conditions, state: _State, times: StageTimes, slo
 
 
 @numba.njit(cache=True)
-def _may_start(stage: int, conditions: Conditions, times: StageTimes, slots: int, now: float) -> bool:
+def _may_start(stage: int, conditions: StageConditions, times: StageTimes, slots: int, now: float) -> bool:
     """Whether everything that a stage waits for has happened; its release is not looked at."""
     first, second, third = conditions.order.after[stage]
     if (first >= 0 and times.end[first] > now) or (second >= 0 and times.start[second] > now):

@@ -10,9 +10,9 @@ import numpy
 
 from lightning_autosync.replay.compute import Compute, HostWork
 from lightning_autosync.replay.constants import Constants
-from lightning_autosync.replay.event_simulation import Connections, Dependencies, Nodes, simulate
+from lightning_autosync.replay.event_simulation import Dependencies, FrameConnections, Nodes, simulate
 from lightning_autosync.replay.loads import Loads
-from lightning_autosync.replay.network import Floats, Forest, Indices, Network
+from lightning_autosync.replay.network import Floats, Forest, Indices, NetworkArrays
 from lightning_autosync.replay.outcome import StageTimes, StartOrder
 from lightning_autosync.replay.stages import Flow, Stage
 
@@ -33,7 +33,7 @@ def run_frames(
     loads: Loads,
     computes: Sequence[Compute],
     host_work: HostWork | None,
-    network: Network,
+    network: NetworkArrays,
     forest: Forest,
     constants: Constants,
     tokens: Floats,
@@ -97,7 +97,7 @@ class _FrameGraph:
     frame: sent when its conditions are met and its turn has come, and taken in ``after`` seconds after its arrival.
     """
 
-    def __init__(self, network: Network, forest: Forest, constants: Constants) -> None:
+    def __init__(self, network: NetworkArrays, forest: Forest, constants: Constants) -> None:
         self._network = network
         self._forest = forest
         self._constants = constants
@@ -280,12 +280,12 @@ class _FrameGraph:
             self._constants.collectives,
         )
 
-    def _connections(self, pairs: Indices) -> Connections:
+    def _connections(self, pairs: Indices) -> FrameConnections:
         """The connections: the transport's, the backend's, and of each rank to itself, which has no hop."""
         network, known = self._network, self._network.routes
         routes = known.between.reshape(-1)[pairs % network.ranks**2].astype(numpy.int64)
         routes[pairs >= 2 * network.ranks**2] = len(known.latencies)
-        return Connections(
+        return FrameConnections(
             pairs % network.ranks**2 // network.ranks,
             pairs % network.ranks,
             routes,

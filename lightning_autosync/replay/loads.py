@@ -11,7 +11,7 @@ import numpy
 from numpy.typing import NDArray
 
 from lightning_autosync.replay.constants import Constants
-from lightning_autosync.replay.network import Floats, Forest, Indices, Integers, Network, Routes
+from lightning_autosync.replay.network import Floats, Forest, Indices, Integers, NetworkArrays, Routes
 from lightning_autosync.replay.pipelines import Flows, Paths, load
 from lightning_autosync.replay.stages import Stage
 
@@ -85,7 +85,7 @@ class _Ring(NamedTuple):
     crowding: float
 
     @classmethod
-    def of(cls, network: Network, way: int) -> _Ring:
+    def of(cls, network: NetworkArrays, way: int) -> _Ring:
         """The ring that goes that ``way``, as of `Stage`."""
         arcs = numpy.zeros(len(network.capacities))
         if network.ranks == 1:
@@ -106,7 +106,7 @@ class _Ring(NamedTuple):
 class LoadModel:
     """Turns stages into loads on one network."""
 
-    def __init__(self, network: Network, forest: Forest, constants: Constants) -> None:
+    def __init__(self, network: NetworkArrays, forest: Forest, constants: Constants) -> None:
         self._network = network
         self._forest = forest
         self._constants = constants

@@ -46,7 +46,7 @@ class Trees(NamedTuple):
     sizes: Integers
 
 
-class Network:
+class NetworkArrays:
     """Channels by index: the cluster's links, one host for each rank, and the cores that all share, if any.
 
     A link carries ``capacities[c]`` bytes/s and, after a pause, up to ``burst[c]`` bytes at once; a host gives one
@@ -189,7 +189,7 @@ NOTHING = -1
 class Forest:
     """Numbers trees; ``trees`` has those that were there at the last `settle`."""
 
-    def __init__(self, network: Network) -> None:
+    def __init__(self, network: NetworkArrays) -> None:
         self.ranks = network.ranks
         none: Integers = numpy.zeros((0, self.ranks), dtype=numpy.int32)
         self.trees = Trees(none, none, none)

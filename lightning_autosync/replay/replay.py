@@ -12,10 +12,10 @@ from lightning_autosync.errors import PlanError
 from lightning_autosync.plan.schedule import Schedule
 from lightning_autosync.replay.compute import Compute, ComputeClock, HostWork
 from lightning_autosync.replay.constants import Constants
-from lightning_autosync.replay.fluid import Conditions, drain, with_host_work
+from lightning_autosync.replay.fluid import StageConditions, drain, with_host_work
 from lightning_autosync.replay.frames import count_frames, run_frames
 from lightning_autosync.replay.loads import LoadModel, Loads
-from lightning_autosync.replay.network import Floats, Forest, Network
+from lightning_autosync.replay.network import Floats, Forest, NetworkArrays
 from lightning_autosync.replay.outcome import StageTimes, StartOrder, critical_path
 from lightning_autosync.replay.prediction import MessageSpan, Prediction, Span, Timeline
 from lightning_autosync.replay.stages import Stage, StageMaker
@@ -62,7 +62,7 @@ class Replay:
         self._workload = workload
         self._cluster = cluster
         self._constants = constants or Constants()
-        self._network = Network(cluster, self._constants)
+        self._network = NetworkArrays(cluster, self._constants)
         self._forest = Forest(self._network)
         self._stage_maker = StageMaker(workload, self._forest, self._constants)
         self._loads = LoadModel(self._network, self._forest, self._constants)
@@ -146,7 +146,7 @@ class Replay:
     def _run_fluid(self, step: _Step, tokens: Floats) -> tuple[StageTimes, float]:
         """One step, in which each stage flows as a whole; otherwise as `_run_frames`."""
         network, count = self._network, len(step.stages)
-        conditions = Conditions(step.loads.work, step.loads.fill, step.order, step.loads.rivals())
+        conditions = StageConditions(step.loads.work, step.loads.fill, step.order, step.loads.rivals())
         if step.host_work is not None:
             conditions = with_host_work(conditions, step.host_work, network)
         times = drain(conditions, network.capacities, self._constants.collectives, tokens, network.burst)

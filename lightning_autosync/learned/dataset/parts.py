@@ -22,7 +22,7 @@ _REMEDIES = {
 }
 
 
-class Part(Record):
+class DatasetPart(Record):
     """One Parquet file, which never changes once it is named in a manifest.
 
     Attributes:
@@ -49,9 +49,9 @@ class Manifest(Document):
 
     FORMAT: ClassVar[str] = "autosync-dataset/1"
 
-    parts: tuple[Part, ...] = ()
+    parts: tuple[DatasetPart, ...] = ()
 
-    def of(self, table: Table) -> list[Part]:
+    def of(self, table: Table) -> list[DatasetPart]:
         """The parts of one table."""
         return [part for part in self.parts if part.table == table]
 
@@ -65,9 +65,11 @@ class Manifest(Document):
         return f"{table}-{max(numbers, default=-1) + 1:05d}.parquet"
 
 
-def describe_part(file: str, table: Table, rows: int, content: bytes) -> Part:
+def describe_part(file: str, table: Table, rows: int, content: bytes) -> DatasetPart:
     """The manifest's entry for a file with that content."""
-    return Part(file=file, table=table, rows=rows, bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
+    return DatasetPart(
+        file=file, table=table, rows=rows, bytes=len(content), sha256=hashlib.sha256(content).hexdigest()
+    )
 
 
 def part_files(directory: Path, table: Table) -> list[Path]:
@@ -96,7 +98,7 @@ def load_manifest(directory: Path) -> Manifest:
     raise DocumentError(f"{directory}: no dataset: it has no {MANIFEST}; `autosync collect dataset=DIR` makes one")
 
 
-def read_part(directory: Path, part: Part) -> bytes:
+def read_part(directory: Path, part: DatasetPart) -> bytes:
     """The content of a part.
 
     Raises:
@@ -193,7 +195,7 @@ def check_row(table: Any, row: Any) -> None:
             raise ValueError(f"row.{field.name}: {shortened(str(cause), 300)}") from None
 
 
-def read_table(directory: Path, part: Part) -> Any:
+def read_table(directory: Path, part: DatasetPart) -> Any:
     """The `pyarrow.Table` in a part of the dataset in a folder.
 
     Raises:

@@ -15,8 +15,8 @@ from lightning_autosync.errors import DocumentError
 from lightning_autosync.learned.dataset.parts import (
     MANIFEST,
     TABLES,
+    DatasetPart,
     Manifest,
-    Part,
     Table,
     check_row,
     describe_part,
@@ -198,7 +198,7 @@ class Writer:
         self._documents.append({"kind": kind, "fingerprint": fingerprint, "document": canonical(document)})
         return self._documents[-1]
 
-    def _write(self, table: Table, rows: list[dict[str, Any]]) -> Iterator[Part]:
+    def _write(self, table: Table, rows: list[dict[str, Any]]) -> Iterator[DatasetPart]:
         """Write rows as a part, if there are any."""
         if not rows:
             return

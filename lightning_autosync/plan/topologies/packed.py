@@ -12,7 +12,7 @@ from lightning_autosync.plan.topologies.base import cached_tree
 from lightning_autosync.plan.trees import Tree
 
 
-class Packed(TreeTopology):
+class PackedTopology(TreeTopology):
     """The trees that the group states, or trees packed into the cluster's links."""
 
     name = encoded_as = "packed"
@@ -39,4 +39,4 @@ class Packed(TreeTopology):
             yield start + unit * lower, start + unit * upper, tree, tree
 
 
-register(Packed())
+register(PackedTopology())

@@ -14,7 +14,7 @@ CACHE_LINE = 64
 """Bytes; ranks that write to one line of shared memory at the same time slow each other down."""
 
 
-class SharedMemory(Topology):
+class SharedMemoryTopology(Topology):
     """Each rank sums up its part of what all have written; nothing is sent."""
 
     name = "shared_memory"
@@ -37,4 +37,4 @@ class SharedMemory(Topology):
             yield SharedMemoryReduce((start, *(min(stop, max(start, edge)) for edge in inner), stop))
 
 
-register(SharedMemory())
+register(SharedMemoryTopology())

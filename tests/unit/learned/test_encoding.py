@@ -13,7 +13,7 @@ from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.errors import PlanError
 from lightning_autosync.learned.context import BUNDLES, Context
 from lightning_autosync.learned.ensemble import KINDS
-from lightning_autosync.learned.graph import MESSAGES, NODES, RELATIONS, Edges, Graph, encode_graph, merge
+from lightning_autosync.learned.graph import MESSAGES, NODES, RELATIONS, Edges, PlanGraph, encode_graph, merge
 from lightning_autosync.learned.hetero import batch_graphs
 from lightning_autosync.learned.plan_arrays import plan_arrays
 from lightning_autosync.learned.predefined import predefined, shard_set
@@ -30,12 +30,12 @@ def context() -> Context:
 
 
 @pytest.fixture(scope="module")
-def graphs(context: Context) -> list[Graph]:
+def graphs(context: Context) -> list[PlanGraph]:
     space, random = PlanSpace(context.workload, context.cluster, "compressed"), Random(0)
     return [encode_graph(plan_arrays(context, space.plan(space.draw(random)))) for _ in range(8)]
 
 
-def test_nodes_and_edges_are_whole(graphs: list[Graph]) -> None:
+def test_nodes_and_edges_are_whole(graphs: list[PlanGraph]) -> None:
     for graph in graphs:
         counts = {name: len(nodes) for name, nodes in zip(NODES, graph.nodes, strict=True)}
         assert counts["variable"] == 10
@@ -49,7 +49,7 @@ def test_nodes_and_edges_are_whole(graphs: list[Graph]) -> None:
         assert numpy.isfinite(numpy.concatenate([edges.weight for edges in graph.edges])).all()
 
 
-def test_shares_of_a_message_add_up(graphs: list[Graph]) -> None:
+def test_shares_of_a_message_add_up(graphs: list[PlanGraph]) -> None:
     for graph in graphs:
         for relation in ("travels in", "part of"):
             place = [name for _, name, _ in RELATIONS].index(relation)
@@ -141,7 +141,7 @@ def test_answers_do_not_depend_on_the_company_in_a_batch(kind: str, context: Con
 
 
 @pytest.mark.parametrize("node", NODES)
-def test_the_order_of_nodes_means_nothing(node: str, graphs: list[Graph]) -> None:
+def test_the_order_of_nodes_means_nothing(node: str, graphs: list[PlanGraph]) -> None:
     network = _network("hetero", graphs)
     moved = [_shuffled(graph, node) for graph in graphs]
     with torch.inference_mode():
@@ -229,7 +229,7 @@ def _arrays(item: object) -> list[numpy.ndarray]:
     return [array for part in item for array in _arrays(part)]
 
 
-def _shuffled(graph: Graph, node: str) -> Graph:
+def _shuffled(graph: PlanGraph, node: str) -> PlanGraph:
     """The same graph with the nodes of one type in another order."""
     place = NODES.index(node)
     order = numpy.random.default_rng(1).permutation(len(graph.nodes[place]))
@@ -243,4 +243,4 @@ def _shuffled(graph: Graph, node: str) -> Graph:
         )
         for (source, _, target), edge in zip(RELATIONS, graph.edges, strict=True)
     )
-    return Graph(nodes, edges, graph.overall)
+    return PlanGraph(nodes, edges, graph.overall)
