@@ -230,7 +230,7 @@ def thawed() -> dict[str, Any]:
     module = models.Plain()
     module.body.requires_grad_(False)
 
-    def resolve_lossy(settings: StrategySettings, module: nn.Module, *shape: Any) -> Resolution:
+    def resolve_lossy(settings: StrategySettings, module: nn.Module, *shape: Any, **options: Any) -> Resolution:
         cluster = ClusterSpec.uniform(1, 2)
         workload = describe(module)
         plan = builders.all_reduce(workload, cluster, topology="star", compressor="bf16", bucket_bytes=1)
