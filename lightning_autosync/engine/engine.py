@@ -43,9 +43,9 @@ class Engine:
         waits: when to wait for messages. ``backward``: at its end. ``parameters``: when the caller does, before it
             uses parameters again, so that messages travel beside the next forward pass (see `finish_message`,
             `GroupedOptimizer`).
-        gradient_as_bucket_view: as of ``DistributedDataParallel``: whether gradients become views of the engine's
+        gradient_as_bucket_view: as in ``DistributedDataParallel``: whether gradients become views of the engine's
             buffers, which saves memory. By default ``parameter.grad`` stays the user's own tensor.
-        static_graph: as of ``DistributedDataParallel``: whether each backward pass accumulates each gradient as often
+        static_graph: as in ``DistributedDataParallel``: whether each backward pass accumulates each gradient as often
             as the first one did, so that a module may run several times under reentrant checkpointing.
         watched: whether the caller has a `FailureDetector` open for all ranks; otherwise the engine opens one.
 
