@@ -10,7 +10,7 @@ from contextlib import ExitStack, suppress
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from lightning_autosync.errors import ExchangeError
+from lightning_autosync.errors import ExchangeError, PeerLost
 from lightning_autosync.relaxed.coordinator import Command, Coordinator
 from lightning_autosync.relaxed.transport.mesh import Mesh
 from lightning_autosync.relaxed.transport.messages import Mail
@@ -107,9 +107,14 @@ class ControllerClient:
         """Send a request.
 
         Raises:
-            PeerLost: rank 0 is lost.
+            ExchangeError: the controller stopped everything, or is lost.
         """
-        self._mesh.send(RANK, f"controller.{kind}", header)
+        try:
+            self._mesh.send(RANK, f"controller.{kind}", header)
+        except PeerLost:
+            # If it said why before it left, that is the reason.
+            why = self._mesh.receive("worker.stop", sender=RANK, timeout=self._timeout).header["reason"]
+            raise ExchangeError(why) from None
 
     def receive(self, *kinds: str) -> tuple[str, dict[str, Any]]:
         """The next command of one of the kinds, and its header; if several wait, of the kind named first.

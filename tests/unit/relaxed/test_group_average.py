@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from strangers import KINDS, SECRET, claim, visit
 
 from lightning_autosync.errors import ExchangeError, Expelled, GroupBroken, MeshTimeout, PeerLost
+from lightning_autosync.relaxed.controller import ControllerClient
 from lightning_autosync.relaxed.group_average import GroupAverage, cut_chunks, weighted_sum
 from lightning_autosync.relaxed.transport import event_loop, handshake, stream
 from lightning_autosync.relaxed.transport.heartbeat import HeartbeatSettings
@@ -54,6 +55,22 @@ def together(size: int, play: Callable[[Mesh], Any], **settings: Any) -> list[An
         if isinstance(value, Exception):
             raise value
     return found
+
+
+@pytest.mark.parametrize("reason", ["rank 2 did not come", None])
+def test_what_a_controller_said_before_it_left_is_why_it_left(reason: str | None) -> None:
+    def play(mesh: Mesh) -> str:
+        if mesh.rank == 0:
+            if reason is not None:
+                mesh.send(1, "worker.stop", {"reason": reason}).wait(20.0)
+            return ""
+        with pytest.raises(PeerLost, match="it has left"):
+            mesh.receive("nothing", sender=0, timeout=20.0)
+        with pytest.raises(ExchangeError) as caught:
+            ControllerClient(mesh, 20.0).send("ready")
+        return str(caught.value)
+
+    assert together(2, play)[1] == (reason or "rank 0 is lost: it has left")
 
 
 def test_opening_and_closing_leaves_no_thread_and_no_file_open() -> None:
