@@ -73,7 +73,7 @@ class TorchrunLauncher(Launcher):
     def _compose(self, overrides: list[str], number: int) -> DictConfig:
         assert self.hydra_context is not None
         assert self.config is not None
-        config = self.hydra_context.config_loader.load_sweep_config(self.config, overrides)
+        config: DictConfig = self.hydra_context.config_loader.load_sweep_config(self.config, overrides)
         with open_dict(config):
             config.hydra.job.id = config.hydra.job.num = number
         return config

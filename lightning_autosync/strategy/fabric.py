@@ -93,7 +93,7 @@ class AutoSyncFabricStrategy(DDPStrategy):
                 "`lightning_autosync.relaxed` in a loop of your own"
             )
         super().__init__(**launch)
-        self._backward_sync_control = _AccumulationControl()
+        self._backward_sync_control = _AccumulationControl()  # type: ignore[assignment]  # of other modules than DDP's
         self._replicas: list[ExactReplica] = []
         self._farewell: Callable[[], Any] | None = None
 
@@ -108,7 +108,7 @@ class AutoSyncFabricStrategy(DDPStrategy):
             # Fabric has no end at which all scripts come by.
             self._farewell = weakref.finalize(self, line.close)
 
-    def setup_module(self, module: nn.Module) -> FabricModule:
+    def setup_module(self, module: nn.Module) -> FabricModule:  # type: ignore[override]  # in place of DDP's module
         self._forget(module)
         # Backward may complete messages of two modules in another order on each rank: each module has its own
         # group.

@@ -56,7 +56,8 @@ class BenchModule(L.LightningModule):
         object.__setattr__(self, "_inner", inner)  # not as a child, which would prefix all names
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        loss: Tensor = self._inner(*batch)
+        inner: torch.nn.Module = self._inner
+        loss: Tensor = inner(*batch)
         self.log("loss", loss.detach())
         return loss
 

@@ -76,7 +76,8 @@ def squared_distance(vectors: Floats, other: Floats) -> Floats:
     """[n, m] squared distances between the parts that are not summed over places."""
     one, two = vectors[:, POOLED:], other[:, POOLED:]
     squares = (one**2).sum(axis=1)[:, None] + (two**2).sum(axis=1)[None, :] - 2 * one @ two.T
-    return numpy.maximum(squares, 0.0)
+    distances: Floats = numpy.maximum(squares, 0.0)
+    return distances
 
 
 def _channels(group: Group, share: float) -> Iterator[str]:
