@@ -78,13 +78,13 @@ def _of_points(whole: optuna.Study) -> optuna.Study:
     import optuna
     from optuna.trial import TrialState
 
-    from lightning_autosync.search.studies import footing_of_study
+    from lightning_autosync.search.studies import drift_correction
     from lightning_autosync.search.trial_attributes import RUN, attribute, is_composed, seconds_of
 
-    footing, study = footing_of_study(whole), optuna.create_study()
+    correction, study = drift_correction(whole), optuna.create_study()
     for trial in whole.get_trials(states=(TrialState.COMPLETE,)):
         if is_composed(trial) and (seconds := seconds_of(trial)) is not None:
-            trial.value = footing.convert(attribute(trial, RUN), trial.number, seconds)
+            trial.value = correction.convert(attribute(trial, RUN), trial.number, seconds)
             study.add_trial(trial)
     return study
 

@@ -32,11 +32,11 @@ from lightning_autosync.search.trial_attributes import (
     REFINED,
     RUN,
     attribute,
+    drift_observation,
     enqueued_point,
     kind_of,
     measured_steps,
     plan_of,
-    sight_of,
     was_interrupted,
 )
 from lightning_autosync.workload import Workload
@@ -291,11 +291,11 @@ def samples_of(study: optuna.Study) -> list[Sample]:
     Raises:
         StudyError: the study is not one of plans, or its trials are not points of its space.
     """
-    space, footing = space_of(study), footing_of_study(study)
+    space, correction = space_of(study), drift_correction(study)
     samples = []
     for trial in study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED)):
         if steps := measured_steps(trial):
-            plan, factor = plan_of(trial, space), footing.convert(attribute(trial, RUN), trial.number, 1.0)
+            plan, factor = plan_of(trial, space), correction.convert(attribute(trial, RUN), trial.number, 1.0)
             brought = tuple(factor * seconds for seconds in steps)
             try:
                 samples.append(Sample(space.workload, space.cluster, plan, brought, kind_of(trial)))
@@ -304,10 +304,10 @@ def samples_of(study: optuna.Study) -> list[Sample]:
     return samples
 
 
-def footing_of_study(study: optuna.Study) -> DriftCorrection:
+def drift_correction(study: optuna.Study) -> DriftCorrection:
     """The correction to the run of the study's first trial, or to the first run that measured the reference."""
-    sights = [sight_of(trial) for trial in study.get_trials(deepcopy=False)]
-    return DriftCorrection.of(sights, run_with_turns(sights, sights[0].run if sights else None))
+    observed = [drift_observation(trial) for trial in study.get_trials(deepcopy=False)]
+    return DriftCorrection.of(observed, run_with_turns(observed, observed[0].run if observed else None))
 
 
 class _Sizes(Record):

@@ -18,7 +18,7 @@ from lightning_autosync.learned.dataset import Dataset, Sample
 from lightning_autosync.plan.space import BUILDER, Block, PlanSpace, Value
 from lightning_autosync.plan.spec import Semantics
 from lightning_autosync.search.storages import StudyError
-from lightning_autosync.search.studies import cluster_of, footing_of_study, load_study, space_of, workload_of
+from lightning_autosync.search.studies import cluster_of, drift_correction, load_study, space_of, workload_of
 from lightning_autosync.search.trial_attributes import RUN, attribute, seconds_of
 from lightning_autosync.workload import Workload
 
@@ -219,11 +219,11 @@ def best_points(study: optuna.Study, space: PlanSpace, count: int = MAX_BEST_POI
     Raises:
         StudyError: the study is not one of plans.
     """
-    source, footing = space_of(study), footing_of_study(study)
+    source, correction = space_of(study), drift_correction(study)
     trials = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
 
     def corrected(trial: FrozenTrial) -> float:
-        return footing.convert(attribute(trial, RUN), trial.number, seconds_of(trial) or 0.0)
+        return correction.convert(attribute(trial, RUN), trial.number, seconds_of(trial) or 0.0)
 
     ranked = sorted((trial for trial in trials if seconds_of(trial) is not None), key=corrected)
     points: dict[tuple[Value, ...], dict[str, Value]] = {}

@@ -85,7 +85,7 @@ def refined_plan(text: str) -> SyncPlan:
     return SyncPlan.from_dict(parse_json(text, REFINED, PlanError), REFINED)
 
 
-def sight_of(trial: FrozenTrial) -> DriftObservation:
+def drift_observation(trial: FrozenTrial) -> DriftObservation:
     """What a trial tells of drift."""
     steps = measured_steps(trial) if trial.state.is_finished() else ()
     return DriftObservation(

@@ -44,6 +44,8 @@ class BenchModule(L.LightningModule):
         world_size: ranks, each with batches of its own.
     """
 
+    _inner: torch.nn.Module
+
     def __init__(self, model: Model, world_size: int) -> None:
         super().__init__()
         self._batches = _Batches(model, world_size)
@@ -56,8 +58,7 @@ class BenchModule(L.LightningModule):
         object.__setattr__(self, "_inner", inner)  # not as a child, which would prefix all names
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        inner: torch.nn.Module = self._inner
-        loss: Tensor = inner(*batch)
+        loss: Tensor = self._inner(*batch)
         self.log("loss", loss.detach())
         return loss
 

@@ -15,9 +15,9 @@ from lightning_autosync.search.trial_attributes import (
     REFINED,
     RUN,
     attribute,
+    drift_observation,
     measured_steps,
     seconds_of,
-    sight_of,
     was_interrupted,
 )
 
@@ -50,7 +50,7 @@ class Observations:
         pending: choices that are being measured now.
         failed: choices of trials that failed by themselves. Interrupted ones may be measured again.
         choosing: numbers of the running trials whose choice is not known yet.
-        footing: that corrected the seconds for drift.
+        correction: that corrected the seconds for drift.
     """
 
     measured: list[tuple[int, Choice, float]] = field(default_factory=list)
@@ -58,7 +58,7 @@ class Observations:
     pending: list[Choice] = field(default_factory=list)
     failed: list[Choice] = field(default_factory=list)
     choosing: list[int] = field(default_factory=list)
-    footing: DriftCorrection = field(default_factory=lambda: DriftCorrection({}, None))
+    correction: DriftCorrection = field(default_factory=lambda: DriftCorrection({}, None))
 
     @classmethod
     def of(cls, trials: Sequence[FrozenTrial], space: PlanSpace, own: int) -> Observations:
@@ -66,7 +66,7 @@ class Observations:
 
         Where runs measure a reference, seconds are corrected to the speed of the run that ``own`` belongs to.
         """
-        found = cls(footing=_footing(trials, own))
+        found = cls(correction=_correction(trials, own))
         for trial in trials:
             if trial.number == own:
                 continue
@@ -85,15 +85,15 @@ class Observations:
         if (seconds := seconds_of(trial)) is None:
             self.failed.append(choice)
             return
-        factor = self.footing.convert(attribute(trial, RUN), trial.number, 1.0)
+        factor = self.correction.convert(attribute(trial, RUN), trial.number, 1.0)
         self.measured.append((trial.number, choice, math.log(factor * seconds)))
         self.steps[trial.number] = tuple(factor * step for step in measured_steps(trial))
 
 
-def _footing(trials: Sequence[FrozenTrial], own: int) -> DriftCorrection:
+def _correction(trials: Sequence[FrozenTrial], own: int) -> DriftCorrection:
     run = next((attribute(trial, RUN) for trial in reversed(trials) if trial.number == own), None)
-    sights = [sight_of(trial) for trial in trials]
-    return DriftCorrection.of(sights, run_with_turns(sights, run))
+    observed = [drift_observation(trial) for trial in trials]
+    return DriftCorrection.of(observed, run_with_turns(observed, run))
 
 
 def point_of(trial: FrozenTrial, space: PlanSpace) -> Point | None:

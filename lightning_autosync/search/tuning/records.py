@@ -117,7 +117,7 @@ def of_run(records: Sequence[TrialRecord], run: str | None) -> list[TrialRecord]
     return [record for record in records if run is None or record.run == run]
 
 
-def footing_of(
+def correction_of(
     records: Sequence[TrialRecord], run: str | None = None, now: Mapping[int, float] | None = None
 ) -> DriftCorrection:
     """The correction of seconds to the speed of one run, by the reference plan beside each batch.
@@ -127,7 +127,7 @@ def footing_of(
         run: None takes all trials to be of one run.
         now: further measurements of the reference in that run, by trial, of a batch without finished trials.
     """
-    sights = (
+    observed = (
         DriftObservation(
             run=None if run is None else record.run,
             number=record.number,
@@ -139,12 +139,12 @@ def footing_of(
         )
         for record in records
     )
-    return DriftCorrection.of(sights, run, now)
+    return DriftCorrection.of(observed, run, now)
 
 
 def drift_of(records: Sequence[TrialRecord], run: str | None = None) -> Drift:
     """The drift of the machine during one run; during all trials where ``run`` is None."""
-    return footing_of(records, run).base
+    return correction_of(records, run).base
 
 
 def ranked(
@@ -160,14 +160,14 @@ def ranked(
     Args:
         records: of the study.
         run: to whose speed the seconds are corrected. None takes all trials to be of one run.
-        now: as of `footing_of`.
+        now: as of `correction_of`.
         states: of the trials that are ranked.
     """
-    footing = footing_of(records, run, now)
+    correction = correction_of(records, run, now)
     by_plan: dict[str, list[tuple[TrialRecord, float]]] = {}
     for record in records:
         if record.state in states and record.seconds is not None and record.plan is not None:
-            seconds = footing.convert(None if run is None else record.run, record.number, record.seconds)
+            seconds = correction.convert(None if run is None else record.run, record.number, record.seconds)
             by_plan.setdefault(record.plan, []).append((record, seconds))
     best = [(found[0][0], statistics.median(seconds for _, seconds in found)) for found in by_plan.values()]
     return sorted(best, key=lambda pair: pair[1])

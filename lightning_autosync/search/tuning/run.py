@@ -14,6 +14,7 @@ from lightning_autosync.documents import digest, identity
 from lightning_autosync.errors import AutoSyncError, TuningError
 from lightning_autosync.interrupts import uninterrupted
 from lightning_autosync.learned import ReplayEstimator
+from lightning_autosync.measure.drift import DriftCorrection
 from lightning_autosync.measure.reference import ReferencePlan
 from lightning_autosync.measure.session import MeasurementSession, reason
 from lightning_autosync.plan import SyncPlan
@@ -26,7 +27,7 @@ from lightning_autosync.search.trial_attributes import BASELINE
 from lightning_autosync.search.tuning.comparison import FinalComparison, compare
 from lightning_autosync.search.tuning.job import PriorKnowledge, TuningJob
 from lightning_autosync.search.tuning.opponents import Opponents, builder_plans, settle_reference
-from lightning_autosync.search.tuning.records import TrialRecord, drift_of, footing_of, ranked
+from lightning_autosync.search.tuning.records import TrialRecord, correction_of, drift_of, ranked
 from lightning_autosync.search.tuning.result import (
     Best,
     DriftRecord,
@@ -222,7 +223,7 @@ class TuningRun:
     def _result(self, trials: Trials, opponents: Opponents, final: dict[str, Any] | None) -> TuningResult:
         settings, job = self._settings, self._job
         records, own = trials.records(), trials.own
-        footing = footing_of(records, own)
+        correction = correction_of(records, own)
         measured = opponents.to_dict()
         return TuningResult(
             settings=without_passwords_in(settings.model_dump(mode="json")),
@@ -232,24 +233,15 @@ class TuningRun:
             study=StudyAddress(name=settings.study.name, storage=without_passwords_in(self._storage)),
             best=self._best(trials, final),
             opponents=OpponentRecords(
-                ddp=next(iter(opponents.fastest("ddp", footing.base)), None),
+                ddp=next(iter(opponents.fastest("ddp", correction.base)), None),
                 builder=self._best_builder(trials, opponents),
                 measured=tuple(measured["measured"]),
                 reference_by_batch=measured["reference_by_batch"],
             ),
-            trials=tuple(
-                record
-                if record.seconds is None
-                else record.model_copy(
-                    update={
-                        "corrected": footing.convert(None if own is None else record.run, record.number, record.seconds)
-                    }
-                )
-                for record in records
-            ),
+            trials=tuple(_corrected(record, correction, own) for record in records),
             final=final,
             emulated={"links": settings.emulated, "compute": settings.model.kind == "paced"},
-            drift=DriftRecord(**footing.base.to_dict()),
+            drift=DriftRecord(**correction.base.to_dict()),
             environment={} if final is None else final["conditions"],
         )
 
@@ -265,6 +257,13 @@ class TuningRun:
             if record.plan == plan.fingerprint:
                 return _best_of(record, comparison.seconds, plan)
         return Best(origin="baseline", seconds=comparison.seconds, builder=comparison.winner, plan=plan.to_dict())
+
+
+def _corrected(record: TrialRecord, correction: DriftCorrection, own: str | None) -> TrialRecord:
+    if record.seconds is None:
+        return record
+    seconds = correction.convert(None if own is None else record.run, record.number, record.seconds)
+    return record.model_copy(update={"corrected": seconds})
 
 
 def _best_of(record: TrialRecord, seconds: float, plan: SyncPlan) -> Best:

@@ -20,7 +20,7 @@ from lightning_autosync.plan.space import BUILDER, COMPOSED, PlanSpace
 from lightning_autosync.plan.spec import Semantics
 from lightning_autosync.search.sampler import AutoSyncSampler
 from lightning_autosync.search.studies import distributions
-from lightning_autosync.search.trial_attributes import RUN, attribute, is_composed, seconds_of, sight_of
+from lightning_autosync.search.trial_attributes import RUN, attribute, drift_observation, is_composed, seconds_of
 from lightning_autosync.search.tuning.job import PriorKnowledge
 from lightning_autosync.search.tuning.settings import SearchSettings
 from lightning_autosync.workload import Workload
@@ -158,7 +158,7 @@ class CorrectedSampler(BaseSampler):
 
     def _corrected(self, study: optuna.Study, own: FrozenTrial) -> Iterator[FrozenTrial]:
         trials = study.get_trials(deepcopy=False)
-        footing = DriftCorrection.of(map(sight_of, trials), own.user_attrs.get(RUN))
+        correction = DriftCorrection.of(map(drift_observation, trials), own.user_attrs.get(RUN))
         for trial in trials:
             if trial.number == own.number or not is_composed(trial) or not self._free.keys() <= trial.params.keys():
                 continue
@@ -169,4 +169,4 @@ class CorrectedSampler(BaseSampler):
             if trial.state == TrialState.RUNNING:
                 yield create_trial(state=TrialState.RUNNING, **point)
             elif (seconds := seconds_of(trial)) is not None:
-                yield create_trial(value=footing.convert(attribute(trial, RUN), trial.number, seconds), **point)
+                yield create_trial(value=correction.convert(attribute(trial, RUN), trial.number, seconds), **point)

@@ -22,7 +22,7 @@ from lightning_autosync.plan import SyncPlan, compile_plan
 from lightning_autosync.search.trial_attributes import CTRL_C, PREDICTED, PRICE
 from lightning_autosync.search.tuning.job import TuningJob
 from lightning_autosync.search.tuning.opponents import Opponents
-from lightning_autosync.search.tuning.records import TrialRecord, drift_of, footing_of, of_run, ranked
+from lightning_autosync.search.tuning.records import TrialRecord, correction_of, drift_of, of_run, ranked
 from lightning_autosync.search.tuning.trials import Trials
 
 _log = logging.getLogger(__name__)
@@ -187,7 +187,7 @@ class Tuner:
             return None
         now = {} if batch.reference is None else {batch.asked[0].number: batch.reference}
         best = ranked(records, own, now)
-        return footing_of(records, own, now).base.expected(best[0][1]) if best else None
+        return correction_of(records, own, now).base.expected(best[0][1]) if best else None
 
     def _state(self, records: Sequence[TrialRecord]) -> tuple[tuple[int, float] | None, int, float]:
         """Number and seconds of the fastest trial, failed trials of this run, and seconds of the best DDP."""

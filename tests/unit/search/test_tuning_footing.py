@@ -1,4 +1,4 @@
-"""Times on one footing: DDP, builders, trials of several sessions and processes, each beside the same reference."""
+"""Times on one correction: DDP, builders, trials of several sessions and processes, each beside the same reference."""
 
 from __future__ import annotations
 
