@@ -14,7 +14,9 @@ from lightning_autosync.strategy.registration import register_strategies
 
 if TYPE_CHECKING:
     from lightning_autosync.cluster import ClusterSpec
+    from lightning_autosync.hybrid import HybridPlan
     from lightning_autosync.plan import SyncPlan, builders
+    from lightning_autosync.strategy.autoddl_lightning import AutoDDLStrategy
     from lightning_autosync.strategy.fabric import AutoSyncFabricStrategy
     from lightning_autosync.strategy.lightning import AutoSyncStrategy
     from lightning_autosync.workload import Workload
@@ -22,18 +24,22 @@ if TYPE_CHECKING:
     __version__: str
 
 _HOMES = {
+    "AutoDDLStrategy": "strategy.autoddl_lightning",
     "AutoSyncFabricStrategy": "strategy.fabric",
     "AutoSyncStrategy": "strategy.lightning",
     "ClusterSpec": "cluster",
+    "HybridPlan": "hybrid",
     "SyncPlan": "plan",
     "Workload": "workload",
     "builders": "plan",
 }
 
 __all__ = [
+    "AutoDDLStrategy",
     "AutoSyncFabricStrategy",
     "AutoSyncStrategy",
     "ClusterSpec",
+    "HybridPlan",
     "SyncPlan",
     "Workload",
     "__version__",

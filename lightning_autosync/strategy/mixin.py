@@ -144,10 +144,14 @@ class AutoSyncMixin(_Base):
             self._failure_detector = compare_ranks(self._settings)
 
     def setup(self, trainer: Any) -> None:
+        self.prepare_trainer(trainer)
+        super().setup(trainer)
+
+    def prepare_trainer(self, trainer: Any) -> None:
+        """Let ranks hear of signals and errors of each other by the failure detector."""
         skip_signal_broadcast(trainer)
         handle_sigterm_locally(trainer, self._on_sigterm)
         put_first(trainer, ErrorReport())
-        super().setup(trainer)
 
     def _on_sigterm(self) -> None:
         if self._failure_detector is not None:

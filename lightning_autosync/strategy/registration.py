@@ -24,15 +24,23 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "autosync_allreduce": {"plan": "all_reduce"},
     "autosync_ps": {"plan": "ps_load_balancing"},
     "autosync_partial_reduce": {"plan": "partial_reduce", "semantics": "relaxed"},
+    "autoddl": {},
 }
 """Registered name, and the arguments that it stands for."""
 
-_PLACES = {
-    "lightning.pytorch.strategies": ("StrategyRegistry", "lightning", "AutoSyncStrategy"),
-    "pytorch_lightning.strategies": ("StrategyRegistry", "pytorch", "AutoSyncStrategy"),
-    "lightning.fabric.strategies": ("STRATEGY_REGISTRY", "fabric", "AutoSyncFabricStrategy"),
+_PLACES: dict[str, tuple[str, dict[str, tuple[str, str]]]] = {
+    "lightning.pytorch.strategies": (
+        "StrategyRegistry",
+        {"autosync": ("lightning", "AutoSyncStrategy"), "autoddl": ("autoddl_lightning", "AutoDDLStrategy")},
+    ),
+    "pytorch_lightning.strategies": (
+        "StrategyRegistry",
+        {"autosync": ("pytorch", "AutoSyncStrategy"), "autoddl": ("autoddl_pytorch", "AutoDDLStrategy")},
+    ),
+    "lightning.fabric.strategies": ("STRATEGY_REGISTRY", {"autosync": ("fabric", "AutoSyncFabricStrategy")}),
 }
-"""Module that holds a registry: the registry's name, our module beside this one, and the class in it."""
+"""Module that holds a registry: the registry's name, and by the first word of a strategy's name our module beside this
+one and the class in it."""
 
 
 def register_strategies() -> None:
@@ -45,12 +53,15 @@ def register_strategies() -> None:
 
 
 def _register(place: ModuleType) -> None:
-    registry_name, module, class_name = _PLACES[place.__name__]
-    create = partial(_create, module, class_name)
+    registry_name, classes = _PLACES[place.__name__]
+    registry = getattr(place, registry_name)
     for name, arguments in STRATEGIES.items():
-        description = f"AutoSync with {', '.join(f'{key}={value!r}' for key, value in arguments.items())}"
-        registry = getattr(place, registry_name)
-        registry.register(name, create, description=description, override=True, **arguments)
+        home = classes.get(name.split("_")[0])
+        if home is None:
+            continue
+        told = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
+        description = f"{home[1]} with {told or 'its defaults'}"
+        registry.register(name, partial(_create, *home), description=description, override=True, **arguments)
 
 
 def _create(module: str, class_name: str, **arguments: Any) -> Any:

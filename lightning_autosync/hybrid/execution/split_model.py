@@ -24,7 +24,7 @@ from lightning_autosync.hybrid.execution.live_mesh import LiveMesh
 from lightning_autosync.hybrid.execution.operators import split_operator
 from lightning_autosync.hybrid.execution.random_streams import RandomStreams
 from lightning_autosync.hybrid.execution.shards import Cut, Shard
-from lightning_autosync.hybrid.plan import HybridPlan, LayerPlan, Signature
+from lightning_autosync.hybrid.plan import HybridPlan, LayerPlan
 from lightning_autosync.hybrid.signatures import kind_of, rules_of
 from lightning_autosync.hybrid.validation import check_plan
 
@@ -61,7 +61,6 @@ class SplitModel:
 
     Attributes:
         parts: the parameters, by name.
-        notes: what could not be done as the plan states, a line each.
 
     Raises:
         PlanError: the plan does not fit the module.
@@ -77,15 +76,21 @@ class SplitModel:
         self.mesh = mesh
         self._device = device
         self.around = Surroundings(mesh, RandomStreams(seed, mesh.coordinates, device))
-        self.notes: list[str] = []
         self._operators: list[tuple[nn.Module, LayerPlan]] = []
-        self._layers = self._runnable_layers(source)
+        self._layers = {layer.module: layer for layer in plan.layers}
+        for path, layer in self._layers.items():
+            _check_options(module.get_submodule(path), layer, source)
         self.parts = self._plan_parts()
 
     @property
     def is_split(self) -> bool:
         """Whether any operator is split now; else the module runs as it is."""
         return bool(self._operators)
+
+    @property
+    def operators(self) -> set[nn.Module]:
+        """The modules that are split now."""
+        return {module for module, _ in self._operators}
 
     def split(self) -> None:
         """Cut the parameters, and let operators work on parts; the parameters' gradients are dropped."""
@@ -136,21 +141,6 @@ class SplitModel:
             blocks = gathered.reshape(-1, *local.shape)
             for block, place in zip(blocks, coordinates, strict=True):
                 shard.at(place, sizes).put(block, found)
-        return found
-
-    def _runnable_layers(self, source: str) -> dict[str, LayerPlan]:
-        """The layers by path, with signatures that can be run: what is not known is data parallel."""
-        modules = dict(self.module.named_modules())
-        found = {}
-        for layer in self.plan.layers:
-            if kind_of(modules[layer.module]) == "unknown" and "rep" in layer.signature:
-                everywhere: tuple[Signature, ...] = tuple("dp" for _ in layer.signature)
-                self.notes.append(
-                    f"'{layer.module}' ({type(modules[layer.module]).__name__}) is not known: data parallel, not 'rep'"
-                )
-                layer = layer.model_copy(update={"signature": everywhere, "output": None})
-            _check_options(modules[layer.module], layer, source)
-            found[layer.module] = layer
         return found
 
     def _plan_parts(self) -> dict[str, Part]:

@@ -1,0 +1,157 @@
+"""Checkpoints of which each rank writes its parts, by ``torch.distributed.checkpoint``.
+
+Tensors have the names, shapes and places of the unsplit model, so that any mesh, or torch's own tools, can read them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.optim import Optimizer
+
+from lightning_autosync.hybrid.execution.shards import Chunk, Shard
+from lightning_autosync.hybrid.execution.split_model import SplitModel
+
+
+class ShardedTensorView(Tensor):
+    """A rank's part of a tensor, as ``torch.distributed.checkpoint`` wants to have it described.
+
+    Args:
+        part: [local shape] the rank's part.
+        shard: which part it is.
+    """
+
+    _part: Tensor
+    _chunks: list[Chunk]
+
+    @staticmethod
+    def __new__(cls, part: Tensor, shard: Shard) -> ShardedTensorView:
+        made: ShardedTensorView = Tensor._make_wrapper_subclass(cls, shard.shape, dtype=part.dtype, device=part.device)
+        made._part, made._chunks = part, list(shard.chunks())
+        return made
+
+    def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:
+        properties = TensorProperties.create_from_tensor(self._part)
+        return [
+            WriteItem(
+                index=MetadataIndex(name, torch.Size(chunk.offsets)),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=_stored(chunk), properties=properties, size=self.size()),
+            )
+            for chunk in self._chunks
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [_stored(chunk) for chunk in self._chunks]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        found = next(chunk for chunk in self._chunks if torch.Size(chunk.offsets) == index.offset)
+        tensor = self._part
+        for axis, (start, length) in enumerate(zip(found.local, found.sizes, strict=True)):
+            tensor = tensor.narrow(axis, start, length)
+        return tensor.detach()
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        raise TypeError(f"{func}: this tensor only describes where a rank's part of it lies")
+
+
+def _stored(chunk: Chunk) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes))
+
+
+def save_sharded(
+    folder: str | os.PathLike[str], module: nn.Module, optimizers: Sequence[Optimizer], split: SplitModel | None
+) -> None:
+    """Write all tensors of a model and its optimizers; collective.
+
+    Args:
+        folder: that all ranks see.
+        module: the model.
+        optimizers: of its parameters.
+        split: how the module is split; None if it is whole on every rank.
+    """
+    tensors = _model_tensors(module, split)
+    for number, optimizer in enumerate(optimizers):
+        tensors |= _optimizer_tensors(number, module, optimizer, split)
+    dcp.save(tensors, checkpoint_id=folder)
+
+
+def load_sharded(
+    folder: str | os.PathLike[str], module: nn.Module, optimizers: Sequence[Optimizer], split: SplitModel | None
+) -> None:
+    """Read what `save_sharded` wrote, on whatever mesh, into the model and its optimizers; collective.
+
+    States that the optimizers do not have yet are made.
+    """
+    stored = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    tensors = _model_tensors(module, split)
+    for number, optimizer in enumerate(optimizers):
+        _make_states(number, module, optimizer, split, stored)
+        tensors |= _optimizer_tensors(number, module, optimizer, split)
+    dcp.load(tensors, checkpoint_id=folder)
+
+
+def _model_tensors(module: nn.Module, split: SplitModel | None) -> dict[str, Any]:
+    shards = _shards(module, split)
+    found: dict[str, Any] = {}
+    for name, value in module.state_dict(keep_vars=True).items():
+        if isinstance(value, Tensor):
+            found[f"state_dict.{name}"] = _described(value.detach(), shards.get(value))
+    return found
+
+
+def _optimizer_tensors(
+    number: int, module: nn.Module, optimizer: Optimizer, split: SplitModel | None
+) -> dict[str, Any]:
+    names: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
+    shards = _shards(module, split)
+    found: dict[str, Any] = {}
+    for parameter, entries in optimizer.state.items():
+        for key, value in entries.items():
+            if isinstance(value, Tensor):
+                shard = shards.get(parameter) if value.shape == parameter.shape else None
+                found[f"optimizer_{number}.state.{names[parameter]}.{key}"] = _described(value, shard)
+    return found
+
+
+def _shards(module: nn.Module, split: SplitModel | None) -> dict[Tensor, Shard]:
+    return {} if split is None else {part.parameter: part.shard for part in split.parts.values()}
+
+
+def _described(value: Tensor, shard: Shard | None) -> Any:
+    return value if shard is None or not shard.cuts else ShardedTensorView(value, shard)
+
+
+def _make_states(
+    number: int, module: nn.Module, optimizer: Optimizer, split: SplitModel | None, stored: Mapping[str, Any]
+) -> None:
+    """Empty tensors for all states that are stored."""
+    shards = _shards(module, split)
+    owned = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    for name, parameter in module.named_parameters():
+        prefix = f"optimizer_{number}.state.{name}."
+        if parameter not in owned:
+            continue
+        for key in [found[len(prefix) :] for found in stored if found.startswith(prefix)]:
+            about = stored[prefix + key]
+            if not isinstance(about, TensorStorageMetadata) or key in optimizer.state[parameter]:
+                continue
+            shard = shards.get(parameter)
+            whole = tuple(about.size)
+            shape = shard.local_shape if shard is not None and whole == shard.shape else whole
+            # A count of steps stays on the CPU.
+            device = parameter.device if shape else torch.device("cpu")
+            optimizer.state[parameter][key] = torch.zeros(shape, dtype=about.properties.dtype, device=device)

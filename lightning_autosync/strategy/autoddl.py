@@ -1,0 +1,325 @@
+"""What `AutoDDLStrategy` is, for the Trainer of lightning and that of pytorch_lightning alike."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from torch.optim import Optimizer
+
+from lightning_autosync.cluster import parse_bytes
+from lightning_autosync.errors import ClusterError, EquivalenceError, PlanError, WorkloadError
+from lightning_autosync.hybrid import HybridPlan
+from lightning_autosync.hybrid.execution.activation import bring_home
+from lightning_autosync.hybrid.execution.clipping import clip_gradients
+from lightning_autosync.hybrid.execution.compiled import Uncompiled, takes_home_values
+from lightning_autosync.hybrid.execution.equivalence import Task
+from lightning_autosync.hybrid.validation import check_plan
+from lightning_autosync.plan import builders
+from lightning_autosync.strategy.agreement import agree
+from lightning_autosync.strategy.autoddl_checkpoint import SplitCheckpoints
+from lightning_autosync.strategy.base import SynchronizedModule
+from lightning_autosync.strategy.exact import ExactReplica
+from lightning_autosync.strategy.first_batch import FirstBatch
+from lightning_autosync.strategy.hybrid_choice import Choice, choose_hybrid_plan
+from lightning_autosync.strategy.mixin import AutoSyncMixin
+from lightning_autosync.strategy.settings import (
+    CHECK_REPLICAS,
+    DEFAULT_TIMEOUT,
+    ClusterArgument,
+    Scheduling,
+    Settings,
+    Timeout,
+    read_settings,
+)
+from lightning_autosync.strategy.split import SplitReplica, follow_rank_zero
+
+if TYPE_CHECKING:
+    from lightning.pytorch.strategies import ModelParallelStrategy as _Base
+else:
+    _Base = object
+
+HybridPlanArgument = HybridPlan | str | os.PathLike[str] | None
+
+
+class AutoDDLMixin(SplitCheckpoints, AutoSyncMixin, _Base):
+    """Splits the operators of an unmodified model over ranks, and runs the rest data parallel.
+
+    Every rank brings a batch of its own, as under DDP. A split model is compared with the unsplit one for one step
+    before it trains. Where no operator is split, the engine of `AutoSyncStrategy` synchronizes gradients.
+
+    Args:
+        plan: how operators are split: a plan, its file, or None for a search by the cost model.
+        cluster: nodes and links of the job: a cluster, its file, or the name of a shipped one; None if unknown.
+        memory: what a rank may use for the model, its optimizer and activations, as "4GB" or a number of bytes; None
+            for any. It guides the search.
+        save_distributed_checkpoint: whether each rank writes its parts into a folder (``torch.distributed.checkpoint``)
+            and not rank 0 one file for the unsplit model.
+        scheduling: as of `AutoSyncStrategy`.
+        bucket_cap_mb: as of `AutoSyncStrategy`.
+        broadcast_buffers: as of ``DistributedDataParallel``.
+        check_replicas: as of `AutoSyncStrategy`.
+        accelerator: this and the arguments not listed here are those of Lightning's strategies.
+
+    Raises:
+        ValueError: an argument has a value that is not allowed.
+        DocumentError: (or a subclass) a plan or cluster is wrong.
+    """
+
+    combined_loader: type
+    """The framework's ``CombinedLoader``."""
+
+    def __init__(
+        self,
+        plan: HybridPlanArgument = None,
+        cluster: ClusterArgument = None,
+        memory: str | float | None = None,
+        *,
+        save_distributed_checkpoint: bool = False,
+        scheduling: Scheduling = "batch",
+        bucket_cap_mb: float | None = None,
+        broadcast_buffers: bool | None = None,
+        check_replicas: int = CHECK_REPLICAS,
+        accelerator: Any = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: Any = None,
+        checkpoint_io: Any = None,
+        precision_plugin: Any = None,
+        process_group_backend: str | None = None,
+        timeout: Timeout = DEFAULT_TIMEOUT,
+    ) -> None:
+        arguments: dict[str, Any] = {
+            "plan": None,
+            "semantics": "exact",
+            "cluster": cluster,
+            "scheduling": scheduling,
+            "bucket_cap_mb": bucket_cap_mb,
+            "broadcast_buffers": broadcast_buffers,
+            "forward_sync_buffers": None,
+            "gradient_as_bucket_view": False,
+            "static_graph": False,
+            "check_replicas": check_replicas,
+            "timeout": timeout,
+        }
+        settings, launch = read_settings(arguments)
+        super(AutoSyncMixin, self).__init__(
+            save_distributed_checkpoint=save_distributed_checkpoint,
+            process_group_backend=process_group_backend,
+            timeout=launch["timeout"],
+        )
+        self.accelerator, self.parallel_devices = accelerator, parallel_devices
+        self.cluster_environment, self.checkpoint_io = cluster_environment, checkpoint_io
+        self.precision_plugin = precision_plugin
+        self._settings: Settings = settings
+        self._replica_class = ExactReplica
+        self._replica = None
+        self._failure_detector = None
+        self._job = None
+        self._memory = None if memory is None else parse_bytes(memory)
+        self._given, self._source = _read_hybrid_plan(plan)
+        self._resumed_from: Path | None = None
+
+    @property
+    def hybrid_plan(self) -> HybridPlan | None:
+        """The plan by which operators are split; None where none is."""
+        return self._replica.hybrid_plan if isinstance(self._replica, SplitReplica) else None
+
+    def setup_environment(self) -> None:
+        # Each rank draws samples of its own; what is split further is none of the sampler's business.
+        self._data_parallel_size, self._tensor_parallel_size = self.num_nodes * self.num_processes, 1
+        super().setup_environment()
+
+    def setup(self, trainer: Any) -> None:
+        self.prepare_trainer(trainer)
+        assert self.model is not None
+        assert self.accelerator is not None
+        self.accelerator.setup(trainer)
+        self.model = self.precision_plugin.convert_module(self.model)
+        self.model_to_device()
+        self.barrier()
+        fitting = trainer.state.fn == "fit"
+        if fitting:
+            self._replicate(trainer)
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        if fitting:
+            self._clip_by_true_norm()
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        return bring_home(super().training_step(*args, **kwargs))
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._evaluation(args):
+            return bring_home(super().validation_step(*args, **kwargs))
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._evaluation(args):
+            return bring_home(super().test_step(*args, **kwargs))
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._evaluation(args):
+            return bring_home(super().predict_step(*args, **kwargs))
+
+    def _evaluation(self, args: Any) -> AbstractContextManager[None]:
+        return self._replica.training_step(args) if isinstance(self._replica, SplitReplica) else nullcontext()
+
+    # What is run
+
+    def _replicate(self, trainer: Any) -> None:
+        """Choose a plan and make the replica that runs it."""
+        self._close()
+        self._replica = None
+        assert self.model is not None
+        replica = self._split_replica(trainer) or ExactReplica(
+            self.model, self._data_parallel_settings(), self.num_nodes, self.num_processes, watched=True
+        )
+        self._replica = replica
+        replica.attach(trainer)
+        self.model = SynchronizedModule(self.model, replica)
+
+    def _data_parallel_settings(self) -> Settings:
+        """The gradients' plan of a given hybrid plan, which no operator of it changes."""
+        if self._given is None or self._given.gradients == "all_reduce":
+            return self._settings
+        return replace(self._settings, plan=self._given.gradients, source=f"{self._source}: gradients")
+
+    def _split_replica(self, trainer: Any) -> SplitReplica | None:
+        assert self.model is not None
+        uncompiled = Uncompiled(self.model)
+        replica = None
+        try:
+            choice, first = self._choose(trainer)
+            if choice.plans:
+                replica = self._first_that_is_right(choice, self._task(trainer, first))
+        finally:
+            self._compile_again(uncompiled, replica)
+        if replica is None:
+            rank_zero_info(f"AutoDDL: data parallelism: {choice.reason}")
+        else:
+            mesh = " x ".join(map(str, replica.hybrid_plan.mesh))
+            rank_zero_info(
+                f"AutoDDL: plan {replica.hybrid_plan.fingerprint} on a mesh of {mesh}: {choice.reason}; one step gave "
+                "the loss, gradients and weights of the unsplit model"
+            )
+            for note in choice.notes:
+                rank_zero_info(f"AutoDDL: {note}")
+        return replica
+
+    def _choose(self, trainer: Any) -> tuple[Choice, FirstBatch | None]:
+        """Which plans to try, and the batch to try them on."""
+        world = self.num_nodes * self.num_processes
+        if self._settings.fault is not None:
+            raise self._settings.fault
+        cluster = self._settings.cluster
+        if cluster is not None and cluster.world_size != world:
+            raise ClusterError(f"cluster '{cluster.name}': it is for {cluster.world_size} ranks, the job has {world}")
+        given = self._given
+        if given is not None:
+            agree(lambda: check_plan(given, self._plain, world, self._source), lambda _: {"plan": given.fingerprint})
+            if given.is_data_parallel:
+                return Choice(reason=f"as '{self._source}' states"), None
+            return Choice((given,), f"given as '{self._source}'"), FirstBatch(trainer, self, self.combined_loader)
+        if world == 1 or (self._memory is None and not (cluster and cluster.measured)):
+            # Nothing can be predicted, so that no batch is needed.
+            return choose_hybrid_plan(None, cluster, None, self.num_nodes, self.num_processes), None
+        try:
+            first = FirstBatch(trainer, self, self.combined_loader)
+        except WorkloadError as error:
+            if self._memory is not None:
+                raise
+            return Choice(reason=str(error)), None
+        place = cluster, self._memory, self.num_nodes, self.num_processes
+        found = agree(lambda: choose_hybrid_plan(first, *place), lambda choice: {"plan": _identity(choice)})
+        return found, first
+
+    def _first_that_is_right(self, choice: Choice, task: Task) -> SplitReplica | None:
+        """The first plan that passes the check; a plan that the user gave has to."""
+        self._refuse_loss_scaling()
+        follow_rank_zero(self._plain, self._settings.initial_buffers)
+        for plan in choice.plans:
+            try:
+                return SplitReplica(self._plain, plan, self._settings, task, self._source)
+            except EquivalenceError as error:
+                if self._given is not None:
+                    raise
+                rank_zero_warn(f"AutoDDL: plan {plan.fingerprint} is refused: {error}")
+        if not choice.fits:
+            raise EquivalenceError(
+                "memory: every plan that fits was refused; data parallelism needs more than is allowed"
+            )
+        return None
+
+    def _task(self, trainer: Any, first: FirstBatch | None) -> Task:
+        assert first is not None
+
+        def optimizers() -> Sequence[Optimizer]:
+            self.setup_optimizers(trainer)
+            made: list[Optimizer] = list(self.optimizers)
+            return made
+
+        return Task(first.step, optimizers, first.batch)
+
+    def _compile_again(self, uncompiled: Uncompiled, replica: SplitReplica | None) -> None:
+        split = set() if replica is None else replica.split.operators
+        left = uncompiled.compile_again(lambda part: not split.intersection(part.modules()))
+        if replica is None:
+            return
+        for part in uncompiled.compiled:
+            takes_home_values(part)
+        if left:
+            rank_zero_info(f"AutoDDL: torch.compile is off in {', '.join(map(repr, left))}, where operators are split")
+
+    def _refuse_loss_scaling(self) -> None:
+        if self._scaler is not None and self._scaler.is_enabled():
+            raise PlanError(
+                "precision: ranks with other parts of a model would skip other steps under a loss scaler; allowed with "
+                "split operators: '32-true', 'bf16-mixed', 'bf16-true', '16-true'"
+            )
+
+    def _clip_by_true_norm(self) -> None:
+        replica, plugin = self._replica, self.precision_plugin
+        vars(plugin).pop("clip_grad_by_norm", None)
+        if isinstance(replica, SplitReplica):
+            vars(plugin)["clip_grad_by_norm"] = _clipping(plugin, replica)
+
+    def teardown(self) -> None:
+        vars(self.precision_plugin).pop("clip_grad_by_norm", None)
+        super().teardown()
+
+
+def _clipping(plugin: Any, replica: SplitReplica) -> Callable[[Optimizer, float], None]:
+    def clip(optimizer: Optimizer, clip_val: float) -> None:
+        clip_gradients(replica.split, list(plugin.main_params(optimizer)), float(clip_val))
+
+    return clip
+
+
+def _identity(choice: Choice) -> str:
+    return choice.plans[0].fingerprint if choice.plans else "data parallelism"
+
+
+def _read_hybrid_plan(value: HybridPlanArgument) -> tuple[HybridPlan | None, str]:
+    """The plan, and what errors call it."""
+    if value is None or isinstance(value, HybridPlan):
+        found, source = value, "plan"
+    elif isinstance(value, str | os.PathLike):
+        source = os.fspath(value)
+        if source in builders.names() or source in builders.relaxed_names():
+            raise PlanError(
+                f"plan: '{source}' says how gradients travel, and operators can be split only where ranks march in "
+                "step; give a hybrid plan, or use AutoSyncStrategy"
+            )
+        found = HybridPlan.load(source)
+    else:
+        raise PlanError(f"plan: expected a HybridPlan or a file of one, got {type(value).__name__}")
+    if found is not None and not isinstance(found.gradients, str) and found.gradients.semantics != "exact":
+        raise PlanError(
+            f"{source}: gradients: semantics are '{found.gradients.semantics}'; allowed beside split operators: 'exact'"
+        )
+    return found, source

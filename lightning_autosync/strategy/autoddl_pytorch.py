@@ -1,0 +1,21 @@
+"""`AutoDDLStrategy` for the Trainer of ``pytorch_lightning``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pytorch_lightning.strategies import ModelParallelStrategy
+from pytorch_lightning.utilities import CombinedLoader
+
+from lightning_autosync.strategy.autoddl import AutoDDLMixin
+
+
+class AutoDDLStrategy(AutoDDLMixin, ModelParallelStrategy):
+    __doc__ = AutoDDLMixin.__doc__
+
+    strategy_name = "autoddl"
+    combined_loader = CombinedLoader
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Nothing: importing `lightning_autosync` registers its names."""

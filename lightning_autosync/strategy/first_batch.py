@@ -1,0 +1,92 @@
+"""A training step on the first batch, before training: for graphs of models, and for checks of split models."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any
+
+from torch import nn
+
+from lightning_autosync.errors import WorkloadError
+from lightning_autosync.workload.preservation import preserved
+
+
+class FirstBatch:
+    """What this rank trains on first, and the step on it.
+
+    The loader is one of its own, so that training begins with its first batch all the same; the random generators are
+    given back as they were. A data set that can be iterated over once only loses what is read here.
+
+    Args:
+        trainer: of whichever framework, with a model whose data can be asked for.
+        strategy: brings batches to the device.
+        combine: the framework's ``CombinedLoader``.
+
+    Attributes:
+        batch: on this rank's device.
+
+    Raises:
+        WorkloadError: there is none, or the model has no training step that takes one.
+    """
+
+    def __init__(self, trainer: Any, strategy: Any, combine: Any) -> None:
+        self._module = trainer.lightning_module
+        if not self._module.automatic_optimization:
+            raise WorkloadError(
+                "the model optimizes manually, so that a step of it cannot be run before training to be compared"
+            )
+        if "dataloader_iter" in inspect.signature(self._module.training_step).parameters:
+            raise WorkloadError("training_step takes an iterator over batches, which cannot be compared on one batch")
+        with preserved():
+            batch = self._load(trainer, combine)
+        batch = strategy.precision_plugin.convert_input(batch)
+        batch = self._module._on_before_batch_transfer(batch)
+        self.batch = strategy.batch_to_device(batch, dataloader_idx=0)
+
+    def _load(self, trainer: Any, combine: Any) -> Any:
+        loader = trainer.fit_loop._data_source.dataloader()
+        combined: Any = loader if isinstance(loader, combine) else combine(loader, "max_size_cycle")
+        prepare = trainer._data_connector._prepare_dataloader
+        combined.flattened = [prepare(one, shuffle=True, mode=None) for one in combined.flattened]
+        for batch, *_ in islice(iter(combined), 1):
+            return batch
+        raise WorkloadError("the training data loader has no batch")
+
+    def step(self, batch: Any = None) -> Any:
+        """The loss of the module's training step, on this batch if none is given; nothing is logged."""
+        given = (self.batch if batch is None else batch, 0)
+        parameters = inspect.signature(self._module.training_step).parameters
+        with _silent(self._module):
+            output = self._module.training_step(*given[: max(1, min(2, len(parameters)))])
+        return output["loss"] if isinstance(output, Mapping) else output
+
+    @contextmanager
+    def as_forward(self) -> Iterator[nn.Module]:
+        """Inside, the module's ``forward`` is its training step; afterwards it is as it was.
+
+        What follows a module with tensors that hold nothing leaves some of them behind in recurrent layers.
+        """
+        with preserved(self._module, without=self._module.parameters()):
+            vars(self._module)["forward"] = self.step
+            yield self._module
+
+
+@contextmanager
+def _silent(module: nn.Module) -> Iterator[None]:
+    """Inside, nothing is logged: the loops in which Lightning collects what is logged do not run yet."""
+    parts = [part for part in module.modules() if hasattr(part, "log_dict") and hasattr(part, "automatic_optimization")]
+    for part in parts:
+        vars(part).update(log=_nothing, log_dict=_nothing)
+    try:
+        yield
+    finally:
+        for part in parts:
+            for name in ("log", "log_dict"):
+                vars(part).pop(name, None)
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    return None

@@ -1,0 +1,114 @@
+"""Which hybrid plan a job runs by: the user's, one that is searched, or data parallelism."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from lightning_autosync.cluster import ClusterSpec, pack_trees, ring_time
+from lightning_autosync.errors import AutoSyncError, PlanError
+from lightning_autosync.hybrid import HybridPlan
+from lightning_autosync.hybrid.capture import capture
+from lightning_autosync.hybrid.cost import BACKWARD, SYNCHRONIZATION
+from lightning_autosync.hybrid.search import Candidate, Found, search
+from lightning_autosync.strategy.choice import LEAST_GAIN, shards_time
+from lightning_autosync.strategy.first_batch import FirstBatch
+
+ASSUMED_BANDWIDTH = "1 Gbit/s"
+"""Of links that nobody describes, where a plan is needed because the model does not fit otherwise."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What to run.
+
+    Attributes:
+        plans: that split operators, the best first; empty for data parallelism.
+        reason: one sentence.
+        fits: whether data parallelism fits into the memory that is allowed.
+        notes: what a user should know of the split model, a line each.
+    """
+
+    plans: tuple[HybridPlan, ...] = ()
+    reason: str = ""
+    fits: bool = True
+    notes: tuple[str, ...] = field(default=())
+
+
+def choose_hybrid_plan(
+    first: FirstBatch | None, cluster: ClusterSpec | None, memory: float | None, nodes: int, devices: int
+) -> Choice:
+    """Search a plan by the cost model; the same on every rank.
+
+    Args:
+        first: the model's first batch; None where nothing can be predicted anyway.
+        cluster: the user's; None if unknown.
+        memory: bytes that a rank may use; None for any number.
+        nodes: number of the job's nodes.
+        devices: ranks on each.
+
+    Raises:
+        PlanError: no plan fits into the memory.
+    """
+    where, why = _links(cluster, memory, nodes, devices)
+    if where is None or first is None:
+        return Choice(reason=why)
+    try:
+        with first.as_forward() as module:
+            graph = capture(module, first.batch)
+        found = search(graph, where, memory=memory)
+    except AutoSyncError as error:
+        if memory is not None:
+            raise PlanError(f"memory: no plan was found, for the model cannot be searched: {error}") from error
+        return Choice(reason=f"the model cannot be searched: {error}")
+    return _judge(found, where, memory, why, graph.notes)
+
+
+def _links(
+    cluster: ClusterSpec | None, memory: float | None, nodes: int, devices: int
+) -> tuple[ClusterSpec | None, str]:
+    """The cluster that plans are made for, and what is to be said of it."""
+    if nodes * devices == 1:
+        return None, "one rank has nothing to share"
+    if cluster is not None and cluster.measured:
+        return cluster, f"predicted for cluster '{cluster.name}'"
+    unknown = "no cluster is described" if cluster is None else f"the rates of cluster '{cluster.name}' are unknown"
+    if memory is None:
+        return None, unknown
+    assumed = ClusterSpec.uniform(nodes=nodes, devices=devices, bandwidth=ASSUMED_BANDWIDTH, name="assumed")
+    return assumed, f"predicted for links of {ASSUMED_BANDWIDTH}, for {unknown}"
+
+
+def _judge(found: Found, cluster: ClusterSpec, memory: float | None, why: str, notes: tuple[str, ...]) -> Choice:
+    plain, best = found.data_parallel, found.best
+    fits = memory is None or plain.memory <= memory
+    if memory is not None and best.memory > memory:
+        raise PlanError(
+            f"memory: no plan fits into {_size(memory)} on each rank; the smallest needs {_size(best.memory)}"
+        )
+    plain_seconds = _data_parallel_seconds(plain, cluster)
+    split = tuple(
+        candidate.plan
+        for candidate in found.plans
+        if not candidate.plan.is_data_parallel and (not fits or candidate.step_seconds * LEAST_GAIN < plain_seconds)
+    )
+    times = f"{best.step_seconds:.3g} s a step, data parallelism {plain_seconds:.3g} s, {why}"
+    if not split:
+        return Choice((), f"no split of operators is faster by 5%: the best plan takes {times}", fits, notes)
+    if not fits:
+        needs = f"data parallelism needs {_size(plain.memory)} of {_size(memory or 0.0)} on each rank"
+        return Choice(split, f"{needs}; this plan {_size(best.memory)} and {times}", fits, notes)
+    return Choice(split, f"it takes {times}", fits, notes)
+
+
+def _data_parallel_seconds(plain: Candidate, cluster: ClusterSpec) -> float:
+    """Seconds of a step where the engine synchronizes, which may use uneven links better than an all-reduce."""
+    if len(cluster.nodes) == 1:
+        return plain.step_seconds
+    ring = ring_time(cluster, 1.0)
+    best = min(ring, shards_time(cluster, 1.0), 1.0 / pack_trees(cluster).rate)
+    backward, summing = float(plain.costs[BACKWARD]), float(plain.costs[SYNCHRONIZATION])
+    return plain.step_seconds - max(backward, summing) + max(backward, summing * best / ring)
+
+
+def _size(count: float) -> str:
+    return f"{count / 2**30:.3g} GiB" if count >= 2**29 else f"{count / 2**20:.3g} MiB"

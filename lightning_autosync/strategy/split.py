@@ -1,0 +1,135 @@
+"""One rank's part of a split model under a Trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import nn
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+
+from lightning_autosync.cluster import ClusterSpec
+from lightning_autosync.engine import Engine
+from lightning_autosync.engine.collectives import BufferBroadcast, broadcast_tensors, gather_json
+from lightning_autosync.errors import EquivalenceError
+from lightning_autosync.hybrid import HybridPlan
+from lightning_autosync.hybrid.execution.checkpoint import make_whole
+from lightning_autosync.hybrid.execution.equivalence import Task, expect, verify
+from lightning_autosync.hybrid.execution.live_mesh import LiveMesh
+from lightning_autosync.hybrid.execution.reduction import GradientReduction, ReductionSettings
+from lightning_autosync.hybrid.execution.split_model import SplitModel
+from lightning_autosync.plan import SyncPlan
+from lightning_autosync.strategy.base import Replica
+from lightning_autosync.strategy.choice import choose_plan
+from lightning_autosync.strategy.job import RunningJob
+from lightning_autosync.strategy.settings import Settings
+from lightning_autosync.workload import Workload, shared_buffers
+
+
+class SplitReplica(Replica):
+    """Splits a module by a plan, after it was compared with the unsplit one, and keeps its parts as they should be.
+
+    Args:
+        module: on its device and in its dtype, with rank 0's weights and buffers on every rank.
+        plan: splits at least one operator.
+        settings: what the user asked for.
+        task: the training step by which the models are compared.
+        source: names the plan in errors.
+
+    Attributes:
+        split: the split module.
+        hybrid_plan: the plan.
+
+    Raises:
+        EquivalenceError: (on every rank) the split module computes something else; it is whole again.
+        DocumentError: (or a subclass, on every rank) plan, model, cluster and job do not fit each other.
+    """
+
+    def __init__(self, module: nn.Module, plan: HybridPlan, settings: Settings, task: Task, source: str) -> None:
+        self.hybrid_plan = plan
+        self._optimizers: Sequence[Optimizer] = ()
+        self._failed = False
+        seed = gather_json(torch.initial_seed() % 2**62)[0]
+        mesh = LiveMesh(plan, timeout=timedelta(seconds=settings.timeout))
+        self.split = SplitModel(module, plan, mesh, seed, source)
+        expected = expect(self.split, task)
+        self.split.split()
+        self._reduction = GradientReduction(self.split, _reduction_settings(settings))
+        try:
+            verify(self.split, self._reduction, task, expected)
+        except EquivalenceError:
+            self._reduction.close()
+            self.split.restore()
+            raise
+        self._buffers = BufferBroadcast(module) if settings.broadcast_buffers else None
+
+    @classmethod
+    def for_trainer(
+        cls, module: nn.Module, settings: Settings, nodes: int, devices: int, rank: int, job: RunningJob | None
+    ) -> SplitReplica:
+        raise TypeError("a split replica needs a plan")
+
+    @property
+    def plan(self) -> SyncPlan:
+        raise TypeError("a split model has a hybrid plan")
+
+    @property
+    def engine(self) -> Engine | None:
+        """The engine of the parameters that most ranks have alike, if any rank has the same as another."""
+        return next(iter(self._reduction.engines[::-1]), None)
+
+    @property
+    def enabled(self) -> bool:
+        """Whether backward passes synchronize gradients, and do not only accumulate them."""
+        return self._reduction.enabled
+
+    @enabled.setter
+    def enabled(self, enabled: bool) -> None:
+        self._reduction.enabled = enabled
+
+    def start_training(self, optimizers: Sequence[Optimizer], scaler: GradScaler | None) -> None:
+        self._optimizers = optimizers
+
+    def before_forward(self, synchronizes: bool) -> None:
+        if self._buffers is not None:
+            self._buffers.before_forward(synchronizes)
+
+    def training_step(self, batch: Any) -> AbstractContextManager[None]:
+        return self.split.forward(batch)
+
+    @contextmanager
+    def backward(self, scaler: GradScaler | None = None) -> Iterator[None]:
+        with self._reduction.backward():
+            yield
+
+    def gather_state(self) -> dict[str, Any] | None:
+        return None
+
+    def restore_state(self, entry: dict[str, Any] | None, steps: int) -> None:
+        """Nothing is kept beside parameters and optimizers."""
+
+    def fail(self, error: BaseException) -> None:
+        self._failed = True
+
+    def close(self) -> None:
+        """Stop synchronizing; where training ended well, the module and its optimizers are whole again."""
+        self._reduction.close()
+        if self.split.is_split and not self._failed:
+            make_whole(self.split, list(self._optimizers))
+
+
+def follow_rank_zero(module: nn.Module, buffers: bool) -> None:
+    """Give every rank the weights, and the buffers, of rank 0; collective."""
+    found = [parameter.data for parameter in module.parameters()]
+    broadcast_tensors(found + ([buffer.data for _, buffer in shared_buffers(module)] if buffers else []))
+
+
+def _reduction_settings(settings: Settings) -> ReductionSettings:
+    def choose(workload: Workload, cluster: ClusterSpec, known: bool) -> SyncPlan:
+        return choose_plan(workload, cluster, known, settings.bucket_bytes)[0]
+
+    return ReductionSettings(settings.cluster, choose, settings.timeout, True, settings.check_replicas)

@@ -1,0 +1,138 @@
+"""`AutoDDLStrategy` under a Trainer: the weights of DDP, checkpoints, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hybrid import jobs
+from lightning_autosync.measure.workers import WorkerPool
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05},
+        {"optimizer": "sgd", "gradient_clip_val": 0.1, "limit_val_batches": 2},
+    ],
+    ids=["plain", "accumulation and clipping", "SGD and validation"],
+)
+def test_trains_as_ddp_does(pair: WorkerPool, options: dict[str, Any]) -> None:
+    for found in pair.run(jobs.against_ddp, **options):
+        assert found["distance"] < 1e-10
+        assert found["loss"] < 1e-10
+        assert found["steps"] == 8
+        assert found["split"], "the module is whole again"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [[4], [2, 2]])
+def test_four_ranks(quartet: WorkerPool, mesh: list[int]) -> None:
+    for seed in (1, 2, 3):
+        for found in quartet.run(jobs.against_ddp, seed=seed, mesh=mesh, gradient_clip_val=0.05):
+            assert max(found["distance"], found["loss"]) < 1e-10
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["one file", "folder"])
+def test_checkpoints(pair: WorkerPool, tmp_path: Path, sharded: bool) -> None:
+    for rank, found in enumerate(pair.run(jobs.resumed, folder=str(tmp_path), sharded=sharded, seeds=[1, 2])):
+        assert found["saved"] > 1e-3, "the second epoch changes the weights"
+        assert max(found["distances"]) < 1e-10, "training goes on as if there had been no end, under any plan"
+        if rank == 0:
+            assert found["alone"] == 0.0, "plain torch reads it"
+
+
+@pytest.mark.slow
+def test_resumes_on_another_mesh(quartet: WorkerPool, tmp_path: Path) -> None:
+    for found in quartet.run(jobs.resumed, folder=str(tmp_path), sharded=True, seeds=[1, 2], meshes=[[2, 2], [4]]):
+        assert max(found["distances"]) < 1e-10
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_narrow_precision(pair: WorkerPool, precision: str) -> None:
+    for theirs, their_first, ours, our_first in pair.run(jobs.narrow, precision=precision):
+        assert ours == pytest.approx(theirs, rel=0.01)
+        assert our_first == pytest.approx(their_first, rel=0.01)
+
+
+def test_validation_and_prediction(pair: WorkerPool) -> None:
+    for found in pair.run(jobs.predictions):
+        assert found["during"] == pytest.approx(found["after"], abs=1e-9)
+        assert found["predicted"] == 2
+
+
+def test_without_a_cluster_it_is_data_parallel(pair: WorkerPool) -> None:
+    found = pair.run(jobs.searched, bandwidth=None)[0]
+    assert found["distance"] == 0.0
+    assert found["lines"] == ["AutoDDL: data parallelism: no cluster is described"]
+
+
+def test_slow_links_are_spared(pair: WorkerPool) -> None:
+    found = pair.run(jobs.searched, bandwidth="10 Mbit/s")[0]
+    assert found["distance"] < 1e-6
+    (line,) = found["lines"]
+    assert "on a mesh of 2" in line
+    assert "data parallelism" in line
+
+
+def test_fast_links_keep_data_parallelism(pair: WorkerPool) -> None:
+    found = pair.run(jobs.searched, bandwidth="100 Gbit/s", width=16)[0]
+    assert found["lines"][0].startswith("AutoDDL: data parallelism: no split of operators is faster")
+
+
+def test_a_model_is_made_to_fit(pair: WorkerPool) -> None:
+    found = pair.run(jobs.searched, bandwidth="10 Gbit/s", memory="900 kB", width=512)[0]
+    assert found["distance"] < 1e-6
+    assert "data parallelism needs" in found["lines"][0]
+    assert found["share"] < 0.75, "each rank has a part of the weights"
+
+
+def test_a_plan_that_splits_nothing(pair: WorkerPool) -> None:
+    found = pair.run(jobs.all_data_parallel)[0]
+    assert found["lines"] == ["AutoDDL: data parallelism: as 'plan' states"]
+    assert found["engine"] == "parameter_server"
+
+
+def test_an_unknown_layer_is_data_parallel(pair: WorkerPool) -> None:
+    found = pair.run(jobs.unknown_layer)[0]
+    assert found["distance"] < 1e-10
+    assert "on a mesh of 2" in found["lines"][0]
+    assert any("middle" in line and "GRU" in line for line in found["lines"][1:])
+
+
+@pytest.mark.parametrize("part", ["up", "head"])
+def test_compiled_parts(pair: WorkerPool, part: str) -> None:
+    found = pair.run(jobs.compiled, part=part)[0]
+    splits = part == "up"
+    assert found["kept"] != splits
+    assert any("torch.compile is off in 'up'" in line for line in found["lines"]) == splits
+
+
+@pytest.mark.parametrize(
+    ("case", "told"),
+    [
+        ("operator", "PlanError: plan: layers[0] ('up'): signature: Linear has no signature 'heads'"),
+        ("uneven", "which 2 ranks cannot share evenly"),
+        ("mesh", "PlanError: plan: mesh: 3 is 3 ranks, the job has 2"),
+        ("model", "PlanError: plan: workload: it was made for another model"),
+        ("module", "the model has no module 'up'"),
+        ("relaxed", "PlanError: plan: 'partial_reduce' says how gradients travel"),
+        ("synchronous", "PlanError: plan: 'all_reduce' says how gradients travel"),
+        ("compressed", "gradients: semantics are 'compressed'"),
+        ("batches", "ExchangeError: batch: its tensors have shapes [[6, 64], [6]] on rank 1"),
+        ("manual", "WorkloadError: the model optimizes manually"),
+        ("optimizer", "EquivalenceError: the split model does not compute what the unsplit one does"),
+        ("memory", "PlanError: memory: no plan fits into"),
+        ("cluster", "ClusterError: cluster 'uniform': it is for 7 ranks, the job has 2"),
+        ("scaler", "PlanError: precision:"),
+    ],
+)
+def test_refused(pair: WorkerPool, case: str, told: str) -> None:
+    assert all(told in found for found in pair.run(jobs.refused, case=case))
+
+
+def test_pytorch_lightning(pair: WorkerPool) -> None:
+    assert max(pair.run(jobs.other_framework)) < 1e-6
