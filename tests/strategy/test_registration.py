@@ -20,7 +20,9 @@ import lightning.pytorch
 strategy = StrategyRegistry.get("autosync_ps")
 assert isinstance(strategy, lightning_autosync.AutoSyncStrategy), strategy
 assert isinstance(STRATEGY_REGISTRY.get("autosync"), lightning_autosync.AutoSyncFabricStrategy)
-assert set(names) <= set(StrategyRegistry) & set(STRATEGY_REGISTRY)
+assert set(names) <= set(StrategyRegistry)
+assert set(names) - {{"autoddl"}} <= set(STRATEGY_REGISTRY)
+assert isinstance(StrategyRegistry.get("autoddl"), lightning_autosync.AutoDDLStrategy)
 """
 ORDERS = {
     "autosync first": "import lightning_autosync",
