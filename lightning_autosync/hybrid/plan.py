@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Annotated, ClassVar, Literal, get_args
@@ -13,7 +14,7 @@ from pydantic import Field, model_validator
 from typing_extensions import Self
 
 from lightning_autosync.cluster.shapes import MOST_RANKS
-from lightning_autosync.documents import Count, Document, Index, Record
+from lightning_autosync.documents import Count, Document, Index, Record, read_data
 from lightning_autosync.errors import DocumentError, PlanError
 from lightning_autosync.plan import SyncPlan
 
@@ -23,6 +24,18 @@ SIGNATURES: tuple[Signature, ...] = get_args(Signature)
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 MOST_DIMENSIONS = 8
 """Of a mesh."""
+
+
+def is_hybrid(path: str | os.PathLike[str]) -> bool:
+    """Whether a plan file is one of a hybrid plan, whatever its version.
+
+    Raises:
+        PlanError: it cannot be read, or is no mapping.
+    """
+    data = read_data(path, PlanError)
+    if not isinstance(data, dict):
+        raise PlanError(f"{path}: expected a mapping of fields, got {type(data).__name__}")
+    return str(data.get("format")).startswith("autosync-hybrid/")
 
 
 def groups_along(ranks: NDArray[numpy.int64], dimensions: Sequence[int]) -> tuple[tuple[int, ...], ...]:

@@ -11,6 +11,7 @@ import numpy
 from numpy.typing import NDArray
 
 from lightning_autosync.hybrid.conversions import COLLECTIVES, Collective, States, sent, traffic
+from lightning_autosync.hybrid.fitting import hops, wire_seconds
 from lightning_autosync.hybrid.mesh import Links
 from lightning_autosync.hybrid.plan import groups_along
 from lightning_autosync.hybrid.rates import CollectiveRate, HybridRates
@@ -65,11 +66,10 @@ class Pricing:
         pace = self._links.pace(groups_along(self._array, dimensions))
         peers = math.prod(self.mesh[dimension] for dimension in dimensions) - 1
         rate: CollectiveRate = getattr(self.rates, collective)
-        pairwise = collective == "all_to_all" or (collective == "reduce_scatter" and self.rates.backend == "gloo")
-        wire = (pace.spread if pairwise else pace.ring) * self.rates.framing * rate.wire
-        hops = 1 if pairwise else 2 * peers if collective == "all_reduce" else peers
-        call = (rate.call + rate.peer * peers) * self.crowd + pace.latency * hops
-        return wire + rate.host * self.crowd, call
+        pairwise_sums = self.rates.backend == "gloo"
+        wire = wire_seconds(collective, pace, pairwise_sums) * self.rates.framing * rate.wire
+        latency = pace.latency * hops(collective, peers + 1, pairwise_sums)
+        return wire + rate.host * self.crowd, (rate.call + rate.peer * peers) * self.crowd + latency
 
     def gradients(self, dimensions: tuple[int, ...], size: float) -> float:
         """Seconds to sum gradients of so many bytes on each rank over the ranks along some dimensions."""

@@ -19,9 +19,10 @@ from torch import Tensor
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.documents import digest
 from lightning_autosync.engine.tracing import Recorder
+from lightning_autosync.hybrid import HybridPlan
 from lightning_autosync.measure.bench.settings import DDPOptions
 from lightning_autosync.measure.models.recipes import model_of
-from lightning_autosync.measure.replicas import SEED, DDPReplica, PlanReplica, Replica, Training
+from lightning_autosync.measure.replicas import SEED, DDPReplica, HybridReplica, PlanReplica, Replica, Training
 from lightning_autosync.plan import SyncPlan
 from lightning_autosync.workload import Workload, capture
 
@@ -39,8 +40,9 @@ def set_up(
     ddp: dict[str, Any] | None = None,
     plan: dict[str, Any] | None = None,
     workload: dict[str, Any] | None = None,
+    hybrid: dict[str, Any] | None = None,
 ) -> None:
-    """Make a contender: DDP with the arguments ``ddp``, or ``plan`` for ``workload``.
+    """Make a contender: DDP with the arguments ``ddp``, ``plan`` for ``workload``, or a ``hybrid`` plan.
 
     Args:
         name: under which it lives.
@@ -53,6 +55,8 @@ def set_up(
     training = Training.of(model_of(model), sparse, described)
     if ddp is not None:
         _live[name] = DDPReplica(training, DDPOptions(**ddp), described)
+    elif hybrid is not None:
+        _live[name] = HybridReplica(training, HybridPlan.from_dict(hybrid), described, timeout)
     else:
         documents = SyncPlan.from_dict(plan), Workload.from_dict(workload)
         _live[name] = PlanReplica(training, *documents, described, timeout)
@@ -97,10 +101,7 @@ def deviation(name: str, reference: str) -> float:
 def _gradients(replica: Replica) -> list[Tensor]:
     torch.manual_seed(SEED + dist.get_rank())  # so that dropout drops the same for each contender
     replica.backward()
-    gradients = []
-    for parameter in replica.module.parameters():
-        assert parameter.grad is not None
-        gradients.append(parameter.grad.to_dense().clone())
+    gradients = replica.gradients()
     replica.module.zero_grad()
     return gradients
 

@@ -7,6 +7,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from itertools import pairwise
 
 import torch
@@ -24,6 +25,11 @@ from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.engine import Engine
 from lightning_autosync.engine.collectives import BufferBroadcast
 from lightning_autosync.engine.tracing import Recorder
+from lightning_autosync.hybrid import HybridPlan
+from lightning_autosync.hybrid.execution.activation import bring_home
+from lightning_autosync.hybrid.execution.live_mesh import LiveMesh
+from lightning_autosync.hybrid.execution.reduction import GradientReduction, ReductionSettings
+from lightning_autosync.hybrid.execution.split_model import SplitModel
 from lightning_autosync.measure.bench.settings import DDPOptions
 from lightning_autosync.measure.models.paced import PacedModule
 from lightning_autosync.measure.models.recipes import Batch, Model
@@ -112,6 +118,10 @@ class Replica(ABC):
             recorder.end_forward()
         loss.backward()
 
+    def gradients(self) -> list[Tensor]:
+        """The whole gradients of all parameters, copied; collective."""
+        return [_dense(parameter) for parameter in self._parameters]
+
     def close(self) -> None:  # noqa: B027 - DDP has nothing to close
         """Close connections."""
 
@@ -163,6 +173,50 @@ class PlanReplica(Replica):
 
     def close(self) -> None:
         self.engine.close()
+
+
+class HybridReplica(Replica):
+    """Operators that are split over ranks, as a hybrid plan states; gradients of replicas go through the engine.
+
+    Args:
+        timeout: seconds to wait for other ranks.
+
+    Raises:
+        AutoSyncError: the plan does not fit the module or the cluster.
+    """
+
+    def __init__(self, training: Training, plan: HybridPlan, cluster: ClusterSpec, timeout: float) -> None:
+        super().__init__(training)
+        self._mesh = LiveMesh(plan, timeout=timedelta(seconds=timeout))
+        self._split = SplitModel(self.module, plan, self._mesh, seed=SEED)
+        self._split.split()
+        self._reduction = GradientReduction(self._split, ReductionSettings(cluster, timeout=timeout, watched=False))
+        self._buffers = BufferBroadcast(self.module)
+
+    @property
+    def synchronized(self) -> nn.Module:
+        return self.module
+
+    def backward(self, batch: int = 0, recorder: Recorder | None = None) -> None:
+        self._buffers.before_forward(synchronizes=True)
+        with self._split.forward(self._batches[batch]):
+            loss = bring_home(self.module(*self._batches[batch]))
+        if recorder is not None:
+            recorder.end_forward()
+        with self._reduction.backward():
+            loss.backward()
+
+    def gradients(self) -> list[Tensor]:
+        parts = self._split.parts.values()
+        return [self._split.whole(_dense(part.parameter), part.shard) for part in parts]
+
+    def close(self) -> None:
+        self._reduction.close()
+
+
+def _dense(parameter: nn.Parameter) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad.to_dense().clone()
 
 
 def _install_hook(

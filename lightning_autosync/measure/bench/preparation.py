@@ -10,10 +10,14 @@ from functools import partial
 from importlib import import_module
 from typing import Any, Protocol, get_args
 
+import torch
+
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.errors import AutoSyncError, DocumentError
+from lightning_autosync.hybrid.plan import HybridPlan, is_hybrid
+from lightning_autosync.hybrid.validation import check_plan
 from lightning_autosync.measure.bench.settings import BenchSettings, ContenderSettings, DDPOptions, Exactness
-from lightning_autosync.measure.models.recipes import MIB, Embeddings
+from lightning_autosync.measure.models.recipes import MIB, Embeddings, Model
 from lightning_autosync.plan import SyncPlan, builders, codecs, compile_plan
 from lightning_autosync.workload import Workload
 
@@ -135,11 +139,25 @@ def _prepared(
         if contender.ddp is not None:
             _check_hook(contender.ddp, workload)
             return _Prepared({**order, "ddp": contender.ddp.model_dump()}, contender.ddp.exactness)
+        if contender.plan is not None and is_hybrid(contender.plan):
+            hybrid = _hybrid_plan(contender.plan, settings.model, cluster)
+            inner = hybrid.gradients
+            exactness: Exactness = "exact" if isinstance(inner, str) else plan_class(inner)
+            return _Prepared({**order, "hybrid": hybrid.to_dict()}, exactness)
         plan, reason = _plan(contender, workload, cluster, shares_cores=settings.launch.kind == "local")
         compile_plan(plan, workload, cluster)
     except AutoSyncError as error:
         raise DocumentError(f"contenders.{name}: {error}") from None
     return _Prepared({**order, "plan": plan.to_dict(), "workload": workload.to_dict()}, plan_class(plan), reason)
+
+
+def _hybrid_plan(path: str, model: Model, cluster: ClusterSpec) -> HybridPlan:
+    """A plan that splits operators, which is checked against the model's module."""
+    plan = HybridPlan.load(path)
+    with torch.device("meta"):
+        module = model.module()
+    check_plan(plan, module, cluster.world_size, path)
+    return plan
 
 
 def plan_class(plan: SyncPlan) -> Exactness:

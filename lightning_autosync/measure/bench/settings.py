@@ -85,7 +85,7 @@ class ContenderSettings(Record):
         builder: name of a builder, or ``package.module:function`` of one's own, called with workload and cluster,
             that returns a plan, or a plan and a sentence on why; the fields beside it that are not named here are
             its ``arguments``.
-        plan: path of a plan file.
+        plan: path of a plan file, of a hybrid one too.
         embeddings: gradients of embeddings are ``dense``, ``sparse`` (``nn.Embedding(sparse=True)``), or
             ``rows``: dense, of which only the touched rows travel (plans only).
     """

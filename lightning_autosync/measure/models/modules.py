@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -70,3 +72,76 @@ class DigitsNetwork(nn.Module):
 
     def forward(self, images: Tensor, labels: Tensor) -> Tensor:
         return F.cross_entropy(self.head(self.features(images).flatten(1)), labels)
+
+
+class Perceptron(nn.Module):
+    def __init__(self, widths: Sequence[int]) -> None:
+        super().__init__()
+        layers: list[nn.Module] = []
+        for width, following in pairwise(widths):
+            layers += [nn.Linear(width, following), nn.ReLU()]
+        self.layers = nn.Sequential(*layers[:-1])
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        return F.mse_loss(self.layers(inputs), targets)
+
+
+class ImageClassifier(nn.Module):
+    """Convolutions and a classifier of wide layers, which hold most weights, as in VGG."""
+
+    def __init__(self, size: int, channels: Sequence[int], hidden: int, classes: int) -> None:
+        super().__init__()
+        features: list[nn.Module] = []
+        for before, after in pairwise((3, *channels)):
+            features += [nn.Conv2d(before, after, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
+        self.features = nn.Sequential(*features)
+        width = channels[-1] * (size // 2 ** len(channels)) ** 2
+        self.classifier = nn.Sequential(
+            *(nn.Linear(width, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU()),
+            nn.Linear(hidden, classes),
+        )
+
+    def forward(self, images: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self.classifier(self.features(images).flatten(1)), labels)
+
+
+class LanguageModel(nn.Module):
+    """A decoder-only Transformer; it predicts each token from those before it."""
+
+    places: Tensor
+
+    def __init__(self, vocabulary: int, width: int, heads: int, layers: int, length: int) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocabulary, width)
+        self.positions = nn.Embedding(length, width)
+        self.blocks = nn.ModuleList(DecoderBlock(width, heads) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.register_buffer("places", torch.arange(length)[None], persistent=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.tokens(tokens) + self.positions(self.places[:, : tokens.shape[1]])
+        for block in self.blocks:
+            hidden = block(hidden)
+        logits = self.head(self.norm(hidden))
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+
+class DecoderBlock(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.before_attention, self.before_mlp = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.query, self.key, self.value = (nn.Linear(width, width) for _ in range(3))
+        self.mixed = nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        normal = self.before_attention(hidden)
+        query, key, value = (
+            layer(normal).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for layer in (self.query, self.key, self.value)
+        )
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2).flatten(2)
+        hidden = hidden + self.mixed(mixed)
+        return hidden + self.down(F.gelu(self.up(self.before_mlp(hidden))))

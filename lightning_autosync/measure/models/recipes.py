@@ -24,7 +24,15 @@ from torch import Tensor, nn
 from lightning_autosync.cluster import Seconds
 from lightning_autosync.documents import Record
 from lightning_autosync.errors import DocumentError
-from lightning_autosync.measure.models.modules import DigitsNetwork, EmbeddingRecommender, FlatVector, ResidualLayers
+from lightning_autosync.measure.models.modules import (
+    DigitsNetwork,
+    EmbeddingRecommender,
+    FlatVector,
+    ImageClassifier,
+    LanguageModel,
+    Perceptron,
+    ResidualLayers,
+)
 from lightning_autosync.measure.models.paced import PacedModule
 from lightning_autosync.targets import find, make
 from lightning_autosync.workload import Workload, describe
@@ -176,6 +184,85 @@ class Digits(Model):
         generator = torch.Generator().manual_seed(rank)
         draw = torch.randint(len(images), (BATCHES, self.batch), generator=generator)
         return [(images[chosen], labels[chosen]) for chosen in draw]
+
+
+class PerceptronModel(Model):
+    """A multilayer perceptron: each sample is a vector, and so is its target.
+
+    Attributes:
+        widths: of the input, of each layer, and of the output.
+        batch: samples in a batch of one rank.
+    """
+
+    kind: Literal["perceptron"]
+    widths: Annotated[tuple[PositiveInt, ...], Field(min_length=3)]
+    batch: PositiveInt
+
+    def module(self, sparse: bool = False, speed: float = 1.0) -> nn.Module:
+        return Perceptron(self.widths)
+
+    def batches(self, rank: int) -> list[Batch]:
+        generator = torch.Generator().manual_seed(rank)
+        inputs = torch.randn(BATCHES, self.batch, self.widths[0], generator=generator)
+        targets = torch.randn(BATCHES, self.batch, self.widths[-1], generator=generator)
+        return list(zip(inputs, targets, strict=True))
+
+
+class VggModel(Model):
+    """A convolutional network most of whose weights are in its classifier.
+
+    Attributes:
+        size: width and height of an image.
+        channels: of each convolution, after which width and height are halved.
+        hidden: width of the classifier.
+        classes: how many there are.
+        batch: samples in a batch of one rank.
+    """
+
+    kind: Literal["vgg"]
+    size: PositiveInt = 32
+    channels: Annotated[tuple[PositiveInt, ...], Field(min_length=1)] = (16, 32, 64)
+    hidden: PositiveInt = 2048
+    classes: PositiveInt = 16
+    batch: PositiveInt = 16
+
+    def module(self, sparse: bool = False, speed: float = 1.0) -> nn.Module:
+        return ImageClassifier(self.size, self.channels, self.hidden, self.classes)
+
+    def batches(self, rank: int) -> list[Batch]:
+        generator = torch.Generator().manual_seed(rank)
+        images = torch.randn(BATCHES, self.batch, 3, self.size, self.size, generator=generator)
+        labels = torch.randint(self.classes, (BATCHES, self.batch), generator=generator)
+        return list(zip(images, labels, strict=True))
+
+
+class TransformerModel(Model):
+    """A decoder-only Transformer on random tokens.
+
+    Attributes:
+        vocabulary: different tokens.
+        width: features of a token.
+        heads: of attention.
+        layers: blocks.
+        length: tokens of a sample.
+        batch: samples in a batch of one rank.
+    """
+
+    kind: Literal["transformer"]
+    vocabulary: PositiveInt = 1024
+    width: PositiveInt = 512
+    heads: PositiveInt = 8
+    layers: PositiveInt = 4
+    length: PositiveInt = 64
+    batch: PositiveInt = 1
+
+    def module(self, sparse: bool = False, speed: float = 1.0) -> nn.Module:
+        return LanguageModel(self.vocabulary, self.width, self.heads, self.layers, self.length)
+
+    def batches(self, rank: int) -> list[Batch]:
+        generator = torch.Generator().manual_seed(rank)
+        tokens = torch.randint(self.vocabulary, (BATCHES, self.batch, self.length), generator=generator)
+        return [(batch,) for batch in tokens]
 
 
 class Paced(Model):
@@ -380,7 +467,7 @@ def _kind_of_target(value: Any) -> Any:
 
 
 AnyModel = Annotated[
-    Layers | Recommender | Flat | Digits | Paced | Imported,
+    Layers | Recommender | Flat | Digits | PerceptronModel | VggModel | TransformerModel | Paced | Imported,
     Field(discriminator="kind"),
     BeforeValidator(_kind_of_target),
 ]

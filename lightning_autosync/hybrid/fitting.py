@@ -1,0 +1,83 @@
+"""From measured collectives to their rates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy
+from scipy.optimize import nnls
+
+from lightning_autosync.errors import DocumentError
+from lightning_autosync.hybrid.conversions import Collective
+from lightning_autosync.hybrid.mesh import Pace
+from lightning_autosync.hybrid.rates import CollectiveRate
+
+SENT: dict[Collective, str] = {
+    "all_gather": "gather",
+    "reduce_scatter": "scatter",
+    "all_reduce": "sum",
+    "all_to_all": "exchange",
+}
+"""The operation of `conversions.sent` that each collective is."""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """A collective that was measured with all groups active at once.
+
+    Attributes:
+        ranks: of a group.
+        sent: bytes that each rank sends.
+        wire: seconds that the links take for them by their rates.
+        latency: seconds that their latency takes.
+        seconds: as measured.
+    """
+
+    ranks: int
+    sent: float
+    wire: float
+    latency: float
+    seconds: float
+
+
+def wire_seconds(kind: Collective, pace: Pace, pairwise_sums: bool) -> float:
+    """Seconds on the links for each byte that every rank sends in a collective.
+
+    Args:
+        kind: of the collective.
+        pace: of the groups.
+        pairwise_sums: whether a sum that is cut is made of transfers between all pairs.
+    """
+    pairwise = kind == "all_to_all" or (kind == "reduce_scatter" and pairwise_sums)
+    return pace.spread if pairwise else pace.ring
+
+
+def hops(kind: Collective, ranks: int, pairwise_sums: bool) -> int:
+    """How often a byte's latency counts in a collective."""
+    if kind == "all_to_all" or (kind == "reduce_scatter" and pairwise_sums):
+        return 1
+    return (2 if kind == "all_reduce" else 1) * (ranks - 1)
+
+
+def fit_rate(timings: Sequence[Timing]) -> CollectiveRate:
+    """The rate of one kind of collective: least squares of relative errors, no cost below zero.
+
+    Raises:
+        DocumentError: there are fewer than two timings.
+    """
+    if len(timings) < 2:
+        raise DocumentError(f"rates: {len(timings)} timings of a collective; at least two sizes are needed")
+    rows = numpy.array([[1.0, one.ranks - 1.0, one.sent, one.wire] for one in timings])
+    seconds = numpy.array([max(one.seconds - one.latency, 0.05 * one.seconds) for one in timings])
+    # Where links are so fast that they do not show, bytes cost the hosts' time; where all are alike, that of the links.
+    paces = [one.wire / one.sent for one in timings]
+    if max(one.wire / one.seconds for one in timings) < 0.05:
+        rows[:, 3] = 0.0
+    elif max(paces) < 2 * min(paces):
+        rows[:, 2] = 0.0
+    weights = 1 / seconds
+    scale = numpy.maximum(rows.max(axis=0), 1e-30)
+    found, _ = nnls(rows / scale * weights[:, None], seconds * weights)
+    call, peer, host, wire = found / scale
+    return CollectiveRate(call=call, peer=peer, host=host, wire=min(max(wire, 0.1), 100.0) if wire else 0.1)

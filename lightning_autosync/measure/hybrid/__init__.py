@@ -1,0 +1,1 @@
+"""What splitting operators costs on live workers."""

@@ -1,0 +1,71 @@
+"""`calibrate`: rates of computation and collectives, measured on live workers."""
+
+from __future__ import annotations
+
+import logging
+import statistics
+from collections import defaultdict
+from collections.abc import Sequence
+
+import numpy
+
+from lightning_autosync.cluster import ClusterSpec
+from lightning_autosync.hybrid.conversions import COLLECTIVES, Collective, sent
+from lightning_autosync.hybrid.fitting import SENT, Timing, fit_rate, hops, wire_seconds
+from lightning_autosync.hybrid.mesh import Links, near_order, shapes
+from lightning_autosync.hybrid.plan import groups_along
+from lightning_autosync.hybrid.rates import HybridRates
+from lightning_autosync.measure.hybrid import rate_calls
+from lightning_autosync.measure.session import MeasurementSession
+
+SIZES = (4096, 1 << 18, 1 << 20)
+"""Bytes that a rank puts into a collective."""
+REPETITIONS = 5
+_log = logging.getLogger(__name__)
+
+
+def calibrate(session: MeasurementSession, cluster: ClusterSpec, sizes: Sequence[int] = SIZES) -> HybridRates:
+    """The rates of a job's ranks, all of which work at once.
+
+    Args:
+        session: live workers.
+        cluster: their links, whose rates are known.
+        sizes: bytes that a rank puts into each collective, two or more.
+
+    Raises:
+        WorkerError: a worker failed.
+        ClusterError: the rates of the links are unknown.
+    """
+    links, ranks = Links(cluster), near_order(cluster)
+    timings: dict[Collective, list[Timing]] = defaultdict(list)
+    # One mesh of each number of dimensions has groups of small and of all ranks.
+    for mesh in {len(shape): shape for shape in shapes(cluster.world_size)}.values():
+        _log.info("measuring collectives on a mesh of %s", " x ".join(map(str, mesh)))
+        for kind, timing in _timings(session, links, mesh, ranks, sizes):
+            timings[kind].append(timing)
+    rates = {kind: fit_rate(timings[kind]) for kind in COLLECTIVES}
+    computed = session.run(rate_calls.compute_rates)
+    compute = {name: statistics.median(rank[name] for rank in computed) for name in computed[0]}
+    return HybridRates(backend="gloo", **compute, **rates)
+
+
+def _timings(
+    session: MeasurementSession, links: Links, mesh: tuple[int, ...], ranks: Sequence[int], sizes: Sequence[int]
+) -> list[tuple[Collective, Timing]]:
+    by_rank = session.run(
+        rate_calls.collective_seconds, mesh=mesh, places=list(ranks), sizes=list(sizes), repetitions=REPETITIONS
+    )
+    framing, array, found = HybridRates().framing, numpy.array(ranks).reshape(mesh), []
+    for measured in zip(*by_rank, strict=True):
+        dimension, kind, payload, _ = measured[0]
+        pace = links.pace(groups_along(array, (dimension,)))
+        bytes_sent = payload * sent(SENT[kind], mesh[dimension])
+        timing = Timing(
+            mesh[dimension],
+            bytes_sent,
+            bytes_sent * framing * wire_seconds(kind, pace, pairwise_sums=True),
+            pace.latency * hops(kind, mesh[dimension], pairwise_sums=True),
+            max(seconds for *_, seconds in measured),
+        )
+        found.append((kind, timing))
+    return found
