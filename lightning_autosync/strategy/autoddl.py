@@ -34,7 +34,7 @@ from lightning_autosync.strategy.settings import (
     DEFAULT_TIMEOUT,
     ClusterArgument,
     Scheduling,
-    Settings,
+    StrategySettings,
     Timeout,
     read_settings,
 )
@@ -116,7 +116,7 @@ class AutoDDLMixin(SplitCheckpoints, AutoSyncMixin, _Base):
         self.accelerator, self.parallel_devices = accelerator, parallel_devices
         self.cluster_environment, self.checkpoint_io = cluster_environment, checkpoint_io
         self.precision_plugin = precision_plugin
-        self._settings: Settings = settings
+        self._settings: StrategySettings = settings
         self._replica_class = ExactReplica
         self._replica = None
         self._failure_detector = None
@@ -183,7 +183,7 @@ class AutoDDLMixin(SplitCheckpoints, AutoSyncMixin, _Base):
         replica.attach(trainer)
         self.model = SynchronizedModule(self.model, replica)
 
-    def _data_parallel_settings(self) -> Settings:
+    def _data_parallel_settings(self) -> StrategySettings:
         """The gradients' plan of a given hybrid plan, which no operator of it changes."""
         if self._given is None or self._given.gradients == "all_reduce":
             return self._settings
@@ -214,8 +214,8 @@ class AutoDDLMixin(SplitCheckpoints, AutoSyncMixin, _Base):
     def _choose(self, trainer: Any) -> tuple[Choice, FirstBatch | None]:
         """Which plans to try, and the batch to try them on."""
         world = self.num_nodes * self.num_processes
-        if self._settings.fault is not None:
-            raise self._settings.fault
+        if self._settings.error is not None:
+            raise self._settings.error
         cluster = self._settings.cluster
         if cluster is not None and cluster.world_size != world:
             raise ClusterError(f"cluster '{cluster.name}': it is for {cluster.world_size} ranks, the job has {world}")

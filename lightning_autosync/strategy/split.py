@@ -26,7 +26,7 @@ from lightning_autosync.plan import SyncPlan
 from lightning_autosync.strategy.base import Replica
 from lightning_autosync.strategy.choice import choose_plan
 from lightning_autosync.strategy.job import RunningJob
-from lightning_autosync.strategy.settings import Settings
+from lightning_autosync.strategy.settings import StrategySettings
 from lightning_autosync.workload import Workload, shared_buffers
 
 
@@ -49,7 +49,9 @@ class SplitReplica(Replica):
         DocumentError: (or a subclass, on every rank) plan, model, cluster and job do not fit each other.
     """
 
-    def __init__(self, module: nn.Module, plan: HybridPlan, settings: Settings, task: Task, source: str) -> None:
+    def __init__(
+        self, module: nn.Module, plan: HybridPlan, settings: StrategySettings, task: Task, source: str
+    ) -> None:
         self.hybrid_plan = plan
         self._optimizers: Sequence[Optimizer] = ()
         self._failed = False
@@ -69,7 +71,7 @@ class SplitReplica(Replica):
 
     @classmethod
     def for_trainer(
-        cls, module: nn.Module, settings: Settings, nodes: int, devices: int, rank: int, job: RunningJob | None
+        cls, module: nn.Module, settings: StrategySettings, nodes: int, devices: int, rank: int, job: RunningJob | None
     ) -> SplitReplica:
         raise TypeError("a split replica needs a plan")
 
@@ -128,7 +130,7 @@ def follow_rank_zero(module: nn.Module, buffers: bool) -> None:
     broadcast_tensors(found + ([buffer.data for _, buffer in shared_buffers(module)] if buffers else []))
 
 
-def _reduction_settings(settings: Settings) -> ReductionSettings:
+def _reduction_settings(settings: StrategySettings) -> ReductionSettings:
     def choose(workload: Workload, cluster: ClusterSpec, known: bool) -> SyncPlan:
         return choose_plan(workload, cluster, known, settings.bucket_bytes)[0]
 
