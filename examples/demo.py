@@ -24,8 +24,8 @@ from lightning_autosync.cluster import resolve_cluster
 from lightning_autosync.measure.bench.output import result_table
 from lightning_autosync.measure.bench.run import run_bench
 from lightning_autosync.measure.bench.settings import BenchSettings
+from lightning_autosync.measure.errors import LaunchError
 from lightning_autosync.measure.models.recipes import Digits as BenchDigits
-from lightning_autosync.measure.workers.calls import LaunchError
 from lightning_autosync.strategy.choice import choose_plan
 from lightning_autosync.workload import describe
 

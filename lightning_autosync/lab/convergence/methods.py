@@ -89,7 +89,6 @@ class DDPMethod(SynchronousMethod):
 
     def __init__(self, module: nn.Module, rate: float, momentum: float, zero: bool) -> None:
         self.forward = DistributedDataParallel(module, init_sync=False)
-        self._zero = zero
         parameters = list(module.parameters())
         self.optimizer = (
             ZeroRedundancyOptimizer(parameters, SGD, lr=rate, momentum=momentum)

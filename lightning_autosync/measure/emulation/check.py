@@ -26,9 +26,9 @@ from lightning_autosync.errors import AutoSyncError, DocumentError
 from lightning_autosync.measure.emulation import netns
 from lightning_autosync.measure.emulation.launch import EmulatedLaunch
 from lightning_autosync.measure.emulation.network import Port
+from lightning_autosync.measure.errors import LaunchError
 from lightning_autosync.measure.launches.launch import Launch
 from lightning_autosync.measure.tcp_info import bytes_received
-from lightning_autosync.measure.workers.calls import LaunchError
 
 BURST = 256 * 1024  # passes before the clock starts, so that the token bucket is empty by then
 SECONDS = 0.25

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from lightning_autosync.measure.workers.calls import LaunchError
+from lightning_autosync.measure.errors import LaunchError
 
 DIRECTORY = Path("/run/netns")
 CLONE_NEWNET = 0x40000000

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from lightning_autosync.cluster.spec import ClusterSpec
 from lightning_autosync.errors import ClusterError
-from lightning_autosync.measure.workers.calls import LaunchError
+from lightning_autosync.measure.errors import LaunchError
 
 
 class Launch(Protocol):

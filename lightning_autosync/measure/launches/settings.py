@@ -12,8 +12,8 @@ from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.documents import Record
 from lightning_autosync.errors import DocumentError
 from lightning_autosync.measure.emulation.launch import EmulatedLaunch
+from lightning_autosync.measure.errors import LaunchError
 from lightning_autosync.measure.launches.launch import SSH, Launch, LocalLaunch, SshLaunch
-from lightning_autosync.measure.workers.calls import LaunchError
 
 
 class LaunchSettings(Record):

@@ -12,7 +12,7 @@ from typing import Any
 from lightning_autosync.cluster.spec import ClusterSpec
 from lightning_autosync.errors import ClusterError
 from lightning_autosync.interrupts import signals_as_exceptions
-from lightning_autosync.measure.workers.calls import LaunchError
+from lightning_autosync.measure.errors import LaunchError
 
 KILL_ALL = ["--kill-on-bad-exit=1"]
 """srun would let the other tasks of a job wait for one that has failed."""

@@ -15,8 +15,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from lightning_autosync.cluster import PAYLOAD_SHARE
+from lightning_autosync.measure.errors import LaunchError
 from lightning_autosync.measure.tcp_info import bytes_received
-from lightning_autosync.measure.workers.calls import LaunchError
 
 CHUNK = 128 * 1024
 TAIL = 0.08

@@ -16,10 +16,10 @@ import torch.distributed as dist
 
 from lightning_autosync.engine.collectives import gather_json
 from lightning_autosync.engine.connections import connect_pairs, own_address
+from lightning_autosync.measure.errors import LaunchError
 from lightning_autosync.measure.probe.flows import Arrival, RoundTrip, echo, loop, ping, ping_for, send_at_once, stream
 from lightning_autosync.measure.probe.survey import Flow
 from lightning_autosync.measure.tcp_info import smoothed_round_trip
-from lightning_autosync.measure.workers.calls import LaunchError
 
 _DATAGRAM = 1472
 """Payload bytes that fill an Ethernet frame of 1514 bytes."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_autosync.measure.workers.calls import InputError, LaunchError, WorkerError
+from lightning_autosync.measure.errors import InputError, LaunchError, WorkerError
 from lightning_autosync.measure.workers.pool import Pool, WorkerPool
 
 __all__ = ["InputError", "LaunchError", "Pool", "WorkerError", "WorkerPool"]

@@ -16,15 +16,9 @@ import torch
 import torch.distributed as dist
 
 from lightning_autosync.engine.cpu_scheduling import set_batch_scheduling
+from lightning_autosync.measure.errors import LaunchError, WorkerError
 from lightning_autosync.measure.launches.launch import require_torchrun
-from lightning_autosync.measure.workers.calls import (
-    LaunchError,
-    WorkerError,
-    describe,
-    find_function,
-    function_name,
-    wrong_input,
-)
+from lightning_autosync.measure.workers.calls import describe, find_function, function_name, wrong_input
 
 _IDLE = timedelta(seconds=5)
 """How long a rank waits for a call before it waits again."""

@@ -15,8 +15,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Protocol
 
+from lightning_autosync.measure.errors import LaunchError, WorkerError
 from lightning_autosync.measure.launches.launch import Launch, LocalLaunch
-from lightning_autosync.measure.workers.calls import LaunchError, WorkerError, function_name, wrong_input
+from lightning_autosync.measure.workers.calls import function_name, wrong_input
 from lightning_autosync.measure.workers.process import WorkerProcess
 
 GRACE = 5.0  # seconds for the other ranks to answer after one has raised
