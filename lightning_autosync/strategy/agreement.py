@@ -1,4 +1,4 @@
-"""Steps that succeed or fail on all ranks alike, and what ranks compare before anything else."""
+"""Steps that succeed on all ranks or fail on all, and the comparison of ranks when a job starts."""
 
 from __future__ import annotations
 
@@ -96,8 +96,8 @@ def compare_ranks(settings: StrategySettings) -> FailureDetector | None:
     in exchanges.
 
     Returns:
-        What tells who is lost; None for one rank. Where ranks need not march in step, they keep watch themselves once
-        their mesh is open, and close this.
+        The failure detector; None for one rank. Relaxed replicas detect failures themselves once their mesh is open;
+        the strategy closes this one then.
 
     Raises:
         ExchangeError: (on every rank) versions differ.

@@ -1,4 +1,4 @@
-"""What the strategy adds to checkpoints: gathered from all ranks when saved, dealt out when loaded."""
+"""The strategy's entry in checkpoints: gathered from all ranks when saved, distributed when loaded."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ KEY = "autosync"
 """The checkpoint's entry."""
 FORMAT = "autosync-state/2"
 RELAXED_FORMAT = "autosync-relaxed/2"
-"""Of the entry that replicas make which do not march in step; compressors remember nothing there."""
+"""Of the entry of relaxed replicas, which has no state of compressors."""
 
 
 def gather_state(state: ParameterStates, group: dist.ProcessGroup | None = None) -> dict[str, Any] | None:
-    """The checkpoint's entry on rank 0, None elsewhere and where there is nothing to remember; collective.
+    """The checkpoint's entry on rank 0; None elsewhere and where compressors keep no state; collective.
 
     Args:
         state: this rank's, by variable; names and shapes are the same on all ranks.
@@ -83,8 +83,8 @@ def format_of(entry: Any) -> str:
 
 
 def own_state(entry: Any, group: dist.ProcessGroup | None = None) -> ParameterStates:
-    """This rank's part of a checkpoint's entry; empty if replicas did not march in step, and, with a warning, if it is
-    for other ranks or versions.
+    """This rank's part of a checkpoint's entry; empty if it is of relaxed replicas, and, with a warning, if it is for
+    another number of ranks or version.
 
     Raises:
         PlanError: it is no such entry; the message names the field.
@@ -113,7 +113,7 @@ def own_state(entry: Any, group: dist.ProcessGroup | None = None) -> ParameterSt
 
 
 def warn_left_out(names: list[str], occasion: str) -> None:
-    """Tell once which variables start with an empty compressor memory; nothing if there are none."""
+    """Warn of variables whose compressor state is dropped; nothing if there are none."""
     if names:
         rank_zero_warn(
             f"{occasion}: what compressors remembered of {', '.join(names)} is dropped, for these are in no message "
@@ -134,7 +134,7 @@ def _gather(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor | None:
 
 
 def state_by_name(optimizer: Optimizer, names: Mapping[Tensor, str]) -> dict[str, dict[str, Tensor]]:
-    """What the optimizer remembers of each parameter, by the parameter's name, as servers take it."""
+    """The optimizer's state by the parameter's name, as servers take it."""
     return {
         names[parameter]: {
             key: value if isinstance(value, Tensor) else torch.tensor(value)
@@ -158,7 +158,7 @@ def with_state(
 
 
 class _Rank(TypedDict):
-    """What a rank keeps: of its synchronizer, and of its optimizer where servers do not."""
+    """The state of a rank's synchronizer, and of its optimizer where servers do not keep that."""
 
     synchronizer: dict[str, Any]
     optimizer: NotRequired[dict[str, Any]]
@@ -180,7 +180,7 @@ class _RelaxedEntry(Record):
 
 
 class RelaxedCheckpoint:
-    """One rank's part of the checkpoints of a job.
+    """One rank's part in the checkpoints of a relaxed job.
 
     Args:
         mesh: of all ranks.
@@ -198,7 +198,7 @@ class RelaxedCheckpoint:
         self._position: dict[str, Any] | None = None
 
     def begin(self, synchronizer: Synchronizer, optimizer: Optimizer, variables: Iterable[tuple[str, Tensor]]) -> None:
-        """Give a new synchronizer what `restore` got, and servers what the optimizer remembers."""
+        """Load into a new synchronizer what `restore` got, and into servers the optimizer's state."""
         self._synchronizer, self._optimizer = synchronizer, optimizer
         self._names = {parameter: name for name, parameter in variables}
         loaded, self._loaded = self._loaded, None
@@ -260,7 +260,7 @@ class RelaxedCheckpoint:
         return self._entry(ranks)
 
     def restore(self, entry: dict[str, Any] | None, steps: int) -> None:
-        """Go on from what `gather` returned, a rank that was lost then as rank 0; before the first step.
+        """Continue from what `gather` returned, before the first step; a rank that was lost then continues as rank 0.
 
         The optimizer has its state already. From a checkpoint of another kind of plan, what only this kind keeps begins
         anew, as after ``steps`` steps.

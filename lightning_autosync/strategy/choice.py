@@ -1,4 +1,4 @@
-"""What to run when the user gives no plan."""
+"""The plan that runs when the user gives none."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def _native_sizes(cluster: ClusterSpec) -> dict[str, Any]:
 
 
 def serve_rows(plan: SyncPlan, workload: Workload) -> SyncPlan:
-    """The plan with row-wise variables reduced by all ranks, an equal share of the rows each.
+    """The plan, with row-wise variables reduced by all ranks, each for an equal share of the rows.
 
     The backend gathers every rank's rows on every rank; so it is slower than a dense all-reduce when many rows are
     touched on many ranks. Served, rows never cost more than the dense table and their indices would.

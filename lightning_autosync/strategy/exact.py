@@ -1,4 +1,4 @@
-"""One rank's replica of a module: what keeps it equal to the others."""
+"""A replica that synchronizes gradients in every step, and so stays equal to the others."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _CALM = 100
 
 
 class ExactReplica(Replica):
-    """Gradients, parameters and buffers of ``module`` under a plan; collective, as are most of its methods.
+    """Gradients, parameters and buffers of ``module`` under a plan with a schedule; most methods are collective.
 
     Args:
         module: on its device and in its dtype.
@@ -111,7 +111,7 @@ class ExactReplica(Replica):
             self._buffers.before_forward(synchronizes)
 
     def before_synchronization(self) -> None:
-        """Call before each backward pass of training: do ranks still train the same parameters?
+        """Call before each backward pass of training: check that ranks still train the same parameters.
 
         Where this rank's parameters changed, the pass itself tells the other ranks, at no cost to the passes without
         a change. From then on, as with networks that are frozen in turn, ranks compare digests before each pass, until
@@ -141,7 +141,7 @@ class ExactReplica(Replica):
             self._check.run(self._compared)
 
     def follow_scaler(self, scaler: GradScaler | None) -> None:
-        """Call before each backward pass with what scales its loss, if anything does."""
+        """Call before each backward pass with the scaler of its loss, if there is one."""
         engine = self._engine
         # Reading the scale waits for an accelerator, so it is left where nothing depends on it.
         if engine is not None and engine.has_residuals:
@@ -177,7 +177,7 @@ class ExactReplica(Replica):
             engine.deferred = False
 
     def gather_state(self) -> dict[str, Any] | None:
-        """What compressors remember on all ranks, for a checkpoint; see `checkpoint.gather_state`."""
+        """The state of compressors on all ranks, for a checkpoint; see `checkpoint.gather_state`."""
         state = self._memory if self._engine is None else self._engine.state_dict()
         return gather_state(state, self._group)
 
@@ -188,7 +188,7 @@ class ExactReplica(Replica):
             warn_left_out(self._engine.load_state_dict(state), "the checkpoint was made under another plan")
 
     def close(self) -> None:
-        """Stop synchronizing; what compressors remember stays for `gather_state`."""
+        """Stop synchronizing; the state of compressors stays for `gather_state`."""
         if self._engine is None:
             return
         self._memory = self._engine.state_dict()
@@ -214,7 +214,7 @@ class ExactReplica(Replica):
             self._accept_change()
 
     def _follow_change(self) -> None:
-        """After a pass in which some rank's parameters had changed: all ranks' must have, and alike.
+        """After a pass before which some rank's parameters changed: they must have changed alike on all ranks.
 
         Then this pass is synchronized once more, with all that trains now.
         """
@@ -232,7 +232,7 @@ class ExactReplica(Replica):
             )
 
     def _accept_change(self) -> None:
-        """The parameters of all ranks changed alike: plan anew if the plan does not have all that train now."""
+        """The parameters of all ranks changed alike: make a new plan if this one does not have all that train now."""
         assert self._engine is not None
         self._engine.changed = False
         self._watch.accept()
@@ -308,6 +308,6 @@ class ExactReplica(Replica):
 
 
 def _initial_state(module: nn.Module, buffers: bool) -> list[Tensor]:
-    """What all ranks take over from rank 0 before they train."""
+    """Tensors that all ranks take from rank 0 before they train."""
     found = [parameter.data for _, parameter in shared_parameters(module)]
     return found + [buffer.data for _, buffer in shared_buffers(module)] if buffers else found

@@ -89,7 +89,7 @@ class AutoSyncFabricStrategy(DDPStrategy):
         self._settings, launch = read_settings(locals())
         if not self._settings.scheduled:
             raise PlanError(
-                f"{self._settings.source}: replicas that do not march in step need the Trainer's hooks; use it, or "
+                f"{self._settings.source}: relaxed replicas, and those whose servers step, need the Trainer's hooks; use it, or "
                 "`lightning_autosync.relaxed` in a loop of your own"
             )
         super().__init__(**launch)

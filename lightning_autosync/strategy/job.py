@@ -1,4 +1,4 @@
-"""The mesh of a Trainer's job: its ranks, and the processes of ``autosync serve`` that its plan places on."""
+"""The mesh of a relaxed job: its ranks, and the ``autosync serve`` processes that its plan needs; how ranks find it."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class RunningJob(NamedTuple):
 
 
 def open_mesh(found: Resolution, settings: StrategySettings, rank: int, job: RunningJob | None = None) -> JobMesh:
-    """Meet all ranks and servers; servers may come late. Collective, but for a rank that comes back.
+    """Connect all ranks and servers; servers may come late. Collective, except for a rank that comes back.
 
     Args:
         found: what all ranks run.
@@ -94,7 +94,7 @@ def rejoin_enabled() -> bool:
 
 
 def check_rejoin_secret() -> None:
-    """Whether those who find the job can be told from strangers; before anybody waits for this process.
+    """Check that there is a secret if other processes can find the job; called before anybody waits for this process.
 
     Raises:
         ExchangeError: they can find it, and there is no secret that they would know.
@@ -104,17 +104,17 @@ def check_rejoin_secret() -> None:
 
 
 def announce_job(job: JobMesh) -> None:
-    """Let a rank that is started again know, by `find_job`, that the others are underway."""
+    """Let a rank that is started again find this job by `find_job`."""
     job.store.set(_RUNNING, seal(job.secret, _RUNNING, json.dumps(job.identity)))
 
 
 def withdraw_job(store: dist.TCPStore) -> None:
-    """From now on, the job is found by nobody."""
+    """End what `announce_job` began."""
     store.delete_key(_RUNNING)
 
 
 def find_job(host: str, timeout: float) -> RunningJob | None:
-    """The job that is underway without this process; None if there is none, as where it only begins.
+    """The job that runs without this process; None if there is none, as where the job only begins.
 
     Args:
         host: rank 0's.

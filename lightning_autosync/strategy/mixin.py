@@ -1,4 +1,4 @@
-"""What `AutoSyncStrategy` is, for the Trainer of lightning and that of pytorch_lightning alike."""
+"""`AutoSyncStrategy` for the Trainers of lightning and pytorch_lightning."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class AutoSyncMixin(_Base):
             ``ddp_comm_*`` and ``model_averaging_period`` are refused, for plans state compression and averaging.
 
     Raises:
-        ValueError: an argument has a value that is not allowed, or no meaning here.
+        ValueError: an argument has a value that is not allowed, or no effect under this plan.
         DocumentError: (or a subclass) a plan or cluster is wrong.
     """
 
@@ -213,7 +213,7 @@ class AutoSyncMixin(_Base):
         super().on_train_end()
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        """As ``Strategy.backward``, and gradients are synchronized before ``on_after_backward`` sees them."""
+        """As ``Strategy.backward``; gradients are synchronized before ``on_after_backward`` sees them."""
         assert self._replica is not None
         assert self.lightning_module is not None
         self.pre_backward(closure_loss)
@@ -294,7 +294,7 @@ class AutoSyncMixin(_Base):
 
     @property
     def _scaler(self) -> Any:
-        """What the precision plugin scales losses with, if anything does."""
+        """The scaler of the precision plugin, if it has one."""
         return getattr(self.precision_plugin, "scaler", None)
 
     @property

@@ -1,4 +1,4 @@
-"""The names that ``Trainer(strategy=...)`` and ``Fabric(strategy=...)`` know, and how they get there.
+"""Registers the names that ``Trainer(strategy=...)`` and ``Fabric(strategy=...)`` know.
 
 Lightning has no entry point for strategies, and a name must be in its registry before a Trainer is made.
 Importing Lightning takes seconds that worker processes and command-line tools need not spend, so a registry
@@ -44,7 +44,7 @@ one and the class in it."""
 
 
 def register_strategies() -> None:
-    """Fill the registries of what is imported already, and of the rest as soon as it is."""
+    """Fill the registries of frameworks that are imported, and of the others once they are."""
     for name in _PLACES:
         if name in sys.modules:
             _register(sys.modules[name])

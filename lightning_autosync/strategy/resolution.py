@@ -1,4 +1,4 @@
-"""From what the user asked for to what the engine runs: workload, cluster, plan and schedule."""
+"""Finds workload, cluster, plan and schedule of a module from the strategy's settings."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LARGE_TABLE = 4096
 
 @dataclass(frozen=True)
 class Resolution:
-    """What one module runs, and why; a plan without a schedule has None."""
+    """What runs for one module, and why; `schedule` is None for a plan without one."""
 
     workload: Workload
     cluster: ClusterSpec

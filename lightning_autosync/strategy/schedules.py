@@ -38,7 +38,7 @@ def estimated_epochs(loop: Any, share: Callable[[], int | None]) -> Iterator[Non
 
 
 def planned_progress(trainer: Any, share: int | None, begun: int) -> float:
-    """Steps that schedules were told the job will have; infinite if nobody knows.
+    """Steps that schedules expect the job to have; infinite if unknown.
 
     Progress may be more where ranks drift, for it follows the furthest; and beyond its end a schedule raises, or makes
     learning rates below 0.
@@ -59,7 +59,7 @@ def planned_progress(trainer: Any, share: int | None, begun: int) -> float:
 
 
 class ProgressSchedules:
-    """Steps the schedulers that advance every so many steps; Lightning itself no longer does.
+    """Steps the schedulers of interval ``step``, in place of Lightning.
 
     Lightning would count the steps of this rank, which may be far from those that the model stands for.
 
@@ -87,7 +87,7 @@ class ProgressSchedules:
         loop.update_lr_schedulers = partial(self._update, partial(type(loop).update_lr_schedulers, loop))
 
     def follow(self) -> None:
-        """Catch up: what is at hand may stand for more steps than this rank has taken, or for fewer."""
+        """Step the schedulers as often as the progress requires, which may differ from this rank's own steps."""
         reached = min(self._progress(), self._end)
         for place, each in enumerate(self._configurations):
             while self.made[place] < reached // each.frequency:

@@ -1,4 +1,4 @@
-"""What a strategy is asked for: its arguments, checked before any process is launched."""
+"""The arguments of the strategies, checked before any process is launched."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class StrategySettings:
 
 
 def read_settings(arguments: Mapping[str, Any]) -> tuple[StrategySettings, dict[str, Any]]:
-    """The settings, and what of ``arguments`` is for Lightning's own DDPStrategy.
+    """The settings, and those of ``arguments`` that Lightning's DDPStrategy takes.
 
     A file that cannot be used is an error here, unless this process was launched as one rank of several: the
     others may be able to read theirs, and must not wait for a rank that has left. Then the error comes at
@@ -115,7 +115,7 @@ def read_settings(arguments: Mapping[str, Any]) -> tuple[StrategySettings, dict[
         arguments: those of a strategy, by name; names that are no arguments are left alone.
 
     Raises:
-        ValueError: an argument has a value that is not allowed, or no meaning here.
+        ValueError: an argument has a value that is not allowed, or no effect under this plan.
         DocumentError: a plan or cluster is wrong.
     """
     if refused := [name for name in _REFUSED if arguments.get(name) is not None]:
@@ -162,8 +162,8 @@ def read_settings(arguments: Mapping[str, Any]) -> tuple[StrategySettings, dict[
     needless = [name for name in _RELAXED_ONLY if arguments.get(name) is not None]
     if settings.scheduled and needless:
         raise ValueError(
-            f"{needless[0]}: no meaning here, for ranks march in step; allowed with plans whose ranks need not, or "
-            "whose servers step (`served`)"
+            f"{needless[0]}: it has no effect under this plan, whose ranks make all steps together; allowed with relaxed "
+            "plans, and those whose servers step (`served`)"
         )
     return settings, launch
 

@@ -48,12 +48,12 @@ class SharedWork:
             self._unsubscribe = mesh.subscribe("work?", self._answer)
 
     def close(self) -> None:
-        """Deal no more; may be called again."""
+        """Stop dealing; may be called again."""
         if self._mesh.rank == _DEALER:
             self._unsubscribe()
 
     def first(self, length: int, count: int) -> range:
-        """This worker's first ``count`` positions of any pass, however late it comes for them."""
+        """This worker's first ``count`` positions of any pass; they are kept for it."""
         start = min(length, self._mesh.rank * count)
         return range(start, min(length, start + count))
 
@@ -147,7 +147,7 @@ def share_data(dataloader: object, work: SharedWork, workers: int, epoch: int) -
 
 
 def describe_equal_shares(dataloader: object) -> str:
-    """What it means, and why, that ``dataloader`` is not dealt out."""
+    """Why ``dataloader`` is not dealt out, and what that means."""
     return (
         f"train_dataloader: what a {_who_draws(dataloader)} draws cannot be dealt out: each rank keeps the share that "
         "it has, so none gains from being faster within an epoch; to have it dealt out, give a DataLoader with "
@@ -157,7 +157,7 @@ def describe_equal_shares(dataloader: object) -> str:
 
 
 def _who_draws(dataloader: object) -> str:
-    """The type that `_batches` does not know."""
+    """The name of the type that `_batches` does not know."""
     if not isinstance(dataloader, DataLoader):
         return type(dataloader).__name__
     if type(dataloader.batch_sampler) not in (BatchSampler, type(None)):

@@ -72,7 +72,7 @@ SIGNAL_CHECK = "_broadcast_sigterm_tensor"
 
 
 def skip_signal_broadcast(trainer: Any) -> None:
-    """Let each rank look at its own signals only, as Lightning does at the end of each batch in any case.
+    """Skip Lightning's broadcast of signals before each batch; each rank still checks its own at the end of the batch.
 
     What one rank does after a signal, the others learn by the failure detector or the mesh.
     """
@@ -82,7 +82,7 @@ def skip_signal_broadcast(trainer: Any) -> None:
 
 
 def handle_sigterm_locally(trainer: Any, told: Callable[[], None]) -> None:
-    """Let a SIGTERM end this rank with its batch, as with Lightning, but without asking the others.
+    """Let a SIGTERM end this rank after its batch, as with Lightning, but without a collective call.
 
     Lightning's own handler makes a collective call, in whatever call the process may be just then: another rank would
     take it for an answer.
@@ -104,7 +104,7 @@ def handle_sigterm_locally(trainer: Any, told: Callable[[], None]) -> None:
 
 
 def check_trainer(trainer: Any, consistency: Consistency, scaler: Any) -> None:
-    """Refuse what would deadlock, or train another way than it says.
+    """Refuse settings of the Trainer that would deadlock, or not do what they say.
 
     Raises:
         PlanError: the trainer has a setting that needs all ranks at the same step, or gradients on all ranks.
@@ -139,7 +139,7 @@ def check_trainer(trainer: Any, consistency: Consistency, scaler: Any) -> None:
 
 
 def check_module(module: nn.Module) -> None:
-    """Refuse what asks all ranks in every forward pass.
+    """Refuse modules that communicate in every forward pass.
 
     Raises:
         PlanError: the model has a SyncBatchNorm.
@@ -147,13 +147,13 @@ def check_module(module: nn.Module) -> None:
     for name, part in module.named_modules():
         if isinstance(part, nn.SyncBatchNorm):
             raise PlanError(
-                f"model: '{name}' is a SyncBatchNorm, which needs all ranks in every step; replicas that do not march "
-                "in step need plain BatchNorm (sync_batchnorm=False)"
+                f"model: '{name}' is a SyncBatchNorm, which needs all ranks in every step; relaxed replicas "
+                "need plain BatchNorm (sync_batchnorm=False)"
             )
 
 
 def check_shared_epoch(trainer: Any) -> None:
-    """Refuse what counts a rank's batches or steps, of which each rank now has another number.
+    """Refuse settings that count a rank's batches or steps, since each rank has another number of them.
 
     Raises:
         PlanError: validation or checkpoints inside an epoch, or an end of it or of training by a rank's own count.
@@ -194,7 +194,7 @@ def check_one_loader(trainer: Any) -> None:
 
 
 def check_rejoin(trainer: Any) -> None:
-    """Refuse to come back where ranks meet within an epoch, of which meetings this rank would have missed some.
+    """Refuse to come back where ranks meet within an epoch, since this rank would have missed such a meeting.
 
     Raises:
         PlanError: they do.

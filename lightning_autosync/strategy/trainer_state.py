@@ -234,7 +234,7 @@ def skip_batches(trainer: Any, batches: int) -> None:
 
 
 def _check_samplers(trainer: Any) -> None:
-    """Samplers of the user's own may have taken this process, alone in its process group at first, for the only one."""
+    """Check the user's own samplers: they may have been made while this process was alone in its process group."""
     expected = trainer.strategy.distributed_sampler_kwargs
     for loop in (trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop):
         for loader in getattr(loop._combined_loader, "flattened", ()):
@@ -251,7 +251,7 @@ def _check_samplers(trainer: Any) -> None:
 
 
 def _set_up_validation(trainer: Any, done: bool) -> None:
-    """Now, alone, if the others have ``done`` so, and else together with them."""
+    """Set up validation now, alone, if the others have ``done`` so; else it is set up together with them."""
     loop = trainer.fit_loop.epoch_loop.val_loop
     if not done:
         loop._combined_loader = None
@@ -262,7 +262,7 @@ def _set_up_validation(trainer: Any, done: bool) -> None:
 
 
 def _reloads(trainer: Any) -> list[tuple[Any, str]]:
-    """Where Lightning keeps the epochs at which it last made loaders anew."""
+    """The attributes in which Lightning keeps the epochs at which it last reloaded data loaders."""
     loop = trainer.fit_loop
     return [(loop, "_last_train_dl_reload_epoch"), (loop.epoch_loop.val_loop, "_last_val_dl_reload_epoch")]
 

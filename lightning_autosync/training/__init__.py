@@ -1,1 +1,1 @@
-"""``autosync train``: any LightningModule, under any way to synchronize, wherever its ranks run."""
+"""``autosync train``: trains any LightningModule with DDP or AutoSync, on any launcher."""

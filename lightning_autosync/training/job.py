@@ -1,4 +1,4 @@
-"""A training from outside: its ranks started, or this process as one of them."""
+"""Starts the ranks of a training, or runs this process as one of them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ START_TIMEOUT = 120.0
 
 
 def run_job(settings: TrainingSettings, directory: Path) -> dict[str, Any] | None:
-    """Train; what rank 0 found, or None on other ranks of a job and for one that is only submitted.
+    """Train; returns rank 0's result, or None on other ranks and for a job that is only submitted.
 
     ``result.json`` is in ``directory`` then.
 
@@ -97,7 +97,7 @@ def _train_by_workers(
 
 
 def _plain(error: WorkerError) -> Exception:
-    """What a rank refused, as the error that it raised; anything else as it is."""
+    """The error that a rank raised, if it is a refusal; else ``error`` itself."""
     if error.kind == UnwritableError.__name__:
         return UnwritableError(f"rank {error.rank}: {error.reason}")
     kind = getattr(errors, error.kind, None)

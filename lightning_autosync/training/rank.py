@@ -83,7 +83,7 @@ class _Batches(Dataset[Batch]):
 
 
 class StepTimes(L.Callback):
-    """Records when each batch of training ended, and so what each step took, loading of its batch included."""
+    """Records the seconds of each training step, loading of its batch included."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
@@ -105,7 +105,7 @@ FORMAT = "autosync-training/1"
 
 @dataclass(frozen=True)
 class RankTraining:
-    """What a rank trains by.
+    """The training of one rank.
 
     Attributes:
         settings: of the training.
@@ -124,7 +124,7 @@ class RankTraining:
 
 
 def train_worker(request: dict[str, Any]) -> dict[str, Any] | None:
-    """Train as one of a pool's workers; on rank 0 what was found, elsewhere None.
+    """Train as one of a pool's workers; returns the result on rank 0, else None.
 
     Args:
         request: documents of the training: ``settings``, ``cluster`` and ``plan`` (or None), and its ``directory``.
@@ -176,7 +176,7 @@ def train_rank(job: RankTraining) -> dict[str, Any] | None:
 
 @contextmanager
 def _disk_of(directory: str) -> Iterator[None]:
-    """Within the block a full or read-only disk, which loggers and checkpoints meet, is told of in one line.
+    """Inside, errors of a full or read-only disk, from loggers and checkpoints, become one line.
 
     Raises:
         UnwritableError: there was one; it names the directory where the system names no file.
@@ -272,6 +272,6 @@ def _result(job: RankTraining, trainer: L.Trainer, seconds: float, by_rank: list
 
 
 def median_step(by_rank: list[list[float]]) -> float | None:
-    """Over all ranks and steps but each rank's first, in which much is made for the first time."""
+    """The median over all ranks and steps, without each rank's first, which includes set-up."""
     later = [seconds for ranks in by_rank for seconds in ranks[1:]] or [one for ranks in by_rank for one in ranks]
     return statistics.median(later) if later else None

@@ -1,4 +1,4 @@
-"""What a training is told: model, data, how to synchronize, where, and the Trainer's arguments."""
+"""The configuration of a training: model, data, synchronization, launch, and the Trainer's arguments."""
 
 from __future__ import annotations
 

@@ -264,7 +264,7 @@ def test_what_would_deadlock_is_refused(duo, case: str) -> None:
         ({"timeout": "soon"}, DocumentError, "timeout: 'soon' is no finite number above 0"),
         ({"timeout": -1}, DocumentError, "timeout: -1 is no finite number above 0"),
         ({"stall": 0}, DocumentError, "stall: 0 is no finite number above 0"),
-        ({"plan": "all_reduce", "stall": 9.0}, ValueError, "stall: no meaning here"),
+        ({"plan": "all_reduce", "stall": 9.0}, ValueError, "stall: it has no effect under this plan"),
     ],
 )
 def test_time_outs_that_make_no_sense_are_refused(arguments: Any, error: type[Exception], words: str) -> None:

@@ -1,4 +1,4 @@
-"""What the callbacks that slow ranks down have in common."""
+"""The base of the callbacks that slow ranks down."""
 
 from __future__ import annotations
 
