@@ -162,8 +162,8 @@ def read_settings(arguments: Mapping[str, Any]) -> tuple[StrategySettings, dict[
     needless = [name for name in _RELAXED_ONLY if arguments.get(name) is not None]
     if settings.scheduled and needless:
         raise ValueError(
-            f"{needless[0]}: it has no effect under this plan, whose ranks make all steps together; allowed with relaxed "
-            "plans, and those whose servers step (`served`)"
+            f"{needless[0]}: it has no effect under this plan, whose ranks make all steps together; allowed with "
+            "relaxed plans, and those whose servers step (`served`)"
         )
     return settings, launch
 

@@ -21,8 +21,8 @@ class StalenessClock:
 
     A party that has pushed ``c`` steps may read, and so begin its step ``c``, once every party in the clock has
     pushed at least ``c - staleness``. So what it reads lacks no gradient of a step before ``c - staleness``, and no
-    two parties are ever more than ``staleness + 1`` pushes apart. With ``staleness`` 0 all make each step together; with None
-    nobody waits.
+    two parties are ever more than ``staleness + 1`` pushes apart. With ``staleness`` 0 all make each
+    step together; with None nobody waits.
 
     Args:
         parties: the workers, or the nodes if a node pushes one sum.
