@@ -66,9 +66,7 @@ def test_split_operators_compute_ddp_gradients(name: str, tmp_path: Path) -> Non
 def test_a_plan_for_another_model_is_refused_before_workers_start(tmp_path: Path) -> None:
     path = _plans(model_of(MODELS["vgg"]), tmp_path)["plan_0"]
     settings = {"model": MODELS["perceptron"], "ranks": 4, "contenders": {"other": {"plan": path}}}
-    with pytest.raises(
-        DocumentError, match=r"contenders.other: .*plan_0.yaml: workload: it was made for another"
-    ):
+    with pytest.raises(DocumentError, match=r"contenders.other: .*plan_0.yaml: workload: it was made for another"):
         prepare(BenchSettings.parse(settings))
 
 

@@ -33,7 +33,7 @@ def test_parameters_that_change_on_one_rank_are_an_error_on_all(duo, change, exp
 
 @pytest.mark.parametrize("change", ["new_buffer", "longer_buffer"])
 def test_buffers_that_change_on_all_ranks_are_followed_as_with_ddp(duo, change: str) -> None:
-    ours, theirs = (duo.run("divergence_jobs:change_buffers", name=change, where=[0, 1], ddp=ddp) for ddp in (0, 1))
+    ours, theirs = (duo.run(divergence_jobs.change_buffers, name=change, where=[0, 1], ddp=ddp) for ddp in (0, 1))
     assert ours == theirs
     assert ours[0] == ours[1]
 
@@ -49,14 +49,14 @@ def test_buffers_that_change_on_all_ranks_are_followed_as_with_ddp(duo, change: 
 )
 def test_buffers_that_change_on_one_rank_are_an_error_on_all(duo, change, buffer, changed, before, odd) -> None:
     first, second = (changed, before) if odd == 0 else (before, changed)
-    for error in duo.run("divergence_jobs:change_buffers", name=change, where=[odd]):
+    for error in duo.run(divergence_jobs.change_buffers, name=change, where=[odd]):
         assert f"model: buffer '{buffer}' is {second} on rank 1 and {first} on rank 0; " in error
 
 
 @pytest.mark.parametrize("strategy", [*PLANS, {"plain_backward": True}])
 @pytest.mark.parametrize("change", ["assign_in_place", "new_head", "freeze"])
 def test_parameters_that_change_on_all_ranks_are_followed_under_fabric(duo, change: str, strategy) -> None:
-    assert duo.run("divergence_jobs:change_under_fabric", name=change, where=[0, 1], **strategy) == [0.0, 0.0]
+    assert duo.run(divergence_jobs.change_under_fabric, name=change, where=[0, 1], **strategy) == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("strategy", [*PLANS, {"plain_backward": True}])
@@ -70,7 +70,7 @@ def test_parameters_that_change_on_all_ranks_are_followed_under_fabric(duo, chan
     ],
 )
 def test_what_changes_on_one_rank_is_an_error_on_all_under_fabric(duo, change, expected, strategy) -> None:
-    found = duo.run("divergence_jobs:change_under_fabric", name=change, where=[1], check_replicas=5, **strategy)
+    found = duo.run(divergence_jobs.change_under_fabric, name=change, where=[1], check_replicas=5, **strategy)
     assert found[0] == found[1]
     assert found[0].startswith(expected)
 
