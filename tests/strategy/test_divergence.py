@@ -6,7 +6,9 @@ import divergence_jobs
 import pytest
 
 PLANS = [{}, {"plan": "all_reduce"}, {"plan": "packed_trees"}]
-WAYS = [*PLANS, {"static_graph": True}]
+A_MESSAGE_EACH = {"plan": "all_reduce", "bucket_cap_mb": 1e-6}
+"""So that a parameter that is frozen is a whole message."""
+WAYS = [*PLANS, A_MESSAGE_EACH, {"static_graph": True}]
 
 
 @pytest.mark.parametrize("strategy", WAYS)
@@ -15,7 +17,7 @@ def test_parameters_that_change_on_all_ranks_are_followed(duo, change: str, stra
     assert duo.run(divergence_jobs.change, name=change, where=[0, 1], **strategy) == [0.0, 0.0]
 
 
-@pytest.mark.parametrize("strategy", PLANS)
+@pytest.mark.parametrize("strategy", [*PLANS, A_MESSAGE_EACH])
 @pytest.mark.parametrize(
     ("change", "expected"),
     [

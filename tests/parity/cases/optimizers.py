@@ -67,6 +67,14 @@ for _name in ("SGD, fused", "AdamW, fused, amsgrad", "Adam, foreach", "Adagrad, 
 
 
 @family()
+def adafactor_of_transformers(side: Side) -> None:
+    from transformers.optimization import Adafactor  # whose import takes seconds
+
+    side.fit(Task(optimizer=Adafactor))
+    side.fit(Task(optimizer=partial(Adafactor, lr=0.02, relative_step=False, scale_parameter=False, beta1=0.9)))
+
+
+@family()
 def muon(side: Side) -> None:
     class Two(Task):
         def configure_optimizers(self) -> Any:
