@@ -11,9 +11,11 @@ from pydantic import model_validator
 
 from lightning_autosync.documents import Configuration, write_text
 from lightning_autosync.report.comparison import find_runs, write_comparison
+from lightning_autosync.report.hybrid import hybrid_row, write_hybrid_report
 from lightning_autosync.report.page import REPORT, write_report
 from lightning_autosync.report.summary import summary_row
 from lightning_autosync.report.tuning_run import TuningRun
+from lightning_autosync.search.hybrid.result import is_hybrid_run, read_hybrid_result
 
 FORMAT = "autosync-report/1"
 
@@ -46,6 +48,12 @@ def report(configuration: dict[str, Any], directory: Path) -> None:
     """
     settings = ReportSettings.parse(configuration)
     optuna.logging.set_verbosity(optuna.logging.WARNING)
+    if settings.run is not None and is_hybrid_run(Path(settings.run)):
+        result = read_hybrid_result(Path(settings.run))
+        path = Path(settings.file) if settings.file else Path(settings.run) / REPORT
+        write_hybrid_report(result, path)
+        _leave(directory, path, [hybrid_row(result)])
+        return
     if settings.run is not None:
         runs = [TuningRun.load(Path(settings.run))]
         path = Path(settings.file) if settings.file else Path(settings.run) / REPORT
@@ -55,6 +63,9 @@ def report(configuration: dict[str, Any], directory: Path) -> None:
         runs = find_runs(given)
         path = Path(settings.file) if settings.file else (given[0] if len(given) == 1 else directory) / REPORT
         write_comparison(runs, path)
-    rows = [summary_row(run) for run in runs]
+    _leave(directory, path, [summary_row(run) for run in runs])
+
+
+def _leave(directory: Path, path: Path, rows: list[dict[str, Any]]) -> None:
     write_text(directory / "result.json", json.dumps({"format": FORMAT, "report": str(path), "runs": rows}) + "\n")
     print(path)

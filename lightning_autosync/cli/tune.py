@@ -17,6 +17,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from rich.console import Console
 
+from lightning_autosync.cli.tune_hybrid import tune_hybrid
 from lightning_autosync.documents import as_yaml, held, write_text
 from lightning_autosync.errors import AutoSyncError, TuningError, UnwritableError
 from lightning_autosync.interrupts import STATUS
@@ -27,6 +28,7 @@ from lightning_autosync.measure.workers.job_pool import serve
 from lightning_autosync.report.compare import compare_timelines
 from lightning_autosync.report.page import REPORT, write_report
 from lightning_autosync.report.tuning_run import TuningRun as ReportedRun
+from lightning_autosync.search.hybrid.result import HybridTuningResult
 from lightning_autosync.search.tuning.result import RESULT
 from lightning_autosync.search.tuning.run import TuningOutcome, TuningRun
 from lightning_autosync.search.tuning.settings import TuningSettings
@@ -43,8 +45,8 @@ class Interrupted(SystemExit):
         super().__init__(STATUS)
 
 
-def tune(configuration: dict[str, Any], directory: Path) -> TuningOutcome:
-    """Run the search.
+def tune(configuration: dict[str, Any], directory: Path) -> TuningOutcome | HybridTuningResult:
+    """Run the search; with ``parallel=hybrid`` that of `tune_hybrid`.
 
     ``directory`` gets ``plan.yaml``, ``workload.yaml`` and ``cluster.yaml`` (for ``autosync predict``),
     ``result.json``, the finalists' plans, the study and ``report.html``. Where the model is paced on links whose rates
@@ -64,7 +66,14 @@ def tune(configuration: dict[str, Any], directory: Path) -> TuningOutcome:
         require_torchrun("tune")
         if os.environ["RANK"] != "0":
             serve(settings.timeout, settings.scheduling == "batch")
-    outcome = _run(settings, directory, Console(soft_wrap=True, highlight=False, markup=False))
+    console = Console(soft_wrap=True, highlight=False, markup=False)
+    if settings.parallel.kind == "hybrid":
+        found = tune_hybrid(settings, directory, console)
+        if found.interrupted:
+            console.print(_how_to_resume(directory, "interrupted"))
+            raise Interrupted
+        return found
+    outcome = _run(settings, directory, console)
     if not outcome.result.interrupted and outcome.result.failure is None:
         try:
             _trace(outcome, directory)

@@ -28,7 +28,7 @@ def plan_table(plan: HybridPlan, width: int = 120) -> str:
     for dimension, size in enumerate(plan.mesh):
         table.add_column(f"dimension {dimension} ({size})")
     table.add_column("output")
-    for paths, layer in _alike(plan.layers):
+    for paths, layer in alike_layers(plan.layers):
         parts = f" (in {layer.parts} parts)" if layer.parts > 1 else ""
         table.add_row(paths or "(root)", *layer.signature, " ".join(layer.output or ("-",)) + parts)
     text = StringIO()
@@ -36,8 +36,8 @@ def plan_table(plan: HybridPlan, width: int = 120) -> str:
     return text.getvalue()
 
 
-def _alike(layers: Iterable[LayerPlan]) -> list[tuple[str, LayerPlan]]:
-    """The paths of layers that differ only in the numbers of their blocks, as one text, and one of the layers."""
+def alike_layers(layers: Iterable[LayerPlan]) -> list[tuple[str, LayerPlan]]:
+    """Layers that are split alike and differ only in the numbers of their blocks: their paths as one text, and one."""
     rows: dict[tuple[object, ...], list[LayerPlan]] = {}
     for layer in layers:
         shape = _NUMBER.sub("*", layer.module)

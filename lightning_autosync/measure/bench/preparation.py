@@ -141,9 +141,7 @@ def _prepared(
             return _Prepared({**order, "ddp": contender.ddp.model_dump()}, contender.ddp.exactness)
         if contender.plan is not None and is_hybrid(contender.plan):
             hybrid = _hybrid_plan(contender.plan, settings.model, cluster)
-            inner = hybrid.gradients
-            exactness: Exactness = "exact" if isinstance(inner, str) else plan_class(inner)
-            return _Prepared({**order, "hybrid": hybrid.to_dict()}, exactness)
+            return _Prepared({**order, "hybrid": hybrid.to_dict()}, plan_class(hybrid))
         plan, reason = _plan(contender, workload, cluster, shares_cores=settings.launch.kind == "local")
         compile_plan(plan, workload, cluster)
     except AutoSyncError as error:
@@ -160,8 +158,10 @@ def _hybrid_plan(path: str, model: Model, cluster: ClusterSpec) -> HybridPlan:
     return plan
 
 
-def plan_class(plan: SyncPlan) -> Exactness:
+def plan_class(plan: SyncPlan | HybridPlan) -> Exactness:
     """How exact a plan is."""
+    if isinstance(plan, HybridPlan):
+        return "exact" if isinstance(plan.gradients, str) else plan_class(plan.gradients)
     if plan.semantics == "exact":
         return "exact"
     casts = all(

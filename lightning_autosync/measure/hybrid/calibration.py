@@ -18,7 +18,7 @@ from lightning_autosync.hybrid.rates import HybridRates
 from lightning_autosync.measure.hybrid import rate_calls
 from lightning_autosync.measure.session import MeasurementSession
 
-SIZES = (4096, 1 << 18, 1 << 20)
+SIZES = (4096, 1 << 18, 1 << 21)
 """Bytes that a rank puts into a collective."""
 REPETITIONS = 5
 _log = logging.getLogger(__name__)

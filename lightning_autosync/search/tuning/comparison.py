@@ -19,6 +19,7 @@ from pydantic import Field
 
 from lightning_autosync.documents import Record, Taken, checked
 from lightning_autosync.errors import DocumentError, TuningError
+from lightning_autosync.hybrid import HybridPlan
 from lightning_autosync.measure.bench.output import EXACT
 from lightning_autosync.measure.bench.preparation import plan_class, prepare
 from lightning_autosync.measure.bench.result import BenchResult
@@ -31,6 +32,7 @@ from lightning_autosync.plan import SyncPlan, builders
 from lightning_autosync.search.tuning.job import TuningJob
 from lightning_autosync.search.tuning.records import LENIENT
 
+AnyPlan = SyncPlan | HybridPlan
 MIN_ROUNDS = 5
 """Judging rounds that a claim needs: four rounds all fall on one side by chance too often."""
 _log = logging.getLogger(__name__)
@@ -138,7 +140,7 @@ class FinalComparison(Record):
 
 
 def compare(
-    job: TuningJob, session: MeasurementSession, plans: Mapping[str, SyncPlan], rivals: Sequence[str], directory: Path
+    job: TuningJob, session: MeasurementSession, plans: Mapping[str, AnyPlan], rivals: Sequence[str], directory: Path
 ) -> dict[str, Any]:
     """Measure plans and settings of DDP in turns, once more where a worker fails.
 
@@ -207,7 +209,7 @@ class _Failures:
         self.last = ""
         self._seen: set[str | None] = set()
 
-    def note(self, error: WorkerError, plans: dict[str, SyncPlan]) -> None:
+    def note(self, error: WorkerError, plans: dict[str, AnyPlan]) -> None:
         """Remove the plan whose turn failed from ``plans``, if another try cannot help.
 
         Raises:
@@ -231,7 +233,7 @@ class _Failures:
 
 def judged(
     played: BenchResult,
-    plans: Mapping[str, SyncPlan],
+    plans: Mapping[str, AnyPlan],
     rivals: Sequence[str],
     left_out: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
@@ -269,7 +271,7 @@ def judged(
 class _Choice:
     """What the choosing rounds choose."""
 
-    def __init__(self, result: BenchResult, plans: Mapping[str, SyncPlan], rivals: Sequence[str]) -> None:
+    def __init__(self, result: BenchResult, plans: Mapping[str, AnyPlan], rivals: Sequence[str]) -> None:
         self.result = result
         self._plans = list(plans)
         self.ddp = self._fastest(rivals)

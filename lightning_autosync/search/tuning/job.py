@@ -12,6 +12,7 @@ import optuna
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.documents import checked, parse_json, shown
 from lightning_autosync.errors import DocumentError
+from lightning_autosync.hybrid import HybridPlan
 from lightning_autosync.learned import Estimator
 from lightning_autosync.learned.dataset import Sample
 from lightning_autosync.measure import replica_calls
@@ -90,8 +91,10 @@ class TuningJob:
                 )
         study.set_user_attr(JOB, json.dumps(own))
 
-    def plan_order(self, plan: SyncPlan) -> dict[str, Any]:
+    def plan_order(self, plan: SyncPlan | HybridPlan) -> dict[str, Any]:
         """Arguments of `lightning_autosync.measure.replica_calls.set_up` for a plan, without the name."""
+        if isinstance(plan, HybridPlan):
+            return {**self._order(), "hybrid": plan.to_dict()}
         return {**self._order(), "plan": plan.to_dict(), "workload": self.workload.to_dict()}
 
     def ddp_order(self, options: DDPOptions) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from lightning_autosync.learned.registry import SimulatorSettings
 from lightning_autosync.measure.bench import settings as bench
 from lightning_autosync.measure.interleaving import TrialSettings
 from lightning_autosync.plan import builders
+from lightning_autosync.search.hybrid.settings import ParallelSettings
 from lightning_autosync.search.sampler.proposer import SamplerSizes
 from lightning_autosync.search.transfer import TransferSettings
 
@@ -91,6 +92,7 @@ class TuningSettings(bench.BenchSettings):
         simulator: prices plans and learns from the trials.
         transfer: earlier studies, datasets, or a fitted simulator in place of ``simulator``.
         within_job: the ranks are those of the torchrun job of this process (``launch=torchrun``).
+        parallel: whether operators may be split, too.
         timeline: not supported.
     """
 
@@ -106,6 +108,7 @@ class TuningSettings(bench.BenchSettings):
     study: StudySettings = StudySettings()
     simulator: SimulatorSettings = SimulatorSettings(kind="replay")
     transfer: TransferSettings = TransferSettings()
+    parallel: ParallelSettings = ParallelSettings()
 
     @property
     def launch_kind(self) -> str:
@@ -131,7 +134,7 @@ class TuningSettings(bench.BenchSettings):
     def _check_names(self) -> TuningSettings:
         """Names of contenders must differ from those of finalists, which are called by their builders or trials."""
         for name in self.contenders:
-            if name in builders.names() or re.fullmatch(r"trial_\d+", name):
+            if name in (*builders.names(), "megatron") or re.fullmatch(r"trial_\d+|split_[0-9a-f]{6}", name):
                 raise ValueError(f"contenders: '{name}' is what a finalist may be called; take another name")
         return self
 

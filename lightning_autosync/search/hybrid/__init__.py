@@ -1,0 +1,1 @@
+"""Plans that split operators, found by prediction and judged by live trials."""

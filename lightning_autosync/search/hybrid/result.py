@@ -1,0 +1,181 @@
+"""``autosync-hybrid-tuning/1``: what a tuning run found that may split operators."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
+
+from lightning_autosync.documents import Document, Index, Record, Spent, Taken, check_format, read_data
+from lightning_autosync.errors import DocumentError
+from lightning_autosync.hybrid import HybridPlan
+from lightning_autosync.plan import SyncPlan
+from lightning_autosync.search.tuning.comparison import AnyPlan, FinalComparison
+from lightning_autosync.search.tuning.records import LENIENT
+
+RESULT = "result.json"
+Origin = Literal["search", "megatron", "builder", "ddp"]
+
+
+class HybridTrial(Record):
+    """One way to run the model, as it was predicted and measured.
+
+    Attributes:
+        number: of its trial in the study.
+        name: by which the last comparison knows it.
+        origin: ``search``, ``megatron``, a ``builder`` of synchronization plans, or a setting of ``ddp``.
+        state: ``complete``, ``pruned`` (it was clearly slower), or ``failed``.
+        seconds: median of a step; None if there is none.
+        predicted: seconds of a step by the cost model; None of what it does not price.
+        memory: predicted bytes of a rank.
+        bytes: predicted bytes that a rank sends in a step.
+        deviation: how far its first gradients are from DDP's; None where they were not compared.
+        why: it failed or was pruned.
+        plan: its document; None of DDP.
+    """
+
+    model_config = LENIENT
+
+    number: Index
+    name: str
+    origin: Origin
+    state: Literal["complete", "pruned", "failed"]
+    seconds: Taken | None = None
+    predicted: Taken | None = None
+    memory: Spent | None = None
+    bytes: float | None = None
+    deviation: float | None = None
+    why: str | None = None
+    plan: dict[str, Any] | None = None
+
+
+class HybridTuningResult(Document):
+    """What the run found.
+
+    Attributes:
+        settings: of the run, as plain data.
+        cluster, rates: documents, as plain data.
+        model: what people call it.
+        weight_bytes: of its parameters.
+        search_seconds: that the search by prediction took.
+        notes: what the model's graph says of it.
+        trials: all, in order.
+        final: the last comparison, as plain data that `FinalComparison` reads; None if there was none.
+        winner: the fastest of the last comparison.
+        interrupted: whether somebody ended the run.
+    """
+
+    FORMAT: ClassVar[str] = "autosync-hybrid-tuning/1"
+    model_config = LENIENT
+
+    settings: dict[str, Any] = Field(default_factory=dict)
+    cluster: dict[str, Any]
+    rates: dict[str, Any]
+    model: str
+    weight_bytes: Index
+    search_seconds: Spent
+    notes: tuple[str, ...] = ()
+    trials: tuple[HybridTrial, ...]
+    final: dict[str, Any] | None = None
+    winner: str | None = None
+    interrupted: bool = False
+
+    def to_dict(self) -> dict[str, Any]:
+        """The result as plain data, its format line first; fields at their default are there, too."""
+        return {"format": self.FORMAT, **self.model_dump(mode="json")}
+
+    @property
+    def best(self) -> HybridTrial | None:
+        """The winner of the last comparison; without one, the fastest plan that ran to its end."""
+        if self.winner is not None:
+            return next(trial for trial in self.trials if trial.name == self.winner)
+        ran = [
+            one for one in self.trials if one.seconds is not None and one.plan is not None and one.state == "complete"
+        ]
+        return min(ran, key=lambda one: one.seconds or 0.0, default=None)
+
+    @property
+    def plan(self) -> AnyPlan | None:
+        """The plan of the best."""
+        return None if self.best is None else plan_of(self.best)
+
+    @cached_property
+    def comparison(self) -> FinalComparison | None:
+        """The last comparison; None if there was none.
+
+        Raises:
+            DocumentError: a field of it is missing or wrong.
+        """
+        return None if self.final is None else FinalComparison.read(self.final, RESULT)
+
+    def __float__(self) -> float:
+        """Seconds of a step of the best plan, for sweeps over tuning runs.
+
+        Raises:
+            ValueError: no plan has a time.
+        """
+        if self.comparison is not None:
+            return self.comparison.seconds
+        if self.best is None or self.best.seconds is None:
+            raise ValueError("no plan came to a time")
+        return self.best.seconds
+
+    def lines(self) -> Iterator[str]:
+        """The result for a terminal."""
+        yield from self.notes
+        best, final = self.best, self.comparison
+        if best is None:
+            yield "no plan came to a time"
+            return
+        yield f"best plan: {best.name} ({best.origin}), {1e3 * float(self):.2f} ms a step"
+        if final is None:
+            yield "it was not compared with its opponents side by side: run the same command to go on"
+            return
+        for name in final.contenders:
+            if name != final.winner:
+                ratio = final.speedup(name)
+                few = "" if final.has_enough_rounds else ", in too few rounds to tell"
+                yield f"speedup over {name}: {ratio.median:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]{few}"
+        for name, why in final.left_out.items():
+            yield f"{name} failed at that and was left out: {why}"
+
+
+def plan_of(trial: HybridTrial) -> AnyPlan | None:
+    """The plan of a trial; None of DDP.
+
+    Raises:
+        PlanError: it cannot be read.
+    """
+    if trial.plan is None:
+        return None
+    kind = HybridPlan if str(trial.plan.get("format")).startswith("autosync-hybrid/") else SyncPlan
+    return kind.from_dict(trial.plan, f"trial {trial.number}: plan")
+
+
+def read_hybrid_result(directory: Path) -> HybridTuningResult:
+    """The result of the run in ``directory``.
+
+    Raises:
+        DocumentError: there is none, or it is damaged or of something else.
+    """
+    path = directory / RESULT
+    if not path.is_file():
+        raise DocumentError(
+            f"{directory}: no {RESULT} in it; expected the directory of 'autosync tune parallel=hybrid'"
+        )
+    data = read_data(path)
+    if isinstance(data, dict):
+        check_format(data.get("format"), HybridTuningResult.FORMAT, str(path), DocumentError)
+    return HybridTuningResult.from_dict(data, source=str(path))
+
+
+def is_hybrid_run(directory: Path) -> bool:
+    """Whether ``directory`` has the result of a run that may split operators."""
+    path = directory / RESULT
+    if not path.is_file():
+        return False
+    data = read_data(path)
+    return isinstance(data, dict) and str(data.get("format", "")).startswith("autosync-hybrid-tuning/")

@@ -1,0 +1,290 @@
+"""A tuning run that may split operators: search by prediction, measure the best few live, compare, keep the fastest.
+
+The opponents are DDP with each of its settings, the builders' synchronization plans on the ordinary engine, and the
+Megatron alternation. All are trials of one Optuna study.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import optuna
+import torch
+from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
+from optuna.trial import TrialState
+
+from lightning_autosync.documents import digest
+from lightning_autosync.errors import DocumentError, TuningError
+from lightning_autosync.hybrid.capture import capture
+from lightning_autosync.hybrid.cost import Settings as StepSettings
+from lightning_autosync.hybrid.graph import Graph
+from lightning_autosync.hybrid.prediction import predict
+from lightning_autosync.hybrid.rates import HybridRates
+from lightning_autosync.hybrid.search import Candidate, Found, search
+from lightning_autosync.measure import replica_calls
+from lightning_autosync.measure.bench.output import EXACT
+from lightning_autosync.measure.hybrid.calibration import calibrate
+from lightning_autosync.measure.interleaving import StoppingRule, TrialMeasurement, measure_in_turns
+from lightning_autosync.measure.session import Contender, ContenderError, MeasurementSession, reason
+from lightning_autosync.search.hybrid.result import HybridTrial, HybridTuningResult, Origin, plan_of
+from lightning_autosync.search.storages import StudyError, open_storage, storage_errors
+from lightning_autosync.search.tuning.comparison import AnyPlan, compare
+from lightning_autosync.search.tuning.job import TuningJob
+from lightning_autosync.search.tuning.opponents import builder_plans
+from lightning_autosync.search.tuning.settings import TuningSettings
+
+RATES = "rates.yaml"
+JOURNAL = "study.journal"
+ABOUT, TRIAL = "autosync:hybrid", "autosync:hybrid-trial"
+"""User attributes: of a study, a digest of what its times depend on; of a trial, what `HybridTrial` has, as JSON."""
+PARAMETERS: dict[str, BaseDistribution] = {
+    "origin": CategoricalDistribution(["search", "megatron", "builder", "ddp"]),
+    "place": IntDistribution(0, 1023),
+}
+"""Of a trial: where its plan comes from, and its place among those, the best by prediction first."""
+RIVALS = 2
+"""Settings of DDP, and builders' plans, that come to the last comparison."""
+_SGD = StepSettings(slots=0)
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """What is to be measured."""
+
+    name: str
+    origin: Origin
+    place: int
+    order: Mapping[str, Any]
+    plan: AnyPlan | None = None
+    candidate: Candidate | None = None
+    bytes: float | None = None
+
+
+class HybridTuningRun:
+    """One run.
+
+    Args:
+        settings: with ``parallel.kind`` ``hybrid``.
+        directory: of the run; with the same one, a run goes on.
+
+    Raises:
+        DocumentError: the model, the cluster or a file is wrong.
+    """
+
+    def __init__(self, settings: TuningSettings, directory: Path) -> None:
+        self._settings = settings
+        self._directory = directory
+        self._job = TuningJob.of(settings)
+        if settings.is_paced:
+            raise DocumentError(
+                "parallel: hybrid needs a model that really computes, with operators to split; "
+                f"'{settings.model.kind}' computes by the clock"
+            )
+        self._job.cluster.require_measured()
+        self._graph = self._captured()
+        self._search_seconds = 0.0
+
+    def run(self) -> HybridTuningResult:
+        """Tune; an interruption ends the run with what was found until then.
+
+        Raises:
+            TuningError: nothing ran.
+            LaunchError: workers cannot be started.
+            StudyError: the study is of another job, or cannot be opened.
+        """
+        interrupted, final, rates = False, None, HybridRates()
+        study = self._open()
+        with self._job.session() as session:
+            try:
+                rates = self._rates(session)
+                self._measure(session, study, self._entries(rates))
+                final = self._compare(session, self._trials(study))
+            except KeyboardInterrupt:
+                _log.warning("interrupted")
+                interrupted = True
+        return HybridTuningResult(
+            settings=self._settings.model_dump(mode="json"),
+            cluster=self._job.cluster.to_dict(),
+            rates=rates.to_dict(),
+            model=self._settings.model.title,
+            weight_bytes=self._graph.weight_bytes,
+            search_seconds=self._search_seconds,
+            notes=self._graph.notes,
+            trials=tuple(self._trials(study)),
+            final=final,
+            winner=None if final is None else final["winner"],
+            interrupted=interrupted,
+        )
+
+    def _captured(self) -> Graph:
+        model = self._settings.model
+        with torch.device("meta"):
+            module = model.module()
+        return capture(module, *model.batches(0)[0])
+
+    def _rates(self, session: MeasurementSession) -> HybridRates:
+        """Those of a file, of this run so far, or measured now."""
+        path, given = self._directory / RATES, self._settings.parallel.rates
+        if given is not None or path.exists():
+            return HybridRates.load(given or path)
+        rates = calibrate(session, self._job.cluster)
+        rates.save(path)
+        return rates
+
+    def _entries(self, rates: HybridRates) -> list[_Entry]:
+        job, chosen = self._job, self._settings.parallel
+        begin = time.perf_counter()
+        found = search(self._graph, job.cluster, rates, memory=chosen.memory, settings=_SGD, keep=chosen.trials + 1)
+        self._search_seconds = time.perf_counter() - begin
+        options = enumerate(self._settings.ddp.options())
+        entries = [_Entry(one.name, "ddp", place, job.ddp_order(one)) for place, one in options]
+        if chosen.memory is None or found.data_parallel.memory <= chosen.memory:
+            for place, (name, plan) in enumerate(builder_plans(job).items()):
+                entries.append(_Entry(name, "builder", place, job.plan_order(plan), plan, found.data_parallel))
+        else:
+            _log.info("data parallelism does not fit into %.0f MB a rank", chosen.memory / 1e6)
+            entries = entries[:1]  # whose gradients the others are compared with
+        return entries + self._split(found, rates)
+
+    def _split(self, found: Found, rates: HybridRates) -> list[_Entry]:
+        """Entries of the plans that split operators."""
+        plans: dict[str, tuple[str, Origin, Candidate]] = {}
+        if found.megatron is not None:
+            plans[found.megatron.plan.fingerprint] = "megatron", "megatron", found.megatron
+        for candidate in found.plans:
+            if not candidate.plan.is_data_parallel and len(plans) <= self._settings.parallel.trials:
+                name = f"split_{candidate.plan.fingerprint[:6]}"
+                plans.setdefault(candidate.plan.fingerprint, (name, "search", candidate))
+        entries = []
+        for place, (name, origin, candidate) in enumerate(plans.values()):
+            sent = predict(candidate.plan, self._graph, self._job.cluster, rates, _SGD).bytes
+            order = self._job.plan_order(candidate.plan)
+            entries.append(_Entry(name, origin, place, order, candidate.plan, candidate, sent))
+        return entries
+
+    @storage_errors()
+    def _open(self) -> optuna.Study:
+        storage = self._settings.study.storage or str(self._directory / JOURNAL)
+        study = optuna.create_study(
+            storage=open_storage(storage), study_name=self._settings.study.name, load_if_exists=True
+        )
+        about = digest(
+            [self._graph.fingerprint, self._job.cluster.fingerprint, self._settings.model.model_dump(mode="json")]
+        )
+        if study.user_attrs.get(ABOUT, about) != about or (ABOUT not in study.user_attrs and study.get_trials()):
+            raise StudyError(f"study '{study.study_name}': it is of another job; choose another study.name or storage")
+        study.set_user_attr(ABOUT, about)
+        return study
+
+    @storage_errors()
+    def _trials(self, study: optuna.Study) -> list[HybridTrial]:
+        """The finished trials, of each contender the last one."""
+        found: dict[str, HybridTrial] = {}
+        for trial in study.get_trials(deepcopy=False):
+            if TRIAL in trial.user_attrs and trial.state.is_finished():
+                record = HybridTrial.model_validate(json.loads(trial.user_attrs[TRIAL]))
+                found[record.name] = record
+        return list(found.values())
+
+    def _measure(self, session: MeasurementSession, study: optuna.Study, entries: Sequence[_Entry]) -> None:
+        known = {trial.name for trial in self._trials(study) if trial.state != "failed"}
+        left = iter([entry for entry in entries if entry.name not in known])
+        reference, best = entries[0], None
+        while batch := list(islice(left, self._settings.search.batch)):
+            deviations = self._deviations(session, reference, batch)
+            measurements = {
+                entry.name: TrialMeasurement(Contender(entry.name, entry.order), apart=entry is reference)
+                for entry in batch
+            }
+            for name, deviation in deviations.items():
+                if isinstance(deviation, str) or deviation > EXACT:
+                    why = deviation if isinstance(deviation, str) else f"its gradients are off by {deviation:.1e}"
+                    measurements[name].end("failed", why)
+            rule = StoppingRule(self._settings.trial, best)
+            measure_in_turns(session, list(measurements.values()), rule, self._settings.trial.warm_up)
+            best = rule.best
+            for entry in batch:
+                self._tell(study, entry, measurements[entry.name], deviations.get(entry.name))
+        if not any(trial.seconds is not None for trial in self._trials(study)):
+            reasons = {trial.why for trial in self._trials(study) if trial.why}
+            raise TuningError(f"nothing ran: {'; '.join(sorted(reasons))}")
+
+    def _deviations(
+        self, session: MeasurementSession, reference: _Entry, batch: Sequence[_Entry]
+    ) -> dict[str, float | str]:
+        """How far gradients of what splits operators are from DDP's, or why that is not known.
+
+        No plan is accepted that computes something else.
+        """
+        found: dict[str, float | str] = {}
+        against = Contender("gradients", reference.order)
+        for entry in batch:
+            if entry.origin not in ("search", "megatron"):
+                continue
+            tried = Contender(entry.name, entry.order)
+            try:
+                if not session.live(against):
+                    session.call(against, replica_calls.keep_gradients)
+                found[entry.name] = max(session.call(tried, replica_calls.deviation, reference="gradients"))
+            except ContenderError as error:
+                found[entry.name] = reason(error.failure)
+            session.take_down(tried)
+        session.take_down(against)
+        return found
+
+    @storage_errors()
+    def _tell(
+        self, study: optuna.Study, entry: _Entry, measurement: TrialMeasurement, deviation: float | str | None
+    ) -> None:
+        study.enqueue_trial({"origin": entry.origin, "place": entry.place})
+        trial = study.ask(PARAMETERS)
+        candidate = entry.candidate
+        record = HybridTrial(
+            number=trial.number,
+            name=entry.name,
+            origin=entry.origin,
+            state="failed" if measurement.state == "running" else measurement.state,
+            seconds=measurement.seconds if measurement.state != "failed" else None,
+            predicted=None if candidate is None else candidate.step_seconds,
+            memory=None if candidate is None else candidate.memory,
+            bytes=entry.bytes,
+            deviation=deviation if isinstance(deviation, float) else None,
+            why=measurement.why,
+            plan=None if entry.plan is None else entry.plan.to_dict(),
+        )
+        trial.set_user_attr(TRIAL, record.model_dump_json())
+        told = "-" if record.seconds is None else f"{1e3 * record.seconds:.1f} ms"
+        said = "-" if record.predicted is None else f"{1e3 * record.predicted:.1f} ms"
+        _log.info(
+            "%s: %s %s, predicted %s%s", entry.name, record.state, told, said, f" ({record.why})" if record.why else ""
+        )
+        if record.state == "complete":
+            study.tell(trial, record.seconds)
+        elif record.state == "pruned" and record.seconds is not None:
+            trial.report(record.seconds, 0)
+            study.tell(trial, state=TrialState.PRUNED)
+        else:
+            study.tell(trial, state=TrialState.FAIL)
+
+    def _compare(self, session: MeasurementSession, trials: Sequence[HybridTrial]) -> dict[str, Any]:
+        """The best of each kind take turns."""
+        fastest = sorted((one for one in trials if one.seconds is not None), key=lambda one: one.seconds or 0.0)
+        plans: dict[str, AnyPlan] = {}
+        for origin, most in (("builder", RIVALS), ("megatron", 1), ("search", self._settings.finalists)):
+            for trial in [one for one in fastest if one.origin == origin][:most]:
+                plan = plan_of(trial)
+                if plan is not None:
+                    plans[trial.name] = plan
+        rivals = [one.name for one in fastest if one.origin == "ddp"][:RIVALS]
+        if not plans or not rivals:
+            raise TuningError("no plan, or no setting of DDP, came to a time")
+        _log.info("%d plans and %s in twice %d rounds", len(plans), ", ".join(rivals), self._settings.rounds)
+        return compare(self._job, session, plans, rivals, self._directory)
