@@ -113,11 +113,19 @@ class _SignIn:
             )
         if result["missing"]:
             raise ExchangeError(f"{_missing(result['missing'], '', fault)} (in {timeout:g} s)")
+        if result["taken"]:
+            host, port = self._rendezvous.host, self._rendezvous.port
+            raise ExchangeError(
+                f"rank 0 cannot open its store: another process has port {port} of {host}; each job needs a "
+                "MASTER_PORT of its own"
+            )
 
     def _sign_in(self, what: str, timeout: float) -> dict[str, object]:
         store, rank, size = self._store, self._rendezvous.rank, self._rendezvous.size
         deadline = time.monotonic() + timeout
         key = f"{what}/result"
+        if rank == 0 and not self._holds_store:
+            store.set(f"{what}/taken", self._name)
         second = store.compare_set(f"{what}/{rank}", "", self._name).decode() != self._name
         if second:
             self._write_result(what, twice=rank)
@@ -138,7 +146,8 @@ class _SignIn:
     def _write_result(self, what: str, twice: int | None = None) -> None:
         """Unless there is a result already."""
         missing = [rank for rank in range(self._rendezvous.size) if not self._store.check([f"{what}/{rank}"])]
-        self._store.compare_set(f"{what}/result", "", json.dumps({"missing": missing, "twice": twice}))
+        result = {"missing": missing, "twice": twice, "taken": self._store.check([f"{what}/taken"])}
+        self._store.compare_set(f"{what}/result", "", json.dumps(result))
 
     def _linger(self, what: str, readers: int, seconds: float) -> None:
         """This process, which holds the store, stays until the others have read the result."""

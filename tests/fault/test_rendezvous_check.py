@@ -6,13 +6,15 @@ import socket
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from crew import HOST, Crew
 
 
-def told(*ranks: int | None, **options: Any) -> list[Any]:
+def told(*ranks: int | None, port: int = 0, **options: Any) -> list[Any]:
     """What those say who come, as the ranks that they take themselves for."""
-    with socket.create_server((HOST, 0)) as free:
-        port = free.getsockname()[1]
+    if not port:
+        with socket.create_server((HOST, 0)) as free:
+            port = free.getsockname()[1]
     with Crew("rendezvous_calls:come", len(ranks), port=port, ranks=list(ranks), **options) as crew:
         there = [place for place, rank in enumerate(ranks) if rank is not None and rank != options.get("dies")]
         return [crew.result(place, 60.0) for place in there]
@@ -40,6 +42,13 @@ def test_who_comes_twice_is_named_at_once(twice: int) -> None:
     for seen in told(*{0: (0, 0, 2), 2: (0, 2, 2)}[twice], timeout=200.0):
         assert seen.startswith(f"two processes came as rank {twice}; so far, rank")
         assert "a RANK of its own" in seen
+
+
+def test_where_another_process_has_the_port_all_are_told() -> None:
+    """As another job's store does, at which they can sign in."""
+    other = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+    for seen in told(0, 1, 2, port=other.port, timeout=20.0):
+        assert seen.startswith(f"rank 0 cannot open its store: another process has port {other.port} of {HOST}; ")
 
 
 @pytest.mark.parametrize("lost", [0, 1])
