@@ -26,6 +26,7 @@ def run(name: str) -> str:
         "trainer",
         pytest.param("fabric", marks=pytest.mark.slow),
         pytest.param("plan_by_hand", marks=pytest.mark.slow),
+        pytest.param("split_operators", marks=pytest.mark.slow),
     ],
 )
 def test_example_trains(name: str) -> None:

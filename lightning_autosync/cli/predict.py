@@ -5,13 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
 from pydantic import Field
 
 from lightning_autosync.cluster import ClusterSpec, resolve_cluster
 from lightning_autosync.documents import Configuration
 from lightning_autosync.errors import DocumentError
+from lightning_autosync.hybrid.capture import capture
+from lightning_autosync.hybrid.plan import HybridPlan, is_hybrid
+from lightning_autosync.hybrid.rates import HybridRates
+from lightning_autosync.hybrid.validation import check_plan
+from lightning_autosync.measure.models.recipes import AnyModel
 from lightning_autosync.plan import SyncPlan, builders
 from lightning_autosync.replay import Constants
+from lightning_autosync.report.hybrid_prediction import predict_hybrid
 from lightning_autosync.report.predict import predict as predict_step
 from lightning_autosync.workload import Workload, catalogue
 
@@ -28,6 +35,8 @@ class PredictSettings(Configuration):
         model: arguments of the model, ``batch_size`` for example.
         cluster: a cluster document, the path of its file, or the name of a shipped one.
         constants: path of a file of the hosts' constants, from a probe; None takes the defaults.
+        module: the model of a plan that splits operators, in place of a workload.
+        rates: for such a plan, path of a file of rates, from a tuning run; None takes the defaults.
     """
 
     plan: str
@@ -36,6 +45,8 @@ class PredictSettings(Configuration):
     model: dict[str, Any] = Field(default_factory=dict)
     cluster: str | dict[str, Any]
     constants: str | None = None
+    module: AnyModel | None = None
+    rates: str | None = None
 
 
 def predict(configuration: dict[str, Any], directory: Path) -> None:
@@ -45,10 +56,26 @@ def predict(configuration: dict[str, Any], directory: Path) -> None:
         AutoSyncError: a setting is wrong, or plan, workload and cluster do not fit each other.
     """
     settings = PredictSettings.parse(configuration)
+    if settings.plan.endswith(_FILES) and is_hybrid(settings.plan):
+        print(_predict_hybrid(settings, directory), end="")
+        print(f"{directory}: result.json, mesh.svg")
+        return
     workload, cluster = _workload(settings), _cluster(settings.cluster)
     constants = Constants() if settings.constants is None else Constants.load(settings.constants)
     print(predict_step(_plan(settings, workload, cluster), workload, cluster, directory, constants), end="")
     print(f"{directory}: result.json, timeline.svg, timeline.png, trace.json")
+
+
+def _predict_hybrid(settings: PredictSettings, directory: Path) -> str:
+    if settings.module is None:
+        raise DocumentError(f"module: missing; '{settings.plan}' splits the operators of a model: model@module=NAME")
+    with torch.device("meta"):
+        module = settings.module.module()
+    plan, cluster = HybridPlan.load(settings.plan), _cluster(settings.cluster)
+    check_plan(plan, module, cluster.world_size, settings.plan)
+    graph = capture(module, *settings.module.batches(0)[0])
+    rates = HybridRates() if settings.rates is None else HybridRates.load(settings.rates)
+    return predict_hybrid(plan, graph, cluster, rates, directory)
 
 
 def _workload(settings: PredictSettings) -> Workload:

@@ -116,3 +116,23 @@ def test_what_it_cannot_do_is_refused(tmp_path: Path, options: tuple[str, ...], 
     finished = autosync(tmp_path, "tune", "parallel=hybrid", "ddp=short", *options, "hydra.run.dir=run")
     assert finished.returncode != 0
     assert message in finished.stderr
+
+
+def test_a_prediction_tells_bytes_and_memory(found: tuple[Path, str]) -> None:
+    directory, _ = found
+    result = read_hybrid_result(directory / "run")
+    trial = next(trial for trial in result.trials if trial.origin == "megatron")
+    plan = plan_of(trial)
+    assert plan is not None
+    plan.save(directory / "megatron.yaml")
+    model = ("model@module=perceptron", "module.widths=[64,256,256,16]", "module.batch=4")
+    options = ("plan=megatron.yaml", "cluster=slow.yaml", *model, "rates=run/rates.yaml", "hydra.run.dir=prediction")
+    finished = autosync(directory, "predict", *options)
+    assert finished.returncode == 0, finished.stderr
+    data = json.loads((directory / "prediction" / "result.json").read_text())
+    assert data["bytes"] == pytest.approx(trial.bytes)
+    assert data["step_seconds"] == pytest.approx(trial.predicted)
+    assert sum(data["memory"].values()) == pytest.approx(trial.memory)
+    assert "bytes that each rank sends" in finished.stdout
+    refused = autosync(directory, "predict", "plan=megatron.yaml", "cluster=slow.yaml", "hydra.run.dir=prediction")
+    assert "module: missing; 'megatron.yaml' splits the operators of a model" in refused.stderr

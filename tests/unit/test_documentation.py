@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 import lightning_autosync
-from lightning_autosync import ClusterSpec, SyncPlan
+from lightning_autosync import ClusterSpec, HybridPlan, SyncPlan
 from lightning_autosync.cli.application import VERBS
 from lightning_autosync.cluster import configuration_directory
 
@@ -108,7 +108,7 @@ def test_python_snippets_compile_and_import_what_exists(page: Path) -> None:
 
 
 def test_plans_and_clusters_are_valid(page: Path) -> None:
-    kinds = {"autosync-plan/1": SyncPlan, "autosync-cluster/1": ClusterSpec}
+    kinds = {document.FORMAT: document for document in (SyncPlan, HybridPlan, ClusterSpec)}
     for text in blocks(page, "yaml"):
         data = yaml.safe_load(text)
         kinds[data["format"]].from_dict(data, str(page))
