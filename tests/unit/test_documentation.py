@@ -87,7 +87,8 @@ def test_experiments_exist(page: Path) -> None:
 def test_shipped_options_exist(page: Path) -> None:
     """``cluster=NAME`` and other groups: a word in lower case is an option of the group, unless it is a file."""
     groups = {group.name: {file.stem for file in group.glob("*.yaml")} for group in configuration_directory().iterdir()}
-    for command in (found for text in code(page) for found in COMMAND.findall(text)):
+    whole = (text.replace("\\\n", " ") for text in code(page))
+    for command in (found for text in whole for found in COMMAND.findall(text)):
         for argument in shlex.split(command.replace("'", "")):
             key, _, values = argument.partition("=")
             for value in values.split(",") if key in groups else ():
