@@ -23,7 +23,7 @@ README_BYTES = 8000
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
-COMMAND = re.compile(r"\bautosync ([^`\n|#]*)")
+COMMAND = re.compile(r"\bautosync ((?:\\\n|[^`\n|#\\])*)")
 VERB = re.compile(r"[a-z]+")
 EXPERIMENT = re.compile(r"\bexperiment=([\w.-]+)")
 PLACEHOLDER = "NAME"

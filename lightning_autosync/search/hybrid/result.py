@@ -7,7 +7,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
+from typing_extensions import Self
 
 from lightning_autosync.documents import Document, Index, Record, Spent, Taken, check_format, read_data
 from lightning_autosync.errors import DocumentError
@@ -82,6 +83,12 @@ class HybridTuningResult(Document):
     final: dict[str, Any] | None = None
     winner: str | None = None
     interrupted: bool = False
+
+    @model_validator(mode="after")
+    def _check_winner(self) -> Self:
+        if self.winner is not None and self.winner not in {trial.name for trial in self.trials}:
+            raise ValueError(f"winner: no trial is named '{self.winner}'")
+        return self
 
     def to_dict(self) -> dict[str, Any]:
         """The result as plain data, its format line first; fields at their default are there, too."""

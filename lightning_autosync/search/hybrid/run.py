@@ -6,7 +6,6 @@ Megatron alternation. All are trials of one Optuna study.
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -20,7 +19,7 @@ import torch
 from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
 from optuna.trial import TrialState
 
-from lightning_autosync.documents import digest
+from lightning_autosync.documents import checked, digest, parse_json
 from lightning_autosync.errors import DocumentError, TuningError
 from lightning_autosync.hybrid.capture import capture
 from lightning_autosync.hybrid.cost import Settings as StepSettings
@@ -190,7 +189,8 @@ class HybridTuningRun:
         found: dict[str, HybridTrial] = {}
         for trial in study.get_trials(deepcopy=False):
             if TRIAL in trial.user_attrs and trial.state.is_finished():
-                record = HybridTrial.model_validate(json.loads(trial.user_attrs[TRIAL]))
+                where = f"study '{study.study_name}', trial {trial.number}: {TRIAL}"
+                record = checked(HybridTrial, parse_json(trial.user_attrs[TRIAL], where, StudyError), where, StudyError)
                 found[record.name] = record
         return list(found.values())
 

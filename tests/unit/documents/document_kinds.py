@@ -33,6 +33,10 @@ from lightning_autosync.cli.report import report
 from lightning_autosync.cli.validate import hosts_of
 from lightning_autosync.cluster import ClusterSpec, configuration_directory, read_resource_spec, resolve_cluster
 from lightning_autosync.documents import append_lines, checked, write_text
+from lightning_autosync.hybrid.mesh import Links, near_order
+from lightning_autosync.hybrid.plan import HybridPlan
+from lightning_autosync.hybrid.pricing import Pricing
+from lightning_autosync.hybrid.rates import HybridRates
 from lightning_autosync.lab.convergence.result import FORMAT as CONVERGENCE
 from lightning_autosync.lab.convergence.result import load_rates
 from lightning_autosync.lab.convergence.settings import ConvergenceSettings
@@ -61,6 +65,7 @@ from lightning_autosync.report.summary import summary_row
 from lightning_autosync.report.timeline import TIMELINES, load_timelines, save_timelines, write_trace
 from lightning_autosync.search import studies
 from lightning_autosync.search import trial_attributes as attrs
+from lightning_autosync.search.hybrid.result import HybridTrial, HybridTuningResult, read_hybrid_result
 from lightning_autosync.search.studies import check
 from lightning_autosync.search.transfer import TransferSettings, best_points, load_transfer
 from lightning_autosync.search.tuning.records import drift_of, ranked
@@ -233,6 +238,54 @@ def _read_constants(folder: Path) -> Use:
     constants = emulated_hosts(str(folder / "constants.yaml"))
     plan = builders.build("ps", WORKLOAD, CLUSTER)
     return lambda: _price(WORKLOAD, CLUSTER, plan, constants)
+
+
+def _make_hybrid_plan(folder: Path) -> list[str]:
+    layers = [
+        {"module": "front", "signature": ["dp", "col"], "output": ["batch", "features"]},
+        {"module": "back", "signature": ["dp", "row"], "parts": 1, "batch_axis": 0},
+    ]
+    data = {"format": HybridPlan.FORMAT, "mesh": [2, 2], "ranks": [0, 2, 1, 3], "layers": layers}
+    (folder / "hybrid.yaml").write_text(json.dumps(data))
+    return ["hybrid.yaml"]
+
+
+def _read_hybrid_plan(folder: Path) -> Use:
+    plan = HybridPlan.load(folder / "hybrid.yaml")
+    return lambda: (plan.describe(), plan.fingerprint, [plan.coordinates(rank) for rank in range(plan.world_size)])
+
+
+def _make_hybrid_rates(folder: Path) -> list[str]:
+    data = HybridRates(cores=2).model_dump(mode="json")
+    (folder / "rates.yaml").write_text(json.dumps({"format": HybridRates.FORMAT, **data}))
+    return ["rates.yaml"]
+
+
+def _read_hybrid_rates(folder: Path) -> Use:
+    rates = HybridRates.load(folder / "rates.yaml")
+    return lambda: Pricing((3,), near_order(CLUSTER), Links(CLUSTER), rates)
+
+
+def _make_hybrid_run(folder: Path) -> list[str]:
+    _make_hybrid_plan(folder)
+    plan = HybridPlan.load(folder / "hybrid.yaml").to_dict()
+    trial = HybridTrial(number=0, name="split", origin="search", state="complete", seconds=0.5, bytes=8.0, plan=plan)
+    result = HybridTuningResult(
+        cluster=CLUSTER.to_dict(),
+        rates={},
+        model="m",
+        weight_bytes=8,
+        search_seconds=0.1,
+        trials=(trial,),
+        winner="split",
+    )
+    (folder / "result.json").write_text(json.dumps(result.to_dict()))
+    return ["result.json"]
+
+
+def _read_hybrid_run(folder: Path) -> Use:
+    result = read_hybrid_result(folder)
+    return lambda: (result.plan, result.comparison, list(result.lines()))
 
 
 def _make_prediction(folder: Path) -> list[str]:
@@ -610,6 +663,9 @@ KINDS: dict[str, Kind] = {
     "workload": Kind(_make_workload, _read_workload, ("workload.spec",)),
     "plan": Kind(_make_plan, _read_plan, ("plan.spec",)),
     "constants": Kind(_make_constants, _read_constants, ("replay.constants",)),
+    "hybrid plan": Kind(_make_hybrid_plan, _read_hybrid_plan, ("hybrid.plan",)),
+    "hybrid rates": Kind(_make_hybrid_rates, _read_hybrid_rates, ("hybrid.rates",)),
+    "hybrid tuning run": Kind(_make_hybrid_run, _read_hybrid_run, ("search.hybrid.result", "search.hybrid.run")),
     "prediction": Kind(_make_prediction, _read_prediction, ()),
     "dataset": Kind(
         _make_dataset,

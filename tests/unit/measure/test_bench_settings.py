@@ -30,7 +30,10 @@ def composed(*overrides: str) -> BenchSettings:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model": {"kind": "gpt5"}}, "model: Input tag 'gpt5'.*'layers', 'recommender', 'flat', 'digits', 'paced'"),
+        (
+            {"model": {"kind": "gpt5"}},
+            "model: Input tag 'gpt5'.*'layers', 'recommender', 'flat', 'digits'",
+        ),
         ({"model": {"kind": "layers", "tensors": 3, "width": 8, "batch": 2}}, "tensors: .*must be even"),
         ({"model": {"kind": "flat", "mib": 0}}, "mib: .*greater than 0"),
         ({"model": {"kind": "paced"}}, "model: expected one of catalogue and workload_file"),

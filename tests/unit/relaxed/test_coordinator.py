@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from coordinator_world import World
+from coordinator_world import MAIL, World
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -71,7 +71,8 @@ def test_nobody_waits_for_ever_among_losses_and_returns(schedule: dict[str, Any]
             # It came back when nobody with a model was going to wait any more.
             assert player.error == f"start: rank of a worker with a model did not come within {TIMEOUT:g} s"
             assert player.waits_for == "start"
-            assert player.asked["start"] > first.asked["arrive"]
+            # Requests are up to `MAIL` seconds on their way, so the coordinator may have heard of it later.
+            assert player.asked["start"] > first.asked["arrive"] - MAIL
 
 
 class Talk:
