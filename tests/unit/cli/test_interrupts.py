@@ -10,6 +10,7 @@ from lightning_autosync import interrupts
 _ENDS_AT_ONCE = """
 import os, signal
 from lightning_autosync import interrupts
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a parent in the background leaves it ignored
 interrupts.end_at_once()
 os.close(2)
 signal.raise_signal(signal.SIGINT)
