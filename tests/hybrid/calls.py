@@ -118,3 +118,23 @@ def check(model: str, fault: str | None = None, optimizer: str = "adamw") -> str
         except EquivalenceError as error:
             return str(error)
     return ""
+
+
+def with_checkpointing(model: str) -> float:
+    """How far gradients with dropout are from the same ones where blocks run again in the backward pass."""
+    plan = plan_of(model)
+    if dist.get_rank() >= 4:
+        mesh_groups(plan, range(4))
+        return 0.0
+    found = []
+    for again in (False, True):
+        module = make_model(model)
+        module.checkpointing = again
+        split = SplitModel(module, plan, LiveMesh(plan, members=range(4)), seed=7)
+        split.split()
+        inputs, labels = make_batch(model, SAMPLES, dist.get_rank())
+        with split.forward(inputs, labels):
+            loss = bring_home(loss_of(module, inputs, labels))
+        loss.backward()
+        found.append([parameter.grad for parameter in module.parameters()])
+    return max(float((a - b).abs().max()) for a, b in zip(*found, strict=True))

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 WIDTH, HEADS, LENGTH, WORDS, CLASSES = 16, 8, 6, 32, 8
 
@@ -97,6 +98,7 @@ class Dropping(Fused):
 class Stack(nn.Module):
     def __init__(self, block: Callable[[], nn.Module]) -> None:
         super().__init__()
+        self.checkpointing = False
         self.embed, self.place = nn.Embedding(WORDS, WIDTH), nn.Embedding(LENGTH, WIDTH)
         self.blocks = nn.ModuleList(block() for _ in range(2))
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, CLASSES)
@@ -104,7 +106,7 @@ class Stack(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embed(ids) + self.place(torch.arange(ids.shape[1], device=ids.device))
         for block in self.blocks:
-            x = block(x)
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpointing else block(x)
         return self.head(self.norm(x).mean(dim=1))
 
 

@@ -30,10 +30,14 @@ def test_sgd(pool: Any) -> None:
     _check(pool, "mlp", [[4]], [1], optimizer="sgd")
 
 
+def test_blocks_that_run_again_drop_the_same(pool: Any) -> None:
+    assert max(pool.run(calls.with_checkpointing, model="dropping")) < 1e-12
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("model", TOLD)
 def test_many_random_plans(pool: Any, model: str) -> None:
-    _check(pool, model, [[2], [4], [2, 2]], list(range(1, 9)))
+    _check(pool, model, [[2], [4], [2, 2]], [1, 2, 3])
 
 
 @pytest.fixture(scope="module")
