@@ -17,8 +17,25 @@ STATUS = 128 + signal.SIGINT
 _REPEAT = 0.05
 """Seconds after which a Ctrl-C that was swallowed is raised again."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_DEFAULT_HANDLERS = (signal.SIG_DFL, signal.default_int_handler)
 _folders: list[str] = []
+_received = False
+
+
+def _raise(number: int, frame: FrameType | None) -> None:
+    global _received
+    _received = True
+    raise KeyboardInterrupt
+
+
+_DEFAULT_HANDLERS = (signal.SIG_DFL, signal.default_int_handler, _raise)
+
+
+def received() -> bool:
+    """Whether a Ctrl-C came after `raise_again`.
+
+    Libraries may turn its exception into one of their own, or fail later because it was swallowed halfway.
+    """
+    return _received
 
 
 def end_at_once() -> None:
@@ -38,7 +55,7 @@ def raise_again() -> None:
     Exceptions within destructors and callbacks of the garbage collector are swallowed.
     """
     if signal.getsignal(signal.SIGINT) is _end:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGINT, _raise)
         sys.unraisablehook = _raise_later
 
 
@@ -84,6 +101,8 @@ class SignalExceptions:
 
     def receive(self, number: int, frame: FrameType | None) -> None:
         """Handle a signal."""
+        global _received
+        _received = _received or number == signal.SIGINT
         if not self._deferring:
             raise _exception(number)
         self._deferred = self._deferred or number

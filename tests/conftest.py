@@ -17,7 +17,10 @@ from lightning_autosync.measure.workers import WorkerPool
 
 TESTS = Path(__file__).parent
 WORLD_SIZE = 5
-RANK_VARIABLES = ("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "SLURM_PROCID")
+RANK_VARIABLES = (
+    "RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "SLURM_PROCID",
+    "MASTER_ADDR", "MASTER_PORT",  # where an earlier test's store may still listen
+)  # fmt: skip
 
 torch.set_num_threads(1)  # tensors here are small, and tests' own workers want the other cores
 
@@ -58,7 +61,7 @@ def own_interrupts() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def own_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Launchers leave in the environment which rank a process is; the next test's process is none."""
+    """Launchers leave in the environment which rank a process is, and where its store is; the next test has its own."""
     for name in list(os.environ):
         if name in RANK_VARIABLES or name.startswith("TORCHELASTIC_"):
             monkeypatch.delenv(name)

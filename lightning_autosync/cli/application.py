@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from lightning_autosync import interrupts
 from lightning_autosync.errors import AutoSyncError, UnwritableError
@@ -56,11 +56,19 @@ def main() -> None:
     except (AutoSyncError, OSError) as error:
         sys.exit(f"autosync {verb}: {_one_line(error)}")
     except KeyboardInterrupt:  # verbs that keep their results say so themselves
-        interrupts.end_at_once()
-        print(f"autosync {verb}: interrupted", file=sys.stderr)
-        sys.exit(interrupts.STATUS)
+        _exit_interrupted(verb)
+    except Exception:
+        if not interrupts.received():
+            raise
+        _exit_interrupted(verb)
     finally:
         interrupts.end_at_once()
+
+
+def _exit_interrupted(verb: str) -> NoReturn:
+    interrupts.end_at_once()
+    print(f"autosync {verb}: interrupted", file=sys.stderr)
+    sys.exit(interrupts.STATUS)
 
 
 def usage() -> str:
@@ -125,6 +133,8 @@ def _run(verb: str) -> None:
         interrupts.raise_again()
         hydra.main(version_base="1.3", config_path=str(configuration_directory()), config_name=verb)(application)()
     except (CompactHydraException, OmegaConfBaseException) as error:
+        if interrupts.received():
+            raise
         cause = error.__cause__
         print(error, *([cause] if isinstance(cause, OmegaConfBaseException) else []), sep="\n", file=sys.stderr)
         sys.exit(getattr(error, "status", 1))

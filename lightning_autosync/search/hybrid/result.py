@@ -86,8 +86,8 @@ class HybridTuningResult(Document):
 
     @model_validator(mode="after")
     def _check_winner(self) -> Self:
-        if self.winner is not None and self.winner not in {trial.name for trial in self.trials}:
-            raise ValueError(f"winner: no trial is named '{self.winner}'")
+        if self.winner is not None and self.winner not in {t.name for t in self.trials if t.seconds is not None}:
+            raise ValueError(f"winner: no trial with a time is named '{self.winner}'")
         return self
 
     def to_dict(self) -> dict[str, Any]:
@@ -98,7 +98,7 @@ class HybridTuningResult(Document):
     def best(self) -> HybridTrial | None:
         """The winner of the last comparison; without one, the fastest plan that ran to its end."""
         if self.winner is not None:
-            return next(trial for trial in self.trials if trial.name == self.winner)
+            return next(one for one in self.trials if one.name == self.winner and one.seconds is not None)
         ran = [
             one for one in self.trials if one.seconds is not None and one.plan is not None and one.state == "complete"
         ]
