@@ -11,7 +11,7 @@ demo: $(READY)
 
 # The others than unit tests start processes of their own, which wait for each other much of the time.
 test: $(READY)
-	$(BIN)/python -m pytest -q -m "not slow" -n 2 tests/unit
+	$(BIN)/python -m pytest -q -m "not slow" -n 3 tests/unit
 	$(BIN)/python -m pytest -q -m "not slow" -n 3 --dist loadfile --ignore tests/unit
 
 test-all: $(READY)

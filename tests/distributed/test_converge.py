@@ -161,6 +161,7 @@ def test_rates_are_chosen_from_the_grid_by_other_seeds(stragglers):
         assert run["rate"] == stragglers["rates"][run["method"]]
 
 
+@pytest.mark.slow
 def test_optimizer_state_is_whole_or_dealt_out(stragglers):
     state = {name: summary["state_most"] for name, summary in stragglers["summaries"]["slow"].items()}
     model = stragglers["model_bytes"]

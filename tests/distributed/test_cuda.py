@@ -20,7 +20,7 @@ from lightning_autosync.plan import SyncPlan, builders
 from lightning_autosync.workload import describe
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-DEVICES = ["cpu", pytest.param("cuda", marks=needs_gpu)]
+DEVICES = [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=needs_gpu)]
 CLUSTER = ClusterSpec.uniform(nodes=2, bandwidth=1e8)
 ON_TREES = ["ring", "tree", "star", "packed"]
 SCRIPT = """
@@ -110,7 +110,9 @@ def test_two_levels_wait_for_backward_and_are_waited_for(single, device: str) ->
     assert single.run(cuda_calls.two_levels, device=device) == [[0.0] * 3]
 
 
-@pytest.mark.parametrize("accelerator", ["cpu", pytest.param("gpu", marks=needs_gpu)])
+@pytest.mark.parametrize(
+    "accelerator", [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("gpu", marks=needs_gpu)]
+)
 @pytest.mark.parametrize("plan", ["all_reduce", "ps"])
 def test_a_trainer_whose_nodes_share_one_device(pair, accelerator: str, plan: str) -> None:
     found = pair.run(cuda_calls.trainer_over_one_device, accelerator=accelerator, plan=plan)
@@ -122,7 +124,7 @@ def test_a_trainer_whose_nodes_share_one_device(pair, accelerator: str, plan: st
 @pytest.mark.parametrize(
     ("accelerator", "precision"),
     [
-        ("cpu", "32-true"),
+        pytest.param("cpu", "32-true", marks=pytest.mark.slow),
         pytest.param("gpu", "32-true", marks=needs_gpu),
         pytest.param("gpu", "16-mixed", marks=needs_gpu),
     ],

@@ -180,6 +180,7 @@ def test_the_kernel_routes_by_sender_where_the_topology_does(diamond):
     assert "dev link4" in taken[1]
 
 
+@pytest.mark.slow
 def test_two_at_once_do_not_meet():
     before = own_links()
     slow = EmulatedLaunch(ClusterSpec.uniform(2, bandwidth=50 * MEGABIT))
@@ -220,7 +221,10 @@ def test_nothing_is_left_when_set_up_fails():
     assert not own_namespaces()
 
 
-@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL, None])
+@pytest.mark.parametrize(
+    "end",
+    [signal.SIGINT, *(pytest.param(end, marks=pytest.mark.slow) for end in (signal.SIGTERM, None)), signal.SIGKILL],
+)
 def test_nothing_is_left_when_the_process_ends(end):
     program = """
         import signal, sys
@@ -306,6 +310,7 @@ def janitors() -> list[str]:
     return processes_with("cmdline", f"as{os.getpid()}-")
 
 
+@pytest.mark.slow
 def test_a_namespace_that_cannot_be_deleted_is_told_and_tried_again(undeletable):
     subprocess.run(["ip", "netns", "add", netns.namespace_name(999, 1)], check=True)
     assert netns.delete([undeletable, netns.namespace_name(999, 1), "as0-0-0"]) == [undeletable]

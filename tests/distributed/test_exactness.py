@@ -18,7 +18,7 @@ SPANNING = [name for name in builders.names() if name != "shared_memory"]
 """Builders of plans for several nodes."""
 
 
-@pytest.mark.parametrize("size", [2, 3, 4, 5])
+@pytest.mark.parametrize("size", [2, *(pytest.param(size, marks=pytest.mark.slow) for size in (3, 4)), 5])
 @pytest.mark.parametrize("builder", SPANNING)
 def test_every_builder_and_topology_equals_ddp(pool, builder: str, size: int) -> None:
     cluster = uneven_cluster(size)
@@ -38,7 +38,7 @@ def test_shared_memory_equals_ddp(pool, size: int) -> None:
         assert max(found) < 1e-12
 
 
-@settings(max_examples=45, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_random_exact_plans_equal_ddp(pool, data: st.DataObject) -> None:
     size = data.draw(st.integers(2, 5), label="ranks")

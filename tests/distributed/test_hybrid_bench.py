@@ -50,7 +50,9 @@ def _plans(model: Model, directory: Path) -> dict[str, str]:
     return {name: str(directory / f"{name}.yaml") for name in plans}
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", ["transformer", *(pytest.param(name, marks=pytest.mark.slow) for name in ("perceptron", "vgg"))]
+)
 def test_split_operators_compute_ddp_gradients(name: str, tmp_path: Path) -> None:
     model = model_of(MODELS[name])
     contenders = {name: {"plan": path} for name, path in _plans(model, tmp_path).items()}
@@ -70,6 +72,7 @@ def test_a_plan_for_another_model_is_refused_before_workers_start(tmp_path: Path
         prepare(BenchSettings.parse(settings))
 
 
+@pytest.mark.slow
 def test_rates_are_measured_with_all_ranks_at_work() -> None:
     with MeasurementSession(SLOW, LaunchSettings(), 60.0) as session:
         rates = calibrate(session, SLOW)

@@ -114,6 +114,7 @@ def test_the_local_machine_is_one_node_and_the_files_can_be_read(tmp_path, capsy
     assert "constants.yaml" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_within_a_job_of_torchrun(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += ["--no-python", sys.executable, "-c", "from lightning_autosync.cli import main; main()", "probe"]

@@ -40,6 +40,7 @@ def start(directory: Path, **settings: Any) -> subprocess.Popen[str]:
     return subprocess.Popen([*COMMAND, *arguments], env=environment, stderr=subprocess.PIPE, text=True)
 
 
+@pytest.mark.slow
 def test_a_worker_trains_on_a_server_process(tmp_path: Path) -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     process = start(tmp_path, host="127.0.0.1", port=store.port, rank=1, size=2, timeout=60)

@@ -44,11 +44,9 @@ def test_a_step_is_recorded_as_it_was_paced(pool, tmp_path: Path, topology: str)
     assert list(spans) == [span.name for span in found["predicted"].messages]
     second = spans[plan.groups[0].name]
     assert plan.groups[0].variables == ("second",)
-    # Ready a tenth of a second into backward, and under way while backward still runs.
-    assert second.ready == pytest.approx(0.15, abs=0.05)
+    # Ready a tenth of a second into backward, while backward still runs.
+    assert 0.14 < second.ready < measured.compute[0][1].end
     assert second.start <= second.end <= measured.step_time
-    if topology != "parameter_server":
-        assert second.end < measured.compute[0][1].end
     titles = {
         event["args"]["name"]
         for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import optuna
 import pytest
 
+from lightning_autosync.cli import main
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.hybrid import HybridPlan
 from lightning_autosync.hybrid.rates import HybridRates
@@ -20,12 +22,31 @@ from lightning_autosync.search.storages import open_storage
 
 RUN = "import sys; from lightning_autosync.cli import main; sys.argv[0] = 'autosync'; main()"
 SHORT = ("trial.min_steps=1", "trial.max_steps=2", "trial.warm_up=1", "rounds=1", "steps=1", "warm_up=1", "finalists=1")
+Here = Callable[..., tuple[object, str, str]]
 MODEL = ("model=perceptron", "model.widths=[64,256,256,16]", "model.batch=4")
 
 
 def autosync(directory: Path, verb: str, *line: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", RUN, verb, *line]
     return subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=300)
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Here:
+    """A verb in this process, for those that start no workers: its exit status, output and errors."""
+
+    def run(directory: Path, *line: str) -> tuple[object, str, str]:
+        monkeypatch.chdir(directory)
+        monkeypatch.setattr(sys, "argv", ["autosync", *line])
+        status: object = 0
+        try:
+            main()
+        except SystemExit as ended:
+            status = ended.code
+        printed = capsys.readouterr()
+        return status, printed.out, printed.err
+
+    return run
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +102,7 @@ def test_predicted_bytes_are_those_on_the_wire(found: tuple[Path, str]) -> None:
         assert measured[name] == pytest.approx(predicted[name], rel=0.3, abs=4096)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_and_measures_nothing_twice(found: tuple[Path, str]) -> None:
     directory, _ = found
     before = read_hybrid_result(directory / "run").trials
@@ -90,10 +112,9 @@ def test_a_run_goes_on_and_measures_nothing_twice(found: tuple[Path, str]) -> No
     assert read_hybrid_result(directory / "run").trials == before
 
 
-def test_its_report_can_be_written_again(found: tuple[Path, str]) -> None:
+def test_its_report_can_be_written_again(found: tuple[Path, str], here: Here) -> None:
     directory, _ = found
-    finished = autosync(directory, "report", "run=run", "file=again.html", "hydra.run.dir=report")
-    assert finished.returncode == 0, finished.stderr
+    assert here(directory, "report", "run=run", "file=again.html", "hydra.run.dir=report")[0] == 0
     assert (directory / "again.html").read_text() == (directory / "run" / "report.html").read_text()
     rows: Any = json.loads((directory / "report" / "result.json").read_text())["runs"]
     assert rows[0]["plan"] == read_hybrid_result(directory / "run").best.name  # type: ignore[union-attr]
@@ -111,14 +132,13 @@ def test_its_report_can_be_written_again(found: tuple[Path, str]) -> None:
         ),
     ],
 )
-def test_what_it_cannot_do_is_refused(tmp_path: Path, options: tuple[str, ...], message: str) -> None:
+def test_what_it_cannot_do_is_refused(tmp_path: Path, here: Here, options: tuple[str, ...], message: str) -> None:
     ClusterSpec.uniform(2, name="shape").save(tmp_path / "shape.yaml")
-    finished = autosync(tmp_path, "tune", "parallel=hybrid", "ddp=short", *options, "hydra.run.dir=run")
-    assert finished.returncode != 0
-    assert message in finished.stderr
+    status, _, _ = here(tmp_path, "tune", "parallel=hybrid", "ddp=short", *options, "hydra.run.dir=run")
+    assert message in str(status)
 
 
-def test_a_prediction_tells_bytes_and_memory(found: tuple[Path, str]) -> None:
+def test_a_prediction_tells_bytes_and_memory(found: tuple[Path, str], here: Here) -> None:
     directory, _ = found
     result = read_hybrid_result(directory / "run")
     trial = next(trial for trial in result.trials if trial.origin == "megatron")
@@ -127,12 +147,12 @@ def test_a_prediction_tells_bytes_and_memory(found: tuple[Path, str]) -> None:
     plan.save(directory / "megatron.yaml")
     model = ("model@module=perceptron", "module.widths=[64,256,256,16]", "module.batch=4")
     options = ("plan=megatron.yaml", "cluster=slow.yaml", *model, "rates=run/rates.yaml", "hydra.run.dir=prediction")
-    finished = autosync(directory, "predict", *options)
-    assert finished.returncode == 0, finished.stderr
+    status, printed, _ = here(directory, "predict", *options)
+    assert status == 0
     data = json.loads((directory / "prediction" / "result.json").read_text())
     assert data["bytes"] == pytest.approx(trial.bytes)
     assert data["step_seconds"] == pytest.approx(trial.predicted)
     assert sum(data["memory"].values()) == pytest.approx(trial.memory)
-    assert "bytes that each rank sends" in finished.stdout
-    refused = autosync(directory, "predict", "plan=megatron.yaml", "cluster=slow.yaml", "hydra.run.dir=prediction")
-    assert "module: missing; 'megatron.yaml' splits the operators of a model" in refused.stderr
+    assert "bytes that each rank sends" in printed
+    status, _, _ = here(directory, "predict", "plan=megatron.yaml", "cluster=slow.yaml", "hydra.run.dir=prediction")
+    assert "module: missing; 'megatron.yaml' splits the operators of a model" in str(status)

@@ -147,6 +147,7 @@ def test_ranks_left_waiting_by_an_error_are_named(monkeypatch):
         assert pool.closed
 
 
+@pytest.mark.slow
 def test_a_silent_rank_is_named_with_the_place_where_it_hangs():
     with WorkerPool(2, extra_paths=[HERE], timeout=60.0) as pool:
         pool.timeout = 1.0

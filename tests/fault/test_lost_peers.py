@@ -53,7 +53,9 @@ def survivors(topology: str, how: str) -> list[dict[str, Any]]:
             process.wait()
 
 
-@pytest.mark.parametrize("topology", ["ring", "star", "shared_memory"])
+@pytest.mark.parametrize(
+    "topology", ["ring", *(pytest.param(name, marks=pytest.mark.slow) for name in ("star", "shared_memory"))]
+)
 def test_a_killed_rank_is_named_at_once(topology: str) -> None:
     for found in survivors(topology, "kill"):
         assert found["error"].startswith(f"rank {VICTIM} is lost: its process has ended")
@@ -61,7 +63,7 @@ def test_a_killed_rank_is_named_at_once(topology: str) -> None:
         assert found["finite"]
 
 
-@pytest.mark.parametrize("topology", ["star", "shared_memory"])
+@pytest.mark.parametrize("topology", [pytest.param("star", marks=pytest.mark.slow), "shared_memory"])
 def test_a_stopped_rank_is_noticed_at_the_time_out(topology: str) -> None:
     # The first to give up closes its connections, which the other may notice before its own time is over.
     for found in survivors(topology, "stop"):

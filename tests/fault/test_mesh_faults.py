@@ -38,6 +38,7 @@ def test_a_stopped_peer_is_suspected_and_learns_that_it_was_given_up() -> None:
             assert seen["live"] == [0, 2]
 
 
+@pytest.mark.slow
 def test_a_peer_that_goes_on_after_suspicion_is_expelled() -> None:
     with Crew("mesh_calls:averages", 3, elements=10_000, timeout=5.0) as crew:
         crew.wait_for("joined", 3)

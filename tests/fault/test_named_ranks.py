@@ -47,7 +47,9 @@ def check(found: list[Any], how: str, victim: int = VICTIM) -> None:
         assert f"rank {victim} is lost: {WHY[how]}" in seen["error"], found
 
 
-@pytest.mark.parametrize("how", ["kill", "stop", "exception", "term"])
+@pytest.mark.parametrize(
+    "how", ["kill", "stop", *(pytest.param(how, marks=pytest.mark.slow) for how in ("exception", "term"))]
+)
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=[] if kind == "native" else pytest.mark.slow) for kind in KINDS]
 )
@@ -74,8 +76,9 @@ def test_under_the_other_framework(how: str) -> None:
     check(survivors(how, kind="native", package="pytorch_lightning"), how)
 
 
-@pytest.mark.parametrize("where", ["training", pytest.param("barrier", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("how", ["kill", pytest.param("stop", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["training", "barrier"])
+@pytest.mark.parametrize("how", ["kill", "stop"])
 def test_under_fabric(where: str, how: str) -> None:
     check(survivors(how, function="train_with_fabric", where=where), how)
 
@@ -86,6 +89,7 @@ def test_an_error_of_the_users_loop_under_fabric() -> None:
         assert f"rank {VICTIM} is lost: its process has ended" in seen["error"]
 
 
+@pytest.mark.slow
 def test_a_sigterm_ends_a_rank_that_waits_for_a_stopped_one() -> None:
     with crew_of("train", 3, kind="native", how="stop", victim=VICTIM, timeout=LONG) as crew:
         crew.wait_for("reached", 3)

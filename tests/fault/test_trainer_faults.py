@@ -92,6 +92,7 @@ def test_a_rank_does_not_come_back_where_ranks_meet_within_an_epoch(tmp_path: Pa
     assert error.startswith("PlanError: this rank cannot come back: ranks meet within an epoch")
 
 
+@pytest.mark.slow
 def test_a_loss_while_all_wait_for_each_other_is_a_clear_error(tmp_path: Path) -> None:
     found = survivors(tmp_path, "kill", where="validation")
     assert all("ExchangeError" in seen["error"] and "go on from the last checkpoint" in seen["error"] for seen in found)

@@ -21,7 +21,9 @@ LAUNCHES = {
 }
 
 
-@pytest.mark.parametrize("launch", ["popen", pytest.param("spawn", marks=pytest.mark.slow), "fork", "torchrun"])
+@pytest.mark.parametrize(
+    "launch", ["popen", *(pytest.param(name, marks=pytest.mark.slow) for name in ("spawn", "fork")), "torchrun"]
+)
 def test_weights_are_those_of_ddp(duo, tmp_path, launch: str) -> None:
     options, strategy = LAUNCHES[launch]
     result = tmp_path / "weights.json"

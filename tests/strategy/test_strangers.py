@@ -108,7 +108,9 @@ def run(pool: WorkerPool, kind: str, strangers: int, folder: Path) -> tuple[list
     return found, storm
 
 
-@pytest.mark.parametrize("kind", ["exact", "partial reduce", "servers"])
+@pytest.mark.parametrize(
+    "kind", ["exact", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("partial reduce", "servers"))]
+)
 @pytest.mark.parametrize("strangers", [300, pytest.param(15_000, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])])
 def test_strangers_change_nothing(
     trio: WorkerPool, kind: str, strangers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

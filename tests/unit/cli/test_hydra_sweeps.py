@@ -203,7 +203,9 @@ def waiting_sweep(directory: Path) -> Iterator[tuple[subprocess.Popen[str], list
 TORCHRUN = ("hydra/launcher=autosync_torchrun", "hydra.launcher.nproc_per_node=1")
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 1)])
+@pytest.mark.parametrize(
+    ("number", "status"), [pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow), (signal.SIGINT, 1)]
+)
 def test_a_sweep_that_is_ended_ends_its_torchrun_and_goes_on_later(tmp_path: Path, number: int, status: int) -> None:
     with waiting_sweep(tmp_path) as (process, pids):
         process.send_signal(number)

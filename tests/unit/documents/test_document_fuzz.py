@@ -232,7 +232,7 @@ def test_mutated_often(name: str, tmp_path: Path) -> None:
     assert fuzzer.leaks == {}
 
 
-@pytest.mark.parametrize("suffix", ["yaml", "json"])
+@pytest.mark.parametrize("suffix", [pytest.param("yaml", marks=pytest.mark.slow), "json"])
 def test_files_that_are_small_only_as_files(tmp_path: Path, suffix: str) -> None:
     path, before = tmp_path / f"bomb.{suffix}", _peak()
     for content in mutations.bombs():

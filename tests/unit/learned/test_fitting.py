@@ -289,6 +289,7 @@ def test_equal_references_of_other_pairs_or_machines_are_other_batches() -> None
     assert encoded([one, *others]).batch.tolist() == [0, 1, 2, 0]
 
 
+@pytest.mark.slow
 def test_drift_of_the_shipped_dataset() -> None:
     """By cluster, the share of pairs of plans left out without and with drift is printed: ``pytest -s`` shows it."""
     dataset = Dataset.load(Path(__file__).parents[3] / "examples/datasets/emulated")
@@ -315,7 +316,7 @@ def test_the_summary_has_every_run() -> None:
     assert found["deviation"] == pytest.approx(math.sqrt(0.005))
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_work_is_spread_in_order_and_errors_come_through(processes: int) -> None:
     assert list(spread(partial, (pow, 2), range(9), processes)) == [2**number for number in range(9)]
     answers = spread(partial, (int,), ["1", "x", "3"], processes)
