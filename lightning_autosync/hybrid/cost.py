@@ -15,10 +15,11 @@ from lightning_autosync.hybrid.graph import Operator, Value, Weight, Work
 from lightning_autosync.hybrid.plan import Signature
 from lightning_autosync.hybrid.pricing import Pricing
 
-FORWARD, BACKWARD, BOXING_FORWARD, BOXING_BACKWARD, SYNCHRONIZATION, UPDATE, STATE, KEPT = range(8)
+FORWARD, BACKWARD, BOXING_FORWARD, BOXING_BACKWARD, SYNCHRONIZATION, UPDATE, STATE, GRADIENTS, KEPT = range(9)
 """Places in a vector of costs: seconds of computing, of changes of layout, of summing replicas' gradients and of the
-optimizer; bytes of parameters, gradients and optimizer state, and of results that the backward pass needs."""
-COSTS = 8
+optimizer; bytes of parameters, optimizer state and message buffers (all of them ``STATE``), of gradients, and of
+results that the backward pass needs."""
+COSTS = 9
 
 Costs = NDArray[numpy.float64]
 """[..., COSTS]"""
@@ -47,8 +48,11 @@ def step_seconds(costs: Costs, overlap: bool = True) -> NDArray[numpy.float64]:
 
 
 def memory_bytes(costs: Costs) -> NDArray[numpy.float64]:
-    """[...] bytes that a rank needs."""
-    return costs[..., STATE] + costs[..., KEPT]
+    """[...] bytes that suffice for a rank: gradients and results that backward needs as if all were there at once.
+
+    `lightning_autosync.hybrid.prediction` follows them through the step, and so finds less.
+    """
+    return costs[..., STATE] + costs[..., GRADIENTS] + costs[..., KEPT]
 
 
 def legal_signatures(operator: Operator, mesh: Sequence[int]) -> list[tuple[Signature, ...]]:
@@ -143,10 +147,11 @@ class LayerCosts:
         costs[BACKWARD] = 2 * self._seconds(work) + rates.layer * crowd / 2
         held = local_bytes(operator, own, signature, mesh)
         trained = local_bytes(operator, [weight for weight in own if weight.trainable], signature, mesh)
-        sums = summed(operator, own, signature, mesh).items()
-        costs[SYNCHRONIZATION] = sum(self.pricing.gradients(dimensions, size) for dimensions, size in sums)
+        sums = {dims: size for dims, size in summed(operator, own, signature, mesh).items() if _ranks(mesh, dims) > 1}
+        costs[SYNCHRONIZATION] = sum(self.pricing.gradients(dimensions, size) for dimensions, size in sums.items())
         costs[UPDATE] = trained / rates.update * crowd
-        costs[STATE] = held + trained * (1 + self.settings.slots)
+        costs[STATE] = held + trained * self.settings.slots + sum(sums.values())
+        costs[GRADIENTS] = trained
         given = sum({edge.tensor: edge.value.bytes for edge in operator.inputs}.values())
         kept = min(float(given), operator.work.kept)
         sampled = _has_samples(operator.inputs[0].value) if operator.inputs else False
@@ -160,7 +165,8 @@ class LayerCosts:
             trained = weight.bytes if weight.trainable else 0
             costs[SYNCHRONIZATION] += self.pricing.gradients(everywhere, trained)
             costs[UPDATE] += trained / self.pricing.rates.update * self.pricing.crowd
-            costs[STATE] += weight.bytes + trained * (1 + self.settings.slots)
+            costs[STATE] += weight.bytes + trained * (self.settings.slots + (_ranks(self.pricing.mesh, everywhere) > 1))
+            costs[GRADIENTS] += trained
         return costs
 
     def after(self, operator: Operator, handed: States) -> Costs:
@@ -196,6 +202,10 @@ class LayerCosts:
         rates = self.pricing.rates
         seconds = work.flops / rates.flops + work.moved / rates.memory + work.calls * rates.operation
         return seconds * self.pricing.crowd
+
+
+def _ranks(mesh: Sequence[int], dimensions: Sequence[int]) -> int:
+    return math.prod(mesh[dimension] for dimension in dimensions)
 
 
 def _has_samples(value: Value) -> bool:

@@ -11,14 +11,24 @@ import numpy
 
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.errors import PlanError
-from lightning_autosync.hybrid.conversions import COLLECTIVES, Collective, States, home_states, sent, traffic
+from lightning_autosync.hybrid.conversions import (
+    COLLECTIVES,
+    Collective,
+    States,
+    home_states,
+    local_size,
+    sent,
+    traffic,
+)
 from lightning_autosync.hybrid.cost import (
     COSTS,
+    GRADIENTS,
+    KEPT,
+    STATE,
     Costs,
     LayerCosts,
     Settings,
     makes,
-    memory_bytes,
     step_seconds,
     summed,
     takes,
@@ -26,6 +36,7 @@ from lightning_autosync.hybrid.cost import (
 from lightning_autosync.hybrid.execution.functions.operands import unify
 from lightning_autosync.hybrid.execution.layouts import Layout as Placement
 from lightning_autosync.hybrid.graph import INPUT, Edge, Graph, Operator, Value
+from lightning_autosync.hybrid.memory import Moment, peak_bytes
 from lightning_autosync.hybrid.mesh import Links
 from lightning_autosync.hybrid.plan import HybridPlan, LayerPlan
 from lightning_autosync.hybrid.pricing import Pricing
@@ -59,11 +70,13 @@ class HybridPrediction:
         costs: [COSTS]; see `lightning_autosync.hybrid.cost`.
         sent: bytes by pass, dimensions and collective; what is zero is left out.
         settings: with which it was predicted.
+        moments: what a rank holds in the course of a step.
     """
 
     costs: Costs
     sent: tuple[Sent, ...]
     settings: Settings
+    moments: tuple[Moment, ...]
 
     @property
     def step_seconds(self) -> float:
@@ -71,8 +84,9 @@ class HybridPrediction:
 
     @property
     def memory(self) -> float:
-        """Bytes on one rank."""
-        return float(memory_bytes(self.costs))
+        """The most bytes of tensors on one rank: parameters, optimizer state, buffers of messages, and what it holds in
+        the course of a step."""
+        return float(self.costs[STATE]) + peak_bytes(self.moments)
 
     @property
     def bytes(self) -> float:
@@ -112,6 +126,15 @@ def predict(
     ranks = tuple(int(rank) for rank in plan.rank_array.ravel())
     settings = settings or Settings()
     costs = LayerCosts(Pricing(plan.mesh, ranks, links, rates or HybridRates()), settings)
+    return predict_with(costs, plan, graph)
+
+
+def predict_with(costs: LayerCosts, plan: HybridPlan, graph: Graph) -> HybridPrediction:
+    """What a plan costs on the mesh of ``costs``, which is its own.
+
+    Raises:
+        PlanError: an operator has no layer.
+    """
     return _Predictor(plan, graph, costs).run()
 
 
@@ -123,6 +146,7 @@ class _Predictor:
         self._sent: dict[tuple[Pass, tuple[int, ...], Collective], float] = defaultdict(float)
         self._taken: set[tuple[int, str, States]] = set()
         self._handed: list[States] = []
+        self._moments: list[Moment] = []
 
     def run(self) -> HybridPrediction:
         seen: set[str] = set()
@@ -139,22 +163,50 @@ class _Predictor:
                 raise PlanError(f"plan: layers: '{operator.module}' has parameters and no layer")
             own = [weight for weight in operator.weights if weight.path not in seen]
             seen.update(weight.path for weight in own)
-            self._total += self._costs.layer(operator, layer.signature, own)
+            costs = self._costs.layer(operator, layer.signature, own)
             for dimensions, size in summed(operator, own, layer.signature, self._plan.mesh).items():
                 self._sum(dimensions, size)
-            self._take(operator, takes(operator, layer.signature))
+            brought = self._take(operator, takes(operator, layer.signature))
             made, handed = makes(operator, layer.signature), handed_on(operator, layer)
+            self._hold(operator, layer, costs, brought)
             self._change(operator.output, made, handed)
-            self._total += self._costs.after(operator, handed)
+            following = self._costs.after(operator, handed)
+            self._moments.append(Moment(kept=float(following[KEPT])))
+            self._total += costs + following
             self._handed.append(handed)
         for loose in self._graph.loose:
-            self._total += self._costs.loose(loose.weights)
+            costs = self._costs.loose(loose.weights)
+            self._total += costs
+            self._moments.append(Moment(gradients=float(costs[GRADIENTS])))
             trained = sum(weight.bytes for weight in loose.weights if weight.trainable)
             self._sum(tuple(range(len(self._plan.mesh))), trained)
         for index in self._graph.outputs:
             self._change(self._graph.operators[index].output, self._handed[index], self._home)
         sent = tuple(Sent(*key, size) for key, size in self._sent.items() if size)
-        return HybridPrediction(self._total, sent, self._costs.settings)
+        return HybridPrediction(self._total, sent, self._costs.settings, tuple(self._moments))
+
+    def _hold(self, operator: Operator, layer: LayerPlan, costs: Costs, brought: float) -> None:
+        """What a layer holds.
+
+        Args:
+            operator, layer: which one.
+            costs: its own.
+            brought: bytes of inputs that were brought into the layout that it takes.
+        """
+        # Where an earlier operation holds the input, the layer's own work does not count it; in another layout it is
+        # another tensor.
+        trains = any(weight.trainable for weight in operator.weights)
+        kept = max(float(costs[KEPT]), brought if trains else 0.0)
+        # While the layer is computed backward, the gradients of its output and of its inputs are there.
+        inputs = {edge.tensor: edge.value for edge in operator.inputs if edge.value.differentiable}
+        lying = takes(operator, layer.signature)
+        around = sum(self._local(value, lying) for value in inputs.values())
+        around += self._local(operator.output, makes(operator, layer.signature))
+        self._moments.append(Moment(kept, float(costs[GRADIENTS]), 0.0, around))
+
+    def _local(self, value: Value, states: States) -> float:
+        """Bytes of a value on one rank."""
+        return value.bytes * local_size(states, self._plan.mesh, value.batch_axis is not None)
 
     def _meet(self, operator: Operator) -> States:
         """Where results meet that lie differently, all are brought into one layout, as the execution does."""
@@ -164,25 +216,29 @@ class _Predictor:
             self._bring(edge, states)
         return states
 
-    def _take(self, operator: Operator, states: States) -> None:
-        for edge in operator.inputs:
-            self._bring(edge, states)
+    def _take(self, operator: Operator, states: States) -> float:
+        """Bytes of the operator's inputs that were brought into other states."""
+        return sum(self._bring(edge, states) for edge in operator.inputs)
 
-    def _bring(self, edge: Edge, states: States) -> None:
-        """A tensor in other states; once, whoever needs it so."""
+    def _bring(self, edge: Edge, states: States) -> float:
+        """Bytes of a tensor that was brought into other states; once, whoever needs it so."""
         key = edge.source, edge.tensor, states
         if key in self._taken:
-            return
+            return 0.0
         self._taken.add(key)
+        value, lies = edge.value, self._home if edge.source == INPUT else self._handed[edge.source]
         if edge.source == INPUT:
-            self._change(replace(edge.value, differentiable=False), self._home, states)
-        else:
-            self._change(edge.value, self._handed[edge.source], states)
+            value = replace(value, differentiable=False)
+        self._change(value, lies, states)
+        return 0.0 if lies == states else self._local(value, states)
 
     def _change(self, value: Value, source: States, goal: States) -> None:
         if source == goal:
             return
         self._total += self._costs.change(value, (source,), (goal,))[0, 0]
+        # A collective's result, and its copy in the order of the new layout.
+        copies = 2 * max(self._local(value, source), self._local(value, goal))
+        self._moments.append(Moment(forward=copies, backward=copies if value.differentiable else 0.0))
         sends = traffic(self._plan.mesh, (source,), (goal,), value.batch_axis is not None)
         self._log("forward", sends.forward[0, 0] * value.bytes)
         if value.differentiable:

@@ -6,19 +6,25 @@ import random
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import product
 
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.errors import PlanError
-from lightning_autosync.hybrid.cost import Costs, LayerCosts, Settings, memory_bytes, step_seconds
+from lightning_autosync.hybrid.cost import Costs, LayerCosts, Settings, step_seconds
 from lightning_autosync.hybrid.descent import Descent
 from lightning_autosync.hybrid.exact import exact
 from lightning_autosync.hybrid.graph import Graph
 from lightning_autosync.hybrid.mesh import Links, near_order, shapes
 from lightning_autosync.hybrid.plan import HybridPlan, Signature
+from lightning_autosync.hybrid.prediction import predict_with
 from lightning_autosync.hybrid.pricing import Pricing
 from lightning_autosync.hybrid.rates import HybridRates
 from lightning_autosync.hybrid.structure import Structure, structure
 from lightning_autosync.hybrid.tables import ILLEGAL, Tables, plan_of, tables
+
+_SHARES = (1.0, 0.8, 0.6)
+"""Of the memory that there is, to which descents are held."""
 
 
 @dataclass(frozen=True)
@@ -101,10 +107,16 @@ class _Choice:
     def __init__(self, on_mesh: Tables, states: tuple[int, ...], origin: str) -> None:
         self.on_mesh, self.states, self.origin = on_mesh, states, origin
         self.costs = on_mesh.total(states)
-        self.memory = float(memory_bytes(self.costs))
+        self.seconds = float(step_seconds(self.costs, on_mesh.costs.settings.overlap))
 
-    def seconds(self, overlap: bool) -> float:
-        return float(step_seconds(self.costs, overlap))
+    @cached_property
+    def plan(self) -> HybridPlan:
+        return plan_of(self.on_mesh, self.states)
+
+    @cached_property
+    def memory(self) -> float:
+        """Bytes on one rank, followed through a step."""
+        return predict_with(self.on_mesh.costs, self.plan, self.on_mesh.structure.graph).memory
 
 
 class _Search:
@@ -141,9 +153,9 @@ class _Search:
 
     def _best(self, chosen: Sequence[_Choice], data_parallel: Candidate) -> list[Candidate]:
         """The first different plans, data parallelism in its place among them; those that fit, or one that does not."""
-        found = {data_parallel.plan.fingerprint: data_parallel} if self._fits(data_parallel.memory) else {}
+        found = {data_parallel.plan.fingerprint: data_parallel} if self._fits(data_parallel) else {}
         for choice in chosen:
-            if len(found) > self._keep or (found and not self._fits(choice.memory)):
+            if len(found) > self._keep or (found and not self._fits(choice)):
                 break
             candidate = self._candidate(choice)
             # Data parallelism is the same on all meshes.
@@ -154,29 +166,30 @@ class _Search:
 
     def _order(self, choice: _Choice) -> tuple[bool, float]:
         """Those that fit first, the fastest first; then those that do not, the smallest first."""
-        fits = self._fits(choice.memory)
-        return not fits, choice.seconds(self._settings.overlap) if fits else choice.memory
+        fits = self._fits(choice)
+        return not fits, choice.seconds if fits else choice.memory
 
     def _tables(self, mesh: tuple[int, ...]) -> Tables:
         pricing = Pricing(mesh, self._ranks, self._links, self._rates)
         return tables(self._structure, LayerCosts(pricing, self._settings))
 
-    def _fits(self, memory: float) -> bool:
-        return self._memory is None or memory <= self._memory
+    def _fits(self, choice: _Choice | Candidate) -> bool:
+        return self._memory is None or choice.memory <= self._memory
 
     def _candidate(self, choice: _Choice) -> Candidate:
-        plan = plan_of(choice.on_mesh, choice.states)
-        return Candidate(plan, choice.seconds(self._settings.overlap), choice.memory, choice.costs, choice.origin)
+        return Candidate(choice.plan, choice.seconds, choice.memory, choice.costs, choice.origin)
 
     def _descents(self, on_mesh: Tables, megatron: Sequence[int] | None) -> Iterator[tuple[int, ...]]:
-        descent = Descent(on_mesh, self._memory, self._settings.overlap)
+        # Costs that add up tell memory about, so what descents find to fit may need more, and the other way round.
+        memory = self._memory
+        limits = [None, *([] if memory is None else [share * memory for share in _SHARES])]
         starts: list[Sequence[int]] = [_all(on_mesh, "dp"), *([] if megatron is None else [megatron])]
         # The best without overlap is near the best with it.
         with suppress(PlanError):
             starts.append(exact(on_mesh)[0])
         starts += [self._drawn(on_mesh) for _ in range(self._starts)]
-        for start in starts:
-            choice, _ = descent.run(start)
+        for limit, start in product(limits, starts):
+            choice, _ = Descent(on_mesh, limit, self._settings.overlap).run(start)
             if step_seconds(on_mesh.total(choice)) < ILLEGAL:
                 yield choice
 

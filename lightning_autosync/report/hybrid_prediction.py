@@ -18,13 +18,13 @@ from lightning_autosync.hybrid.cost import (
     BOXING_BACKWARD,
     BOXING_FORWARD,
     FORWARD,
-    KEPT,
     STATE,
     SYNCHRONIZATION,
     UPDATE,
     Settings,
 )
 from lightning_autosync.hybrid.graph import Graph
+from lightning_autosync.hybrid.memory import peak_bytes
 from lightning_autosync.hybrid.prediction import HybridPrediction, predict
 from lightning_autosync.hybrid.rates import HybridRates
 from lightning_autosync.report.figures.hybrid import mesh_picture
@@ -92,5 +92,5 @@ def _data(plan: HybridPlan, found: HybridPrediction) -> dict[str, Any]:
             {"pass": one.phase, "dimensions": one.dimensions, "collective": one.collective, "bytes": one.bytes}
             for one in found.sent
         ],
-        "memory": {"state": float(found.costs[STATE]), "kept": float(found.costs[KEPT])},
+        "memory": {"state": float(found.costs[STATE]), "step": peak_bytes(found.moments)},
     }

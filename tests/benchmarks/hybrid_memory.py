@@ -1,7 +1,7 @@
-"""How near the predicted memory of split models is to what the kernel counts for their processes.
+"""How near the predicted memory of split models is to what torch's allocator counts.
 
-``python -m tests.benchmarks.hybrid_memory`` trains each plan on 4 ranks over loopback. What a rank needs is its
-peak in a few steps, less what its process had before the model was made.
+``python -m tests.benchmarks.hybrid_memory`` trains each plan on 4 ranks over loopback. What counts are
+the most bytes of tensors in a few steps, but for the batches, which are all made at first.
 """
 
 from __future__ import annotations
@@ -60,14 +60,13 @@ def _measured(model: Model, plan: HybridPlan) -> float:
     rest = {"sparse": False, "cluster": CLUSTER.to_dict(), "timeout": 60.0}
     with MeasurementSession(CLUSTER, LaunchSettings(), 120.0) as session:
         contender = Contender("plan", {**rest, "model": model.model_dump(), "hybrid": plan.to_dict()})
-        session.measure(contender, 1)  # imports, connections and their buffers are made here
-        session.take_down(contender)
-        before = session.run(memory_calls.reset_peak)
+        session.run(memory_calls.begin)
         session.measure(contender, 1)  # the whole model is there for a moment when it is made
-        session.run(memory_calls.reset_peak)
+        session.run(memory_calls.mark)
         session.measure(contender, STEPS)
-        after = session.run(memory_calls.peak)
-    return float(max(end - start for start, end in zip(before, after, strict=True)))
+        peaks = session.run(memory_calls.peak)
+    batches = sum(tensor.nbytes for batch in model.batches(0) for tensor in batch)
+    return float(max(peaks) - batches)
 
 
 if __name__ == "__main__":

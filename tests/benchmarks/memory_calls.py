@@ -1,23 +1,34 @@
-"""Functions that the benchmark of memory calls in workers."""
+"""Functions that the benchmark of memory calls in workers: the bytes of tensors, as torch's allocator counts them."""
 
 from __future__ import annotations
 
-import ctypes
-import gc
-from pathlib import Path
+import time
 
-_PEAK = "VmHWM:"
+from torch.profiler import ProfilerActivity, profile
+
+_profile: list[profile] = []
+_since: list[int] = []
 
 
-def reset_peak() -> int:
-    """Bytes that this process has in memory; its peak begins from here."""
-    gc.collect()
-    ctypes.CDLL("libc.so.6").malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")  # sets the peak back
-    return peak()
+def begin() -> None:
+    """Count from here on."""
+    _profile[:] = [profile(activities=[ProfilerActivity.CPU], profile_memory=True)]
+    _profile[0].start()
+
+
+def mark() -> None:
+    """The peak counts from here on."""
+    _since[:] = [time.time_ns()]
 
 
 def peak() -> int:
-    """The most bytes that this process had in memory since `reset_peak`."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(_PEAK))
-    return 1024 * int(line.split()[1])
+    """The most bytes since `mark` of tensors that were made since `begin`."""
+    _profile[0].stop()
+    events = _profile[0].profiler.kineto_results.events()  # type: ignore[union-attr]
+    held = most = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            if event.start_ns() >= _since[0]:
+                most = max(most, held)
+    return most

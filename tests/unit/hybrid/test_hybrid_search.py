@@ -16,6 +16,7 @@ from lightning_autosync.hybrid.capture import capture
 from lightning_autosync.hybrid.cost import BOXING_FORWARD, Settings, memory_bytes, step_seconds
 from lightning_autosync.hybrid.descent import Descent
 from lightning_autosync.hybrid.exact import exact
+from lightning_autosync.hybrid.memory import Moment, peak_bytes
 from lightning_autosync.hybrid.mesh import shapes
 from lightning_autosync.hybrid.plan import HybridPlan, LayerPlan
 from lightning_autosync.hybrid.prediction import predict
@@ -123,7 +124,7 @@ def test_a_model_is_made_to_fit() -> None:
     assert all(candidate.memory <= limit for candidate in found.plans)
     nothing = search(graph, fast, memory=1000.0)
     assert len(nothing.plans) == 1
-    assert nothing.best.memory < free.best.memory / 2
+    assert nothing.best.memory < 0.6 * free.best.memory
 
 
 def test_a_dimension_that_talks_much_lies_on_fast_links() -> None:
@@ -157,8 +158,19 @@ def test_memory_counts_parameters_gradients_and_optimizer_state() -> None:
     kept = sum(operator.work.kept + operator.after.kept for operator in graph.operators)
     for slots in (0, 1, 2):
         found = predict(plan, graph, SLOW, settings=Settings(slots=slots))
-        assert found.memory == pytest.approx((2 + slots) * graph.weight_bytes + kept)
-        assert float(memory_bytes(found.costs)) == found.memory
+        # Parameters, their gradients, and the buffers in which these travel.
+        assert found.memory >= (3 + slots) * graph.weight_bytes
+        assert float(memory_bytes(found.costs)) == pytest.approx((3 + slots) * graph.weight_bytes + kept)
+
+
+def test_memory_is_followed_through_a_step() -> None:
+    """What two layers hold; gradients take the place of what the backward pass needs no more."""
+    first, second = Moment(kept=10.0, gradients=3.0, backward=2.0), Moment(kept=5.0, gradients=20.0, forward=1.0)
+    assert peak_bytes([first, second]) == 10 + 5 + 20
+    assert peak_bytes([second, first]) == max(5 + 10 + 3 + 2, 5 + 3 + 20)
+    assert peak_bytes([Moment(gradients=7.0)] * 3) == 21
+    assert peak_bytes([Moment(forward=9.0), Moment(kept=1.0)]) == 9
+    assert peak_bytes([]) == 0
 
 
 def test_what_does_not_fit_is_refused() -> None:
