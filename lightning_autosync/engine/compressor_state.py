@@ -76,6 +76,7 @@ class CompressorState:
             for residual in self._residuals:
                 residual.mul_(scale / self._scale)
             self._scale = scale
+        # Only a gradient scaler skips steps, so only then is a copy needed.
         if loss_scale is None:
             return
         if not self._saved:

@@ -191,6 +191,7 @@ class Resources:
     def _tree_round(self, message: Message, number: int, buffer: Tensor) -> Exchange:
         assert self._transport is not None
         staged = buffer.device.type != "cpu"
+        # Only copies to and from pinned memory run asynchronously.
         host = torch.zeros_like(buffer, device="cpu", pin_memory=True) if staged else buffer
         channel = _ROUNDS * message.index + number
         exchange = TreeExchange(

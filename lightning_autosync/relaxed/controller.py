@@ -94,12 +94,7 @@ class Controller:
 
 
 class ControllerClient:
-    """A worker's messages to and from the controller.
-
-    Args:
-        mesh: an open mesh.
-        timeout: seconds that an answer may take.
-    """
+    """A worker's messages to and from the controller; each answer may take ``timeout`` seconds."""
 
     def __init__(self, mesh: Mesh, timeout: float) -> None:
         self._mesh, self._timeout = mesh, timeout

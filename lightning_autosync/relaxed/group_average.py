@@ -187,6 +187,7 @@ class GroupAverage:
         return current.result.to(buffer.device)
 
     def _exchange(self, current: _Round, weights: Sequence[float]) -> None:
+        # `_forget_before` has dropped earlier losses, because peers may have returned since.
         for member in current.members:
             if member not in self._mesh.live:
                 raise PeerLost(member, "it was lost before the group met")

@@ -80,6 +80,7 @@ class ElasticAveraging(OuterUpdate):
 
     def update(self, local: Tensor, mean: Tensor, replicas: int, rate: float) -> Tensor:
         centre = self.state["centre"]
+        # The default is stable for every number of replicas: alpha * (replicas + 1) stays below 2.
         alpha = 0.9 / replicas if self._alpha is None else self._alpha
         drawn = local - alpha * (local - centre)
         centre += replicas * alpha * (mean - centre)

@@ -52,7 +52,7 @@ def _raise_failure(votes: list[dict[str, Any]], cause: Exception | None) -> None
     if not failed:
         return
     if cause is not None and len(failed) == len(votes):
-        raise cause
+        raise cause  # every rank has its own error, with its traceback
     first = votes[failed[0]]
     where = f"rank {failed[0]}" if len(failed) == 1 else f"ranks {', '.join(map(str, failed))}"
     kind = getattr(errors, first["kind"], None)

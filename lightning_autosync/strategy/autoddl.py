@@ -108,6 +108,8 @@ class AutoDDLMixin(SplitCheckpoints, AutoSyncMixin, _Base):
             "timeout": timeout,
         }
         settings, launch = read_settings(arguments)
+        # Skips AutoSyncMixin's constructor, whose arguments are for DDPStrategy. ModelParallelStrategy takes no
+        # accelerator, devices or plugins, so these are set as attributes.
         super(AutoSyncMixin, self).__init__(
             save_distributed_checkpoint=save_distributed_checkpoint,
             process_group_backend=process_group_backend,
@@ -284,6 +286,7 @@ class AutoDDLMixin(SplitCheckpoints, AutoSyncMixin, _Base):
             )
 
     def _clip_by_true_norm(self) -> None:
+        # The plugin itself would clip by the norm of this rank's parts only.
         replica, plugin = self._replica, self.precision_plugin
         vars(plugin).pop("clip_grad_by_norm", None)
         if isinstance(replica, SplitReplica):

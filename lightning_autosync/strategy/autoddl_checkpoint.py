@@ -74,6 +74,7 @@ class SplitCheckpoints(_Base):
         if self.is_global_zero:
             path.mkdir(parents=True, exist_ok=True)
             self.checkpoint_io.save_checkpoint(checkpoint, path / REST, storage_options=storage_options)
+        # The other ranks may write only when rank 0 has made the folder.
         self.barrier()
         optimizers = self.optimizers if "optimizer_states" in checkpoint else []
         save_sharded(path / TENSORS, self._plain, optimizers, self._split)

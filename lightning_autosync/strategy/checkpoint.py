@@ -210,6 +210,7 @@ class RelaxedCheckpoint:
             position = {"step": 0, "progress": 0.0} if loaded is None else loaded["synchronizer"]
             # Servers get rank 0's state. The other ranks load theirs too, so that all ranks report the same faults.
             synchronizer.load_state_dict({**position, "optimizer": state_by_name(optimizer, self._names)})
+            # The servers keep the state now, so a local copy would waste memory.
             optimizer.state.clear()
         elif loaded is not None:
             try:

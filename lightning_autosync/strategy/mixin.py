@@ -138,6 +138,7 @@ class AutoSyncMixin(_Base):
             self._job = self._replica_class.find_job(host, self._settings.timeout, first)
             if self._job is not None:
                 begin_alone(self._get_process_group_backend())
+        # Lightning sets the ranks while it forms the process group, but `checked_formation` needs them before.
         self.set_world_ranks()
         with checked_formation(self.cluster_environment, self._settings):
             super().setup_environment()

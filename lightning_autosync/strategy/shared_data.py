@@ -78,6 +78,7 @@ class SharedWork:
             self._mesh.send(mail.sender, "work", answer)
 
     def _deal(self, epoch: int, length: int, count: int) -> range:
+        # Rank 0's own thread and the mesh's thread, which answers other ranks, both call this.
         with self._lock:
             start = self._next.get(epoch, min(length, self._workers * count))
             stop = min(length, start + count)

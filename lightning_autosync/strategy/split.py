@@ -55,6 +55,7 @@ class SplitReplica(Replica):
         self.hybrid_plan = plan
         self._optimizers: Sequence[Optimizer] = ()
         self._failed = False
+        # Split operators need the same seed on all ranks, but scripts may seed ranks differently.
         seed = gather_json(torch.initial_seed() % 2**62)[0]
         mesh = LiveMesh(plan, timeout=timedelta(seconds=settings.timeout))
         self.split = SplitModel(module, plan, mesh, seed, source)

@@ -99,6 +99,7 @@ class AllToAllExchange(Exchange):
 
     def start(self) -> None:
         for owner, chunk in enumerate(self._contributions.split(self._sizes)):
+            # This rank's own contribution stays in its buffer, without a loss from encoding.
             if owner != self._rank:
                 _pack(self._parts[owner], chunk)
         self._work = self._exchange(self._received, self._contributions, self._own_blocks, self._sizes)
@@ -217,6 +218,7 @@ class TwoLevelExchange(Exchange):
 
     def start(self) -> None:
         if self._stream is not None:
+            # Backward's stream may not have written all gradients yet.
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with self._beside():
             for part in self._parts:

@@ -184,6 +184,7 @@ class RowTreeExchange(TreeSteps, RowExchange):
 
     def _send_up_if_complete(self, path: _Path) -> None:
         children = path.transfer.reduce.children[self._rank]
+        # Children that are a step ahead send before this rank has begun the step. `_begin` then calls this again.
         if path.own is None or len(path.contributions) < len(children):
             return
         parts = [Rows.unpacked(path.contributions[child], self._width, self._dtype) for child in children]
@@ -229,6 +230,7 @@ class NativeRowExchange(RowExchange):
         assert self._wire is not None
         self._work.wait()
         self._sizes = [int(count) for count in self._counts]
+        # All-gathers need tensors of one size, so each rank pads its rows to the largest size.
         padded = self._wire.new_zeros(max(1, *self._sizes))
         padded[: self._wire.numel()] = self._wire
         self._gathered = [torch.empty_like(padded) for _ in self._sizes]

@@ -95,6 +95,7 @@ class SharedMemoryExchange(Exchange):
             if not others:
                 total.copy_(first)
                 continue
+            # Not a copy followed by additions: that would pass through the result once more.
             torch.add(first, others[0], out=total)
             for other in others[1:]:
                 total.add_(other)
@@ -212,6 +213,7 @@ def _map(size: int, sockets: Mapping[int, socket.socket], group: dist.ProcessGro
                 sockets[0].settimeout(timeout)
                 _, (descriptor,), _, _ = socket.recv_fds(sockets[0], 1, 1)
                 cleanup.callback(os.close, descriptor)
+            # MAP_POPULATE makes the page faults now and not in the first step.
             mapping = mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         except (OSError, ValueError) as cause:
             fault = f"{size} bytes of shared memory cannot be mapped: {cause}"

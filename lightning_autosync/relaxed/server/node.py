@@ -93,9 +93,6 @@ class NodeExchange:
     Args:
         rank: this worker's rank.
         members: ranks of the node's workers.
-        rpc: connections to servers and workers.
-        pulled: installs the servers' answers.
-        model: this worker's parameters.
         shards: all trained shards, by index.
         of: shards of each server, by its rank.
 

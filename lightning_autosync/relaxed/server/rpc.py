@@ -49,6 +49,7 @@ class EventQueue:
         self._subscriptions.callback(mesh.on_loss(lambda rank, why: self._events.put(Absence(rank, why, True))))
         closed = mesh.on_leave(lambda rank: self._events.put(Absence(rank, "it has closed", False)))
         self._subscriptions.callback(closed)
+        # Processes that were gone before the subscription cause no event of the mesh.
         for rank in set(range(mesh.size)) - mesh.live:
             self._events.put(Absence(rank, "it was gone at the beginning", rank not in mesh.left))
 
@@ -226,9 +227,6 @@ class PulledParameters:
     Args:
         rank: this worker's rank.
         layout: the shards and their owners.
-        model: the parameters of this worker.
-        buffers: the buffers of this worker, by name.
-        rpc: connections to the servers.
 
     Attributes:
         steps: this worker's step in the clock of each server; they may differ for a worker that returns.

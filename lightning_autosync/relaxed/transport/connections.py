@@ -49,12 +49,7 @@ class Connections:
     """Connections to live peers. All methods except `join` are for the mesh's thread only.
 
     Args:
-        members: the membership of the mesh.
-        settings: settings for heartbeats.
-        events: callbacks for events of the mesh.
         submit: runs a call on the mesh's thread.
-        selector: the selector of the mesh's thread.
-        secret: the job's secret.
         address: host and port at which this process listens.
         largest: limit on the payload of a message in bytes.
         deliver: called with each message, before ``events``.

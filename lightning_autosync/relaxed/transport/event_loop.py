@@ -92,11 +92,7 @@ class EventLoop:
     """Serves the connections of one process of a mesh.
 
     Args:
-        members: the membership of the mesh.
         listener: a listening socket whose address the peers know; owned by the loop.
-        secret: the job's secret.
-        settings: settings for heartbeats.
-        events: callbacks for events of the mesh.
         largest: limit on the payload of a message in bytes.
     """
 

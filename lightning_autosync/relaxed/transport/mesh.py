@@ -150,6 +150,7 @@ class Mesh:
         # A script may end without closing its mesh; peers must not take that for a loss.
         atexit.register(mesh.close)
         for peer, target in entry.addresses.items():
+            # Of each pair, the lower rank connects. A returning rank connects to all, because no peer expects it.
             if rejoin or rank < peer:
                 mesh._loop.join(peer, target, entry.incarnations[peer], deadline - time.monotonic())
         try:
@@ -287,6 +288,7 @@ class Mesh:
         return None if self._members.is_live(peer) else PeerLost(peer, self._members.reason(peer))
 
     def _send_self(self, kind: str, header: Mapping[str, Any], message: Message) -> None:
+        # A copy, because the receiver owns the payload of its mail.
         copy = memoryview(bytearray(b"".join(message.payload)))
         placer = self._placers.get(kind)
         place = placer(self.rank, dict(header), payload_size(message.payload)) if placer and copy.nbytes else None

@@ -204,6 +204,7 @@ def header_fault(kind: str, header: dict[str, Any]) -> str:
     if model is None:
         return ""
     try:
+        # Strict, because a peer's strings or floats must not pass as integers.
         model.model_validate(header, strict=True)
     except ValidationError as error:
         return describe_validation_error(error)

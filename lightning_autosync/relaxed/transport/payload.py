@@ -99,6 +99,7 @@ def unpack(payload: memoryview) -> Unpacked:
             dtype = _DTYPES[dtype_name]
             count = math.prod(shape)
             size = count * dtype.itemsize
+            # The sign needs its own check, because two negative sizes have a positive product.
             if min(shape, default=0) < 0 or position + size > payload.nbytes:
                 raise ValueError(f"'{name}' does not fit")
             flat = torch.frombuffer(payload, dtype=dtype, count=count, offset=position) if count else torch.empty(0)
