@@ -25,7 +25,7 @@ from lightning_autosync.engine.collectives import gather_json
 from lightning_autosync.errors import ExchangeError
 
 CONNECT_TIMEOUT = 120.0
-"""Seconds, at most, for all ranks to connect."""
+"""Longest time in seconds for all ranks to connect."""
 _HANDSHAKE_TIMEOUT = 10.0
 """Seconds that one caller may take to identify itself; handshakes run concurrently."""
 _POLL_INTERVAL = 0.1

@@ -29,7 +29,7 @@ from lightning_autosync.engine.waiting import ANSWER_TIMEOUT, Monitor, activate,
 from lightning_autosync.errors import ExchangeError, PeerLost
 
 _MAX_MESSAGE = 64 * 1024
-"""Bytes."""
+"""Largest size of a message in bytes."""
 _SILENT = "it does not answer: its process is stopped, or its machine is cut off"
 _ENDED = "it has ended, while others go on"
 

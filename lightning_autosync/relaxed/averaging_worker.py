@@ -1,4 +1,4 @@
-"""A worker that averages its model with groups: the base of partial reduce and periodic averaging."""
+"""A worker that averages its model within groups: the base of partial reduce and periodic averaging."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The interface between a training loop and a relaxed synchronization."""
+"""The interface between a training loop and relaxed synchronization."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Drain(NamedTuple):
 
 
 class Synchronizer(ABC):
-    """One worker's side of a relaxed synchronization.
+    """One worker's side of relaxed synchronization.
 
     The training loop calls, in this order::
 

@@ -200,7 +200,7 @@ class Coordinator:
         if self._period is not None and state["pace"] is not None:
             self._period.restore(**state["pace"])
 
-    # Coming and going
+    # Starts and losses
 
     def _start(self, rank: int, now: float) -> None:
         if self._workers[rank].phase is not Phase.ABSENT:
@@ -227,7 +227,7 @@ class Coordinator:
         if self._period is not None and "step_time" in header:
             self._period.report(header["step_time"], header["exchange_time"])
 
-    # Deciding
+    # Decisions
 
     def _decide(self, now: float) -> list[Command]:
         if not self._started:

@@ -151,7 +151,7 @@ class AutoSyncFabricStrategy(DDPStrategy):
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Nothing: importing `lightning_autosync` registers its names."""
+        """Do nothing: importing `lightning_autosync` registers the names."""
 
 
 class _AccumulationControl:

@@ -95,7 +95,7 @@ class ShardServer:
     @property
     def _deserted(self) -> bool:
         if self._setup is None:
-            # Only rank 0 can set the server up, and it is gone.
+            # Only rank 0 can set the server up.
             return 0 in self._gone
         return not self._present
 
