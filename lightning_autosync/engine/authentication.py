@@ -1,8 +1,8 @@
-"""How two processes of a job make sure of each other before they exchange anything else.
+"""Mutual authentication of two processes of a job, before they exchange anything else.
 
-Each proves that it knows the job's secret, which does not travel: it tags what it says, and random bytes that the other
-has just drawn, with HMAC-SHA256. So a recorded handshake is of no use later. What follows on the connection is neither
-encrypted nor tagged.
+Each side proves that it knows the job's secret without sending it: it tags its text and the random bytes that the other
+side has just drawn with HMAC-SHA256. A recorded handshake is therefore useless later. Data that follows on the
+connection is neither encrypted nor tagged.
 
 =========  ============================================================================================
 listener   `BANNER`, its random bytes
@@ -33,26 +33,26 @@ OPENING = len(BANNER) + _RANDOM
 _HEAD = _LENGTH.size + _RANDOM + _TAG
 _MAX_CLAIM = 1024
 _MAX_ANSWER = 1024 * 1024
-"""Bytes. An answer grows with the number of ranks, and comes from the process that was called."""
+"""Bytes. The limit is larger than that of a claim, because an answer grows with the number of ranks."""
 MAX_PENDING = 256
-"""Connections in the middle of a handshake. One more, and the oldest is closed; an honest caller then calls again."""
+"""Handshakes under way at once. One more closes the oldest connection; an honest caller then tries again."""
 _ACCEPTED_AT_ONCE = 64
-"""Connections to accept before anything else gets its turn."""
+"""Connections accepted in a row before other events are served."""
 _POLL_INTERVAL = 0.1
-"""Seconds between looks whether a call is still needed."""
+"""Seconds between checks whether a call was cancelled."""
 _RETRY = 0.05
-"""Seconds after which a caller whose connection was closed calls again."""
+"""Seconds before a caller whose connection was closed tries again."""
 
 Address = Sequence[object]
-"""Host and port, or the name of a socket of this machine."""
+"""Host and port, or the name of a Unix socket on this machine."""
 
 
 class ConnectionClosed(ConnectionError):  # noqa: N818 - an event, named as one
-    """The listener closed the connection before it answered: it is busy with others, or has another secret."""
+    """The listener closed the connection before it answered: it is busy, or it has another secret."""
 
 
 class ListenerHandshake:
-    """A listener's side of one handshake. It never reads more bytes than a handshake has."""
+    """The listener's side of one handshake. It never reads past the handshake, so later data stays in the socket."""
 
     def __init__(self, secret: bytes) -> None:
         self._secret, self._own = secret, secrets.token_bytes(_RANDOM)
@@ -61,14 +61,14 @@ class ListenerHandshake:
 
     @property
     def opening(self) -> bytes:
-        """What the listener says first."""
+        """The bytes that the listener sends first."""
         return BANNER + self._own
 
     def read(self, connection: socket.socket) -> bytes | None:
-        """Take in what has come; the claim, or None while it is incomplete.
+        """Read available bytes; return the claim, or None while it is incomplete.
 
         Raises:
-            OSError: the caller has closed the connection, or does not know the secret.
+            OSError: the caller closed the connection, or does not know the secret.
         """
         part = connection.recv(self._missing)
         if not part:
@@ -93,12 +93,12 @@ class ListenerHandshake:
         return bytes(self._received[_LENGTH.size : _LENGTH.size + _RANDOM])
 
     def answer(self, text: bytes) -> bytes:
-        """What to send to a caller whose claim was read."""
+        """The bytes that answer a caller whose claim is complete."""
         return _LENGTH.pack(len(text)) + _tag(self._secret, b"listener", self._own, self._other, text) + text
 
 
 class Caller(NamedTuple):
-    """A process that knows the secret, and what it claims; the connection is non-blocking."""
+    """A process that has proved that it knows the secret, and its claim. The connection is non-blocking."""
 
     connection: socket.socket
     claim: bytes
@@ -108,7 +108,7 @@ class Caller(NamedTuple):
         """Send an answer, which completes the handshake.
 
         Raises:
-            OSError: the caller has closed the connection.
+            OSError: the caller closed the connection.
         """
         self.connection.sendall(self.handshake.answer(text))
 
@@ -119,14 +119,14 @@ class _Pending(NamedTuple):
 
 
 class Acceptor:
-    """Accepts connections, and makes all their handshakes side by side. Used by one thread only.
+    """Accepts connections and runs their handshakes concurrently, on a single thread.
 
     Args:
-        listener: a listening socket; the acceptor owns it.
-        selector: the thread that waits for its events calls their ``data``, where that is callable.
-        secret: the job's.
-        timeout: seconds that a handshake may take.
-        admit: given each caller that knows the secret; the connection is its own from then on.
+        listener: a listening socket, owned by the acceptor.
+        selector: the selector to register with; its thread must call the ``data`` of each event that is callable.
+        secret: the job's secret.
+        timeout: seconds that one handshake may take.
+        admit: called with each authenticated caller; it then owns the connection.
     """
 
     def __init__(
@@ -144,8 +144,9 @@ class Acceptor:
         selector.register(listener, selectors.EVENT_READ, self._accept)
 
     def tick(self, now: float) -> None:
-        """Close connections whose handshake takes too long; ``now`` is `time.monotonic`'s."""
+        """Close connections whose handshake takes too long; ``now`` is a time of `time.monotonic`."""
         for connection, pending in list(self._pending.items()):
+            # All handshakes have the same timeout, so the dictionary is in order of deadlines.
             if now <= pending.deadline:
                 break
             self._refuse(connection)
@@ -160,7 +161,7 @@ class Acceptor:
                 connection, _ = self._listener.accept()
             except OSError as cause:
                 if cause.errno in (errno.EMFILE, errno.ENFILE):
-                    self._make_room(0)  # no descriptors are left; strangers give theirs back
+                    self._make_room(0)  # no descriptor is left: close connections that are not authenticated
                 return
             self._make_room(MAX_PENDING - 1)
             self._begin(connection)
@@ -179,7 +180,7 @@ class Acceptor:
     def _read(self, connection: socket.socket) -> None:
         pending = self._pending.get(connection)
         if pending is None:
-            return  # refused in the same turn
+            return  # closed by an earlier event of the same select call
         try:
             claim = pending.handshake.read(connection)
         except BlockingIOError:
@@ -207,21 +208,21 @@ class Acceptor:
 def connect(
     target: Address, secret: bytes, claim: bytes, deadline: float, cancelled: Callable[[], bool]
 ) -> tuple[socket.socket, bytes] | None:
-    """Connect, and make the caller's side of the handshake; None once ``cancelled`` returns True.
+    """Connect to a listener and run the caller's side of the handshake; None once ``cancelled`` returns True.
 
     Args:
-        target: where to connect.
-        secret: the job's.
-        claim: what to say.
-        deadline: of the whole handshake, in seconds of `time.monotonic`.
-        cancelled: tells that the call is no longer needed.
+        target: address of the listener.
+        secret: the job's secret.
+        claim: bytes that identify this process to the listener.
+        deadline: latest end of the handshake, as a time of `time.monotonic`.
+        cancelled: whether the connection is no longer needed.
 
     Returns:
-        The connection, which is non-blocking, and the answer of the listener, which knows the secret.
+        The connection, which is non-blocking, and the authenticated answer of the listener.
 
     Raises:
-        ConnectionClosed: the listener closed the connection; another call may succeed.
-        OSError: nothing listens there, or nothing that knows the secret; or no answer came before ``deadline``.
+        ConnectionClosed: the listener closed the connection; another attempt may succeed.
+        OSError: nothing listens there, the listener does not know the secret, or it did not answer by ``deadline``.
     """
     connection = socket.socket(_family(target), socket.SOCK_STREAM)
     try:
@@ -253,10 +254,10 @@ def connect(
 def connect_with_retries(
     target: Address, secret: bytes, claim: bytes, deadline: float, cancelled: Callable[[], bool]
 ) -> tuple[socket.socket, bytes] | None:
-    """As `connect`, again whenever the listener closes the connection: it may be busy with strangers.
+    """Like `connect`, but try again when the listener closes the connection: it may be busy with other callers.
 
     Raises:
-        OSError: as of `connect`, but never `ConnectionClosed`.
+        OSError: the errors of `connect` except `ConnectionClosed`.
     """
     while not cancelled():
         try:
@@ -273,7 +274,7 @@ class _Cancelled(Exception):  # noqa: N818 - an event, named as one
 
 
 class _Call:
-    """Waits of one call."""
+    """Socket operations of one caller, bounded by a deadline."""
 
     def __init__(self, connection: socket.socket, deadline: float, cancelled: Callable[[], bool]) -> None:
         self._connection, self._deadline, self._cancelled = connection, deadline, cancelled
@@ -282,14 +283,14 @@ class _Call:
         fault = self._connection.connect_ex(str(target[0]) if len(target) == 1 else tuple(target))
         if fault not in (0, errno.EINPROGRESS, errno.EAGAIN):
             raise OSError(fault, os.strerror(fault))
-        if fault == errno.EAGAIN:  # a Unix socket whose queue is full
+        if fault == errno.EAGAIN:  # the accept queue of a Unix socket is full
             raise ConnectionClosed("it is busy")
         self._wait(select.POLLOUT)
         if fault := self._connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
             raise OSError(fault, os.strerror(fault))
 
     def send(self, data: bytes) -> None:
-        """Send what fits into an empty queue."""
+        """Send a message that fits into an empty send buffer, so that it does not block."""
         try:
             self._connection.sendall(data)
         except ConnectionError:
@@ -309,12 +310,13 @@ class _Call:
             if not part:
                 raise ConnectionClosed("it closed the connection")
             data += part
+            # Checked here too, because a listener that sends byte by byte never makes `_wait` wait.
             if time.monotonic() > self._deadline:
                 raise TimeoutError("no answer")
         return bytes(data)
 
     def _wait(self, event: int) -> None:
-        """Until the connection can be used."""
+        """Wait until ``event`` is possible on the connection."""
         waiting = select.poll()
         waiting.register(self._connection, event)
         while not waiting.poll(_POLL_INTERVAL * 1000):
@@ -331,4 +333,5 @@ def _family(target: Address) -> socket.AddressFamily:
 
 
 def _tag(secret: bytes, role: bytes, listener: bytes, caller: bytes, text: bytes) -> bytes:
+    # The role is part of the tagged bytes, so that nobody can send a tag back to the process that made it.
     return hmac.digest(secret, role + b"\0" + listener + caller + text, "sha256")

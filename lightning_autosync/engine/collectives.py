@@ -1,4 +1,4 @@
-"""Small collectives over a process group: JSON values of all ranks, tensors and buffers of rank 0."""
+"""Small collectives over a process group: gather JSON values, broadcast tensors and buffers of rank 0."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from lightning_autosync.workload import shared_buffers, shared_parameters
 _Form = tuple[str, list[int], str]
 """Name, shape and dtype of a buffer."""
 CHUNK = 256 * 1024 * 1024
-"""Bytes, approximately, that are broadcast at a time."""
+"""Approximate bytes per broadcast."""
 
 
 def group_device(group: dist.ProcessGroup | None) -> torch.device:
-    """Where tensors must lie for the group's collectives."""
+    """The device on which the group's collectives need their tensors."""
     if dist.get_backend(group) == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
 
 def gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Every rank's value, in rank order. Values are plain JSON data, and may have different sizes."""
+    """Every rank's ``value``, in rank order; values are plain JSON data of any size. Collective."""
     device = group_device(group)
     payload = json.dumps(value).encode()
     size = torch.tensor([len(payload)], dtype=torch.int64, device=device)
@@ -43,9 +43,9 @@ def gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]
 
 
 def broadcast_tensors(tensors: Iterable[Tensor], group: dist.ProcessGroup | None = None) -> None:
-    """Overwrite ``tensors`` by those of the group's first rank, as bytes, whatever their dtypes.
+    """Overwrite ``tensors`` of any dtypes with those of the group's first rank; collective.
 
-    Names, shapes and dtypes must be the same on all ranks (see `structure_digest`).
+    Shapes, dtypes and order must be the same on all ranks (see `structure_digest`).
     """
     source = dist.get_global_rank(group, 0) if group is not None else 0
     for chunk in _chunks(tensors):
@@ -56,24 +56,24 @@ def broadcast_tensors(tensors: Iterable[Tensor], group: dist.ProcessGroup | None
 
 
 def structure_digest(module: nn.Module) -> str:
-    """Equal on two ranks if parameters and buffers have the same names, shapes, dtypes and trainability.
+    """A digest of the names, shapes, dtypes and ``requires_grad`` of parameters and buffers.
 
-    Strides of parameters count too: gradients travel in the order in which they lie in memory.
+    It includes the strides of parameters, because gradients are sent in memory order.
     """
     parameters = [[name, *_form(tensor), list(tensor.stride())] for name, tensor in shared_parameters(module)]
     return digest([*parameters, *([name, *_form(tensor)] for name, tensor in shared_buffers(module))])
 
 
 class BufferBroadcast:
-    """Buffers follow rank 0, as with DDP: in the first forward pass after one that is for a synchronized backward pass.
+    """Broadcasts the buffers of rank 0, as DDP does: before the first forward pass after a synchronized one.
 
-    In between ranks may differ, as the running statistics of normalization layers do. With its buffers, rank 0 sends
-    whether they still have the names, shapes and dtypes that the ranks agreed on: a broadcast of tensors of different
-    sizes would mix them up, or abort the process. A model without buffers at first is not checked.
+    Between broadcasts, buffers such as running statistics may differ between ranks. Rank 0 also sends whether its
+    buffers still have the names, shapes and dtypes that the ranks agreed on: a broadcast of tensors of different sizes
+    would mix them up or abort the process. A model that starts without buffers is not checked.
 
     Args:
-        module: its buffers are equal in form on all ranks (see `structure_digest`).
-        group: of the ranks; None is the default one.
+        module: a module whose buffers have the same names, shapes and dtypes on all ranks (see `structure_digest`).
+        group: the ranks; None is the default group.
     """
 
     def __init__(self, module: nn.Module, group: dist.ProcessGroup | None = None) -> None:
@@ -89,20 +89,21 @@ class BufferBroadcast:
             synchronizes: whether a synchronized backward pass may follow.
 
         Raises:
-            PlanError: buffers were added, removed, or got another shape or dtype, on some ranks only.
+            PlanError: on some ranks only, buffers were added or removed, or changed their shape or dtype.
         """
         if self._due:
-            # Looked up each time, because modules may replace their buffers. `data` hides the write from autograd: a
-            # graph that saved running statistics never reads them in training mode.
+            # Buffers are looked up each time, because modules may replace them. `data` hides the write from autograd's
+            # version check. That is safe: a graph that saved running statistics never reads them in training mode.
             self._follow([(name, buffer.data) for name, buffer in shared_buffers(self._module)])
         self._due = synchronizes
 
     def _follow(self, found: list[tuple[str, Tensor]]) -> None:
         forms, tensors = _forms(found), [tensor for _, tensor in found]
-        # Reading what was sent would wait for an accelerator.
+        # Reading the note on an accelerator would block until the broadcast is done, so buffers there are not checked.
         if self._agreed and all(tensor.device.type == "cpu" for tensor in tensors):
             changed = forms != self._agreed
             note = torch.tensor([changed], dtype=torch.int64)
+            # A rank whose buffers changed takes part with tensors of the agreed shapes: the sizes must match.
             broadcast_tensors([note, *(map(_empty, self._agreed) if changed else tensors)], self._group)
             if not changed and not note:
                 return
@@ -117,13 +118,13 @@ def _forms(buffers: Iterable[tuple[str, Tensor]]) -> list[_Form]:
 
 
 def _empty(form: _Form) -> Tensor:
-    """A tensor of a buffer's form, to send in its place."""
+    """A tensor of a buffer's shape and dtype, to broadcast in its place."""
     _, shape, dtype = form
     return torch.zeros(shape, dtype=getattr(torch, dtype.removeprefix("torch.")))
 
 
 def _refuse_differences(forms: Mapping[int, Sequence[_Form]]) -> None:
-    """Raise if buffers differ between ranks. ``forms`` are by rank, and include rank 0's."""
+    """Raise if buffers differ between ranks; ``forms`` maps ranks, rank 0 among them, to the forms of their buffers."""
     first = {name: rest for name, *rest in forms[0]}
     for rank, theirs in forms.items():
         own = {name: rest for name, *rest in theirs}
@@ -147,7 +148,7 @@ def _form(tensor: Tensor) -> list[Any]:
 
 
 def _chunks(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Tensors of one device, large items first so that each starts at a multiple of its item size."""
+    """Chunks of tensors of one device; dtypes with large items come first, so that each part is aligned."""
     by_device: dict[torch.device, list[Tensor]] = {}
     for tensor in tensors:
         if tensor.numel():

@@ -1,4 +1,4 @@
-"""The state of compressors, by parameter: it outlives a plan, a skipped step and a change of the loss scale."""
+"""The state of compressors by parameter. It survives a change of plan, a skipped step and a new loss scale."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from lightning_autosync.plan.schedule import Message
 
 @dataclass(frozen=True)
 class ParameterState:
-    """What compressors keep of one parameter.
+    """The compressor state of one parameter.
 
     Attributes:
-        compressor: kind and settings, as plain values; a plan that loads this state must have the same.
-        tensors: ``residual``, of the parameter's shape: what encoding on this rank lost of the gradient's mean;
-            ``factor`` [columns, rank]: where PowerSGD's power iteration stands, equal on all ranks.
+        compressor: kind and settings, as plain values; only a plan with equal ones can load this state.
+        tensors: ``residual``, of the parameter's shape: the part of the mean gradient that encoding lost on this rank;
+            ``factor`` [columns, rank]: the current factor of PowerSGD's power iteration, equal on all ranks.
     """
 
     compressor: dict[str, Any]
     tensors: dict[str, Tensor]
 
     def fits(self, other: ParameterState) -> bool:
-        """Whether ``other`` can be loaded in its place."""
+        """Whether ``other`` can be loaded into this state."""
         return (
             self.compressor == other.compressor
             and self.tensors.keys() == other.tensors.keys()
@@ -38,18 +38,18 @@ class ParameterState:
 
 
 ParameterStates = dict[str, ParameterState]
-"""By name of the parameter."""
+"""States by parameter name."""
 
 
 class CompressorState:
     """The compressor state of all messages of an engine.
 
-    Residuals have the scale of the gradients, which a gradient scaler changes from step to step. `state_dict` and
-    `load_state_dict` hold residuals of unscaled gradients.
+    Live residuals have the scale of the gradients, which a gradient scaler changes from step to step. `state_dict` and
+    `load_state_dict` use residuals of unscaled gradients.
 
     Args:
         messages: every message with its parameters.
-        tensors: the live tensors, by message: ``residual`` [numel + tail] and ``factors`` (PowerSGD's second ones).
+        tensors: live tensors by message name: ``residual`` [numel + tail], ``factors`` (PowerSGD's second factors).
     """
 
     def __init__(
@@ -70,12 +70,13 @@ class CompressorState:
         return bool(self._residuals)
 
     def begin_step(self, loss_scale: float | None) -> None:
-        """Gradients are scaled by ``loss_scale`` from now on; `undo_step` may follow unless it is None."""
+        """Prepare for gradients of a loss scaled by ``loss_scale``; unless it is None, `undo_step` may follow."""
         scale = 1.0 if loss_scale is None else loss_scale
         if scale != self._scale:
             for residual in self._residuals:
                 residual.mul_(scale / self._scale)
             self._scale = scale
+        # Only a gradient scaler skips steps, so only then is a copy needed.
         if loss_scale is None:
             return
         if not self._saved:
@@ -84,7 +85,7 @@ class CompressorState:
             saved.copy_(tensor)
 
     def undo_step(self) -> None:
-        """The gradients of this step are not used: restore the state from before it."""
+        """Restore the state from before this step, whose gradients are not used."""
         for saved, tensor in zip(self._saved, self._tensors, strict=True):
             tensor.copy_(saved)
 
@@ -102,7 +103,7 @@ class CompressorState:
         }
 
     def load_state_dict(self, state: ParameterStates) -> list[str]:
-        """Load what fits; returns the names of the parameters whose state does not."""
+        """Load all states that fit; returns the names of the parameters whose state does not."""
         left_out = []
         for name, found in state.items():
             here = self._live.get(name)
@@ -117,7 +118,7 @@ class CompressorState:
 
 
 def check_scale(scale: float) -> float:
-    """``scale``, if it can be the scale of a loss.
+    """``scale``, if it is a valid loss scale.
 
     Raises:
         ValueError: it is not a positive number.

@@ -1,4 +1,4 @@
-"""TCP and Unix connections between pairs of ranks: how they are opened, and how they are tuned."""
+"""TCP and Unix connections between pairs of ranks: opening and tuning."""
 
 from __future__ import annotations
 
@@ -25,26 +25,27 @@ from lightning_autosync.engine.collectives import gather_json
 from lightning_autosync.errors import ExchangeError
 
 CONNECT_TIMEOUT = 120.0
-"""Seconds, at most, for all ranks to connect."""
+"""Longest time in seconds for all ranks to connect."""
 _HANDSHAKE_TIMEOUT = 10.0
-"""Seconds that a caller may take to identify itself; handshakes run side by side."""
+"""Seconds that one caller may take to identify itself; handshakes run concurrently."""
 _POLL_INTERVAL = 0.1
-"""Seconds between looks at this rank's own calls."""
+"""Seconds between checks of this rank's own calls."""
 _UNSENT_LIMIT = 64 * 1024
-"""Bytes that the kernel may hold unsent, so that urgent frames do not queue behind megabytes."""
+"""Bytes that the kernel may hold unsent. The limit keeps urgent frames from queueing behind megabytes."""
 _SLACK = 2e-3
-"""Seconds of sending that may be under way beyond the round trip: a busy host answers late."""
+"""Seconds of data in flight beyond the round trip, because a busy host acknowledges late."""
 _SMALLEST_WINDOW = 64 * 1024
 _MAX_PACING_RATE = 47
 """Linux's SO_MAX_PACING_RATE, which the ``socket`` module does not name."""
 _ROUND_TRIP_OFFSET = 68
-"""Where ``struct tcp_info`` keeps the smoothed round trip, in microseconds."""
+"""Byte offset of the smoothed round-trip time, in microseconds, in ``struct tcp_info``."""
 
 
 def own_address() -> str:
-    """The address under which the other ranks reach this one: the one that faces the job's rendezvous."""
+    """The address of this host that other ranks can reach: that of the route to the job's rendezvous."""
     master = os.environ.get("MASTER_ADDR", "127.0.0.1")
     try:
+        # Connecting a UDP socket sends nothing, but the kernel then picks the route and with it the local address.
         family, _, _, _, target = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(target)
@@ -59,20 +60,23 @@ def connect_pairs(
     address: str | None,
     timeout: float,
 ) -> dict[int, socket.socket]:
-    """Open one connection for every pair of ranks, collectively; returns this rank's, by peer, blocking.
+    """Open one connection for every pair of ranks; collective.
 
-    The higher rank of a pair listens on its own address, the lower one connects. Both prove that they know a secret
-    that rank 0 has drawn and handed out over the group; see `authentication`.
+    The higher rank of a pair listens on its own address; the lower rank connects. Both prove that they know a secret
+    that rank 0 drew and sent to all ranks over the group; see `authentication`.
 
     Args:
-        edges: pairs of ranks, lower first.
+        edges: pairs of ranks, lower rank first.
         group: the ranks; None is the default group.
-        address: where this rank listens; None takes `own_address`, and one that begins with NUL is a name in Linux's
-            abstract socket namespace, under which the ranks of one machine find it.
-        timeout: seconds, at most, until all are connected.
+        address: the address on which this rank listens; None takes `own_address`. An address that begins with NUL is a
+            name in Linux's abstract socket namespace, for ranks on one machine.
+        timeout: seconds in which all ranks must connect.
+
+    Returns:
+        This rank's connections, blocking, by peer.
 
     Raises:
-        ExchangeError: on every rank if one cannot listen; or a peer could not be reached in ``timeout`` seconds.
+        ExchangeError: some rank cannot listen (raised on every rank), or a peer cannot be reached in time.
     """
     rank = dist.get_rank(group)
     edges = sorted(edges)
@@ -104,14 +108,14 @@ def connect_pairs(
 
 
 class _Connector:
-    """Calls a rank's peers and accepts their calls, side by side.
+    """Connects to some of a rank's peers while it accepts connections from the others.
 
     Args:
-        listener: where peers call.
-        secret: that all ranks know.
+        listener: the socket to which peers connect.
+        secret: the secret that all ranks share.
         rank: this rank.
-        callers: ranks that will call.
-        deadline: for all, in seconds of `time.monotonic`.
+        callers: ranks that will connect to this one.
+        deadline: latest time for all connections, as a time of `time.monotonic`.
     """
 
     def __init__(self, listener: socket.socket, secret: bytes, rank: int, callers: set[int], deadline: float) -> None:
@@ -122,10 +126,10 @@ class _Connector:
         self._over = False
 
     def run(self, targets: dict[int, list[Any]]) -> dict[int, socket.socket]:
-        """Call ``targets`` and wait for the callers; returns all connections, which the caller then owns.
+        """Connect to ``targets``, addresses by rank, and wait for the callers; returns all connections by rank.
 
         Raises:
-            ExchangeError: one is missing at the deadline.
+            ExchangeError: a connection is missing at the deadline.
         """
         with ThreadPoolExecutor(max(1, len(targets))) as threads:
             calls = {peer: threads.submit(self._call, target, peer) for peer, target in targets.items()}
@@ -142,7 +146,7 @@ class _Connector:
         return sockets
 
     def close(self) -> None:
-        """Accept no more calls, and close the connections that `run` has not returned."""
+        """Accept no more connections, and close those that `run` has not returned."""
         self._acceptor.close()
         self._selector.close()
         for connection in self._sockets.values():
@@ -169,7 +173,7 @@ class _Connector:
         except (OSError, ValueError, RecursionError):
             caller.connection.close()
             return
-        if peer in self._sockets:  # it calls again, because it did not get the answer
+        if peer in self._sockets:  # the peer tries again, because it did not get the answer
             self._sockets[peer].close()
         self._sockets[peer] = caller.connection
 
@@ -191,17 +195,17 @@ def _close_result(call: Future[socket.socket]) -> None:
 
 
 def _endpoint(listener: socket.socket) -> list[Any]:
-    """Where peers connect to: host and port, or the name of a Unix socket."""
+    """The address to which peers connect: host and port, or the name of a Unix socket."""
     name = listener.getsockname()
     return [name.decode()] if isinstance(name, bytes) else list(name[:2])
 
 
 def listen(address: str, port: int = 0) -> socket.socket:
-    """A socket that listens on ``address`` only, with as long a queue as the system allows.
+    """A socket that listens on ``address`` only, with the longest accept queue that the system allows.
 
     Args:
-        address: of this machine; or with a NUL in front a name in Linux's abstract socket namespace.
-        port: 0 takes a free one.
+        address: an address of this machine, or NUL and a name in Linux's abstract socket namespace.
+        port: TCP port; 0 takes a free one.
 
     Raises:
         ExchangeError: the address is not this machine's, or the port is taken.
@@ -221,15 +225,15 @@ def listen(address: str, port: int = 0) -> socket.socket:
 
 
 def tune_connection(connection: socket.socket, rate: float | None, pace: float | None = None) -> None:
-    """Make a connection ready for frames: non-blocking, no delay, short queues.
+    """Make a connection ready for frames: non-blocking, without Nagle's algorithm, with short queues.
 
     Args:
         connection: a connected TCP socket.
-        rate: bytes/s of the route, if known. Then the send buffer is no larger than what the route and a little slack
-            hold. Reductions and broadcasts share every link, and data that queues in one direction of a link delays
-            the acknowledgements of the other direction. None leaves the size to the kernel.
-        pace: payload bytes/s that the kernel must not exceed (the first packet after a pause leaves at once). Only
-            Linux can do this; elsewhere it has no effect.
+        rate: bytes/s of the route, if known. It limits the send buffer to the bandwidth-delay product plus some slack.
+            Reductions and broadcasts share every link, and data that queues in one direction of a link delays the
+            acknowledgements of the other direction. None leaves the size to the kernel.
+        pace: limit on payload bytes/s, which the kernel enforces (the first packet after a pause leaves at once). It
+            has an effect on Linux only.
     """
     connection.setblocking(False)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -238,7 +242,8 @@ def tune_connection(connection: socket.socket, rate: float | None, pace: float |
     round_trip = _round_trip(connection)
     if rate is not None and round_trip is not None:
         window = max(_SMALLEST_WINDOW, int(rate * (2 * round_trip + _SLACK)))
-        # Above its limit the kernel would keep less under way than the route holds; it does better by itself then.
+        # The kernel silently reduces a larger window to its limit, which would underuse the route. It then does better
+        # with its own automatic size.
         if window <= _largest_buffer():
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, window)
     if pace is not None and sys.platform == "linux":
@@ -246,7 +251,7 @@ def tune_connection(connection: socket.socket, rate: float | None, pace: float |
 
 
 def _largest_buffer() -> float:
-    """Bytes up to which the kernel takes a send buffer's size as it is asked for."""
+    """The largest send buffer, in bytes, that the kernel grants on request."""
     try:
         return int(Path("/proc/sys/net/core/wmem_max").read_text())
     except (OSError, ValueError):
@@ -254,7 +259,7 @@ def _largest_buffer() -> float:
 
 
 def _round_trip(connection: socket.socket) -> float | None:
-    """Seconds, as the kernel saw them while connecting; None where it does not tell."""
+    """The kernel's estimate of the round-trip time in seconds; None where the system does not report it."""
     if not hasattr(socket, "TCP_INFO"):
         return None
     info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _ROUND_TRIP_OFFSET + 4)

@@ -8,13 +8,13 @@ from pathlib import Path
 
 
 def set_batch_scheduling() -> bool:
-    """Put every thread of this process, and those that they start from now on, under ``SCHED_BATCH``.
+    """Put every thread of this process, and the threads that they start later, under ``SCHED_BATCH``.
 
-    Then a rank that wakes up for a small message does not preempt a rank that computes on the same core, and small
-    collectives take a fraction of the time. It needs no privilege.
+    A rank that wakes up for a small message then does not preempt a rank that computes on the same core, and small
+    collectives take a fraction of the time. The policy needs no privilege.
 
     Returns:
-        Whether the policy is now in force; False where the system does not have it or refuses it.
+        Whether the policy is now in force; False if the system lacks or refuses it.
     """
     if not hasattr(os, "SCHED_BATCH"):
         return False
@@ -23,6 +23,6 @@ def set_batch_scheduling() -> bool:
     except OSError:
         return False
     for task in Path("/proc/self/task").iterdir():
-        with suppress(ProcessLookupError):  # the thread has ended since
+        with suppress(ProcessLookupError):  # the thread has just ended
             os.sched_setscheduler(int(task.name), os.SCHED_BATCH, os.sched_param(0))
     return True

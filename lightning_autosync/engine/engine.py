@@ -1,4 +1,4 @@
-"""The engine: it replaces gradients by their mean over ranks while backward is still running."""
+"""The engine: it replaces gradients with their mean over ranks while backward is still running."""
 
 from __future__ import annotations
 
@@ -34,32 +34,32 @@ class Engine:
     run before the engine reads them.
 
     Args:
-        parameters: name and parameter, as in ``named_parameters()``; among them each variable of the schedule.
-        schedule: what to exchange; the same on every rank.
-        group: the process group; None is the default one.
-        cluster: addresses to listen on and the rates of the links between ranks, as far as known; without it, ranks
-            listen on the address that faces the rendezvous.
+        parameters: names and parameters, as in ``named_parameters()``; they include every variable of the schedule.
+        schedule: the messages to exchange; the same on every rank.
+        group: the process group; None is the default group.
+        cluster: addresses of the nodes and known rates of the links between ranks. Without it, ranks listen on the
+            address that faces the rendezvous.
         timeout: seconds to wait for other ranks before an `ExchangeError`.
-        waits: when to wait for messages. ``backward``: at its end. ``parameters``: when the caller does, before it
-            uses parameters again, so that messages travel beside the next forward pass (see `finish_message`,
-            `GroupedOptimizer`).
+        waits: when to wait for messages. ``backward``: at the end of the backward pass. ``parameters``: when the caller
+            asks for a message, before it uses the parameters again. Communication then overlaps with the next forward
+            pass (see `finish_message`, `GroupedOptimizer`).
         gradient_as_bucket_view: as in ``DistributedDataParallel``: whether gradients become views of the engine's
             buffers, which saves memory. By default ``parameter.grad`` stays the user's own tensor.
-        static_graph: as in ``DistributedDataParallel``: whether each backward pass accumulates each gradient as often
-            as the first one did, so that a module may run several times under reentrant checkpointing.
+        static_graph: as in ``DistributedDataParallel``: whether every backward pass accumulates each gradient as often
+            as the first one did. A module may then run several times under reentrant checkpointing.
         watched: whether the caller has a `FailureDetector` open for all ranks; otherwise the engine opens one.
 
     Attributes:
-        schedule: what is exchanged.
+        schedule: the messages that are exchanged.
         enabled: whether backward passes synchronize; off while gradients are accumulated locally.
-        deferred: whether the caller runs `finish` after backward; else the engine does so when autograd is done.
+        deferred: whether the caller runs `finish` after backward; otherwise the engine does when autograd is done.
         changed: whether this rank's parameters are no longer those that the ranks agreed on. The next backward pass
             then tells the other ranks.
-        on_change: called on every rank after a pass in which some rank had ``changed`` set.
-        on_pass: called on every rank after each other synchronized pass, in `finish`.
+        on_change: called on every rank, in `finish`, after a pass in which some rank had ``changed`` set.
+        on_pass: called on every rank, in `finish`, after every other synchronized pass.
 
     Raises:
-        PlanError: the schedule is for other parameters or another number of ranks, or differs between ranks.
+        PlanError: the schedule does not fit the parameters or the number of ranks, or differs between ranks.
         ExchangeError: ranks cannot connect to each other.
     """
 
@@ -106,13 +106,13 @@ class Engine:
         self.renew_hooks()
 
     def renew_hooks(self, also: Iterable[nn.Parameter] = ()) -> None:
-        """Register the hooks anew: autograd accumulates the gradient of a parameter elsewhere after its dtype changed.
+        """Register the hooks again, after a parameter changed its dtype: its autograd node is then another one.
 
-        Do not call it during a backward pass.
+        Do not call this during a backward pass.
 
         Args:
-            also: parameters that are not the engine's. All ranks take part in a backward pass that reaches one of them,
-                even if it reaches none of the engine's.
+            also: parameters outside the schedule. This rank takes part in the exchange after a backward pass that
+                reaches one of them, even if the pass reaches no parameter of the schedule.
         """
         self._remove_hooks()
         known = {parameter for gradients in self._gradients for parameter in gradients.parameters}
@@ -124,8 +124,8 @@ class Engine:
                 self._follow(parameter, self._hook(gradients, place))
 
     def _follow(self, parameter: nn.Parameter, hook: Callable[..., None]) -> None:
-        # A hook on the node that accumulates the gradient runs after the user's hooks on the parameter, whenever those
-        # were registered. The node lives only as long as somebody refers to it.
+        # Hooks on the accumulating node run after the user's hooks on the parameter, in whatever order they were
+        # registered. The node lives only as long as somebody refers to it.
         accumulator = _gradient_accumulator(parameter)
         self._accumulators.append(accumulator)
         self._handles.append(accumulator.register_hook(hook))
@@ -133,14 +133,14 @@ class Engine:
     def finish(self) -> None:
         """Wait until every gradient of this backward pass holds the mean over ranks.
 
-        Messages whose gradients did not all come are sent now, with zeros for the missing ones. Parameters without a
-        gradient on any rank keep what they had.
+        Incomplete messages are sent now, with zeros for missing gradients. Parameters that got no gradient on any rank
+        keep the gradient that they had.
 
         Raises:
             ExchangeError: a peer was lost or did not answer in time.
         """
         if self.changed and self.enabled and not self._armed:
-            # None of the parameters that ranks agreed on got a gradient here, but the other ranks wait for this one.
+            # No parameter of the schedule got a gradient here, but the other ranks wait for this rank's messages.
             self._arm()
         passed = self._armed or bool(self._pending)
         self.launch()
@@ -154,7 +154,7 @@ class Engine:
             self.on_pass()
 
     def synchronize(self) -> None:
-        """Exchange the gradients as they are now, without a backward pass.
+        """Average the current gradients over ranks, without a backward pass.
 
         Raises:
             ExchangeError: a peer was lost or did not answer in time.
@@ -167,9 +167,9 @@ class Engine:
             self.deferred = deferred
 
     def launch(self) -> None:
-        """Send what is left of this backward pass, without waiting for sums.
+        """Start all messages of this backward pass that have not started, without waiting for sums.
 
-        PowerSGD's messages are complete afterwards: their second round begins when the first one is waited for.
+        Messages of PowerSGD are complete afterwards, because their second round needs the sum of the first.
 
         Raises:
             ExchangeError: a peer was lost or did not answer in time.
@@ -186,6 +186,7 @@ class Engine:
         for gradients in self._pending.values():
             if not gradients.started:
                 self._start(gradients)
+        # A second loop, because `resume` may block: by then every message is under way.
         for gradients in self._pending.values():
             gradients.resume()
         for index, gradients in list(self._pending.items()):
@@ -193,12 +194,12 @@ class Engine:
                 self.finish_message(index)
 
     def finish_message(self, index: int) -> None:
-        """Wait until the gradients of one message hold the mean over ranks; does nothing if they do already.
+        """Wait until the gradients of one message hold the mean over ranks; does nothing if they already do.
 
-        Messages may be finished in any order, which may differ between ranks.
+        Messages may be finished in any order, even in different orders on different ranks.
 
         Args:
-            index: of the message in the schedule.
+            index: index of the message in the schedule.
 
         Raises:
             ExchangeError: a peer was lost or did not answer in time.
@@ -219,35 +220,35 @@ class Engine:
 
     @property
     def pending(self) -> tuple[int, ...]:
-        """Messages of the last backward pass, by index, that nobody has waited for yet."""
+        """Indices of the messages of the last backward pass that are not finished."""
         return tuple(self._pending)
 
     def trace(self, recorder: Recorder | None) -> None:
-        """Let ``recorder`` take the times of all steps from now on; None ends that. Not during a backward pass."""
+        """Let ``recorder`` time all steps from now on; None stops that. Do not call this during a backward pass."""
         self._recorder = recorder
         for gradients in self._gradients:
             gradients.watch(None if recorder is None else partial(recorder.complete, gradients.message.index))
 
     def interrupt(self, cause: BaseException) -> None:
-        """Tell the engine that a backward pass ended with an error. No other can follow: messages are incomplete."""
+        """Report that a backward pass ended with an error. Later passes raise, because messages are incomplete."""
         self._interruption = f"{type(cause).__name__}: {cause}"
         announce(cause)
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes that this rank sent over the engine's connections. Collectives of the backend are not counted."""
+        """Bytes that this rank sent over the engine's own connections, without the backend's collectives."""
         return self._resources.bytes_sent
 
     @property
     def loss_scale(self) -> float | None:
-        """The factor of the loss in the next backward pass; None if it is not scaled.
+        """The factor by which the loss of the next backward pass is scaled; None if it is not scaled.
 
-        A gradient scaler sets this before each backward pass. Error feedback then converts what it carries from one
-        step to the next. It ignores steps whose gradients are not finite, which the scaler skips. All ranks see the
-        same sums, so all decide alike.
+        A gradient scaler sets this before each backward pass. Error feedback then rescales its residuals. It also
+        undoes steps with gradients that are not finite, which the scaler skips. All ranks see the same sums, so all
+        take the same decision.
 
         Raises:
-            ValueError: (when set) it is not a positive number.
+            ValueError: (when set) the factor is not a positive number.
         """
         return self._loss_scale
 
@@ -257,23 +258,23 @@ class Engine:
 
     @property
     def has_residuals(self) -> bool:
-        """Whether some message has error feedback, so that `loss_scale` matters."""
+        """Whether some message uses error feedback, which needs `loss_scale`."""
         return self._compressor_state.has_residuals
 
     def state_dict(self) -> ParameterStates:
-        """The compressors' state by parameter, for gradients of an unscaled loss."""
+        """The compressors' state by parameter, converted to gradients of an unscaled loss."""
         return self._compressor_state.state_dict()
 
     def load_state_dict(self, state: ParameterStates) -> list[str]:
-        """Load what `state_dict` returned on this rank, under this plan or another.
+        """Load a state that `state_dict` returned on this rank, under this plan or another.
 
         Returns:
-            The parameters whose state was not loaded: they are in no message, or have another compressor here.
+            The parameters whose state was not loaded, because they are in no message or have another compressor.
         """
         return self._compressor_state.load_state_dict(state)
 
     def close(self) -> None:
-        """Remove the hooks and close the connections; gradients stay as they are."""
+        """Remove the hooks and close the connections; gradients keep their values."""
         self._remove_hooks()
         self._resources.close()
 
@@ -310,6 +311,7 @@ class Engine:
                 f"an earlier backward pass ended with an error on this rank ({self._interruption}); the other ranks "
                 "may be in the middle of it: start again from a checkpoint"
             )
+        # With waits="parameters", messages of the last pass may still use the buffers that this pass packs into.
         for index in list(self._pending):
             self.finish_message(index)
         if self._compressor_state.has_residuals:
@@ -321,7 +323,7 @@ class Engine:
         self._change_seen = False
         for gradients in self._gradients:
             gradients.arm(self.changed)
-        # Reading the sum waits for an accelerator, so there only a rank with changed parameters reads it.
+        # Reading the sum would block on an accelerator, so there only a rank with changed parameters reads it.
         self._watches_changes = self.on_change is not None and (self.changed or not self._on_accelerator)
         if self._graph is not None:
             self._graph.begin_pass()
@@ -334,6 +336,7 @@ class Engine:
         if not gradients.message.collective:
             self._start(gradients)
             return
+        # Messages may complete in different orders on different ranks, but backends match collectives by call order.
         while self._next < len(self._gradients):
             following = self._gradients[self._next]
             if following.message.collective and following.active:
@@ -343,7 +346,7 @@ class Engine:
             self._next += 1
 
     def _settle(self) -> None:
-        """The last message of a pass is complete."""
+        """End a pass after its last message."""
         if not self._finite:
             self._compressor_state.undo_step()
         if self._recorder is not None:
@@ -356,7 +359,7 @@ class Engine:
 
 
 class _StaticGraph:
-    """How often each gradient is accumulated in a pass: counted in the first one, counted down in all others."""
+    """Accumulations of each gradient per pass: counted in the first pass, counted down in all later ones."""
 
     def __init__(self, gradients: Sequence[MessageGradients]) -> None:
         self._gradients = gradients
@@ -364,14 +367,14 @@ class _StaticGraph:
         self._left: dict[MessageGradients, list[int]] = {}
 
     def begin_pass(self) -> None:
-        """A backward pass begins; each message waits for as many gradients as were counted in the first one."""
+        """Begin a backward pass, in which each message expects the accumulations that the first pass had."""
         self._left = {
             gradients: list(gradients.arrivals) if self._learned else [0] * len(gradients.arrivals)
             for gradients in self._gradients
         }
 
     def arrived(self, gradients: MessageGradients, place: int) -> bool:
-        """Count a gradient; returns whether it is complete now."""
+        """Count one accumulation; returns whether the gradient is now complete."""
         left = self._left[gradients]
         if not self._learned:
             left[place] += 1
@@ -386,7 +389,7 @@ class _StaticGraph:
         return left[place] == 0
 
     def end_pass(self) -> None:
-        """A backward pass has ended. One without gradients does not count (see `Engine.synchronize`)."""
+        """End a backward pass. A pass without gradients (see `Engine.synchronize`) does not count as the first."""
         if not self._learned and any(map(any, self._left.values())):
             self._learned = True
             for gradients, counted in self._left.items():
@@ -394,10 +397,10 @@ class _StaticGraph:
 
 
 def _gradient_accumulator(parameter: nn.Parameter) -> Node:
-    """The node of autograd that accumulates the gradient of a parameter."""
+    """The autograd node that accumulates the gradient of a parameter."""
     trains = parameter.requires_grad
     with torch.enable_grad():
-        # A parameter that is frozen for now has the same node when it trains again.
+        # Only views of trainable parameters lead to the node. A frozen parameter has the same one when it trains again.
         function = parameter.requires_grad_().view_as(parameter).grad_fn
     parameter.requires_grad_(trains)
     assert function is not None

@@ -1,9 +1,9 @@
-"""Which rank is at fault when an exchange fails.
+"""Finds the rank at fault when an exchange fails.
 
-A rank that gives up closes connections to ranks that are well, so a lost connection alone does not tell who is to
-blame. Therefore every rank keeps one connection to the job's first rank, served by a thread of its own. Nothing travels
-on it in a step. A process that dies closes it. One that ends with an error says so. When ranks have waited in vain, the
-first rank asks all of them who still answers, and tells every rank the same verdict.
+A rank that gives up closes its connections to healthy ranks, so a lost connection alone does not show which rank is at
+fault. Every rank therefore keeps one more connection to rank 0, which a thread of its own serves. It is idle during
+steps. It breaks when a process dies, and a process that ends with an error reports the error on it. When a wait times
+out, rank 0 asks all ranks for a sign of life and sends every rank the same verdict.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ from lightning_autosync.engine.waiting import ANSWER_TIMEOUT, Monitor, activate,
 from lightning_autosync.errors import ExchangeError, PeerLost
 
 _MAX_MESSAGE = 64 * 1024
-"""Bytes."""
+"""Largest size of a message in bytes."""
 _SILENT = "it does not answer: its process is stopped, or its machine is cut off"
 _ENDED = "it has ended, while others go on"
 
 
 class Verdict(NamedTuple):
-    """Which rank is at fault, and why; the rank is None if all of them answer."""
+    """The rank at fault and the reason; the rank is None if all ranks answer."""
 
     rank: int | None
     why: str
 
 
 class Inquiry:
-    """What the first rank knows of the others, and the verdict that follows. Times are those of `time.monotonic`.
+    """Rank 0's knowledge of the other ranks, from which the verdict follows. Times are times of `time.monotonic`.
 
     Args:
-        ranks: the others.
-        answer_timeout: seconds after which a rank that does not answer counts as silent.
+        ranks: the other ranks.
+        answer_timeout: seconds after which a rank that has not answered counts as silent.
     """
 
     def __init__(self, ranks: set[int], answer_timeout: float) -> None:
@@ -60,40 +60,40 @@ class Inquiry:
         self._late = False
 
     def ranks_to_ping(self, now: float) -> list[int]:
-        """All present ranks whose answer is not under way; they count as pinged from ``now`` on."""
+        """Present ranks without a pending ping, sorted; they count as pinged from ``now`` on."""
         fresh = sorted(self.present - self._pinged.keys())
         self._pinged.update(dict.fromkeys(fresh, now))
         return fresh
 
     def request(self, now: float, late: bool, rank: int) -> None:
-        """A rank wants a verdict; ``late`` if it has waited until its time-out."""
+        """Note that ``rank`` wants a verdict; ``late`` if it has waited until its timeout."""
         if self._requested is None:
             self._requested, self._first = now, rank
         self._late = self._late or late
 
     def answered(self, rank: int, waiting: float | None) -> None:
-        """A rank answers that it has waited for others for so many seconds; None if it does not wait."""
+        """Note an answer: ``rank`` has waited ``waiting`` seconds for other ranks; None if it does not wait."""
         self._pinged.pop(rank, None)
         self._waiting[rank] = waiting
 
     def leave(self, rank: int) -> None:
-        """A rank has ended in good order."""
+        """Note that a rank has ended without an error."""
         self.forget(rank)
         self._left.add(rank)
 
     def forget(self, rank: int) -> None:
-        """A rank's connection is closed."""
+        """Note that a rank's connection is closed."""
         self.present.discard(rank)
         self._pinged.pop(rank, None)
         self._waiting.pop(rank, None)
 
     @property
     def requested(self) -> bool:
-        """Whether some rank waits for a verdict."""
+        """Whether some rank has asked for a verdict."""
         return self._requested is not None
 
     def verdict(self, now: float) -> Verdict | None:
-        """The verdict; None if no rank requested one, or as long as answers may still come."""
+        """The verdict; None if no rank has asked for one, or while answers may still come."""
         if self._requested is None:
             return None
         silent = sorted(self._pinged)
@@ -102,7 +102,7 @@ class Inquiry:
         if silent:
             others = f"; nor do ranks {', '.join(map(str, silent[1:]))}" if silent[1:] else ""
             return Verdict(silent[0], _SILENT + others)
-        # A process that dies closes its connections one after the other: the one to here may be the last.
+        # A dying process closes its connections one by one, and the one to rank 0 may be the last.
         if now - self._requested < self._answer_timeout / 4:
             return None
         if self._left:
@@ -117,7 +117,7 @@ class Inquiry:
 
 
 class _Connection:
-    """One connection, which carries JSON lines."""
+    """One non-blocking connection that carries JSON lines."""
 
     def __init__(self, rank: int, connection: socket.socket) -> None:
         self.rank = rank
@@ -128,7 +128,7 @@ class _Connection:
         connection.setblocking(False)
 
     def read(self) -> list[dict[str, Any]]:
-        """The messages that are complete; `lost` says why there will be no more."""
+        """Complete messages that have arrived; `lost` gives the reason if there will be no more."""
         try:
             data = self.socket.recv(_MAX_MESSAGE)
             if not data:
@@ -150,19 +150,19 @@ class _Connection:
         return found
 
     def send(self, message: dict[str, Any]) -> None:
-        """Give the kernel what it takes now; what is left goes with the next message."""
+        """Queue a message and send as much as the kernel accepts; the rest leaves with the next message."""
         self._unsent += json.dumps(message).encode() + b"\n"
         with suppress(OSError):
             del self._unsent[: self.socket.send(self._unsent)]
 
 
 class FailureDetector(Monitor):
-    """One rank's part of what the module describes.
+    """One rank's failure detector; see the module's docstring.
 
     Args:
         rank: this rank.
-        sockets: connected stream sockets, by rank: on rank 0 those to all others, elsewhere the one to rank 0. The
-            detector owns them.
+        sockets: connected stream sockets by peer rank: on rank 0 to all other ranks, elsewhere to rank 0. The detector
+            owns them.
         timeout: seconds that ranks wait for each other.
     """
 
@@ -174,10 +174,10 @@ class FailureDetector(Monitor):
         self._known, self._said_goodbye = threading.Event(), threading.Event()
         self._inquiry = Inquiry(set(sockets), self.answer_timeout) if rank == 0 else None
         self._waits: dict[object, float] = {}
-        """Since when each thread that waits does so."""
+        """Start time of each wait, on any thread."""
         self._terminated: float | None = None
         self._unanswered: float | None = None
-        """Since when rank 0 owes this rank an answer."""
+        """Time since which rank 0 owes this rank an answer."""
         self._first_left = False
         self._closed = self._over = False
         self._calls: deque[Callable[[], None]] = deque()
@@ -194,7 +194,7 @@ class FailureDetector(Monitor):
         activate(self)
         atexit.register(self._end_with_process)
 
-    # On the threads that wait
+    # Methods for waiting threads
 
     def check(self) -> None:
         if self.verdict is not None:
@@ -230,30 +230,31 @@ class FailureDetector(Monitor):
         why = "it got a SIGTERM" if terminated else f"it ended with {type(error).__name__}: {error}"
         culprit = error.peer if isinstance(error, PeerLost) else self.rank
         why = error.why if isinstance(error, PeerLost) else why
+        # JSON escapes take up to 12 bytes per character, so this length stays below the limit of a message.
         self._submit(lambda: self._tell_all(Verdict(culprit, why[: _MAX_MESSAGE // 16])))
 
     def terminate(self) -> None:
-        """This process got a SIGTERM: it ends after its step, or soon if it waits in vain for others."""
+        """Note a SIGTERM: this process ends after its step; a wait for other ranks soon ends with an error."""
         self._terminated = self._terminated or time.monotonic()
 
     def close(self) -> None:
-        """Tell the others that this rank leaves in good order."""
+        """Tell the other ranks that this rank ends without an error."""
         if self._closed:
             return
         self._closed = True
         atexit.unregister(self._end_with_process)
         deactivate(self)
         self._submit(self._say_goodbye)
-        # The first rank's thread serves the others for as long as they, and this process, go on.
+        # On rank 0 the thread runs on: it serves the other ranks until they, or this process, end.
         self._said_goodbye.wait(self.answer_timeout)
 
     def close_sockets(self) -> None:
-        """Also for forked children, whose copies of the sockets would hide that the parent has died."""
+        """Close all sockets. A forked child does this too: its copies would hide the death of the parent."""
         for connection in [one.socket for one in self._connections.values()] + [self._wake, self._woken]:
             connection.close()
 
     def _end_with_process(self) -> None:
-        error = getattr(sys, "last_value", None)
+        error = getattr(sys, "last_value", None)  # the exception that ends this process, if one does
         if error is not None:
             self.announce(error)
         self.close()
@@ -269,7 +270,8 @@ class FailureDetector(Monitor):
 
     @property
     def _waiting_since(self) -> float | None:
-        """Since when this rank waits for others, on any thread; None if it does not."""
+        """Start time of the longest current wait for other ranks, on any thread; None if there is none."""
+        # A copy, because other threads change the dictionary meanwhile.
         return min(self._waits.copy().values(), default=None)
 
     def _submit(self, call: Callable[[], None]) -> None:
@@ -277,7 +279,7 @@ class FailureDetector(Monitor):
         with suppress(OSError):
             self._wake.send(b"\0")
 
-    # On the detector's thread
+    # Methods for the detector's thread
 
     def _serve(self) -> None:
         while not self._over:
@@ -336,7 +338,7 @@ class FailureDetector(Monitor):
             self._connections[rank].send({"are you there": True})
 
     def _request(self, late: bool, rank: int = 0) -> None:
-        """``rank`` wants a verdict."""
+        """Ask for a verdict in the name of ``rank``."""
         if self.verdict is not None:
             return
         if self._inquiry is not None:
@@ -349,7 +351,7 @@ class FailureDetector(Monitor):
             self._ask_first({"ask": late})
 
     def _ask_first(self, message: dict[str, Any]) -> None:
-        """Send rank 0 a message that it has to answer."""
+        """Send rank 0 a message that it must answer."""
         self._unanswered = self._unanswered or time.monotonic()
         self._connections[0].send(message)
 
@@ -363,7 +365,7 @@ class FailureDetector(Monitor):
             self._accept(Verdict(0, why))
 
     def _tell_all(self, verdict: Verdict) -> None:
-        """Accept this verdict and pass it on, unless there is one already."""
+        """Accept this verdict and pass it on, unless there already is one."""
         if self.verdict is not None:
             return
         self._accept(verdict)
@@ -390,15 +392,15 @@ _detectors: WeakSet[FailureDetector] = WeakSet()
 def open_failure_detector(
     group: dist.ProcessGroup | None, timeout: float, address: str | None = None
 ) -> FailureDetector | None:
-    """Connect the ranks of ``group`` (None is the default one), collectively; None for one rank.
+    """Open the failure detector of this rank; collective. Returns None if the group has one rank only.
 
-    While the detector is open, each wait of this process for a collective call on CPUs, whoever made it, ends with an
-    `ExchangeError` that names the rank at fault.
+    While the detector is open, every failed wait of this process for a collective call on CPUs, of any caller, ends
+    with an `ExchangeError` that names the rank at fault.
 
     Args:
-        group: the ranks.
+        group: the ranks; None is the default group.
         timeout: seconds that ranks wait for each other.
-        address: where this rank listens while they connect; None takes `own_address`.
+        address: the address on which this rank listens meanwhile; None takes `own_address`.
 
     Raises:
         ExchangeError: ranks cannot connect to each other.

@@ -1,4 +1,4 @@
-"""The gradients of a message: where they are packed, and where their mean appears."""
+"""The gradients of a message: packed for the exchange, then replaced with their mean."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from lightning_autosync.plan.schedule import Message
 
 
 class MessageGradients(ABC):
-    """The parameters of one message, and what a step does with their gradients. (In DDP, this is a bucket.)
+    """The parameters of one message and their gradients in a step. DDP calls this a bucket.
 
     Attributes:
         message: the message.
         parameters: its parameters, in message order.
         active: whether the message takes part in this backward pass; the same on every rank.
-        missing: gradients still to come in this backward pass.
+        missing: number of gradients that have not arrived in this backward pass.
         started: whether the exchange has begun in this backward pass.
-        arrivals: how often each parameter's gradient is accumulated in a backward pass, before it is packed; more
-            than once only in a static graph whose modules run several times under reentrant checkpointing.
+        arrivals: accumulations per backward pass before a gradient is packed, by parameter. More than one occurs only
+            in a static graph whose modules run several times under reentrant checkpointing.
     """
 
     exchange: Exchange | RowExchange
@@ -44,11 +44,11 @@ class MessageGradients(ABC):
         self._changed = False
 
     def arm(self, changed: bool = False) -> None:
-        """Begin a backward pass: wait for the gradient of every parameter that can get one.
+        """Begin a backward pass: expect the gradient of every trainable parameter.
 
         Args:
-            changed: whether this rank's parameters are no longer those that the ranks agreed on. Then it takes part
-                as they last agreed, and says so to the other ranks: see `change_seen`.
+            changed: whether this rank's parameters are no longer those that the ranks agreed on. The rank then takes
+                part as last agreed, and the exchange tells the other ranks: see `change_seen`.
         """
         self._changed = changed
         if not changed:
@@ -69,7 +69,7 @@ class MessageGradients(ABC):
     @property
     @abstractmethod
     def change_seen(self) -> bool:
-        """Whether some rank took part in this pass with changed parameters; equal on all ranks. Call after `finish`."""
+        """Whether some rank's parameters had changed in this pass; equal on all ranks. Read it after `finish`."""
 
     def watch(self, completed: Callable[[], None] | None) -> None:
         """See `Exchange.watch`."""
@@ -79,39 +79,39 @@ class MessageGradients(ABC):
     def packer(self, place: int) -> Callable[[], None]:
         """A function that packs the gradient of the parameter at ``place``, divided by the number of ranks.
 
-        Backward waits for it, once a parameter and step. So it binds beforehand all that stays the same.
+        It runs within backward, once per parameter and step, so implementations bind beforehand all that is constant.
         """
 
     @abstractmethod
     def start(self) -> None:
-        """Begin the exchange; parameters that got no gradient count as zero."""
+        """Begin the exchange; missing gradients count as zero."""
 
     def resume(self) -> None:
-        """Launch what is left of the exchange."""
+        """Launch the remaining parts of the exchange."""
         self.exchange.resume()
 
     @abstractmethod
     def finish(self) -> None:
-        """Wait for the sum and make it the parameters' gradients."""
+        """Wait for the sum, and write it to the parameters' gradients."""
 
     @abstractmethod
     def finite(self) -> bool:
-        """Whether the sum has neither infinities nor NaNs; the same on every rank. Call after `finish`."""
+        """Whether the sum has no infinities and no NaNs; the same on every rank. Call it after `finish`."""
 
 
 class DenseGradients(MessageGradients):
-    """Gradients side by side in one flat buffer.
+    """Gradients in one flat buffer.
 
-    As in DDP, ``parameter.grad`` stays the user's own tensor, into which the mean is copied, unless views are asked
-    for: then it is a view of the buffer after each step.
+    As in DDP, the mean is copied into ``parameter.grad``, which stays the user's own tensor. With ``as_views``, it is a
+    view of the buffer after each step.
 
     Args:
         message: a dense message.
-        parameters: in message order.
-        buffer: [numel + tail] on the parameters' device.
-        exchange: sums the buffer.
+        parameters: its parameters, in message order.
+        buffer: [numel + tail], on the parameters' device. The tail counts the ranks with a gradient, by parameter.
+        exchange: the exchange that sums the buffer over ranks.
         world_size: number of ranks.
-        as_views: whether gradients become views of the buffer, where it holds them in their parameter's layout.
+        as_views: whether gradients become views of the buffer, if it holds them in their parameter's memory layout.
     """
 
     exchange: Exchange
@@ -127,12 +127,12 @@ class DenseGradients(MessageGradients):
     ) -> None:
         super().__init__(message, parameters, world_size)
         self.exchange = exchange
-        # Multiplying by a tensor saves a microsecond a parameter; a narrow type would round the share itself.
+        # A tensor as factor saves a microsecond per parameter. In a 16-bit dtype it would round the share itself.
         exact = buffer.device.type == "cpu" and buffer.dtype.itemsize >= 4
         self._share = torch.tensor(1.0 / world_size, dtype=buffer.dtype) if exact else 1.0 / world_size
         self._buffer = buffer
         self._result = buffer if exchange.result is None else exchange.result
-        # Compressors see matrices in their own layout; what is only summed may lie as the parameters do.
+        # Compressors need row-major matrices. Other messages keep the parameters' memory order: copies are straight.
         keep = message.axis == 0 and message.compressor.kind == "none"
         self._views = variable_views(parameters, buffer, message.axis, keep)
         self._sums = self._views
@@ -160,7 +160,7 @@ class DenseGradients(MessageGradients):
             filled[place] = True
             gradient = parameter.grad
             if gradient is None:
-                # An autograd function returned None for it: it was used, and its gradient is zero.
+                # An autograd function returned None: the parameter was used, and its gradient is zero.
                 view.zero_()
             elif gradient.is_sparse:
                 self._refuse_sparse(place)
@@ -184,8 +184,8 @@ class DenseGradients(MessageGradients):
         if not all(self._filled):
             self._fill_rest()
         if self._changed:
-            # Ranks without a change add at most 1 each, so the sum is negative if any rank changed. Where all did, it
-            # still tells which gradients there are: see `_used_elsewhere`.
+            # Unchanged ranks add at most 1 each, so any changed rank makes the sum negative. If all ranks changed, the
+            # sum still shows which parameters have gradients: see `_used_elsewhere`.
             self._counts.add_(1.0).mul_(-self._world_size)
         self.exchange.start()
 
@@ -203,8 +203,8 @@ class DenseGradients(MessageGradients):
                     view = self._views[place]
                     if gradient is not None and gradient.data_ptr() == view.data_ptr():
                         continue
-                    if view.dtype == parameter.dtype:  # else it has just changed
-                        # A new alias: the user may give the gradient other data.
+                    if view.dtype == parameter.dtype:  # otherwise the parameter's dtype has just changed
+                        # A new alias, because the user may assign other data to the gradient.
                         parameter.grad = view.detach()
                         continue
                 if gradient is None:
@@ -226,7 +226,7 @@ class DenseGradients(MessageGradients):
         if not self.parameters[place].requires_grad:
             return False
         count, size = float(self._result[self.message.numel + place]), self._world_size
-        # Where all ranks changed, those without the gradient added -size each, and those with it twice as much.
+        # If all ranks changed, each rank without the gradient added -size, and each rank with it -2 * size.
         return count > 0 or count < -size * (size + 0.5)
 
     def _fill_rest(self) -> None:
@@ -234,23 +234,23 @@ class DenseGradients(MessageGradients):
             if self._filled[place]:
                 continue
             if parameter.requires_grad and parameter.grad is not None:
-                # Accumulated before, and not in this pass: it counts as it is, as with DDP.
+                # An earlier pass accumulated this gradient, and this pass did not. It counts as it is, as in DDP.
                 self._packers[place]()
                 continue
             if parameter.grad is not None and parameter.grad.data_ptr() == self._views[place].data_ptr():
-                # Frozen since its last step: its gradient keeps its value, so it moves out of the buffer.
+                # The parameter was frozen after its last step. Its gradient keeps its value, so it leaves the buffer.
                 parameter.grad = parameter.grad.clone()
             self._views[place].zero_()
             self._counts[place] = 0.0
 
 
 class RowGradients(MessageGradients):
-    """One table of which only touched rows travel.
+    """The gradient of one table, such as an embedding; only rows that are not zero are exchanged.
 
     Args:
         message: a row-wise message.
-        parameter: [rows, ...].
-        exchange: sums rows.
+        parameter: the table [rows, ...].
+        exchange: the exchange that sums rows over ranks.
         world_size: number of ranks.
     """
 
@@ -299,7 +299,7 @@ class RowGradients(MessageGradients):
         if own is None:
             none = self._parameter.new_empty(0, self._width)
             own = Rows(none.new_empty(0, dtype=torch.int64), none, gradients=0)
-        # Ranks without a change add at most 1 each, so the sum is negative if any rank changed.
+        # Unchanged ranks add at most 1 each, so any changed rank makes the sum negative.
         self.exchange.start(replace(own, gradients=-self._world_size) if self._changed else own)
 
     def finish(self) -> None:
@@ -309,7 +309,7 @@ class RowGradients(MessageGradients):
             if self._sparse_layout:
                 parameter.grad = self._sparse(total)
             else:
-                # Rows that this rank touched are among the total's, so none of its own values stays behind.
+                # The total includes all rows that this rank touched, so none of the local values remains.
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
                 parameter.grad[total.indices] = total.values.view(-1, *parameter.shape[1:])
@@ -328,21 +328,21 @@ class RowGradients(MessageGradients):
 
 
 def real_view(tensor: Tensor) -> Tensor:
-    """The tensor itself; a complex one as reals, with a last axis of two: real and imaginary part."""
+    """The tensor itself; for a complex one a real view with a last axis of size 2 (real and imaginary part)."""
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def variable_views(
     parameters: Sequence[nn.Parameter], buffer: Tensor, axis: int, keep_strides: bool = False
 ) -> list[Tensor]:
-    """For each parameter, its part of the buffer in the parameter's own shape (complex ones as `real_view` has them).
+    """Views of a message's buffer, one per parameter, in the parameter's shape (for complex ones that of `real_view`).
 
     Args:
-        parameters: in message order.
+        parameters: the message's parameters, in message order.
         buffer: [numel + tail].
-        axis: the message's; moved to the front in the buffer.
-        keep_strides: whether elements lie in the order in which the parameter has them in memory, where it is dense
-            (``channels_last``, transposed), so that copies between the two are straight; needs ``axis`` 0.
+        axis: the message's axis, which is the first one in the buffer.
+        keep_strides: whether dense parameters (also ``channels_last`` or transposed ones) keep their memory order in
+            the buffer, so that copies are straight; needs ``axis`` 0.
     """
     views, offset = [], 0
     for parameter in map(real_view, parameters):
@@ -359,7 +359,7 @@ def variable_views(
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether each element has a place of its own in memory, without gaps."""
+    """Whether the elements fill their memory without gaps or overlaps, in any order."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size == 0:
@@ -372,22 +372,22 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def same_layout(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors of one shape have their elements in one order in memory."""
+    """Whether two tensors of equal shape have the same strides, except on axes of size 1."""
     return all(
         mine == theirs for mine, theirs, size in zip(one.stride(), other.stride(), one.shape, strict=True) if size > 1
     )
 
 
 def touched_rows(table: Tensor) -> Tensor:
-    """Indices, ascending, of the rows of ``table`` [rows, width] that are not all zero."""
+    """Ascending indices of the rows of ``table`` [rows, width] with an element that is not zero."""
     return table.any(dim=1).nonzero().view(-1)
 
 
 def _like(gradient: Tensor, values: Tensor) -> Tensor:
-    """Values of a buffer in the form of the gradient: pairs of reals for a complex gradient become complex."""
+    """``values`` of a buffer, as complex numbers if the gradient is complex (see `real_view`)."""
     return torch.complex(values[..., 0], values[..., 1]) if gradient.is_complex() else values
 
 
 def _finite(values: Tensor) -> bool:
-    """Whether all are finite; one pass, and nothing of their size is allocated."""
+    """Whether all ``values`` are finite; in one pass, without a temporary tensor of their size."""
     return not values.numel() or all(math.isfinite(float(extreme)) for extreme in values.aminmax())

@@ -1,4 +1,4 @@
-"""Optimizers that step message by message, so that a message may travel until its parameters are used again."""
+"""Optimizers that step message by message, so that communication overlaps with the next forward pass."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from lightning_autosync.engine.engine import Engine
 
 
 class GroupedOptimizer:
-    """One optimizer a message, stepped right before a module that holds the message's parameters runs.
+    """One optimizer per message, stepped right before a module that holds the message's parameters runs.
 
-    The result is that of stepping after backward: used parameters are up to date, and gradients of the next pass come
-    after the step. Only calls of a module are noticed: call `finish` before parameters are read in another way
-    (``other.weight``).
+    The result equals that of a step after backward: modules see updated parameters, and the next pass accumulates
+    gradients after the step. Only calls of modules trigger a step. Call `finish` before parameters are read in another
+    way (``other.weight``).
 
     Args:
-        engine: with ``waits="parameters"``.
-        module: whose parameters the engine has.
-        make: makes an optimizer for the parameters of one message, as ``functools.partial(SGD, lr=0.1)``. Its
-            rule must treat each parameter by itself; clipping by the norm of all gradients is not possible.
+        engine: an engine with ``waits="parameters"``.
+        module: the module whose parameters the engine synchronizes.
+        make: makes an optimizer for the parameters of one message, for example ``functools.partial(SGD, lr=0.1)``. Its
+            update rule must treat each parameter separately; clipping by the norm of all gradients is not possible.
 
     Attributes:
-        optimizers: one a message, in schedule order; for learning rates and checkpoints.
+        optimizers: one per message, in schedule order; for learning rates and checkpoints.
     """
 
     def __init__(self, engine: Engine, module: nn.Module, make: Callable[[list[nn.Parameter]], Optimizer]) -> None:
@@ -42,11 +42,11 @@ class GroupedOptimizer:
                 self._handles.append(part.register_forward_pre_hook(self._hook(needed)))
 
     def step(self) -> None:
-        """Call after each synchronized backward pass: its gradients are applied when they are needed."""
+        """Call this after each synchronized backward pass; each message is applied when its parameters are needed."""
         self._due = set(range(len(self.optimizers)))
 
     def finish(self) -> None:
-        """Apply all gradients that are due; call it before parameters are saved, evaluated, or read in another way.
+        """Apply all pending gradients; call this before parameters are saved, evaluated, or read in another way.
 
         Raises:
             ExchangeError: a peer was lost or did not answer in time.
@@ -55,7 +55,7 @@ class GroupedOptimizer:
             self._apply(index)
 
     def close(self) -> None:
-        """Apply what is due and remove the hooks."""
+        """Apply all pending gradients and remove the hooks."""
         self.finish()
         for handle in self._handles:
             handle.remove()

@@ -1,8 +1,8 @@
-"""How fast a rank should send to each of its peers, so that all parts of a message arrive at the same time.
+"""Sending rates for each peer of a rank, chosen so that all parts of a message arrive at the same time.
 
-TCP gives connections that share a link equal parts of it, whatever each has to carry. If a rank sends most of a message
-to one peer and a little to many others, the small parts arrive early, and links behind them are idle until the large
-part arrives. So each connection is paced to its own share of the link.
+TCP splits a shared link equally between its connections, however much each must carry. If a rank sends most of a
+message to one peer and a little to many others, the small parts arrive early, and the links behind them are idle until
+the large part arrives. Each connection is therefore paced to the share of the link that it needs.
 """
 
 from __future__ import annotations
@@ -16,22 +16,23 @@ from lightning_autosync.cluster import PAYLOAD_SHARE, LinkGraph
 from lightning_autosync.plan.schedule import Message, Round, Schedule, TreeTransfer
 
 HEADROOM = 1.01
-"""Factor on the exact rate, with which a connection can catch up. With more, the many small connections of a full link
-crowd out the large one: a fat node and seven leaves reached 90% of their bound with 1.10, and 96% with 1.01."""
+"""Factor on the exact rate that lets a connection catch up. With a larger factor, the many small connections of a full
+link crowd out the large one: a fat node and seven leaves reached 90% of their bound with 1.10, and 96% with 1.01."""
 LEAST_PART = 0.02
-"""Share of a route's rate below which a connection is not paced: it crowds out nobody, and sends mostly headers."""
+"""Share of a route's rate below which a connection is not paced: it crowds out no other, and sends mostly headers."""
 
 Arc = tuple[int, int]
 
 
 def pacing_rates(schedule: Schedule, topology: LinkGraph, rank: int) -> dict[int, float]:
-    """The payload bytes/s that ``rank`` should not exceed, by peer; peers without a limit are left out.
+    """Limits on the payload bytes/s that ``rank`` sends, by peer; peers without a limit are left out.
 
-    A round takes at least the time for which its fullest channel is busy. A connection that carries x bytes of the
-    round need not send more than x bytes in that time, times `pipeline_stretches`. Rounds may travel one at a time, so
-    the fastest of a peer's rounds counts. There is no limit for a connection that may need its whole route, for one
-    that needs less than `LEAST_PART` of it, and inside a node, where no link is shared. The size of a row-wise message
-    is not known beforehand, so it may need the whole route.
+    A round takes at least as long as its busiest channel. A connection that carries x bytes of the round must send
+    x bytes in that time; `pipeline_stretches` corrects this rate. Rounds may travel one at a time, so the highest rate
+    of a peer's rounds counts.
+
+    A connection has no limit if it may need its whole route, if it needs less than `LEAST_PART` of it, or if it stays
+    inside a node, where no link is shared. A row-wise message may need the whole route, because its size is unknown.
 
     Raises:
         ClusterError: the rates of the cluster are unknown.
@@ -47,17 +48,17 @@ def pacing_rates(schedule: Schedule, topology: LinkGraph, rank: int) -> dict[int
     for peer, rate in needed.items():
         route, pace = topology.bandwidth(rank, peer), HEADROOM * stretches.get(peer, 1.0) * rate
         if nodes[peer] != nodes[rank] and LEAST_PART * route <= rate and pace < route:
-            paces[peer] = PAYLOAD_SHARE * pace  # links count whole frames, pacing counts payload
+            paces[peer] = PAYLOAD_SHARE * pace  # link rates include headers, pacing counts payload only
     return paces
 
 
 def pipeline_stretches(schedule: Schedule, rank: int) -> dict[int, float]:
-    """By peer of ``rank``, the factor on a connection's rate that makes up for the filling of its pipeline.
+    """Factors on a connection's rate that make up for the time in which its pipeline fills, by peer of ``rank``.
 
-    A piece takes one hop after the other, up its tree and down again. Of n pieces in a row over h hops, the last one
-    arrives after the time of n + h - 1 pieces. The transfers of a round travel side by side: the largest number of
-    pieces and the largest number of hops count. The rounds of a message wait for each other. Messages are assumed to
-    follow each other without a gap, so that the pipelines fill once for all of them.
+    A piece takes one hop after another, up its tree and down again. The last of n pieces over h hops arrives after the
+    time of n + h - 1 pieces. Transfers of a round run concurrently, so the largest numbers of pieces and hops count.
+    Rounds of a message run one after another. Messages are assumed to follow each other without a gap, so that the
+    pipelines fill only once.
     """
     pieces: Counter[int] = Counter()
     fills: Counter[int] = Counter()
@@ -72,7 +73,7 @@ def pipeline_stretches(schedule: Schedule, rank: int) -> dict[int, float]:
 
 
 def _of_round(round: Round, rank: int) -> tuple[Counter[int], Counter[int]]:
-    """By peer the most pieces that one transfer sends it, and the most hops that follow a piece's first."""
+    """The largest number of pieces of a transfer, and of hops after a piece's first, by peer."""
     pieces: Counter[int] = Counter()
     hops: Counter[int] = Counter()
     for transfer in round.transfers:
@@ -86,13 +87,13 @@ def _of_round(round: Round, rank: int) -> tuple[Counter[int], Counter[int]]:
 
 
 def _neighbours(transfer: TreeTransfer, rank: int) -> set[int]:
-    """The parents and the children of a rank."""
+    """The parents and children of a rank on both trees."""
     trees = (transfer.reduce, transfer.broadcast)
     return {peer for tree in trees for peer in (tree.parents[rank], *tree.children[rank]) if peer >= 0}
 
 
 def _arc_rates(message: Message, round: Round, topology: LinkGraph) -> dict[Arc, float]:
-    """Bytes/s on the wire, from one rank to another, that a round in the least time needs."""
+    """Bytes/s on the wire that the fastest possible round needs, by pair of sender and receiver."""
     arcs = _arc_elements(round)
     if message.rows:
         return {arc: topology.bandwidth(*arc) for arc in arcs}
@@ -101,7 +102,7 @@ def _arc_rates(message: Message, round: Round, topology: LinkGraph) -> dict[Arc,
 
 
 def _arc_elements(round: Round) -> dict[Arc, int]:
-    """Elements from one rank to another, up and down all trees of a round."""
+    """Elements sent up and down all trees of a round, by pair of sender and receiver."""
     arcs: dict[Arc, int] = defaultdict(int)
     for transfer in round.transfers:
         if isinstance(transfer, TreeTransfer):
@@ -116,7 +117,7 @@ def _arc_elements(round: Round) -> dict[Arc, int]:
 
 
 def _least_time(arcs: Mapping[Arc, int], topology: LinkGraph) -> float:
-    """Seconds for which the fullest channel is busy if an element is a byte; the size of an element cancels out."""
+    """Seconds for which the busiest channel is busy, with one byte per element: the real size cancels out later."""
     loads = numpy.zeros(len(topology.channels))
     for arc, elements in arcs.items():
         loads[list(topology.route(*arc))] += elements

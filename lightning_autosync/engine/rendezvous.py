@@ -1,8 +1,8 @@
-"""How ranks come together: torch's TCP stores, and which ranks are missing when its process group forms.
+"""The rendezvous of ranks: torch's TCP stores, and errors that name missing ranks when its process group forms.
 
-Stores are opened on one address only, and found without waiting longer than asked for. All ranks sign in at the store
-by which the group forms. One of them, the last to come or the first that reaches its time-out, writes the result there
-for all. So errors name ranks, not keys of a store.
+Stores listen on one address only, and searches for them respect their timeout. All ranks sign in at the store that the
+process group uses. The last rank to arrive, or the first to reach its timeout, writes the result there for all. Errors
+therefore name ranks instead of keys of a store.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ from lightning_autosync.engine.waiting import SLICE
 from lightning_autosync.errors import AutoSyncError, ExchangeError
 
 ANSWER_TIMEOUT = 10.0
-"""Seconds in which a store answers, however busy its host is: its thread runs no Python."""
+"""Seconds in which a store answers even on a busy host, because its thread runs no Python."""
 _RETRY = 0.2
-"""Seconds between looks whether anything listens."""
+"""Seconds between attempts to connect."""
 _LINGER = 3.0
-"""Seconds, at most, that rank 0, which holds the store, stays for the others to read the result."""
+"""Longest time in seconds that rank 0, which holds the store, waits for the others to read the result."""
 _LINGER_FOR_LATE = 30.0
-"""The same where not all have come yet, because two processes came as one rank."""
+"""The same if two processes came as one rank: other ranks may not have arrived yet."""
 _AGENT = "TORCHELASTIC_USE_AGENT_STORE"
-"""Environment variable of torch: "True" where a launcher holds the store, for all attempts."""
+"""Environment variable of torch: "True" if the launcher holds the store, across restarts."""
 
 _rounds = count(1)
-"""Numbers the groups that this process forms: a script may form several."""
+"""Numbers of the process groups that this process forms, one after another; they keep the groups' keys apart."""
 
 
 class Rendezvous(NamedTuple):
-    """Where and how ranks come together.
+    """Address and size of a job.
 
     Attributes:
-        host: rank 0's.
-        port: that its store has.
-        rank: this process's.
-        size: how many there are.
+        host: rank 0's host.
+        port: TCP port of rank 0's store.
+        rank: rank of this process.
+        size: number of ranks.
         timeout: seconds that ranks wait for each other.
     """
 
@@ -60,10 +60,10 @@ class Rendezvous(NamedTuple):
 
 @contextmanager
 def checked_rendezvous(rendezvous: Rendezvous) -> Iterator[None]:
-    """Put it around the forming of the process group, up to where a `FailureDetector` is open; collective.
+    """Check that all ranks arrive, around the code from forming the process group to opening a `FailureDetector`.
 
-    It does nothing for one rank, where a group exists already, or where a launcher holds the store and watches the
-    processes.
+    Collective. It does nothing for a single rank, if a group exists already, or if a launcher holds the store and
+    watches the processes.
 
     Raises:
         ExchangeError: a rank did not come in time, came twice, or was lost meanwhile; the error names it.
@@ -80,7 +80,7 @@ def checked_rendezvous(rendezvous: Rendezvous) -> Iterator[None]:
     except RuntimeError as cause:
         if not isinstance(cause, dist.DistError) and "gloo" not in str(cause).lower():
             raise
-        # A rank that still waits for the lost one fails at its own time-out.
+        # Other ranks may still wait for the lost one, and sign in here only when their own timeout is over.
         sign_in.wait_for_all("failed", "was lost while the process group formed", rendezvous.timeout + _LINGER)
         raise ExchangeError(
             f"the process group could not form, though no rank is lost: {_first_line(cause)}"
@@ -88,7 +88,7 @@ def checked_rendezvous(rendezvous: Rendezvous) -> Iterator[None]:
 
 
 class _SignIn:
-    """This rank's access to the store."""
+    """This rank's sign-in at the store."""
 
     def __init__(self, rendezvous: Rendezvous) -> None:
         self._rendezvous = rendezvous
@@ -97,10 +97,10 @@ class _SignIn:
         self._store = dist.PrefixStore(f"autosync/roll/{next(_rounds)}", self._open())
 
     def wait_for_all(self, what: str, fault: str, timeout: float) -> None:
-        """Sign in under ``what``, and wait until all ranks have.
+        """Sign in under ``what``, and wait until all ranks have signed in.
 
         Raises:
-            ExchangeError: some have not; ``fault`` says so.
+            ExchangeError: some ranks did not; the error puts ``fault`` after their names.
         """
         try:
             result = self._sign_in(what, timeout)
@@ -135,7 +135,7 @@ class _SignIn:
             if time.monotonic() > deadline:
                 self._write_result(what)
         result: dict[str, object] = json.loads(store.get(key))
-        with suppress(RuntimeError):  # who holds the store may end once it has this
+        with suppress(RuntimeError):  # the process that holds the store may already have ended
             store.add(f"{what}/read", 1)
         if self._holds_store and result["twice"] is not None:
             self._linger(what, size, min(timeout, _LINGER_FOR_LATE))
@@ -144,13 +144,13 @@ class _SignIn:
         return {**result, "twice": rank} if second else result
 
     def _write_result(self, what: str, twice: int | None = None) -> None:
-        """Unless there is a result already."""
+        """Write the result of the sign-in, unless another rank already has."""
         missing = [rank for rank in range(self._rendezvous.size) if not self._store.check([f"{what}/{rank}"])]
         result = {"missing": missing, "twice": twice, "taken": self._store.check([f"{what}/taken"])}
         self._store.compare_set(f"{what}/result", "", json.dumps(result))
 
     def _linger(self, what: str, readers: int, seconds: float) -> None:
-        """This process, which holds the store, stays until the others have read the result."""
+        """Keep the store of this process open until ``readers`` ranks have read the result, or ``seconds`` are over."""
         end = time.monotonic() + seconds
         while self._store.add(f"{what}/read", 0) < readers and time.monotonic() < end:
             time.sleep(SLICE / 4)
@@ -158,7 +158,7 @@ class _SignIn:
     def _open(self) -> dist.TCPStore:
         rendezvous = self._rendezvous
         if rendezvous.rank == 0:
-            # A process that has the port already may be a second one with this rank.
+            # If the port is taken, the process that has it may be another one with rank 0: sign in there, to find out.
             with suppress(dist.DistNetworkError):
                 store = dist.TCPStore(
                     rendezvous.host,
@@ -173,7 +173,7 @@ class _SignIn:
                 return store
         try:
             return find_store(rendezvous.host, rendezvous.port, rendezvous.timeout, waiting=rendezvous.timeout)
-        except (ConnectionError, ExchangeError) as cause:  # after it was killed, its port may still accept
+        except (ConnectionError, ExchangeError) as cause:  # the port of a killed process may still accept connections
             raise ExchangeError(
                 f"rank 0 did not come (in {rendezvous.timeout:g} s), or is lost: it has no store at MASTER_ADDR, "
                 f"MASTER_PORT: {cause}"
@@ -181,10 +181,10 @@ class _SignIn:
 
 
 def _is_there(store: dist.Store, key: str, seconds: float) -> bool:
-    """Whether the store has ``key``, after so many seconds at most.
+    """Whether the store has ``key``; waits for it for at most ``seconds``.
 
-    One long wait, because torch prints a warning for each that ends in vain. It runs in a thread, because it cannot be
-    interrupted by Ctrl-C.
+    This is a single long wait, because torch prints a warning for each wait that times out. It runs in a thread,
+    because Ctrl-C cannot interrupt it.
     """
     found: list[bool | RuntimeError] = []
 
@@ -218,12 +218,12 @@ def _first_line(cause: BaseException) -> str:
 
 
 def open_store(address: str, port: int, timeout: float) -> dist.TCPStore:
-    """A store that listens on ``address`` only; if this process has one at ``port`` already, that one.
+    """A store that listens on ``address`` only; if this process already has a store at ``port``, that store.
 
     Args:
-        address: of this machine, or a name of it.
-        port: 0 takes a free one.
-        timeout: seconds that a wait may take.
+        address: an address or a name of this machine.
+        port: TCP port; 0 takes a free one.
+        timeout: seconds that a wait at the store may take.
 
     Raises:
         ExchangeError: the address is not this machine's, or another process has the port.
@@ -238,12 +238,12 @@ def open_store(address: str, port: int, timeout: float) -> dist.TCPStore:
 
 
 def _open_again(address: str, port: int, timeout: float, taken: ExchangeError) -> dist.TCPStore:
-    """The store that a process group of an earlier training may still hold; torch finds it by its port."""
+    """The store that an earlier process group of this process may still hold; torch finds it by its port."""
     if not port:
         raise taken
     with listen(address) as other:
         try:
-            # If there is none, torch takes this socket, and notices that it has another port.
+            # If there is no such store, torch takes this socket, and fails because the socket has another port.
             return _store(address, port, timeout, other.fileno())
         except RuntimeError:
             other.detach()
@@ -264,19 +264,21 @@ def _store(address: str, port: int, timeout: float, descriptor: int) -> dist.TCP
 
 
 def find_store(host: str, port: int, timeout: float, waiting: float = 0.0) -> dist.TCPStore:
-    """The store that listens there.
+    """The store that listens at ``host`` and ``port``.
 
     Args:
-        timeout: seconds that a wait may take later on.
-        waiting: seconds in which something must listen there.
+        host: name or address of the store's host.
+        port: the store's TCP port.
+        timeout: seconds that a later wait at the store may take.
+        waiting: seconds to wait for a listener.
 
     Raises:
         ConnectionError: nothing listens there in time.
-        ExchangeError: what listens there does not answer as a store does.
+        ExchangeError: the listener does not answer like a store.
     """
     _await_listener(host, port, waiting)
     found: list[dist.TCPStore | RuntimeError] = []
-    # Torch waits for the first answer without a time-out, and cannot be interrupted.
+    # In a thread, because torch waits for the first answer without a timeout, and cannot be interrupted.
     asking = threading.Thread(target=_ask, args=(host, port, found), name="autosync-store", daemon=True)
     asking.start()
     asking.join(ANSWER_TIMEOUT + 1.0)
@@ -309,7 +311,7 @@ def _ask(host: str, port: int, found: list[dist.TCPStore | RuntimeError]) -> Non
 
 
 def _numeric(address: str) -> str:
-    """The numeric form of an address of this machine, or of its name."""
+    """The numeric form of an address or a host name."""
     try:
         return str(socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][4][0])
     except OSError as cause:

@@ -1,4 +1,4 @@
-"""Whether replicas are equal: their weights, which are compared now and then, and the parameters that a module has."""
+"""Checks that replicas are equal: comparisons of weights, and changes of the set of parameters."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from lightning_autosync.errors import ExchangeError
 from lightning_autosync.workload import shared_parameters
 
 Facts = dict[str, dict[str, Any]]
-"""What must be equal on all ranks, by parameter."""
+"""Properties that must be equal on all ranks, by parameter name."""
 
 _WIDTH = 1024
-"""Elements of a row in which a tensor's bits are summed."""
+"""Columns of the grid in which the bits of a tensor are summed."""
 _NAMED = 5
-"""Parameters that an error names."""
+"""Largest number of parameters that an error names."""
 _FORM = operator.attrgetter("shape", "dtype")
 _DTYPE = operator.attrgetter("dtype")
 _FORM_EVERY = 32
-"""Calls of `ParameterTracker.changed` between two that compare shapes, which hardly ever change."""
+"""`ParameterTracker.changed` compares shapes, which rarely change, once per so many calls."""
 
 
 class ReplicaCheck:
-    """Compares the weights of all ranks every so many steps; collective.
+    """Compares the weights of all ranks at regular intervals; collective.
 
-    A check reads each weight twice and sends 16 bytes a parameter. It warns about weights that differ by rounding
-    only, as they may on different kinds of processors. Larger differences are an error.
+    A check reads each weight twice and sends 16 bytes per parameter. It warns about weights that differ by rounding
+    only, as they may on different types of processors. Larger differences are an error.
 
     Args:
-        every: synchronized backward passes from one check to the next; 0 checks only when `run` is called.
+        every: synchronized backward passes between checks; 0 checks only when `run` is called.
         group: the ranks; None is the default group.
     """
 
@@ -51,13 +51,13 @@ class ReplicaCheck:
         self._warned = False
 
     def count(self, parameters: Mapping[str, Tensor]) -> None:
-        """Call after a synchronized backward pass, before the optimizer's step: checks the weights if that is due.
+        """Count a synchronized backward pass, before the optimizer's step, and check the weights if a check is due.
 
         Args:
-            parameters: by name; the same names on all ranks.
+            parameters: parameters by name; the same names on all ranks.
 
         Raises:
-            ExchangeError: on every rank, if weights differ.
+            ExchangeError: weights differ (raised on every rank).
         """
         if self._every and self._passes and self._passes % self._every == 0:
             self.run(parameters)
@@ -67,11 +67,12 @@ class ReplicaCheck:
         """Check the weights now.
 
         Raises:
-            ExchangeError: on every rank, if weights differ; it names parameters, ranks, and since when.
+            ExchangeError: weights differ (raised on every rank); the error names parameters, ranks and passes.
         """
         if not parameters:
             return
         sums = torch.stack([_bit_sum(parameter.detach()) for parameter in parameters.values()])
+        # The maximum of the negated sums is the negated minimum, so one all-reduce gives both.
         extremes = torch.cat([sums, -sums])
         dist.all_reduce(extremes, dist.ReduceOp.MAX, group=self._group)
         largest, smallest = extremes[: len(sums)], -extremes[len(sums) :]
@@ -101,7 +102,7 @@ class ReplicaCheck:
         ranks, others = self._deviating([suspects[name] for name in found])
         far = {rank for theirs in found.values() for rank in theirs}
         if others == 0:
-            ranks = [rank for rank in ranks if rank in far]  # the others differ by rounding
+            ranks = [rank for rank in ranks if rank in far]  # other ranks differ by rounding only
         shown = ", ".join(f"'{name}'" for name in list(found)[:_NAMED])
         more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
         raise ExchangeError(
@@ -112,17 +113,20 @@ class ReplicaCheck:
         )
 
     def _deviating(self, tensors: Sequence[Tensor]) -> tuple[list[int], int]:
-        """The ranks whose weights are not those of the majority, and the first rank of the majority.
+        """The ranks whose weights differ from the majority's, and the first rank of the majority.
 
-        Of equally large sets of ranks, the one with the lowest rank counts as the majority.
+        Among sets of ranks of equal size, the set with the lowest rank counts as the majority.
         """
         sums = [tuple(theirs) for theirs in gather_json([int(_bit_sum(tensor)) for tensor in tensors], self._group)]
-        common = max(sums, key=sums.count)  # `max` takes the first of equally frequent ones
+        common = max(sums, key=sums.count)  # `max` returns the first of equally frequent sums
         return [rank for rank, theirs in enumerate(sums) if theirs != common], sums.index(common)
 
 
 def _bit_sum(tensor: Tensor) -> Tensor:
-    """A number that depends on the bits of each element and on its position."""
+    """A number that depends on the bits and the position of each element.
+
+    Positions enter by row and column of a grid, so no temporary tensor of the size of ``tensor`` is needed.
+    """
     real = real_view(tensor)
     bits = real.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[real.itemsize]).reshape(-1)
     whole = bits.numel() // _WIDTH * _WIDTH
@@ -133,12 +137,12 @@ def _bit_sum(tensor: Tensor) -> Tensor:
 
 
 def _places(part: Tensor) -> Tensor:
-    """A weight for each position. Weights are odd, so that no bit is lost; sums may overflow, equally on all ranks."""
+    """A weight for each position. Odd weights lose no bit, and sums that overflow do so equally on all ranks."""
     return torch.arange(len(part), device=part.device) * 2654435762 + 1
 
 
 def _gap(tensor: Tensor, group: dist.ProcessGroup | None) -> float:
-    """The largest distance of an element from the group's first rank's, divided by the first rank's largest element."""
+    """The largest difference from the tensor of the group's first rank, relative to that tensor's largest element."""
     own = real_view(tensor).contiguous()
     first = own.clone()
     dist.broadcast(first, src=dist.get_global_rank(group, 0) if group is not None else 0, group=group)
@@ -150,14 +154,13 @@ def _gap(tensor: Tensor, group: dist.ProcessGroup | None) -> float:
 
 
 class ParameterTracker:
-    """Remembers the parameters of a module, and tells whether they have changed.
+    """Remembers the parameters of a module and detects changes.
 
-    `changed` is called in every step and takes some ten microseconds for a hundred parameters: it compares the entries
-    of the modules' dictionaries that it remembers. It compares shapes, which autograd does not let change, only now and
-    then.
+    `changed` runs in every step and takes about ten microseconds for a hundred parameters: it compares remembered
+    entries of the modules' dictionaries. It compares shapes, which autograd does not let change, only once in a while.
 
     Args:
-        module: whose parameters, in any submodule; not those that it tells DDP to ignore.
+        module: the module whose parameters are tracked, in all submodules, except those that DDP is told to ignore.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -169,7 +172,7 @@ class ParameterTracker:
         self.accept()
 
     def changed(self) -> bool:
-        """Whether parameters were added, removed, replaced, frozen, unfrozen, or got another shape or dtype."""
+        """Whether parameters were added, removed, replaced, frozen or unfrozen, or changed their shape or dtype."""
         if self._same():
             return False
         found = dict(shared_parameters(self._module))
@@ -179,7 +182,7 @@ class ParameterTracker:
             and list(map(_FORM, self._parameters)) == self._forms
         )
         if alike:
-            self._remember_places()  # submodules without parameters were added or removed
+            self._remember_places()  # only submodules without parameters were added or removed
             return False
         return True
 
@@ -190,12 +193,12 @@ class ParameterTracker:
         return [name for name in names if found.get(name) is not self._accepted.get(name)]
 
     def reformed(self) -> list[str]:
-        """Names of the parameters that got another shape or dtype."""
+        """Names of the parameters that changed their shape or dtype."""
         forms = dict(zip(map(id, self._parameters), self._forms, strict=True))
         return [name for name, parameter in self._accepted.items() if _FORM(parameter) != forms[id(parameter)]]
 
     def accept(self) -> None:
-        """Compare with the parameters as they are now from here on."""
+        """Take the current parameters as the reference for later comparisons."""
         found = dict(shared_parameters(self._module))
         if not self._identical(found):
             for name in self.replaced():
@@ -205,7 +208,7 @@ class ParameterTracker:
         self._remember_places()
 
     def facts(self) -> Facts:
-        """The parameters as they are now, in plain data."""
+        """Properties of the current parameters, as plain data."""
         replaced = set(self.replaced())
         return {
             name: {
@@ -219,18 +222,18 @@ class ParameterTracker:
         }
 
     def digest(self) -> int:
-        """A number of 63 bits that is equal on two ranks if their `facts` are."""
+        """A 63-bit digest of `facts`."""
         found = dict(shared_parameters(self._module))
         if not self._identical(found):
             return _digest(self.facts())
-        # A script that freezes parameters in turn comes back to the same few combinations.
+        # Cached, because a script that freezes parameters in turn returns to the same few combinations.
         state = tuple((parameter.requires_grad, *_FORM(parameter)) for parameter in found.values())
         if state not in self._digests:
             self._digests[state] = _digest(self.facts())
         return self._digests[state]
 
     def _same(self) -> bool:
-        """Whether all is as `accept` found it. `map` keeps these loops out of the interpreter."""
+        """Whether nothing has changed since `accept`. `map` keeps these loops out of the interpreter."""
         self._looks += 1
         return (
             list(map(len, self._containers)) == self._sizes
@@ -247,7 +250,7 @@ class ParameterTracker:
 
     def _remember_places(self) -> None:
         modules = list(self._module.modules())
-        # Compiled TorchScript modules, which cannot change, have no dictionaries.
+        # TorchScript modules have no such dictionaries. They cannot change either.
         self._containers: list[dict[str, Any]] = [
             own for module in modules for own in (module._parameters, module._modules) if isinstance(own, dict)
         ]
@@ -263,10 +266,10 @@ class ParameterTracker:
 
 
 def difference(facts: Sequence[Facts]) -> str:
-    """The first difference between ranks; empty if there is none.
+    """A description of the first difference between ranks; empty if there is none.
 
     Args:
-        facts: of every rank, in rank order.
+        facts: the facts of every rank, in rank order.
     """
     for rank, theirs in enumerate(facts):
         for name in [*facts[0], *(name for name in theirs if name not in facts[0])]:

@@ -1,4 +1,4 @@
-"""What an engine allocates once: memory, exchanges and connections of one rank for a schedule."""
+"""Memory, exchanges and connections that an engine allocates once, for one rank and one schedule."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ from lightning_autosync.plan.schedule import (
 )
 
 _ROUNDS = 2
-"""Channels a message: PowerSGD's two rounds need one each."""
+"""Channels per message: each of PowerSGD's two rounds needs its own."""
 
 
 class Resources:
-    """Allocates all that an engine needs, collectively, and gives it back. Args and errors are those of `Engine`.
+    """Allocates and releases the resources of an engine; collective. Arguments and errors are those of `Engine`.
 
     Attributes:
-        gradients: those of each message, in schedule order.
-        compressor_state: what the messages' compressors keep from step to step.
+        gradients: the gradients of each message, in schedule order.
+        compressor_state: state that the messages' compressors keep from step to step.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class Resources:
         self._closing.close()
 
     def _check_equal(self, schedule: Schedule) -> None:
-        """Refuse, on every rank, to run with schedules that differ."""
+        """Raise on every rank if schedules differ."""
         fingerprints = gather_json(schedule.fingerprint, self._group)
         if schedule.world_size != len(fingerprints):
             raise PlanError(
@@ -120,7 +120,7 @@ class Resources:
                 )
 
     def _open_transport(self, schedule: Schedule, cluster: ClusterSpec | None, address: str | None) -> None:
-        """Connections along the trees of all messages, if any travel on trees."""
+        """Connect the neighbours on the trees of all messages, if there are trees."""
         if not any(message.on_trees for message in schedule.messages):
             return
         sockets = connect_pairs(schedule.tree_edges(), self._group, address, self._connect_timeout)
@@ -133,7 +133,7 @@ class Resources:
         self._closing.callback(self._transport.close)
 
     def _open_shared_memory(self, schedule: Schedule) -> None:
-        """Memory for all messages that are summed in it, one after the other, if any are."""
+        """Allocate shared memory for all messages that are summed in it, if there are any."""
         shared = [message for message in schedule.messages if message.in_shared_memory]
         if shared:
             sizes = {one.index: one.rounds[0].length * getattr(torch, one.dtype).itemsize for one in shared}
@@ -166,7 +166,7 @@ class Resources:
         return exchange
 
     def _round(self, message: Message, number: int, buffer: Tensor) -> Exchange:
-        """The exchange of one round of a dense message; all transfers of a round are of one kind."""
+        """The exchange of one round of a dense message; all transfers of a round have the same type."""
         transfers = message.rounds[number].transfers
         exchange: Exchange
         if all(isinstance(transfer, AllReduce) for transfer in transfers):
@@ -191,6 +191,7 @@ class Resources:
     def _tree_round(self, message: Message, number: int, buffer: Tensor) -> Exchange:
         assert self._transport is not None
         staged = buffer.device.type != "cpu"
+        # Only copies to and from pinned memory run asynchronously.
         host = torch.zeros_like(buffer, device="cpu", pin_memory=True) if staged else buffer
         channel = _ROUNDS * message.index + number
         exchange = TreeExchange(
@@ -200,6 +201,7 @@ class Resources:
         if not staged:
             return exchange
         if self._copies is None:
+            # One thread for all messages: it starts exchanges in the order in which backward issues their copies.
             self._copies = ThreadPoolExecutor(max_workers=1, thread_name_prefix="autosync-copies")
         return StagedExchange(exchange, self._copies, buffer, host)
 
@@ -219,7 +221,7 @@ class Resources:
 
 
 def _check_parameters(message: Message, parameters: Mapping[str, nn.Parameter]) -> None:
-    """Refuse a message whose parameters are not there, or of another type, or on several devices."""
+    """Raise if parameters of a message are missing, have another dtype, or are on different devices."""
     where = f"schedule: message '{message.name}'"
     for name in message.variables:
         if name not in parameters:

@@ -1,4 +1,4 @@
-"""The job's secret, with which its processes authenticate: from the environment, a file, or the process group."""
+"""The secret by which processes of a job authenticate: from the environment, a file, or the process group."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from lightning_autosync.engine.collectives import gather_json
 from lightning_autosync.errors import ExchangeError
 
 SECRET, SECRET_FILE = "AUTOSYNC_SECRET", "AUTOSYNC_SECRET_FILE"
-"""Environment variables: the secret itself, or the name of a file that holds it."""
+"""Environment variables: the secret itself, and the name of a file with the secret."""
 _SHORTEST, _LONGEST = 16, 4096
-"""Bytes. A short one could be guessed from recorded handshakes."""
+"""Bytes. A shorter secret could be guessed from recorded handshakes."""
 
 
 def given_secret() -> bytes | None:
-    """The secret that the launcher gave; None if it gave none.
+    """The secret that the launcher set; None if it set none.
 
     Raises:
-        ExchangeError: it is too short or too long; or its file cannot be read, or others can read it.
+        ExchangeError: the secret is too short or too long, or its file cannot be read, or is open to other users.
     """
     text, file = os.environ.get(SECRET, ""), os.environ.get(SECRET_FILE, "")
     if text and file:
@@ -40,10 +40,10 @@ def given_secret() -> bytes | None:
 
 
 def required_secret(why: str) -> bytes:
-    """As `given_secret`, where there must be one.
+    """Like `given_secret`, but a missing secret is an error.
 
     Raises:
-        ExchangeError: there is none; ``why`` says who needs it.
+        ExchangeError: there is no secret; the error begins with ``why``.
     """
     found = given_secret()
     if found is None:
@@ -55,14 +55,14 @@ def required_secret(why: str) -> bytes:
 
 
 def common_secret(group: dist.ProcessGroup | None = None, required: str = "") -> bytes:
-    """The launcher's secret, or one that rank 0 draws and hands out over the process group; collective.
+    """The launcher's secret, or else one that rank 0 draws and sends over the process group; collective.
 
     Args:
         group: the ranks; None is the default group.
-        required: why the launcher must give one, if it must.
+        required: reason why the launcher must set a secret; empty if it need not.
 
     Raises:
-        ExchangeError: on every rank if one was given another or none, or cannot read its own.
+        ExchangeError: some rank has a different secret, none, or cannot read it (raised on every rank).
     """
     own, fault = None, ""
     try:
@@ -83,21 +83,21 @@ def common_secret(group: dist.ProcessGroup | None = None, required: str = "") ->
 
 
 def seal(secret: bytes, what: str, text: str) -> str:
-    """``text`` with an HMAC of the secret, for a place that others can write to.
+    """``text`` with its HMAC, for a place that others can write to.
 
     Args:
-        secret: the job's.
-        what: names the place; text that is sealed for another place is refused there.
-        text: what to seal.
+        secret: the job's secret.
+        what: name of the place; `unseal` refuses text that was sealed for another place.
+        text: the text to seal.
     """
     return f"{_mark(secret, what, text)} {text}"
 
 
 def unseal(secret: bytes, what: str, sealed: str) -> str:
-    """The text that was sealed.
+    """The text that `seal` sealed.
 
     Raises:
-        ExchangeError: it was sealed with another secret, or for another place.
+        ExchangeError: the text was sealed with another secret or for another place.
     """
     mark, _, text = sealed.partition(" ")
     if not hmac.compare_digest(mark.encode(), _mark(secret, what, text).encode()):
@@ -122,6 +122,7 @@ def _read(file: str) -> bytes:
                     f"{SECRET_FILE}={file}: others may read or write it (mode {stat.S_IMODE(mode):04o}); allowed: its "
                     "owner only, as after `chmod 600`"
                 )
+            # Two bytes more: room for a line end, and enough to notice a secret that is too long.
             return opened.read(_LONGEST + 2).strip()
     except OSError as cause:
         raise ExchangeError(f"{SECRET_FILE}={file}: {cause.strerror}") from None

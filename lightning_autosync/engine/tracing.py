@@ -1,4 +1,4 @@
-"""When the messages of a step were ready, started and completed on this rank."""
+"""Times at which the messages of a step were ready, started and completed on this rank."""
 
 from __future__ import annotations
 
@@ -10,17 +10,16 @@ Times = tuple[float | None, ...]
 
 @dataclass(frozen=True)
 class StepTrace:
-    """One step on one rank; seconds from its beginning.
+    """One step on one rank. All times are seconds from the beginning of the step.
 
     Attributes:
-        forward: end of the forward pass, or the first gradient if nobody marked it.
+        forward: end of the forward pass; if the caller did not mark it, the time of the first gradient.
         backward: end of the backward pass.
-        synchronized: when all gradients held their means.
-        end: of the step.
-        ready: for each message of the schedule, when its last gradient was packed; None if it did not come in backward.
-        started: for each message, when it was handed to the transport or the backend; None if it took no part.
-        completed: for each message, when this rank had the sum. Exchanges that do not tell have the time at which the
-            engine had waited for them.
+        synchronized: time at which all gradients held their means.
+        end: end of the step.
+        ready: time at which the last gradient was packed, by message in schedule order; None if some never arrived.
+        started: time at which the message was handed to the transport or the backend; None if it took no part.
+        completed: time at which this rank had the sum, or the end of the engine's wait if the exchange reports no time.
     """
 
     forward: float
@@ -33,12 +32,13 @@ class StepTrace:
 
 
 class Recorder:
-    """Takes the times of one step after another; `Engine.trace` connects it.
+    """Records the times of one step after another; `Engine.trace` connects it.
 
-    The caller marks where a step begins and ends, and may mark where its forward pass ends; the engine does the rest.
+    The caller marks the beginning and end of each step, and may mark the end of the forward pass. The engine marks the
+    rest.
 
     Args:
-        messages: how many the schedule has.
+        messages: number of messages in the schedule.
     """
 
     def __init__(self, messages: int) -> None:
@@ -46,7 +46,7 @@ class Recorder:
         self.begin()
 
     def begin(self) -> None:
-        """A step begins."""
+        """Begin a step."""
         self._ready: list[float | None] = [None] * self._count
         self._started: list[float | None] = [None] * self._count
         self._completed: list[float | None] = [None] * self._count
@@ -55,7 +55,7 @@ class Recorder:
         self._origin = time.perf_counter()
 
     def end(self) -> StepTrace:
-        """The step has ended."""
+        """End the step; returns its times."""
         end = self._now()
         return StepTrace(
             forward=self._forward or 0.0,
@@ -68,7 +68,7 @@ class Recorder:
         )
 
     def end_forward(self) -> None:
-        """The forward pass has ended; later calls in the same step change nothing."""
+        """Mark the end of the forward pass; later calls in the same step have no effect."""
         if self._forward is None:
             self._forward = self._now()
 
@@ -76,23 +76,23 @@ class Recorder:
         self._backward = self._now()
 
     def end_synchronization(self) -> None:
-        """Every gradient holds its mean."""
+        """Mark the time at which every gradient holds its mean."""
         self._synchronized = self._now()
 
     def ready(self, message: int) -> None:
-        """The last gradient of a message is packed."""
+        """Mark the time at which the last gradient of a message is packed."""
         self._ready[message] = self._now()
 
     def start(self, message: int) -> None:
-        """A message is handed to the transport or the backend."""
+        """Mark the time at which a message is handed to the transport or the backend."""
         self._started[message] = self._now()
 
     def complete(self, message: int) -> None:
-        """A part of a message's sum is there; the last part counts. Called on any thread."""
+        """Mark a completed part of a message's sum, on any thread; the last part counts."""
         self._completed[message] = self._now()
 
     def finish(self, message: int) -> None:
-        """The engine has waited for a message; counts if its exchange does not call `complete`."""
+        """Mark the end of the engine's wait for a message; it counts if the exchange does not call `complete`."""
         if self._completed[message] is None:
             self._completed[message] = self._now()
 

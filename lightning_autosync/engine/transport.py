@@ -1,8 +1,8 @@
-"""Frames between pairs of ranks, moved by one thread.
+"""Frames between pairs of ranks, moved by one thread per process.
 
-Collectives run in one order and block on their slowest member. Trees need many messages under way, each piece forwarded
-as soon as it is complete, urgent ones first. So frames travel over plain non-blocking sockets. One thread a process
-receives, reduces and forwards them while backward computes.
+Collectives run in a fixed order and block on their slowest member. Trees need many messages in flight, and each piece
+is forwarded as soon as it is complete, urgent ones first. Frames therefore travel over plain non-blocking sockets. One
+thread receives, reduces and forwards them while backward computes.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from lightning_autosync.errors import ExchangeError
 
 _HEADER = struct.Struct("<IIIIIQ")
 _TURN = 512 * 1024
-"""Bytes that one peer may be sent before the others get their turn."""
+"""Bytes sent to one peer before the other peers get their turn."""
 _CLOSING_TIMEOUT = 5.0
-"""Seconds, at most, in which closing sends the last frames."""
+"""Longest time in seconds that closing takes to send the last frames."""
 UP, DOWN, LEAVE = 0, 1, 2
-"""Phases of a frame: towards the root, away from it; or a rank's last frame, with its last complete step."""
+"""Phases of a frame: towards the root, away from the root, and a rank's last frame, with its last complete step."""
 
 
 class Frame(NamedTuple):
-    """What a frame carries: a piece of a transfer of an exchange, up or down its tree, in one of its steps."""
+    """The header of a frame, which carries one piece of a transfer up or down its tree; ``size`` is in bytes."""
 
     channel: int
     step: int
@@ -45,19 +45,19 @@ class Frame(NamedTuple):
 
 
 class Receiver(Protocol):
-    """What the transport needs of an exchange. All methods run on the transport's thread."""
+    """The part of an exchange that the transport calls. All methods run on the transport's thread."""
 
     def destination(self, peer: int, frame: Frame) -> memoryview:
-        """Where the frame's bytes go; exactly ``frame.size`` of them."""
+        """The memory for the frame's payload, exactly ``frame.size`` bytes."""
 
     def arrived(self, peer: int, frame: Frame) -> None:
-        """The frame's bytes are in place."""
+        """Called when the frame's payload is in place."""
 
     def failed(self, error: ExchangeError) -> None:
-        """No further frame will come."""
+        """Called when no further frame will come."""
 
     def left(self, peer: int, step: int) -> None:
-        """A peer takes part in no step after ``step``."""
+        """Called when a peer leaves; ``step`` is the last step in which it takes part."""
 
     @property
     def completed(self) -> int:
@@ -72,7 +72,7 @@ class _Outgoing:
 
 
 class _Peer:
-    """One connection: an outbox by urgency, and the frame that is coming in."""
+    """One connection, with an outbox sorted by urgency and the frame that is being received."""
 
     def __init__(self, rank: int, connection: socket.socket) -> None:
         self.rank = rank
@@ -87,7 +87,7 @@ class _Peer:
 
     @property
     def idle(self) -> bool:
-        """Whether the kernel has taken all that was queued."""
+        """Whether the kernel has accepted all queued frames."""
         return self.outgoing is None and not self.outbox
 
 
@@ -96,8 +96,8 @@ class Transport:
 
     Args:
         sockets: connected stream sockets by peer rank; the transport owns them from now on.
-        rates: bytes/s that the route to each peer carries, where known (see `tune_connection`).
-        paces: payload bytes/s beyond which not to send to a peer, where there is such a limit (see `pacing_rates`).
+        rates: bytes/s of the route to each peer, where known (see `tune_connection`).
+        paces: limits on the payload bytes/s sent to a peer (see `pacing_rates`); peers without a limit are left out.
     """
 
     def __init__(
@@ -123,15 +123,15 @@ class Transport:
             self._selector.register(peer.socket, selectors.EVENT_READ, peer)
         self._thread = threading.Thread(target=self._serve, name="autosync-transport", daemon=True)
         self._thread.start()
-        # A script may end without closing the engine; peers that are a little behind still need the queued frames.
+        # A script may end without closing the engine, but peers that lag behind still need the queued frames.
         atexit.register(self.close)
 
     def register(self, channel: int, receiver: Receiver) -> None:
-        """Give a channel's frames to a receiver; before any peer may send to it."""
+        """Deliver a channel's frames to ``receiver``. Call this before any peer may send on the channel."""
         self._receivers[channel] = receiver
 
     def submit(self, call: Callable[[], None]) -> None:
-        """Run ``call`` on the transport's thread; callable from any thread."""
+        """Run ``call`` on the transport's thread. Call this from any thread."""
         self._calls.append(call)
         self._wake.send(b"\0")
 
@@ -143,10 +143,14 @@ class Transport:
         urgency: tuple[float, ...],
         sent: Callable[[], None] | None = None,
     ) -> None:
-        """Queue a frame; the lowest ``urgency`` goes first. On the transport's thread only.
+        """Queue a frame; frames with the lowest ``urgency`` leave first. Call this on the transport's thread only.
 
-        ``payload`` must stay as it is until ``sent`` is called.
+        ``payload`` must not change until ``sent`` is called.
+
+        Raises:
+            ExchangeError: the connection to ``peer`` is closed.
         """
+        # The counter keeps frames of equal urgency in order.
         self._counter += 1
         header = memoryview(_HEADER.pack(*frame))
         if peer not in self._peers:
@@ -159,13 +163,13 @@ class Transport:
 
     @property
     def error(self) -> ExchangeError | None:
-        """Why the transport is broken, if it is."""
+        """The error that broke the transport; None while it works."""
         return self._error
 
     def close(self) -> None:
-        """Send what is queued, tell the peers that this rank leaves, stop the thread and close all connections.
+        """Send queued frames, tell the peers that this rank leaves, stop the thread and close all connections.
 
-        Peers can still complete exchanges that this rank has completed.
+        Peers can still complete the exchanges that this rank has completed.
         """
         atexit.unregister(self.close)
         if self._closing:
@@ -186,6 +190,7 @@ class Transport:
             except ExchangeError as error:
                 self._fail(error)
             except Exception as cause:
+                # Any other error must reach the main thread too, which would otherwise wait until its timeout.
                 self._fail(ExchangeError(f"the exchange broke: {cause}\n{traceback.format_exc()}"))
             if self._closing and deadline == math.inf:
                 deadline = time.monotonic() + _CLOSING_TIMEOUT
@@ -196,7 +201,7 @@ class Transport:
     def _handle(self, peer: _Peer | None, events: int) -> None:
         if peer is None:
             self._run_calls()
-        elif peer.rank in self._peers:
+        elif peer.rank in self._peers:  # an earlier event of the same select call may have dropped the peer
             if events & selectors.EVENT_READ:
                 try:
                     self._read(peer)
@@ -223,14 +228,14 @@ class Transport:
             self._calls.popleft()()
 
     def _flush(self) -> None:
-        """Write to each peer what was queued for it in this round, the most urgent first."""
+        """Write to the peers that have new frames. Only once per round, so that urgent frames overtake others."""
         while self._unwritten:
             _, peer = self._unwritten.popitem()
             if peer.rank in self._peers:
                 self._write(peer)
 
     def _read(self, peer: _Peer) -> None:
-        # A few frames at most before the others get their turn.
+        # At most a few frames, then other peers get their turn.
         for _ in range(8):
             try:
                 count = peer.socket.recv_into(peer.pending)
@@ -248,7 +253,7 @@ class Transport:
                 self._deliver(peer)
 
     def _open(self, peer: _Peer, frame: Frame) -> None:
-        """A header is in: find out where its payload goes."""
+        """Choose the memory for the payload after a header has arrived."""
         peer.frame = frame
         receiver = self._receivers.get(frame.channel)
         if receiver is None:
@@ -257,7 +262,7 @@ class Transport:
             peer.pending = receiver.destination(peer.rank, frame)
 
     def _deliver(self, peer: _Peer) -> None:
-        """A frame is complete."""
+        """Pass a complete frame to its receiver."""
         assert peer.frame is not None
         frame, peer.frame = peer.frame, None
         peer.pending = memoryview(peer.header)
@@ -308,7 +313,7 @@ class Transport:
         self._fail(ExchangeError(f"lost the connection to rank {peer.rank}: {why}"))
 
     def _fail(self, error: ExchangeError) -> None:
-        """Give up: no exchange can complete any more. The other ranks learn it from lost connections."""
+        """Fail all exchanges. Other ranks notice by their lost connections."""
         self._error = self._error or error
         for peer in list(self._peers.values()):
             self._drop(peer)

@@ -1,7 +1,7 @@
-"""Waiting for other ranks, in short slices: between two of them a monitor tells whether a rank is lost.
+"""Waits for other ranks in short slices. Between slices, a monitor checks whether a rank is lost.
 
-A backend whose peer is gone reports an address, or nothing until its time-out. While a monitor is active, waits of this
-package and ``wait`` of torch's collective works ask it, and errors name the rank at fault.
+A backend whose peer is gone reports an address, or nothing until its timeout. While a monitor is active, waits of this
+package and ``wait`` of torch's collective works ask it, so that errors name the rank at fault.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from torch._C._distributed_c10d import OpType  # type: ignore[attr-defined]
 from lightning_autosync.errors import ExchangeError, PeerLost
 
 SLICE = 0.2
-"""Seconds of waiting after which the monitor is asked. Python handles signals between two slices too."""
+"""Seconds per slice. Python also handles signals between slices."""
 ANSWER_TIMEOUT = 2.0
-"""Seconds, at most, in which a live rank answers."""
+"""Longest time in seconds that a live rank takes to answer."""
 
 
 class Monitor(ABC):
@@ -31,7 +31,7 @@ class Monitor(ABC):
 
     Attributes:
         timeout: seconds that ranks wait for each other.
-        answer_timeout: seconds in which a live rank answers; so long before the time-out, `prepare` is called.
+        answer_timeout: seconds in which a live rank answers; `prepare` is called that long before the timeout.
     """
 
     timeout: float
@@ -39,41 +39,41 @@ class Monitor(ABC):
 
     @abstractmethod
     def check(self) -> None:
-        """Call now and then while waiting.
+        """Check for lost ranks; waits call this after each slice.
 
         Raises:
-            ExchangeError: a rank is lost, or this one has to end.
+            ExchangeError: a rank is lost, or this rank must end.
         """
 
     @abstractmethod
     def explain(self, cause: str, late: bool = False) -> ExchangeError:
-        """The error to raise after a failed exchange. It names the rank at fault, if one is known.
+        """The error to raise after a failed exchange. It names the rank at fault, if that is known.
 
         Args:
-            cause: what this rank saw.
-            late: whether this rank waited until its time-out.
+            cause: the failure that this rank saw.
+            late: whether this rank waited until its timeout.
         """
 
     def waiting(self) -> AbstractContextManager[None]:
-        """Around a wait for other ranks."""
+        """A context manager around each wait for other ranks."""
         return nullcontext()
 
     def prepare(self) -> None:  # noqa: B027 - not every monitor can ask other ranks
-        """The time-out is near: ask the other ranks now, so that the answer is known when it is over."""
+        """Ask the other ranks shortly before the timeout, so that the answer is known when it is over."""
 
     def announce(self, error: BaseException) -> None:  # noqa: B027 - as before
         """Tell all ranks that this one ends with ``error``."""
 
 
 _monitors: list[Monitor] = []
-"""The active ones; waits ask the last."""
+"""Active monitors; waits ask the last one."""
 _SLICE = timedelta(seconds=SLICE)
 _POINT_TO_POINT = {int(kind) for kind in (OpType.SEND, OpType.RECV, OpType.RECVANYSOURCE)}
-"""Works that cannot be asked whether they are complete."""
+"""Types of works that do not support waits in slices."""
 _SOURCE_LINE = re.compile(r"^\[\S+\] ")
-"""Where in its own source a backend found an error."""
+"""The position in the backend's source with which its errors begin."""
 _NOT_YET = "Operation timed out!"
-"""What a work's ``wait`` says when the time that it was given is over."""
+"""Text of the error of a work's ``wait`` when its timeout is over."""
 _torch_wait = dist.Work.wait
 
 
@@ -84,7 +84,7 @@ def activate(monitor: Monitor) -> None:
 
 
 def deactivate(monitor: Monitor) -> None:
-    """Undo `activate`; nothing if it was undone before."""
+    """Undo `activate`; a second call has no effect."""
     if monitor in _monitors:
         _monitors.remove(monitor)
     _patch_works()
@@ -92,7 +92,7 @@ def deactivate(monitor: Monitor) -> None:
 
 @contextmanager
 def monitored_by(monitor: Monitor) -> Iterator[None]:
-    """Inside, all waits of this process ask ``monitor``."""
+    """Within the context, all waits of this process ask ``monitor``."""
     activate(monitor)
     try:
         yield
@@ -101,13 +101,13 @@ def monitored_by(monitor: Monitor) -> Iterator[None]:
 
 
 def wait_for_ranks(ready: Callable[[float], bool], what: str, timeout: float, raises_late: bool = False) -> None:
-    """Wait for other ranks.
+    """Wait for other ranks until ``ready`` returns True.
 
     Args:
-        ready: waits for so many seconds at most; returns whether what is waited for is there.
-        what: what errors call it.
+        ready: waits for at most the given number of seconds; returns whether the wait is over.
+        what: name of the awaited event in errors.
         timeout: seconds to wait.
-        raises_late: whether ``ready`` itself raises after its own time-out, which may be longer.
+        raises_late: whether ``ready`` itself raises after its own timeout, which may be longer.
 
     Raises:
         ExchangeError: a rank is lost, or did not answer in ``timeout`` seconds. The error names the rank at fault.
@@ -142,21 +142,21 @@ def explained(cause: BaseException | str, late: bool = False) -> ExchangeError:
 
 
 def announce(error: BaseException) -> None:
-    """Tell the other ranks, where a monitor can, that this rank ends with ``error``."""
+    """Tell the other ranks that this rank ends with ``error``, if a monitor is active."""
     if _monitors:
         _monitors[-1].announce(error)
 
 
 def _patch_works() -> None:
-    """While a monitor is active, ``wait`` of torch's works waits in slices."""
+    """Replace ``wait`` of torch's works with `_wait` while a monitor is active."""
     patched = _monitors and _can_wait_in_slices()
     dist.Work.wait = _wait if patched else _torch_wait  # type: ignore[method-assign, assignment]
 
 
 def _can_wait_in_slices() -> bool:
-    """Whether the default group's works allow it.
+    """Whether works of the default group support waits in slices.
 
-    Gloo's do. With NCCL, a wait that has a time-out blocks the process, and aborts the group when the time is over.
+    Gloo's works do. With NCCL, a wait with a timeout blocks the process, and aborts the group when the time is over.
     """
     if not dist.is_initialized():
         return True
@@ -164,7 +164,7 @@ def _can_wait_in_slices() -> bool:
 
 
 def _wait(work: Any, *arguments: Any, **options: Any) -> Any:
-    """In place of ``torch.distributed.Work.wait``."""
+    """Replaces ``torch.distributed.Work.wait``. Waits to which the caller gave a timeout stay as they are."""
     if arguments or options or not _monitors or work._get_op_type() in _POINT_TO_POINT:
         return _torch_wait(work, *arguments, **options)
     slices = 0
@@ -173,7 +173,7 @@ def _wait(work: Any, *arguments: Any, **options: Any) -> Any:
         nonlocal slices
         slices += 1
         try:
-            # Some kinds of works can only be asked by a wait that has a time-out.
+            # Some types of works report completion only through a wait with a timeout.
             _torch_wait(work, _SLICE if seconds == SLICE else timedelta(seconds=seconds))
         except RuntimeError as cause:
             if _NOT_YET not in str(cause):
@@ -187,6 +187,7 @@ def _wait(work: Any, *arguments: Any, **options: Any) -> Any:
     except ExchangeError:
         raise
     except RuntimeError as cause:
+        # Backends word their timeouts differently, so the time waited also counts.
         late = "imed out" in str(cause) or slices * SLICE > 0.9 * timeout
         reason = _SOURCE_LINE.sub("", str(cause).splitlines()[0])
         raise explained(f"a collective call failed: {reason}", late) from cause

@@ -1,3 +1,3 @@
-"""Synchronization without lock-step: messages between live processes, group averages, lost and returning peers."""
+"""Relaxed synchronization: messages between live processes, averages of groups, and peers that are lost and return."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A worker that averages its model with groups: the base of partial reduce and periodic averaging."""
+"""A worker that averages its model within groups: the base of partial reduce and periodic averaging."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from lightning_autosync.relaxed.transport.messages import as_bytes, payload_size
 from lightning_autosync.relaxed.transport.payload import Packed, pack
 
 ATTEMPTS = 20
-"""Groups that may break one after another before a worker gives up."""
+"""Number of groups that may break in a row before a worker gives up."""
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.01, 1.0
-"""Seconds before asking for another group: they double from one broken group to the next, for the others may need to
-find out who is lost."""
+"""Seconds before a request for another group. The pause doubles after each broken group, because the other workers may
+need time to notice who is lost."""
 
 _MODEL = "worker.model"
 
@@ -43,10 +43,10 @@ class Group(NamedTuple):
     """Workers that averaged together.
 
     Attributes:
-        generation: the group's number.
+        generation: number of the group.
         members: ranks, ascending.
-        bridging: whether it had to connect workers that were apart.
-        active: workers that took part in training when it was formed; 0 at a barrier.
+        bridging: whether the group had to connect workers that shared no recent groups (see `IsolationGuard`).
+        active: number of workers in training when the group was formed; 0 at a barrier.
     """
 
     generation: int
@@ -56,27 +56,27 @@ class Group(NamedTuple):
 
 
 class AveragingWorker(Synchronizer):
-    """A worker that averages its model with groups which rank 0's controller forms.
+    """A worker that averages its model within groups that rank 0's controller forms.
 
-    A group breaks if a member is lost. Whoever could not finish its average keeps its own model and asks for another
-    group; a member that had everything by then keeps the average, for to agree on it would cost every group a round of
-    messages. Only at a barrier (:meth:`drain`), and wherever all must stay in step (periodic averaging), have all
-    members committed an average or none.
+    A group breaks if a member is lost. Members without the complete average keep their own model and ask for another
+    group. Members that already have the average keep it: agreement would cost every group another round of messages.
+    Averages are atomic (all members commit or none does) only at a barrier (:meth:`drain`) and in periodic averaging,
+    where all workers must stay in step.
 
-    A worker that comes back takes the model of one that waits, and goes on from that one's optimizer: its running
-    averages and step counts, with the own hyperparameters.
+    A worker that returns takes the model of a waiting worker and the state of that worker's optimizer (running averages
+    and step counts). It keeps its own hyperparameters.
 
     Args:
-        mesh: connects the workers, which are its first ranks; stays the caller's.
+        mesh: the mesh, whose first ranks are the workers; owned by the caller.
         model: this worker's tensors, changed in place.
-        coordinator: made by rank 0 only.
+        coordinator: the coordinator on rank 0; None on other ranks.
         timeout: seconds to wait for other workers, at a barrier or for a group.
-        stall: seconds without progress after which a group's average is given up.
-        momentum: whether the optimizer's running averages are averaged wherever the parameters are; at a barrier by
-            those who have made a step.
+        stall: seconds without progress after which a group's average fails.
+        momentum: whether the optimizer's running averages are averaged together with the parameters; at a barrier only
+            those of workers that have made a step count.
 
     Attributes:
-        group: the last one of this worker; None before the first.
+        group: the last group of this worker; None before the first.
     """
 
     def __init__(
@@ -92,13 +92,13 @@ class AveragingWorker(Synchronizer):
             raise ExchangeError(f"rank {RANK}, and no other, has the coordinator")
         self._mesh, self._model, self._timeout = mesh, model, timeout
         self._average = GroupAverage(mesh, stall)
-        # Whoever waits at a barrier learns from the controller who did not come; its own time-out is the last resort.
+        # The controller names the ranks that do not come. This longer timeout is only for a silent controller.
         self._client = ControllerClient(mesh, timeout + stall)
         self._controller = Controller(mesh, coordinator) if coordinator is not None else None
         self.group: Group | None = None
         self._averages_momentum = momentum
         self._optimizer: Optimizer | None = None
-        """Of the last step."""
+        """The optimizer of the last step."""
         self._donated: DonatedOptimizer | None = None
         self._iteration = 0
         self._samples = 0
@@ -169,37 +169,36 @@ class AveragingWorker(Synchronizer):
         if self._closed:
             return
         self._closed = True
-        with suppress(ExchangeError):  # if nobody is left to be told
+        with suppress(ExchangeError):  # rank 0 may have closed already
             self._client.send("leave")
         if self._controller is not None:
             self._controller.close()
         self._average.close()
 
-    # What periodic averaging has beside a partial reduce
+    # Hooks for periodic averaging; partial reduce needs none of them
 
     def _drained_state(self) -> list[Tensor]:
-        """Tensors beside the model that a barrier averages."""
+        """Tensors that a barrier averages in addition to the model."""
         return []
 
     def _after_drain(self) -> None:
-        """The model is the common one now."""
+        """Called when the model is the common average of a barrier."""
 
     def _own_state(self) -> dict[str, Any]:
-        """Entries of :meth:`state_dict`."""
+        """Additional entries of :meth:`state_dict`."""
         return {}
 
     def _load_own_state(self, state: dict[str, Any]) -> None:
-        """Take what :meth:`_own_state` returned."""
+        """Load the entries that :meth:`_own_state` returned."""
 
     def _rejoin_state(self, steps_back: int) -> tuple[dict[str, Any], list[Tensor]]:
-        """What a worker that comes back needs beside the model: JSON data as of some steps ago, and tensors.
-
-        It has tensors of the same shapes.
+        """State that a returning worker needs in addition to the model: JSON data as of ``steps_back`` steps ago, and
+        tensors, whose shapes are the same on all workers.
         """
         return {}, []
 
     def _load_rejoin_state(self, facts: dict[str, Any]) -> None:
-        """Take the JSON data of :meth:`_rejoin_state`; the tensors are there already."""
+        """Load the JSON data of :meth:`_rejoin_state`; its tensors are already loaded."""
 
     # Local steps
 
@@ -214,13 +213,13 @@ class AveragingWorker(Synchronizer):
         self._samples += samples
 
     def _momentum_facts(self, parameters: Sequence[Tensor]) -> dict[str, Any]:
-        """What a request says of the optimizer's averages: their names, if they are averaged."""
+        """Fields of a request about the optimizer's running averages: their names, if they are averaged."""
         if not self._averages_momentum:
             return {}
         return {"averages": optimizer_averages(self._optimizer, parameters) if self._optimizer else []}
 
     def _momenta(self, parameters: Sequence[Tensor], names: Sequence[str]) -> list[Tensor | int]:
-        """The optimizer's averages of these names; before the first step, their numbers of elements."""
+        """The optimizer's running averages with these names; before the first step, their numbers of elements."""
         if self._optimizer is not None:
             return optimizer_slots(self._optimizer, parameters, names)
         sizes: list[Tensor | int] = [*FlatView(parameters).sizes]
@@ -234,11 +233,16 @@ class AveragingWorker(Synchronizer):
         """Ask for a group and average with it; ask again if the group breaks.
 
         Args:
-            kind: of the request.
-            elements: of that, or of the part that all must have alike.
+            kind: kind of the request, ``ready`` or ``arrive``.
+            elements: number of elements that must be equal on all members.
+            flat_for: makes the flat buffer to average, from the group's header.
+            **facts: further fields of the request.
 
         Returns:
-            The group, and the average in memory that lasts until the next call.
+            The header of the group, and the average, in memory that the next call reuses.
+
+        Raises:
+            ExchangeError: too many groups broke in a row, or the controller stopped or is lost.
         """
         for attempt in range(ATTEMPTS):
             if attempt:
@@ -251,7 +255,12 @@ class AveragingWorker(Synchronizer):
         raise ExchangeError(f"{ATTEMPTS} groups broke one after another; the last had ranks {group['members']}")
 
     def _await_group(self, steps_back: int) -> dict[str, Any]:
-        """Wait for the group. A worker that comes back meanwhile gets this model as of ``steps_back`` steps ago."""
+        """Wait for the group; returns its header. Meanwhile, give this worker's model to workers that return.
+
+        Args:
+            steps_back: steps of this worker since the last group. The step count that a returning worker gets excludes
+                them.
+        """
         while True:
             kind, header = self._client.receive("donate", "group")
             if kind == "group":
@@ -276,7 +285,7 @@ class AveragingWorker(Synchronizer):
         members, weights = group["members"], group["weights"]
         if len(members) == 1:
             return flat
-        # What does not count must not spoil the sum by an infinity.
+        # With weight 0, an infinity would still turn the sum into NaN.
         own = flat if weights[members.index(self._mesh.rank)] > 0 else torch.zeros_like(flat)
         try:
             return self._average.run(group["generation"], members, weights, own)
@@ -289,12 +298,12 @@ class AveragingWorker(Synchronizer):
             if verdict["generation"] == generation:
                 return bool(verdict["commit"])
 
-    # Models for those who come (back)
+    # Models for workers that start or return
 
     def _donate(self, takers: list[list[int]], steps_back: int) -> None:
         facts, extra = self._rejoin_state(steps_back)
         optimizer = self._packed_optimizer().parts
-        # First what is aligned.
+        # The optimizer's payload comes first, because it must be aligned.
         parts = [*optimizer, *model_bytes([*self._model.all, *extra])]
         size = payload_size(as_bytes(optimizer))
         for rank, visit in takers:
@@ -302,10 +311,10 @@ class AveragingWorker(Synchronizer):
             try:
                 self._mesh.send(rank, _MODEL, header, parts)
             except PeerLost:
-                continue  # it was lost again; it will ask again
+                continue  # the worker was lost again; it will send a new request
 
     def _packed_optimizer(self) -> Packed:
-        """The state of this worker's optimizer, or a donated one that is not used yet; empty before the first step."""
+        """The state of this worker's optimizer, or a donated one not in use yet; empty before the first step."""
         if self._optimizer is not None:
             return pack_optimizer(self._optimizer, self._model.parameters)
         return pack({}) if self._donated is None else self._donated.packed()
@@ -313,7 +322,7 @@ class AveragingWorker(Synchronizer):
     def _take(self, donor: int, visit: int) -> None:
         mail = self._mesh.receive(_MODEL, sender=donor, timeout=self._timeout)
         while mail.header["visit"] != visit:
-            # Meant for a predecessor, which asked before it was lost.
+            # This model answers a request of an earlier process of this rank, which was lost.
             mail = self._mesh.receive(_MODEL, sender=donor, timeout=self._timeout)
         size = mail.header["optimizer"]
         _, extra = self._rejoin_state(0)

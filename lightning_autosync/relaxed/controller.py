@@ -1,4 +1,4 @@
-"""The thread on rank 0 that runs the coordinator, and the workers' messages to it."""
+"""The thread on rank 0 that runs the coordinator, and the workers' client for it."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from lightning_autosync.relaxed.transport.mesh import Mesh
 from lightning_autosync.relaxed.transport.messages import Mail
 
 RANK = 0
-"""The process that coordinates."""
+"""Rank of the coordinating process."""
 
 _REQUESTS = ("start", "ready", "arrive", "done", "complete", "broken", "leave")
 
 
 class Controller:
-    """Serves a coordinator's decisions until closed.
+    """Passes events to a coordinator and sends its commands, until closed. Rank 0 only.
 
     Args:
-        mesh: open; rank 0 only.
-        coordinator: fresh; the controller owns it.
+        mesh: an open mesh.
+        coordinator: a new coordinator, owned by the controller.
     """
 
     def __init__(self, mesh: Mesh, coordinator: Coordinator) -> None:
@@ -39,7 +39,7 @@ class Controller:
         self._subscriptions.callback(mesh.on_loss(lambda peer, why: self._events.put(peer)))
         self._subscriptions.callback(mesh.on_leave(self._events.put))
         for peer in sorted(set(range(mesh.size)) - mesh.live):
-            self._events.put(peer)  # who was lost before anybody listened
+            self._events.put(peer)  # lost before the subscription
         self._thread = threading.Thread(target=self._serve, name="autosync-controller", daemon=True)
         self._thread.start()
 
@@ -49,12 +49,12 @@ class Controller:
             return self._coordinator.state()
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue from what :meth:`state` returned; before anybody starts."""
+        """Load the state that :meth:`state` returned; call this before any worker starts."""
         with self._lock:
             self._coordinator.restore(state)
 
     def close(self) -> None:
-        """Stop; workers that still ask for a group get an error. May be called again."""
+        """Stop the thread; later requests of workers fail. A second call has no effect."""
         self._subscriptions.close()
         self._events.put(None)
         self._thread.join()
@@ -70,7 +70,7 @@ class Controller:
             self._send(self._coordinator.stop(reason))
 
     def _next_event(self) -> Mail | int | float | None:
-        """A message, the rank of a lost peer, the time if a deadline has passed, or None at the end."""
+        """A message, the rank of a peer that is gone, the time (float) if a deadline has passed, or None at the end."""
         with self._lock:
             deadline = self._coordinator.deadline(time.monotonic())
         try:
@@ -89,16 +89,12 @@ class Controller:
 
     def _send(self, commands: Iterable[Command]) -> None:
         for command in commands:
-            with suppress(ExchangeError):  # of a loss, the mesh tells
+            with suppress(ExchangeError):  # the mesh reports losses as events of their own
                 self._mesh.send(command.rank, f"worker.{command.kind}", command.header)
 
 
 class ControllerClient:
-    """A worker's messages to and from the controller.
-
-    Args:
-        timeout: seconds that an answer may take.
-    """
+    """A worker's messages to and from the controller; each answer may take ``timeout`` seconds."""
 
     def __init__(self, mesh: Mesh, timeout: float) -> None:
         self._mesh, self._timeout = mesh, timeout
@@ -107,22 +103,22 @@ class ControllerClient:
         """Send a request.
 
         Raises:
-            ExchangeError: the controller stopped everything, or is lost.
+            ExchangeError: the controller has stopped the job or is lost.
         """
         try:
             self._mesh.send(RANK, f"controller.{kind}", header)
         except PeerLost:
-            # If it said why before it left, that is the reason.
+            # Prefer the reason that the controller sent before it left, if it did.
             why = self._mesh.receive("worker.stop", sender=RANK, timeout=self._timeout).header["reason"]
             raise ExchangeError(why) from None
 
     def receive(self, *kinds: str) -> tuple[str, dict[str, Any]]:
-        """The next command of one of the kinds, and its header; if several wait, of the kind named first.
+        """The kind and header of the next command of these kinds; if several are there, of the kind listed first.
 
         Raises:
-            ExchangeError: the controller stopped everything, is lost, or kept silent.
+            ExchangeError: the controller has stopped the job, is lost, or did not answer in time.
         """
-        # The mesh looks for kinds in the order given: what came before the end still counts.
+        # The mesh searches kinds in this order, so commands that came before a stop still count.
         wanted = (*(f"worker.{kind}" for kind in kinds), "worker.stop", "worker.extend")
         mail = self._mesh.receive(*wanted, sender=RANK, timeout=self._timeout)
         while mail.kind == "worker.extend":

@@ -1,15 +1,16 @@
-"""Who averages with whom, as a state machine: messages of workers in, commands to workers out.
+"""The coordinator, a state machine that forms groups: it turns messages of workers into commands to workers.
 
-Pure: it neither sends nor waits; whoever holds it tells the time. What travels:
+It is pure: it neither sends nor waits, and callers pass the time.
 
-From a worker: ``start`` (give me a model), ``ready`` (I made a step and want a group), ``arrive`` (I am at the barrier
-of a drain), ``done`` (no more data before the drain), ``broken`` (a group's average failed), ``complete`` (that of an
-*atomic* group went well), ``leave``.
+Messages from a worker: ``start`` (request a model), ``ready`` (a step is done, request a group), ``arrive`` (at the
+barrier of a drain), ``done`` (no more data before the drain), ``broken`` (the average of a group failed), ``complete``
+(the average of an *atomic* group succeeded), ``leave``.
 
-To a worker: ``group`` (average with these), ``verdict`` (all members of the atomic group completed: commit; or signal
-again), ``donate`` (send your model to these), ``take`` (expect a model from that one), ``extend`` (somebody came
-back, or goes on towards the barrier: the wait there begins anew), ``stop`` (an error, for good). Whoever takes is named
-by rank and by number of its ``visit``: a worker that is lost and comes back must not get what was meant for it before.
+Commands to a worker: ``group`` (average with these members), ``verdict`` (whether an atomic group commits; if not,
+request again), ``donate`` (send the model to these workers), ``take`` (receive a model from that worker), ``extend``
+(restart the timeout, because another worker returned or still makes progress), ``stop`` (a final error). A command
+names a worker that takes a model by its rank and its ``visit``, which changes with each start: a returning worker must
+not get a model that was meant for it before it was lost.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Command(NamedTuple):
 
 
 class Phase(Enum):
-    """What a worker does, as far as the coordinator knows."""
+    """The state of a worker, as known to the coordinator."""
 
     ABSENT = "absent"
     STARTING = "starting"
@@ -50,7 +51,7 @@ class Phase(Enum):
 
 
 _WAITS = {Phase.STARTING: "start", Phase.WAITING: "group", Phase.ARRIVED: "drain"}
-"""Phases in which a worker waits for others, and for what."""
+"""Phases in which a worker waits for others, with the awaited event."""
 
 
 @dataclass
@@ -68,7 +69,7 @@ class _Worker:
 
 @dataclass
 class _Atomic:
-    """A group of which all members commit, or none."""
+    """A group in which all members commit or none does."""
 
     members: tuple[int, ...]
     drain: bool
@@ -76,16 +77,16 @@ class _Atomic:
 
 
 class Coordinator:
-    """Forms groups, holds barriers, and keeps count of who is there.
+    """Forms groups, holds barriers, and tracks the workers.
 
     Args:
-        workers: ranks 0 to ``workers - 1``, which all must come to the start.
-        grouping: fresh; how groups form.
+        workers: number of workers, ranks 0 to ``workers - 1``; all of them must come to the start.
+        grouping: a new object that forms the groups.
         dynamic: whether weights depend on staleness.
-        atomic: whether all members of a group commit or none; barriers always are.
-        timeout: seconds that the last worker may come to a start, a group or a barrier after the first; to a barrier,
-            after any worker's last step.
-        period: what adapts the period of averages, if anything does.
+        atomic: whether groups are atomic; barriers always are.
+        timeout: seconds between the first and the last worker at a start or in a group; at a barrier, seconds after the
+            last step of any worker.
+        period: adapts the period of averages; None keeps it fixed.
     """
 
     def __init__(
@@ -110,7 +111,7 @@ class Coordinator:
         self._commands: list[Command] = []
 
     def handle(self, rank: int, kind: str, header: dict[str, Any], now: float) -> list[Command]:
-        """Handle a worker's message that came at ``now`` (seconds, from any origin); returns commands."""
+        """Handle a worker's message that came at ``now`` (seconds from any origin); returns commands."""
         worker = self._workers.get(rank)
         if worker is None:
             return [Command(rank, "stop", {"reason": f"rank {rank} is none of the {len(self._workers)} workers"})]
@@ -140,7 +141,7 @@ class Coordinator:
         return self._decide(now)
 
     def lose(self, rank: int, now: float) -> list[Command]:
-        """A worker is gone; it may come back with ``start``."""
+        """Handle the loss of a worker, which may return with ``start``; returns commands."""
         if rank not in self._workers or self.stopped is not None:
             return []
         self._remove(rank)
@@ -162,7 +163,7 @@ class Coordinator:
         return self._decide(now)
 
     def _refuse_late(self, now: float) -> None:
-        """Stop workers that came back and found nobody with a model in time; the others go on."""
+        """Stop returning workers that got no model in time; the others continue."""
         reason = f"start: rank of a worker with a model did not come within {self._timeout:g} s"
         for rank in self._in(Phase.STARTING):
             if now >= self._workers[rank].since + self._timeout:
@@ -170,14 +171,14 @@ class Coordinator:
                 self._command(rank, "stop", {"reason": reason})
 
     def deadline(self, now: float) -> float | None:
-        """When to call :meth:`tick` at the latest; None if only messages matter."""
+        """Latest time for the next call of :meth:`tick`; None if only messages matter."""
         if self.stopped is not None:
             return None
         close = self._grouping.deadline(now)
         return min([end for _, end in self._ends()] + ([] if close is None else [close]), default=None)
 
     def stop(self, reason: str) -> list[Command]:
-        """End everything with an error on every worker that is there."""
+        """End the job with an error on every present worker."""
         if self.stopped is None:
             self._stop(reason)
         return self._flush()
@@ -191,7 +192,7 @@ class Coordinator:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue from what :meth:`state` returned; with another number of workers, the window begins anew."""
+        """Load the state that :meth:`state` returned; with another number of workers, the window restarts."""
         if len(state["iterations"]) == len(self._workers):
             for worker, iteration in zip(self._workers.values(), state["iterations"], strict=True):
                 worker.iteration = iteration
@@ -199,7 +200,7 @@ class Coordinator:
         if self._period is not None and state["pace"] is not None:
             self._period.restore(**state["pace"])
 
-    # Coming and going
+    # Starts and losses
 
     def _start(self, rank: int, now: float) -> None:
         if self._workers[rank].phase is not Phase.ABSENT:
@@ -213,7 +214,7 @@ class Coordinator:
         self._grouping.discard(rank)
         generation = worker.generation
         worker.phase, worker.generation, worker.samples = Phase.ABSENT, None, 0
-        worker.visit += 1  # whoever comes now is another process, even if this one had not begun
+        worker.visit += 1  # the next start comes from another process, even if this one had not begun
         self._lost.add(rank)
         if generation is not None:
             self._break(generation)
@@ -226,7 +227,7 @@ class Coordinator:
         if self._period is not None and "step_time" in header:
             self._period.report(header["step_time"], header["exchange_time"])
 
-    # Deciding
+    # Decisions
 
     def _decide(self, now: float) -> list[Command]:
         if not self._started:
@@ -238,7 +239,7 @@ class Coordinator:
         return self._flush()
 
     def _begin(self) -> None:
-        """Start the job once all workers are there: all get the model of the first."""
+        """Start the job when all workers are there; all get the model of the lowest rank."""
         coming = self._in(Phase.STARTING)
         if not coming or self._awaited(Phase.STARTING):
             return
@@ -247,7 +248,7 @@ class Coordinator:
         self._workers[coming[0]].phase = Phase.TRAINING
 
     def _donate(self, now: float) -> None:
-        """Let a waiting worker send its model to those that came (back). All waits begin anew, for these too."""
+        """Let a waiting worker send its model to returning workers. All timeouts restart, so that these can follow."""
         joining = self._in(Phase.STARTING)
         donors = self._in(Phase.WAITING, Phase.ARRIVED)
         if joining and donors:
@@ -256,7 +257,7 @@ class Coordinator:
             self._renew(now, Phase.WAITING, Phase.ARRIVED)
 
     def _renew(self, now: float, *phases: Phase) -> None:
-        """Begin the wait of workers in ``phases`` anew: those they wait for are alive and move on."""
+        """Restart the timeouts of workers in ``phases``, because the workers they wait for make progress."""
         for rank in self._in(*phases):
             self._workers[rank].since = now
             self._command(rank, "extend", {})
@@ -284,14 +285,14 @@ class Coordinator:
         if not members or self._awaited(Phase.ARRIVED):
             return
         samples = [self._workers[rank].samples for rank in members]
-        # Where nobody has made a step since the last barrier, momenta are as that one left them.
+        # Without a step since the last barrier, momenta still have the values of that barrier.
         averages = self._averages(members) if any(samples) else set()
         visits = [self._workers[rank].visit for rank in members]
         facts = {"averages": next(iter(averages), ()), "visits": visits}
         self._call_group(members, sample_weights(samples), True, facts)
 
     def _averages(self, members: Iterable[int]) -> set[tuple[str, ...]]:
-        """Names of the averages that optimizers keep which have stepped; one element if all agree."""
+        """The sets of names of running averages, of workers whose optimizer has stepped; one element if all agree."""
         kept = (self._workers[rank].averages for rank in members)
         return {tuple(names) for names in kept if names}
 
@@ -364,7 +365,7 @@ class Coordinator:
         return [rank for rank, worker in self._workers.items() if worker.phase in phases]
 
     def _awaited(self, phase: Phase) -> list[int]:
-        """Ranks that must still come before those in ``phase`` go on."""
+        """Ranks for which workers in ``phase`` wait."""
         if phase is Phase.STARTING:
             absent = [rank for rank in self._in(Phase.ABSENT) if rank not in self._lost]
             return [] if self._started else absent
@@ -373,7 +374,7 @@ class Coordinator:
         return self._in(Phase.TRAINING, Phase.WAITING, Phase.GROUPED, Phase.DONE)
 
     def _ends(self) -> Iterator[tuple[Phase, float]]:
-        """Phases in which somebody waits, and when the wait is over."""
+        """Phases in which some worker waits, with the time at which the wait times out."""
         for phase in _WAITS:
             waiting = self._in(phase)
             if waiting and (phase is not Phase.WAITING or self._awaited(phase)):

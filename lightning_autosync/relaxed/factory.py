@@ -1,4 +1,4 @@
-"""Makes the synchronizer that a plan's consistency asks for."""
+"""Makes the synchronizer for a plan's consistency."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lightning_autosync.relaxed.transport.mesh import Mesh
 from lightning_autosync.workload import Workload, variable_names
 
 _OF_GRADIENTS = ("architecture", "topology", "partition", "placement", "compressor", "local_aggregation")
-"""What a group says of how its gradients travel; averages of models do without, so that none of it may be asked for."""
+"""Settings of a group that apply to the exchange of gradients, and are therefore not allowed for averages of models."""
 
 
 def open_synchronizer(
@@ -34,17 +34,17 @@ def open_synchronizer(
     timeout: float = 1800.0,
     stall: float = STALL,
 ) -> Synchronizer:
-    """The synchronizer of this worker for a relaxed plan, or a synchronous one whose servers update; not started yet.
+    """The synchronizer of this worker, not started, for a relaxed plan or a synchronous plan with parameter servers.
 
     Args:
-        plan: without a schedule; ``mesh`` connects its ranks, then its servers.
+        plan: a plan without a schedule.
         workload: the variables of ``module``.
-        module: on its device and in its dtype; changed in place.
-        mesh: stays the caller's.
-        optimizer: of the parameters; needed where servers update them, which then work as it would.
-        cluster: the nodes, needed where the workers of a node push together (``local_aggregation``).
+        module: the model, on its device and in its dtype; changed in place.
+        mesh: connects the plan's ranks, followed by its server-only ranks; owned by the caller.
+        optimizer: the optimizer of the parameters; needed with servers, which apply its update rule.
+        cluster: the nodes; needed if the workers of a node push one sum (``local_aggregation``).
         timeout: seconds to wait for other workers or for servers.
-        stall: seconds without progress after which the average of a group is given up.
+        stall: seconds without progress after which the average of a group fails.
 
     Raises:
         PlanError: plan, model, mesh and optimizer do not fit each other.
@@ -78,7 +78,7 @@ def open_synchronizer(
 
 
 def _check_groups(plan: SyncPlan) -> None:
-    """Raise ``PlanError`` if a plan that averages models asks for what only gradients have."""
+    """Raise ``PlanError`` if a plan that averages models has settings for gradients."""
     for index, group in enumerate(plan.groups):
         for name in _OF_GRADIENTS:
             if getattr(group, name) != Group.model_fields[name].default:

@@ -1,12 +1,13 @@
 """The weighted average of a group of ranks; only its members take part.
 
-Reduce-scatter and all-gather over the mesh: every member owns a share of the buffer, receives the others' parts of it,
-sums them in the members' order and sends the sum to all. Shares are cut into chunks, so that parts, sums and additions
-overlap. Two members exchange small buffers directly: as many bytes, and half the latency.
+It is a reduce-scatter and an all-gather over the mesh: every member owns a share of the buffer, receives the other
+members' parts of it, sums them in the members' order, and sends the sum to all. Shares are cut into chunks, so that
+transfers and additions overlap. Two members exchange small buffers directly: as many bytes, but half the latency.
 
-Process groups of gloo, made once for each set of members and kept, are no faster where links are the limit: over links
-of 1 Gbit/s they took as long for 25 MB, among two and among four. On loopback, where cores are, they took 0.6 to 0.8 of
-the time; but each costs its members threads and connections, and one that lost a member must be made anew.
+Why not gloo: process groups, cached for each set of members, are no faster where links are the bottleneck. Over links
+of 1 Gbit/s they took the same time for 25 MB, with two and with four members. On loopback, where cores are the
+bottleneck, they took 0.6 to 0.8 of the time. But each group costs threads and connections, and must be made again after
+a loss.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ from lightning_autosync.relaxed.transport.mesh import Mesh
 from lightning_autosync.relaxed.transport.messages import Mail, Sent
 
 CHUNK = 1024 * 1024
-"""Bytes of a chunk."""
+"""Largest size of a chunk in bytes."""
 
 _PART, _SUM, _ABORT = "average.part", "average.sum", "average.abort"
 
 
 class Chunk(NamedTuple):
-    """Elements ``begin`` to ``end`` of the buffer, which the members at ``owners`` (positions in the group) sum."""
+    """Elements ``begin`` to ``end`` (exclusive) of the buffer, and the positions of the members that sum them."""
 
     begin: int
     end: int
@@ -41,9 +42,10 @@ class Chunk(NamedTuple):
 
 
 def cut_chunks(elements: int, members: int, chunk: int) -> list[Chunk]:
-    """Cut a buffer into chunks of at most ``chunk`` elements, such that all members own equally many elements (or one
-    more or less). They are listed in turn, one of each member, which is the order in which they travel. A buffer of one
-    chunk is owned by both of two members; of a larger one, each sums its half only.
+    """Cut a buffer into chunks of at most ``chunk`` elements, in the order in which they are sent.
+
+    Members own equal numbers of elements, up to a difference of one, and take turns in the list. With two members and a
+    buffer of a single chunk, both members own the chunk.
     """
     if members == 2 and elements <= chunk:
         return [Chunk(0, elements, (0, 1))] if elements else []
@@ -58,7 +60,7 @@ def cut_chunks(elements: int, members: int, chunk: int) -> list[Chunk]:
 
 
 class _Round:
-    """One average in progress, as one member sees it: what it owns, what it has, what is missing."""
+    """One average in progress from one member's view: its own chunks, received parts, and missing sums."""
 
     def __init__(
         self,
@@ -77,22 +79,22 @@ class _Round:
         self._first = min((chunk.begin for chunk in owned), default=0)
         share = sum(chunk.end - chunk.begin for chunk in owned)
         self._arriving = room_for(share * (len(members) - 1)).view(len(members) - 1, share)
-        """Others' parts of the own share, [other members, elements of it]."""
+        """Memory for the other members' parts of this member's share, [other members, elements of the share]."""
         self.parts: dict[int, dict[int, Tensor]] = defaultdict(dict)
-        """Others' parts of own chunks, by chunk and position."""
+        """Received parts of this member's chunks, by chunk and position."""
         self.missing = set(range(len(self.chunks)))
-        """Chunks whose sum is not in ``result``."""
+        """Indices of chunks whose sum is not yet in ``result``."""
         self.sent: list[Sent] = []
 
     def header(self, chunk: int) -> dict[str, int]:
         return {"generation": self.generation, "chunk": chunk}
 
     def has(self, index: int) -> bool:
-        """Whether there is a chunk of that index; a buffer of another size may have more."""
+        """Whether the chunk exists; a peer with a buffer of another size may send larger indices."""
         return 0 <= index < len(self.chunks)
 
     def needs(self, position: int) -> bool:
-        """Whether this member still waits for a part or a sum of another."""
+        """Whether this member still waits for a part or a sum of the member at ``position``."""
         for index in self.missing:
             owners = self.chunks[index].owners
             if (position not in self.parts[index]) if self.own in owners else (position in owners):
@@ -100,7 +102,7 @@ class _Round:
         return False
 
     def target(self, kind: str, sender: int, header: dict[str, Any], size: int) -> Tensor | None:
-        """Where a sum, or another member's part, belongs; None if it is not of this round."""
+        """The memory for a part or a sum from ``sender``; None if the message does not belong to this round."""
         if header["generation"] != self.generation or sender not in self.members or not self.has(header["chunk"]):
             return None
         chunk = self.chunks[header["chunk"]]
@@ -115,19 +117,19 @@ class _Round:
 
 
 class GroupAverage:
-    """Averages among changing groups of a mesh, one at a time.
+    """Averages within changing groups of a mesh, one at a time.
 
     Args:
-        mesh: connects all who may ever be members.
-        timeout: seconds without any progress after which a group is broken; a lost member breaks it at once.
+        mesh: connects all possible members.
+        timeout: seconds without progress after which a group is broken; a lost member breaks it at once.
     """
 
     def __init__(self, mesh: Mesh, timeout: float) -> None:
         self._mesh, self._timeout = mesh, timeout
         self._events: SimpleQueue[Mail | int] = SimpleQueue()
-        """Messages of groups, and ranks that are gone."""
+        """Messages of groups, and ranks of peers that are gone."""
         self._early: dict[int, list[Mail]] = defaultdict(list)
-        """Messages of groups that this member has not entered yet, by generation."""
+        """Messages of groups that this member has not entered, by generation."""
         self._round: _Round | None = None
         self._scratch: dict[tuple[int, torch.dtype], Tensor] = {}
         self._arriving: dict[torch.dtype, Tensor] = {}
@@ -142,28 +144,27 @@ class GroupAverage:
             self._subscriptions.callback(cancel)
 
     def close(self) -> None:
-        """Take part in no more groups; may be called again."""
+        """Take part in no more groups; a second call has no effect."""
         self._subscriptions.close()
 
     def run(self, generation: int, members: Sequence[int], weights: Sequence[float], buffer: Tensor) -> Tensor:
-        """The sum over members of ``weights[i]`` times their buffers, equal to the last bit on all members.
+        """The weighted sum of the members' buffers, bitwise equal on all members.
 
-        Half-precision buffers are summed in single precision. The buffer itself stays as it is: the caller copies the
-        result into it when it wants to commit. A member that had everything before another was lost has its result,
-        while for the others the group is broken.
+        Half-precision buffers are summed in single precision. ``buffer`` does not change: the caller copies the result
+        when it commits. If a member is lost late, the group may be broken for some members, and others have the result.
 
         Args:
-            generation: the group's number, never used twice, and growing from group to group at each member.
-            members: ranks, own included, in the same order on all members.
-            weights: as many.
-            buffer: flat, contiguous, floating point, of equal size and type on all members.
+            generation: unique number of the group; at each member, later groups have larger numbers.
+            members: ranks with this rank among them, in the same order on all members.
+            weights: one weight per member.
+            buffer: [elements], contiguous and floating point, of equal size and dtype on all members.
 
         Returns:
             The sum, in memory that the next call reuses.
 
         Raises:
-            GroupBroken: a member is lost, has left, or gave up; or nothing moved for ``timeout`` seconds.
-            Expelled: the others have given this process up.
+            GroupBroken: a member is lost, has left, or gave up; or there was no progress for ``timeout`` seconds.
+            Expelled: the other processes have given this process up.
         """
         members = tuple(members)
         if len(weights) != len(members) or self._mesh.rank not in members:
@@ -186,6 +187,7 @@ class GroupAverage:
         return current.result.to(buffer.device)
 
     def _exchange(self, current: _Round, weights: Sequence[float]) -> None:
+        # `_forget_before` has dropped earlier losses, because peers may have returned since.
         for member in current.members:
             if member not in self._mesh.live:
                 raise PeerLost(member, "it was lost before the group met")
@@ -198,7 +200,7 @@ class GroupAverage:
         while current.missing:
             self._take(current, self._next(), weights)
         for sent in current.sent:
-            # A member that left or died after it sent its share is no harm any more.
+            # A member that is lost now has already sent its share, so its loss does no harm.
             with suppress(PeerLost):
                 sent.wait_while_moving(self._timeout)
 
@@ -250,7 +252,7 @@ class GroupAverage:
         current.missing.remove(index)
 
     def _add_up(self, current: _Round, index: int, chunk: Chunk, weights: Sequence[float]) -> None:
-        """All parts of a chunk that this member owns are here: sum them and send the sum to the others."""
+        """Sum all parts of a chunk that this member owns, and send the sum to the others."""
         parts = current.parts.pop(index, {})
         parts[current.own] = current.buffer[chunk.begin : chunk.end]
         target = current.result[chunk.begin : chunk.end]
@@ -267,7 +269,7 @@ class GroupAverage:
         return None if target is None else target.view(torch.uint8).numpy().data
 
     def _forget_before(self, generation: int) -> None:
-        """Drop messages of earlier groups, and losses of peers that may have come back."""
+        """Drop messages of earlier groups, and losses of peers that may have returned since."""
         while True:
             try:
                 event = self._events.get_nowait()
@@ -281,7 +283,7 @@ class GroupAverage:
     def _give_up(self, current: _Round, cause: ExchangeError) -> ExchangeError:
         for sent in current.sent:
             sent.cancel()
-        # Late messages may still be written into it.
+        # The mesh may still write late messages into this memory, so the next round gets new memory.
         self._scratch.clear()
         self._arriving.clear()
         if self._mesh.error is not None:
@@ -301,15 +303,16 @@ class GroupAverage:
         return self._scratch[key]
 
     def _room_for(self, dtype: torch.dtype, elements: int) -> Tensor:
-        """Memory for what arrives, [elements]; the same in each round."""
+        """Memory for received parts, [elements], reused in each round."""
         if dtype not in self._arriving or self._arriving[dtype].numel() < elements:
             self._arriving[dtype] = torch.empty(elements, dtype=dtype)
         return self._arriving[dtype][:elements]
 
 
 def weighted_sum(parts: Sequence[Tensor], weights: Sequence[float], out: Tensor) -> None:
-    """``out`` becomes the sum of weight times part, in order; products and sums are rounded separately, so that all
-    machines get the same bits whether or not they fuse the two. A weight that all share is applied to the sum.
+    """Write the weighted sum of ``parts``, added in order, to ``out``; a common weight is applied to the sum.
+
+    Products and sums are rounded separately, so that machines with and without fused multiply-add get the same bits.
     """
     wide = out if out.dtype in (torch.float32, torch.float64) else torch.empty_like(out, dtype=torch.float32)
     if len(set(weights)) == 1 and len(parts) > 1:

@@ -1,6 +1,6 @@
-"""Which waiting workers average next, how much each counts, and how often.
+"""Groups of waiting workers: which workers average next, with what weights, and how often.
 
-Pure: nothing here sends, waits, or looks at a clock.
+All code here is pure: nothing sends, waits, or reads a clock.
 """
 
 from __future__ import annotations
@@ -13,38 +13,38 @@ from typing import NamedTuple
 from lightning_autosync.plan import Consistency
 
 BOUND = 10
-"""Steps, on average over the workers, within which groups must connect all of them."""
+"""Steps, averaged over workers, within which groups must connect all workers."""
 
 
 class IsolationGuard:
-    """The rule of SDPipe (VLDB 2023): every ``bound`` steps a worker, the groups so far must form one connected graph.
+    """The rule of SDPipe (VLDB 2023): every ``bound`` steps per worker, the groups must form one connected graph.
 
-    It counts models that went into groups and joins the members of each group. The group with which the count reaches
-    ``bound`` times the number of active workers must bridge the components that are left; then all begins anew. So a
-    window of twice that many models always connects the active workers.
+    The guard counts the models in groups and joins the members of each group. The group with which the count reaches
+    ``bound`` times the number of active workers must bridge the remaining components; then a new window begins. Any
+    sequence of twice that many models therefore connects the active workers.
 
     Args:
-        bound: steps a worker; None never forces a group.
+        bound: steps per worker; None never forces a group.
     """
 
     def __init__(self, bound: int | None = BOUND) -> None:
         self.bound = bound
         self._window = _Window()
         self._before = _Window()
-        """The window before, of which a group may still turn out to be broken."""
+        """The previous window, kept because one of its groups may still turn out to be broken."""
 
     def must_bridge(self, active: Collection[int], size: int) -> bool:
-        """Whether the next group, of ``size`` members, may leave no component of the ``active`` workers out."""
+        """Whether the next group, of ``size`` members, must include every component of the ``active`` workers."""
         if self.bound is None or self._window.models + size < self.bound * len(active):
             return False
         return len({self.component(rank) for rank in active}) > 1
 
     def component(self, rank: int) -> int:
-        """A name that ``rank`` shares with all workers it is connected to."""
+        """A number that is equal for all workers in the same component as ``rank``."""
         return self._window.joined.component(rank)
 
     def record(self, number: int, members: Sequence[int], active: Collection[int]) -> None:
-        """Count the group ``number``, formed while ``active`` workers took part."""
+        """Count the group ``number``, formed while the workers ``active`` took part."""
         if self.bound is None:
             return
         self._window.add(number, members)
@@ -52,10 +52,10 @@ class IsolationGuard:
             self._before, self._window = self._window, _Window()
 
     def retract(self, number: int) -> None:
-        """Forget the group ``number``, which broke and has joined nobody; may be called again.
+        """Forget the group ``number``, which broke and joined nobody; a second call has no effect.
 
-        If its window is over, that one goes on with what came since. What broke before that window counts: another
-        one has connected all since.
+        If its window has just ended, that window continues with the groups since. Groups of older windows still count,
+        because a complete window has connected all workers since.
         """
         if number in self._window.groups:
             self._window = _Window(self._window.without(number), self._window.base)
@@ -68,15 +68,15 @@ class IsolationGuard:
         return {"models": self._window.models, "parents": sorted(self._window.joined.parents.items())}
 
     def restore(self, models: int, parents: Sequence[tuple[int, int]]) -> None:
-        """Continue from what :meth:`state` returned."""
+        """Load the state that :meth:`state` returned."""
         base = _Base(models, tuple((rank, above) for rank, above in parents))
         self._window, self._before = _Window({}, base), _Window()
 
 
 def windows_apart(groups: Sequence[Sequence[int]], workers: int, bound: int = BOUND) -> tuple[int, int]:
-    """How many windows leave some of the ``workers`` apart, and how many windows there are.
+    """The number of windows that do not connect all ``workers``, and the number of windows.
 
-    A window begins with any group and ends when twice ``bound`` models a worker have gone into groups.
+    A window begins at each group and ends when groups have averaged twice ``bound`` models per worker.
     """
     apart = windows = end = models = 0
     for begin, first in enumerate(groups):
@@ -95,14 +95,14 @@ def windows_apart(groups: Sequence[Sequence[int]], workers: int, bound: int = BO
 
 
 class _Base(NamedTuple):
-    """The state of a window in a checkpoint: models counted, and which ranks were joined."""
+    """The state of a window in a checkpoint: number of models, and joined ranks."""
 
     models: int = 0
     parents: tuple[tuple[int, int], ...] = ()
 
 
 class _Joined:
-    """Sets of ranks that are joined with each other."""
+    """Sets of joined ranks (union-find)."""
 
     def __init__(self, parents: Iterable[tuple[int, int]] = ()) -> None:
         self.parents = dict(parents)
@@ -119,7 +119,7 @@ class _Joined:
 
 
 class _Window:
-    """Groups by number, what they have joined, and how many models went into them."""
+    """Groups by number, the ranks that they joined, and the number of models in them."""
 
     def __init__(self, groups: dict[int, tuple[int, ...]] | None = None, base: _Base | None = None) -> None:
         self.base = base or _Base()
@@ -142,8 +142,8 @@ class Grouped(NamedTuple):
 
     Attributes:
         members: ranks, in the order in which they began to wait.
-        bridging: whether the group had to connect workers that were apart.
-        number: by which the group is told broken (:meth:`Grouping.broken`).
+        bridging: whether the group had to connect all components (see :class:`IsolationGuard`).
+        number: number of the group, for :meth:`Grouping.broken`.
     """
 
     members: tuple[int, ...]
@@ -154,15 +154,15 @@ class Grouped(NamedTuple):
 class Grouping:
     """Workers that wait for a group, first come, first served.
 
-    A group closes with ``size`` members, or with all active workers if they are fewer; a lone active worker goes on at
-    once. With a ``wait``, it closes with whoever is there once the first has waited that long. A group that must bridge
-    (:class:`~lightning_autosync.relaxed.grouping.IsolationGuard`) takes the first of every component, whatever
-    its size, and is waited for without limit.
+    A group closes with ``size`` members, or with all active workers if there are fewer. A single active worker
+    continues at once. With a ``wait``, a group closes with the workers that are there when the first has waited that
+    long. A group that must bridge components (:class:`~lightning_autosync.relaxed.grouping.IsolationGuard`) takes the
+    first worker of each, whatever its size, and waits for them without limit.
 
     Args:
-        size: members of a group (P); None takes all active workers.
+        size: members per group (P); None takes all active workers.
         wait: seconds; None waits until the group is full.
-        isolation: what keeps workers connected.
+        isolation: the rule that keeps workers connected.
     """
 
     def __init__(self, size: int | None, wait: float | None = None, isolation: IsolationGuard | None = None) -> None:
@@ -174,28 +174,28 @@ class Grouping:
 
     @classmethod
     def of(cls, settings: Consistency) -> Grouping:
-        """What a consistency of mode ``partial_reduce`` asks for."""
+        """The grouping for a consistency of mode ``partial_reduce``."""
         return cls(settings.group_size, settings.wait, IsolationGuard(settings.isolation or BOUND))
 
     @property
     def waiting(self) -> tuple[int, ...]:
-        """Ranks that wait, first come first."""
+        """Waiting ranks, in the order in which they came."""
         return tuple(self._since)
 
     def add(self, rank: int, now: float) -> None:
-        """``rank`` has made its step and waits; ``now`` in seconds, from any origin."""
+        """Queue ``rank``, which has made its step; ``now`` is in seconds from any origin."""
         self._since.setdefault(rank, now)
 
     def discard(self, rank: int) -> None:
-        """``rank`` waits no longer."""
+        """Remove ``rank`` from the queue."""
         self._since.pop(rank, None)
 
     def take(self, active: Collection[int], now: float) -> Grouped | None:
-        """The next group, taken off the queue; None if it is not yet time.
+        """Remove the next group from the queue and return it; None if it is not complete yet.
 
         Args:
-            active: ranks that wait or will come to wait, unless they are lost or finish.
-            now: seconds.
+            active: ranks that wait or will wait, unless they are lost or finish.
+            now: current time in seconds.
         """
         if not self._since:
             return None
@@ -214,11 +214,11 @@ class Grouping:
         return Grouped(members, bridging, self._formed)
 
     def broken(self, number: int) -> None:
-        """A group's average failed, so it has connected nobody. May be called again."""
+        """Note that a group's average failed, so that it connected nobody; a second call has no effect."""
         self.isolation.retract(number)
 
     def deadline(self, now: float) -> float | None:
-        """When to try :meth:`take` again although nothing happens; None if there is no need to."""
+        """Time for the next call of :meth:`take` if no event comes first; None if there is no need."""
         if self.wait is None or not self._since or self._overdue(now):
             return None
         return next(iter(self._since.values())) + self.wait
@@ -227,7 +227,7 @@ class Grouping:
         return self.wait is not None and now >= next(iter(self._since.values())) + self.wait
 
     def _bridge(self, active: Collection[int]) -> list[int] | None:
-        """The first waiting worker of every component; None if one has nobody waiting."""
+        """The first waiting worker of every component; None if a component has no waiting worker."""
         first: dict[int, int] = {}
         for rank in self._since:
             first.setdefault(self.isolation.component(rank), rank)
@@ -236,34 +236,34 @@ class Grouping:
 
 
 DECAY = 0.9
-"""Mass that an iteration keeps for each one that came after it."""
+"""Factor on an iteration's mass for each later iteration."""
 
 
 def constant_weights(members: int) -> list[float]:
-    """The same for each of ``members``."""
+    """Equal weights for ``members`` members."""
     return [1.0 / members] * members
 
 
 def sample_weights(samples: Sequence[int]) -> list[float]:
-    """In proportion to the samples that each member has seen; the same for each if none has seen any."""
+    """Weights in proportion to the samples that each member has seen; equal weights if there are no samples."""
     total = sum(samples)
     return [count / total for count in samples] if total else constant_weights(len(samples))
 
 
 def dynamic_weights(iterations: Sequence[int], decay: float = DECAY) -> list[float]:
-    """Less for members whose model is older (Partial Reduce, SIGMOD 2021, dynamic weights).
+    """Smaller weights for members with older models (Partial Reduce, SIGMOD 2021, dynamic weights).
 
     A model that is ``age - 1`` iterations behind the newest gets mass ``decay ** (age - 1) * (1 - decay)``, as in a
-    moving average over iterations; ages that no member has give theirs to the newest, and members of one age share.
-    Where many fresh members share one age, this would let a lone stale one outweigh each of them, so that the result is
-    projected onto weights that do not grow with age (isotonic regression).
+    moving average over iterations. The mass of ages without a member goes to the newest age, and members of equal age
+    share their mass. If many new members share one age, a single stale member could outweigh each of them. The result
+    is therefore projected onto weights that do not grow with age (isotonic regression).
 
     Args:
-        iterations: of each member's model.
-        decay: between 0 and 1.
+        iterations: iteration of each member's model.
+        decay: factor between 0 and 1.
 
     Returns:
-        One weight a member; they sum to one.
+        One weight per member; the weights sum to 1.
     """
     newest = max(iterations)
     sharing = Counter(newest - iteration + 1 for iteration in iterations)
@@ -276,7 +276,7 @@ def dynamic_weights(iterations: Sequence[int], decay: float = DECAY) -> list[flo
 
 
 def _falling(masses: Sequence[float], sharing: Sequence[int]) -> list[float]:
-    """For each age, its members' weight: masses shared out, neighbours pooled until none exceeds its predecessor."""
+    """The weight of a member, by age. Neighbouring ages are pooled until no weight exceeds its predecessor."""
     pools: list[tuple[float, int, int]] = []  # mass, members, ages
     for mass, members in zip(masses, sharing, strict=True):
         pool = (mass, members, 1)
@@ -288,20 +288,21 @@ def _falling(masses: Sequence[float], sharing: Sequence[int]) -> list[float]:
 
 
 _MOST_GROWTH = 2
-"""Factor by which the period may change at a time: one slow exchange says little."""
+"""Largest factor by which the period changes at once, because a single slow exchange is weak evidence."""
 _MEMORY = 0.5
-"""Weight of the past in the moving averages of times."""
+"""Weight of the old value in moving averages of times."""
 
 
 class AdaptivePeriod:
-    """The shortest period at which averaging takes no more than a given share of the time.
+    """Adapts the period to the shortest one at which averaging takes at most a given share of the time.
 
-    With steps of ``s`` seconds and exchanges of ``x``, a period of H spends ``x / (H s + x)`` on exchanges.
+    With steps of ``s`` seconds and exchanges of ``x`` seconds, a period of ``H`` steps spends the share
+    ``x / (H s + x)`` on exchanges.
 
     Args:
-        period: steps between averages at first.
-        overhead: the share of the time that exchanges may take, between 0 and 1.
-        longest: the period never exceeds this number of steps.
+        period: initial number of steps between averages.
+        overhead: largest share of the time for exchanges, between 0 and 1.
+        longest: largest period in steps.
     """
 
     def __init__(self, period: int, overhead: float, longest: int) -> None:
@@ -313,15 +314,15 @@ class AdaptivePeriod:
         self._round: list[tuple[float, float]] = []
 
     def report(self, step_time: float, exchange_time: float) -> None:
-        """One worker's mean seconds a step since the last average, and the seconds that average took."""
+        """Note one worker's mean seconds per step since the last average, and the seconds that this average took."""
         if step_time > 0 and exchange_time > 0:
             self._round.append((step_time, exchange_time))
 
     def next_period(self) -> int:
-        """The period until the next average, from what the slowest worker of this round reported."""
+        """The number of steps until the next average, from the reports of this round."""
         if self._round:
             slowest = max(step for step, _ in self._round)
-            # Whoever came last did not wait, so that the shortest exchange is the one without waiting.
+            # The last worker to come did not wait for others, so the shortest time is that of the exchange alone.
             shortest = min(exchange for _, exchange in self._round)
             self._step_time = _follow(self._step_time, slowest)
             self._exchange_time = _follow(self._exchange_time, shortest)
@@ -336,7 +337,7 @@ class AdaptivePeriod:
         return {"period": self.period, "step_time": self._step_time, "exchange_time": self._exchange_time}
 
     def restore(self, period: int, step_time: float, exchange_time: float) -> None:
-        """Continue from what :meth:`state` returned."""
+        """Load the state that :meth:`state` returned."""
         self.period, self._step_time, self._exchange_time = period, step_time, exchange_time
 
 

@@ -1,4 +1,4 @@
-"""A model's tensors and an optimizer's state as workers exchange them."""
+"""Tensors of a model and state of an optimizer, in the form in which workers exchange them."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from lightning_autosync.relaxed.transport.payload import Packed, Unpacked, can_t
 
 @dataclass(frozen=True)
 class ModelTensors:
-    """What a worker's model consists of. Buffers are looked up each time, for modules may replace theirs.
+    """The tensors of a worker's model. Buffers are looked up each time, because modules may replace them.
 
     Attributes:
         module: the model.
-        parameters: trained ones, which are averaged.
+        parameters: trainable parameters, which are averaged.
     """
 
     module: nn.Module
@@ -30,23 +30,23 @@ class ModelTensors:
 
     @classmethod
     def of(cls, module: nn.Module) -> ModelTensors:
-        """The tensors of a module; one that appears twice counts once."""
+        """The tensors of a module; shared ones count once."""
         return cls(module, tuple(parameter for parameter in module.parameters() if parameter.requires_grad))
 
     @property
     def buffers(self) -> tuple[Tensor, ...]:
-        """Floating-point buffers of checkpoints, which are averaged at barriers; counters have no average."""
+        """Persistent floating-point or complex buffers, which are averaged at barriers; counters have no average."""
         kept = persistent_buffers(self.module).values()
         return tuple(buffer for buffer in kept if buffer.is_floating_point() or buffer.is_complex())
 
     @property
     def all(self) -> tuple[Tensor, ...]:
-        """Parameters and buffers, frozen ones and counters too, which a worker takes over when it starts."""
+        """All parameters and persistent buffers, frozen ones and counters included; a starting worker copies them."""
         return (*self.module.parameters(), *persistent_buffers(self.module).values())
 
 
 def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """The buffers of checkpoints as they are now, by their first name."""
+    """The current buffers that checkpoints contain, by their first name."""
     parameters = {id(parameter) for parameter in module.parameters()}
     found: dict[int, tuple[str, Tensor]] = {}
     for name, value in module.state_dict(keep_vars=True).items():
@@ -56,7 +56,7 @@ def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
 
 
 class PersistentBuffers(Mapping[str, Tensor]):
-    """`persistent_buffers` looked up at each access, since modules may replace buffers; the names stay."""
+    """A mapping like `persistent_buffers` that looks buffers up at each access, because modules may replace them."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -76,10 +76,10 @@ class PersistentBuffers(Mapping[str, Tensor]):
 
 
 class FlatView:
-    """Tensors side by side in one flat buffer in main memory, in single precision (double, if one of them is).
+    """Packs tensors into one flat CPU buffer, in float32 (float64 if one of them has it), and unpacks them.
 
     Args:
-        tensors: what to pack; in place of one that is missing on this worker, a number of elements, packed as zeros.
+        tensors: the tensors. For a tensor that this worker lacks, its number of elements, which are packed as zeros.
     """
 
     def __init__(self, tensors: Sequence[Tensor | int]) -> None:
@@ -88,7 +88,7 @@ class FlatView:
         self.dtype = flat_type(tensor for tensor in self._tensors if isinstance(tensor, Tensor))
 
     def pack(self) -> Tensor:
-        """A fresh flat copy, [elements]."""
+        """A new flat copy, [elements]."""
         flat = torch.empty(sum(self.sizes), dtype=self.dtype)
         for tensor, part in zip(self._tensors, flat.split(self.sizes), strict=True):
             if isinstance(tensor, int):
@@ -98,21 +98,21 @@ class FlatView:
         return flat
 
     def unpack(self, flat: Tensor) -> None:
-        """Give the tensors the values of ``flat``, [elements]."""
+        """Copy ``flat``, [elements], into the tensors."""
         for tensor, part in zip(self._tensors, flat.split(self.sizes), strict=True):
             if isinstance(tensor, Tensor):
                 tensor.copy_(part.view(tensor.shape))
 
 
 def flat_type(tensors: Iterable[Tensor]) -> torch.dtype:
-    """The type in which tensors are exchanged: half precision would round the sums."""
+    """The dtype in which tensors are exchanged. It is never half precision, which would round the sums."""
     return torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
 
 
 def optimizer_averages(optimizer: Optimizer, parameters: Sequence[Tensor]) -> list[str]:
-    """Names of an optimizer's running averages (momentum, second moments), ascending.
+    """Sorted names of an optimizer's running averages (momentum, second moments).
 
-    They are the floating-point tensors of a parameter's state that have its shape.
+    These are the floating-point tensors in a parameter's state that have its shape.
     """
     names: set[str] = set()
     for parameter in parameters:
@@ -123,9 +123,9 @@ def optimizer_averages(optimizer: Optimizer, parameters: Sequence[Tensor]) -> li
 
 
 def optimizer_slots(optimizer: Optimizer, parameters: Sequence[Tensor], averages: Sequence[str]) -> list[Tensor | int]:
-    """An optimizer's running averages of these names, in an order that is the same on all workers.
+    """An optimizer's running averages with these names, in the same order on all workers.
 
-    A parameter that has not had a gradient here has none yet; its number of elements stands in.
+    A parameter that has had no gradient on this worker has no averages; its number of elements takes their place.
     """
     slots: list[Tensor | int] = []
     for name in averages:
@@ -137,15 +137,15 @@ def optimizer_slots(optimizer: Optimizer, parameters: Sequence[Tensor], averages
 
 
 def model_bytes(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Contiguous copies of tensors in main memory."""
+    """Contiguous copies of tensors on the CPU."""
     return [tensor.detach().to("cpu", copy=True).contiguous() for tensor in tensors]
 
 
 def take_bytes(tensors: Sequence[Tensor], payload: memoryview, donor: int) -> None:
-    """Give tensors the values that :func:`model_bytes` had on ``donor``.
+    """Load the values that :func:`model_bytes` packed on rank ``donor`` into ``tensors``.
 
     Raises:
-        ExchangeError: the model there has another size.
+        ExchangeError: the donor's model has another size.
     """
     expected = sum(tensor.nbytes for tensor in tensors)
     if payload.nbytes != expected:
@@ -177,9 +177,9 @@ def _is_average(name: str, value: object, parameter: Tensor) -> bool:
 
 
 class DonatedOptimizer(NamedTuple):
-    """The optimizer's state of a live worker, kept for a worker that came back until its own optimizer is known.
+    """The state of a live worker's optimizer, which a returning worker keeps until its own optimizer is known.
 
-    A payload: `DonatedOptimizer.packed` of the one becomes `DonatedOptimizer.found` of the other.
+    `packed` makes a payload, from which `found` restores the state.
     """
 
     donor: int
@@ -187,18 +187,18 @@ class DonatedOptimizer(NamedTuple):
 
     @classmethod
     def found(cls, donor: int, payload: memoryview) -> DonatedOptimizer | None:
-        """The state in a payload from ``donor``; None if it is empty."""
+        """The state in a payload from rank ``donor``; None if it is empty."""
         state = unpack(payload)
         return cls(donor, state) if state.values else None
 
     def packed(self) -> Packed:
-        """The state as a payload again."""
+        """The state as a payload."""
         return pack(self.state.tensors, self.state.values)
 
     def give_to(self, optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
         """Load the state into ``optimizer``, which keeps its own hyperparameters.
 
-        It keeps the state that it has, with a warning, if it is of another kind or if the donor's could not be sent.
+        If ``optimizer`` is of another class, or the donor could not send its state, this only warns.
         """
         values = self.state.values
         refused = values.get("refused", "")
@@ -214,14 +214,14 @@ class DonatedOptimizer(NamedTuple):
         states = _by_parameter(self.state)
         own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         mine = {index: states.get(places.get(id(parameter), ""), {}) for index, parameter in enumerate(own)}
-        # Torch's own loading puts each tensor in the device and type that the optimizer wants.
+        # `load_state_dict` moves each tensor to the device and dtype that the optimizer needs.
         optimizer.load_state_dict({"state": mine, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
 def pack_optimizer(optimizer: Optimizer, parameters: Sequence[Tensor]) -> Packed:
-    """Running averages, step counts and whatever else an optimizer keeps for these parameters; copies.
+    """A copy of the optimizer's state of these parameters (running averages, step counts), as a payload.
 
-    If there is anything among it but tensors and numbers, the payload says that instead.
+    If the state has anything other than tensors and numbers, the payload has the reason of the refusal instead.
     """
     tensors: dict[str, Tensor] = {}
     numbers: dict[str, Any] = {}
@@ -239,7 +239,7 @@ def pack_optimizer(optimizer: Optimizer, parameters: Sequence[Tensor]) -> Packed
 
 
 def _by_parameter(state: Unpacked) -> dict[str, dict[str, Any]]:
-    """By the place of each parameter, its part of the state, in memory of its own."""
+    """Copies of the state by parameter, whose key is its position as a string."""
     found: dict[str, dict[str, Any]] = defaultdict(dict)
     for key, tensor in state.tensors.items():
         place, _, name = key.partition(".")

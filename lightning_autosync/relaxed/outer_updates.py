@@ -1,4 +1,4 @@
-"""Outer updates of periodic averaging, on flat tensors: how the next model follows from an average."""
+"""Outer updates of periodic averaging, on flat tensors: they compute the next model from an average."""
 
 from __future__ import annotations
 
@@ -13,29 +13,30 @@ from lightning_autosync.plan import Consistency
 class OuterUpdate(ABC):
     """The outer update of one fragment of the model.
 
-    All replicas keep the same state, as they make the same updates of it.
+    All replicas make the same updates, so their states stay equal.
 
     Args:
-        elements: size of the fragment.
-        dtype: the type in which it is averaged.
+        elements: number of elements in the fragment.
+        dtype: dtype in which the fragment is averaged.
 
     Attributes:
-        state: tensors [elements] that outlive a round.
+        state: tensors [elements] that are kept between rounds, by name.
     """
 
     KEPT: tuple[str, ...] = ()
+    """Names of the tensors in ``state``."""
     ANCHOR: str | None = "anchor"
-    """The kept tensor that is the common model after a round, if there is one."""
+    """Name of the tensor in ``state`` that is the common model after a round; None if there is none."""
 
     def __init__(self, elements: int, dtype: torch.dtype) -> None:
         self.state = {name: torch.zeros(elements, dtype=dtype) for name in self.KEPT}
 
     def begin(self, model: Tensor) -> None:
-        """All replicas hold ``model``, [elements], for the first time."""
+        """Begin training, with ``model`` [elements] on all replicas."""
         self.settle(model)
 
     def settle(self, model: Tensor) -> None:
-        """All replicas hold ``model``, [elements], by plain averaging."""
+        """Note that plain averaging gave all replicas ``model`` [elements]."""
         if self.ANCHOR in self.state:
             self.state[self.ANCHOR].copy_(model)
 
@@ -44,15 +45,18 @@ class OuterUpdate(ABC):
         """This replica's next model.
 
         Args:
-            local: this replica's model after its local steps, [elements].
-            mean: of all replicas' models, [elements].
-            replicas: how many were averaged.
-            rate: the learning rate of the local steps.
+            local: [elements], this replica's model after its local steps.
+            mean: [elements], mean of all replicas' models.
+            replicas: number of averaged replicas.
+            rate: learning rate of the local steps.
+
+        Returns:
+            [elements].
         """
 
 
 class Averaging(OuterUpdate):
-    """Local SGD (Stich, 2019): every replica goes on from the mean."""
+    """Local SGD (Stich, 2019): every replica continues from the mean."""
 
     def update(self, local: Tensor, mean: Tensor, replicas: int, rate: float) -> Tensor:
         return mean
@@ -61,7 +65,7 @@ class Averaging(OuterUpdate):
 class ElasticAveraging(OuterUpdate):
     """EASGD (Zhang, Choromanska and LeCun, 2015), synchronous form, equations 2 and 3.
 
-    Replicas are drawn towards a centre, and the centre towards them, by ``alpha`` of their distance.
+    Each replica moves towards a centre, and the centre towards each replica, by ``alpha`` times their distance.
     """
 
     KEPT = ("centre",)
@@ -76,6 +80,7 @@ class ElasticAveraging(OuterUpdate):
 
     def update(self, local: Tensor, mean: Tensor, replicas: int, rate: float) -> Tensor:
         centre = self.state["centre"]
+        # The default is stable for every number of replicas: alpha * (replicas + 1) stays below 2.
         alpha = 0.9 / replicas if self._alpha is None else self._alpha
         drawn = local - alpha * (local - centre)
         centre += replicas * alpha * (mean - centre)
@@ -83,7 +88,7 @@ class ElasticAveraging(OuterUpdate):
 
 
 class BlockMomentum(OuterUpdate):
-    """BMUF (Chen and Huo, 2016), classical block momentum: the blocks' updates of the model are filtered."""
+    """BMUF (Chen and Huo, 2016), classical block momentum: a momentum filter over the model updates of the blocks."""
 
     KEPT = ("anchor", "update")
 
@@ -101,8 +106,8 @@ class BlockMomentum(OuterUpdate):
 class SlowMomentum(OuterUpdate):
     """SlowMo (Wang et al., 2020), algorithm 1, in units of the model instead of the gradient.
 
-    The slow momentum u is kept as ``rate * u``, so that a learning rate of zero does no harm; where the rate changes,
-    it is scaled by the ratio.
+    The state keeps ``rate * u`` for the slow momentum u, which avoids a division by a learning rate of zero. When the
+    rate changes, the state is scaled by the ratio.
     """
 
     KEPT = ("anchor", "momentum", "rate")
@@ -122,7 +127,7 @@ class SlowMomentum(OuterUpdate):
 
 
 class OuterNesterov(OuterUpdate):
-    """DiLoCo (Douillard et al., 2023): SGD with Nesterov momentum; the gradient is the distance that the mean moved."""
+    """DiLoCo (Douillard et al., 2023): SGD with Nesterov momentum on the outer gradient, the anchor minus the mean."""
 
     KEPT = ("anchor", "momentum")
 
@@ -138,7 +143,7 @@ class OuterNesterov(OuterUpdate):
 
 
 def make_outer(settings: Consistency, elements: int, dtype: torch.dtype) -> OuterUpdate:
-    """The outer update that a consistency of mode ``periodic`` names, for one fragment."""
+    """The outer update of one fragment, for a consistency of mode ``periodic``."""
     lr, momentum = settings.outer_lr, settings.outer_momentum
     match settings.outer:
         case "easgd":

@@ -1,6 +1,6 @@
-"""Partial reduce: after each step, a worker averages its model with the few others that are ready.
+"""Partial reduce: after each step, a worker averages its model with a few other workers that are ready.
 
-After "Heterogeneity-Aware Distributed Machine Learning Training via Partial Reduce" (SIGMOD 2021), with the group
+It follows "Heterogeneity-Aware Distributed Machine Learning Training via Partial Reduce" (SIGMOD 2021), with the group
 generation of SDPipe (VLDB 2023).
 """
 
@@ -21,12 +21,12 @@ class PartialReduce(AveragingWorker):
     """A worker of a partial reduce.
 
     Args:
-        mesh: connects the workers; stays the caller's.
+        mesh: connects the workers; owned by the caller.
         model: this worker's tensors, changed in place.
         settings: a consistency of mode ``partial_reduce``.
-        workers: number of workers, the first ranks of the mesh; by default all of it.
+        workers: number of workers, which are the first ranks of the mesh; by default all ranks.
         timeout: seconds to wait for other workers, at a barrier or for a group.
-        stall: seconds without progress after which a group's average is given up.
+        stall: seconds without progress after which a group's average fails.
     """
 
     def __init__(

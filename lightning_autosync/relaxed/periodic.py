@@ -1,4 +1,4 @@
-"""Periodic averaging: all workers average after some local steps, and an outer update makes the next model of it."""
+"""Periodic averaging: all workers average after some local steps, and an outer update computes the next model."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from lightning_autosync.relaxed.transport.mesh import Mesh
 
 
 def cut_fragments(sizes: Sequence[int], fragments: int) -> list[range]:
-    """Contiguous runs of tensors with about equal numbers of elements.
+    """Cut a list of tensors into contiguous fragments with about equal numbers of elements.
 
     Args:
-        sizes: elements of each tensor.
-        fragments: number of runs; fewer come out if there are fewer tensors.
+        sizes: number of elements of each tensor.
+        fragments: number of fragments; reduced to the number of tensors if there are fewer.
 
     Returns:
-        Positions of tensors; none is empty unless there are no tensors at all.
+        A range of positions for each fragment; none is empty unless there are no tensors.
     """
     fragments = max(1, min(fragments, len(sizes)))
     middles = [end - size / 2 for end, size in zip(accumulate(sizes), sizes, strict=True)]
@@ -43,28 +43,28 @@ def cut_fragments(sizes: Sequence[int], fragments: int) -> list[range]:
 
 
 def first_ages(fragments: int, period: int) -> list[int]:
-    """How many steps ago each fragment would have been averaged at the start, so that their turns are spread evenly."""
+    """Initial steps since the last average, by fragment, chosen so that their averages are spread over the period."""
     return [(fragments - 1 - fragment) * period // fragments for fragment in range(fragments)]
 
 
 LONGEST = 10_000
-"""Steps that an adapting period may reach."""
+"""Largest number of steps of an adapting period."""
 
 
 class Periodic(AveragingWorker):
     """A worker of periodic averaging: local SGD, post-local SGD, EASGD, BMUF, SlowMo, DiLoCo, and DiLoCo by fragments.
 
-    A drain averages plainly, whatever the outer update, and the next period begins there; so a period that divides the
-    steps between drains makes most of its outer updates, and one that is longer makes none, with a warning. Outer
-    momentum outlives drains.
+    A drain is a plain average without an outer update, and the next period begins there. Choose a period that divides
+    the number of steps between drains. A longer period makes no outer updates, which is warned about. Outer momentum is
+    kept across drains.
 
     Args:
-        mesh: connects the workers; stays the caller's.
+        mesh: connects the workers; owned by the caller.
         model: this worker's tensors, changed in place.
         settings: a consistency of mode ``periodic``.
-        workers: number of workers, the first ranks of the mesh; by default all of it.
+        workers: number of workers, which are the first ranks of the mesh; by default all ranks.
         timeout: seconds to wait for other workers, at a barrier or for an average.
-        stall: seconds without progress after which an average is given up.
+        stall: seconds without progress after which an average fails.
     """
 
     def __init__(
@@ -90,14 +90,14 @@ class Periodic(AveragingWorker):
         self._fragments = [
             [model.parameters[place] for place in places] for places in cut_fragments(sizes, settings.fragments or 1)
         ]
-        # One type for all, so that fragments fit together in one message.
+        # One dtype for all fragments, so that several fit in one message.
         self._dtype = flat_type(model.parameters)
         self._sizes = [sum(FlatView(fragment).sizes) for fragment in self._fragments]
         self._outer = [make_outer(settings, size, self._dtype) for size in self._sizes]
         self._ages = first_ages(len(self._fragments), self._period)
         self._outer_name = settings.outer
         self._updated: set[int] = set()
-        """Fragments that had an outer update since the last drain."""
+        """Indices of the fragments with an outer update since the last drain."""
         self._warned = False
         self._loaded = False
         self._clock = _Clock()
@@ -156,12 +156,16 @@ class Periodic(AveragingWorker):
         self._clock.restart()
 
     def _warn_of_a_long_period(self, begun: list[int]) -> None:
-        """Warn once, on one rank, if fragments of these ages at the last drain had no outer update since."""
+        """Warn once, on rank 0, if a fragment has made steps since the last drain, but no outer update.
+
+        Args:
+            begun: ages of the fragments at the last drain.
+        """
         waiting = any(
             age > first and index not in self._updated
             for index, (age, first) in enumerate(zip(self._ages, begun, strict=True))
         )
-        # A drain does what plain averaging does.
+        # With plain averaging nothing is missed, because a drain does the same.
         if not waiting or self._warned or self._mesh.rank != RANK or self._outer_name == "averaging":
             return
         self._warned = True
@@ -174,7 +178,7 @@ class Periodic(AveragingWorker):
 
     def _own_state(self) -> dict[str, Any]:
         if self._mesh.rank != RANK:
-            return {"period": self._period}  # the start hands the outer state over
+            return {"period": self._period}  # at the start, other ranks get the outer state from rank 0
         outer = [{name: tensor.clone() for name, tensor in update.state.items()} for update in self._outer]
         return {"period": self._period, "outer": outer}
 
@@ -211,7 +215,7 @@ def _shapes(states: list[dict[str, Tensor]]) -> list[dict[str, torch.Size]]:
 
 
 class _Clock:
-    """Times of local steps and of exchanges, for a period that adapts."""
+    """Times of local steps and of exchanges, for an adapting period."""
 
     def __init__(self) -> None:
         self.steps = 0
@@ -220,15 +224,15 @@ class _Clock:
         self._exchange = 0.0
 
     def restart(self) -> None:
-        """Training begins, or goes on after something that does not count."""
+        """Begin to measure, at the start or after time that does not count."""
         self.steps, self._exchange, self._since = 0, 0.0, time.monotonic()
 
     def facts(self) -> dict[str, float]:
-        """Mean seconds of the steps since the last exchange, and the seconds of that exchange (0 if unknown)."""
+        """Mean seconds per step since the last exchange, and the seconds of that exchange (0 if unknown)."""
         self._begun = time.monotonic()
         return {"step_time": (self._begun - self._since) / max(1, self.steps), "exchange_time": self._exchange}
 
     def exchanged(self) -> None:
-        """An exchange that began with :meth:`facts` has ended."""
+        """End the exchange that began with :meth:`facts`."""
         now = time.monotonic()
         self._exchange, self._since, self.steps = now - self._begun, now, 0

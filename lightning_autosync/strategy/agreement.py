@@ -1,4 +1,4 @@
-"""Steps that succeed on all ranks or fail on all, and the comparison of ranks when a job starts."""
+"""Steps that succeed or fail on all ranks together, and the comparison of ranks at the start of a job."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ T = TypeVar("T")
 
 
 def agree(step: Callable[[], T], identify: Callable[[T], dict[str, str]], group: dist.ProcessGroup | None = None) -> T:
-    """Run ``step`` on every rank, and return its result if all ranks succeeded with the same one.
+    """Run ``step`` on every rank, and return its result if all ranks succeeded with equal results; collective.
 
     Args:
-        step: what may fail on one rank alone, such as reading a file; it must not communicate.
-        identify: what must be equal on all ranks, by the name that an error calls it: digests of the result.
+        step: a step that may fail on some ranks only, such as reading a file; it must not communicate.
+        identify: returns digests of the result that must be equal on all ranks, by their name in errors.
         group: the ranks; None is the default group.
 
     Raises:
-        AutoSyncError: (the class raised by ``step``) on every rank if ``step`` failed on any.
-        PlanError: on every rank if the results differ.
+        AutoSyncError: (the class raised by ``step``) ``step`` failed on some rank; raised on every rank.
+        PlanError: results differ; raised on every rank.
     """
     cause: Exception | None = None
     vote: dict[str, Any]
@@ -52,7 +52,7 @@ def _raise_failure(votes: list[dict[str, Any]], cause: Exception | None) -> None
     if not failed:
         return
     if cause is not None and len(failed) == len(votes):
-        raise cause
+        raise cause  # every rank has its own error, with its traceback
     first = votes[failed[0]]
     where = f"rank {failed[0]}" if len(failed) == 1 else f"ranks {', '.join(map(str, failed))}"
     kind = getattr(errors, first["kind"], None)
@@ -72,10 +72,11 @@ def _raise_difference(identities: list[dict[str, str]]) -> None:
 
 
 def checked_formation(environment: Any, settings: StrategySettings) -> AbstractContextManager[None]:
-    """Around the forming of the process group and `compare_ranks`: see `checked_rendezvous`.
+    """The context in which to form the process group and call `compare_ranks`; see `checked_rendezvous`.
 
     Args:
-        environment: Lightning's ``ClusterEnvironment``, which knows this process's rank by now.
+        environment: Lightning's ``ClusterEnvironment``, which already knows the rank of this process.
+        settings: settings of the strategy.
     """
     return checked_rendezvous(
         Rendezvous(
@@ -89,15 +90,14 @@ def checked_formation(environment: Any, settings: StrategySettings) -> AbstractC
 
 
 def compare_ranks(settings: StrategySettings) -> FailureDetector | None:
-    """Compare what ranks run, and connect them so that each learns which one is lost; collective.
+    """Compare versions and settings of all ranks, and open a failure detector; collective.
 
-    The versions of this package and of the plan's format must be equal; of torch's version the first two numbers
-    (2.13 of 2.13.1), for builds of one release differ between machines. So must be settings by which ranks take part
-    in exchanges.
+    The versions of this package and of the plan's format must be equal, and settings that affect exchanges. Of torch's
+    version, only the first two numbers must be equal (2.13 of 2.13.1), because builds differ between machines.
 
     Returns:
-        The failure detector; None for one rank. Relaxed replicas detect failures themselves once their mesh is open;
-        the strategy closes this one then.
+        The failure detector; None for a single rank. Relaxed replicas detect failures by their mesh, and the strategy
+        closes this detector when the mesh is open.
 
     Raises:
         ExchangeError: (on every rank) versions differ.
@@ -110,7 +110,7 @@ def compare_ranks(settings: StrategySettings) -> FailureDetector | None:
 
 
 def own_versions() -> dict[str, str]:
-    """What must be the same on all ranks, by name."""
+    """Versions that must be equal on all ranks, by name."""
     return {
         "lightning-autosync": version("lightning-autosync"),
         "the plan's format": SyncPlan.FORMAT,
@@ -138,7 +138,7 @@ def _usable(settings: StrategySettings) -> StrategySettings:
 
 
 def _rules(settings: StrategySettings) -> dict[str, str]:
-    """Settings by which ranks take part in exchanges, by the name that an error calls them."""
+    """Settings that affect exchanges, by their name in errors."""
     return {
         "consistency of the plan": "synchronous" if settings.scheduled else "relaxed, or with servers",
         "broadcast_buffers": str(settings.broadcast_buffers),

@@ -1,4 +1,4 @@
-"""What `AutoDDLStrategy` is, for the Trainer of lightning and that of pytorch_lightning alike."""
+"""The common code of `AutoDDLStrategy` for the Trainers of lightning and pytorch_lightning."""
 
 from __future__ import annotations
 
@@ -108,6 +108,8 @@ class AutoDDLMixin(SplitCheckpoints, AutoSyncMixin, _Base):
             "timeout": timeout,
         }
         settings, launch = read_settings(arguments)
+        # Skips AutoSyncMixin's constructor, whose arguments are for DDPStrategy. ModelParallelStrategy takes no
+        # accelerator, devices or plugins, so these are set as attributes.
         super(AutoSyncMixin, self).__init__(
             save_distributed_checkpoint=save_distributed_checkpoint,
             process_group_backend=process_group_backend,
@@ -127,11 +129,12 @@ class AutoDDLMixin(SplitCheckpoints, AutoSyncMixin, _Base):
 
     @property
     def hybrid_plan(self) -> HybridPlan | None:
-        """The plan by which operators are split; None where none is."""
+        """The plan by which operators are split; None if no operator is split."""
         return self._replica.hybrid_plan if isinstance(self._replica, SplitReplica) else None
 
     def setup_environment(self) -> None:
-        # Each rank draws samples of its own; what is split further is none of the sampler's business.
+        # Each rank draws its own samples, whatever the plan splits, so Lightning's sampler must see plain data
+        # parallelism.
         self._data_parallel_size, self._tensor_parallel_size = self.num_nodes * self.num_processes, 1
         super().setup_environment()
 
@@ -169,7 +172,7 @@ class AutoDDLMixin(SplitCheckpoints, AutoSyncMixin, _Base):
     def _evaluation(self, args: Any) -> AbstractContextManager[None]:
         return self._replica.training_step(args) if isinstance(self._replica, SplitReplica) else nullcontext()
 
-    # What is run
+    # The choice of a plan
 
     def _replicate(self, trainer: Any) -> None:
         """Choose a plan and make the replica that runs it."""
@@ -184,7 +187,7 @@ class AutoDDLMixin(SplitCheckpoints, AutoSyncMixin, _Base):
         self.model = SynchronizedModule(self.model, replica)
 
     def _data_parallel_settings(self) -> StrategySettings:
-        """The gradients' plan of a given hybrid plan, which no operator of it changes."""
+        """The settings with the plan for gradients from the user's hybrid plan, if that has one."""
         if self._given is None or self._given.gradients == "all_reduce":
             return self._settings
         return replace(self._settings, plan=self._given.gradients, source=f"{self._source}: gradients")
@@ -212,7 +215,7 @@ class AutoDDLMixin(SplitCheckpoints, AutoSyncMixin, _Base):
         return replica
 
     def _choose(self, trainer: Any) -> tuple[Choice, FirstBatch | None]:
-        """Which plans to try, and the batch to try them on."""
+        """The plans to try, and the batch on which to try them."""
         world = self.num_nodes * self.num_processes
         if self._settings.error is not None:
             raise self._settings.error
@@ -226,7 +229,7 @@ class AutoDDLMixin(SplitCheckpoints, AutoSyncMixin, _Base):
                 return Choice(reason=f"as '{self._source}' states"), None
             return Choice((given,), f"given as '{self._source}'"), FirstBatch(trainer, self, self.combined_loader)
         if world == 1 or (self._memory is None and not (cluster and cluster.measured)):
-            # Nothing can be predicted, so that no batch is needed.
+            # Without rates there is no prediction, so no batch is needed.
             return choose_hybrid_plan(None, cluster, None, self.num_nodes, self.num_processes), None
         try:
             first = FirstBatch(trainer, self, self.combined_loader)
@@ -239,7 +242,7 @@ class AutoDDLMixin(SplitCheckpoints, AutoSyncMixin, _Base):
         return found, first
 
     def _first_that_is_right(self, choice: Choice, task: Task) -> SplitReplica | None:
-        """The first plan that passes the check; a plan that the user gave has to."""
+        """A replica for the first plan that passes the check; None if none does. A plan of the user must pass."""
         self._refuse_loss_scaling()
         follow_rank_zero(self._plain, self._settings.initial_buffers)
         for plan in choice.plans:
@@ -283,6 +286,7 @@ class AutoDDLMixin(SplitCheckpoints, AutoSyncMixin, _Base):
             )
 
     def _clip_by_true_norm(self) -> None:
+        # The plugin itself would clip by the norm of this rank's parts only.
         replica, plugin = self._replica, self.precision_plugin
         vars(plugin).pop("clip_grad_by_norm", None)
         if isinstance(replica, SplitReplica):
@@ -305,7 +309,7 @@ def _identity(choice: Choice) -> str:
 
 
 def _read_hybrid_plan(value: HybridPlanArgument) -> tuple[HybridPlan | None, str]:
-    """The plan, and what errors call it."""
+    """The plan, and its name in errors."""
     if value is None or isinstance(value, HybridPlan):
         found, source = value, "plan"
     elif isinstance(value, str | os.PathLike):

@@ -1,4 +1,4 @@
-"""Checkpoints of split models: one file for the unsplit model, or a folder to which each rank writes its parts."""
+"""Checkpoints of split models: a file with the unsplit model, or a folder to which each rank writes its parts."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ else:
     _Base = object
 
 TENSORS, REST = "tensors", "rest.pt"
-"""What a folder holds: the tensors (``torch.distributed.checkpoint``), and all else."""
+"""Names in a folder: the tensors (``torch.distributed.checkpoint``), and a file with all other state."""
 
 
 class SplitCheckpoints(_Base):
-    """The part of `AutoDDLMixin` that saves and restores.
+    """The part of `AutoDDLMixin` that saves and restores checkpoints.
 
-    A checkpoint is restored before the model is split, as far as the model is concerned, and its optimizers after it.
+    The state of the model is restored before the model is split, and that of the optimizers afterwards.
     """
 
     _replica: Replica | None
     _resumed_from: Path | None
-    """The folder that training resumes from, until its optimizers are restored."""
+    """The folder from which training resumes; None after the optimizers are restored."""
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
@@ -74,6 +74,7 @@ class SplitCheckpoints(_Base):
         if self.is_global_zero:
             path.mkdir(parents=True, exist_ok=True)
             self.checkpoint_io.save_checkpoint(checkpoint, path / REST, storage_options=storage_options)
+        # The other ranks may write only when rank 0 has made the folder.
         self.barrier()
         optimizers = self.optimizers if "optimizer_states" in checkpoint else []
         save_sharded(path / TENSORS, self._plain, optimizers, self._split)
@@ -110,7 +111,7 @@ class SplitCheckpoints(_Base):
 
     @property
     def _plain(self) -> nn.Module:
-        """The user's own module."""
+        """The user's module, without a wrapper."""
         assert self.lightning_module is not None
         module: nn.Module = self.lightning_module
         return module

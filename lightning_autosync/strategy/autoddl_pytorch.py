@@ -18,4 +18,4 @@ class AutoDDLStrategy(AutoDDLMixin, ModelParallelStrategy):
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Nothing: importing `lightning_autosync` registers its names."""
+        """Do nothing: importing `lightning_autosync` registers the names."""

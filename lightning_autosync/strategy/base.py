@@ -1,4 +1,4 @@
-"""One rank's replica of the user's module, and what stands in place of the module."""
+"""One rank's replica of the user's module, and the wrapper around the module."""
 
 # ruff: noqa: B027 (methods that do nothing by default, on purpose)
 from __future__ import annotations
@@ -20,14 +20,14 @@ from lightning_autosync.strategy.settings import StrategySettings
 
 
 class Replica(ABC):
-    """Keeps one rank's parameters, gradients and buffers as the plan wants them; the strategy calls it at each event.
+    """Synchronizes one rank's parameters, gradients and buffers by the plan. The strategy calls it at each event.
 
-    `exact.ExactReplica` synchronizes gradients in every step. `relaxed.RelaxedReplica` lets ranks take steps of their
-    own and brings them together at the ends of epochs. What a kind of replica has no use for does nothing here.
+    `exact.ExactReplica` synchronizes gradients in every step. `relaxed.RelaxedReplica` lets ranks make their own steps
+    and brings them together at the ends of epochs. Methods that a subclass does not need do nothing.
 
     Attributes:
-        enabled: whether a backward pass synchronizes, and does not only accumulate gradients.
-        detects_failures: whether it notices lost ranks by itself, so that the strategy need not.
+        enabled: whether backward passes synchronize gradients; otherwise they only accumulate them.
+        detects_failures: whether the replica detects lost ranks itself, so that the strategy need not.
     """
 
     enabled: bool
@@ -41,127 +41,127 @@ class Replica(ABC):
         """The replica of a Trainer's module; collective.
 
         Args:
-            module: on its device and in its dtype.
-            settings: what the user asked for.
-            nodes: number of the job's nodes.
-            devices: ranks on each.
-            rank: this process's in the job.
-            job: of `find_job`, where this process comes back to a job.
+            module: the module, on its device and in its dtype.
+            settings: settings of the strategy.
+            nodes: number of nodes in the job.
+            devices: number of ranks per node.
+            rank: rank of this process in the job.
+            job: the result of `find_job` if this process returns to a job, otherwise None.
         """
 
     @classmethod
     def find_job(cls, host: str, timeout: float, first: bool) -> RunningJob | None:
-        """The job that this process comes back to, if its rank was lost before.
+        """The job to which this process returns, if its rank was lost before; otherwise None.
 
         Args:
-            host: rank 0's address.
+            host: address of rank 0.
             timeout: seconds that the job's store may take to answer.
-            first: whether this process is rank 0, which cannot come back.
+            first: whether this process is rank 0, which cannot return.
         """
         return None
 
     @property
     @abstractmethod
     def plan(self) -> SyncPlan:
-        """The plan that runs."""
+        """The plan in use."""
 
     @property
     def schedule(self) -> Schedule | None:
-        """The compiled plan, if the plan has a schedule."""
+        """The compiled plan; None if the plan has no schedule."""
         return None
 
     @property
     def engine(self) -> Engine | None:
-        """The running engine, if there is one."""
+        """The running engine; None if there is none."""
         return None
 
     # Training
 
     def attach(self, trainer: Any) -> None:
-        """The Trainer whose module this is; called once, before training is set up further."""
+        """Called once with the Trainer of this module, before the rest of its setup."""
 
     def share_data(self, dataloader: object) -> object:
-        """What Lightning made of a training data loader; may change which samples this rank draws."""
+        """The training data loader, after Lightning processed it; may change the samples that this rank draws."""
         return dataloader
 
     def estimating_steps(self) -> AbstractContextManager[None]:
-        """Around ``configure_optimizers``, which may ask for ``trainer.estimated_stepping_batches``."""
+        """The context of ``configure_optimizers``, which may read ``trainer.estimated_stepping_batches``."""
         return nullcontext()
 
     def start_training(self, optimizers: Sequence[Optimizer], scaler: GradScaler | None) -> None:
-        """Training begins on all ranks.
+        """Called on all ranks when training begins.
 
         Args:
-            optimizers: of the module.
-            scaler: what the precision plugin scales losses with, if anything.
+            optimizers: optimizers of the module.
+            scaler: the precision plugin's loss scaler; None if there is none.
         """
 
     def begin_epoch(self) -> None:
-        """A rank begins an epoch, also one that will get no batch of it."""
+        """Called when this rank begins an epoch, even if it gets no batch of it."""
 
     def begin_batch(self) -> None:
-        """Lightning begins a batch."""
+        """Called when Lightning begins a batch."""
 
     def training_step(self, batch: Any) -> AbstractContextManager[None]:
-        """Around the user's ``training_step``."""
+        """The context of the user's ``training_step``."""
         return nullcontext()
 
     @abstractmethod
     def before_forward(self, synchronizes: bool) -> None:
-        """Before each forward pass; ``synchronizes`` if a synchronized backward pass may follow."""
+        """Called before each forward pass; ``synchronizes`` tells whether a synchronized backward pass may follow."""
 
     def backward(self, scaler: GradScaler | None = None) -> AbstractContextManager[None]:
-        """Around everything that belongs to one backward pass, whose loss ``scaler`` scales."""
+        """The context of one backward pass, of a loss that ``scaler`` scales."""
         return nullcontext()
 
     def stepping(self, optimizer: Optimizer) -> AbstractContextManager[None]:
-        """Around an optimizer's step, which may compute the gradients by its closure."""
+        """The context of an optimizer's step, which may compute the gradients in its closure."""
         return nullcontext()
 
     def end_epoch(self) -> None:
-        """This rank's part of an epoch is over, or validation begins."""
+        """Called when this rank's part of an epoch is over, or when validation begins."""
 
     def end_training(self) -> None:
-        """Training ends on all ranks."""
+        """Called on all ranks when training ends."""
 
-    # What all ranks do together
+    # Collective calls and checkpoints
 
     def collective(self, what: str, each_step: bool = False) -> AbstractContextManager[None]:
-        """Around a collective call of the strategy.
+        """The context of a collective call of the strategy.
 
         Args:
-            what: names the call in errors.
-            each_step: whether it follows every step, if it follows a step at all.
+            what: name of the call in errors.
+            each_step: whether a call between training steps would come after every step.
         """
         return nullcontext()
 
     def before_checkpoint(self) -> None:
-        """A checkpoint is about to be collected on all ranks."""
+        """Called on all ranks before a checkpoint is collected."""
 
     def optimizer_state(self, saved: dict[str, Any]) -> dict[str, Any]:
-        """The state of the optimizer for a checkpoint; ``saved`` is this process's own."""
+        """The state of the optimizer for a checkpoint; ``saved`` is the state in this process."""
         return saved
 
     @abstractmethod
     def gather_state(self) -> dict[str, Any] | None:
-        """The replicas' entry in a checkpoint on rank 0; None elsewhere and where there is nothing to keep; collective.
+        """The replicas' entry in a checkpoint, on rank 0; None elsewhere, and if there is no state; collective.
 
-        It holds plain values and tensors, readable with ``torch.load(weights_only=True)``.
+        It has plain values and tensors, readable with ``torch.load(weights_only=True)``.
         """
 
     @abstractmethod
     def restore_state(self, entry: dict[str, Any] | None, steps: int) -> None:
-        """Continue from a checkpoint.
+        """Resume from a checkpoint.
 
         Args:
-            entry: what `gather_state` returned, of this or another kind of replica; None if the checkpoint has none.
-            steps: optimizer steps that the checkpoint has seen.
+            entry: the result of `gather_state`, of this or another kind of replica; None if the checkpoint has none.
+            steps: number of optimizer steps in the checkpoint.
         """
 
     # The end
 
     def fail(self, error: BaseException) -> None:
-        """This rank ends with ``error``."""
+        """Called when this rank ends with ``error``."""
 
     @abstractmethod
     def close(self) -> None:
@@ -169,11 +169,11 @@ class Replica(ABC):
 
 
 class SynchronizedModule(nn.Module):
-    """Stands in place of the user's module, as `DistributedDataParallel` does: every forward pass comes by here.
+    """Wraps the user's module, as `DistributedDataParallel` does: every forward pass goes through it.
 
     Attributes:
         module: the user's module.
-        replica: what keeps it equal on all ranks.
+        replica: the replica that synchronizes the module.
     """
 
     def __init__(self, module: nn.Module, replica: Replica) -> None:
@@ -195,19 +195,19 @@ class SynchronizedModule(nn.Module):
         self.replica.enabled = enabled
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Inside, backward passes only accumulate gradients on this rank."""
+        """A context in which backward passes only accumulate gradients on this rank."""
         return accumulation(self.replica)
 
     @torch.compiler.disable
     def _before_forward(self) -> None:
-        # With manual optimization, buffers follow rank 0 once, as Lightning has it with DDP.
+        # With manual optimization, buffers follow rank 0 only once, as under Lightning's DDP.
         followed = getattr(self.module, "automatic_optimization", True)
         self.replica.before_forward(followed and self.replica.enabled and torch.is_grad_enabled())
 
 
 @contextmanager
 def accumulation(replica: Replica) -> Iterator[None]:
-    """Inside, backward passes only accumulate gradients on this rank."""
+    """A context in which backward passes only accumulate gradients on this rank."""
     before, replica.enabled = replica.enabled, False
     try:
         yield

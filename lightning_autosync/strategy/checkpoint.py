@@ -1,4 +1,4 @@
-"""The strategy's entry in checkpoints: gathered from all ranks when saved, distributed when loaded."""
+"""The strategy's entry in checkpoints: gathered from all ranks for saving, distributed to all ranks after loading."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from lightning_autosync.relaxed.base import Synchronizer
 from lightning_autosync.relaxed.transport.mesh import Mesh
 
 KEY = "autosync"
-"""The checkpoint's entry."""
+"""Key of the strategy's entry in a checkpoint."""
 FORMAT = "autosync-state/2"
 RELAXED_FORMAT = "autosync-relaxed/2"
-"""Of the entry of relaxed replicas, which has no state of compressors."""
+"""Format of the entry of relaxed replicas, which has no state of compressors."""
 
 
 def gather_state(state: ParameterStates, group: dist.ProcessGroup | None = None) -> dict[str, Any] | None:
-    """The checkpoint's entry on rank 0; None elsewhere and where compressors keep no state; collective.
+    """The checkpoint's entry on rank 0; None elsewhere, and if compressors keep no state; collective.
 
     Args:
-        state: this rank's, by variable; names and shapes are the same on all ranks.
+        state: this rank's state by variable; names and shapes are the same on all ranks.
         group: the ranks; None is the default group.
 
     Returns:
-        A mapping of plain values and tensors, readable with ``torch.load(weights_only=True)``; tensors have
-        the ranks along a new first axis.
+        Plain values and tensors, readable with ``torch.load(weights_only=True)``; tensors have a new first axis of
+        ranks.
     """
     gathered = {
         name: {
@@ -53,7 +53,7 @@ def gather_state(state: ParameterStates, group: dist.ProcessGroup | None = None)
 
 
 class _Variable(Record):
-    """What is remembered of a variable; tensors [ranks, ...]."""
+    """The compressor state of a variable; tensors have shape [ranks, ...]."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
 
@@ -62,7 +62,7 @@ class _Variable(Record):
 
 
 class _ExactEntry(Record):
-    """What `gather_state` returns."""
+    """The entry that `gather_state` returns."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
 
@@ -75,7 +75,7 @@ def format_of(entry: Any) -> str:
     """The format of a checkpoint's entry.
 
     Raises:
-        PlanError: it is none.
+        PlanError: the entry has no format.
     """
     if not isinstance(entry, dict) or not isinstance(entry.get("format"), str):
         raise PlanError(f"checkpoint: {KEY}: format: missing; expected '{FORMAT}' or '{RELAXED_FORMAT}'")
@@ -83,11 +83,12 @@ def format_of(entry: Any) -> str:
 
 
 def own_state(entry: Any, group: dist.ProcessGroup | None = None) -> ParameterStates:
-    """This rank's part of a checkpoint's entry; empty if it is of relaxed replicas, and, with a warning, if it is for
-    another number of ranks or version.
+    """This rank's part of a checkpoint's entry.
+
+    It is empty if the entry is of relaxed replicas, or, with a warning, of another version or number of ranks.
 
     Raises:
-        PlanError: it is no such entry; the message names the field.
+        PlanError: the entry is malformed; the message names the field.
     """
     found, world_size = format_of(entry), dist.get_world_size(group)
     if found == RELAXED_FORMAT:
@@ -113,7 +114,7 @@ def own_state(entry: Any, group: dist.ProcessGroup | None = None) -> ParameterSt
 
 
 def warn_left_out(names: list[str], occasion: str) -> None:
-    """Warn of variables whose compressor state is dropped; nothing if there are none."""
+    """Warn about variables whose compressor state is dropped, if there are any."""
     if names:
         rank_zero_warn(
             f"{occasion}: what compressors remembered of {', '.join(names)} is dropped, for these are in no message "
@@ -122,7 +123,10 @@ def warn_left_out(names: list[str], occasion: str) -> None:
 
 
 def _gather(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor | None:
-    """[ranks, ...] in rank 0's host memory, None elsewhere; moved as bytes, for backends do not know every dtype."""
+    """All ranks' tensors [ranks, ...] on the CPU of rank 0, None elsewhere.
+
+    They travel as bytes, because backends do not support every dtype.
+    """
     flat = tensor.detach().to(group_device(group)).reshape(-1).view(torch.uint8)
     first = dist.get_global_rank(group, 0) if group is not None else 0
     if dist.get_rank(group) != 0:
@@ -134,7 +138,7 @@ def _gather(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor | None:
 
 
 def state_by_name(optimizer: Optimizer, names: Mapping[Tensor, str]) -> dict[str, dict[str, Tensor]]:
-    """The optimizer's state by the parameter's name, as servers take it."""
+    """The optimizer's state by name of the parameter, in the form that servers take."""
     return {
         names[parameter]: {
             key: value if isinstance(value, Tensor) else torch.tensor(value)
@@ -151,21 +155,21 @@ def with_state(
     names: Mapping[Tensor, str],
     state: Mapping[str, Mapping[str, Tensor]],
 ) -> dict[str, Any]:
-    """``optimizer.state_dict()`` (``saved``) with the servers' state, given by name."""
+    """``optimizer.state_dict()``, given as ``saved``, with the servers' ``state``, given by name of the parameter."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     held = {place: dict(state[names[each]]) for place, each in enumerate(parameters) if names[each] in state}
     return {**saved, "state": held}
 
 
 class _Rank(TypedDict):
-    """The state of a rank's synchronizer, and of its optimizer where servers do not keep that."""
+    """The state of a rank's synchronizer, and of its optimizer if servers do not keep that."""
 
     synchronizer: dict[str, Any]
     optimizer: NotRequired[dict[str, Any]]
 
 
 class _RelaxedEntry(Record):
-    """What `RelaxedCheckpoint.gather` returns."""
+    """The entry that `RelaxedCheckpoint.gather` returns."""
 
     format: str
     plan: Annotated[str, Field(max_length=64)]
@@ -180,11 +184,11 @@ class _RelaxedEntry(Record):
 
 
 class RelaxedCheckpoint:
-    """One rank's part in the checkpoints of a relaxed job.
+    """One rank's part in checkpoints of a relaxed job.
 
     Args:
-        mesh: of all ranks.
-        mode: of the plan's consistency.
+        mesh: the mesh of all ranks.
+        mode: mode of the plan's consistency.
         served: whether servers keep the optimizer's state.
         timeout: seconds to wait for another rank's part.
     """
@@ -198,14 +202,15 @@ class RelaxedCheckpoint:
         self._position: dict[str, Any] | None = None
 
     def begin(self, synchronizer: Synchronizer, optimizer: Optimizer, variables: Iterable[tuple[str, Tensor]]) -> None:
-        """Load into a new synchronizer what `restore` got, and into servers the optimizer's state."""
+        """Load the state given to `restore` into a new synchronizer, and the optimizer's state into servers."""
         self._synchronizer, self._optimizer = synchronizer, optimizer
         self._names = {parameter: name for name, parameter in variables}
         loaded, self._loaded = self._loaded, None
         if self._served:
             position = {"step": 0, "progress": 0.0} if loaded is None else loaded["synchronizer"]
-            # Rank 0 tells the servers what to begin with; the others look at theirs, so that all refuse what is wrong.
+            # Servers get rank 0's state. The other ranks load theirs too, so that all ranks report the same faults.
             synchronizer.load_state_dict({**position, "optimizer": state_by_name(optimizer, self._names)})
+            # The servers keep the state now, so a local copy would waste memory.
             optimizer.state.clear()
         elif loaded is not None:
             try:
@@ -224,11 +229,11 @@ class RelaxedCheckpoint:
                 ) from None
 
     def end(self) -> None:
-        """The synchronizer is closed."""
+        """Forget the synchronizer, which is closed."""
         self._synchronizer = None
 
     def optimizer_state(self, saved: dict[str, Any]) -> dict[str, Any]:
-        """The optimizer's own state (``saved``) with what servers keep of it, on rank 0; all ranks must have met."""
+        """On rank 0, the local state (``saved``) of the optimizer with the servers' part. Call it after a drain."""
         if self._synchronizer is None or self._optimizer is None or not self._served or self._mesh.rank != 0:
             return saved
         state = self._synchronizer.state_dict()
@@ -236,7 +241,7 @@ class RelaxedCheckpoint:
         return with_state(saved, self._optimizer, self._names, state["optimizer"])
 
     def gather(self) -> dict[str, Any] | None:
-        """The checkpoint's entry on rank 0, None elsewhere; all ranks must have met."""
+        """The checkpoint's entry on rank 0, None elsewhere. Call it after a drain."""
         if self._synchronizer is None or self._optimizer is None:
             left = ", nor any of the optimizer, which servers kept" if self._served else ""
             rank_zero_warn(f"this checkpoint is made outside of fit(): it has no state of the synchronization{left}")
@@ -254,19 +259,20 @@ class RelaxedCheckpoint:
         ranks: dict[int, Any] = {0: own}
         drain = self._synchronizer.last_drain
         for rank in sorted(drain.starts.keys() - {0}) if drain is not None else ():
-            with suppress(PeerLost):  # it will go on as rank 0 did
+            with suppress(PeerLost):  # without an entry, the rank resumes with rank 0's state
                 mail = self._mesh.receive("checkpoint", sender=rank, timeout=self._timeout)
                 ranks[rank] = torch.load(io.BytesIO(mail.payload), map_location="cpu", weights_only=True)
         return self._entry(ranks)
 
     def restore(self, entry: dict[str, Any] | None, steps: int) -> None:
-        """Continue from what `gather` returned, before the first step; a rank that was lost then continues as rank 0.
+        """Resume from the entry that `gather` returned, before the first step.
 
-        The optimizer has its state already. From a checkpoint of another kind of plan, what only this kind keeps begins
-        anew, as after ``steps`` steps.
+        A rank without an entry of its own, because it was lost at that time, takes rank 0's. The optimizer already has
+        its state. After a checkpoint of another kind of plan, the state of this kind starts from scratch, as after
+        ``steps`` steps.
 
         Raises:
-            PlanError: the entry is of another version, or none; the message names the field.
+            PlanError: the entry is of another version, or malformed; the message names the field.
         """
         kind = "" if entry is None else format_of(entry)
         if entry is not None and kind != RELAXED_FORMAT and kind.startswith(RELAXED_FORMAT.split("/")[0] + "/"):

@@ -1,4 +1,4 @@
-"""The plan that runs when the user gives none."""
+"""The choice of a plan if the user gives none."""
 
 from __future__ import annotations
 
@@ -12,23 +12,24 @@ from lightning_autosync.plan import Partition, SyncPlan, builders
 from lightning_autosync.workload import Workload
 
 LEAST_GAIN = 1.05
-"""How many times faster than the native all-reduce another method must be predicted to be."""
+"""Predicted speedup over the native all-reduce that another method needs to be chosen."""
 
 
 ONE_MACHINE_BUCKET = 100 * 2**20
-"""Bytes of a message between ranks that share one machine's cores: there is no idle wire to overlap with, and each
-message costs what it keeps the cores from (measured on two cores: up to 8% of a step against DDP's buckets)."""
+"""Bytes of a message between ranks that share the cores of one machine. There is no idle link to overlap with, and each
+message takes time from computation (measured on two cores: DDP's buckets cost up to 8% of a step)."""
 
 LINK_BUCKET = 2**20
-"""Bytes of a message on trees and shards, which run side by side: small ones start early and end together (measured on
-emulated links: 2 to 4 points of the bound more than 25 MiB)."""
+"""Bytes of a message on trees and shards, which run concurrently. Small messages start early and end together (measured
+on emulated links: 2 to 4 percentage points closer to the bound than with 25 MiB)."""
 
 DDP_BUCKET = 25 * 2**20
-"""Bytes of a message where nothing speaks for other ones."""
+"""Bytes of a message in all other cases, as in DDP."""
 
 NATIVE_SECONDS = 0.05
-"""What a native all-reduce takes at least where links are slow: smaller ones start earlier, and each costs some
-milliseconds of latency (measured on four links of 200 Mbit/s: up to 1.17 times as long a step with DDP's 25 MiB)."""
+"""Duration of a native all-reduce for which messages are sized on slow links. Smaller messages start earlier, but each
+costs some milliseconds of latency (measured on four links of 200 Mbit/s: steps with DDP's 25 MiB took up to 1.17 times
+as long)."""
 
 
 def choose_plan(
@@ -39,16 +40,15 @@ def choose_plan(
     shares_cores: bool = False,
     sharing_fault: str = "",
 ) -> tuple[SyncPlan, str]:
-    """An exact plan, and one sentence on why it was taken.
+    """Choose an exact plan; returns it with one sentence that gives the reason.
 
     Args:
         workload: the variables.
-        cluster: where they are synchronized.
-        known: whether the cluster is described by the user; if not, or without rates, nothing can be
-            predicted.
-        bucket_bytes: bytes of a fused message; None for the builders' own.
+        cluster: the cluster on which they are synchronized.
+        known: whether the user described the cluster. Otherwise, or without rates, there is no prediction.
+        bucket_bytes: bytes of a fused message; None for the builders' own size.
         shares_cores: whether the ranks of a node compute on the cores that move its messages.
-        sharing_fault: why the ranks of a node cannot share memory; empty if they can.
+        sharing_fault: reason why the ranks of a node cannot share memory; empty if they can.
     """
     sizes: dict[str, Any] = {} if bucket_bytes is None else {"bucket_bytes": bucket_bytes}
     fused = serve_rows(builders.all_reduce(workload, cluster, **sizes), workload)
@@ -83,16 +83,16 @@ def choose_plan(
 
 
 def _native_sizes(cluster: ClusterSpec) -> dict[str, Any]:
-    """DDP's buckets, or smaller ones where a bucket would be long on the wire."""
+    """Arguments for DDP's buckets, or for smaller ones if a bucket would take too long on slow links."""
     carried = int(NATIVE_SECONDS / ring_time(cluster, 1.0))
     return {"bucket_bytes": max(LINK_BUCKET, carried)} if carried < DDP_BUCKET else {}
 
 
 def serve_rows(plan: SyncPlan, workload: Workload) -> SyncPlan:
-    """The plan, with row-wise variables reduced by all ranks, each for an equal share of the rows.
+    """The plan, changed so that every rank sums an equal share of the rows of each row-wise variable.
 
-    The backend gathers every rank's rows on every rank; so it is slower than a dense all-reduce when many rows are
-    touched on many ranks. Served, rows never cost more than the dense table and their indices would.
+    The backend's own exchange gathers the rows of all ranks on every rank. It is slower than a dense all-reduce if many
+    ranks touch many rows. With shares, rows never cost more than the dense table and the indices.
     """
     groups = [
         group.model_copy(update=_served(plan.world_size, workload.variable(group.variables[0]).shape[0]))
@@ -114,7 +114,7 @@ def _served(ranks: int, rows: int) -> dict[str, Any]:
 
 
 def shards_time(cluster: ClusterSpec, size: float) -> float:
-    """Seconds to synchronize ``size`` bytes in shards that every rank reduces in proportion to its links."""
+    """Seconds to synchronize ``size`` bytes in shards that ranks sum in proportion to the rates of their links."""
     topology = LinkGraph(cluster)
     ranks = range(cluster.world_size)
     loads = numpy.zeros_like(topology.capacities)

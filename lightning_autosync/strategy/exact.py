@@ -1,4 +1,4 @@
-"""A replica that synchronizes gradients in every step, and so stays equal to the others."""
+"""A replica that synchronizes gradients in every step, and therefore stays equal to the others."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ _CALM = 100
 
 
 class ExactReplica(Replica):
-    """Gradients, parameters and buffers of ``module`` under a plan with a schedule; most methods are collective.
+    """Synchronizes ``module`` by a plan with a schedule; most methods are collective.
 
     Args:
-        module: on its device and in its dtype.
-        settings: what the user asked for.
-        nodes: number of the job's nodes.
-        devices: ranks on each.
-        group: process group of all ranks; None is the default one.
+        module: the module, on its device and in its dtype.
+        settings: settings of the strategy.
+        nodes: number of nodes in the job.
+        devices: number of ranks per node.
+        group: process group of all ranks; None is the default group.
         watched: whether the strategy has a `FailureDetector` open.
 
     Raises:
@@ -97,7 +97,7 @@ class ExactReplica(Replica):
 
     @property
     def enabled(self) -> bool:
-        """Whether backward passes synchronize gradients, and do not only accumulate them."""
+        """Whether backward passes synchronize gradients; otherwise they only accumulate them."""
         return self._engine is not None and self._engine.enabled
 
     @enabled.setter
@@ -111,11 +111,11 @@ class ExactReplica(Replica):
             self._buffers.before_forward(synchronizes)
 
     def before_synchronization(self) -> None:
-        """Call before each backward pass of training: check that ranks still train the same parameters.
+        """Check before each backward pass of training that all ranks still train the same parameters.
 
-        Where this rank's parameters changed, the pass itself tells the other ranks, at no cost to the passes without
-        a change. From then on, as with networks that are frozen in turn, ranks compare digests before each pass, until
-        there has been no change for a while.
+        If this rank's parameters changed, the pass itself tells the other ranks, so that passes without a change cost
+        nothing. Afterwards, ranks compare digests before each pass until there was no change for a while. This serves
+        scripts that freeze networks in turn.
 
         Raises:
             PlanError: (on every rank) parameters changed on some ranks only, or the user's plan does not have them.
@@ -132,32 +132,32 @@ class ExactReplica(Replica):
                 engine.renew_hooks(parameter for _, parameter in variable_names(self._module))
 
     def end_training(self) -> None:
-        """Call when training ends, on all ranks: weights must be equal.
+        """Check at the end of training that weights are equal on all ranks; collective.
 
         Raises:
-            ExchangeError: (on every rank) they are not.
+            ExchangeError: (on every rank) weights differ.
         """
         if self._check is not None and self._engine is not None:
             self._check.run(self._compared)
 
     def follow_scaler(self, scaler: GradScaler | None) -> None:
-        """Call before each backward pass with the scaler of its loss, if there is one."""
+        """Tell the engine the loss scale of the next backward pass; ``scaler`` is None if the loss is not scaled."""
         engine = self._engine
-        # Reading the scale waits for an accelerator, so it is left where nothing depends on it.
+        # Reading the scale would block on an accelerator, so it is read only if error feedback needs it.
         if engine is not None and engine.has_residuals:
             scales = scaler is not None and scaler.is_enabled()
             engine.loss_scale = scaler.get_scale() if scaler is not None and scales else None
 
     @contextmanager
     def backward(self, scaler: GradScaler | None = None) -> Iterator[None]:
-        """Around everything that belongs to one backward pass; after it, gradients are means over ranks.
+        """The context of one backward pass; after it, gradients are means over ranks.
 
         Args:
-            scaler: what scales the loss.
+            scaler: the scaler of the loss; None if the loss is not scaled.
 
         Raises:
             ExchangeError: (on every rank) weights differ between ranks.
-            PlanError: as of `before_synchronization`.
+            PlanError: see `before_synchronization`.
         """
         self.before_synchronization()
         self.follow_scaler(scaler)
@@ -170,7 +170,7 @@ class ExactReplica(Replica):
             yield
             engine.finish()
         except BaseException as error:
-            if engine.enabled:  # else no other rank takes part
+            if engine.enabled:  # otherwise no other rank takes part
                 engine.interrupt(error)
             raise
         finally:
@@ -182,13 +182,13 @@ class ExactReplica(Replica):
         return gather_state(state, self._group)
 
     def restore_state(self, entry: dict[str, Any] | None, steps: int = 0) -> None:
-        """Continue from a checkpoint of this plan or another; a warning names what does not fit."""
+        """Resume from a checkpoint of this plan or another; a warning names variables whose state does not fit."""
         if self._engine is not None and entry is not None:
             state = own_state(entry, self._group)
             warn_left_out(self._engine.load_state_dict(state), "the checkpoint was made under another plan")
 
     def close(self) -> None:
-        """Stop synchronizing; the state of compressors stays for `gather_state`."""
+        """Stop synchronizing; the state of compressors is kept for `gather_state`."""
         if self._engine is None:
             return
         self._memory = self._engine.state_dict()
@@ -196,13 +196,14 @@ class ExactReplica(Replica):
         self._engine = None
 
     def _check_weights(self) -> None:
-        # Forward passes, unlike synchronized backward passes, need not be as many on each rank.
+        # Counted by backward passes, because all ranks make equally many of them, unlike forward passes.
         if self._check is not None:
             self._check.count(self._compared)
 
     def _compare(self) -> None:
         """Raise if parameters differ between ranks, and follow a change that all ranks made."""
         own = self._watch.digest()
+        # The maximum of the negated digests is the negated minimum, so one all-reduce compares them.
         extremes = torch.tensor([own, -own], dtype=torch.int64, device=group_device(self._group))
         dist.all_reduce(extremes, dist.ReduceOp.MAX, group=self._group)
         largest, smallest = int(extremes[0]), -int(extremes[1])
@@ -214,9 +215,10 @@ class ExactReplica(Replica):
             self._accept_change()
 
     def _follow_change(self) -> None:
-        """After a pass before which some rank's parameters changed: they must have changed alike on all ranks.
+        """Handle a pass before which some rank's parameters changed.
 
-        Then this pass is synchronized once more, with all that trains now.
+        The change must be the same on all ranks. The gradients of this pass are then synchronized again, for all
+        parameters that now train.
         """
         self._refuse_differences()
         self._comparing, self._calm = True, 0
@@ -232,7 +234,7 @@ class ExactReplica(Replica):
             )
 
     def _accept_change(self) -> None:
-        """The parameters of all ranks changed alike: make a new plan if this one does not have all that train now."""
+        """Accept a change that all ranks made; make a new plan if this one lacks a parameter that now trains."""
         assert self._engine is not None
         self._engine.changed = False
         self._watch.accept()
@@ -248,7 +250,7 @@ class ExactReplica(Replica):
     def _plan_anew(self, current: Mapping[str, nn.Parameter]) -> None:
         """Make a plan for the parameters ``current``, and an engine for it.
 
-        What compressors remember stays, but for variables that the new plan treats in another way.
+        The state of compressors is kept, except for variables with another compressor in the new plan.
         """
         new = [name for name in current if name not in self._planned]
         if new and self._settings.fixed:
@@ -270,14 +272,14 @@ class ExactReplica(Replica):
             self._module,
             *self._shape,
             self._group,
-            # Groups for two levels are made of the default group; a further module has a group of its own.
+            # Groups for two levels are subsets of the default group, but a second module in Fabric has its own group.
             two_level_collectives=self._group is None and dist.get_backend() == "nccl",
             unshared=memory_fault(self._module, *self._shape, self._group),
             also=set(self._planned.values()),
         )
 
     def _start(self) -> Engine:
-        # A parameter that has trained stays in the plan while it is frozen: networks that train in turn share one.
+        # A parameter that has trained stays in the plan while it is frozen: networks that train in turn share a plan.
         self._planned = dict(variable_names(self._module, also=set(self._planned.values())))
         self._dtypes = {name: parameter.dtype for name, parameter in self._planned.items()}
         own = {name for name, parameter in self._planned.items() if parameter in shortened_rows(self._module)}
@@ -308,6 +310,6 @@ class ExactReplica(Replica):
 
 
 def _initial_state(module: nn.Module, buffers: bool) -> list[Tensor]:
-    """Tensors that all ranks take from rank 0 before they train."""
+    """Tensors that all ranks take from rank 0 before training."""
     found = [parameter.data for _, parameter in shared_parameters(module)]
     return found + [buffer.data for _, buffer in shared_buffers(module)] if buffers else found

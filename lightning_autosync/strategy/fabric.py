@@ -33,10 +33,10 @@ from lightning_autosync.strategy.settings import (
 
 
 class FabricModule(SynchronizedModule):
-    """What Fabric calls in place of the user's module.
+    """The wrapper that Fabric calls instead of the user's module.
 
     Attributes:
-        scaler: what Fabric scales losses with, if anything does.
+        scaler: Fabric's loss scaler; None if there is none.
     """
 
     replica: ExactReplica
@@ -50,17 +50,16 @@ class FabricModule(SynchronizedModule):
         self.replica.before_forward(self.replica.enabled and torch.is_grad_enabled())
         if self.training and torch.is_grad_enabled():
             self.replica.before_synchronization()
-        # The scale moves between steps only. Fabric forbids `loss.backward()` to strategies with a backward of their
-        # own, so the forward pass is where to ask for it.
+        # The scale changes only between steps, so it can be read in the forward pass. A strategy with its own backward
+        # method could read it later, but Fabric would then forbid a plain `loss.backward()`.
         self.replica.follow_scaler(self.scaler)
 
 
 class AutoSyncFabricStrategy(DDPStrategy):
-    """``Fabric(strategy="autosync")``: each module that is set up gets an engine of its own.
+    """``Fabric(strategy="autosync")``: each module that is set up gets its own engine.
 
-    Arguments and errors are those of the Trainer's strategy, see `AutoSyncMixin`. ``fabric.backward(loss)``
-    and a plain ``loss.backward()`` both leave synchronized gradients. What compressors remember is saved and
-    loaded with the modules that ``fabric.save`` and ``fabric.load`` are given.
+    For arguments and errors, see `AutoSyncMixin`. ``fabric.backward(loss)`` and a plain ``loss.backward()`` both leave
+    synchronized gradients. ``fabric.save`` and ``fabric.load`` include the state of compressors with each module.
     """
 
     def __init__(
@@ -105,20 +104,19 @@ class AutoSyncFabricStrategy(DDPStrategy):
             super().setup_environment()
             line = compare_ranks(self._settings)
         if line is not None:
-            # Fabric has no end at which all scripts come by.
+            # Fabric has no hook for the end of a script.
             self._farewell = weakref.finalize(self, line.close)
 
     def setup_module(self, module: nn.Module) -> FabricModule:  # type: ignore[override]  # in place of DDP's module
         self._forget(module)
-        # Backward may complete messages of two modules in another order on each rank: each module has its own
-        # group.
+        # Each module has its own group, because ranks may complete messages of two modules in different orders.
         group = dist.new_group() if self._replicas else None
         replica = ExactReplica(module, self._settings, self.num_nodes, self.num_processes, group, watched=True)
         self._replicas.append(replica)
         return FabricModule(module, replica, getattr(self.precision, "scaler", None))
 
     def _forget(self, module: nn.Module) -> None:
-        """Close the engine of a module that is set up again: its gradients must not be exchanged twice."""
+        """Close the engine of a module that is set up again, so that its gradients are not exchanged twice."""
         for replica in self._replicas:
             if replica.module is module:
                 replica.close()
@@ -153,7 +151,7 @@ class AutoSyncFabricStrategy(DDPStrategy):
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Nothing: importing `lightning_autosync` registers its names."""
+        """Do nothing: importing `lightning_autosync` registers the names."""
 
 
 class _AccumulationControl:
@@ -170,7 +168,7 @@ def _unwrap(module: nn.Module) -> nn.Module:
 
 
 def _replicas_in(state: Any) -> dict[str, ExactReplica]:
-    """The replicas of the modules in a checkpoint's state, by name."""
+    """Replicas of the modules in a checkpoint's state, by name."""
     if not isinstance(state, dict):
         return {}
     return {name: value.replica for name, value in state.items() if isinstance(value, FabricModule)}

@@ -1,4 +1,4 @@
-"""A training step on the first batch, before training: for graphs of models, and for checks of split models."""
+"""A training step on the first batch before training, to capture a model's graph and to check split models."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from lightning_autosync.workload.preservation import preserved
 
 
 class FirstBatch:
-    """What this rank trains on first, and the step on it.
+    """The first batch of this rank, and the training step on it.
 
-    The loader is one of its own, so that training begins with its first batch all the same; the random generators are
-    given back as they were. A data set that can be iterated over once only loses what is read here.
+    A separate loader reads the batch, and the states of random generators are restored, so training still begins with
+    the same batch. A data set that can be iterated over only once loses the samples that are read here.
 
     Args:
-        trainer: of whichever framework, with a model whose data can be asked for.
-        strategy: brings batches to the device.
+        trainer: the Trainer of either framework, whose model and data are set.
+        strategy: the strategy, which moves batches to the device.
         combine: the framework's ``CombinedLoader``.
 
     Attributes:
-        batch: on this rank's device.
+        batch: the batch, on this rank's device.
 
     Raises:
-        WorkloadError: there is none, or the model has no training step that takes one.
+        WorkloadError: there is no batch, or the model has no training step that takes one.
     """
 
     def __init__(self, trainer: Any, strategy: Any, combine: Any) -> None:
@@ -56,7 +56,7 @@ class FirstBatch:
         raise WorkloadError("the training data loader has no batch")
 
     def step(self, batch: Any = None) -> Any:
-        """The loss of the module's training step, on this batch if none is given; nothing is logged."""
+        """The loss of the module's training step, by default on the first batch; nothing is logged."""
         given = (self.batch if batch is None else batch, 0)
         parameters = inspect.signature(self._module.training_step).parameters
         with _silent(self._module):
@@ -65,9 +65,9 @@ class FirstBatch:
 
     @contextmanager
     def as_forward(self) -> Iterator[nn.Module]:
-        """Inside, the module's ``forward`` is its training step; afterwards it is as it was.
+        """A context in which the module's ``forward`` is its training step; afterwards the module is restored.
 
-        What follows a module with tensors that hold nothing leaves some of them behind in recurrent layers.
+        Restoring matters because a capture with fake tensors leaves some of them in recurrent layers.
         """
         with preserved(self._module, without=self._module.parameters()):
             vars(self._module)["forward"] = self.step
@@ -76,7 +76,7 @@ class FirstBatch:
 
 @contextmanager
 def _silent(module: nn.Module) -> Iterator[None]:
-    """Inside, nothing is logged: the loops in which Lightning collects what is logged do not run yet."""
+    """A context in which nothing is logged, because Lightning's loops, which collect logged values, do not run yet."""
     parts = [part for part in module.modules() if hasattr(part, "log_dict") and hasattr(part, "automatic_optimization")]
     for part in parts:
         vars(part).update(log=_nothing, log_dict=_nothing)

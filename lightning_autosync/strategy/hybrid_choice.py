@@ -1,4 +1,4 @@
-"""Which hybrid plan a job runs by: the user's, one that is searched, or data parallelism."""
+"""The choice of a hybrid plan by search, or of data parallelism."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from lightning_autosync.strategy.choice import LEAST_GAIN, shards_time
 from lightning_autosync.strategy.first_batch import FirstBatch
 
 ASSUMED_BANDWIDTH = "1 Gbit/s"
-"""Of links that nobody describes, where a plan is needed because the model does not fit otherwise."""
+"""Assumed bandwidth of unknown links, for a model that must be split to fit into memory."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What to run.
+    """The result of the choice.
 
     Attributes:
-        plans: that split operators, the best first; empty for data parallelism.
-        reason: one sentence.
-        fits: whether data parallelism fits into the memory that is allowed.
-        notes: what a user should know of the split model, a line each.
+        plans: plans that split operators, the best first; empty for data parallelism.
+        reason: the reason, in one sentence.
+        fits: whether data parallelism fits into the allowed memory.
+        notes: remarks for the user about the split model, one line each.
     """
 
     plans: tuple[HybridPlan, ...] = ()
@@ -40,11 +40,11 @@ def choose_hybrid_plan(
     """Search a plan by the cost model; the same on every rank.
 
     Args:
-        first: the model's first batch; None where nothing can be predicted anyway.
-        cluster: the user's; None if unknown.
-        memory: bytes that a rank may use; None for any number.
-        nodes: number of the job's nodes.
-        devices: ranks on each.
+        first: the model's first batch; None if there is no prediction anyway.
+        cluster: the user's cluster; None if unknown.
+        memory: bytes that a rank may use; None for no limit.
+        nodes: number of nodes in the job.
+        devices: number of ranks per node.
 
     Raises:
         PlanError: no plan fits into the memory.
@@ -66,7 +66,7 @@ def choose_hybrid_plan(
 def _links(
     cluster: ClusterSpec | None, memory: float | None, nodes: int, devices: int
 ) -> tuple[ClusterSpec | None, str]:
-    """The cluster that plans are made for, and what is to be said of it."""
+    """The cluster for which plans are made (None if there is none), and a remark about it for the reason."""
     if nodes * devices == 1:
         return None, "one rank has nothing to share"
     if cluster is not None and cluster.measured:
@@ -101,7 +101,7 @@ def _judge(found: Found, cluster: ClusterSpec, memory: float | None, why: str, n
 
 
 def _data_parallel_seconds(plain: Candidate, cluster: ClusterSpec) -> float:
-    """Seconds of a step where the engine synchronizes, which may use uneven links better than an all-reduce."""
+    """Seconds of a data-parallel step with the engine, which may use uneven links better than an all-reduce."""
     if len(cluster.nodes) == 1:
         return plain.step_seconds
     ring = ring_time(cluster, 1.0)

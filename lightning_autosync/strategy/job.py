@@ -1,4 +1,4 @@
-"""The mesh of a relaxed job: its ranks, and the ``autosync serve`` processes that its plan needs; how ranks find it."""
+"""The mesh of a relaxed job (its ranks and the ``autosync serve`` processes of its plan), and how processes find it."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from lightning_autosync.strategy.resolution import Resolution
 from lightning_autosync.strategy.settings import StrategySettings
 
 STORE_PORT = "AUTOSYNC_PORT"
-"""Environment variable: the port of rank 0 under which ``autosync serve``, and a rank that comes back, find the job;
-all of them need the secret of the job's environment then."""
+"""Environment variable: the port of rank 0 at which ``autosync serve`` and returning ranks find the job. If it is set,
+all processes need the job's secret in their environment."""
 _FROM_OUTSIDE = f"{STORE_PORT} is set, so that processes may come to the job from outside"
 _RUNNING = "job/underway"
 
 _trainings = count(1)
-"""Of this process: a script may train several times, and who is started again begins with the first."""
+"""Numbers the trainings of this process. A script may train several times; a restarted rank begins with the first."""
 
 
 class JobMesh(NamedTuple):
     """A job whose ranks are connected.
 
     Attributes:
-        mesh: of all ranks, then of the servers.
-        store: that they met at; rank 0 holds it.
-        secret: that all know.
-        identity: what whoever comes back must run too.
+        mesh: the mesh of all ranks, followed by the servers.
+        store: the store at which they met; rank 0 holds it.
+        secret: the job's secret.
+        identity: digests that must be equal for a process that returns.
     """
 
     mesh: Mesh
@@ -47,7 +47,7 @@ class JobMesh(NamedTuple):
 
 
 class RunningJob(NamedTuple):
-    """A job that this process comes back to: where its ranks met, and what they run."""
+    """A job to which this process returns: its store, secret and identity (see `JobMesh`)."""
 
     store: dist.TCPStore
     secret: bytes
@@ -55,17 +55,17 @@ class RunningJob(NamedTuple):
 
 
 def open_mesh(found: Resolution, settings: StrategySettings, rank: int, job: RunningJob | None = None) -> JobMesh:
-    """Connect all ranks and servers; servers may come late. Collective, except for a rank that comes back.
+    """Connect all ranks and servers; servers may start later. Collective, except for a returning rank.
 
     Args:
-        found: what all ranks run.
-        settings: what the user asked for.
-        rank: this process's in the job.
-        job: of `find_job`; None where the job begins.
+        found: the plan and workload of all ranks.
+        settings: settings of the strategy.
+        rank: rank of this process in the job.
+        job: the result of `find_job`; None if the job begins.
 
     Raises:
-        ExchangeError: they cannot connect to each other.
-        PlanError: the job that this process comes back to runs something else.
+        ExchangeError: processes cannot connect to each other.
+        PlanError: the job to which this process returns has another plan, model or cluster.
     """
     identity = _identity(found, next(_trainings))
     if job is None:
@@ -89,39 +89,39 @@ def open_mesh(found: Resolution, settings: StrategySettings, rank: int, job: Run
 
 
 def rejoin_enabled() -> bool:
-    """Whether a rank that is started again would find the job."""
+    """Whether a restarted rank can find the job."""
     return bool(os.environ.get(STORE_PORT))
 
 
 def check_rejoin_secret() -> None:
-    """Check that there is a secret if other processes can find the job; called before anybody waits for this process.
+    """Check that there is a secret if other processes can find the job. Call it before other ranks wait for this one.
 
     Raises:
-        ExchangeError: they can find it, and there is no secret that they would know.
+        ExchangeError: other processes can find the job, but there is no secret in the environment.
     """
     if rejoin_enabled():
         required_secret(_FROM_OUTSIDE)
 
 
 def announce_job(job: JobMesh) -> None:
-    """Let a rank that is started again find this job by `find_job`."""
+    """Let restarted ranks find this job with `find_job`."""
     job.store.set(_RUNNING, seal(job.secret, _RUNNING, json.dumps(job.identity)))
 
 
 def withdraw_job(store: dist.TCPStore) -> None:
-    """End what `announce_job` began."""
+    """Undo `announce_job`."""
     store.delete_key(_RUNNING)
 
 
 def find_job(host: str, timeout: float) -> RunningJob | None:
-    """The job that runs without this process; None if there is none, as where the job only begins.
+    """The job that already runs without this process; None if there is none, for example because the job begins now.
 
     Args:
-        host: rank 0's.
-        timeout: seconds that the store may take to answer later on.
+        host: host of rank 0.
+        timeout: seconds that a later wait at the store may take.
 
     Raises:
-        ExchangeError: what listens there is no job's store; or the job has another secret than this process.
+        ExchangeError: the listener is no job's store, or the job has another secret than this process.
     """
     port = os.environ.get(STORE_PORT, "")
     if not port.isdecimal():
@@ -131,16 +131,16 @@ def find_job(host: str, timeout: float) -> RunningJob | None:
         store = find_store(host, int(port), timeout)
         if not store.check([_RUNNING]):
             return None
-        # If it ends in this moment, that is for `Mesh.open` to say.
+        # If the job ends at this moment, `Mesh.open` reports that.
         return RunningJob(store, secret, json.loads(unseal(secret, _RUNNING, store.get(_RUNNING).decode())))
     except ExchangeError as cause:
         raise ExchangeError(f"{STORE_PORT}={port}: {cause}") from None
-    except (OSError, RuntimeError, ValueError):  # what is there was not written by a job
+    except (OSError, RuntimeError, ValueError):  # no job wrote this value
         return None
 
 
 def _meet_at_store(found: Resolution, settings: StrategySettings, rank: int) -> dist.TCPStore:
-    """The store that rank 0 opens."""
+    """Open a store on rank 0 and connect to it on all other ranks; collective."""
     size = found.plan.world_size
     if dist.get_world_size() != size:
         raise ExchangeError(
@@ -161,11 +161,11 @@ def _meet_at_store(found: Resolution, settings: StrategySettings, rank: int) -> 
     try:
         return own or find_store(place[0], place[1], settings.timeout)
     except ExchangeError as cause:
-        raise explained(f"rank 0's store: {cause}") from None  # rank 0 may have died since it said where it is
+        raise explained(f"rank 0's store: {cause}") from None  # rank 0 may have died after it sent the address
 
 
 def _store_port(plan: SyncPlan) -> int:
-    """The port under which servers find the job; any will do where there are none."""
+    """The port at which servers and returning ranks find the job; 0, for any free port, if none is given."""
     given = os.environ.get(STORE_PORT, "")
     if given and not (given.isdecimal() and 0 < int(given) < 65536):
         raise PlanError(f"{STORE_PORT}={given}: allowed: a port, 1 to 65535")

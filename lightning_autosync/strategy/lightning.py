@@ -16,4 +16,4 @@ class AutoSyncStrategy(AutoSyncMixin, DDPStrategy):
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Nothing: importing `lightning_autosync` registers its names."""
+        """Do nothing: importing `lightning_autosync` registers the names."""

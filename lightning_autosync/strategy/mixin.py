@@ -111,11 +111,11 @@ class AutoSyncMixin(_Base):
         self._replica: Replica | None = None
         self._failure_detector: FailureDetector | None = None
         self._job: RunningJob | None = None
-        """That this process comes back to."""
+        """The job to which this process returns; None if it does not."""
 
     @property
     def plan(self) -> SyncPlan | None:
-        """The plan that training runs by; None before it is set up."""
+        """The plan in use; None before training is set up."""
         return self._replica.plan if self._replica is not None else None
 
     @property
@@ -138,6 +138,7 @@ class AutoSyncMixin(_Base):
             self._job = self._replica_class.find_job(host, self._settings.timeout, first)
             if self._job is not None:
                 begin_alone(self._get_process_group_backend())
+        # Lightning sets the ranks while it forms the process group, but `checked_formation` needs them before.
         self.set_world_ranks()
         with checked_formation(self.cluster_environment, self._settings):
             super().setup_environment()
@@ -148,7 +149,7 @@ class AutoSyncMixin(_Base):
         super().setup(trainer)
 
     def prepare_trainer(self, trainer: Any) -> None:
-        """Let ranks hear of signals and errors of each other by the failure detector."""
+        """Let the failure detector report signals and errors to other ranks, instead of Lightning's collectives."""
         skip_signal_broadcast(trainer)
         handle_sigterm_locally(trainer, self._on_sigterm)
         put_first(trainer, ErrorReport())
@@ -193,12 +194,12 @@ class AutoSyncMixin(_Base):
             return super().training_step(*args, **kwargs)
 
     def begin_epoch(self) -> None:
-        """An epoch of training begins on this rank."""
+        """Begin an epoch of training on this rank."""
         if self._replica is not None:
             self._replica.begin_epoch()
 
     def end_epoch(self) -> None:
-        """This rank's part of an epoch is over."""
+        """End this rank's part of an epoch."""
         if self._replica is not None:
             self._replica.end_epoch()
 
@@ -213,7 +214,7 @@ class AutoSyncMixin(_Base):
         super().on_train_end()
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        """As ``Strategy.backward``; gradients are synchronized before ``on_after_backward`` sees them."""
+        """Like ``Strategy.backward``, but gradients are synchronized before ``on_after_backward`` runs."""
         assert self._replica is not None
         assert self.lightning_module is not None
         self.pre_backward(closure_loss)
@@ -234,8 +235,8 @@ class AutoSyncMixin(_Base):
             return super().reduce(*args, **kwargs)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        # Lightning's checkpoints ask this between steps, when one is due and not in each. The number of ranks is that
-        # of the process group, which may have lost some.
+        # Not marked `each_step`: Lightning's checkpoints call this between steps only when one is due. The number of
+        # ranks is the process group's, which may have lost some.
         with self._collective("a decision of all ranks"):
             count = super().reduce(torch.tensor(int(decision), device=self.root_device), reduce_op="sum")
             return bool(count == dist.get_world_size()) if all else bool(count)
@@ -253,7 +254,7 @@ class AutoSyncMixin(_Base):
             return super().broadcast(*args, **kwargs)
 
     def _collective(self, what: str, each_step: bool = False) -> AbstractContextManager[None]:
-        """Around a collective call that errors name by ``what``; see `Replica.collective`."""
+        """The context of a collective call; see `Replica.collective`."""
         return nullcontext() if self._replica is None else self._replica.collective(what, each_step)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -267,7 +268,7 @@ class AutoSyncMixin(_Base):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Inside, backward passes only accumulate gradients on this rank."""
+        """A context in which backward passes only accumulate gradients on this rank."""
         assert self._replica is not None
         with accumulation(self._replica):
             yield
@@ -282,19 +283,19 @@ class AutoSyncMixin(_Base):
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         checkpoint: dict[str, Any] = super().load_checkpoint(*args, **kwargs)
         if self._job is not None:
-            # Where the others are is past it; Lightning's loops would begin where it was made.
+            # The running job is past this checkpoint, but Lightning's loops would begin where it was made.
             checkpoint.pop("loops", None)
         return checkpoint
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
-        # Lightning calls this when it resumes training, after setup: the engine is there.
+        # Lightning calls this after setup when it resumes training, so the replica exists.
         super().load_optimizer_state_dict(checkpoint)
         if self._replica is not None:
             self._replica.restore_state(checkpoint.get(KEY), checkpoint["global_step"])
 
     @property
     def _scaler(self) -> Any:
-        """The scaler of the precision plugin, if it has one."""
+        """The loss scaler of the precision plugin; None if it has none."""
         return getattr(self.precision_plugin, "scaler", None)
 
     @property
@@ -307,7 +308,7 @@ class AutoSyncMixin(_Base):
         super().on_exception(exception)
 
     def announce_failure(self, exception: BaseException) -> None:
-        """This rank ends with an error: let the others name it."""
+        """Tell the other ranks that this rank ends with an error, so that their errors name it."""
         if self._failure_detector is not None:
             self._failure_detector.announce(exception)
         if self._replica is not None:

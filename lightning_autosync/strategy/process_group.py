@@ -1,6 +1,6 @@
-"""Torch's default process group in relaxed jobs, where ranks may be lost and come back: it holds those who are there.
+"""Torch's default process group in relaxed jobs, where ranks may be lost and return: it has the present ranks only.
 
-Collective calls that would not be answered, or that a lost rank interrupts, become errors that say so.
+Collective calls that other ranks would not answer, or that a lost rank interrupts, become clear errors.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from lightning_autosync.relaxed.transport.mesh import Mesh
 from lightning_autosync.relaxed.transport.messages import Mail
 
 _FAILED = "rank failed"
-"""Message of a rank that ends with an error."""
+"""Kind of the message from a rank that ends with an error."""
 _LONGEST_REASON = 4096
-"""Characters of an error that others are told."""
+"""Largest number of characters of an error in that message."""
 
 
 class GroupMembers(NamedTuple):
-    """What a rank knows of those with whom it makes collective calls.
+    """A rank's view of the members of its process group.
 
     Attributes:
-        rank: its own.
-        lost: returns which of them are lost, and why.
-        announce: lets them know that this rank ends with an error.
-        timeout: seconds that they wait for each other.
+        rank: this rank.
+        lost: returns lost members, with the reasons.
+        announce: tells the other members that this rank ends with an error.
+        timeout: seconds that members wait for each other.
     """
 
     rank: int
@@ -44,16 +44,16 @@ class GroupMembers(NamedTuple):
 
 
 class JobMembers:
-    """Which ranks of a relaxed job are there, and the process group of those that are.
+    """Tracks the present ranks of a relaxed job, and keeps the process group in line with them.
 
-    Where training goes on without lost ranks, the default process group is formed again after each drain to which
-    other ranks came than to the one before. So Lightning, metrics and the user get answers from all who are there.
+    If training continues without lost ranks, the default process group is formed again after each drain with other
+    ranks than at the drain before. Collective calls of Lightning, metrics and the user then involve all present ranks.
 
     Args:
-        mesh: of the job's ranks, and servers after them.
-        store: all ranks'; needed as long as the job lasts.
-        size: ranks that train.
-        needs_all: whether collective calls need all ranks, as where servers step.
+        mesh: the mesh of the job's ranks, followed by servers.
+        store: the store of all ranks; needed during the whole job.
+        size: number of ranks that train.
+        needs_all: whether collective calls need all ranks, as with servers.
         timeout: seconds that ranks wait for each other.
     """
 
@@ -62,13 +62,13 @@ class JobMembers:
         self._group = GroupMembers(mesh.rank, self.lost, self.announce, timeout)
         self._lost: dict[int, str] = {}
         self._absent: set[int] = set()
-        """As of the last drain."""
+        """Ranks that did not come to the last drain."""
         complete = dist.get_world_size() == size
         self._starts = dict.fromkeys(range(size), 1) if complete else {}
-        """Of each rank in the process group, how often it has started."""
+        """Number of starts of each rank in the process group."""
         if not needs_all:
-            # Each training counts its drains from one; a rank that comes back takes part in the training that its
-            # predecessor counted.
+            # Each training counts its drains from one, so keys need the number of the training too. A returning rank
+            # takes part in the training that its predecessor counted.
             training = store.add(f"world/trainings/{mesh.rank}", int(complete))
             self._store = dist.PrefixStore(f"world/{training}", store)
         mesh.on_loss(self._lost.__setitem__)
@@ -76,27 +76,27 @@ class JobMembers:
         mesh.subscribe(_FAILED, self._note_failure)
 
     def lost(self) -> dict[int, str]:
-        """Ranks that collective calls wait for and that are lost, and why."""
-        lost = self._lost.copy()  # it changes on another thread
+        """Lost ranks for which collective calls wait, with the reasons."""
+        lost = self._lost.copy()  # another thread changes it
         return lost if self._needs_all else {rank: why for rank, why in lost.items() if rank in self._starts}
 
     def announce(self, error: BaseException) -> None:
-        """This rank ends with an error: let the others name it, unless one of them is the cause."""
+        """Tell the other ranks that this rank ends with an error, unless a lost rank is the cause."""
         if self._mesh.closed or (self.lost() and isinstance(error, ExchangeError)):
             return
         why = f"it ended with {type(error).__name__}: {error}"[:_LONGEST_REASON]
         for peer in self._mesh.live - {self._mesh.rank}:
-            with suppress(ExchangeError):  # it is lost as well
+            with suppress(ExchangeError):  # the peer is lost too
                 self._mesh.send(peer, _FAILED, {"why": why})
 
     def follow(self, drain: Drain) -> None:
-        """Warn of ranks that did not come to a drain, and let the process group be those that did; collective.
+        """Warn about ranks that did not come to a drain, and form the process group of those that did; collective.
 
         Raises:
-            ExchangeError: one of them did not come in time, for it was lost in this very moment.
+            ExchangeError: a rank did not come in time, because it was lost after the drain.
         """
         absent = set(range(self._size)) - drain.starts.keys()
-        # A loss may be known there before this rank hears of it; and a rank that leaves in good order is not lost.
+        # Servers may know of a loss before this rank does, and a rank that closes without an error never counts as one.
         for rank in absent if self._needs_all else ():
             self._lost.setdefault(rank, "it did not come to the meeting of all")
         if absent != self._absent:
@@ -109,22 +109,22 @@ class JobMembers:
             self._form_group(drain)
 
     def check(self, what: str) -> None:
-        """Before a collective call during training, which errors name by ``what``.
+        """Check before a collective call during training, named ``what`` in errors, that it can succeed.
 
         Raises:
-            ExchangeError: this rank was given up, or one that the call needs is lost.
+            ExchangeError: this rank was given up, or a rank that the call needs is lost.
         """
         if self._mesh.error is not None:
             raise self._mesh.error
         if self._lost and self._needs_all:
-            # Lightning's callback for checkpoints asks all ranks before it writes.
+            # Lightning's checkpoint callback makes a collective call before it writes, so a checkpoint may be missing.
             raise ExchangeError(
                 f"{what} needs all ranks: {_listed(self._lost)}; a checkpoint that is due now may be missing: go on "
                 "from the last that there is"
             )
 
     def collective(self, what: str) -> AbstractContextManager[None]:
-        """Around a collective call; see `naming_lost_ranks`."""
+        """The context of a collective call; see `naming_lost_ranks`."""
         return naming_lost_ranks(what, self._group)
 
     def _form_group(self, drain: Drain) -> None:
@@ -151,16 +151,16 @@ def _listed(lost: Mapping[int, str]) -> str:
 
 
 def begin_alone(backend: str) -> None:
-    """Form a group of this process alone, for one that came back: nobody else answers it before it meets the others."""
+    """Form a process group of this process only. A returning rank needs it until its first drain with the others."""
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
 
 class LossMonitor(Monitor):
-    """Ends a collective call once one of those who make it is lost.
+    """Ends a collective call when one of its members is lost.
 
     Args:
-        what: names the call in errors.
-        members: those who make the call.
+        what: name of the call in errors.
+        members: the members of the call.
     """
 
     def __init__(self, what: str, members: GroupMembers) -> None:
@@ -172,8 +172,8 @@ class LossMonitor(Monitor):
             raise self.explain("")
 
     def explain(self, cause: str, late: bool = False) -> ExchangeError:
-        if not self._await_loss():  # the backend may notice it first
-            # Nobody is lost, but a connection is, and who has noticed it ends.
+        if not self._await_loss():  # the backend may notice the loss before the mesh does
+            # No rank is lost, but a connection of the backend is, and the rank that noticed it ends.
             self._members.announce(ExchangeError(cause))
             cause += f"; the first whose connection failed is rank {self._members.rank}"
             self._await_loss()
@@ -192,11 +192,14 @@ class LossMonitor(Monitor):
 
 @contextmanager
 def naming_lost_ranks(what: str, members: GroupMembers) -> Iterator[None]:
-    """Around a collective call: if a rank is lost, an error that names it and says what to do.
+    """The context of a collective call: if a rank is lost, the error names it and says what to do.
 
     Args:
-        what: names the call in errors.
-        members: those who make the call.
+        what: name of the call in errors.
+        members: the members of the call.
+
+    Raises:
+        ExchangeError: a rank is lost, or the call failed.
     """
     monitor = LossMonitor(what, members)
     try:
@@ -220,9 +223,9 @@ NAMES = (
 
 @contextmanager
 def refused_collectives(refusal: Callable[[str], Exception]) -> Iterator[None]:
-    """Inside, calls of `NAMES` by this thread raise ``refusal`` of the call's name; those of other threads are made.
+    """A context in which calls of `NAMES` by this thread raise ``refusal(name)``; other threads are not affected.
 
-    Another rank's next collective call, at any later step, would be taken for the answer.
+    Without this, the backend would match such a call with another rank's next collective call, at any later step.
     """
     own = {name: getattr(dist, name) for name in NAMES}
     thread = threading.get_ident()

@@ -1,8 +1,8 @@
-"""Registers the names that ``Trainer(strategy=...)`` and ``Fabric(strategy=...)`` know.
+"""Registers strategy names for ``Trainer(strategy=...)`` and ``Fabric(strategy=...)``.
 
-Lightning has no entry point for strategies, and a name must be in its registry before a Trainer is made.
-Importing Lightning takes seconds that worker processes and command-line tools need not spend, so a registry
-that is not there yet is filled at the moment when Lightning itself is imported.
+Lightning has no entry point for strategies, and a name must be in its registry before a Trainer is made. Importing
+Lightning here would cost worker processes and command-line tools seconds. The names are therefore registered when
+Lightning itself is imported.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "autosync_partial_reduce": {"plan": "partial_reduce", "semantics": "relaxed"},
     "autoddl": {},
 }
-"""Registered name, and the arguments that it stands for."""
+"""Arguments by registered name."""
 
 _PLACES: dict[str, tuple[str, dict[str, tuple[str, str]]]] = {
     "lightning.pytorch.strategies": (
@@ -39,12 +39,12 @@ _PLACES: dict[str, tuple[str, dict[str, tuple[str, str]]]] = {
     ),
     "lightning.fabric.strategies": ("STRATEGY_REGISTRY", {"autosync": ("fabric", "AutoSyncFabricStrategy")}),
 }
-"""Module that holds a registry: the registry's name, and by the first word of a strategy's name our module beside this
-one and the class in it."""
+"""Registries, by the module that holds them: name of the registry, and our module and class by the first word of a
+strategy's name."""
 
 
 def register_strategies() -> None:
-    """Fill the registries of frameworks that are imported, and of the others once they are."""
+    """Fill the registries of imported frameworks now, and those of others when they are imported."""
     for name in _PLACES:
         if name in sys.modules:
             _register(sys.modules[name])
@@ -65,12 +65,12 @@ def _register(place: ModuleType) -> None:
 
 
 def _create(module: str, class_name: str, **arguments: Any) -> Any:
-    """The strategy; its module is imported only now, for it imports the one that holds the registry."""
+    """Make the strategy. Its module is imported only now, because it imports the module with the registry."""
     return getattr(import_module(f"lightning_autosync.strategy.{module}"), class_name)(**arguments)
 
 
 class _Watcher(MetaPathFinder):
-    """Finds the modules of `_PLACES` as Python would, and has each registered to once it is executed."""
+    """An import hook that finds the modules of `_PLACES` as Python would, and fills each registry after execution."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None

@@ -1,4 +1,4 @@
-"""A replica under a plan without a schedule: ranks exchange when they are ready, and meet at the ends of epochs."""
+"""A replica for plans without a schedule: ranks exchange when they are ready, and meet at the ends of epochs."""
 
 from __future__ import annotations
 
@@ -48,26 +48,27 @@ from lightning_autosync.strategy.trainer_state import TrainerProgress, TrainerSt
 from lightning_autosync.workload import IGNORED, variable_names
 
 UNEVEN = ("partial_reduce", "asynchronous")
-"""Modes in which a fast rank does not wait for a slow one, so that they should not have equal shares of the data."""
+"""Modes in which fast ranks do not wait for slow ones, and should therefore get larger shares of the data."""
 AVERAGING = ("partial_reduce", "periodic")
-"""Modes in which each rank steps its own optimizer; in the others servers step, and keep the optimizer's state."""
+"""Modes in which each rank steps its own optimizer. In other modes, servers step and keep the optimizer's state."""
 
 
 class RelaxedReplica(Replica):
-    """Parameters and buffers that partial reduces, averages or servers keep together.
+    """Synchronizes a module by partial reduce, periodic averaging or parameter servers.
 
-    Between two ends of epochs (`end_epoch`) each rank may take another number of steps.
+    Between two meetings (`end_epoch`), ranks may take different numbers of steps.
 
     Args:
-        module: on its device and in its dtype.
-        settings: what the user asked for; the plan has no schedule.
-        nodes: number of the job's nodes.
-        devices: ranks on each.
-        rank: this process's in the job.
-        job: of `find_job`, where this rank comes back to it; this process is alone in its process group then.
+        module: the module, on its device and in its dtype.
+        settings: settings of the strategy; the plan has no schedule.
+        nodes: number of nodes in the job.
+        devices: number of ranks per node.
+        rank: rank of this process in the job.
+        job: the result of `find_job` if this rank returns to a job, otherwise None. A returning process must be alone
+            in its process group.
 
     Attributes:
-        rejoined: whether this process came back after its rank was lost.
+        rejoined: whether this process returned after its rank was lost.
 
     Raises:
         DocumentError: (or a subclass, on every rank) plan, model, cluster and job do not fit each other.
@@ -105,24 +106,24 @@ class RelaxedReplica(Replica):
             announce_job(opened)
         self._work = SharedWork(self._mesh, size, timeout)
         self._share: int | None = None
-        """Batches of an epoch, divided by ranks, where they are dealt out."""
+        """Batches per epoch and rank, on average; None if the data is not dealt out."""
         self._checkpoint = RelaxedCheckpoint(self._mesh, self._mode, self._served, timeout)
         self._buffers = BufferBroadcast(module) if self._in_step and settings.broadcast_buffers else None
         self._watch = ParameterTracker(module)
         self._frozen: list[nn.Parameter] = []
         self._synchronizer: Synchronizer | None = None
-        """None before the first step and after `close`."""
+        """The synchronizer; None before the first step and after `close`."""
         self._trainer: Any = None
         self._progress: TrainerProgress | None = None
         self._state_server: TrainerStateServer | None = None
         self.rejoined = job is not None
         self._rejoining = self.rejoined
-        """Whether this rank came back and has not met the others yet, which may be in the midst of an epoch."""
+        """Whether this rank returned and has not met the others, which may be in the middle of an epoch."""
         self._drained = True
         self._apart = False
-        """Whether this rank has begun a step since all met."""
+        """Whether this rank has begun a step since the last meeting."""
         self._refusals = ExitStack()
-        """Of collective calls, which would not be answered from then on."""
+        """Refusals of collective calls, which other ranks would not answer while this rank is apart."""
         self._samples = 0
         self._computing = self._stepping = False
         rank_zero_info(
@@ -147,7 +148,7 @@ class RelaxedReplica(Replica):
 
     @property
     def synchronizer(self) -> Synchronizer | None:
-        """What runs; None before training and after `close`."""
+        """The synchronizer; None before training and after `close`."""
         return self._synchronizer
 
     @property
@@ -156,16 +157,16 @@ class RelaxedReplica(Replica):
 
     @property
     def _in_step(self) -> bool:
-        """Whether all ranks make the same steps after all, for their servers wait for all of them."""
+        """Whether all ranks make each step together, because servers wait for all of them."""
         return self._mode == "synchronous"
 
     @property
     def _served(self) -> bool:
-        """Whether servers make the steps and keep the optimizer's state."""
+        """Whether servers step the optimizer and keep its state."""
         return self._mode not in AVERAGING
 
     def _steps(self) -> int:
-        """Steps that the model held here stands for."""
+        """Number of steps that this rank's model represents."""
         return 0 if self._synchronizer is None else self._synchronizer.progress
 
     # Training
@@ -186,11 +187,11 @@ class RelaxedReplica(Replica):
         return estimated_epochs(self._trainer.fit_loop, lambda: self._share)
 
     def start_training(self, optimizers: Sequence[Optimizer], scaler: GradScaler | None) -> None:
-        """Begin to train, from rank 0's model or from what `restore_state` was given.
+        """Begin training, from rank 0's model or from the state given to `restore_state`.
 
         Raises:
-            PlanError: the optimizers are not one, the servers cannot do what it does, or the Trainer needs all ranks at
-                the same step.
+            PlanError: there is not exactly one optimizer, servers cannot run it, or the Trainer has a setting that
+                needs all ranks at the same step.
         """
         trainer = self._trainer
         check_trainer(trainer, self.plan.consistency, scaler)
@@ -224,19 +225,19 @@ class RelaxedReplica(Replica):
             self._follow_progress(self._synchronizer.joined_after)
 
     def _follow_progress(self, drain: int) -> None:
-        """Let schedules and ``trainer.global_step`` go by the job's progress, and ranks that come back learn of it."""
+        """Let schedules and ``trainer.global_step`` follow the job's progress, and send it to ranks that return."""
         state = request_trainer_state(self._mesh, drain, self._settings.timeout) if self.rejoined else None
         self._progress = TrainerProgress(self._trainer, self._share, self._steps, state)
         if not self._served and self._mesh.rank == 0 and rejoin_enabled():
             self._state_server = TrainerStateServer(self._mesh, self._progress.describe)
 
     def begin_epoch(self) -> None:
-        """Training goes on from here, on all ranks, even on one that will get no batch before they meet again."""
+        """Leave the last meeting, on all ranks, even on one that gets no batch before the next meeting."""
         if not self._drained or self._synchronizer is None:
             return
         if self._state_server is not None:
             drain = self._synchronizer.last_drain
-            # States of callbacks are asked for on this rank alone.
+            # Only this rank calls the callbacks' `state_dict`, so a collective call in it would hang.
             with refused_collectives(self._refused_call), self._computation():
                 self._state_server.begin_epoch(0 if drain is None else drain.number)
         self._synchronizer.resume()
@@ -248,7 +249,7 @@ class RelaxedReplica(Replica):
 
     @contextmanager
     def training_step(self, batch: Any) -> Iterator[None]:
-        """Around the user's training step, in which collective calls would never be answered.
+        """The context of the user's training step, in which collective calls are refused, as no rank would answer them.
 
         Raises:
             PlanError: a parameter was unfrozen, added, removed or replaced since training began.
@@ -268,7 +269,7 @@ class RelaxedReplica(Replica):
 
     @contextmanager
     def stepping(self, optimizer: Optimizer) -> Iterator[None]:
-        """Inside, ``optimizer.step(closure)`` computes gradients and hands them to the synchronizer."""
+        """A context in which ``optimizer.step(closure)`` computes gradients and passes them to the synchronizer."""
         own = optimizer.step
         wrapped = "step" in vars(optimizer)
 
@@ -288,7 +289,7 @@ class RelaxedReplica(Replica):
             with self._computation():
                 yield
         finally:
-            # With manual optimization, the training step goes on.
+            # With manual optimization, this runs within a training step, which continues.
             self._stepping = before
             if wrapped:
                 optimizer.step = own  # type: ignore[method-assign]
@@ -296,7 +297,7 @@ class RelaxedReplica(Replica):
                 del optimizer.step
 
     def end_epoch(self) -> None:
-        """Meet all ranks and leave with the same model on each; nothing if no step was made since."""
+        """Meet all ranks, which leave with the same model; do nothing if no epoch has begun since the last meeting."""
         if self._drained or self._synchronizer is None:
             return
         self._synchronizer.drain()
@@ -311,7 +312,7 @@ class RelaxedReplica(Replica):
 
     @contextmanager
     def _computation(self) -> Iterator[None]:
-        """Around what this rank does by itself within a step."""
+        """The context of a rank's own work within a step."""
         before, self._computing = self._computing, not self._in_step
         try:
             yield
@@ -330,17 +331,18 @@ class RelaxedReplica(Replica):
                 "beginning: unfreeze before fit(), or fit() again"
             )
 
-    # What all ranks do together
+    # Collective calls and checkpoints
 
     @contextmanager
     def collective(self, what: str, each_step: bool = False) -> Iterator[None]:
-        """Around a collective call of all who met, or where servers step, of all.
+        """The context of a collective call, before which all ranks meet.
+
+        The call is refused inside a training step, because other ranks may be elsewhere. Between two steps, it is
+        refused if ranks take different numbers of steps, or if it follows every step (``each_step``): ranks would then
+        meet in every step, and synchronization would no longer be relaxed.
 
         Raises:
-            ExchangeError: it comes from inside a training step, or between two of them where ranks take unequal
-                numbers of steps, for there the others need not be; or between two and after ``each_step``, for then all
-                would meet each time, and little would be left of what is relaxed; this rank was given up; or one that
-                is needed is lost.
+            ExchangeError: the call is refused, this rank was given up, or a rank that the call needs is lost.
         """
         self._meet(what, each_step)
         if self._synchronizer is not None:
@@ -352,14 +354,14 @@ class RelaxedReplica(Replica):
         self._meet("a checkpoint")
 
     def _meet(self, what: str, each_step: bool = False) -> None:
-        """Bring all ranks together for ``what``, unless it is not certain that all come here."""
+        """Meet all ranks for ``what``, or raise if it is not certain that all ranks come here."""
         if self._synchronizer is None or (self._stepping and self._in_step):
             return
         if self._rejoining and not self._drained:
             raise ExchangeError(
                 f"{what}: this rank came back, and meets the others at the end of an epoch only, before anything else"
             )
-        # Outside of training, as around validation, all ranks come however many batches each has taken.
+        # Outside of training, for example around validation, all ranks come, however many batches each has taken.
         between = self._apart and self._trainer.training
         if self._computing or (between and (self._share is not None or (each_step and not self._in_step))):
             raise self._refusal(what, "log with on_step=False and on_epoch=True, or without sync_dist")
@@ -379,7 +381,7 @@ class RelaxedReplica(Replica):
         return self._checkpoint.optimizer_state(saved)
 
     def gather_state(self) -> dict[str, Any] | None:
-        """What every rank needs to go on. Comes after `optimizer_state`."""
+        """The checkpoint's entry, on rank 0. Call this after `optimizer_state`."""
         self.end_epoch()
         return self._checkpoint.gather()
 
@@ -392,7 +394,7 @@ class RelaxedReplica(Replica):
         self._members.announce(error)
 
     def close(self) -> None:
-        """Leave the others."""
+        """Stop synchronizing, and leave the mesh."""
         self._refusals.close()
         if self._synchronizer is not None:
             self._synchronizer.close()

@@ -1,4 +1,4 @@
-"""Finds workload, cluster, plan and schedule of a module from the strategy's settings."""
+"""Workload, cluster, plan and schedule of a module, from the strategy's settings."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from lightning_autosync.workload import Workload, describe, variable_names
 from lightning_autosync.workload.description import EMBEDDINGS, parameter_owners
 
 LARGE_TABLE = 4096
-"""Rows from which a dense embedding travels by touched rows only: a batch rarely touches so many."""
+"""Number of rows from which only touched rows of a dense embedding are exchanged: a batch rarely touches so many."""
 
 
 @dataclass(frozen=True)
 class Resolution:
-    """What runs for one module, and why; `schedule` is None for a plan without one."""
+    """The result for one module. ``schedule`` is None if the plan has none; ``reason`` says why the plan was chosen."""
 
     workload: Workload
     cluster: ClusterSpec
@@ -43,7 +43,7 @@ def resolve_together(
     group: dist.ProcessGroup | None = None,
     **options: Any,
 ) -> Resolution:
-    """As `resolve` with its further ``options``, on all ranks of ``group`` with one result; collective.
+    """Like `resolve`, with the same result on all ranks of ``group``; ``options`` are its other arguments. Collective.
 
     Raises:
         DocumentError: (or a subclass, on every rank) plan, model, cluster and job do not fit each other, or ranks have
@@ -72,13 +72,13 @@ def resolve(
     """Find the plan for a module and compile it, the same on every rank.
 
     Args:
-        settings: what the user asked for.
+        settings: settings of the strategy.
         module: the module, on its device and in its dtype.
-        nodes: number of the job's nodes.
-        devices: ranks on each.
+        nodes: number of nodes in the job.
+        devices: number of ranks per node.
         two_level_collectives: as for `compile_plan`.
-        unshared: why the ranks cannot share memory; see `memory_fault`.
-        also: frozen parameters that the plan covers too, for they train at times.
+        unshared: reason why the ranks cannot share memory; see `memory_fault`.
+        also: frozen parameters that the plan also covers, because they train at other times.
 
     Raises:
         DocumentError: (or a subclass) plan, model, cluster and job do not fit each other.
@@ -103,7 +103,7 @@ def resolve(
 
 
 def memory_fault(module: nn.Module, nodes: int, devices: int, group: dist.ProcessGroup | None = None) -> str:
-    """Why the gradients of all ranks cannot lie in memory that they share; empty if they can. Collective."""
+    """The reason why ranks cannot keep their gradients in shared memory; empty if they can. Collective."""
     if nodes > 1:
         return f"the ranks are on {nodes} nodes"
     size = sum(parameter.numel() * parameter.itemsize for parameter in module.parameters())
@@ -111,7 +111,7 @@ def memory_fault(module: nn.Module, nodes: int, devices: int, group: dist.Proces
 
 
 def large_tables(module: nn.Module, also: Container[nn.Parameter] = ()) -> set[str]:
-    """Weights of large dense embeddings that no other module holds: a step touches few of their rows."""
+    """Names of the weights of large dense embeddings that no other module shares: a step touches few of their rows."""
     owners = parameter_owners(module)
     return {
         name
@@ -124,7 +124,7 @@ def large_tables(module: nn.Module, also: Container[nn.Parameter] = ()) -> set[s
 
 
 def _check_memory(module: nn.Module) -> None:
-    """Refuse parameters that cannot be written to, before one rank alone fails at it and the others wait."""
+    """Refuse parameters that cannot be written to, before a single rank fails at that and the others wait."""
     for name, parameter in module.named_parameters():
         if any(size > 1 and stride == 0 for size, stride in zip(parameter.shape, parameter.stride(), strict=True)):
             raise PlanError(
@@ -156,7 +156,7 @@ def _make_plan(
 
 
 def _alone(plan: SyncPlan) -> set[str]:
-    """Variables whose message could travel by rows: alone, uncompressed, not cut along another axis."""
+    """Variables whose message could be row-wise: alone in it, uncompressed, and not cut along another axis."""
     return {
         group.variables[0]
         for group in plan.groups

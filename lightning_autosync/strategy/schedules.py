@@ -1,4 +1,4 @@
-"""Learning-rate schedules, and the number of steps, where ranks take different numbers of steps."""
+"""Learning-rate schedules and step counts for ranks that take different numbers of steps."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 
 @contextmanager
 def estimated_epochs(loop: Any, share: Callable[[], int | None]) -> Iterator[None]:
-    """Inside, ``trainer.estimated_stepping_batches`` goes by ``share``.
+    """A context in which ``trainer.estimated_stepping_batches`` is computed from ``share``.
 
-    Only while optimizers are made: in training, Lightning would end a rank's epoch after so many batches.
+    Use it only while optimizers are made: in training, Lightning would end a rank's epoch after this many batches.
 
     Args:
-        loop: the Trainer's fit loop. It may get its data only now, for the estimate asks for it.
-        share: batches of an epoch, divided by ranks; None while it is not dealt out.
+        loop: the Trainer's fit loop. It may set up its data within the context, because the estimate needs it.
+        share: returns the batches per epoch and rank, on average; None if data is not dealt out.
     """
     own, counted = loop.setup_data, loop.max_batches
 
@@ -38,15 +38,15 @@ def estimated_epochs(loop: Any, share: Callable[[], int | None]) -> Iterator[Non
 
 
 def planned_progress(trainer: Any, share: int | None, begun: int) -> float:
-    """Steps that schedules expect the job to have; infinite if unknown.
+    """Number of steps for which schedules are made; infinite if unknown.
 
-    Progress may be more where ranks drift, for it follows the furthest; and beyond its end a schedule raises, or makes
+    Progress follows the furthest rank, so it may exceed this number. Beyond its end, a schedule may raise, or give
     learning rates below 0.
 
     Args:
-        trainer: about to train.
-        share: batches of an epoch, divided by ranks; None where it is not dealt out, and the Trainer knows a rank's.
-        begun: steps that the model stands for already, which may be fewer than those of the epochs that it has seen:
+        trainer: a Trainer that is about to train.
+        share: batches per epoch and rank, on average; None if data is not dealt out, and the Trainer knows the number.
+        begun: steps that the model already represents. They may be fewer than in the epochs that it has seen, if
             another kind of plan counted them.
     """
     varies = any(type(callback).__name__ == "GradientAccumulationScheduler" for callback in trainer.callbacks)
@@ -59,18 +59,18 @@ def planned_progress(trainer: Any, share: int | None, begun: int) -> float:
 
 
 class ProgressSchedules:
-    """Steps the schedulers of interval ``step``, in place of Lightning.
+    """Steps the schedulers with interval ``step``, instead of Lightning.
 
-    Lightning would count the steps of this rank, which may be far from those that the model stands for.
+    Lightning would count the steps of this rank, which may differ much from those that the model represents.
 
     Args:
-        trainer: about to train; its other schedulers stay as they are.
-        progress: steps that the model held here stands for; never falls.
-        end: progress after which they stay as they are.
-        made: steps that each has made already; by default, those that ``progress`` stands for.
+        trainer: a Trainer that is about to train; its other schedulers are not affected.
+        progress: returns the number of steps that this rank's model represents; it never falls.
+        end: progress after which schedulers make no more steps.
+        made: number of steps that each scheduler has already made; by default, those of ``progress``.
 
     Attributes:
-        made: steps that each has made so far.
+        made: number of steps that each scheduler has made.
     """
 
     def __init__(
@@ -78,10 +78,10 @@ class ProgressSchedules:
     ) -> None:
         self._module = trainer.lightning_module
         self._progress, self._end = progress, end
-        # With manual optimization it is the user who steps them.
+        # With manual optimization, the user steps the schedulers.
         configurations = trainer.lr_scheduler_configs if self._module.automatic_optimization else ()
         self._configurations = [each for each in configurations if each.interval == "step"]
-        # Counted here, for a scheduler that goes on from elsewhere may have made more steps.
+        # Counted here, because a scheduler that resumes from a checkpoint may have made more steps.
         self.made = [progress() // each.frequency for each in self._configurations] if made is None else [*made]
         loop = trainer.fit_loop.epoch_loop
         loop.update_lr_schedulers = partial(self._update, partial(type(loop).update_lr_schedulers, loop))
@@ -95,7 +95,7 @@ class ProgressSchedules:
                 self._module.lr_scheduler_step(each.scheduler, None)
 
     def _update(self, own: Callable[..., None], interval: str, update_plateau_schedulers: bool) -> None:
-        """In place of a method of Lightning's epoch loop, which it calls after each batch and each epoch."""
+        """Replaces ``update_lr_schedulers`` of Lightning's epoch loop, which runs after each batch and each epoch."""
         if interval == "step":
             self.follow()
         else:

@@ -23,8 +23,8 @@ Timeout = timedelta | float | None
 
 MIB = 1024 * 1024
 CHECK_REPLICAS = 1000
-"""Synchronized backward passes between two comparisons of weights, each of which reads every weight twice (measured:
-0.05% of steps of 36 ms)."""
+"""Default number of synchronized backward passes between comparisons of weights. A comparison reads every weight twice
+(measured: 0.05% of the time of steps of 36 ms)."""
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 _LAUNCH = (
@@ -40,7 +40,7 @@ _LAUNCH = (
 )
 """Arguments that Lightning's DDPStrategy handles itself."""
 _RELAXED_ONLY = ("heartbeat", "stall")
-"""Arguments of plans without a schedule: when a silent rank is given up, and when a group is."""
+"""Arguments that have an effect only under plans without a schedule."""
 _REFUSED = ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period")
 _RANK_VARIABLES = (
     "RANK",
@@ -55,24 +55,24 @@ _RANK_VARIABLES = (
 
 @dataclass(frozen=True)
 class StrategySettings:
-    """Plain values, so that launchers can hand them to new processes.
+    """Settings of a strategy. They are plain values, so that launchers can send them to new processes.
 
     Attributes:
         plan: a plan, the name of a builder, or None for the strategy to choose.
-        source: what errors call the plan: its file, its builder or ``plan``.
-        semantics: the highest level allowed.
-        cluster: where the job runs; None if nothing is known of it.
-        bucket_bytes: bytes of a fused message; None for the builder's own.
-        initial_buffers: whether buffers are those of rank 0 when training begins.
-        broadcast_buffers: whether they follow rank 0 from then on.
-        gradient_as_bucket_view: whether gradients become views of the engine's buffers, as of DDP.
-        static_graph: whether all backward passes are alike, as of DDP.
-        check_replicas: synchronized backward passes between two comparisons of all ranks' weights; 0 for none.
-        scheduling: ``batch`` runs ranks that compute on CPUs under ``SCHED_BATCH``, where the system has it.
+        source: name of the plan in errors: its file, its builder or ``plan``.
+        semantics: the highest allowed level of semantics.
+        cluster: the cluster of the job; None if unknown.
+        bucket_bytes: bytes of a fused message; None for the builder's own size.
+        initial_buffers: whether buffers are rank 0's when training begins.
+        broadcast_buffers: whether buffers follow rank 0 during training.
+        gradient_as_bucket_view: whether gradients become views of the engine's buffers, as in DDP.
+        static_graph: whether all backward passes are alike, as in DDP.
+        check_replicas: synchronized backward passes between comparisons of all ranks' weights; 0 for none.
+        scheduling: ``batch`` runs ranks that compute on CPUs under ``SCHED_BATCH``, if the system has it.
         timeout: seconds to wait for other ranks.
-        heartbeat: when a silent rank is given up, under a plan without a schedule.
-        stall: seconds without progress after which the average of a group is given up.
-        fault: what is wrong with a file, to be told once all ranks are there to hear it.
+        heartbeat: settings for the loss of silent ranks, under a plan without a schedule.
+        stall: seconds without progress after which the average of a group fails.
+        error: fault of a file, raised when all ranks are there; None if there is none.
     """
 
     plan: SyncPlan | str | None = None
@@ -93,26 +93,26 @@ class StrategySettings:
 
     @property
     def fixed(self) -> bool:
-        """Whether the user gave the plan itself, which then is not adapted."""
+        """Whether the user gave a complete plan, which is not adapted to changes of the model."""
         return isinstance(self.plan, SyncPlan)
 
     @property
     def scheduled(self) -> bool:
-        """Whether the plan is, or will be, one with a schedule."""
+        """Whether the plan has, or will have, a schedule."""
         if isinstance(self.plan, SyncPlan):
             return self.plan.has_schedule
         return self.plan not in builders.relaxed_names()
 
 
 def read_settings(arguments: Mapping[str, Any]) -> tuple[StrategySettings, dict[str, Any]]:
-    """The settings, and those of ``arguments`` that Lightning's DDPStrategy takes.
+    """The settings, and the ``arguments`` for Lightning's DDPStrategy.
 
-    A file that cannot be used is an error here, unless this process was launched as one rank of several: the
-    others may be able to read theirs, and must not wait for a rank that has left. Then the error comes at
-    setup, everywhere.
+    A file that cannot be used is an error here, unless this process was launched as one of several ranks. Other ranks
+    may be able to read their file, and must not wait for a rank that has ended. The error is then raised at setup, on
+    every rank.
 
     Args:
-        arguments: those of a strategy, by name; names that are no arguments are left alone.
+        arguments: arguments of a strategy by name; other names are ignored.
 
     Raises:
         ValueError: an argument has a value that is not allowed, or no effect under this plan.
@@ -169,14 +169,14 @@ def read_settings(arguments: Mapping[str, Any]) -> tuple[StrategySettings, dict[
 
 
 def _read_passes(value: Any) -> int:
-    """``check_replicas``: a number of passes; 0 or False for never."""
+    """The value of ``check_replicas``, a number of passes; 0 or False for never."""
     if not isinstance(value, int) or value < 0 or value is True:
         raise ValueError(f"check_replicas: {value!r} is not a number of backward passes; allowed: 0 (never), 1, 2, ...")
     return int(value)
 
 
 def check_semantics(found: Semantics, allowed: Semantics, source: str) -> None:
-    """Refuse a plan that changes the mathematics more than the user allows."""
+    """Raise ``PlanError`` if a plan changes the mathematics more than the user allows."""
     if SEMANTICS.index(found) > SEMANTICS.index(allowed):
         raise PlanError(
             f"{source}: the plan's semantics are '{found}', allowed is '{allowed}' at most; "
@@ -185,7 +185,7 @@ def check_semantics(found: Semantics, allowed: Semantics, source: str) -> None:
 
 
 def _read_plan(value: PlanArgument) -> tuple[SyncPlan | str | None, str]:
-    """The plan and what errors call it; text is a file if it looks like one, else a builder's name."""
+    """The plan and its name in errors; text is a file if it looks like one, otherwise the name of a builder."""
     if value is None or isinstance(value, SyncPlan):
         return value, "plan"
     if not isinstance(value, str | os.PathLike):
@@ -211,5 +211,5 @@ def _bucket_bytes(megabytes: float | None, plan: SyncPlan | str | None) -> int |
 
 
 def _is_launched() -> bool:
-    """Whether this process looks like one rank of a job that somebody has launched."""
+    """Whether this process looks like one rank of a launched job."""
     return any(name in os.environ for name in _RANK_VARIABLES)

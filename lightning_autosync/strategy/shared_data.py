@@ -1,7 +1,7 @@
-"""One pass over the data, dealt out batch by batch: whoever is faster takes more.
+"""One pass over the data, dealt out batch by batch, so that faster workers take more.
 
-With a fixed share a worker, an epoch lasts as long as its slowest worker, and nothing that relaxed consistency gains
-in between is left at its end.
+With a fixed share per worker, an epoch lasts as long as its slowest worker, and the time that relaxed consistency gains
+within the epoch is lost at its end.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from lightning_autosync.relaxed.transport.messages import Mail
 from lightning_autosync.strategy.agreement import agree
 
 _DEALER = 0
-"""The rank that deals; relaxed training ends without it in any case."""
+"""The rank that deals out data. Relaxed training cannot continue without rank 0 anyway."""
 _KEPT = 2
-"""Passes that are remembered: a slow worker may still ask for the one before."""
+"""Number of passes that are remembered: a slow worker may still ask for data of the previous one."""
 
 
 class SharedWork:
-    """Deals out the positions ``0 .. length - 1`` of each pass, every one once.
+    """Deals out each position ``0 .. length - 1`` of a pass once.
 
-    Each worker's first portion is kept for it (`first`), the rest goes to whoever asks (`take`): a worker without any
-    would take no part in what a training loop does after its last batch, and the others would wait for it there.
+    Each worker's first portion is reserved for it (`first`); the rest goes to workers that ask (`take`). A worker
+    without any batch would skip what a training loop does after its last batch, and the others would wait for it there.
 
     Args:
-        mesh: all workers, on each of which one of these is made before any calls `take`; then servers, if any.
-        workers: how many there are; all ask for portions of one size.
-        timeout: seconds to wait for the dealer.
+        mesh: the mesh of all workers, followed by servers. Every worker must make this object before any calls `take`.
+        workers: number of workers; all of them ask for portions of the same size.
+        timeout: seconds to wait for the dealing rank.
     """
 
     def __init__(self, mesh: Mesh, workers: int, timeout: float) -> None:
@@ -48,20 +48,20 @@ class SharedWork:
             self._unsubscribe = mesh.subscribe("work?", self._answer)
 
     def close(self) -> None:
-        """Stop dealing; may be called again."""
+        """Stop dealing; a second call has no effect."""
         if self._mesh.rank == _DEALER:
             self._unsubscribe()
 
     def first(self, length: int, count: int) -> range:
-        """This worker's first ``count`` positions of any pass; they are kept for it."""
+        """This worker's first ``count`` positions of any pass, which are reserved for it."""
         start = min(length, self._mesh.rank * count)
         return range(start, min(length, start + count))
 
     def take(self, epoch: int, length: int, count: int) -> range:
-        """The next ``count`` positions of a pass after all first ones, fewer at its end and none after it.
+        """The next ``count`` positions of a pass, after all first portions; fewer at its end, and none after it.
 
         Raises:
-            ExchangeError: the dealer was lost or did not answer in time.
+            ExchangeError: the dealing rank was lost or did not answer in time.
         """
         if self._mesh.rank == _DEALER:
             return self._deal(epoch, length, count)
@@ -74,10 +74,11 @@ class SharedWork:
     def _answer(self, mail: Mail) -> None:
         portion = self._deal(**mail.header)
         answer = {"epoch": mail.header["epoch"], "start": portion.start, "stop": portion.stop}
-        with suppress(ExchangeError):  # it was lost, or this rank is about to leave
+        with suppress(ExchangeError):  # the worker was lost, or this rank is about to leave
             self._mesh.send(mail.sender, "work", answer)
 
     def _deal(self, epoch: int, length: int, count: int) -> range:
+        # Rank 0's own thread and the mesh's thread, which answers other ranks, both call this.
         with self._lock:
             start = self._next.get(epoch, min(length, self._workers * count))
             stop = min(length, start + count)
@@ -88,17 +89,17 @@ class SharedWork:
 
 
 class SharedSampler(Sampler[int]):
-    """Indices of the portions that this worker takes; its number is known only when the epoch is over.
+    """Yields the indices of the portions that this worker takes.
 
-    There is no ``__len__``: how much a worker does depends on how fast it is. Lightning calls `set_epoch`.
+    There is no ``__len__``, because the number of samples depends on the worker's speed. Lightning calls `set_epoch`.
 
     Args:
         work: deals out positions.
-        length: samples of the data set.
-        portion: samples asked for at a time; a batch is right.
-        shuffle: whether each epoch has an order of its own, the same on all workers.
-        seed: of that order.
-        epoch: the first pass.
+        length: number of samples in the data set.
+        portion: number of samples per request, usually a batch.
+        shuffle: whether each epoch has a new random order, the same on all workers.
+        seed: seed of that order.
+        epoch: number of the first pass.
     """
 
     def __init__(
@@ -112,7 +113,7 @@ class SharedSampler(Sampler[int]):
         self._epoch = epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """The pass that the next iteration belongs to."""
+        """Set the number of the next pass."""
         self._epoch = epoch
 
     def __iter__(self) -> Iterator[int]:
@@ -128,15 +129,13 @@ class SharedSampler(Sampler[int]):
 
 
 def share_data(dataloader: object, work: SharedWork, workers: int, epoch: int) -> int | None:
-    """Deal out what ``dataloader`` draws by a plain DistributedSampler, from pass ``epoch`` on.
-
-    Collective.
+    """Deal out the samples of ``dataloader`` from pass ``epoch`` on, if it uses a plain DistributedSampler; collective.
 
     Returns:
-        Batches that each of ``workers`` takes if all are equally fast, rounded up; None if nothing is dealt out.
+        Batches per epoch and worker if all workers are equally fast, rounded up; None if nothing is dealt out.
 
     Raises:
-        PlanError: (on every rank) there are fewer batches than ``workers``, or not the same on all of them.
+        PlanError: (on every rank) there are fewer batches than ``workers``, or loaders differ between ranks.
     """
     found = agree(lambda: _batches(dataloader, workers), lambda found: {"train_dataloader": _describe(found)})
     if found is None:
@@ -147,7 +146,7 @@ def share_data(dataloader: object, work: SharedWork, workers: int, epoch: int) -
 
 
 def describe_equal_shares(dataloader: object) -> str:
-    """Why ``dataloader`` is not dealt out, and what that means."""
+    """A warning that says why ``dataloader`` is not dealt out, and what that means."""
     return (
         f"train_dataloader: what a {_who_draws(dataloader)} draws cannot be dealt out: each rank keeps the share that "
         "it has, so none gains from being faster within an epoch; to have it dealt out, give a DataLoader with "
@@ -157,18 +156,18 @@ def describe_equal_shares(dataloader: object) -> str:
 
 
 def _who_draws(dataloader: object) -> str:
-    """The name of the type that `_batches` does not know."""
+    """The name of the type because of which `_batches` refuses the data loader."""
     if not isinstance(dataloader, DataLoader):
         return type(dataloader).__name__
     if type(dataloader.batch_sampler) not in (BatchSampler, type(None)):
         return type(dataloader.batch_sampler).__name__
     sampler = dataloader.sampler
-    # Lightning makes a sampler one for several ranks by a data set that is drawn from it.
+    # For several ranks, Lightning wraps the user's sampler in a data set, over which it puts a distributed sampler.
     return type(getattr(getattr(sampler, "dataset", None), "_sampler", sampler)).__name__
 
 
 def _batches(dataloader: object, workers: int) -> BatchSampler | None:
-    """What makes the batches, if they can be dealt out."""
+    """The batch sampler of a data loader, if its batches can be dealt out; otherwise None."""
     if not isinstance(dataloader, DataLoader) or type(dataloader.sampler) is not DistributedSampler:
         return None
     batches = dataloader.batch_sampler
@@ -185,7 +184,7 @@ def _batches(dataloader: object, workers: int) -> BatchSampler | None:
 
 
 def _count(length: int, batches: BatchSampler) -> int:
-    """Batches of ``length`` samples."""
+    """Number of batches in ``length`` samples."""
     return length // batches.batch_size if batches.drop_last else -(-length // batches.batch_size)
 
 
@@ -198,7 +197,7 @@ def _describe(batches: BatchSampler | None) -> str:
 
 
 def batch_size(batch: Any) -> int:
-    """Samples in a batch: the extent of the first axis of the first tensor in it; 1 if there is none."""
+    """Number of samples in a batch: the first axis of the first tensor in it; 1 if there is no tensor."""
     return next((len(tensor) for tensor in _tensors(batch) if tensor.dim()), 1)
 
 

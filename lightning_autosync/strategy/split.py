@@ -1,4 +1,4 @@
-"""One rank's part of a split model under a Trainer."""
+"""The replica of a split model under a Trainer."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ from lightning_autosync.workload import Workload, shared_buffers
 
 
 class SplitReplica(Replica):
-    """Splits a module by a plan, after it was compared with the unsplit one, and keeps its parts as they should be.
+    """Splits a module by a plan, checks the result against the unsplit module, and synchronizes its parts.
 
     Args:
-        module: on its device and in its dtype, with rank 0's weights and buffers on every rank.
-        plan: splits at least one operator.
-        settings: what the user asked for.
+        module: the module, on its device and in its dtype, with rank 0's weights and buffers on every rank.
+        plan: a plan that splits at least one operator.
+        settings: settings of the strategy.
         task: the training step by which the models are compared.
-        source: names the plan in errors.
+        source: name of the plan in errors.
 
     Attributes:
         split: the split module.
         hybrid_plan: the plan.
 
     Raises:
-        EquivalenceError: (on every rank) the split module computes something else; it is whole again.
+        EquivalenceError: (on every rank) the split module gives other results; it is whole again afterwards.
         DocumentError: (or a subclass, on every rank) plan, model, cluster and job do not fit each other.
     """
 
@@ -55,6 +55,7 @@ class SplitReplica(Replica):
         self.hybrid_plan = plan
         self._optimizers: Sequence[Optimizer] = ()
         self._failed = False
+        # Split operators need the same seed on all ranks, but scripts may seed ranks differently.
         seed = gather_json(torch.initial_seed() % 2**62)[0]
         mesh = LiveMesh(plan, timeout=timedelta(seconds=settings.timeout))
         self.split = SplitModel(module, plan, mesh, seed, source)
@@ -81,12 +82,12 @@ class SplitReplica(Replica):
 
     @property
     def engine(self) -> Engine | None:
-        """The engine of the parameters that most ranks have alike, if any rank has the same as another."""
+        """The engine of the parameters that the most ranks share; None if no ranks share parameters."""
         return next(iter(self._reduction.engines[::-1]), None)
 
     @property
     def enabled(self) -> bool:
-        """Whether backward passes synchronize gradients, and do not only accumulate them."""
+        """Whether backward passes synchronize gradients; otherwise they only accumulate them."""
         return self._reduction.enabled
 
     @enabled.setter
@@ -112,20 +113,20 @@ class SplitReplica(Replica):
         return None
 
     def restore_state(self, entry: dict[str, Any] | None, steps: int) -> None:
-        """Nothing is kept beside parameters and optimizers."""
+        """Do nothing: there is no state beside parameters and optimizers."""
 
     def fail(self, error: BaseException) -> None:
         self._failed = True
 
     def close(self) -> None:
-        """Stop synchronizing; where training ended well, the module and its optimizers are whole again."""
+        """Stop synchronizing; after training without an error, make the module and its optimizers whole again."""
         self._reduction.close()
         if self.split.is_split and not self._failed:
             make_whole(self.split, list(self._optimizers))
 
 
 def follow_rank_zero(module: nn.Module, buffers: bool) -> None:
-    """Give every rank the weights, and the buffers, of rank 0; collective."""
+    """Broadcast the weights of rank 0, and with ``buffers`` its buffers; collective."""
     found = [parameter.data for parameter in module.parameters()]
     broadcast_tensors(found + ([buffer.data for _, buffer in shared_buffers(module)] if buffers else []))
 

@@ -1,4 +1,4 @@
-"""What the strategy changes in a Trainer (callbacks, signals), and what it refuses."""
+"""Changes of the strategy to a Trainer (callbacks, signals), and checks of the Trainer's settings."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from lightning_autosync.plan import Consistency
 
 
 class _Callback:
-    """A callback for the Trainer of either framework."""
+    """A callback that works with the Trainer of either framework."""
 
     def __getattr__(self, name: str) -> Any:
-        # Both frameworks call every hook of their own Callback class, of which only two matter here.
+        # Both frameworks call every hook of their own Callback class, so hooks that are not defined here do nothing.
         if name.startswith(("on_", "setup", "teardown")):
             return _ignore
         raise AttributeError(name)
@@ -26,21 +26,21 @@ class _Callback:
 
     @property
     def _legacy_state_key(self) -> type:
-        # Asked for where a Trainer that has been trained with this callback resumes from a checkpoint.
+        # Lightning reads it when a Trainer that already has this callback resumes from a checkpoint.
         return type(self)
 
     def state_dict(self) -> dict[str, Any]:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing is kept."""
+        """Do nothing: the callback has no state."""
 
 
 class EpochBarrier(_Callback):
-    """Brings replicas that take steps of their own together at the end of every epoch, before anything else happens.
+    """Brings relaxed replicas together at the end of every epoch, before anything else happens there.
 
-    Every rank begins an epoch, even one that gets no batch of it, and all leave it with one model; so whatever follows
-    (logging, checkpoints, the user's own hooks) may ask all ranks.
+    Every rank begins an epoch, even without a batch, and all ranks leave it with the same model. Logging, checkpoints
+    and the user's own hooks at the end of an epoch may then make collective calls.
     """
 
     def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
@@ -51,14 +51,17 @@ class EpochBarrier(_Callback):
 
 
 class ErrorReport(_Callback):
-    """Tells the other ranks of an error on this one, before callbacks that save what can be saved ask them."""
+    """Tells the other ranks about an error on this one, before other callbacks, such as those that save checkpoints.
+
+    Those may make collective calls, in which the other ranks would otherwise wait without knowing of the error.
+    """
 
     def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
         trainer.strategy.announce_failure(exception)
 
 
 def put_first(trainer: Any, callback: _Callback) -> None:
-    """Let a callback come before all others; nothing if the trainer has one of its kind."""
+    """Put a callback before all others, unless the trainer already has one of its class."""
     if not any(isinstance(other, type(callback)) for other in trainer.callbacks):
         trainer.callbacks.insert(0, callback)
 
@@ -68,13 +71,13 @@ def _ignore(*_: Any, **__: Any) -> None:
 
 
 SIGNAL_CHECK = "_broadcast_sigterm_tensor"
-"""Method of the epoch loop (from Lightning 2.6 on) that broadcasts before every batch whether rank 0 got a SIGTERM."""
+"""Method of the epoch loop (since Lightning 2.6) that broadcasts before every batch whether rank 0 got a SIGTERM."""
 
 
 def skip_signal_broadcast(trainer: Any) -> None:
-    """Skip Lightning's broadcast of signals before each batch; each rank still checks its own at the end of the batch.
+    """Skip Lightning's broadcast of signals before each batch; each rank still checks its own after the batch.
 
-    What one rank does after a signal, the others learn by the failure detector or the mesh.
+    The failure detector or the mesh tells the other ranks when a rank ends after a signal.
     """
     loop = trainer.fit_loop.epoch_loop
     if hasattr(loop, SIGNAL_CHECK):
@@ -82,14 +85,14 @@ def skip_signal_broadcast(trainer: Any) -> None:
 
 
 def handle_sigterm_locally(trainer: Any, told: Callable[[], None]) -> None:
-    """Let a SIGTERM end this rank after its batch, as with Lightning, but without a collective call.
+    """Let a SIGTERM end this rank after its batch, as in Lightning, but without a collective call.
 
-    Lightning's own handler makes a collective call, in whatever call the process may be just then: another rank would
-    take it for an answer.
+    Lightning's own handler makes a collective call at whatever point the signal arrives. The backend would match it
+    with an unrelated call of another rank.
 
     Args:
-        trainer: before it registers its handlers.
-        told: called at the signal.
+        trainer: a Trainer that has not registered its handlers yet.
+        told: called when the signal arrives.
     """
     connector = trainer._signal_connector
 
@@ -104,7 +107,7 @@ def handle_sigterm_locally(trainer: Any, told: Callable[[], None]) -> None:
 
 
 def check_trainer(trainer: Any, consistency: Consistency, scaler: Any) -> None:
-    """Refuse settings of the Trainer that would deadlock, or not do what they say.
+    """Refuse settings of the Trainer that would deadlock, or would not do what they promise.
 
     Raises:
         PlanError: the trainer has a setting that needs all ranks at the same step, or gradients on all ranks.
@@ -153,10 +156,10 @@ def check_module(module: nn.Module) -> None:
 
 
 def check_shared_epoch(trainer: Any) -> None:
-    """Refuse settings that count a rank's batches or steps, since each rank has another number of them.
+    """Refuse settings that count batches or steps of a rank, because ranks have different numbers of them.
 
     Raises:
-        PlanError: validation or checkpoints inside an epoch, or an end of it or of training by a rank's own count.
+        PlanError: validation or checkpoints inside an epoch, or a limit on a rank's own batches or steps.
     """
     why = "ranks take as many batches of an epoch as they are fast enough for"
     interval = trainer.val_check_interval
@@ -183,10 +186,10 @@ def check_shared_epoch(trainer: Any) -> None:
 
 
 def check_one_loader(trainer: Any) -> None:
-    """Refuse several loaders, whose samples would be dealt out as if they were one's.
+    """Refuse several loaders, whose samples would be dealt out as if they belonged to one.
 
     Raises:
-        PlanError: there are several.
+        PlanError: there are several loaders.
     """
     loaders = trainer.train_dataloader
     if isinstance(loaders, dict | list | tuple) and len(loaders) > 1:
@@ -194,10 +197,10 @@ def check_one_loader(trainer: Any) -> None:
 
 
 def check_rejoin(trainer: Any) -> None:
-    """Refuse to come back where ranks meet within an epoch, since this rank would have missed such a meeting.
+    """Refuse a return to a job whose ranks meet within an epoch, because this rank would have missed such a meeting.
 
     Raises:
-        PlanError: they do.
+        PlanError: ranks meet within an epoch.
     """
     within = trainer.enable_validation and (
         trainer.val_check_batch is None

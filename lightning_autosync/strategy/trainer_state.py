@@ -1,4 +1,4 @@
-"""The state of rank 0's Trainer, for a rank that comes back after it was lost; and the count of the job's steps."""
+"""The state of rank 0's Trainer, for a rank that returns after it was lost, and the count of the job's steps."""
 
 from __future__ import annotations
 
@@ -17,20 +17,21 @@ from lightning_autosync.relaxed.transport.messages import Mail
 from lightning_autosync.strategy.schedules import ProgressSchedules, planned_progress
 
 _SERVER = 0
-"""The rank that is asked; averages end without it in any case."""
+"""The rank that answers. Relaxed training cannot continue without rank 0 anyway."""
 _REQUEST, _RESPONSE = "trainer_state?", "trainer_state"
 _SAVED = ("_last_checkpoint_saved", "_last_global_step_saved")
-"""What Lightning's ModelCheckpoint decides by, beside what its ``state_dict`` has."""
+"""Attributes of Lightning's ModelCheckpoint that affect its decisions, but are not in its ``state_dict``."""
 
 
 class TrainerStateServer:
-    """Answers ranks that came back with the state of rank 0's Trainer, on the mesh's thread.
+    """Sends the state of rank 0's Trainer to ranks that return, on the mesh's thread.
 
-    It answers during epochs only, with the state at their begin: between two epochs callbacks and schedules change.
+    It answers only during epochs, with the state at their beginning, because callbacks and schedules change between
+    epochs.
 
     Args:
-        mesh: of all ranks.
-        describe: returns the state at hand as bytes; called on the training's own thread.
+        mesh: the mesh of all ranks.
+        describe: returns the current state as bytes; called on the training thread.
     """
 
     def __init__(self, mesh: Mesh, describe: Callable[[], bytes]) -> None:
@@ -41,10 +42,10 @@ class TrainerStateServer:
         self._unsubscribe = mesh.subscribe(_REQUEST, self._take)
 
     def begin_epoch(self, drain: int) -> None:
-        """An epoch begins, after the drain of that number."""
+        """Begin an epoch after the drain with number ``drain``."""
         try:
             response = _Response(drain, "", self._describe())
-        except Exception as cause:  # states of the user's own callbacks; this rank has no need of them
+        except Exception as cause:  # a fault in a user's callback must not end this rank, which does not need the state
             response = _Response(drain, f"{type(cause).__name__}: {cause}", b"")
         with self._lock:
             self._response = response
@@ -53,12 +54,12 @@ class TrainerStateServer:
                 self._respond(rank, request)
 
     def end_epoch(self) -> None:
-        """The epoch is over."""
+        """End the epoch; requests wait until the next one."""
         with self._lock:
             self._response = None
 
     def close(self) -> None:
-        """Answer nobody any more; may be called again."""
+        """Stop answering; a second call has no effect."""
         self._unsubscribe()
 
     def _take(self, mail: Mail) -> None:
@@ -67,12 +68,12 @@ class TrainerStateServer:
 
     def _respond(self, rank: int, request: dict[str, Any]) -> None:
         response = self._response
-        # Others may have begun an epoch, and given a model away, before this rank has left the drain before it.
+        # Another rank may have begun the next epoch, and donated its model, before this rank has left the drain.
         if response is None or response.drain < request["drain"]:
             self._waiting[rank] = request
             return
         header = {"name": request["name"], "fault": response.fault}
-        with suppress(ExchangeError):  # it was lost again, or this rank is about to leave
+        with suppress(ExchangeError):  # the rank was lost again, or this rank is about to leave
             self._mesh.send(rank, _RESPONSE, header, [memoryview(bytearray(response.content))])
 
 
@@ -83,15 +84,15 @@ class _Response(NamedTuple):
 
 
 def request_trainer_state(mesh: Mesh, drain: int, timeout: float) -> dict[str, Any]:
-    """The state of rank 0's Trainer, once it is in an epoch after the drain of that number.
+    """Wait for the state of rank 0's Trainer in an epoch after the drain with number ``drain``.
 
     Raises:
-        ExchangeError: rank 0 does not answer, or callbacks or schedules keep what cannot be sent.
+        ExchangeError: rank 0 does not answer, or callbacks or schedules have state that cannot be sent.
     """
     name = secrets.token_hex(8)
     mesh.send(_SERVER, _REQUEST, {"name": name, "drain": drain})
     mail = mesh.receive(_RESPONSE, sender=_SERVER, timeout=timeout)
-    while mail.header["name"] != name:  # meant for a predecessor, which was lost before it got this
+    while mail.header["name"] != name:  # an answer to an earlier process of this rank, which was lost
         mail = mesh.receive(_RESPONSE, sender=_SERVER, timeout=timeout)
     fault = mail.header["fault"]
     if not fault:
@@ -105,18 +106,18 @@ def request_trainer_state(mesh: Mesh, drain: int, timeout: float) -> dict[str, A
 
 
 class TrainerProgress:
-    """Lets a Trainer's schedules and its count of steps follow the progress of the job.
+    """Lets a Trainer's schedules and step count follow the progress of the job.
 
-    This rank's own steps would be other ones on each rank, and so would the names of checkpoints.
+    The number of a rank's own steps differs between ranks, and so would the names of checkpoints.
 
     Args:
-        trainer: about to train.
-        share: batches of an epoch, divided by ranks, where the data is dealt out; else None.
-        progress: returns the steps that the model at hand stands for.
-        state: of `request_trainer_state`, where this rank came back to the job.
+        trainer: a Trainer that is about to train.
+        share: batches per epoch and rank, on average; None if data is not dealt out.
+        progress: returns the number of steps that the current model represents.
+        state: the result of `request_trainer_state` if this rank returned to the job, otherwise None.
 
     Raises:
-        PlanError: this rank was not started with what the others were started with.
+        PlanError: this rank was started with other settings than the others.
     """
 
     def __init__(
@@ -126,7 +127,7 @@ class TrainerProgress:
         self._skipped, made = 0, None
         if state is None:
             self._end = planned_progress(trainer, share, progress())
-            # Steps counted under another plan, or in an earlier training.
+            # Steps from another plan or an earlier training, which progress does not include.
             self._offset = trainer.global_step - progress()
         else:
             self._skipped = apply_trainer_state(trainer, state, {"share": share, "progress": progress()})
@@ -135,29 +136,29 @@ class TrainerProgress:
         self._schedules = ProgressSchedules(trainer, progress, self._end, made)
 
     def follow(self) -> None:
-        """Catch up with the progress of the model at hand."""
+        """Update step count and schedules to the progress of the current model."""
         count_steps(self._trainer, self._offset + self._progress())
         self._schedules.follow()
 
     def describe(self) -> bytes:
-        """The Trainer's state for ranks that come back; see `describe_trainer_state`."""
+        """The Trainer's state for ranks that return; see `describe_trainer_state`."""
         facts = {"share": self._share, "progress": self._progress(), "made": self._schedules.made}
         return describe_trainer_state(self._trainer, {**facts, "end": self._end, "begun": self._offset})
 
     def skip_missed_batches(self) -> None:
-        """In the first epoch after this rank came back, leave out as many batches as the others have made."""
+        """In the first epoch after this rank returned, skip as many batches as the others have made."""
         if self._skipped:
             skip_batches(self._trainer, self._skipped)
             self._skipped = 0
 
 
 def describe_trainer_state(trainer: Any, facts: Mapping[str, Any]) -> bytes:
-    """What `apply_trainer_state` needs: plain values and tensors, readable with ``torch.load(weights_only=True)``.
+    """The state for `apply_trainer_state`: plain values and tensors, readable with ``torch.load(weights_only=True)``.
 
     Args:
-        trainer: in training.
-        facts: `share` (batches of an epoch, divided by ranks, where it is dealt out), `progress` (steps that the model
-            stands for), and whatever else is told.
+        trainer: a Trainer in training.
+        facts: ``share`` (batches per epoch and rank, on average; None if data is not dealt out), ``progress`` (steps
+            that the model represents), and other values to send.
     """
     callbacks = {callback.state_key: (callback.state_dict(), _saved(callback)) for callback in trainer.callbacks}
     content = {
@@ -175,18 +176,18 @@ def describe_trainer_state(trainer: Any, facts: Mapping[str, Any]) -> bytes:
 
 
 def apply_trainer_state(trainer: Any, state: Mapping[str, Any], facts: Mapping[str, Any]) -> int:
-    """Let ``trainer``, which is about to begin its first epoch, go on from the state of rank 0's.
+    """Let ``trainer``, which is about to begin its first epoch, continue from the state of rank 0's Trainer.
 
     Args:
-        trainer: this rank's.
-        state: of `request_trainer_state`.
-        facts: as there.
+        trainer: this rank's Trainer.
+        state: the result of `request_trainer_state`.
+        facts: this rank's ``share`` and ``progress``; see `describe_trainer_state`.
 
     Returns:
-        Batches of this epoch that are not this rank's any more, for the others have made as many.
+        Number of batches of this epoch to skip, because the other ranks have already made as many.
 
     Raises:
-        PlanError: this rank was not started with what the others were started with.
+        PlanError: this rank was started with other settings than the others.
     """
     groups, schedulers = _groups(trainer), [each.scheduler for each in trainer.lr_scheduler_configs]
     _check_alike("train_dataloader: batches of an epoch, by ranks", facts["share"], state["share"])
@@ -195,7 +196,7 @@ def apply_trainer_state(trainer: Any, state: Mapping[str, Any], facts: Mapping[s
     for callback in trainer.callbacks:
         kept, saved = state["callbacks"].get(callback.state_key, ({}, {}))
         if "dirpath" in kept and hasattr(callback, "dirpath"):
-            callback.dirpath = kept["dirpath"]  # a checkpoint's, which a new run would place anew
+            callback.dirpath = kept["dirpath"]  # otherwise this process would choose a new folder for checkpoints
         if kept:
             callback.load_state_dict(kept)
         for name, value in saved.items():
@@ -217,9 +218,9 @@ def apply_trainer_state(trainer: Any, state: Mapping[str, Any], facts: Mapping[s
 
 
 def count_steps(trainer: Any, steps: int) -> None:
-    """Let ``trainer.global_step`` be ``steps``, and loggers count on from there; never back."""
+    """Set ``trainer.global_step`` to ``steps``; the loggers' count follows, but never falls."""
     loop = trainer.fit_loop.epoch_loop
-    # A batch at hand may have made its step and not be counted by loggers yet.
+    # The current batch may have made its step, which loggers do not count yet, so only the difference is added.
     loop._batches_that_stepped += max(0, steps - loop.global_step)
     automatic = loop.automatic_optimization.optim_progress.optimizer.step.total
     for count in (automatic, loop.manual_optimization.optim_step_progress.total):
@@ -227,14 +228,14 @@ def count_steps(trainer: Any, steps: int) -> None:
 
 
 def skip_batches(trainer: Any, batches: int) -> None:
-    """Let the epoch, whose first batch begins, end so many batches earlier."""
+    """Let the epoch, whose first batch begins now, end ``batches`` batches earlier."""
     progress = trainer.fit_loop.epoch_loop.batch_progress.current
     for name in ("ready", "started", "processed", "completed"):
         setattr(progress, name, getattr(progress, name) + batches)
 
 
 def _check_samplers(trainer: Any) -> None:
-    """Check the user's own samplers: they may have been made while this process was alone in its process group."""
+    """Check the user's own samplers, which may have been made while this process was alone in its process group."""
     expected = trainer.strategy.distributed_sampler_kwargs
     for loop in (trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop):
         for loader in getattr(loop._combined_loader, "flattened", ()):
@@ -251,7 +252,7 @@ def _check_samplers(trainer: Any) -> None:
 
 
 def _set_up_validation(trainer: Any, done: bool) -> None:
-    """Set up validation now, alone, if the others have ``done`` so; else it is set up together with them."""
+    """Set up validation now if the other ranks have ``done`` so; otherwise all ranks set it up together later."""
     loop = trainer.fit_loop.epoch_loop.val_loop
     if not done:
         loop._combined_loader = None
@@ -262,7 +263,7 @@ def _set_up_validation(trainer: Any, done: bool) -> None:
 
 
 def _reloads(trainer: Any) -> list[tuple[Any, str]]:
-    """The attributes in which Lightning keeps the epochs at which it last reloaded data loaders."""
+    """Attributes in which Lightning keeps the epochs of the last reloads of data loaders, as pairs (object, name)."""
     loop = trainer.fit_loop
     return [(loop, "_last_train_dl_reload_epoch"), (loop.epoch_loop.val_loop, "_last_val_dl_reload_epoch")]
 

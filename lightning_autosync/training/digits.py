@@ -1,4 +1,4 @@
-"""What ``autosync train`` trains unless told otherwise: a small CNN on scikit-learn's 1,797 handwritten digits."""
+"""The default training of ``autosync train``: a small CNN on scikit-learn's 1,797 handwritten digits."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 HELD_OUT = 360
-"""Images that only validation sees."""
+"""Number of images for validation only."""
 
 
 class DigitsClassifier(L.LightningModule):
     """Two convolutions and two linear layers; logs ``loss``, ``val_loss`` and ``val_accuracy``.
 
     Args:
-        channels: of the first convolution.
-        learning_rate: of SGD with momentum 0.9.
+        channels: output channels of the first convolution.
+        learning_rate: learning rate of SGD with momentum 0.9.
     """
 
     def __init__(self, channels: int = 16, learning_rate: float = 0.05) -> None:
@@ -56,10 +56,10 @@ class DigitsClassifier(L.LightningModule):
 
 
 class Digits(L.LightningDataModule):
-    """The images [1, 8, 8] from 0 to 1 and their labels, in a fixed random split.
+    """Images [1, 8, 8] with values from 0 to 1 and their labels, in a fixed random split.
 
     Args:
-        batch_size: images in a batch of one rank.
+        batch_size: images per batch and rank.
     """
 
     def __init__(self, batch_size: int = 32) -> None:

@@ -21,16 +21,17 @@ from lightning_autosync.plan import SyncPlan, builders
 from lightning_autosync.training.settings import TrainingSettings
 
 START_TIMEOUT = 120.0
-"""Seconds for all ranks to start."""
+"""Seconds in which all ranks must start."""
 
 
 def run_job(settings: TrainingSettings, directory: Path) -> dict[str, Any] | None:
-    """Train; returns rank 0's result, or None on other ranks and for a job that is only submitted.
+    """Train, and write the result to ``result.json`` in ``directory``.
 
-    ``result.json`` is in ``directory`` then.
+    Returns:
+        Rank 0's result; None on other ranks, and for a job that is submitted without waiting for it.
 
     Raises:
-        AutoSyncError: something does not fit, ranks cannot be started, or some failed.
+        AutoSyncError: settings do not fit, ranks cannot be started, or a rank failed.
     """
     cluster = None if settings.cluster is None else make_cluster(settings)
     request = {
@@ -57,10 +58,10 @@ def run_job(settings: TrainingSettings, directory: Path) -> dict[str, Any] | Non
 
 
 def _plan_document(settings: TrainingSettings) -> dict[str, Any] | None:
-    """The plan file's content, so that only this machine needs the file; a builder's name is checked.
+    """The content of the plan file, which only this machine needs; None for a builder, whose name is checked.
 
     Raises:
-        PlanError: the file cannot be used, or no builder has that name.
+        PlanError: the file cannot be used, or there is no builder of this name.
     """
     plan = settings.sync.plan
     if plan is None:
@@ -97,7 +98,7 @@ def _train_by_workers(
 
 
 def _plain(error: WorkerError) -> Exception:
-    """The error that a rank raised, if it is a refusal; else ``error`` itself."""
+    """The error that a rank raised, if it refuses an input; otherwise ``error`` itself."""
     if error.kind == UnwritableError.__name__:
         return UnwritableError(f"rank {error.rank}: {error.reason}")
     kind = getattr(errors, error.kind, None)

@@ -1,4 +1,4 @@
-"""One rank's part of a training: a Lightning Trainer in a process that somebody has launched."""
+"""One rank of a training: a Lightning Trainer in a process that a launcher has started."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ from lightning_autosync.training.settings import TrainingSettings
 class BenchModule(L.LightningModule):
     """A bench model and its batches; logs ``loss``.
 
-    Parameters have the names that they have in the bench, so that plans which were found there fit.
+    Parameters have the same names as in the bench, so that plans from there fit.
 
     Args:
-        model: the recipe.
-        world_size: ranks, each with batches of its own.
+        model: the recipe of the model.
+        world_size: number of ranks, each with its own batches.
     """
 
     _inner: torch.nn.Module
@@ -55,7 +55,7 @@ class BenchModule(L.LightningModule):
             self.add_module(name, child)
         for name, parameter in inner.named_parameters(recurse=False):
             self.register_parameter(name, parameter)
-        object.__setattr__(self, "_inner", inner)  # not as a child, which would prefix all names
+        object.__setattr__(self, "_inner", inner)  # not as a submodule, which would prefix all names
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         loss: Tensor = self._inner(*batch)
@@ -70,7 +70,7 @@ class BenchModule(L.LightningModule):
 
 
 class _Batches(Dataset[Batch]):
-    """The batches of all ranks, one an item; a distributed sampler deals them out."""
+    """The batches of all ranks, one per item; a distributed sampler assigns them to ranks."""
 
     def __init__(self, model: Model, world_size: int) -> None:
         self._batches = [batch for rank in range(world_size) for batch in model.batches(rank)]
@@ -83,7 +83,7 @@ class _Batches(Dataset[Batch]):
 
 
 class StepTimes(L.Callback):
-    """Records the seconds of each training step, loading of its batch included."""
+    """Records the seconds of each training step, including the loading of its batch."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
@@ -97,7 +97,7 @@ class StepTimes(L.Callback):
         self._last = now
 
     def on_validation_end(self, *_: Any) -> None:
-        self._last = time.perf_counter()  # validation within an epoch is no part of a step
+        self._last = time.perf_counter()  # validation within an epoch does not count as part of a step
 
 
 FORMAT = "autosync-training/1"
@@ -108,11 +108,12 @@ class RankTraining:
     """The training of one rank.
 
     Attributes:
-        settings: of the training.
-        directory: for what the Trainer writes.
-        nodes, devices: the job's shape, as Lightning sees it.
-        cluster: where it runs; None if that is unknown.
-        plan: the document of the plan file in the settings.
+        settings: settings of the training.
+        directory: folder for the Trainer's output.
+        nodes: number of nodes in the job, for Lightning.
+        devices: number of ranks per node, for Lightning.
+        cluster: the cluster of the job; None if unknown.
+        plan: the plan from the file in the settings; None if there is no file.
     """
 
     settings: TrainingSettings
@@ -124,10 +125,11 @@ class RankTraining:
 
 
 def train_worker(request: dict[str, Any]) -> dict[str, Any] | None:
-    """Train as one of a pool's workers; returns the result on rank 0, else None.
+    """Train as a worker of a pool; returns the result on rank 0, None elsewhere.
 
     Args:
-        request: documents of the training: ``settings``, ``cluster`` and ``plan`` (or None), and its ``directory``.
+        request: documents ``settings``, ``cluster`` and ``plan`` of the training (the latter two may be None), and its
+            ``directory``.
     """
     settings, cluster, plan = _parsed(request)
     shape = (1, int(os.environ["WORLD_SIZE"])) if cluster is None else _shape(cluster, settings)
@@ -135,7 +137,7 @@ def train_worker(request: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def train_task(request: dict[str, Any], nodes: int, devices: int) -> dict[str, Any] | None:
-    """As `train_worker`, as one rank of a job that is there already; rank 0 writes ``result.json``."""
+    """Like `train_worker`, as one rank of an already launched job; rank 0 writes ``result.json``."""
     settings, cluster, plan = _parsed(request)
     torch.set_num_threads(settings.threads)
     result = train_rank(RankTraining(settings, request["directory"], nodes, devices, cluster, plan))
@@ -154,10 +156,10 @@ def _parsed(request: dict[str, Any]) -> tuple[TrainingSettings, ClusterSpec | No
 
 
 def train_rank(job: RankTraining) -> dict[str, Any] | None:
-    """Make everything, train, and gather what all ranks found.
+    """Make model, data and Trainer, train, and gather the results of all ranks; returns them on rank 0.
 
     Raises:
-        DocumentError: (or a subclass) something in the settings does not fit; the same on every rank.
+        DocumentError: (or a subclass) settings do not fit; the same on every rank.
     """
     settings = job.settings
     L.seed_everything(settings.seed, workers=True, verbose=False)
@@ -176,10 +178,10 @@ def train_rank(job: RankTraining) -> dict[str, Any] | None:
 
 @contextmanager
 def _disk_of(directory: str) -> Iterator[None]:
-    """Inside, errors of a full or read-only disk, from loggers and checkpoints, become one line.
+    """A context in which errors of a full or read-only disk, from loggers and checkpoints, become one line.
 
     Raises:
-        UnwritableError: there was one; it names the directory where the system names no file.
+        UnwritableError: a file could not be written; the error names the directory if the system names no file.
     """
     try:
         yield
@@ -218,7 +220,7 @@ def _trainer(job: RankTraining, times: StepTimes) -> L.Trainer:
 def _strategy(job: RankTraining) -> Strategy:
     sync = job.settings.sync
     common: dict[str, Any] = {
-        # Not left to Lightning, which takes any job inside a SLURM allocation for one of SLURM's.
+        # Given explicitly, because Lightning takes any job inside a SLURM allocation for a job of SLURM's.
         "cluster_environment": SLURMEnvironment() if job.settings.launch.kind == "slurm" else TorchElasticEnvironment(),
         "timeout": timedelta(seconds=job.settings.timeout),
     }
@@ -234,7 +236,7 @@ def _strategy(job: RankTraining) -> Strategy:
 
 
 def _shape(cluster: ClusterSpec, settings: TrainingSettings) -> tuple[int, int]:
-    """Nodes and devices on each, for Lightning; ranks that compute on CPUs can be nodes of one device each."""
+    """Number of nodes and devices per node, for Lightning; ranks on CPUs may count as nodes with one device each."""
     devices = {node.devices for node in cluster.nodes}
     in_order = list(cluster.rank_nodes) == sorted(cluster.rank_nodes)
     if len(devices) == 1 and in_order:
@@ -272,6 +274,6 @@ def _result(job: RankTraining, trainer: L.Trainer, seconds: float, by_rank: list
 
 
 def median_step(by_rank: list[list[float]]) -> float | None:
-    """The median over all ranks and steps, without each rank's first, which includes set-up."""
+    """The median over all ranks and steps, without each rank's first step, which includes setup."""
     later = [seconds for ranks in by_rank for seconds in ranks[1:]] or [one for ranks in by_rank for one in ranks]
     return statistics.median(later) if later else None

@@ -13,17 +13,17 @@ from lightning_autosync.measure.models.recipes import model_of
 from lightning_autosync.plan import Semantics
 
 _OURS = {"strategy": "sync", "devices": "ranks or cluster", "num_nodes": "cluster", "default_root_dir": "hydra.run.dir"}
-"""Arguments of the Trainer that follow from other keys."""
+"""Arguments of the Trainer that other keys set, with those keys."""
 
 
 class Synchronization(Record):
-    """How gradients travel.
+    """Synchronization of gradients.
 
     Attributes:
-        strategy: ``autosync``, or Lightning's ``ddp`` to compare with.
+        strategy: ``autosync``, or Lightning's ``ddp`` for comparison.
         plan: path of a plan file, name of a builder, or None for AutoSync to choose.
-        semantics: the highest level that a plan may have.
-        arguments: further ones of the strategy.
+        semantics: the highest allowed level of semantics.
+        arguments: other arguments of the strategy.
     """
 
     strategy: Literal["autosync", "ddp"] = "autosync"
@@ -39,24 +39,24 @@ class Synchronization(Record):
 
 
 class TrainingSettings(Configuration):
-    """One training.
+    """Settings of one training.
 
     Attributes:
-        model: ``_target_`` (a LightningModule) and its arguments, or a model of the bench (``kind``); ``data`` in it
-            stands for what follows.
-        data: ``_target_`` (a LightningDataModule) and its arguments; None where the model or its module has its own.
-        sync: how gradients travel.
-        launch: where the ranks run.
-        cluster: a cluster document; None is one machine with ``ranks`` devices.
-        cluster_scale: factor on every rate of it.
-        cluster_fastest: bytes/s that its fastest link shall have, in place of the factor.
-        rank_order: of the ranks on its nodes, as for a bench.
-        ranks: number of ranks without a cluster; None is 2, or what the job has.
-        trainer: arguments of Lightning's Trainer; values with ``_target_`` are made first.
-        seed: of torch, numpy and python on every rank.
-        threads: torch's for one operator.
-        checkpoint: path of a checkpoint to go on from.
-        objective: what a sweep compares: ``step_seconds``, or a metric that the model logs.
+        model: ``_target_`` (a LightningModule) and its arguments, or a bench model (``kind``). A ``data`` key in it has
+            the same meaning as the attribute ``data``.
+        data: ``_target_`` (a LightningDataModule) and its arguments; None if the model or its module has its own data.
+        sync: synchronization of gradients.
+        launch: launcher of the ranks.
+        cluster: a cluster document; None for one machine with ``ranks`` devices.
+        cluster_scale: factor on all rates of the cluster.
+        cluster_fastest: bytes/s of the cluster's fastest link, instead of the factor.
+        rank_order: order of the ranks on the nodes, as for a bench.
+        ranks: number of ranks without a cluster; None for 2, or the size of an already launched job.
+        trainer: arguments of Lightning's Trainer; values with ``_target_`` are instantiated.
+        seed: seed of torch, numpy and Python on every rank.
+        threads: torch's number of threads per operator.
+        checkpoint: path of a checkpoint from which to resume.
+        objective: the value that a sweep compares: ``step_seconds``, or a metric that the model logs.
         timeout: seconds to wait for another rank.
     """
 
@@ -78,7 +78,7 @@ class TrainingSettings(Configuration):
 
     @property
     def module(self) -> dict[str, Any] | None:
-        """``_target_`` of the LightningModule and its arguments; None for a model of the bench."""
+        """``_target_`` of the LightningModule and its arguments; None for a bench model."""
         if "_target_" not in self.model:
             return None
         named = {name: value for name, value in self.model.items() if name not in ("kind", "data", "loss", "arguments")}
@@ -86,7 +86,7 @@ class TrainingSettings(Configuration):
 
     @property
     def data_module(self) -> dict[str, Any] | None:
-        """``_target_`` of the LightningDataModule and its arguments; None where the module has loaders of its own."""
+        """``_target_`` of the LightningDataModule and its arguments; None if the module has its own loaders."""
         return self.data if self.data is not None else self.model.get("data")
 
     @property

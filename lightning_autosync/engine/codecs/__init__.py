@@ -1,7 +1,7 @@
-"""The executing halves of codecs, found by the names under which `lightning_autosync.plan.codecs` declares them.
+"""Implementations of codecs, found by the names under which `lightning_autosync.plan.codecs` declares their formats.
 
-A file of this package holds a class that satisfies `Codec` and ends with ``register(...)``. A codec of another package
-is registered by the module that its declared half names.
+Each file of this package holds a class that satisfies `Codec`, and ends with ``register(...)``. A codec of another
+package is registered by the module that its format names.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ _registered: dict[str, type[Codec]] = {}
 
 
 def register(name: str, codec: type[Codec]) -> None:
-    """Let plans use a codec.
+    """Register the implementation of a codec.
 
     Args:
-        name: under which a `CodecFormat` is registered.
-        codec: encodes and decodes; a `CastCodec` if the format's ``sums`` is ``cast``.
+        name: the name under which its `CodecFormat` is registered.
+        codec: the implementation; a subclass of `CastCodec` if the format's ``sums`` is ``cast``.
 
     Raises:
-        PlanError: the name is taken or not declared, or the class is no `Codec`.
+        PlanError: the name is taken, or the class is no `Codec`.
     """
     where = f"codec '{name}': {codec.__module__}.{codec.__name__}"
     if name in _registered:
@@ -38,15 +38,15 @@ def register(name: str, codec: type[Codec]) -> None:
 
 
 def make_codec(compressor: Compressor, numel: int, tail: int) -> Codec | None:
-    """The codec for a run of elements; None for compressors whose messages hold plain elements.
+    """The codec for a range of elements; None for compressors whose messages hold plain elements.
 
     Args:
         compressor: kind and settings.
-        numel: elements of the run, counts included.
-        tail: how many of them, at the end, are counts.
+        numel: number of elements in the range, counts included.
+        tail: number of counts at the end of the range.
 
     Raises:
-        PlanError: nothing executes a codec of this kind.
+        PlanError: no implementation of this kind is registered.
     """
     if formats.find(compressor.kind).sums == "plain":
         return None

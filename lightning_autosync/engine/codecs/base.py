@@ -1,4 +1,4 @@
-"""What a codec is: a lossy, fixed-size form of a run of elements."""
+"""The interface of codecs, which encode a range of elements with loss into a fixed number of bytes."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from lightning_autosync.plan.spec import Compressor
 
 
 class Codec(Protocol):
-    """Encodes runs of elements of one length; what `register` checks. `BaseCodec` has the attributes.
+    """Encodes ranges of elements of one length. `register` checks for this protocol; `BaseCodec` sets the attributes.
 
     Attributes:
-        body: elements, without counts.
-        size: bytes of an encoded run.
+        body: number of elements in a range, without counts.
+        size: bytes of an encoded range.
     """
 
     body: int
     size: int
 
     def __init__(self, compressor: Compressor, numel: int, tail: int) -> None:
-        """Of ``numel`` elements, the last ``tail`` are counts, which travel exact."""
+        """Make a codec for ``numel`` elements, of which the last ``tail`` are counts, encoded without loss."""
 
     def encode(self, values: Tensor, wire: Tensor) -> None:
-        """Write the form of ``values`` [numel] into ``wire`` [size], uint8."""
+        """Encode ``values`` [numel] into ``wire`` [size], uint8."""
 
     def decode(self, wire: Tensor, values: Tensor) -> None:
-        """Write what ``wire`` [size] stands for into ``values`` [numel]."""
+        """Decode ``wire`` [size], uint8, into ``values`` [numel]."""
 
 
 class BaseCodec:
-    """Sizes of a codec, as the declared half of the compressor's kind gives them."""
+    """Base of codecs with the sizes that the compressor's format declares."""
 
     def __init__(self, compressor: Compressor, numel: int, tail: int) -> None:
         self.body = numel - tail
@@ -46,20 +46,20 @@ class BaseCodec:
 
 
 def encode_with_feedback(codec: Codec, values: Tensor, residual: Tensor, wire: Tensor) -> None:
-    """Encode with error feedback: what encoding lost is added to the next step's values (Karimireddy et al., 2019).
+    """Encode with error feedback: the loss of encoding is added to the next step's values (Karimireddy et al., 2019).
 
-    A rank encodes each element of a message once a step, on its way up or, at the root, on its way down, so one
+    A rank encodes each element of a message once per step (on the way up or, at the root, on the way down), so one
     residual of the message's length serves all topologies.
 
     Args:
-        codec: for runs of this length.
-        values: [numel]; overwritten by what ``wire`` stands for.
-        residual: [numel], of this run; what was lost in the last step, and then in this one.
-        wire: [size], uint8; written to.
+        codec: a codec for ranges of this length.
+        values: [numel]; overwritten with the decoded ``wire``.
+        residual: [numel], loss of the last step in this range; overwritten with the loss of this step.
+        wire: [size], uint8; overwritten with the encoded values.
     """
     values[: codec.body] += residual[: codec.body]
     codec.encode(values, wire)
     residual.copy_(values)
     codec.decode(wire, values)
-    # An overflow must reach the gradient scaler, but must not stay in the residual.
+    # An overflow must reach the gradient scaler through the wire, but must not stay in the residual.
     torch.sub(residual, values, out=residual).nan_to_num_(0.0, 0.0, 0.0)

@@ -1,4 +1,4 @@
-"""Casts to sixteen bits."""
+"""Casts to 16-bit floating-point types."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from lightning_autosync.engine.codecs import BaseCodec, register
 
 
 class CastCodec(BaseCodec):
-    """Elements in a narrower type, in which a backend can sum them.
+    """Casts elements to a narrower dtype, in which a backend can sum them.
 
     Attributes:
-        dtype: that type.
+        dtype: the narrower dtype.
     """
 
     dtype: ClassVar[torch.dtype]
@@ -26,7 +26,7 @@ class CastCodec(BaseCodec):
         values.copy_(wire.view(self.dtype))
 
     def cast(self, values: Tensor, target: Tensor) -> None:
-        """Copy ``values`` into ``target``, which has `dtype`. Infinities and NaNs stay, for gradient scalers to see."""
+        """Copy ``values`` into ``target``, which has `dtype`. Infinities and NaNs stay visible to gradient scalers."""
         target.copy_(values)
 
 

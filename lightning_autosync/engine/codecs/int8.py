@@ -1,4 +1,4 @@
-"""Eight-bit integers with one scale a block."""
+"""8-bit integers with one scale per block."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LEVELS = 127.0
 
 
 class Int8Codec(BaseCodec):
-    """``round(127 x / max|x|)`` in blocks. Layout: scales, counts, integers."""
+    """Encodes ``round(127 x / max|x|)`` per block. Layout: float32 scales, counts, int8 values."""
 
     def __init__(self, compressor: Compressor, numel: int, tail: int) -> None:
         super().__init__(compressor, numel, tail)
@@ -29,7 +29,7 @@ class Int8Codec(BaseCodec):
         blocks.view(-1)[: self.body] = values[: self.body]
         scales = blocks.abs().amax(dim=1, keepdim=True) / _LEVELS
         wire[: 4 * self._blocks].view(torch.float32).copy_(scales.view(-1))
-        # A block of zeros has scale 0; any divisor keeps it zero.
+        # A block of zeros has scale 0. Any other divisor keeps it zero and avoids NaNs.
         scales[scales == 0] = 1.0
         integers = torch.round(blocks / scales).view(-1)[: self.body]
         wire[self._integers :].view(torch.int8).copy_(integers)

@@ -1,4 +1,4 @@
-"""The largest magnitudes and where they are."""
+"""The elements of largest magnitude, with their positions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning_autosync.plan.spec import Compressor
 
 
 class TopKCodec(BaseCodec):
-    """The ``ratio`` largest magnitudes of each run of elements. Layout: positions, values, counts."""
+    """Keeps the share ``ratio`` of largest magnitudes in a range. Layout: int32 positions, float32 values, counts."""
 
     def __init__(self, compressor: Compressor, numel: int, tail: int) -> None:
         super().__init__(compressor, numel, tail)

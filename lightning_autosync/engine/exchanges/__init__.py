@@ -1,1 +1,1 @@
-"""How a message is summed over ranks: one class for each kind of transfer."""
+"""Exchanges, which sum messages over ranks: one class for each kind of transfer."""

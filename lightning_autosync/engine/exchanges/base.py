@@ -1,4 +1,4 @@
-"""What an exchange is: one round of one message, from this rank's contribution to the sum over ranks."""
+"""The interface of exchanges: one round of one message, from this rank's contribution to the sum over ranks."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ class Exchange(ABC):
     """Sums a buffer over all ranks, in place unless ``result`` says otherwise.
 
     The engine calls ``start`` when this rank's contribution is in the buffer, then ``resume`` and ``wait`` at the end
-    of backward, each for all messages in schedule order. So every rank launches collectives in the same order.
+    of backward. It calls each of them for all messages in schedule order, so every rank launches collectives in the
+    same order.
 
     Attributes:
-        result: where the sum appears, if not in the buffer itself. It belongs to the exchange: read it until the next
-            ``start``, never write to it.
-        residual: with error feedback, [numel + tail]: what encoding has lost.
+        result: tensor with the sum, if it is not the buffer itself. The exchange owns it: callers may read it until the
+            next ``start``, but must not write to it.
+        residual: [numel + tail], the loss of encoding; None without error feedback.
     """
 
     result: Tensor | None = None
@@ -34,25 +35,25 @@ class Exchange(ABC):
 
     @abstractmethod
     def start(self) -> None:
-        """Begin; the buffer belongs to the exchange until ``wait`` returns."""
+        """Begin the exchange, which owns the buffer until ``wait`` returns."""
 
     def resume(self) -> None:  # noqa: B027 - most exchanges have nothing left to launch
-        """Launch what depends on the first part."""
+        """Launch the parts that depend on the first one; may block for it."""
 
     def watch(self, completed: Callable[[], None] | None) -> None:  # noqa: B027 - not all know it before `wait`
-        """Call ``completed``, on any thread, whenever this rank has a step's sum; None ends that."""
+        """Call ``completed``, on any thread, whenever this rank has the sum of a step; None stops that."""
 
     @abstractmethod
     def wait(self) -> None:
-        """Block until the buffer holds the sum.
+        """Block until the sum is complete.
 
         Raises:
-            ExchangeError: a peer was lost, disagreed, or did not answer in time.
+            ExchangeError: a peer was lost, ran another step, or did not answer in time.
         """
 
 
 class Completion:
-    """Lets the main thread wait, once a step, for what the transport's thread completes."""
+    """Lets the main thread wait, once per step, until the transport's thread has completed an exchange."""
 
     def __init__(self, what: str, timeout: float) -> None:
         self._what = what
@@ -89,25 +90,26 @@ def byte_view(tensor: Tensor) -> memoryview:
 
 
 def new_residual(message: Message, buffer: Tensor) -> Tensor | None:
-    """Memory for error feedback, of the size of ``buffer``; None if the message's compressor needs none."""
+    """Zeros like ``buffer`` for error feedback; None if the message's compressor has none."""
     lossy = make_codec(message.compressor, 1, 0) is not None
     return torch.zeros_like(buffer) if lossy and message.compressor.error_feedback else None
 
 
 class CodedRange:
-    """A range of a message's buffer, and what travels in its place.
+    """A range of a message's buffer, and its encoded form.
 
     Args:
         buffer: [numel + tail].
-        start, stop: the range.
-        tail_start: elements from here on are counts.
-        compressor: of the message.
-        residual: of the whole buffer, where there is error feedback.
+        start: first element of the range.
+        stop: end of the range (exclusive).
+        tail_start: first element of the buffer that is a count.
+        compressor: the message's compressor.
+        residual: [numel + tail], the residual of the whole buffer; None without error feedback.
 
     Attributes:
-        values: view of the buffer, [stop - start].
-        wire: what travels: ``values`` itself where nothing encodes them, else uint8. It is a tensor of its own, and so
-            aligned for every element type.
+        values: [stop - start], view of the buffer.
+        wire: the data to send: ``values`` itself without a codec, otherwise uint8 [size of the encoded range] in memory
+            of its own, which is aligned for every dtype.
     """
 
     __slots__ = ("_codec", "_decoded", "_residual", "values", "wire")
@@ -126,13 +128,17 @@ class CodedRange:
         return self._codec is not None
 
     def new_wire(self) -> Tensor:
-        """Memory for a contribution of another rank."""
+        """Uninitialized memory for another rank's contribution."""
         if self._codec is None:
             return torch.empty_like(self.values)
         return torch.empty(self._codec.size, dtype=torch.uint8, device=self.values.device)
 
     def encode(self, overwrite: bool = False) -> None:
-        """Fill ``wire``; with ``overwrite``, ``values`` become what everybody will decode."""
+        """Encode ``values`` into ``wire``.
+
+        With ``overwrite``, also replace ``values`` with the decoded wire, so that this rank has the same result as all
+        receivers. Error feedback always does so.
+        """
         if self._codec is None:
             return
         if self._residual is not None:
@@ -143,18 +149,18 @@ class CodedRange:
             self.decode()
 
     def decode(self) -> None:
-        """Fill ``values`` from ``wire``."""
+        """Decode ``wire`` into ``values``."""
         if self._codec is not None:
             self._codec.decode(self.wire, self.values)
 
     def aligned(self, wire: Tensor) -> Tensor:
-        """What another rank sent, which may start at any byte: if it is encoded, moved to `wire`, which is aligned."""
+        """Another rank's contribution, aligned: encoded ones may start at any byte, so they are copied to `wire`."""
         return wire if self._codec is None else self.wire.copy_(wire)
 
     def add(self, contribution: Tensor) -> None:
-        """Add what another rank's wire holds to ``values``."""
+        """Decode another rank's contribution and add it to ``values``."""
         if self._codec is not None:
-            if self._decoded is None:  # once, and only where contributions come
+            if self._decoded is None:  # allocated only on ranks that receive contributions
                 self._decoded = torch.empty_like(self.values)
             self._codec.decode(contribution, self._decoded)
             contribution = self._decoded

@@ -1,4 +1,4 @@
-"""PowerSGD: matrices travel as two factors, each summed like any message (Vogels et al., 2019, algorithm 1)."""
+"""PowerSGD: matrices are sent as two factors, each summed like any message (Vogels et al., 2019, algorithm 1)."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ MakeExchange = Callable[[int, Tensor], Exchange]
 
 
 class LowRankExchange(Exchange):
-    """Two rounds for one message.
+    """Sums one message in two rounds, one per factor.
 
-    Each rank orthogonalizes the first factor itself, because sharing the result would need a third round. The factor's
-    bytes are the same everywhere, so replicas on equal processors stay equal bit by bit. On different processors the
-    basis may differ in its last bits, as the optimizer's arithmetic does there.
+    Each rank orthogonalizes the first factor itself, because sharing the result would need a third round. The factor is
+    the same on all ranks, so replicas on equal processors stay equal bit by bit. On different processors the basis may
+    differ in its last bits, as the optimizer's arithmetic does.
 
     Args:
-        message: with two rounds.
-        shapes: of its variables, in message order.
-        buffer: [numel + tail] values divided by the number of ranks; becomes their low-rank sum.
+        message: a message with two rounds.
+        shapes: shapes of its variables, in message order.
+        buffer: [numel + tail], values divided by the number of ranks; overwritten with their low-rank sum.
         world_size: number of ranks.
-        make: makes the exchange of round ``k`` over a buffer.
+        make: makes the exchange of a round, from the round's index and its buffer.
     """
 
     def __init__(
@@ -74,6 +74,7 @@ class LowRankExchange(Exchange):
         for factor, values in zip(self._factors, self._values, strict=True):
             if factor.rank:
                 basis = self._first_of(factor)
+                # QR does not support 16-bit dtypes.
                 basis.copy_(_orthonormal(basis.float() if basis.dtype.itemsize < 4 else basis))
                 torch.mm(_matrix(values, factor).t(), basis, out=self._second_of(factor))
         self._second.start()
@@ -87,19 +88,21 @@ class LowRankExchange(Exchange):
                 continue
             product = torch.mm(self._first_of(factor), self._second_of(factor).t()).view(-1)
             if lost is not None:
-                # Every rank corrects an equal share of the sum.
+                # `product` approximates the sum of all ranks' values, so each rank's share in it is 1 / world_size.
                 torch.sub(values, product, alpha=1 / self._world_size, out=lost).nan_to_num_(0.0, 0.0, 0.0)
             values.copy_(product)
+        # The factors start the next step's power iteration, which could never get rid of infinities or NaNs.
         if not bool(torch.isfinite(self._second_buffer).all()):
             self._draw_factors()
         self._tail.copy_(self._first_tail)
 
     @property
     def warm_start(self) -> Tensor:
-        """The second factors, from which the next step's power iteration starts; equal on all ranks."""
+        """The second factors, which start the next step's power iteration; equal on all ranks."""
         return self._second_buffer
 
     def _draw_factors(self) -> None:
+        # A fixed seed makes the factors equal on all ranks, and leaves torch's global generator alone.
         generator = torch.Generator().manual_seed(0)
         drawn = torch.randn(self._second_buffer.numel(), generator=generator, dtype=torch.float32)
         self._second_buffer.copy_(drawn)
@@ -118,9 +121,9 @@ def _matrix(values: Tensor, factor: Factor) -> Tensor:
 
 
 def _orthonormal(columns: Tensor) -> Tensor:
-    """An orthonormal basis of the columns of [rows, rank], the same with every library up to rounding.
+    """An orthonormal basis of ``columns`` [rows, rank], equal for all linear algebra libraries up to rounding.
 
-    Libraries choose the sign of each vector differently; here its coefficient is not negative.
+    Libraries differ in the signs of the vectors, so the signs are chosen here: the diagonal of R is not negative.
     """
     basis, coefficients = torch.linalg.qr(columns)
     return basis * torch.where(coefficients.diagonal() < 0, -1.0, 1.0)

@@ -1,4 +1,4 @@
-"""Dense messages by the backend's own collectives: in one level, in two, or through servers."""
+"""Dense messages over the backend's collectives: in one level, in two levels, or through owners of ranges."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lightning_autosync.plan.schedule import AllReduce, AllToAll, Message, TwoLe
 
 
 class AllReduceExchange(Exchange):
-    """All-reduces over ranges of the buffer; casts travel, and are summed, in sixteen bits."""
+    """All-reduces over ranges of the buffer. With a cast, 16-bit elements are sent and summed."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class AllReduceExchange(Exchange):
             self._buffer.copy_(self._wire)
 
     def _narrow(self, codec: CastCodec) -> None:
-        """Cast the buffer. The buffer itself is overwritten by the sum, so only the residual keeps what is lost."""
+        """Cast the buffer; with error feedback, add the residual before, and store the new loss in it."""
         if self.residual is None:
             codec.cast(self._buffer, self._wire)
             return
@@ -67,7 +67,7 @@ class AllReduceExchange(Exchange):
 
 
 class AllToAllExchange(Exchange):
-    """Owners reduce their ranges: contributions go out in one uneven all-to-all, sums come back in another."""
+    """Each owner sums its ranges: one uneven all-to-all sends contributions, a second one returns sums."""
 
     def __init__(
         self,
@@ -99,6 +99,7 @@ class AllToAllExchange(Exchange):
 
     def start(self) -> None:
         for owner, chunk in enumerate(self._contributions.split(self._sizes)):
+            # This rank's own contribution stays in its buffer, without a loss from encoding.
             if owner != self._rank:
                 _pack(self._parts[owner], chunk)
         self._work = self._exchange(self._received, self._contributions, self._own_blocks, self._sizes)
@@ -111,6 +112,7 @@ class AllToAllExchange(Exchange):
             if sender != self._rank:
                 _add(self._parts[self._rank], block)
         _pack(self._parts[self._rank], blocks[self._rank])
+        # A clone, because the source is one of the rows that are written.
         blocks[:] = blocks[self._rank].clone()
         self._work = self._exchange(self._contributions, self._received, self._sizes, self._own_blocks)
         _watch(self._work, self._watcher)
@@ -150,14 +152,20 @@ def _add(parts: Sequence[CodedRange], chunk: Tensor) -> None:
 
 
 def _watch(work: dist.Work, completed: Callable[[], None] | None) -> None:
-    """Call ``completed`` when the backend is done with ``work``."""
+    """Let the backend call ``completed`` when ``work`` is complete."""
     if completed is not None:
         work.get_future().add_done_callback(lambda _: completed())
 
 
 @dataclass(frozen=True)
 class TwoLevelGroups:
-    """The process groups of one rank: the ranks of its place, and those of its seat in all places."""
+    """The process groups of one rank.
+
+    Attributes:
+        place: the group of the ranks in this rank's place.
+        rail: the group of the ranks with this rank's seat, one in each place.
+        seats: number of ranks per place.
+    """
 
     place: dist.ProcessGroup
     rail: dist.ProcessGroup
@@ -165,15 +173,15 @@ class TwoLevelGroups:
 
 
 _made: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[tuple[int, ...], ...], TwoLevelGroups]] = WeakKeyDictionary()
-"""By default group. Process groups are not destroyed, so that later engines use them again."""
+"""Groups by default group and places. They are not destroyed, so that later engines use them again."""
 
 
 def two_level_groups(places: Sequence[Sequence[int]], timeout: float) -> TwoLevelGroups:
-    """The groups of all places and seats; made, collectively, on the first call.
+    """This rank's groups for two-level collectives; the first call makes them, collectively.
 
     Args:
-        places: the ranks of each.
-        timeout: seconds that ranks wait for each other, where the groups are made now.
+        places: the ranks of each place.
+        timeout: seconds that ranks wait for each other, for groups that are made now.
     """
     assert dist.group.WORLD is not None
     made = _made.setdefault(dist.group.WORLD, {})
@@ -186,7 +194,7 @@ def two_level_groups(places: Sequence[Sequence[int]], timeout: float) -> TwoLeve
 def _make(places: Sequence[Sequence[int]], timeout: timedelta) -> TwoLevelGroups:
     rank = dist.get_rank()
     seats = len(places[0])
-    # Every rank makes every group, in one order, and keeps its own two.
+    # `new_group` is collective over all ranks: every rank makes every group in the same order, and keeps its own two.
     inner = {tuple(ranks): dist.new_group(list(ranks), timeout) for ranks in places}
     rails = [tuple(ranks[seat] for ranks in places) for seat in range(seats)]
     outer = {ranks: dist.new_group(list(ranks), timeout) for ranks in rails}
@@ -198,9 +206,9 @@ def _make(places: Sequence[Sequence[int]], timeout: timedelta) -> TwoLevelGroups
 
 
 class TwoLevelExchange(Exchange):
-    """Reduce-scatter inside a place, all-reduce between places, all-gather inside.
+    """Reduce-scatter within each place, all-reduce between places, then all-gather within each place.
 
-    On CUDA the three follow each other on a side stream, so that backward goes on; elsewhere ``start`` blocks.
+    On CUDA the three collectives run on a side stream while backward continues; elsewhere ``start`` blocks.
     """
 
     def __init__(self, transfers: Sequence[TwoLevelAllReduce], buffer: Tensor, groups: TwoLevelGroups) -> None:
@@ -210,6 +218,7 @@ class TwoLevelExchange(Exchange):
 
     def start(self) -> None:
         if self._stream is not None:
+            # Backward's stream may not have written all gradients yet.
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with self._beside():
             for part in self._parts:
@@ -224,7 +233,7 @@ class TwoLevelExchange(Exchange):
 
 
 class _PaddedRange:
-    """A range, padded so that every seat of a place takes an equal share."""
+    """A range, padded so that all seats of a place take equal shares."""
 
     def __init__(self, values: Tensor, seats: int) -> None:
         share = -(-values.numel() // seats)

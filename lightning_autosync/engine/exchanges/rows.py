@@ -1,4 +1,4 @@
-"""Row-wise messages: only the rows that some rank touched travel. Exact, on trees or by the backend."""
+"""Row-wise messages, which send only rows that some rank touched. Sums are exact, over trees or the backend."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ class Rows:
     """Some rows of a table.
 
     Attributes:
-        indices: [count], int64, ascending, each once.
+        indices: [count], int64, ascending and unique.
         values: [count, width].
-        gradients: number of ranks that had a gradient, even one of no row.
+        gradients: number of ranks with a gradient, even if it has no rows. In a sum, a negative number means that some
+            rank's parameters changed (see `MessageGradients.change_seen`).
     """
 
     indices: Tensor
@@ -34,20 +35,20 @@ class Rows:
     gradients: int
 
     def between(self, start: int, stop: int) -> Rows:
-        """Those with indices in ``[start, stop)``."""
+        """The rows with indices in ``[start, stop)``."""
         edges = torch.searchsorted(self.indices, torch.tensor([start, stop], device=self.indices.device))
         chosen = slice(int(edges[0]), int(edges[1]))
         return Rows(self.indices[chosen], self.values[chosen], self.gradients)
 
     def packed(self) -> Tensor:
-        """Their bytes: the number of gradients, indices, values."""
+        """The rows as uint8: the number of gradients, indices, values."""
         count = self.indices.new_tensor([self.gradients])
         flat = self.values.contiguous().view(-1)
         return torch.cat([count.view(torch.uint8), self.indices.view(torch.uint8), flat.view(torch.uint8)])
 
     @staticmethod
     def unpacked(wire: Tensor, width: int, dtype: torch.dtype) -> Rows:
-        """The rows in ``wire``, uint8."""
+        """The rows that `packed` wrote into ``wire``, as views."""
         gradients, rows = wire[:_COUNT_BYTES], wire[_COUNT_BYTES:]
         count = rows.numel() // (_INDEX_BYTES + width * dtype.itemsize)
         indices = rows[: _INDEX_BYTES * count].view(torch.int64)
@@ -56,38 +57,42 @@ class Rows:
 
 
 def add_rows(parts: list[Rows]) -> Rows:
-    """The sum of several sets of rows; parts are added in the order given, so that the result is reproducible."""
+    """The sum of several sets of rows, added in the given order, so that the result is reproducible."""
     if len(parts) == 1:
         return parts[0]
     indices = torch.unique(torch.cat([part.indices for part in parts]))
     sums = parts[0].values.new_zeros(indices.numel(), parts[0].values.shape[1])
     for part in parts:
-        # A part has each row once, so no two additions meet, on any device.
+        # Indices within a part are unique, so no two additions hit the same row, on any device.
         sums[torch.searchsorted(indices, part.indices)] += part.values
     return Rows(indices, sums, sum(part.gradients for part in parts))
 
 
 class RowExchange(ABC):
-    """Sums rows over all ranks; the calls are those of `Exchange`, with rows in place of a buffer."""
+    """Sums rows over all ranks; methods as in `Exchange`, with rows instead of a buffer."""
 
     @abstractmethod
     def start(self, rows: Rows) -> None:
-        """Begin with this rank's rows."""
+        """Begin the exchange with this rank's rows."""
 
     def resume(self) -> None:  # noqa: B027 - trees have nothing left to launch
-        """Launch what depends on the first part."""
+        """See `Exchange.resume`."""
 
     def watch(self, completed: Callable[[], None] | None) -> None:  # noqa: B027 - not all know it before `wait`
         """See `Exchange.watch`."""
 
     @abstractmethod
     def wait(self) -> Rows:
-        """The rows that any rank touched, summed."""
+        """Block until the sum is complete; returns all rows that some rank touched.
+
+        Raises:
+            ExchangeError: a peer was lost, ran another step, or did not answer in time.
+        """
 
 
 @dataclass
 class _Path:
-    """One transfer as this rank sees it, and what has come in."""
+    """One transfer from this rank's view, with the contributions that have arrived."""
 
     number: int
     transfer: TreeTransfer
@@ -101,7 +106,7 @@ class _Path:
 
 
 class RowTreeExchange(TreeSteps, RowExchange):
-    """Rows along trees: merged on their way up, the union handed out on the way down."""
+    """Rows along trees: merged on the way up; the union is broadcast on the way down."""
 
     def __init__(
         self,
@@ -179,6 +184,7 @@ class RowTreeExchange(TreeSteps, RowExchange):
 
     def _send_up_if_complete(self, path: _Path) -> None:
         children = path.transfer.reduce.children[self._rank]
+        # Children that are a step ahead send before this rank has begun the step. `_begin` then calls this again.
         if path.own is None or len(path.contributions) < len(children):
             return
         parts = [Rows.unpacked(path.contributions[child], self._width, self._dtype) for child in children]
@@ -201,7 +207,7 @@ class RowTreeExchange(TreeSteps, RowExchange):
 
 
 class NativeRowExchange(RowExchange):
-    """Rows by the backend: everybody gathers everybody's rows and adds them up."""
+    """Rows over the backend: each rank gathers the rows of all ranks and adds them up."""
 
     def __init__(self, width: int, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup | None) -> None:
         self._width = width
@@ -224,6 +230,7 @@ class NativeRowExchange(RowExchange):
         assert self._wire is not None
         self._work.wait()
         self._sizes = [int(count) for count in self._counts]
+        # All-gathers need tensors of one size, so each rank pads its rows to the largest size.
         padded = self._wire.new_zeros(max(1, *self._sizes))
         padded[: self._wire.numel()] = self._wire
         self._gathered = [torch.empty_like(padded) for _ in self._sizes]

@@ -1,12 +1,12 @@
-"""Dense messages in memory that all ranks of one machine map: each rank sums its part of all buffers, for everybody.
+"""Dense messages in shared memory of one machine: each rank sums its part of all ranks' buffers.
 
-The memory has no name anywhere: one rank makes an anonymous file (``memfd_create(2)``), hands its descriptor to the
-others over Unix sockets, and all map it. So it ends with the last process that maps it, however that ends, and the size
-of ``/dev/shm``, which containers keep small, does not limit it.
+The memory has no name. Rank 0 makes an anonymous file (``memfd_create(2)``), sends its descriptor to the other ranks
+over Unix sockets, and all ranks map it. The memory is therefore freed when the last process ends, even by a crash, and
+the size of ``/dev/shm``, which is small in containers, does not limit it.
 
-Ranks signal each other with a few bytes over the same sockets: the system call orders the memory accesses before and
-after it on every processor, a waiting rank gives its core to those that still compute, and a rank that dies is noticed
-at once.
+Ranks signal each other with a few bytes over the same sockets, for three reasons: system calls order the memory
+accesses before and after them on every processor, a waiting rank leaves its core to ranks that still compute, and the
+death of a rank is noticed at once.
 """
 
 from __future__ import annotations
@@ -39,27 +39,27 @@ from lightning_autosync.errors import ExchangeError, PlanError
 from lightning_autosync.plan.schedule import Message, SharedMemoryReduce
 
 CHUNK = 256 * 1024
-"""Bytes that are summed at a time, so that they stay in a core's cache."""
+"""Bytes per buffer that are summed at a time, so that they stay in a core's cache."""
 _RECORD = struct.Struct("=II")
 _LEAVE = 2**32 - 1
-"""In place of a signal's number: the rank takes part in no further step."""
+"""Signal number of a rank that takes part in no further step."""
 _READ = 4096
-"""Bytes read at once; more stay with the kernel."""
+"""Largest number of bytes per read."""
 
 
 class SharedMemoryExchange(Exchange):
-    """Sums the buffers of all ranks into one result: no byte crosses a socket.
+    """Sums the buffers of all ranks into one shared result, without sending data over sockets.
 
-    Once all ranks have filled their buffers, each adds up its own part of all of them, in rank order, and writes the
-    sum into the result. Once all ranks have, each reads the result. It is written to again only when all ranks have
-    filled their buffers for the next step, and so have read it.
+    When all ranks have filled their buffers, each rank sums its own part of all buffers, in rank order, and writes the
+    sum into the result. When all parts are written, each rank reads the result. It is written again only after all
+    ranks have filled their buffers for the next step, and have therefore read it.
 
     Args:
-        message: the message, summed in one round.
-        memory: with a buffer [numel + tail] of every rank for the message, and one for the sum.
+        message: a message with one round.
+        memory: shared memory with a buffer [numel + tail] of the message for each rank and one for the sum.
         rank: this rank.
         world_size: number of ranks.
-        timeout: seconds to wait for the other ranks.
+        timeout: seconds to wait for other ranks.
     """
 
     def __init__(
@@ -95,6 +95,7 @@ class SharedMemoryExchange(Exchange):
             if not others:
                 total.copy_(first)
                 continue
+            # Not a copy followed by additions: that would pass through the result once more.
             torch.add(first, others[0], out=total)
             for other in others[1:]:
                 total.add_(other)
@@ -105,26 +106,26 @@ class SharedMemoryExchange(Exchange):
 
 
 def _parts(message: Message, rank: int) -> list[tuple[int, int]]:
-    """The ranges of elements that a rank sums."""
+    """The ranges of elements (start, stop) that a rank sums."""
     (single,) = message.rounds
     shared = [transfer for transfer in single.transfers if isinstance(transfer, SharedMemoryReduce)]
     return [(transfer.bounds[rank], transfer.bounds[rank + 1]) for transfer in shared]
 
 
 class SharedMemory:
-    """A region of memory for every rank and one for the sums, all of them mapped by all ranks; made collectively.
+    """Shared memory, mapped by all ranks: one region for each rank and one for the sums. Made collectively.
 
     Args:
-        sizes: bytes of each buffer in a region, by number; the same on every rank.
+        sizes: bytes of each buffer in a region, by message index; the same on every rank.
         group: the ranks; None is the default group.
-        timeout: seconds, at most, for the ranks to connect.
+        timeout: seconds in which the ranks must connect.
 
     Attributes:
-        signals: with which ranks tell each other what is ready.
+        signals: signals by which ranks tell each other that data is ready.
 
     Raises:
-        PlanError: on every rank if they cannot share memory.
-        ExchangeError: on every rank if there is not enough memory, or ranks cannot connect.
+        PlanError: the ranks cannot share memory (raised on every rank).
+        ExchangeError: there is not enough memory, or ranks cannot connect (raised on every rank).
     """
 
     def __init__(self, sizes: Mapping[int, int], group: dist.ProcessGroup | None, timeout: float) -> None:
@@ -149,17 +150,17 @@ class SharedMemory:
         self.signals = StepSignals(sockets)
 
     def buffer(self, number: int, rank: int, dtype: torch.dtype) -> Tensor:
-        """A rank's buffer, or that of the sums for the number of ranks; zeros until it is written to."""
+        """The buffer ``number`` of ``rank``, initially zeros; the number of ranks in place of a rank gives the sum."""
         start = rank * self._region + self._offsets[number]
         return self._memory[start : start + self._sizes[number]].view(dtype)
 
     def close(self) -> None:
-        """Tell the other ranks that this one leaves. The memory stays as long as a tensor lies in it."""
+        """Tell the other ranks that this rank leaves. The memory stays mapped while a tensor uses it."""
         self.signals.close()
 
 
 def sharing_fault(size: int, group: dist.ProcessGroup | None = None) -> str:
-    """Why the ranks cannot share ``size`` bytes of memory, the same answer on all; empty if they can. Collective."""
+    """The reason why the ranks cannot share ``size`` bytes, the same on all ranks; empty if they can. Collective."""
     votes = gather_json([_own_fault(size), _machine()], group)
     for rank, (fault, machine) in enumerate(votes):
         if fault:
@@ -184,7 +185,7 @@ def _own_fault(size: int) -> str:
 
 
 def _machine() -> list[str]:
-    """What processes have in common that can hand descriptors to each other: kernel and network namespace."""
+    """Kernel and network namespace of this process. Processes with equal ones can pass descriptors to each other."""
     try:
         return [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/net")]
     except OSError:
@@ -192,14 +193,14 @@ def _machine() -> list[str]:
 
 
 def _map(size: int, sockets: Mapping[int, socket.socket], group: dist.ProcessGroup | None, timeout: float) -> mmap.mmap:
-    """Map one new file of ``size`` bytes, made by rank 0, on every rank."""
+    """Map a new file of ``size`` bytes, which rank 0 makes, on every rank; collective."""
     with ExitStack() as cleanup:
         descriptor, fault = -1, ""
         if dist.get_rank(group) == 0:
             try:
                 descriptor = os.memfd_create("autosync")
                 cleanup.callback(os.close, descriptor)
-                # All of it now: memory that is missing later would be a SIGBUS.
+                # Allocate all pages now: running out of memory later would end the process with SIGBUS.
                 os.posix_fallocate(descriptor, 0, size)
             except OSError as cause:
                 fault = f"no {size} bytes of shared memory: {cause}"
@@ -212,6 +213,7 @@ def _map(size: int, sockets: Mapping[int, socket.socket], group: dist.ProcessGro
                 sockets[0].settimeout(timeout)
                 _, (descriptor,), _, _ = socket.recv_fds(sockets[0], 1, 1)
                 cleanup.callback(os.close, descriptor)
+            # MAP_POPULATE makes the page faults now and not in the first step.
             mapping = mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         except (OSError, ValueError) as cause:
             fault = f"{size} bytes of shared memory cannot be mapped: {cause}"
@@ -221,14 +223,14 @@ def _map(size: int, sockets: Mapping[int, socket.socket], group: dist.ProcessGro
 
 
 def _raise_any(fault: str, group: dist.ProcessGroup | None) -> None:
-    """Raise on every rank if one has a fault."""
+    """Raise on every rank if some rank has a fault; collective."""
     for rank, other in enumerate(gather_json(fault, group)):
         if other:
             raise ExchangeError(f"rank {rank}: {other}")
 
 
 class _Peer:
-    """One connection, and the last step of which each signal came."""
+    """One connection, and the last step for which each signal arrived."""
 
     def __init__(self, rank: int, connection: socket.socket) -> None:
         self.rank = rank
@@ -239,7 +241,7 @@ class _Peer:
         self.gone = ""
 
     def read(self) -> None:
-        """Take in what has come; `gone` says why no more will."""
+        """Read available signals; `gone` gives the reason if no more will come."""
         try:
             data = self.socket.recv(_READ)
         except BlockingIOError:
@@ -259,21 +261,21 @@ class _Peer:
         del self.unread[:whole]
 
     def send(self) -> None:
-        """Hand to the kernel what it takes."""
+        """Send as much of the queued data as the kernel accepts."""
         try:
             del self.unsent[: self.socket.send(self.unsent)]
         except BlockingIOError:
             pass
         except OSError:
-            # Reading tells why, after what the peer sent before it went.
+            # The next read reports the reason, after the signals that the peer sent before it ended.
             self.unsent.clear()
 
 
 class StepSignals:
-    """Signals, numbered, that each rank sends in each step and that the others wait for. For one thread.
+    """Numbered signals that each rank sends in each step, and for which the other ranks wait. Not thread-safe.
 
     Args:
-        sockets: connected stream sockets by peer rank, one to every other rank; owned from now on.
+        sockets: connected stream sockets to every other rank, by rank; this object owns them from now on.
     """
 
     def __init__(self, sockets: Mapping[int, socket.socket]) -> None:
@@ -284,18 +286,18 @@ class StepSignals:
         for peer in self._peers:
             peer.socket.setblocking(False)
             self._selector.register(peer.socket, selectors.EVENT_READ, peer)
-        # A script may end without closing the engine; peers then read that this rank left, not that it died.
+        # A script may end without closing the engine. Peers must then see that this rank left, not that it died.
         atexit.register(self.close)
 
     def send(self, signal: int, step: int) -> None:
-        """Send ``signal`` of ``step`` to all peers, which may then read what this rank has written before."""
+        """Send ``signal`` of ``step`` to all peers, which may then read the data that this rank wrote before."""
         record = _RECORD.pack(signal, step)
         for peer in self._peers:
             peer.unsent += record
             peer.send()
 
     def wait(self, signal: int, step: int, what: str, timeout: float) -> None:
-        """Wait for ``signal`` of ``step`` from every peer; errors call it ``what``.
+        """Wait for ``signal`` of ``step`` from every peer; ``what`` names it in errors.
 
         Raises:
             ExchangeError: a peer was lost, has left, or did not answer in ``timeout`` seconds.
@@ -310,7 +312,7 @@ class StepSignals:
     def close(self) -> None:
         """Tell the peers that this rank leaves, and close the connections."""
         atexit.unregister(self.close)
-        # A forked child has the same sockets, and must not speak for its parent.
+        # A forked child shares the sockets with its parent, and must not send in its name.
         tells = self._error is None and os.getpid() == self._process
         for peer in self._peers:
             if tells:
@@ -321,7 +323,7 @@ class StepSignals:
         self._selector.close()
 
     def _has_come(self, signal: int, step: int, seconds: float) -> bool:
-        """Whether every peer has sent ``signal`` of ``step``, after ``seconds`` at most."""
+        """Whether every peer has sent ``signal`` of ``step``; waits for at most ``seconds``."""
         deadline: float | None = None
         while missing := [peer for peer in self._peers if peer.steps.get(signal, 0) < step or peer.unsent]:
             now = time.monotonic()
@@ -356,7 +358,7 @@ class StepSignals:
                 raise explained(f"lost the connection to rank {peer.rank}: {peer.gone}")
 
     def _fail(self, error: ExchangeError) -> NoReturn:
-        """Give up; the other ranks learn it from lost connections."""
+        """Close all connections, by which other ranks notice, and raise ``error``."""
         self._error = error
         for peer in self._peers:
             peer.socket.close()

@@ -1,4 +1,4 @@
-"""Messages of an accelerator on trees: through pinned host memory, on a stream beside backward."""
+"""Tree exchanges of gradients on an accelerator: copied through pinned host memory, on a stream beside backward."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from lightning_autosync.engine.exchanges.rows import RowExchange, Rows
 
 
 class StagedExchange(Exchange):
-    """Runs a tree exchange over a host copy of a device buffer.
+    """Runs a tree exchange on a host copy of a device buffer.
 
     Args:
-        inner: exchanges ``host``.
-        waiter: one thread that waits for copies in the order of backward, so that the transport serves on.
-        buffer: on the device.
-        host: pinned, of the same shape.
+        inner: the exchange over ``host``.
+        waiter: an executor with a single thread, which waits for copies in the order of backward. The transport's
+            thread must not block on them.
+        buffer: tensor on the device.
+        host: pinned tensor of the same shape.
     """
 
     def __init__(self, inner: Exchange, waiter: Executor, buffer: Tensor, host: Tensor) -> None:
@@ -33,7 +34,7 @@ class StagedExchange(Exchange):
 
     def start(self) -> None:
         self._stream.wait_stream(torch.cuda.current_stream(self._buffer.device))
-        # Backward may run on another stream than the one on which the last step's sum is copied out of `host`.
+        # Backward may use another stream than the copy of the last step's sum out of `host`, which must be over first.
         self._stream.wait_event(self._returned)
         with torch.cuda.stream(self._stream):
             self._host.copy_(self._buffer, non_blocking=True)
@@ -48,16 +49,16 @@ class StagedExchange(Exchange):
         self._returned.record(torch.cuda.current_stream(self._buffer.device))
 
     def _begin(self) -> None:
-        # A new thread has device 0 as its current one, and must not create a context there.
+        # The current device of a new thread is device 0. Without this block, the call would create a context there.
         with torch.cuda.device(self._buffer.device):
             self._copied.synchronize()
         self._inner.start()
 
 
 class StagedRowExchange(RowExchange):
-    """Runs a row exchange on the host for rows that lie on a device.
+    """Runs a row exchange on the host for rows on a device.
 
-    ``start`` waits for the rows: how many there are is known only when they have been computed.
+    ``start`` blocks until the rows are computed, because their number is not known before.
     """
 
     def __init__(self, inner: RowExchange, device: torch.device) -> None:

@@ -1,7 +1,7 @@
-"""Messages along trees: pieces are summed on their way up and handed out on their way down.
+"""Dense messages along trees: pieces are summed on the way up and broadcast on the way down.
 
-Every piece travels on its own, so levels overlap, several trees are under way at once, and the way down begins while
-the way up is still busy. All work is done on the transport's thread.
+Each piece travels by itself. The levels of a tree therefore overlap, several trees are active at once, and the way down
+begins before the way up ends. All work runs on the transport's thread.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from lightning_autosync.plan.schedule import Message, Round, TreeTransfer
 
 
 class TreeSteps:
-    """The steps of one message on its trees; the part of a `Receiver` that does not depend on what travels.
+    """The steps of one message on its trees: the part of a `Receiver` that is common to dense and row-wise messages.
 
-    A step is complete when every transfer has been handed out here and sent to each child: a subclass calls
-    `_progress` for the first, and `_send` does for the second.
+    A step is complete when this rank has the sum of every transfer and has sent it to each child. A subclass calls
+    `_progress` for each sum that arrives; `_send` arranges the call for each sum that was sent.
 
     Args:
         transport: connections to the peers on the trees.
-        channel: the number under which peers know this exchange.
+        channel: number of this exchange in frames, the same on all ranks.
         message: the message, for its priority and name.
-        timeout: seconds to wait for the other ranks.
+        timeout: seconds to wait for other ranks.
     """
 
     def __init__(self, transport: Transport, channel: int, message: Message, timeout: float) -> None:
@@ -54,12 +54,12 @@ class TreeSteps:
         return self._step if self._open == 0 else self._step - 1
 
     def _launch(self, begin: Callable[[], None]) -> None:
-        """Run ``begin`` on the transport's thread, where all that follows happens."""
+        """Begin a step: run ``begin`` on the transport's thread, which does all further work of the step."""
         self._completion.begin()
         self._transport.submit(begin)
 
     def _enter_step(self, work: int) -> bool:
-        """Enter the next step, complete after ``work`` calls of `_progress`; False if it cannot be completed."""
+        """Enter the next step, which ends after ``work`` calls of `_progress`; returns False if it cannot complete."""
         self._step += 1
         self._open = work
         if self._fails():
@@ -78,12 +78,12 @@ class TreeSteps:
         Args:
             peer: a parent or child.
             place: transfer, piece and phase.
-            wire: bytes; they stay as they are until the step is complete.
-            along: how far along its transfer the piece lies, 0 to 1; earlier pieces of all transfers leave first.
+            wire: bytes to send; they must not change until the step is complete.
+            along: position of the piece in its transfer, 0 to 1; pieces with lower positions leave first.
         """
         frame = Frame(self._channel, self._step, *place, len(wire))
         urgency = (-self._priority, self._channel, along)
-        # What goes up has arrived before its sum comes down, so only the way down needs watching.
+        # A piece has left on the way up before its sum can come down, so only frames down need the callback.
         self._transport.send(peer, frame, wire, urgency, self._progress if frame.phase == DOWN else None)
 
     def _progress(self) -> None:
@@ -92,7 +92,7 @@ class TreeSteps:
             self._completion.done()
 
     def _fails(self) -> bool:
-        """Whether the step cannot be completed any more; the thread that waits for it is told."""
+        """Whether the step can no longer complete; if so, the waiting thread gets the error."""
         broken = self._transport.error
         early = [peer for peer, last in self._last_steps.items() if last < self._step]
         if broken is None and early:
@@ -105,7 +105,7 @@ class TreeSteps:
 
 @dataclass
 class _Path:
-    """One transfer as this rank sees it: its number, its neighbours on both trees, and its pieces."""
+    """One transfer from this rank's view: its number, its neighbours on both trees, and its pieces."""
 
     number: int
     up_parent: int | None
@@ -119,10 +119,10 @@ class _Piece:
     """One piece of a transfer.
 
     Attributes:
-        along: how far along the transfer it lies, 0 to 1.
-        missing: contributions from below that have not come yet.
-        gathering: the step whose contributions it takes.
-        inboxes: for each child below, where its contribution arrives.
+        along: position in the transfer, 0 to 1.
+        missing: number of children whose contributions have not arrived.
+        gathering: the step whose contributions are accepted.
+        inboxes: memory for each child's contribution, by rank.
     """
 
     __slots__ = ("_contributions", "along", "coded", "gathering", "inboxes", "missing", "number", "path", "wire")
@@ -136,13 +136,13 @@ class _Piece:
         self.inboxes = dict(zip(path.up_children, map(byte_view, self._contributions), strict=True))
 
     def inbox(self, peer: int, phase: int) -> memoryview | None:
-        """Where bytes from this peer go; None if it has nothing to send."""
+        """The memory for bytes from ``peer``; None if the schedule has no such transfer."""
         if phase == UP:
             return self.inboxes.get(peer)
         return self.wire if peer == self.path.down_parent else None
 
     def reduce(self) -> None:
-        """Add the contributions, in rank order, and encode the sum; from here on the next step's may come."""
+        """Add the contributions in a fixed order and encode the sum; then accept contributions of the next step."""
         for contribution in self._contributions:
             self.coded.add(contribution)
         self.missing = len(self._contributions)
@@ -155,12 +155,12 @@ class TreeExchange(TreeSteps, Exchange):
 
     Args:
         transport: connections to the peers on the trees.
-        channel: the number under which peers know this round.
+        channel: number of this round in frames, the same on all ranks.
         rank: this rank in the schedule.
         message: the message, for its compressor, priority and name.
-        round: which of its rounds.
+        round: the round of the message.
         buffer: CPU tensor [round.length]; summed in place.
-        timeout: seconds to wait for the other ranks.
+        timeout: seconds to wait for other ranks.
     """
 
     def __init__(
@@ -184,7 +184,7 @@ class TreeExchange(TreeSteps, Exchange):
                 coded = CodedRange(buffer, start, stop, tail_start, message.compressor, self.residual)
                 along = (start - transfer.start) / (transfer.stop - transfer.start)
                 path.pieces.append(_Piece(path, number, along, coded))
-        # Neighbouring pieces of different trees leave together, so that all trees progress at one pace.
+        # Pieces at the same position of different trees leave together, so that all trees progress at the same pace.
         pieces = [piece for path in self._paths for piece in path.pieces]
         self._order = sorted(pieces, key=lambda piece: (piece.along, piece.path.number))
         self._work = sum(1 + len(piece.path.down_children) for piece in pieces)
@@ -217,6 +217,7 @@ class TreeExchange(TreeSteps, Exchange):
             self._send_down(piece)
             return
         piece.missing -= 1
+        # Children that are a step ahead send before this rank has begun the step. `_begin` then sends their sum up.
         if piece.missing == 0 and piece.gathering == self._step:
             self._send_up(piece)
 
@@ -227,7 +228,7 @@ class TreeExchange(TreeSteps, Exchange):
             raise ExchangeError(f"rank {peer} sent a piece that is not in the schedule") from None
 
     def _send_up(self, piece: _Piece) -> None:
-        """All contributions from below are in: add them up and pass the sum on."""
+        """Sum the contributions of this rank and its children, and send the sum to the parent."""
         piece.reduce()
         path = piece.path
         if path.up_parent is None:
@@ -236,7 +237,7 @@ class TreeExchange(TreeSteps, Exchange):
             self._send(path.up_parent, (path.number, piece.number, UP), piece.wire, piece.along)
 
     def _send_down(self, piece: _Piece) -> None:
-        """The sum over all ranks is in: pass it on."""
+        """Send the sum over all ranks to the children."""
         path = piece.path
         for child in path.down_children:
             self._send(child, (path.number, piece.number, DOWN), piece.wire, piece.along)

@@ -1,4 +1,4 @@
-"""Parameter servers that keep slices of the parameters and of the optimizer's state, and update both."""
+"""Parameter servers, which keep and update slices of the parameters and of the optimizer's state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The worker's side: push gradients, pull parameters; the servers step the optimizer."""
+"""The worker's side of parameter servers: it pushes gradients and pulls parameters; servers step the optimizer."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from lightning_autosync.relaxed.transport.payload import Packed, Part, pack, unp
 
 
 class OverlappedPushes:
-    """Watches gradients become complete.
+    """Pushes shards during backward, as soon as their gradients are complete.
 
     Args:
-        parameters: by name.
-        shards: those that may leave early.
-        push: sends a shard's gradient.
+        parameters: parameters by name.
+        shards: shards that may be pushed early.
+        push: sends the gradient of a shard.
 
     Attributes:
-        enabled: whether the backward pass that runs is the last of the step; off while gradients are accumulated.
-        pushed: indices of the shards that have left in this step.
+        enabled: whether the current backward pass is the last of the step; off while gradients are accumulated.
+        pushed: indices of the shards that were pushed in this step.
     """
 
     def __init__(
@@ -88,32 +88,32 @@ class OverlappedPushes:
 
 
 _CLOSING = 30.0
-"""Seconds that a worker's own server may go on for the sake of other workers after this one has closed."""
+"""Seconds that the server in a worker's process continues for other workers after this worker has closed."""
 
 
 class ParameterServer(Synchronizer):
-    """One worker of a job whose parameters and optimizer state lie on servers, some of which may be workers too.
+    """One worker of a job whose parameters and optimizer state are kept by servers. A worker may also run a server.
 
-    With ``synchronous`` consistency all gradients of a step are averaged over the workers that have one, as DDP does,
-    and a worker that is lost or leaves is an error. With ``bounded_staleness`` and ``asynchronous`` every worker's
-    gradient, divided by the number of workers, is applied by itself when it comes: so a round of them moves plain SGD
-    as far as one averaged step does. A lost worker is dropped and may come back.
+    With ``synchronous`` consistency, the gradients of a step are averaged over the workers, as in DDP, and the loss or
+    departure of a worker is an error. With ``bounded_staleness`` and ``asynchronous``, each worker's gradient, divided
+    by the number of workers, is applied separately when it arrives. One gradient of each worker then moves plain SGD as
+    far as one averaged step does. A lost worker is dropped and may return.
 
     Args:
         mesh: the mesh; workers are its first ranks, server-only processes (`serve`) the others.
-        parameters: name and parameter, as in ``named_parameters()``.
-        layout: who keeps what.
-        optimizer: an elementwise optimizer of `torch.optim`; it says how servers update, and never steps itself.
-        consistency: ``synchronous``, ``bounded_staleness`` or ``asynchronous``.
-        buffers: name and buffer; rank 0's at the start. At barriers floating ones are averaged; in synchronous mode all
-            follow rank 0, as with DDP.
-        nodes: the workers of each node, needed where the layout aggregates inside nodes.
-        overlap: push a shard as soon as backward has completed it; gradients must then not be changed (clipped,
-            unscaled) before `step`.
-        timeout: seconds to wait for others before an `ExchangeError`.
+        parameters: names and parameters, as in ``named_parameters()``.
+        layout: the shards and their owners.
+        optimizer: an elementwise optimizer of `torch.optim`. It defines the servers' update and never steps itself.
+        consistency: a consistency of mode ``synchronous``, ``bounded_staleness`` or ``asynchronous``.
+        buffers: names and buffers; rank 0's at the start. At barriers, floating-point buffers are averaged; in
+            synchronous mode, all buffers follow rank 0, as in DDP.
+        nodes: the workers of each node; needed if the layout aggregates inside nodes.
+        overlap: whether to push a shard as soon as backward has completed it. Gradients must then not change (by
+            clipping or unscaling) before `step`.
+        timeout: seconds to wait for other processes before an `ExchangeError`.
 
     Attributes:
-        overlap: the switch of early pushes, to be off while gradients are accumulated; None without them.
+        overlap: the switch for early pushes, to be off while gradients are accumulated; None without early pushes.
         server: the server in this process; None if there is none.
 
     Raises:
@@ -149,7 +149,7 @@ class ParameterServer(Synchronizer):
             raise PlanError("overlap: a node's gradients are summed before they are pushed; choose one of both")
         self._mesh, self._layout, self._optimizer, self._consistency = mesh, layout, optimizer, consistency
         self._timeout = timeout
-        # Not copied: a module may replace its buffers, which a mapping can look up.
+        # A mapping is not copied: it can look up buffers again that a module has replaced.
         self._buffers = buffers if isinstance(buffers, Mapping) else dict(buffers)
         self._shapes = {name: parameter.shape for name, parameter in parameters}
         self._model = ShardedModel(by_name, layout)
@@ -167,13 +167,13 @@ class ParameterServer(Synchronizer):
         self._node = self._join_node() if layout.local_aggregation else None
         self.overlap = OverlappedPushes(by_name, self._shards.values(), self._push_early) if overlap else None
 
-    # The training loop's calls
+    # Methods for the training loop
 
     def start(self) -> None:
         for owner in self._layout.owners:
             self._rpc.send(owner, "server.join")
         self._rpc.collect({"worker.values": self._pulled.install, "worker.empty": self._set_up})
-        self._loaded = {**self._loaded, "optimizer": {}}  # it lies on the servers now
+        self._loaded = {**self._loaded, "optimizer": {}}  # the servers have it now, so free the memory
         self._catch_up()
         self._clear_step()
 
@@ -188,7 +188,7 @@ class ParameterServer(Synchronizer):
         else:
             self._node.step(self._model.gradients(self._shards.values()), self._exchange)
         self._clear_step()
-        # Learning-rate schedulers warn unless the optimizer has stepped, which it did, elsewhere.
+        # Learning-rate schedulers warn unless the local optimizer has stepped. Here the servers' optimizers step.
         self._optimizer._opt_called = True  # type: ignore[attr-defined]
 
     @property
@@ -216,7 +216,7 @@ class ParameterServer(Synchronizer):
             self._node.pass_barrier()
 
     def resume(self) -> None:
-        """Nothing is left to do: servers count everybody in again at the barrier itself."""
+        """Do nothing: servers already count all workers as active again at the barrier."""
 
     def finish(self) -> None:
         if self._node is not None:
@@ -225,9 +225,9 @@ class ParameterServer(Synchronizer):
             self._rpc.send(owner, "server.finish")
 
     def state_dict(self) -> dict[str, Any]:
-        """Step, progress, and by variable the optimizer's state, whole; the parameters are the model's own.
+        """Step, progress, and the complete state of the optimizer by variable; parameters are in the model's own state.
 
-        Any worker may call it alone, after a drain.
+        A single worker may call this, after a drain.
         """
         pieces: dict[tuple[str, int, str], Tensor] = {}
 
@@ -243,12 +243,12 @@ class ParameterServer(Synchronizer):
         return {"step": self._pulled.step, "progress": float(self.progress), "optimizer": whole}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a state, also of another number of servers; called before `start`.
+        """Load a state, also one of another number of servers; call this before `start`.
 
-        Rank 0's counts; with the same one on all ranks, they all find what is wrong with it.
+        The state of rank 0 counts. If all ranks load it, all of them report its faults.
 
         Raises:
-            PlanError: it is the state of other parameters.
+            PlanError: the state is of other parameters.
         """
         check(state["optimizer"], self._shapes)
         self._loaded = state
@@ -262,19 +262,22 @@ class ParameterServer(Synchronizer):
         for owner in self._layout.owners:
             with suppress(ExchangeError):
                 self._rpc.send(owner, "server.leave")
-        # A server that nobody can reach any more goes on for nobody.
+        # Without a mesh, no worker can reach the server, so there is nothing to wait for.
         seconds = 0.0 if self._mesh.closed or self._mesh.error is not None else min(_CLOSING, self._timeout)
         if self.server is not None and not self.server.wait(seconds):
             self.server.stop()
         self._rpc.close()
 
-    # What only a parameter server offers
+    # Methods that only parameter servers have
 
     def need(self, rows: Mapping[str, Tensor]) -> None:
-        """Say which rows of row-wise variables the next batch reads: the next `step` pulls no others.
+        """Restrict the next `step` to pull only the rows that the next batch reads.
 
-        Variables that are not named are pulled as far as they changed. The other rows stay as they are until they
-        are needed, or the next `drain`.
+        Other rows of these variables keep their old values until they are needed, or until the next `drain`. Of
+        variables that are not in ``rows``, all changed rows are pulled.
+
+        Args:
+            rows: indices of rows, in any order, by name of the row-wise variable.
 
         Raises:
             PlanError: a variable has no row-wise shards, or the workers of a node pull together.
@@ -298,13 +301,13 @@ class ParameterServer(Synchronizer):
 
     @property
     def bytes_pulled(self) -> int:
-        """Bytes of parameters got from other processes."""
+        """Bytes of parameters received from other processes."""
         return self._pulled.bytes
 
-    # Beginning
+    # Start
 
     def _set_up(self, mail: Mail) -> None:
-        """Rank 0 tells a server what to keep."""
+        """Send a server its shards and settings (rank 0)."""
         setup = Setup(
             layout=self._layout,
             rule=self._rule,
@@ -320,8 +323,10 @@ class ParameterServer(Synchronizer):
         self._rpc.send(mail.sender, "server.setup", {}, packed.parts)
 
     def _catch_up(self) -> None:
-        """Of several servers some may have counted this worker in before the barrier that others had passed by then:
-        those still wait for it there, and everybody for them.
+        """Arrive at the barrier of servers that are one barrier behind the others.
+
+        A worker that returns may reach some servers before a barrier and others after it. The former wait for it there,
+        and all other workers wait for them.
         """
         epochs, newest = self._pulled.epochs, max(self._pulled.epochs.values())
         behind = [owner for owner, epoch in epochs.items() if epoch < newest]
@@ -353,7 +358,13 @@ class ParameterServer(Synchronizer):
         self._push(shard.owner, packed, None)
 
     def _exchange(self, gradients: Gradients, workers: int, handed_on: Sequence[int]) -> None:
-        """Push gradients, and pass the servers' answers on to the workers that contributed."""
+        """Push gradients, install the servers' answers, and pass them on to other workers of the node.
+
+        Args:
+            gradients: gradients to push, by shard.
+            workers: number of workers in the sum.
+            handed_on: ranks that get copies of the answers.
+        """
         settings = hyperparameters(self._optimizer)
         for owner, shards in self._of.items():
             own = {shard.index: gradients[shard.index] for shard in shards if shard.index in gradients}
@@ -373,7 +384,7 @@ class ParameterServer(Synchronizer):
 
         def take(mail: Mail) -> None:
             for rank in handed_on:
-                with suppress(ExchangeError):  # its loss is told by its own event
+                with suppress(ExchangeError):  # the loss arrives as an event of its own
                     self._rpc.send(rank, "node.values", {**mail.header, "owner": mail.sender}, [mail.payload])
             self._pulled.install(mail)
 
@@ -388,7 +399,7 @@ class ParameterServer(Synchronizer):
         self._rpc.send(owner, "server.push", header, packed.parts)
 
     def _carried_buffers(self) -> dict[str, Part]:
-        """Buffers to send at a barrier: in synchronous mode rank 0's, as with DDP; else all workers' floating ones."""
+        """Buffers to send at a barrier: in synchronous mode rank 0's, as in DDP, otherwise all floating-point ones."""
         if self._consistency.mode == "synchronous":
             chosen = self._buffers if self._mesh.rank == 0 else {}
         else:

@@ -1,4 +1,4 @@
-"""Whom a server waits for: vector clocks with bounded staleness, and the barrier."""
+"""Waiting rules of a server: a vector clock with bounded staleness, and the barrier."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from lightning_autosync.relaxed.transport.payload import unpack
 
 
 class StalenessClock:
-    """How many steps of each party a server has applied, and who may read.
+    """Counts the steps of each party that a server has applied, and decides which party may read.
 
-    A party that has pushed ``c`` steps may read, and so begin its step ``c``, once every party in the clock has
-    pushed at least ``c - staleness``. So what it reads lacks no gradient of a step before ``c - staleness``, and no
-    two parties are ever more than ``staleness + 1`` pushes apart. With ``staleness`` 0 all make each
-    step together; with None nobody waits.
+    A party that has pushed ``c`` steps may read, and so begin its step ``c``, once every party in the clock has pushed
+    at least ``c - staleness`` steps. Its parameters then include all gradients of steps before ``c - staleness``, and
+    no two parties are more than ``staleness + 1`` pushes apart. With ``staleness`` 0, all parties make each step
+    together; with None, no party waits.
 
     Args:
         parties: the workers, or the nodes if a node pushes one sum.
-        staleness: steps that a party may run ahead of the slowest; None for no limit.
+        staleness: steps that a party may be ahead of the slowest; None for no limit.
     """
 
     def __init__(self, parties: Iterable[int], staleness: int | None) -> None:
@@ -47,12 +47,12 @@ class StalenessClock:
 
     @property
     def progress(self) -> float:
-        """Steps that the parameters stand for: each push is a share of one, by the parties of its time."""
+        """Number of steps that the parameters represent: each push counts 1 / (parties at that time)."""
         return self._progress
 
     @property
     def slowest(self) -> int:
-        """Fewest steps of any party; if none is left, the most that there ever were."""
+        """The smallest number of steps of a party; without parties, the largest number that any party reached."""
         return min(self._steps.values(), default=self._furthest)
 
     def __contains__(self, party: int) -> bool:
@@ -70,28 +70,28 @@ class StalenessClock:
         return self._steps[party]
 
     def may_read(self, party: int) -> bool:
-        """Whether the party may begin its next step now; one that is not in the clock always may."""
+        """Whether the party may begin its next step now; a party outside the clock always may."""
         if self.staleness is None or party not in self._steps:
             return True
         return self.slowest >= self._steps[party] - self.staleness
 
     def drop(self, party: int) -> None:
-        """Wait for a party no longer: it is lost, or its data has ended."""
+        """Remove a party that is lost or has no more data."""
         self._steps.pop(party, None)
 
     def add(self, party: int) -> int:
-        """Take in a party that came (back); it begins with the slowest. Returns its steps."""
+        """Add a party that starts or returns, at the steps of the slowest. Returns its steps."""
         self._steps[party] = self._steps.get(party, self.slowest)
         self._steps = dict(sorted(self._steps.items()))
         return self._steps[party]
 
     def align(self) -> int:
-        """All parties stand at a barrier: they go on from the furthest step ever, which is returned."""
+        """Set all parties, which are at a barrier, to the largest number of steps so far, and return it."""
         self._steps = dict.fromkeys(self._steps, self._furthest)
         return self._furthest
 
     def restore(self, step: int, progress: float) -> None:
-        """Begin where a checkpoint ended, at which all stood at a barrier."""
+        """Continue from a checkpoint, which was taken at a barrier."""
         self._steps = dict.fromkeys(self._steps, step)
         self._furthest, self._progress = step, progress
 
@@ -100,13 +100,13 @@ class Barrier:
     """The workers that have arrived at a barrier, and their buffers.
 
     Args:
-        buffers: rank 0's at the beginning, by name.
+        buffers: rank 0's initial buffers, by name.
 
     Attributes:
-        buffers: as of the last barrier.
+        buffers: buffers as of the last barrier, by name.
         passed: number of barriers so far.
-        arrived: for each rank at the barrier, the version of the parameters that it has.
-        met: the ranks that were at the last barrier.
+        arrived: version of the parameters that each rank at the barrier has, by rank.
+        met: ranks that were at the last barrier.
     """
 
     def __init__(self, buffers: dict[str, Tensor]) -> None:
@@ -117,17 +117,17 @@ class Barrier:
         self._brought: dict[int, tuple[int, Mapping[str, Tensor]]] = {}
 
     def arrive(self, rank: int, samples: int, since: int, buffers: Mapping[str, Tensor]) -> None:
-        """A worker comes, after ``samples`` since the last barrier, with those of its buffers that count."""
+        """Add a worker that has version ``since``, with its samples since the last barrier and its buffers."""
         self.arrived[rank] = since
         self._brought[rank] = samples, buffers
 
     def forget(self, rank: int) -> None:
-        """A worker is gone; what it brought counts no more."""
+        """Remove a worker that is gone, with its buffers."""
         self.arrived.pop(rank, None)
         self._brought.pop(rank, None)
 
     def leave(self) -> tuple[dict[int, int], dict[str, Tensor]]:
-        """All are there: average what they brought, and begin anew; returns whom, their versions, and the averages."""
+        """Average the buffers and empty the barrier; returns the versions of the arrived ranks, and the averages."""
         averages = {}
         for name in self.buffers:
             given = [(samples, found[name]) for _, (samples, found) in sorted(self._brought.items()) if name in found]
@@ -141,8 +141,8 @@ class Barrier:
 
 
 def _average(given: Sequence[tuple[int, Tensor]]) -> Tensor:
-    """The mean weighted by samples; of a counter the first. A worker without samples counts only if none has any."""
-    # Zero times an infinity, as in a mask, is not a number.
+    """The mean weighted by samples; for a counter, the first value. Equal weights if no worker has samples."""
+    # Workers without samples are left out: 0 times an infinity, as in a mask, would be NaN.
     given = [pair for pair in given if pair[0]] or given
     first = given[0][1]
     if len(given) == 1 or not first.is_floating_point():
@@ -156,7 +156,7 @@ def _average(given: Sequence[tuple[int, Tensor]]) -> Tensor:
 
 @dataclass(frozen=True)
 class Reader:
-    """A worker that waits for parameters: the last version that it has in full, and the rows that it wants."""
+    """A worker that waits for parameters: its last complete version, and the rows that it wants, by shard."""
 
     rank: int
     since: int
@@ -165,7 +165,7 @@ class Reader:
 
 @dataclass
 class Push:
-    """What one worker has pushed of one step; complete when its last message and all before it are there."""
+    """The gradients that one worker pushed in one step; complete when all of its messages have arrived."""
 
     step: int
     gradients: Gradients = field(default_factory=dict)
@@ -174,7 +174,7 @@ class Push:
     workers: int = 0
     settings: Hyperparameters = field(default_factory=list)
     reader: Reader | None = None
-    """Who gets the result; known with the last message."""
+    """The worker that gets the result; set by the last message."""
 
     @property
     def complete(self) -> bool:
@@ -182,10 +182,10 @@ class Push:
 
 
 class Pushes:
-    """Pushes that are not complete, at most one a worker.
+    """Incomplete pushes, at most one per worker.
 
     Args:
-        shards: the server's own, by index.
+        shards: shards of this server, by index.
     """
 
     def __init__(self, shards: Mapping[int, Shard]) -> None:
@@ -196,10 +196,10 @@ class Pushes:
         return rank in self._of
 
     def take(self, mail: Mail) -> Push | None:
-        """Add a message; the push, once it is complete.
+        """Add a message; returns the push if it is now complete.
 
         Raises:
-            ExchangeError: it is not of the step that the worker is at, or holds what fits no shard.
+            ExchangeError: the message is of another step than those before, or its gradients fit no shard.
         """
         rank, step = mail.sender, mail.header["step"]
         push = self._of.setdefault(rank, Push(step))
@@ -216,5 +216,5 @@ class Pushes:
         return self._of.pop(rank) if push.complete else None
 
     def forget(self, rank: int) -> None:
-        """A worker is gone."""
+        """Drop the push of a worker that is gone."""
         self._of.pop(rank, None)

@@ -1,4 +1,4 @@
-"""Gradients of shards: their form on the wire, their sums, and pushes put together from several messages."""
+"""Gradients of shards: packing, unpacking and sums."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class DenseGradient:
     """The gradient of a dense shard.
 
     Attributes:
-        parts: for each piece its elements, flat; None where no worker had a gradient.
-        counts: for each piece, the workers that had one.
+        parts: flat elements of each piece; None for a piece without a gradient on any worker.
+        counts: number of workers with a gradient, by piece.
     """
 
     parts: tuple[Tensor | None, ...]
@@ -28,14 +28,14 @@ class DenseGradient:
 
 
 Gradient = DenseGradient | Rows
-"""Of a dense or of a row-wise shard; row indices count from the table's first row."""
+"""The gradient of a dense or of a row-wise shard; row indices count from the first row of the whole table."""
 
 Gradients = dict[int, Gradient]
-"""By the shard's index; shards without any gradient are left out."""
+"""Gradients by index of the shard; shards without a gradient are left out."""
 
 
 def pack_gradients(gradients: Gradients, wanted: Mapping[int, Tensor] | None = None) -> Packed:
-    """The payload of a push; with it the rows, by shard, that are wanted back."""
+    """The payload of a push: gradients, and the rows, by shard, that the worker wants back."""
     tensors: dict[str, Part] = {f"{index}.wanted": rows for index, rows in (wanted or {}).items()}
     counts: dict[str, list[int]] = {}
     for index, gradient in gradients.items():
@@ -50,10 +50,10 @@ def pack_gradients(gradients: Gradients, wanted: Mapping[int, Tensor] | None = N
 
 
 def unpack_gradients(message: Unpacked, shards: Mapping[int, Shard]) -> Gradients:
-    """The gradients in a push for these shards; views of its payload.
+    """The gradients in a push, as views of its payload.
 
     Raises:
-        ExchangeError: they fit no shard.
+        ExchangeError: a gradient does not fit its shard, or the shard is not among ``shards``.
     """
     found: Gradients = {}
     for name, counts in message.values.items():
@@ -68,7 +68,7 @@ def unpack_gradients(message: Unpacked, shards: Mapping[int, Shard]) -> Gradient
 
 
 def unpack_rows(message: Unpacked, shard: Shard, gradients: int = 0) -> Rows | None:
-    """The rows of a row-wise shard in a message, if there are any."""
+    """The rows of a row-wise shard in a message; None if there are none."""
     return _rows(message, shard, gradients) if f"{shard.index}.rows" in message.tensors else None
 
 
@@ -93,7 +93,7 @@ def _dense(flat: Tensor, shard: Shard, counts: Sequence[int]) -> DenseGradient:
 
 
 def add(gradients: Sequence[Gradients], factor: float) -> Gradients:
-    """``factor`` times the sum, added in the order given so that the result is reproducible; in new memory."""
+    """``factor`` times the sum, in new memory; added in the given order, so that the result is reproducible."""
     indices = sorted({index for one in gradients for index in one})
     return {index: _add_shard([one[index] for one in gradients if index in one], factor) for index in indices}
 

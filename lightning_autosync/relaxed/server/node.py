@@ -1,4 +1,4 @@
-"""The workers of one node that push one sum: who pushes, and what the others hand over."""
+"""Workers of one node that push one sum: the leader pushes, the others hand it their gradients."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from lightning_autosync.relaxed.transport.payload import Part, pack, unpack
 
 
 class Node:
-    """Pure bookkeeping of the worker ``rank``; the lowest worker that still trains leads.
+    """One worker's view of its node, without communication. The lowest active rank is the leader.
 
     Args:
-        rank: the own rank.
-        members: the workers of the node, the own included.
+        rank: this worker's rank.
+        members: ranks of the node's workers, this one included.
     """
 
     def __init__(self, rank: int, members: Iterable[int]) -> None:
@@ -31,46 +31,46 @@ class Node:
 
     @property
     def epoch(self) -> int:
-        """Barriers passed."""
+        """Number of barriers passed."""
         return self._epoch
 
     @property
     def active(self) -> list[int]:
-        """Those that push before the next barrier, ascending."""
+        """Ranks that still push before the next barrier, ascending."""
         return sorted(rank for rank in self._present if self._finished.get(rank) != self._epoch)
 
     @property
     def leader(self) -> int:
-        """Who pushes; the own rank if nobody is active."""
+        """The rank that pushes; this rank if no worker is active."""
         return min(self.active, default=self._rank)
 
     @property
     def others(self) -> list[int]:
-        """The other workers of the node that are there."""
+        """Ranks of the other present workers of the node."""
         return sorted(self._present - {self._rank})
 
     def hand_over(self, rank: int, step: int, gradients: Gradients) -> None:
-        """A member's gradients of a step, which may be ahead of or behind the own one."""
+        """Store a member's gradients of a step, which may be another step than this worker's."""
         self._contributions[rank] = step, gradients
 
     def finished(self, rank: int, epoch: int) -> None:
-        """A member pushes nothing more before the barrier that ends ``epoch``."""
+        """Note that a member pushes no more before the barrier that ends ``epoch``."""
         self._finished[rank] = epoch
 
     def absent(self, rank: int) -> None:
-        """A member is gone."""
+        """Remove a member that is gone."""
         self._present.discard(rank)
         self._contributions.pop(rank, None)
 
     def behind(self, step: int) -> list[int]:
-        """Members that wait for the result of a step before ``step``: their leader was lost before it told them."""
+        """Members that still wait for the result of an earlier step, because the leader was lost before it answered."""
         late = [rank for rank, (theirs, _) in self._contributions.items() if theirs < step]
         for rank in late:
             del self._contributions[rank]
         return sorted(late)
 
     def gather(self, step: int, own: Gradients) -> dict[int, Gradients] | None:
-        """All active members' gradients of a step by ascending rank; None while some are missing."""
+        """Gradients of all active members in a step, by ascending rank; None while some are missing."""
         others = [rank for rank in self.active if rank != self._rank]
         if any(self._contributions.get(rank, (-1,))[0] != step for rank in others):
             return None
@@ -78,25 +78,26 @@ class Node:
         return dict(sorted({**given, self._rank: own}.items()))
 
     def pass_barrier(self, step: int) -> None:
-        """All present members are active again, from ``step`` on."""
+        """Make all present members active again, from ``step`` on."""
         self._epoch += 1
         self._contributions = {rank: made for rank, made in self._contributions.items() if made[0] >= step}
 
 
 Exchange = Callable[[Gradients, int, Sequence[int]], None]
-"""Push the gradients of so many workers, take the answers, and hand them on to these."""
+"""Pushes gradients, summed over a number of workers, installs the answers, and passes them on to the given ranks."""
 
 
 class NodeExchange:
-    """Steps of the worker ``rank`` of a node that pushes one sum.
+    """Runs the steps of one worker of a node that pushes one sum.
 
     Args:
-        members: the workers of the node.
-        shards: all that are trained, by index.
-        of: each server's shards.
+        rank: this worker's rank.
+        members: ranks of the node's workers.
+        shards: all trained shards, by index.
+        of: shards of each server, by its rank.
 
     Attributes:
-        bytes_pushed: of gradients handed to other workers.
+        bytes_pushed: bytes of gradients handed to other workers.
     """
 
     def __init__(
@@ -117,7 +118,7 @@ class NodeExchange:
         rpc.on_absence = self._node.absent
 
     def step(self, own: Gradients, exchange: Exchange) -> None:
-        """Sum the node's gradients and push them, or hand them to the worker that does and wait for the answer."""
+        """Make a step: the leader sums and pushes the node's gradients; other workers send it theirs and wait."""
         step, handed_to = self._pulled.step, -1
         deadline = self._rpc.deadline()
         packed = pack_gradients(own)
@@ -130,15 +131,16 @@ class NodeExchange:
                     exchange(add(list(given.values()), 1.0), len(given), others)
                     return
             elif handed_to != self._node.leader:
+                # Sent again if the leader is lost: the next one may have to repeat the step.
                 handed_to = self._node.leader
                 self._rpc.answers.clear()
                 self.bytes_pushed += packed.tensor_bytes
-                with suppress(ExchangeError):  # its loss is told by its own event
+                with suppress(ExchangeError):  # the loss arrives as an event of its own
                     self._rpc.send(handed_to, "node.push", {"step": step}, packed.parts)
             self._rpc.handle_next({"node.values": self._install}, deadline)
 
     def finish(self) -> None:
-        """Tell the others that nothing more comes before the next barrier; once."""
+        """Tell the other workers that this one pushes no more before the next barrier; a second call has no effect."""
         if self._told:
             return
         self._told = True
@@ -148,7 +150,7 @@ class NodeExchange:
                 self._rpc.send(rank, "node.finish", {"epoch": self._node.epoch})
 
     def pass_barrier(self) -> None:
-        """All are active again."""
+        """Make all workers active again."""
         self._told = False
         self._node.pass_barrier(self._pulled.step)
 
@@ -164,7 +166,7 @@ class NodeExchange:
             self._pulled.install(mail)
 
     def _help_late(self) -> None:
-        """Members that the last leader left without an answer get this worker's copy."""
+        """Send this worker's parameters to members that the last leader left without an answer."""
         for rank in self._node.behind(self._pulled.step):
             for owner, shards in self._of.items():
                 tensors: dict[str, Part] = {str(shard.index): self._model.slices(shard) for shard in shards}

@@ -1,4 +1,4 @@
-"""The optimizer on a server: which ones can run on slices of parameters, and their state in checkpoints."""
+"""Optimizers on servers: those that can run on slices of parameters, and their state in checkpoints."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ ELEMENTWISE: dict[str, type[Optimizer]] = {
         torch.optim.SparseAdam,
     )
 }
-"""Optimizers whose update of an element needs that element's gradient and state alone."""
+"""Optimizers whose update of an element depends on the gradient and state of that element only, by name."""
 
 SPARSE = ("SGD", "Adagrad", "SparseAdam")
-"""Those of them that take sparse gradients."""
+"""Elementwise optimizers that accept sparse gradients."""
 
 _LOCAL = frozenset({"foreach", "fused", "capturable", "differentiable"})
-"""Settings of how the worker's own device would compute; a server chooses for itself."""
+"""Implementation settings for the worker's own device, which servers ignore."""
 
 Hyperparameters = list[dict[str, Any]]
 """One mapping of plain values for each parameter group."""
@@ -49,10 +49,10 @@ class OptimizerRule:
     """An elementwise torch optimizer as plain data.
 
     Attributes:
-        name: its class in `torch.optim`.
-        defaults: its constructor's arguments.
-        groups: what each parameter group is set to.
-        members: the parameter group of each variable that is trained.
+        name: name of its class in `torch.optim`.
+        defaults: arguments of its constructor.
+        groups: hyperparameters of each parameter group.
+        members: index of the parameter group, by trained variable.
     """
 
     name: str
@@ -62,10 +62,10 @@ class OptimizerRule:
 
     @classmethod
     def of(cls, optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> OptimizerRule:
-        """Describe a worker's optimizer, whose parameters have these names.
+        """The rule of a worker's optimizer, given the names of its parameters.
 
         Raises:
-            PlanError: it is no elementwise optimizer of torch, or holds a parameter without a name.
+            PlanError: it is not an elementwise optimizer of torch, or it has a parameter without a name.
         """
         name = type(optimizer).__name__
         if ELEMENTWISE.get(name) is not type(optimizer):
@@ -88,7 +88,7 @@ class OptimizerRule:
         return cls(name, defaults, hyperparameters(optimizer), members)
 
     def build(self, parameters: Mapping[int, Iterable[nn.Parameter]]) -> Optimizer:
-        """The optimizer over a server's slices, by parameter group; a group may be empty."""
+        """An optimizer over a server's slices, given by parameter group; groups may be empty."""
         rule = ELEMENTWISE[self.name]
         accepted = inspect.signature(rule).parameters
         arguments = {key: _value(value) for key, value in self.defaults.items() if key in accepted}
@@ -99,7 +99,7 @@ class OptimizerRule:
         return rule(groups, **arguments)
 
     def check_sparse(self, variable: str) -> None:
-        """Raise ``PlanError`` unless it takes the sparse gradients of ``variable``."""
+        """Raise ``PlanError`` if the optimizer does not accept sparse gradients of ``variable``."""
         if variable not in self.members:
             return
         group = self.groups[self.members[variable]]
@@ -121,13 +121,13 @@ class OptimizerRule:
 
 
 def hyperparameters(optimizer: Optimizer) -> Hyperparameters:
-    """What the optimizer's parameter groups are set to now, as JSON values; schedulers change it between steps."""
+    """The current hyperparameters of the optimizer, which schedulers change between steps, as JSON values."""
     kept = [key for key in optimizer.defaults if key not in _LOCAL]
     return [{key: _plain(group[key]) for key in kept} for group in optimizer.param_groups]
 
 
 def adopt(optimizer: Optimizer, values: Hyperparameters) -> None:
-    """Set a server's optimizer as the worker's is set."""
+    """Set the hyperparameters of a server's optimizer to a worker's."""
     for group, given in zip(optimizer.param_groups, values, strict=True):
         group.update((key, _value(value)) for key, value in given.items())
 
@@ -143,18 +143,18 @@ def _value(value: Any) -> Any:
 
 
 StateKey = tuple[str, int, str]
-"""Variable, first element of the piece, name of the state."""
+"""Variable, first element of the piece, and name of the state."""
 
 Whole = dict[str, dict[str, Tensor]]
-"""For each variable its state by name: tensors of the variable's shape, or scalars."""
+"""State by variable and name: tensors of the variable's shape, or scalars."""
 
 
 _SCALARS = frozenset({"step", "mu_product", "eta", "mu"})
-"""State that torch's optimizers keep once a parameter, not once an element; a shape would not tell for scalars."""
+"""State that torch's optimizers keep once per parameter. The shape does not show it: parameters may be scalars too."""
 
 
 def join(pieces: Mapping[StateKey, Tensor], shards: Iterable[Shard], shapes: Mapping[str, torch.Size]) -> Whole:
-    """Put the servers' pieces together."""
+    """Join the state of all pieces to that of whole variables."""
     by_piece: dict[tuple[str, int], dict[str, Tensor]] = {}
     for (variable, start, key), tensor in pieces.items():
         by_piece.setdefault((variable, start), {})[key] = tensor
@@ -165,7 +165,7 @@ def join(pieces: Mapping[StateKey, Tensor], shards: Iterable[Shard], shapes: Map
             for key, tensor in by_piece.get((variable, piece.start), {}).items():
                 states = whole.setdefault(variable, {})
                 if key in _SCALARS:
-                    # Steps are counted alike in all pieces.
+                    # All pieces count steps alike.
                     states[key] = tensor.clone()
                     continue
                 if key not in states:
@@ -175,7 +175,7 @@ def join(pieces: Mapping[StateKey, Tensor], shards: Iterable[Shard], shapes: Map
 
 
 def split(whole: Mapping[str, Mapping[str, Tensor]], shards: Iterable[Shard]) -> dict[StateKey, Tensor]:
-    """The pieces that some shards need."""
+    """Cut the state of whole variables into that of the pieces of ``shards``."""
     pieces = {}
     for shard in shards:
         for piece in shard.pieces:
@@ -186,7 +186,7 @@ def split(whole: Mapping[str, Mapping[str, Tensor]], shards: Iterable[Shard]) ->
 
 
 def check(whole: Mapping[str, Mapping[str, Tensor]], shapes: Mapping[str, torch.Size]) -> None:
-    """Raise ``PlanError`` unless the state is one of variables of these shapes."""
+    """Raise ``PlanError`` if a state does not fit variables of these shapes."""
     for variable, states in whole.items():
         if variable not in shapes:
             raise PlanError(f"checkpoint: optimizer state of '{variable}', a parameter that this model does not have")

@@ -1,30 +1,30 @@
-"""What workers and servers say to each other.
+"""Messages between workers and parameter servers.
 
 ====================  ====================================================================================
 worker to server
 ====================  ====================================================================================
-``server.join``       I begin, or am back: give me the parameters
-``server.setup``      you keep these shards, and this is how they are updated (rank 0, once)
-``server.push``       gradients of some of your shards in a step; the last one of a step asks for the result
-``server.finish``     my data has ended: wait for me no longer
-``server.drain``      I stand at the barrier
-``server.state``      give me your optimizer's state
-``server.leave``      I need you no longer
+``server.join``       the worker starts or returns, and requests the parameters
+``server.setup``      the shards of this server and their update rule (from rank 0, once)
+``server.push``       gradients of some shards in a step; the last push of a step requests the result
+``server.finish``     the worker has no more data: do not wait for it
+``server.drain``      the worker is at the barrier
+``server.state``      request of the optimizer's state
+``server.leave``      the worker no longer needs the server
 --------------------  ------------------------------------------------------------------------------------
 server to worker
 --------------------  ------------------------------------------------------------------------------------
-``worker.empty``      I keep nothing yet (to rank 0's join)
-``worker.values``     parameters to begin a step with
-``worker.drained``    parameters of the barrier at which all stand
-``worker.extend``     others that you wait for at the barrier still push
+``worker.empty``      the server has no shards yet (answer to rank 0's join)
+``worker.values``     parameters for the next step
+``worker.drained``    parameters at the barrier, when all workers have arrived
+``worker.extend``     other workers, for which this one waits at the barrier, still push
 ``worker.state``      the optimizer's state
-``worker.failed``     I cannot go on, and why
+``worker.failed``     the server cannot continue, with the reason
 --------------------  ------------------------------------------------------------------------------------
 worker to worker of the same node
 --------------------  ------------------------------------------------------------------------------------
-``node.push``         gradients of all shards for the one that pushes
-``node.values``       what the servers answered
-``node.finish``       my data has ended
+``node.push``         gradients of all shards, for the worker that pushes the node's sum
+``node.values``       an answer of a server, passed on
+``node.finish``       the worker has no more data
 ====================  ====================================================================================
 """
 
@@ -49,16 +49,16 @@ TO_NODE = ("push", "values", "finish")
 
 @dataclass(frozen=True)
 class Setup:
-    """What a server must know, as plain data.
+    """The settings of a server, as plain data.
 
     Attributes:
-        layout: who keeps what.
-        rule: the optimizer.
-        staleness: steps that a party may run ahead; None for no limit.
+        layout: the shards and their owners.
+        rule: the optimizer's update rule.
+        staleness: steps that a party may be ahead of the slowest; None for no limit.
         synchronous: whether a step's gradients are summed over all parties before they are applied.
-        parties: the workers of each party: a worker alone, or those of a node; a party's number is its place here.
-        step: where the clock begins.
-        progress: where progress begins, in steps.
+        parties: ranks of each party, a single worker or the workers of a node; a party's number is its index here.
+        step: initial step of the clock.
+        progress: initial progress in steps.
     """
 
     layout: ServerLayout
@@ -90,10 +90,11 @@ def pack_setup(
     """The payload of ``server.setup``.
 
     Args:
-        shards: the server's own.
-        replica: with the parameters to begin with.
-        optimizer: the optimizer's state to begin with, by variable.
-        buffers: those that it keeps.
+        setup: the settings of the server.
+        shards: shards of the server.
+        model: the model with the initial parameters.
+        optimizer: initial state of the optimizer, by variable.
+        buffers: buffers that the server keeps, by name.
     """
     shards = tuple(shards)
     tensors: dict[str, Part] = {f"values.{shard.index}": model.slices(shard) for shard in shards}
@@ -107,10 +108,10 @@ def pack_setup(
 
 
 def parties_of(layout: ServerLayout, nodes: Sequence[Sequence[int]] | None) -> tuple[tuple[int, ...], ...]:
-    """The workers of each party of the clock: a worker alone, or those of a node.
+    """The ranks of each party of the clock: a single worker, or the workers of a node.
 
     Raises:
-        PlanError: workers of a node push together, and the nodes are not known.
+        PlanError: the workers of a node push one sum, but ``nodes`` do not hold each worker once.
     """
     if not layout.local_aggregation:
         return tuple((rank,) for rank in range(layout.workers))

@@ -1,4 +1,4 @@
-"""Messages between workers and servers as each side sees them: events in order, answers awaited, losses as errors."""
+"""Messages between workers and servers: ordered events, waits for answers, and losses as errors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lightning_autosync.relaxed.transport.payload import Unpacked, unpack
 
 
 class Absence(NamedTuple):
-    """A process is gone: lost, or (``lost`` is False) it closed its mesh in good order."""
+    """A process is gone: it was lost, or, if ``lost`` is False, it closed its mesh without an error."""
 
     rank: int
     why: str
@@ -32,11 +32,11 @@ Event = Mail | Absence
 
 
 class EventQueue:
-    """Everything that concerns one server or one worker, in the order in which it happened.
+    """Messages and absences for one server or one worker, in the order in which they occurred.
 
     Args:
         mesh: the mesh.
-        kinds: by prefix, the kinds of messages to take.
+        kinds: kinds of messages to receive, by prefix.
     """
 
     def __init__(self, mesh: Mesh, kinds: Mapping[str, Sequence[str]]) -> None:
@@ -49,6 +49,7 @@ class EventQueue:
         self._subscriptions.callback(mesh.on_loss(lambda rank, why: self._events.put(Absence(rank, why, True))))
         closed = mesh.on_leave(lambda rank: self._events.put(Absence(rank, "it has closed", False)))
         self._subscriptions.callback(closed)
+        # Processes that were gone before the subscription cause no event of the mesh.
         for rank in set(range(mesh.size)) - mesh.live:
             self._events.put(Absence(rank, "it was gone at the beginning", rank not in mesh.left))
 
@@ -64,29 +65,29 @@ class EventQueue:
             raise MeshTimeout(f"nothing came in {timeout:g} s") from None
 
     def close(self) -> None:
-        """Take nothing more; may be called again."""
+        """Take no more events; a second call has no effect."""
         self._subscriptions.close()
 
     def wake(self) -> None:
-        """Let whoever waits in `next` go."""
+        """Let the thread that waits in `next` return."""
         self._events.put(None)
 
     def send(
         self, peer: int, kind: str, header: Mapping[str, Any] | None = None, parts: Sequence[memoryview | Tensor] = ()
     ) -> None:
-        """As `Mesh.send`; the parts must stay as they are until the peer answers or is gone."""
+        """Like `Mesh.send`; the parts must not change until the peer answers or is gone."""
         self._mesh.send(peer, kind, header or {}, parts)
 
 
 class Deadline:
-    """A time-out that several waits share."""
+    """A timeout that several waits share."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
         self.renew()
 
     def renew(self) -> None:
-        """Begin anew."""
+        """Restart the timeout."""
         self._end = time.monotonic() + self.seconds
 
     @property
@@ -95,7 +96,7 @@ class Deadline:
 
 
 class BadMessageError(ExchangeError):
-    """A worker sent what no server can use."""
+    """A worker sent a message that the server cannot use."""
 
     def __init__(self, rank: int, why: str) -> None:
         super().__init__(f"rank {rank} sent what cannot be used: {why}")
@@ -107,7 +108,7 @@ class BadMessageError(ExchangeError):
 
 @contextmanager
 def attributed_to(rank: int) -> Iterator[None]:
-    """Around the reading of a message of ``rank``; errors become a `BadMessageError`."""
+    """Within the context, which reads a message of ``rank``, turn errors into a `BadMessageError`."""
     try:
         yield
     except (ExchangeError, ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as cause:
@@ -121,14 +122,15 @@ class ServerRpc:
     """Sends messages, waits for answers, and turns losses of processes into errors.
 
     Args:
-        layout: who serves.
-        in_step: whether every worker is needed.
+        mesh: the mesh.
+        layout: the shards and their owners.
+        in_step: whether the loss of a worker is an error.
         timeout: seconds to wait for answers.
 
     Attributes:
-        answers: the steps that each server has answered with since the last `collect` began.
-        handlers: of messages that may come at any time.
-        on_absence: called with each process that is gone and may be.
+        answers: the step in each server's answer since the last `collect` began, by the server's rank.
+        handlers: handlers of messages that may come at any time, by kind.
+        on_absence: called with the rank of each process that is gone, if that is no error.
     """
 
     def __init__(self, mesh: Mesh, layout: ServerLayout, in_step: bool, timeout: float) -> None:
@@ -149,8 +151,8 @@ class ServerRpc:
         """Queue a message.
 
         Raises:
-            ExchangeError: the peer is a server, and gone.
-            PeerLost: the peer is another worker, and gone.
+            ExchangeError: the peer is a server that is gone.
+            PeerLost: the peer is another worker that is gone.
         """
         try:
             self._events.send(peer, kind, header, parts)
@@ -163,7 +165,7 @@ class ServerRpc:
         """Handle messages until every server has answered, except those whose answers are ``known``.
 
         Raises:
-            ExchangeError: as `handle_next`.
+            ExchangeError: see `handle_next`.
         """
         self.answers = dict(known or {})
         deadline = Deadline(self._timeout)
@@ -171,10 +173,10 @@ class ServerRpc:
             self.handle_next(handlers, deadline)
 
     def handle_next(self, handlers: Handlers, deadline: Deadline) -> None:
-        """Handle one event; ``deadline`` begins anew if a server says that others still move.
+        """Handle one event; ``deadline`` restarts if a server reports that other workers still make progress.
 
         Raises:
-            ExchangeError: a server is lost or failed, a worker is lost where all are needed, or time is over.
+            ExchangeError: a server is lost or failed, a needed worker is lost, or ``deadline`` is over.
         """
         try:
             event = self._events.next(deadline.remaining)
@@ -196,11 +198,11 @@ class ServerRpc:
             handler(event)
 
     def deadline(self) -> Deadline:
-        """A time-out that begins now."""
+        """A new timeout that begins now."""
         return Deadline(self._timeout)
 
     def close(self) -> None:
-        """Take nothing more."""
+        """Take no more events."""
         self._events.close()
 
     def _handle_absence(self, absence: Absence) -> None:
@@ -220,17 +222,18 @@ def _server_gone(rank: int, why: str) -> ExchangeError:
 
 
 class PulledParameters:
-    """Installs the answers of servers in the model, and keeps count of steps and versions.
+    """Installs the answers of servers in the model, and tracks steps and versions.
 
     Args:
-        rank: the own.
+        rank: this worker's rank.
+        layout: the shards and their owners.
 
     Attributes:
-        steps: this worker's steps, by the clock of each server; one that comes back may differ between them.
-        versions: of each server's parameters, as far as all of them are here.
-        epochs: barriers that each server had passed when it answered last.
-        progress: steps that the parameters stand for.
-        bytes: of parameters got from other processes.
+        steps: this worker's step in the clock of each server; they may differ for a worker that returns.
+        versions: the last version of each server's parameters that this worker has completely.
+        epochs: number of barriers that each server had passed at its last answer.
+        progress: number of steps that the parameters represent.
+        bytes: bytes of parameters received from other processes.
     """
 
     def __init__(
@@ -251,11 +254,11 @@ class PulledParameters:
 
     @property
     def step(self) -> int:
-        """This worker's steps, by the clock of the server that counts barriers."""
+        """This worker's step in the clock of the first server."""
         return self.steps[self.coordinator]
 
     def install(self, mail: Mail) -> None:
-        """Take one server's answer, which another worker may have passed on."""
+        """Install one server's answer, which another worker may have passed on."""
         owner = mail.header.get("owner", mail.sender)
         message = unpack(mail.payload)
         self._model.install(message, self._shards[owner])
@@ -265,16 +268,17 @@ class PulledParameters:
         if not mail.header["partial"]:
             self.versions[owner] = mail.header["version"]
         if owner == self.coordinator:
+            # Progress is a sum of fractions, so rounding may leave it just below a whole number.
             self.progress = max(self.progress, int(mail.header["progress"] + 1e-6))
         self.epochs[owner] = mail.header["epoch"]
         self.note(owner, mail.header["step"])
 
     def note(self, owner: int, step: int) -> None:
-        """A server has answered."""
+        """Note the answer of a server."""
         answers = self._rpc.answers
         answers[owner] = step
         if answers.keys() == self._shards.keys():
-            # Not before: whoever repeats a lost leader's push must name the step that it belongs to.
+            # Only now: a worker that repeats a lost leader's push must name the step to which the push belongs.
             self.steps.update(answers)
 
     @torch.no_grad()

@@ -1,4 +1,4 @@
-"""The server: a thread that keeps shards, applies what workers push, and answers when the clock lets it."""
+"""The server: a thread that keeps shards, applies pushed gradients, and answers when the clock allows it."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from lightning_autosync.relaxed.transport.payload import Part, pack, unpack
 
 
 class ShardServer:
-    """Runs in a worker's process or in one of its own; the first worker tells it what to keep.
+    """A parameter server, in a worker's process or in its own. Rank 0 sends it its shards.
 
     Args:
         mesh: the mesh; the server must be made before any worker starts to synchronize.
 
     Attributes:
-        failure: why it cannot go on; empty while it can.
+        failure: reason why the server cannot continue; empty while it can.
     """
 
     def __init__(self, mesh: Mesh) -> None:
@@ -70,7 +70,7 @@ class ShardServer:
         return not self._thread.is_alive()
 
     def stop(self) -> None:
-        """End at once, even if workers still need it."""
+        """End at once, even if workers still need the server."""
         self._events.wake()
         self._thread.join()
 
@@ -95,7 +95,7 @@ class ShardServer:
     @property
     def _deserted(self) -> bool:
         if self._setup is None:
-            # Whoever would set it up may be gone before it has.
+            # Only rank 0 can set the server up.
             return 0 in self._gone
         return not self._present
 
@@ -126,7 +126,7 @@ class ShardServer:
         self._tell(bad.rank, "worker.failed", {"error": str(bad)})
         self._absent(Absence(bad.rank, str(bad), True))
 
-    # Beginning
+    # Start
 
     def _join(self, mail: Mail) -> None:
         self._gone.discard(mail.sender)
@@ -191,7 +191,7 @@ class ShardServer:
             self._go_on()
 
     def _completed(self, party: int, push: Push) -> None:
-        # A node's new leader may repeat what the lost one pushed.
+        # The new leader of a node may repeat a push of the lost leader.
         if push.step < self._clock.steps[party]:
             return
         assert self._setup is not None
@@ -203,7 +203,7 @@ class ShardServer:
             self._clock.advance(party)
 
     def _go_on(self) -> None:
-        """Apply what waits for nobody any more, and answer those who may read."""
+        """Apply a complete synchronous step, and answer workers that may read now."""
         if self._whole and all(party in self._whole for party in self._clock.parties):
             pushes = [self._whole.pop(party) for party in sorted(self._whole)]
             workers = sum(push.workers for push in pushes)
@@ -225,7 +225,7 @@ class ShardServer:
         everything: bool = False,
         buffers: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """Send parameters: dense shards whole, of tables the rows that changed (and are wanted)."""
+        """Send parameters: dense shards completely, of tables only the rows that changed and are wanted."""
         assert self._setup is not None
         tensors: dict[str, Part] = {}
         for index, shard in self._shards.items():
@@ -234,7 +234,7 @@ class ShardServer:
                 tensors[f"{index}.rows"], tensors[f"{index}.values"] = rows.indices, rows.values
             else:
                 values = self._store.values(index)
-                # In step, the next update comes after all have read; otherwise it may come while this is sent.
+                # A synchronous update happens only after all workers have read; others may happen during the transfer.
                 tensors[str(index)] = values if self._setup.synchronous else values.clone()
         tensors |= self._barrier.buffers if everything else buffers or {}
         header = {
@@ -247,19 +247,19 @@ class ShardServer:
         }
         self._tell(reader.rank, kind, header, pack(tensors).parts)
 
-    # Ends
+    # Finish, barriers and losses
 
     def _finished(self, mail: Mail) -> None:
         self._done(mail.sender)
 
     def _done(self, rank: int) -> None:
-        """A worker pushes nothing more before the next barrier."""
+        """Note that a worker pushes no more before the next barrier."""
         self._idle.add(rank)
         self._drop_idle(self._party_of[rank])
         self._go_on()
 
     def _drop_idle(self, party: int) -> None:
-        """Wait no longer for a party whose workers have all finished or gone."""
+        """Stop waiting for a party if all its workers have finished or are gone."""
         assert self._setup is not None
         if not any(rank in self._present and rank not in self._idle for rank in self._setup.parties[party]):
             self._whole.pop(party, None)
@@ -316,10 +316,10 @@ class ShardServer:
         self._release()
 
     def _require_everybody(self) -> None:
-        """In synchronous mode a step needs all workers, so one that has left is an error for those that go on.
+        """Check that no worker has left, because a synchronous step needs all of them.
 
         Raises:
-            ExchangeError: one has left.
+            ExchangeError: a worker has left in synchronous mode.
         """
         assert self._setup is not None
         absent = sorted(self._party_of.keys() - self._present)
@@ -333,7 +333,7 @@ class ShardServer:
             self._tell(rank, "worker.failed", {"error": self.failure})
 
     def _tell(self, rank: int, kind: str, header: Mapping[str, Any] | None = None, parts: Any = ()) -> None:
-        # A worker that is gone is told of by its own event, which comes next.
+        # If the worker is gone, an event of its own reports that.
         with suppress(ExchangeError):
             self._events.send(rank, kind, header, parts)
 
@@ -348,20 +348,20 @@ def serve(
     timeout: float = 600.0,
     heartbeat: HeartbeatSettings | None = None,
 ) -> None:
-    """Keep and update the shards that the plan places on this process, until the last worker has left.
+    """Run a server-only process: keep and update the shards of this rank until the last worker has left.
 
     Args:
         store: the store at which all processes of the job meet.
-        rank: the own rank; those of server-only processes follow the workers'.
-        size: workers and server-only processes together.
-        secret: the job's.
-        address: the own address in the cluster's network; by default the one that faces ``MASTER_ADDR``.
-        timeout: seconds that meeting the others may take.
-        heartbeat: when a silent process is given up.
+        rank: rank of this process; ranks of server-only processes follow those of the workers.
+        size: number of workers and server-only processes.
+        secret: the job's secret.
+        address: address of this process in the cluster's network; by default the one that faces ``MASTER_ADDR``.
+        timeout: seconds in which all processes must meet.
+        heartbeat: settings for the loss of silent processes.
 
     Raises:
-        ExchangeError: the others could not be met, have given this process up, or the server could not go on, as when
-            its last worker was lost.
+        ExchangeError: processes did not meet in time, the others have given this process up, or the server failed, for
+            example because its last worker was lost.
     """
     mesh = Mesh.open(store, rank, size, secret=secret, address=address, timeout=timeout, heartbeat=heartbeat)
     try:

@@ -1,4 +1,4 @@
-"""A worker's copy of the parameters, shard by shard, and what its servers answered."""
+"""A worker's copy of the parameters, accessed by shard."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class ShardedModel:
     """The parameters of one worker.
 
     Args:
-        parameters: by name; all of the layout's variables.
-        layout: how they are cut.
+        parameters: parameters by name; they include all variables of the layout.
+        layout: the shards of the parameters.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], layout: ServerLayout) -> None:
@@ -27,14 +27,14 @@ class ShardedModel:
         self._layout = layout
 
     def slices(self, shard: Shard) -> Tensor:
-        """The parameters of a shard, [numel], in main memory; a copy."""
+        """A copy of the parameters [numel] of a shard, on the CPU."""
         parts = [
             elements(self._parameters[piece.variable].detach(), shard.axis, piece).reshape(-1) for piece in shard.pieces
         ]
         return torch.cat(parts).cpu()
 
     def gradients(self, shards: Iterable[Shard]) -> Gradients:
-        """The gradients of some shards, in main memory; views of ``parameter.grad`` where they can be."""
+        """The gradients of some shards, on the CPU; views of ``parameter.grad`` where possible."""
         found: Gradients = {}
         tables: dict[str, Rows | None] = {}
         for shard in shards:
@@ -54,7 +54,7 @@ class ShardedModel:
 
     @torch.no_grad()
     def install(self, message: Unpacked, shards: Iterable[Shard]) -> None:
-        """Take the values of some shards from a server's answer."""
+        """Copy the values in a server's answer into the parameters of its shards."""
         for shard in shards:
             flat = message.tensors.get(str(shard.index))
             rows = unpack_rows(message, shard) if shard.width else None
@@ -89,7 +89,7 @@ class ShardedModel:
 
 
 def elements(tensor: Tensor, axis: int, piece: Piece) -> Tensor:
-    """The piece's elements of its variable: slices along ``axis``, or a flat run (a copy, if not contiguous)."""
+    """The elements of a piece: slices along ``axis``, or with axis 0 a flat range (a copy if not contiguous)."""
     if axis:
         length = tensor.numel() // tensor.shape[axis]
         return tensor.movedim(axis, 0)[piece.start // length : piece.stop // length]

@@ -1,4 +1,4 @@
-"""A server's slices of the parameters and of the optimizer's state, and the update of both."""
+"""A server's slices of parameters and optimizer state, and their updates."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from lightning_autosync.relaxed.server.optimizer import Hyperparameters, Optimiz
 
 
 class ShardStore:
-    """What one server keeps: parameters and optimizer state of its shards, in main memory.
+    """Parameters and optimizer state of one server's shards, on the CPU.
 
     Args:
-        shards: the server's own.
-        rule: the optimizer.
-        values: for each shard (by index in the layout) its parameters, [numel]; they are taken over, not copied.
+        shards: shards of this server.
+        rule: the optimizer's update rule.
+        values: parameters [numel] of each shard, by its index in the layout; the store owns them, without a copy.
 
     Attributes:
         version: number of updates so far.
@@ -45,13 +45,13 @@ class ShardStore:
         self._optimizer = rule.build(members) if members else None
 
     def values(self, index: int) -> Tensor:
-        """The parameters of a shard, [numel]; a view that the next update changes."""
+        """The parameters [numel] of a shard; a view, which the next update changes."""
         return self._values[index]
 
     def changed_rows(self, index: int, since: int, wanted: Tensor | None = None) -> Rows:
-        """Rows of a row-wise shard that changed after version ``since``, among ``wanted`` (ascending) if given.
+        """Rows of a row-wise shard that changed after version ``since``; with ``wanted`` (ascending), only those.
 
-        Indices count from the table's first row.
+        Indices count from the first row of the whole table.
         """
         shard = self._shards[index]
         table = self._values[index].view(shard.rows, shard.width)
@@ -63,7 +63,7 @@ class ShardStore:
         return Rows(chosen + shard.first_row, table[chosen], gradients=0)
 
     def update(self, gradients: Mapping[int, Gradient], settings: Hyperparameters) -> None:
-        """One step of the optimizer; pieces that no worker had a gradient for stay as they are, as with torch."""
+        """Step the optimizer; pieces without a gradient on any worker do not change, as with torch."""
         self.version += 1
         if self._optimizer is None:
             return
@@ -88,10 +88,10 @@ class ShardStore:
                 self._row_versions[index][rows[(table[rows] != old).any(dim=1)]] = self.version
 
     def _before(self, shard: Shard, gradient: Rows) -> tuple[Tensor | None, Tensor]:
-        """Rows that the update may change (None for all), and a copy of what they hold.
+        """Indices of rows that the update may change (None for all), and a copy of their values.
 
-        Momentum and weight decay change rows without a gradient, so of a dense gradient's table that is any row;
-        which of them do change is found by comparison.
+        With a dense gradient, momentum and weight decay may change any row, also one without a gradient. A comparison
+        after the update finds the rows that did change.
         """
         table = self._values[shard.index].view(shard.rows, shard.width)
         if not shard.sparse:
@@ -110,7 +110,7 @@ class ShardStore:
         return sum(tensor.numel() * tensor.element_size() for _, tensor in self.states())
 
     def states(self) -> Iterator[tuple[StateKey, Tensor]]:
-        """The optimizer's state, piece by piece: tensors of the piece's elements, or scalars."""
+        """The optimizer's state by piece: tensors of the piece's elements, or scalars."""
         if self._optimizer is None:
             return
         for index, shard in self._shards.items():
@@ -121,7 +121,7 @@ class ShardStore:
                         yield (piece.variable, piece.start, name), tensor
 
     def load_states(self, states: Mapping[StateKey, Tensor]) -> None:
-        """Load what `states` gave, also from another cut into pieces that was joined and split again."""
+        """Load the state that `states` gave; another layout's state must be joined and split again before."""
         if self._optimizer is None:
             return
         by_piece: dict[tuple[str, int], dict[str, Tensor]] = {}
@@ -142,14 +142,14 @@ class ShardStore:
 
 
 def _piece_views(shard: Shard, flat: Tensor) -> Sequence[Tensor]:
-    """For each piece its part of ``flat``; the piece of a row-wise shard as [rows, width]."""
+    """Views of ``flat``, one per piece; the piece of a row-wise shard has shape [rows, width]."""
     if shard.width:
         return [flat.view(shard.rows, shard.width)]
     return torch.split(flat, [piece.numel for piece in shard.pieces])
 
 
 def _row_gradient(shard: Shard, rows: Rows) -> Tensor:
-    """The gradient that torch would have: sparse, or dense with zeros where no worker touched a row."""
+    """The gradient in the form that torch would have: sparse, or dense with zeros in rows that no worker touched."""
     indices = rows.indices - shard.first_row
     if shard.sparse:
         size = (shard.rows, shard.width)
@@ -162,5 +162,5 @@ def _row_gradient(shard: Shard, rows: Rows) -> Tensor:
 def _like_state(tensor: Tensor, parameter: nn.Parameter) -> Tensor | int:
     if tensor.dim():
         return tensor.reshape(parameter.shape).clone()
-    # A step counts in whole numbers only where the optimizer wants a number and no tensor.
+    # An integer step belongs to an optimizer that keeps a Python number; those that keep tensors use floats.
     return tensor.clone() if tensor.is_floating_point() else int(tensor)

@@ -1,1 +1,1 @@
-"""Messages between live processes: connections, membership, heartbeats."""
+"""Messages between live processes: connections, membership and heartbeats."""

@@ -1,4 +1,4 @@
-"""The connections of a mesh: opening, replacing after a drop, giving a peer up, and closing."""
+"""The connections of a mesh: opening, replacement after a drop, loss of peers, and closing."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from lightning_autosync.relaxed.transport.messages import Mail, Message, Sent, e
 from lightning_autosync.relaxed.transport.stream import Connection, FrameStream, ProtocolError
 
 CLOSE_TIMEOUT = 5.0
-"""Seconds that closing may take to get the last frames out and confirmed."""
+"""Longest time in seconds that closing waits until the last frames are sent and confirmed."""
 
 LOST, SUSPECT, ALIVE = "mesh.lost", "mesh.suspect", "mesh.alive"
-"""Kinds of messages between meshes: a loss; who else hears this peer, which the sender does not; I do."""
+"""Kinds of messages between meshes: a loss, the question whether others hear a peer, and the answer that they do."""
 
 
 class MeshEvents(Protocol):
-    """Called with what happens in a mesh, on the thread that serves its connections."""
+    """Callbacks for events of a mesh, on the thread that serves its connections."""
 
     def delivered(self, mail: Mail) -> None: ...
 
@@ -46,18 +46,19 @@ class MeshEvents(Protocol):
 
 
 class Connections:
-    """Connections to live peers. Used by the mesh's thread only, but for `join`.
+    """Connections to live peers. All methods except `join` are for the mesh's thread only.
 
     Args:
         submit: runs a call on the mesh's thread.
-        address: where this process listens.
-        deliver: given each message, before it goes to ``events``.
+        address: host and port at which this process listens.
+        largest: limit on the payload of a message in bytes.
+        deliver: called with each message, before ``events``.
 
     Attributes:
-        by_rank: by the peer's rank.
-        unwritten: peers that there may be something to write to.
-        error: what ended the mesh, if anything did.
-        closing: when closing must be over (seconds, monotonic); infinite before.
+        by_rank: connections by the peer's rank.
+        unwritten: ranks of peers for which there may be data to write.
+        error: the error that ended the mesh; None while it works.
+        closing: deadline of closing, in monotonic seconds; infinite before.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class Connections:
         self._connector = Connector(secret)
 
     def post(self, peer: int, message: Message) -> None:
-        """Queue a message; it settles with an error if the peer is gone."""
+        """Queue a message; it fails if the peer is gone."""
         connection = self.by_rank.get(peer)
         if connection is None or not self._members.is_live(peer):
             message.sent.settle(self.error or PeerLost(peer, self._members.reason(peer)))
@@ -102,7 +103,7 @@ class Connections:
                 connection.stream.beat_due = True
                 self.unwritten.add(peer)
 
-    # Coming
+    # First connections
 
     def join(self, peer: int, address: tuple[str, int], incarnation: int, timeout: float) -> None:
         """Connect to a peer for the first time; `MeshEvents.joined` is called once it is connected."""
@@ -112,7 +113,7 @@ class Connections:
         self._dial(peer, address, hello, timeout, lambda: self._members.status(peer) is not Status.UNKNOWN, failed)
 
     def answer(self, caller: Caller) -> None:
-        """A process that knows the secret has connected."""
+        """Answer a process that has proved that it knows the secret."""
         guest = caller.connection
         try:
             hello = handshake.decode_hello(caller.claim)
@@ -135,7 +136,7 @@ class Connections:
             self._begin(hello.rank, guest, hello.incarnation, (hello.host, hello.port))
 
     def _begin(self, peer: int, sock: socket.socket, incarnation: int, address: tuple[str, int]) -> None:
-        """A peer's first connection under this incarnation."""
+        """Begin with a peer's first connection under this incarnation."""
         if self._members.is_live(peer):
             self._lose(peer, "it has started anew", tell=False)
         self.remove(peer, PeerLost(peer, "it has left"))
@@ -157,17 +158,17 @@ class Connections:
             connection.sock.close()
             connection.sock = None
 
-    # Cut off, and back
+    # Dropped connections and their replacement
 
     def interrupted(self, peer: int, connection: Connection, why: str) -> None:
-        """A connection dropped: the lower rank connects again, the higher rank asks whether it will."""
+        """Replace a dropped connection: the lower rank connects again; the higher rank probes whether its peer will."""
         self._detach(connection)
         if connection.stream.peer_left or self.closing < math.inf:
             self.remove(peer, PeerLost(peer, "it has left"))
             return
         self._reasons[peer] = why
         self._members.broken(peer)
-        # What was replaced before and has not been heard since gets no more time.
+        # A connection that was replaced before, and on which nothing came since, gets no additional time.
         connection.deadline = min(connection.deadline, time.monotonic() + 2 * self._settings.redial)
         purpose = handshake.RESUME if self._members.rank < peer else handshake.PROBE
         hello = self._hello(purpose, self._members.incarnation_of(peer), connection.stream.received)
@@ -176,7 +177,7 @@ class Connections:
         self._dial(peer, connection.address, hello, self._settings.redial, settled, failed)
 
     def _suspect(self, peer: int, connection: Connection, now: float) -> None:
-        """A peer is silent: try a new connection once before giving it up."""
+        """Handle a silent peer: try a new connection once, then give the peer up."""
         first = connection.silent_from is None
         connection.silent_from = connection.heard if connection.silent_from is None else connection.silent_from
         why = f"it was silent for {now - connection.silent_from:.1f} s"
@@ -186,7 +187,7 @@ class Connections:
             self.give_up(peer, why)
 
     def _resume(self, peer: int, sock: socket.socket, peer_received: int) -> None:
-        """A new connection in place of one that dropped."""
+        """Continue over a new connection in place of the dropped one."""
         connection = self.by_rank[peer]
         self._detach(connection)
         try:
@@ -237,7 +238,7 @@ class Connections:
             return
         sock.close()
         if hello.purpose != handshake.JOIN and not self._still_broken(peer, hello.target):
-            return  # meant for a predecessor, or the peer was given up meanwhile, whatever it thinks itself
+            return  # the answer is for an earlier incarnation, or the peer was given up meanwhile
         if answer.verdict == handshake.EXPELLED:
             self._given_up_by(peer)
         elif answer.verdict == handshake.STALE and self._members.is_live(peer):
@@ -259,7 +260,7 @@ class Connections:
     def _join_failed(self, peer: int, incarnation: int, cause: OSError) -> None:
         self._members.connecting.pop(peer, None)
         if not isinstance(cause, TimeoutError):
-            # Nobody listens there: that incarnation has ended, whatever others believe.
+            # Nothing listens there, so that incarnation has ended, even if other peers count it as live.
             self._members.forget(peer, incarnation)
         if self._members.status(peer) is Status.UNKNOWN:
             self._members.gone(peer, Status.LOST, f"it cannot be reached: {cause}")
@@ -270,10 +271,18 @@ class Connections:
             why = f"{self._reasons.get(peer, 'its connection dropped')}, and it could not be reached again: {cause}"
             self.give_up(peer, why, dead=isinstance(cause, ConnectionRefusedError))
 
-    # Giving up
+    # Losses
 
     def give_up(self, peer: int, why: str, dead: bool = False) -> None:
-        """A peer cannot be heard. If its rank is lower and others hear it, this process has to leave."""
+        """Give up a peer that cannot be heard.
+
+        If the peer's rank is lower, ask other peers first: if one of them hears the peer, this process must leave.
+
+        Args:
+            peer: rank of the peer.
+            why: the reason.
+            dead: whether the peer has certainly ended, so that there is no need to ask.
+        """
         connection = self.by_rank.get(peer)
         others = list(self._members.others(peer))
         if connection is None or dead or peer > self._members.rank or connection.disputed or not others:
@@ -287,7 +296,7 @@ class Connections:
             self._tell(other, SUSPECT, {"peer": peer, "incarnation": self._members.incarnation_of(peer)})
 
     def suspected_by(self, reporter: int, peer: int, incarnation: int) -> None:
-        """``reporter`` cannot hear a peer."""
+        """Answer ``reporter``, which cannot hear ``peer``, if this process hears it."""
         connection = self.by_rank.get(peer)
         known = (
             connection is not None and connection.sock is not None and incarnation == self._members.incarnation_of(peer)
@@ -296,7 +305,7 @@ class Connections:
             self._tell(reporter, ALIVE, {"peer": peer, "incarnation": incarnation})
 
     def confirmed_by(self, witness: int, peer: int, incarnation: int) -> None:
-        """Another process hears a peer that this one does not."""
+        """Leave the mesh if ``witness`` hears a peer that this process does not hear."""
         connection = self.by_rank.get(peer)
         if connection is not None and connection.disputed and incarnation == self._members.incarnation_of(peer):
             rank = self._members.rank
@@ -304,7 +313,7 @@ class Connections:
             self.fail(Expelled(why))
 
     def lost_according_to(self, accused: int, incarnation: int, why: str) -> None:
-        """Accept another process's report of a loss."""
+        """Accept the report of a loss by another process."""
         if accused == self._members.rank:
             self.fail(Expelled(f"rank {accused} was given up ({why}); it can join again"))
         elif self._members.is_live(accused) and incarnation == self._members.incarnation_of(accused):
@@ -323,7 +332,7 @@ class Connections:
             self._lose(peer, "it cannot hear this rank")
 
     def _lose(self, peer: int, why: str, *, tell: bool = True) -> None:
-        """Give a peer up and tell the others."""
+        """Mark a peer as lost; with ``tell``, report the loss to the other peers."""
         incarnation = self._members.incarnation_of(peer)
         self._members.gone(peer, Status.LOST, why)
         self._members.forget(peer, incarnation)
@@ -334,14 +343,14 @@ class Connections:
         self._events.lost(peer, why)
 
     def remove(self, peer: int, error: ExchangeError) -> None:
-        """Let go of a connection; what was to be sent settles with ``error``."""
+        """Remove a connection; messages to the peer fail with ``error``."""
         connection = self.by_rank.pop(peer, None)
         if connection is not None:
             self._detach(connection)
             connection.stream.abandon(error)
 
     def fail(self, error: ExchangeError) -> None:
-        """Drop all peers: this process was expelled, or the mesh is broken by a defect."""
+        """Drop all peers, because this process was expelled, or because a defect broke the mesh."""
         self.error = self.error or error
         for peer in list(self.by_rank):
             if self._members.is_live(peer):
@@ -352,14 +361,14 @@ class Connections:
     # Leaving
 
     def departed(self, peer: int, connection: Connection) -> None:
-        """A peer has taken leave; it closes the connection when it has everything."""
+        """Note that a peer has taken leave; it closes the connection when all its messages are confirmed."""
         connection.deadline = time.monotonic() + CLOSE_TIMEOUT
         self._members.gone(peer, Status.LEFT, "it has left")
         self._members.forget(peer, self._members.incarnation_of(peer))
         self._events.departed(peer)
 
     def take_leave(self) -> None:
-        """Say goodbye after all that is queued."""
+        """Take leave of all peers after the queued messages."""
         self.closing = time.monotonic() + CLOSE_TIMEOUT
         self._connector.stop()
         for peer, connection in list(self.by_rank.items()):
@@ -371,19 +380,19 @@ class Connections:
 
     @property
     def finished(self) -> bool:
-        """Whether everything is sent and confirmed, or time is over, since `take_leave`."""
+        """Whether all messages are confirmed, or the deadline of closing is over; call this after `take_leave`."""
         connected = [connection for connection in self.by_rank.values() if connection.sock is not None]
         return time.monotonic() > self.closing or all(
             connection.stream.idle or connection.stream.peer_left for connection in connected
         )
 
     def stop(self) -> None:
-        """Open no more connections; returns once every attempt has ended."""
+        """Cancel all attempts to connect, and wait until they have ended."""
         self._connector.stop()
         self._connector.join()
 
     def close(self) -> None:
-        """Let go of all connections."""
+        """Close all connections."""
         for connection in self.by_rank.values():
             connection.stream.abandon(ExchangeError("the mesh was closed"))
             if connection.sock is not None:

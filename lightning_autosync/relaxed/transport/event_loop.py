@@ -1,4 +1,4 @@
-"""The thread that serves a mesh's connections: it reads, writes, and makes the calls that others leave."""
+"""The thread that serves a mesh's connections: it reads, writes, and runs calls from other threads."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from lightning_autosync.relaxed.transport.stream import Connection, ProtocolErro
 
 
 class CallQueue:
-    """A queue of calls with a socket that becomes readable when there are any.
+    """A queue of calls, with a socket that is readable while calls are queued.
 
     Attributes:
-        readable: to be watched by the thread that calls `run_all`.
+        readable: the socket; the thread that calls `run_all` watches it.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class CallQueue:
         self.readable.setblocking(False)
 
     def submit(self, call: Callable[[], None]) -> None:
-        """Leave a call; from any thread.
+        """Queue a call. Call this from any thread.
 
         Raises:
             ExchangeError: the queue is closed.
@@ -49,19 +49,19 @@ class CallQueue:
             self._rouse()
 
     def run_all(self) -> None:
-        """Make all calls that were left; where one raises, the thread wakes again for those behind it."""
+        """Run all queued calls; if one raises, the thread wakes again for the calls after it."""
         try:
             while self.readable.recv(4096):
                 pass
         except BlockingIOError:
             pass
-        # In this order: who submits from now on wakes the thread again.
+        # Reset before the calls run, so that a call that is queued meanwhile wakes the thread again.
         self._awake = False
         try:
             while self._calls:
                 self._calls.popleft()()
         finally:
-            if self._calls:  # for which somebody may wait
+            if self._calls:  # other threads may wait for these calls
                 self._rouse()
 
     def _rouse(self) -> None:
@@ -70,10 +70,10 @@ class CallQueue:
             self._wake.send(b"\0")
 
     def close(self) -> list[Callable[[], None]]:
-        """Take no more calls.
+        """Accept no more calls.
 
         Returns:
-            Those that were left and not made.
+            The queued calls that have not run.
         """
         with self._submitting:
             self._closed = True
@@ -85,15 +85,15 @@ class CallQueue:
 
 
 _TURN = 512 * 1024
-"""Bytes that one peer may send or be sent before the others get their turn."""
+"""Bytes read from or written to one peer before the other peers get their turn."""
 
 
 class EventLoop:
-    """Connections of one process of a mesh.
+    """Serves the connections of one process of a mesh.
 
     Args:
-        listener: a listening socket, whose address the peers know; the loop owns it.
-        largest: payload bytes that a message may have at most.
+        listener: a listening socket whose address the peers know; owned by the loop.
+        largest: limit on the payload of a message in bytes.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class EventLoop:
 
     @property
     def error(self) -> ExchangeError | None:
-        """What ended the mesh, if anything did."""
+        """The error that ended the mesh; None while it works."""
         return self._connections.error
 
     def submit(self, call: Callable[[], None]) -> None:
@@ -150,20 +150,20 @@ class EventLoop:
             pass
 
     def post(self, peer: int, message: Message) -> None:
-        """Queue a message; it settles with an error if the peer is gone."""
+        """Queue a message; it fails if the peer is gone."""
         self.submit(partial(self._connections.post, peer, message))
 
     def join(self, peer: int, address: tuple[str, int], incarnation: int, timeout: float) -> None:
-        """Connect to a peer for the first time, on a thread of its own; then `MeshEvents.joined` is called."""
+        """Connect to a peer for the first time, on a separate thread; `MeshEvents.joined` is called afterwards."""
         self._connections.join(peer, address, incarnation, timeout)
 
     def close(self) -> None:
-        """Send what is queued, take leave, stop the thread and close all connections."""
+        """Send queued messages, take leave, stop the thread and close all connections."""
         if self._thread.is_alive():
             self.submit(self._connections.take_leave)
             self._thread.join()
         self._connections.stop()
-        # What came too late for the thread: messages, which settle, and connections, which are closed.
+        # Calls that came too late for the thread: they settle messages and close new connections.
         for call in self._calls.close():
             with suppress(ExchangeError):
                 call()
@@ -198,7 +198,7 @@ class EventLoop:
                 self._connections.unwritten.add(handler)
 
     def _forgive_own_absence(self) -> None:
-        """Do not count the time in which this process itself was stopped as silence of its peers."""
+        """Do not count time in which this process itself was stopped as silence of its peers."""
         now = time.monotonic()
         absence = now - self._looked_at
         self._looked_at = now
@@ -207,7 +207,7 @@ class EventLoop:
                 connection.forgive(absence)
 
     def _tick(self) -> None:
-        # Judge by the time at which the own absence was looked at: this process may be stopped at any point.
+        # This process may be stopped at any point, so peers are judged by the time of its last check for an absence.
         self._forgive_own_absence()
         self._tick_at = self._looked_at + self._settings.interval / 2
         self._connections.tick(self._looked_at)
@@ -259,7 +259,7 @@ class EventLoop:
             self._events.delivered(mail)
             return
         peer, incarnation = int(mail.header["peer"]), int(mail.header["incarnation"])
-        # Not at once: the stream that delivers this may be in the midst of reading.
+        # Not at once, because the stream that delivers this message may still be reading.
         if mail.kind == SUSPECT:
             self.submit(partial(self._connections.suspected_by, mail.sender, peer, incarnation))
         elif mail.kind == ALIVE:
@@ -271,6 +271,6 @@ class EventLoop:
             self.submit(partial(self._given_up_elsewhere, peer, incarnation))
 
     def _given_up_elsewhere(self, peer: int, incarnation: int) -> None:
-        """A process that comes back need not wait for a peer that the others have given up."""
+        """Let a returning process not wait for a peer that other processes have given up."""
         if self._members.forget(peer, incarnation):
             self._events.changed()

@@ -1,7 +1,7 @@
-"""How processes of a mesh find each other: addresses in a torch store, then a hello over a new connection.
+"""Meeting of the processes of a mesh: addresses in a torch store, then a hello over a new connection.
 
-The store is open to whoever reaches it. So the addresses in it are sealed with the job's secret, which is not in it.
-Over a connection both sides prove that they know the secret; see `engine.authentication`.
+Anyone who reaches the store can write to it. Addresses in it are therefore sealed with the job's secret, which is not
+in the store. Over a connection, both sides prove that they know the secret; see `engine.authentication`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lightning_autosync.errors import ExchangeError, PeerLost
 
 
 class PeerAddresses(NamedTuple):
-    """A process's incarnation, and of each other process its address and the least incarnation that listens there."""
+    """This process's incarnation, and the addresses and minimum incarnations of the other processes, by rank."""
 
     incarnation: int
     addresses: dict[int, tuple[str, int]]
@@ -33,14 +33,14 @@ class PeerAddresses(NamedTuple):
 def exchange_addresses(
     store: dist.Store, secret: bytes, rank: int, size: int, address: tuple[str, int], *, rejoin: bool, timeout: float
 ) -> PeerAddresses:
-    """Write this process's address into the store and read those of the others.
+    """Write this process's address into the store and read those of the other processes.
 
-    Every process that opens a mesh for the first time counts a round of its own; as all open their meshes in the same
-    order, rounds agree. Whoever rejoins takes part in the round that its predecessor counted.
+    Every process counts the meshes that it opens. All processes open their meshes in the same order, so the counts
+    agree, and keys of different meshes do not mix. A process that rejoins uses the count of its predecessor.
 
     Raises:
-        ExchangeError: the store does not answer, some rank does not sign in within ``timeout`` seconds, or it did with
-            another secret.
+        ExchangeError: the store does not answer, a rank does not sign in within ``timeout`` seconds, or a rank signed
+            in with another secret.
     """
     try:
         turn = store.add(f"mesh/opened/{rank}", 0 if rejoin else 1)
@@ -49,7 +49,7 @@ def exchange_addresses(
         book.set(f"address/{rank}", seal(secret, _place(turn, rank), json.dumps(address)))
         others = [other for other in range(size) if other != rank]
         _await_others(book, others, timeout)
-        # Before the addresses: what listens there may be newer than thought, never older.
+        # Read before the addresses, so that the process at an address may be newer than its incarnation, never older.
         incarnations = {other: book.add(f"incarnation/{other}", 0) for other in others}
         addresses = {other: _address(secret, turn, other, book.get(f"address/{other}")) for other in others}
         return PeerAddresses(incarnation, addresses, incarnations)
@@ -89,17 +89,28 @@ def _address(secret: bytes, turn: int, rank: int, text: bytes) -> tuple[str, int
 
 
 _RETRY = 0.05
-"""Seconds after which whoever was told to wait asks again."""
+"""Seconds before a caller that got the answer `WAIT` tries again."""
 
 JOIN, RESUME, PROBE = "join", "resume", "probe"
-"""What a caller wants: a first connection, a new one in place of one that dropped, or only to know how it stands."""
+"""Purposes of a call: a first connection, a replacement of a dropped connection, or only the peer's verdict."""
 
 WELCOME, WAIT, STALE, EXPELLED, ENDED = "welcome", "wait", "stale", "expelled", "ended"
-"""Answers: connected; the other side will see to it; the caller knew an earlier incarnation; given up; it leaves."""
+"""Verdicts: connected; the other side will connect; the caller expected an earlier incarnation; the caller was given
+up; the listener is closing."""
 
 
 class Hello(NamedTuple):
-    """What a caller says: who it is, under which incarnation, whom it expects (0: anyone), how many frames it has."""
+    """A caller's claim.
+
+    Attributes:
+        purpose: `JOIN`, `RESUME` or `PROBE`.
+        rank: the caller's rank.
+        incarnation: the caller's incarnation.
+        target: the listener's incarnation that the caller expects; 0 for any.
+        received: number of frames that the caller has received from the listener.
+        host: host at which the caller listens.
+        port: port at which the caller listens.
+    """
 
     purpose: str
     rank: int
@@ -111,8 +122,14 @@ class Hello(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What it is told, by which incarnation, which has so many of its frames and counts these peers (by rank, their
-    incarnations) as live."""
+    """A listener's answer.
+
+    Attributes:
+        verdict: `WELCOME`, `WAIT`, `STALE`, `EXPELLED` or `ENDED`.
+        incarnation: the listener's incarnation.
+        received: number of frames that the listener has received from the caller.
+        live: incarnations of the listener's live peers, by rank.
+    """
 
     verdict: str
     incarnation: int
@@ -126,19 +143,19 @@ def encode(said: Hello | Answer) -> bytes:
 
 
 def decode_hello(text: bytes) -> Hello:
-    """A hello from its bytes.
+    """Decode a hello.
 
     Raises:
-        ExchangeError: it is no hello.
+        ExchangeError: ``text`` is no hello.
     """
     return Hello(*_decode(text, (str, int, int, int, int, str, int)))
 
 
 def decode_answer(text: bytes) -> Answer:
-    """An answer from its bytes.
+    """Decode an answer.
 
     Raises:
-        ExchangeError: it is no answer.
+        ExchangeError: ``text`` is no answer.
     """
     answer = Answer(*_decode(text, (str, int, int, dict)))
     if not all(peer.isdecimal() and type(incarnation) is int for peer, incarnation in answer.live.items()):
@@ -159,10 +176,10 @@ def _decode(text: bytes, types: tuple[type, ...]) -> list[Any]:
 def connect_until(
     target: tuple[str, int], secret: bytes, hello: Hello, deadline: float, settled: Callable[[], bool]
 ) -> tuple[socket.socket, Answer] | None:
-    """Connect to a process; try again while it hangs up or says wait. None once ``settled`` returns true.
+    """Connect to a process; try again while it hangs up or answers `WAIT`. None once ``settled`` returns True.
 
     Raises:
-        OSError: nobody listens there, or no answer came before ``deadline`` (seconds of `time.monotonic`).
+        OSError: nothing listens there, or no answer came before ``deadline`` (a time of `time.monotonic`).
     """
     while not settled():
         found = connect_with_retries(target, secret, encode(hello), deadline, settled)
@@ -187,7 +204,7 @@ def connect_until(
 
 
 Connected = Callable[[tuple[socket.socket, Answer] | None], None]
-"""Told the connection and the answer; None if the call is no longer needed."""
+"""Called with the connection and the answer, or with None if the connection is no longer needed."""
 Failed = Callable[[OSError], None]
 
 
@@ -197,7 +214,7 @@ class Connector:
     def __init__(self, secret: bytes) -> None:
         self._secret = secret
         self._threads: list[threading.Thread] = []
-        self._changing = threading.Lock()  # the mesh's thread calls, and whoever makes the mesh
+        self._changing = threading.Lock()  # for the mesh's thread and the thread that opens the mesh
         self._closed = threading.Event()
 
     def connect(
@@ -228,11 +245,11 @@ class Connector:
             self._threads = [*(one for one in self._threads if one.is_alive()), thread]
 
     def stop(self) -> None:
-        """Let attempts end soon, as not needed any more."""
+        """Cancel all attempts, which then end soon."""
         self._closed.set()
 
     def join(self) -> None:
-        """Wait until the last attempt has ended."""
+        """Wait until all attempts have ended."""
         with self._changing:
             threads = self._threads
         for thread in threads:

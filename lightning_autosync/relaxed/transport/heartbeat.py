@@ -1,7 +1,7 @@
-"""When silence means loss: a deadline that follows the intervals between a peer's signs of life.
+"""Limits on a peer's silence, which follow the intervals between its beats.
 
-After "The phi accrual failure detector" (Hayashibara et al., 2004): a peer is suspected when, by the intervals seen so
-far, so long a silence would have a probability of ``10 ** -phi``.
+This is the phi accrual failure detector (Hayashibara et al., 2004): a peer is suspected when, given the intervals so
+far, a silence of this length has a probability of ``10 ** -phi``.
 """
 
 from __future__ import annotations
@@ -18,16 +18,15 @@ from lightning_autosync.errors import DocumentError
 
 @dataclass(frozen=True)
 class HeartbeatSettings:
-    """How often to send beats, and how long a peer may be silent.
+    """Settings for beats and for the silence of peers.
 
     Args:
-        interval: seconds between beats where nothing else is sent.
-        shortest: seconds of silence that are always borne: a process may be busy with something that lets no other
-            thread run.
-        longest: seconds of silence that are never exceeded, however irregular the beats were.
-        phi: minus the decimal logarithm of the accepted probability of a false suspicion.
-        redial: seconds that re-opening a connection may take which dropped, or over which nothing comes any more; so a
-            peer that hangs is given up after at most ``longest + redial``.
+        interval: longest time in seconds between beats, which are sent about twice as often.
+        shortest: smallest limit on silence in seconds. It leaves time for calls that let no other thread run.
+        longest: largest limit on silence in seconds, however irregular the beats are.
+        phi: negative decimal logarithm of the accepted probability of a false suspicion.
+        redial: seconds in which a dropped or silent connection must be replaced. A hanging peer is given up after at
+            most ``longest + redial``.
     """
 
     interval: float = 0.5
@@ -47,12 +46,12 @@ class HeartbeatSettings:
 
     @cached_property
     def deviations(self) -> float:
-        """How many standard deviations above the mean ``phi`` lies."""
+        """Number of standard deviations above the mean that corresponds to ``phi``."""
         return -statistics.NormalDist().inv_cdf(10.0**-self.phi)
 
 
 class SilenceLimit:
-    """How long one peer may be silent, in seconds, learnt from its last hundred beats."""
+    """The limit on one peer's silence, learnt from its last hundred beats."""
 
     def __init__(self, settings: HeartbeatSettings) -> None:
         self._settings = settings
@@ -60,36 +59,36 @@ class SilenceLimit:
         self._last: float | None = None
 
     def beat(self, now: float) -> None:
-        """A beat came at ``now`` (seconds, monotonic)."""
+        """Note a beat at ``now`` (monotonic seconds)."""
         if self._last is not None:
             self._intervals.append(now - self._last)
         self._last = now
 
     def pause(self) -> None:
-        """Do not count the time before the next beat: this process or the connection was away."""
+        """Ignore the interval before the next beat, because this process was stopped or the connection replaced."""
         self._last = None
 
     @property
     def seconds(self) -> float:
-        """The longest silence that is not yet suspicious."""
+        """Longest silence in seconds that is not suspicious."""
         settings = self._settings
         if len(self._intervals) < 2:
             return settings.longest
         mean, deviation = statistics.fmean(self._intervals), statistics.pstdev(self._intervals)
-        # Beats that come like clockwork say little about the next delay: never below a quarter of the interval.
+        # Very regular beats would make the limit too tight, so the deviation is at least a quarter of the interval.
         limit = mean + settings.deviations * max(deviation, settings.interval / 4)
         return min(max(limit, settings.shortest), settings.longest)
 
 
 STALL = 60.0
-"""Seconds without progress after which a group's average is given up, unless a job says otherwise."""
+"""Default seconds without progress after which a group's average fails."""
 
 
 def read_heartbeat(given: HeartbeatSettings | Mapping[str, float] | None) -> HeartbeatSettings:
-    """Settings from a mapping of names; others keep their defaults.
+    """Settings from a mapping of names to values; missing names have their defaults.
 
     Raises:
-        DocumentError: a name is unknown, a value is no number, or they do not fit each other.
+        DocumentError: a name is unknown, a value is no number, or values do not fit each other.
     """
     if given is None or isinstance(given, HeartbeatSettings):
         return given or HeartbeatSettings()
@@ -102,10 +101,10 @@ def read_heartbeat(given: HeartbeatSettings | Mapping[str, float] | None) -> Hea
 
 
 def read_seconds(name: str, value: object) -> float:
-    """Check a finite number above 0, which errors call ``name``.
+    """``value`` as a float, if it is a finite number above 0; ``name`` is its name in errors.
 
     Raises:
-        DocumentError: it is none.
+        DocumentError: it is no such number.
     """
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise DocumentError(f"{name}: {value!r} is no finite number above 0")

@@ -1,8 +1,8 @@
-"""Which processes belong to a mesh. Pure bookkeeping: incarnations, and who leaves when two disagree.
+"""Membership of a mesh: incarnations, and the rule for disputes. Pure bookkeeping, without communication.
 
-A process that comes back is a new incarnation; what an earlier one says is void. When two processes cannot talk to
-each other, the one of higher rank leaves: every process applies this rule by itself, so all end with the same view,
-and rank 0, which coordinates, outlives every dispute.
+A process that returns is a new incarnation; messages of earlier incarnations are void. If two processes cannot reach
+each other, the one with the higher rank leaves. Every process applies this rule by itself, so all end with the same
+view, and rank 0, which coordinates, never has to leave.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from lightning_autosync.relaxed.transport.handshake import EXPELLED, JOIN, RESUM
 
 
 class Status(Enum):
-    """How a peer stands."""
+    """The state of a peer."""
 
     UNKNOWN = "unknown"
     CONNECTED = "connected"
     BROKEN = "broken"
-    """Its connection dropped and is being replaced."""
+    """The connection dropped and is being replaced."""
     LOST = "lost"
     LEFT = "left"
 
@@ -33,7 +33,7 @@ class Membership:
     def __init__(self, rank: int, size: int, incarnation: int) -> None:
         self.rank, self.size, self.incarnation = rank, size, incarnation
         self.connecting: dict[int, tuple[str, int]] = {}
-        """Peers that are being called for the first time, and where."""
+        """Addresses of the peers to which this process is making a first connection, by rank."""
         self._known: dict[int, int] = {}
         self._status = {peer: Status.UNKNOWN for peer in range(size) if peer != rank}
         self._incarnations = dict.fromkeys(self._status, 0)
@@ -43,11 +43,11 @@ class Membership:
         return self._status[peer]
 
     def incarnation_of(self, peer: int) -> int:
-        """The latest incarnation known; 0 if none is."""
+        """The latest known incarnation; 0 if there is none."""
         return self._incarnations[peer]
 
     def reason(self, peer: int) -> str:
-        """Why the peer is not there."""
+        """The reason why the peer is not live."""
         return self._reasons.get(peer, "it was never connected")
 
     def is_live(self, peer: int) -> bool:
@@ -55,25 +55,25 @@ class Membership:
 
     @property
     def live(self) -> frozenset[int]:
-        """The own rank, and those of the peers that are neither lost nor gone."""
+        """Ranks of this process and its live peers."""
         return frozenset({self.rank, *(peer for peer in self._status if self.is_live(peer))})
 
     @property
     def missing(self) -> list[int]:
-        """Peers that were never heard of."""
+        """Peers that were never connected, lost or gone."""
         return [peer for peer, status in self._status.items() if status is Status.UNKNOWN]
 
     def incarnations(self) -> dict[str, int]:
-        """The live peers' incarnations, as JSON data."""
+        """Incarnations of the live peers by rank, as JSON data."""
         return {str(peer): self._incarnations[peer] for peer in self.others()}
 
     def learn(self, live: Mapping[str, int]) -> None:
-        """A peer has told who is live."""
+        """Note the live peers of another process, with their incarnations."""
         for peer, incarnation in live.items():
             self._known[int(peer)] = max(incarnation, self._known.get(int(peer), 0))
 
     def forget(self, peer: int, incarnation: int) -> bool:
-        """This incarnation of a peer is not live any more; returns whether it was thought to be."""
+        """Note that this incarnation of a peer is not live any more; returns whether others had counted it as live."""
         found = 0 < self._known.get(peer, 0) <= incarnation
         if found:
             del self._known[peer]
@@ -81,11 +81,11 @@ class Membership:
 
     @property
     def unmet(self) -> list[int]:
-        """Peers that others count as live, and that are not connected here."""
+        """Peers that other processes count as live, but that are not connected to this one."""
         return [peer for peer in self._status if peer in self._known and not self.is_live(peer)]
 
     def judge(self, hello: Hello) -> str:
-        """What to answer a caller that knows the secret."""
+        """The verdict on a caller that knows the secret."""
         if hello.rank not in self._status:
             return EXPELLED
         known = self._incarnations[hello.rank]
@@ -94,7 +94,7 @@ class Membership:
         if hello.target not in (0, self.incarnation):
             return STALE
         if hello.purpose == JOIN:
-            # Of two that call each other the lower rank's call counts; unless it goes to an address of the past.
+            # If two processes call each other, the call of the lower rank counts, unless it goes to an old address.
             called = self.connecting.get(hello.rank)
             both_call = called == (hello.host, hello.port) and self.rank < hello.rank
             return WAIT if both_call or hello.incarnation == known else WELCOME
@@ -109,23 +109,23 @@ class Membership:
         self._status[peer] = Status.BROKEN
 
     def gone(self, peer: int, status: Status, why: str) -> None:
-        """The peer is lost or has left."""
+        """Note that the peer is lost or has left."""
         self._status[peer], self._reasons[peer] = status, why
 
     def believes(self, reporter: int, accused: int, incarnation: int) -> bool:
-        """Whether a report that ``accused`` is lost holds here too."""
+        """Whether this process accepts a report by ``reporter`` that ``accused`` is lost."""
         if accused == self.rank:
             return reporter < accused and incarnation == self.incarnation
         known = accused in self._status and self.is_live(accused) and incarnation == self._incarnations[accused]
         return known and reporter < accused
 
     def expelled_by(self, peer: int) -> bool:
-        """Whether this process must leave because ``peer`` has given it up; else it is the peer that leaves.
+        """Whether this process must leave because ``peer`` has given it up; otherwise the peer leaves.
 
-        Rank 0 outlives every dispute; of the last two, whoever was given up leaves.
+        Rank 0 never leaves. Of the last two processes, the one that was given up leaves.
         """
         return peer < self.rank or (self.rank != 0 and self.live <= {self.rank, peer})
 
     def others(self, *excepted: int) -> Iterable[int]:
-        """Live peers."""
+        """Ranks of live peers except ``excepted``, ascending."""
         return sorted(self.live - {self.rank, *excepted})

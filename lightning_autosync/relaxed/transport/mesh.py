@@ -1,4 +1,4 @@
-"""Any-to-any messages between live processes: a peer that is lost is reported, and the others go on."""
+"""Any-to-any messages between live processes: a lost peer is reported, and the other processes continue."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lightning_autosync.relaxed.transport.messages import Mail, Message, Sent, a
 
 
 class Inbox:
-    """A queue for each kind; filled by one thread, emptied by any."""
+    """Queues of messages by kind; one thread fills them, and any thread may empty them."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -40,18 +40,18 @@ class Inbox:
             return list(self._queues.pop(kind, ()))
 
     def notify(self) -> None:
-        """Let waiting threads check again whether waiting makes sense."""
+        """Let waiting threads check again whether a message can still come."""
         with self._changed:
             self._changed.notify_all()
 
     def take(
         self, kinds: tuple[str, ...], sender: int | None, timeout: float, failure: Callable[[], ExchangeError | None]
     ) -> Mail:
-        """The first message of one of the kinds (from ``sender``, if given).
+        """Wait for the first message of one of the kinds (from ``sender``, if given).
 
         Raises:
-            MeshTimeout: none came in ``timeout`` seconds.
-            ExchangeError: what ``failure`` returned, once no such message was left.
+            MeshTimeout: no such message came in ``timeout`` seconds.
+            ExchangeError: ``failure`` returned this error, and no such message is left.
         """
         deadline = time.monotonic() + timeout
         with self._changed:
@@ -77,7 +77,7 @@ class Inbox:
 __all__ = ["HeartbeatSettings", "Mail", "Mesh", "Sent"]
 
 LARGEST_PAYLOAD = 64 * 1024**3
-"""Bytes that a message may have unless a smaller bound is given."""
+"""Default limit on the size of a payload in bytes."""
 
 Handler = Callable[[Mail], None]
 Cancel = Callable[[], None]
@@ -87,10 +87,10 @@ _NO_HEADER: Mapping[str, Any] = MappingProxyType({})
 
 
 class Mesh:
-    """One process's view of the mesh. All methods may be called from any thread; made by `open`.
+    """One process's end of the mesh, made by `open`. All methods are thread-safe.
 
-    Messages of up to 64 KiB overtake larger ones on the same way; apart from that, messages to one peer keep their
-    order, and none is lost or repeated while the peer lives, even if a connection drops.
+    Messages of up to 64 KiB overtake larger ones to the same peer. Otherwise, messages to a peer keep their order. No
+    message is lost or repeated while the peer lives, even if a connection drops.
     """
 
     def __init__(self, rank: int, size: int, incarnation: int) -> None:
@@ -120,19 +120,22 @@ class Mesh:
         largest: int = LARGEST_PAYLOAD,
         rejoin: bool = False,
     ) -> Mesh:
-        """Meet the other processes.
+        """Connect to the other processes.
 
         Args:
-            store: any torch store that all share; needed only while opening.
-            secret: one for all processes; see `secret.common_secret`.
-            address: the own address in the cluster's network; by default the one that faces ``MASTER_ADDR``.
-            timeout: seconds that meeting may take.
-            largest: payload bytes that a message may have at most.
-            rejoin: come back after this rank was lost; needs one live peer, and all that it counts as live. Otherwise
-                all must be there.
+            store: a torch store that all processes share; needed only while opening.
+            rank: rank of this process.
+            size: number of processes.
+            secret: the secret that all processes share; see `secret.common_secret`.
+            address: address of this process in the cluster's network; by default the one that faces ``MASTER_ADDR``.
+            timeout: seconds in which all processes must meet.
+            heartbeat: settings for the loss of silent peers.
+            largest: limit on the payload of a message in bytes.
+            rejoin: whether this rank returns after a loss. It then needs one live peer and all peers that this peer
+                counts as live; otherwise it needs all peers.
 
         Raises:
-            ExchangeError: a peer that is needed could not be met in time.
+            ExchangeError: a needed peer could not be met in time.
         """
         deadline = time.monotonic() + timeout
         listener = listen(address or own_address())
@@ -144,9 +147,10 @@ class Mesh:
             raise
         mesh = cls(rank, size, entry.incarnation)
         mesh._loop = EventLoop(mesh._members, listener, secret, heartbeat or HeartbeatSettings(), mesh, largest)
-        # A script may end without closing what it opened; peers must not take that for a loss.
+        # A script may end without closing its mesh; peers must not take that for a loss.
         atexit.register(mesh.close)
         for peer, target in entry.addresses.items():
+            # Of each pair, the lower rank connects. A returning rank connects to all, because no peer expects it.
             if rejoin or rank < peer:
                 mesh._loop.join(peer, target, entry.incarnations[peer], deadline - time.monotonic())
         try:
@@ -158,12 +162,12 @@ class Mesh:
 
     @property
     def live(self) -> frozenset[int]:
-        """Ranks of the processes that take part at present, the own included."""
+        """Ranks of the live processes, this one included."""
         return self._members.live
 
     @property
     def left(self) -> frozenset[int]:
-        """Ranks of those that have closed their mesh in good order."""
+        """Ranks of the processes that closed their mesh without an error."""
         return frozenset(
             peer for peer in range(self.size) if peer != self.rank and self._members.status(peer) is Status.LEFT
         )
@@ -175,7 +179,7 @@ class Mesh:
 
     @property
     def error(self) -> ExchangeError | None:
-        """What ended this mesh, if anything did: `Expelled`, or a defect."""
+        """The error that ended this mesh (`Expelled`, or a defect); None while it works."""
         return self._loop.error
 
     @property
@@ -193,8 +197,8 @@ class Mesh:
         """Queue a message and return at once; the payload must not change until ``Sent.done``.
 
         Raises:
-            PeerLost: the peer is not live; a loss after that is raised by `Sent.wait`.
-            Expelled: the others have given this process up.
+            PeerLost: the peer is not live. A later loss is raised by `Sent.wait`.
+            Expelled: the other processes have given this one up.
             ExchangeError: the header is not JSON data, or a tensor is not contiguous in main memory.
         """
         error = self._unreachable(peer)
@@ -208,23 +212,26 @@ class Mesh:
         return message.sent
 
     def receive(self, *kinds: str, sender: int | None = None, timeout: float) -> Mail:
-        """Wait for the next message of one of the kinds; what a lost peer had sent before is still delivered.
+        """Wait for the next message of one of the kinds; messages that a peer sent before its loss are still delivered.
 
         Raises:
-            PeerLost: ``sender`` is not live, and nothing of it is left.
-            MeshTimeout: nothing came in ``timeout`` seconds.
-            Expelled: the others have given this process up.
+            PeerLost: ``sender`` is not live, and none of its messages is left.
+            MeshTimeout: no message came in ``timeout`` seconds.
+            Expelled: the other processes have given this one up.
         """
         return self._inbox.take(kinds, sender, timeout, lambda: self._unreachable(sender))
 
     def subscribe(self, kind: str, handler: Handler, place: Placer | None = None) -> Cancel:
-        """Hand messages of a kind to ``handler`` instead of `receive`; on the mesh's thread, so it must be quick.
+        """Pass messages of a kind to ``handler`` instead of `receive`, earlier ones first.
 
-        ``place(sender, header, size)`` may name memory of ``size`` bytes into which a payload of more than 64 KiB
-        is received without a copy; None lets the mesh allocate it. What came before is handed over first.
+        Args:
+            kind: kind of the messages.
+            handler: runs on the mesh's thread, so it must be quick.
+            place: ``place(sender, header, size)`` may return memory of ``size`` bytes, into which a payload of more
+                than 64 KiB is received without a copy. If it returns None, the mesh allocates the memory.
 
         Returns:
-            What ends the subscription; later messages wait for `receive`, or for the next subscriber.
+            A function that ends the subscription; later messages wait for `receive` or for the next subscriber.
         """
 
         def begin() -> None:
@@ -239,7 +246,7 @@ class Mesh:
                 del self._handlers[kind]
                 self._placers.pop(kind, None)
 
-        # On the thread that delivers, so that no message slips through and the order stays.
+        # On the thread that delivers messages, so that none is missed and the order is kept.
         self._loop.perform(begin)
         return lambda: self._loop.perform(end)
 
@@ -252,7 +259,7 @@ class Mesh:
         return self._listen(self._on_leave, handler)
 
     def on_join(self, handler: Callable[[int], None]) -> Cancel:
-        """Call ``handler(peer)`` on the mesh's thread for each peer that comes back from now on."""
+        """Call ``handler(peer)`` on the mesh's thread for each peer that joins or returns from now on."""
         return self._listen(self._on_join, handler)
 
     @staticmethod
@@ -261,7 +268,7 @@ class Mesh:
         return lambda: listeners.remove(handler) if handler in listeners else None
 
     def close(self) -> None:
-        """Send what is queued, say goodbye, and stop; the peers do not count this process as lost."""
+        """Send queued messages, take leave, and stop; peers do not count this process as lost."""
         atexit.unregister(self.close)
         if not self._closed:
             self._closed = True
@@ -269,7 +276,7 @@ class Mesh:
             self._inbox.notify()
 
     def _unreachable(self, peer: int | None) -> ExchangeError | None:
-        """Why nothing can be sent to or come from ``peer`` (None: any) any more; None if it can."""
+        """The error for messages to or from ``peer`` (None: any peer); None if there is none."""
         if self._closed:
             return ExchangeError("the mesh is closed")
         if self._loop.error is not None:
@@ -281,6 +288,7 @@ class Mesh:
         return None if self._members.is_live(peer) else PeerLost(peer, self._members.reason(peer))
 
     def _send_self(self, kind: str, header: Mapping[str, Any], message: Message) -> None:
+        # A copy, because the receiver owns the payload of its mail.
         copy = memoryview(bytearray(b"".join(message.payload)))
         placer = self._placers.get(kind)
         place = placer(self.rank, dict(header), payload_size(message.payload)) if placer and copy.nbytes else None
@@ -305,7 +313,7 @@ class Mesh:
             raise ExchangeError(f"rank {self.rank} could not meet its peers: {reasons}")
 
     def _awaited_again(self) -> list[int]:
-        """Peers that a process that comes back must still meet: any one, then all that this one counts as live."""
+        """Peers that a returning process must still meet: first any peer, then all that this peer counts as live."""
         return self._members.unmet if self._members.live != {self.rank} else self._members.missing
 
     def _others(self) -> list[int]:
@@ -316,7 +324,7 @@ class Mesh:
             self._changed.notify_all()
         self._inbox.notify()
 
-    # What the loop tells, on its thread.
+    # Methods of `MeshEvents`, called on the loop's thread
 
     def delivered(self, mail: Mail) -> None:
         handler = self._handlers.get(mail.kind)

@@ -1,4 +1,4 @@
-"""What travels over a mesh: a kind, a JSON header that is checked where it arrives, and bytes."""
+"""Messages of a mesh: a kind, a JSON header that the receiver checks, and a payload of bytes."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from lightning_autosync.documents import describe_validation_error
 from lightning_autosync.errors import ExchangeError, MeshTimeout
 
 LARGEST_HEADER = 1024 * 1024
-"""Bytes of JSON that a message may have."""
+"""Largest size of a message's JSON in bytes."""
 
 MOST_BUFFERS = 256
-"""Buffers that one system call may gather; the kernel takes 1024."""
+"""Largest number of buffers per system call; the kernel's limit is 1024."""
 
 
 class Mail(NamedTuple):
-    """One message: its sender's rank, what it is, a few JSON values, and bytes that are the receiver's own."""
+    """A received message: the sender's rank, the kind, JSON values, and a payload that the receiver owns."""
 
     sender: int
     kind: str
@@ -47,11 +47,11 @@ class Sent:
         return self._event.is_set()
 
     def wait(self, timeout: float) -> None:
-        """Block until the receiver has the message, at most ``timeout`` seconds.
+        """Block until the receiver has confirmed the message, for at most ``timeout`` seconds.
 
         Raises:
             PeerLost: the receiver is gone.
-            MeshTimeout: it has not confirmed in time.
+            MeshTimeout: the receiver has not confirmed in time.
         """
         if not self._event.wait(timeout):
             raise MeshTimeout(f"a message was not confirmed in {timeout:g} s")
@@ -59,11 +59,11 @@ class Sent:
             raise self._error
 
     def wait_while_moving(self, stall: float) -> None:
-        """Block until the receiver has the message, however long that takes as long as parts of it arrive.
+        """Block until the receiver has confirmed the message; there is no time limit while parts of it are confirmed.
 
         Raises:
             PeerLost: the receiver is gone.
-            MeshTimeout: nothing of it was confirmed for ``stall`` seconds.
+            MeshTimeout: no part was confirmed for ``stall`` seconds.
         """
         begin = time.monotonic()
         while not self._event.wait(max(0.0, max(begin, self._moved_at) + stall - time.monotonic())):
@@ -73,21 +73,21 @@ class Sent:
             raise self._error
 
     def move(self) -> None:
-        """The receiver has confirmed a part of it."""
+        """Note that the receiver has confirmed a part of the message."""
         self._moved_at = time.monotonic()
 
     def cancel(self) -> None:
-        """Do not begin to send it; a message that has begun goes on."""
+        """Do not begin to send the message; if it has begun, it is sent completely."""
         self.cancelled = True
 
     def settle(self, error: ExchangeError | None = None) -> None:
-        """Mark it as arrived, or with ``error`` as failed."""
+        """Mark the message as arrived, or with ``error`` as failed."""
         self._error = self._error or error
         self._event.set()
 
 
 def as_bytes(payload: Sequence[memoryview | Tensor]) -> list[memoryview]:
-    """The payload's parts as flat bytes, without copies; empty parts are left out."""
+    """The parts of a payload as flat bytes, without copies; empty parts are left out."""
     parts = [_tensor_bytes(part) if isinstance(part, Tensor) else memoryview(part).cast("B") for part in payload]
     return [part for part in parts if part.nbytes]
 
@@ -101,7 +101,7 @@ def _tensor_bytes(tensor: Tensor) -> memoryview:
 
 
 def cut(parts: Sequence[memoryview], size: int) -> Iterator[tuple[memoryview, ...]]:
-    """The parts' bytes in pieces of at most ``size`` bytes; small neighbours share a piece."""
+    """Cut the parts into pieces of at most ``size`` bytes; small neighbouring parts share a piece."""
     piece: list[memoryview] = []
     room = size
     for part in parts:
@@ -117,12 +117,12 @@ def cut(parts: Sequence[memoryview], size: int) -> Iterator[tuple[memoryview, ..
 
 
 def payload_size(payload: Sequence[memoryview]) -> int:
-    """Bytes of all parts."""
+    """Total number of bytes of all parts."""
     return sum(part.nbytes for part in payload)
 
 
 class Message(NamedTuple):
-    """What a stream is asked to send: the encoded kind and header, and the payload's parts."""
+    """A message to send: the encoded kind and header, the parts of the payload, and the state of sending."""
 
     head: bytes
     payload: list[memoryview]
@@ -130,7 +130,7 @@ class Message(NamedTuple):
 
 
 def encode_head(kind: str, header: Mapping[str, Any]) -> bytes:
-    """A message's kind and header as bytes.
+    """Encode the kind and header of a message.
 
     Raises:
         ExchangeError: the header is not JSON data, or too large.
@@ -187,9 +187,9 @@ _FIELDS: dict[str, dict[str, Any]] = {
     "trainer_state?": {"name": str, "drain": int},
     "trainer_state": {"name": str, "fault": str},
 }
-"""What the headers of each kind of message must have; a field with a default may be missing.
+"""Types of the header's fields, by kind of message; fields with a default may be missing.
 
-Servers check what workers send them by themselves, for it depends on the model.
+Servers check messages of workers themselves, because these depend on the model.
 """
 
 _MODELS: dict[str, type[BaseModel]] = {}
@@ -199,11 +199,12 @@ for _kind, _fields in _FIELDS.items():
 
 
 def header_fault(kind: str, header: dict[str, Any]) -> str:
-    """What is wrong with a header; empty if nothing is, or if its kind is not checked here."""
+    """A description of the fault in a header; empty if there is none, or if the kind is not checked here."""
     model = _MODELS.get(kind)
     if model is None:
         return ""
     try:
+        # Strict, because a peer's strings or floats must not pass as integers.
         model.model_validate(header, strict=True)
     except ValidationError as error:
         return describe_validation_error(error)

@@ -1,4 +1,4 @@
-"""Named tensors and a few plain values as one payload: a directory in JSON, then the bytes."""
+"""Named tensors and plain values in one payload: a JSON directory, followed by the bytes of the tensors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_autosync.errors import ExchangeError
 
 _LENGTH = struct.Struct("<Q")
 _ALIGNMENT = 16
-"""Bytes; the largest element."""
+"""Bytes, the size of the largest element type."""
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
@@ -35,18 +35,18 @@ _DTYPES = {
 }
 
 Part = Tensor | Sequence[Tensor]
-"""A tensor, or several of one type that are to arrive as one flat tensor."""
+"""A tensor, or several tensors of one dtype that the receiver gets as one flat tensor."""
 
 
 class Packed(NamedTuple):
-    """A payload: its parts, and the bytes in them that are tensors' own."""
+    """A payload: its parts, and the number of bytes in its tensors."""
 
     parts: list[memoryview | Tensor]
     tensor_bytes: int
 
 
 class Unpacked(NamedTuple):
-    """What a payload holds; the tensors are views of it."""
+    """The contents of a payload; tensors are views of it."""
 
     tensors: dict[str, Tensor]
     values: dict[str, Any]
@@ -54,15 +54,15 @@ class Unpacked(NamedTuple):
 
 
 def can_travel(tensor: Tensor) -> bool:
-    """Whether `pack` takes a tensor: it is strided, and of a type that is known here."""
+    """Whether `pack` accepts a tensor, which must be strided and have one of the known dtypes."""
     return tensor.layout is torch.strided and tensor.dtype in _DTYPES.values()
 
 
 def pack(tensors: Mapping[str, Part], values: Mapping[str, Any] | None = None) -> Packed:
-    """Payload of named tensors and JSON values; contiguous tensors in main memory are not copied.
+    """Pack named tensors and JSON values into a payload; contiguous CPU tensors are not copied.
 
     Raises:
-        ExchangeError: a tensor cannot travel.
+        ExchangeError: a tensor is sparse or has an unknown dtype.
     """
     directory: list[Any] = []
     body: list[memoryview | Tensor] = []
@@ -84,10 +84,10 @@ def pack(tensors: Mapping[str, Part], values: Mapping[str, Any] | None = None) -
 
 
 def unpack(payload: memoryview) -> Unpacked:
-    """What `pack` packed.
+    """Unpack a payload of `pack`.
 
     Raises:
-        ExchangeError: the payload is none of `pack`'s.
+        ExchangeError: the payload does not have the form that `pack` writes.
     """
     try:
         (length,) = _LENGTH.unpack_from(payload)
@@ -99,6 +99,7 @@ def unpack(payload: memoryview) -> Unpacked:
             dtype = _DTYPES[dtype_name]
             count = math.prod(shape)
             size = count * dtype.itemsize
+            # The sign needs its own check, because two negative sizes have a positive product.
             if min(shape, default=0) < 0 or position + size > payload.nbytes:
                 raise ValueError(f"'{name}' does not fit")
             flat = torch.frombuffer(payload, dtype=dtype, count=count, offset=position) if count else torch.empty(0)

@@ -1,8 +1,8 @@
-"""One peer's messages over a connection that may break and be replaced without losing or repeating any.
+"""Messages to and from one peer, over a connection that may be replaced without losing or repeating messages.
 
-Messages become frames. Small messages are one frame and go before pieces of large ones, so that a bulk transfer
-delays no decision. Frames are numbered by the order in which they are written; the receiver confirms how many it has,
-and after a reconnection the sender repeats the rest.
+Messages are sent as frames. A small message is a single frame and overtakes pieces of large ones, so that bulk
+transfers do not delay decisions. Frames are numbered implicitly, in the order of writing. The receiver confirms the
+number of frames that it has; after a reconnection, the sender repeats the rest.
 """
 
 from __future__ import annotations
@@ -31,37 +31,37 @@ from lightning_autosync.relaxed.transport.messages import (
 )
 
 _HEAD = struct.Struct("<BIQ")
-"""A frame's type, and two sizes (or a count), see below."""
+"""A frame's type and two sizes (or a count); see below."""
 
 _SMALL, _LARGE, _PIECE, _BEAT, _LEAVE = range(5)
 """
-SMALL: a whole message: bytes of its JSON head, bytes of its payload, which follow.
-LARGE: a message whose payload follows in pieces: bytes of its JSON head, which follows; bytes of the payload.
-PIECE: the next bytes of the large message under way.
-BEAT: how many frames the sender of the beat has received; the only frame that is not numbered.
-LEAVE: the last frame; the peer closes.
+SMALL: a complete message. Sizes of its JSON head and of its payload, which both follow.
+LARGE: the head of a large message. Sizes of its JSON head, which follows, and of its payload.
+PIECE: the next bytes of the current large message.
+BEAT: number of frames that the sender of the beat has received; the only frame that is not numbered.
+LEAVE: the last frame before the peer closes.
 """
 
 SMALL_MESSAGE = 64 * 1024
-"""Payload bytes up to which a message is copied, sent in one frame, and goes before large ones."""
+"""Largest payload in bytes of a small message, which is copied, sent in one frame, and overtakes large ones."""
 
 PIECE = 256 * 1024
-"""Payload bytes of a large message between which small ones may pass."""
+"""Bytes per piece of a large message; small messages may pass between pieces."""
 
 Place = Callable[[str, dict[str, Any], int], memoryview | None]
-"""Where a large payload shall go, by kind, header and bytes; None leaves it to the stream."""
+"""Returns memory for a large payload, from kind, header and size; None if the stream shall allocate it."""
 
 
 class ProtocolError(ExchangeError):
-    """The peer sent what no process of a mesh sends."""
+    """The peer sent data that violates the protocol."""
 
 
 class _Frame(NamedTuple):
     buffers: tuple[memoryview, ...]
     sent: Sent | None
-    """The message that this frame is a part of, unless it was settled before."""
+    """The message to which this frame belongs, if its confirmation settles or moves that message."""
     last: bool = True
-    """Whether it completes that message."""
+    """Whether the frame completes that message."""
 
 
 class _Inbound(NamedTuple):
@@ -74,9 +74,15 @@ class FrameStream:
     """Frames to and from one peer. Used by the mesh's thread only.
 
     Args:
-        place: asked for the destination of each large payload.
-        deliver: given each complete message; ``sender`` is ``peer``.
-        largest: payload bytes that a message may have at most.
+        peer: rank of the peer.
+        place: called for the memory of each large payload.
+        deliver: called with each complete message.
+        largest: limit on the payload of a message in bytes.
+
+    Attributes:
+        received: number of frames received from the peer.
+        beat_due: whether to send a beat next.
+        peer_left: whether the peer has taken leave.
     """
 
     def __init__(self, peer: int, place: Place, deliver: Callable[[Mail], None], largest: int) -> None:
@@ -103,7 +109,7 @@ class FrameStream:
     # Sending
 
     def post(self, message: Message) -> None:
-        """Queue a message; the payload of a small one is copied, so it may change at once."""
+        """Queue a message; the payload of a small message is copied, so it may change at once."""
         if payload_size(message.payload) <= SMALL_MESSAGE:
             copy = memoryview(b"".join(message.payload))
             self._small.append(message._replace(payload=[copy]))
@@ -112,17 +118,17 @@ class FrameStream:
             self._large.append(message)
 
     def leave(self) -> None:
-        """Say goodbye after all that is queued."""
+        """Take leave after all queued messages."""
         self._leave = True
 
     @property
     def idle(self) -> bool:
-        """Whether the peer has confirmed everything."""
+        """Whether the peer has confirmed all messages."""
         waiting = self._small or self._large or self._unconfirmed or self._writing or self._leave
         return not waiting
 
     def write(self, connection: socket.socket, most: int) -> tuple[int, bool]:
-        """Write about ``most`` bytes; returns the bytes written, and whether more can be written as soon as possible.
+        """Write about ``most`` bytes; returns the number of bytes written, and whether there is more to write.
 
         Raises:
             OSError: the connection broke.
@@ -143,10 +149,10 @@ class FrameStream:
         return total, True
 
     def resume(self, peer_received: int) -> None:
-        """Go on over a new connection, on which the peer said how many frames it has.
+        """Continue over a new connection; repeat all frames after the first ``peer_received``.
 
         Raises:
-            ProtocolError: it cannot have so many, or so few.
+            ProtocolError: the peer cannot have this number of frames.
         """
         self._confirm(peer_received)
         self._repeat = deque(self._unconfirmed)
@@ -154,7 +160,7 @@ class FrameStream:
         self._begin_head()
 
     def abandon(self, error: ExchangeError) -> None:
-        """Nothing will be sent any more."""
+        """Send nothing more: all unconfirmed messages fail with ``error``."""
         for message in (*self._small, *self._large):
             message.sent.settle(error)
         for frame in (*self._pieces, *self._unconfirmed):
@@ -210,11 +216,11 @@ class FrameStream:
     # Receiving
 
     def read(self, connection: socket.socket, most: int) -> int:
-        """Read about ``most`` bytes; returns how many came. What came before the connection broke is taken in first.
+        """Read about ``most`` bytes and return their number. Data from before a break is handled before the break.
 
         Raises:
-            OSError: the connection broke, and nothing was left; ConnectionResetError if the peer closed it.
-            ProtocolError: nonsense came.
+            OSError: the connection broke, and no data was left; ConnectionResetError if the peer closed it.
+            ProtocolError: the peer violated the protocol.
         """
         total = 0
         while total < most:
@@ -224,7 +230,7 @@ class FrameStream:
                 break
             except OSError:
                 if total:
-                    break  # it is told again, by the next call
+                    break  # the next call raises it again
                 raise
             if count == 0 and total:
                 break
@@ -238,7 +244,7 @@ class FrameStream:
 
     @property
     def beaten(self) -> bool:
-        """Whether a beat came since the last look; resets it."""
+        """Whether a beat came since the last access, which resets this."""
         beaten, self._beaten = self._beaten, False
         return beaten
 
@@ -246,7 +252,7 @@ class FrameStream:
         self._body, self._pending = None, memoryview(self._head)
 
     def _advance(self) -> None:
-        """A frame's head or body is complete."""
+        """Handle a complete head or body of a frame."""
         kind, first, second = _HEAD.unpack(self._head)
         if self._body is None:
             self._body = self._destination(kind, first, second)
@@ -279,7 +285,7 @@ class FrameStream:
     def _complete(self, kind: int, first: int, second: int, body: memoryview) -> None:
         if kind == _SMALL:
             name, header = self._parse(body[:first])
-            # A copy, so that numbers in it are aligned.
+            # A copy, so that the payload is aligned for tensors.
             self._deliver(Mail(self.peer, name, header, memoryview(bytearray(body[first:]))))
         elif kind == _LARGE:
             if self._inbound is not None:
@@ -297,7 +303,7 @@ class FrameStream:
         assert self._inbound is not None
         if self._filled == self._inbound.payload.nbytes:
             inbound, self._inbound = self._inbound, None
-            # The sender waits for this to get its buffer back.
+            # Confirm at once, because the sender may wait to change its buffer.
             self.beat_due = True
             self._deliver(Mail(self.peer, *inbound))
 
@@ -310,7 +316,7 @@ class FrameStream:
         return place.cast("B")
 
     def _new_room(self, size: int) -> memoryview:
-        """Memory that the system provides as the payload comes, however large the peer says that it will be."""
+        """Memory for ``size`` bytes. The system provides pages only as data arrives, so a large claim costs nothing."""
         try:
             return np.empty(size, dtype=np.uint8).data
         except MemoryError:
@@ -342,12 +348,12 @@ def _piece_frames(message: Message) -> Iterator[_Frame]:
 
 
 FORGIVEN = 5
-"""Absences of this process in a row that excuse a peer's silence: a live one is heard as soon as it is listened to."""
+"""Absences of this process in a row that excuse a peer's silence. A live peer is heard soon after each of them."""
 
 
 @dataclass(eq=False)
 class Connection:
-    """A live peer: its stream of frames, the socket under it at the moment, and when it was last heard."""
+    """A live peer: its stream of frames, its current socket, and its last sign of life. Times are monotonic seconds."""
 
     stream: FrameStream
     limit: SilenceLimit
@@ -355,28 +361,28 @@ class Connection:
     sock: socket.socket | None = None
     heard: float = 0.0
     deadline: float = math.inf
-    """When to give up: a broken connection that is not replaced, or a peer that left and does not close."""
+    """Time to give up a broken connection that is not replaced, or to close the connection of a peer that has left."""
     watching_writes: bool = False
     disputed: bool = False
-    """The peer is of lower rank and cannot be reached; the others are asked whether they can."""
+    """Whether this process cannot hear the peer, which has a lower rank, and has asked other peers whether they can."""
     silent_from: float | None = None
-    """When the last sign of life came before a silence for which the connection is being replaced."""
+    """Time of the last sign of life before the silence for which the connection is being replaced."""
     _absences: int = 0
 
     def attach(self, sock: socket.socket, now: float) -> None:
-        """Go on over ``sock``, on which a beat is due at once."""
+        """Continue over ``sock``; a beat is due at once."""
         self.sock, self.heard, self.disputed, self.watching_writes = sock, now, False, False
         self.limit.pause()
         self.stream.beat_due = True
 
     def hear(self, now: float) -> None:
-        """Something came from the peer."""
+        """Note data from the peer."""
         self.heard, self.silent_from, self._absences = now, None, 0
         if not self.stream.peer_left:
             self.deadline = math.inf
 
     def forgive(self, absence: float) -> None:
-        """This process itself was stopped for ``absence`` seconds, which do not count as the peer's silence."""
+        """Do not count ``absence`` seconds, in which this process itself was stopped, as silence of the peer."""
         self._absences += 1
         if self._absences <= FORGIVEN:
             self.heard += absence

@@ -1,6 +1,6 @@
-"""Ranks made slow on purpose, in any Trainer: what heterogeneity costs can be tried on equal machines.
+"""Callbacks that slow ranks down on purpose, to measure the cost of heterogeneity on equal machines.
 
-`lightning.SlowRanks` is the callback for lightning.pytorch, `pytorch.SlowRanks` that for pytorch_lightning. In
+`lightning.SlowRanks` is the callback for lightning.pytorch, `pytorch.SlowRanks` for pytorch_lightning. In
 ``autosync train``::
 
     trainer:

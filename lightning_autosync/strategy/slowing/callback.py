@@ -1,4 +1,4 @@
-"""The base of the callbacks that slow ranks down."""
+"""The common base of the callbacks that slow ranks down."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_autosync.errors import DocumentError
 from lightning_autosync.measure.models.straggler import Slowdown, Straggler, StragglerSettings
 
 BACKWARD = 2.0
-"""A backward pass computes about this many times as much as the forward pass before it."""
+"""Computation of a backward pass relative to that of its forward pass."""
 
 
 class SlowingMixin:
@@ -71,10 +71,10 @@ class SlowingMixin:
         self._slow_down(trainer)
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        self._slow_down(trainer)  # a batch without backward
+        self._slow_down(trainer)  # for a batch without a backward pass
 
     def _slow_down(self, trainer: Any) -> None:
-        """Sleep, once a batch."""
+        """Sleep, once per batch."""
         if not self._due or self._straggler is None:
             return
         self._due = False
