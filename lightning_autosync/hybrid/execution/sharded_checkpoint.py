@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.optim import Optimizer
 
+from lightning_autosync.hybrid.execution.checked_reader import CheckedReader
 from lightning_autosync.hybrid.execution.shards import Chunk, Shard
 from lightning_autosync.hybrid.execution.split_model import SplitModel
 
@@ -95,13 +96,17 @@ def load_sharded(
     """Read what `save_sharded` wrote, on whatever mesh, into the model and its optimizers; collective.
 
     States that the optimizers do not have yet are made.
+
+    Raises:
+        DocumentError: the folder's table of contents is damaged, or holds something else than tensors.
     """
-    stored = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    reader = CheckedReader(folder)
+    stored = reader.read_metadata().state_dict_metadata
     tensors = _model_tensors(module, split)
     for number, optimizer in enumerate(optimizers):
         _make_states(number, module, optimizer, split, stored)
         tensors |= _optimizer_tensors(number, module, optimizer, split)
-    dcp.load(tensors, checkpoint_id=folder)
+    dcp.load(tensors, storage_reader=reader)
 
 
 def _model_tensors(module: nn.Module, split: SplitModel | None) -> dict[str, Any]:
