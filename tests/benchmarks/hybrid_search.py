@@ -1,0 +1,73 @@
+"""How far coordinate descent ends from the exact optimum on chains, and how long searches take.
+
+``python -m tests.benchmarks.hybrid_search`` needs neither a cluster nor root.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from itertools import pairwise
+
+import torch
+from torch import nn
+
+from lightning_autosync.cluster import ClusterSpec
+from lightning_autosync.hybrid.capture import capture
+from lightning_autosync.hybrid.cost import LayerCosts, Settings
+from lightning_autosync.hybrid.exact import exact
+from lightning_autosync.hybrid.mesh import Links, near_order, shapes
+from lightning_autosync.hybrid.pricing import Pricing
+from lightning_autosync.hybrid.rates import HybridRates
+from lightning_autosync.hybrid.search import search
+from lightning_autosync.hybrid.structure import structure
+from lightning_autosync.hybrid.tables import tables
+
+CHAINS, RANKS = 40, 8
+WIDTHS = (256, 512, 1024, 2048, 4096)
+RATE = "1 Gbit/s"
+ADDING_UP = Settings(overlap=False)
+"""The exact optimum is that of costs that add up."""
+
+
+def main() -> None:
+    ratios = [_ratio(random.Random(seed)) for seed in range(CHAINS)]
+    optimal = sum(ratio < 1 + 1e-9 for ratio in ratios)
+    print(
+        f"{CHAINS} chains of 4 to 12 linear layers on {RANKS} ranks: found / optimal step time, median "
+        f"{statistics.median(ratios):.4f}, largest {max(ratios):.4f}, optimal in {optimal}"
+    )
+    print("layers  ranks  seconds of a search over all meshes")
+    for layers in (24, 96):
+        graph = capture(_blocks(layers), torch.zeros(8, 512))
+        for ranks in (16, 64, 256, 1024):
+            cluster = ClusterSpec.uniform(ranks // 8, 8, RATE)
+            start = time.perf_counter()
+            search(graph, cluster)
+            print(f"{layers:6}  {ranks:5}  {time.perf_counter() - start:.1f}", flush=True)
+
+
+def _ratio(rng: random.Random) -> float:
+    """The step time that a search finds, as a multiple of the least of all meshes."""
+    widths = [rng.choice(WIDTHS) for _ in range(rng.randint(5, 13))]
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(one, other) for one, other in pairwise(widths)))
+    graph = capture(model, torch.zeros(rng.choice((4, 32, 256)), widths[0]))
+    cluster = ClusterSpec.uniform(RANKS, 1, RATE)
+    least = []
+    for mesh in shapes(RANKS):
+        pricing = Pricing(mesh, near_order(cluster), Links(cluster), HybridRates())
+        least.append(exact(tables(structure(graph), LayerCosts(pricing, ADDING_UP)))[1])
+    return search(graph, cluster, settings=ADDING_UP).best.step_seconds / min(least)
+
+
+def _blocks(layers: int) -> nn.Sequential:
+    """Layers of different widths, so that none repeats another."""
+    widths = [512, *(512 + 64 * (number % 24) for number in range(1, layers)), 512]
+    with torch.device("meta"):
+        return nn.Sequential(*(nn.Linear(one, other) for one, other in pairwise(widths)))
+
+
+if __name__ == "__main__":
+    main()
