@@ -60,8 +60,8 @@ class PlanArrays:
         prediction: the replay's prediction.
         fluid: seconds of the step as predicted by the replay's fluid model.
         mode, compressor: [messages] indices into `MODES` and `COMPRESSORS`.
-        by_servers, local, row_wise: [messages] 1 if servers reduce, if nodes aggregate first, if the message is row-wise;
-            else 0.
+        by_servers, local, row_wise: [messages] 1 if servers reduce, if nodes aggregate first, if the message is
+            row-wise; else 0.
         priority: [messages] priority of the group.
         bytes: [messages] bytes that a step changes.
         members: [variables] message of each variable, in backward order.
