@@ -147,7 +147,7 @@ class _Tracer:
         return _Flow(origin, axes, shape)
 
     def _at_home(self, node: fx.Node, moving: Sequence[_Flow], shape: tuple[int, ...]) -> _Flow | None:
-        """A new node for an operation on whole values of each rank's own samples; None if its inputs are such values."""
+        """A new node for an operation on whole values of each rank's own samples; None if its inputs are already."""
         edges = []
         for argument in node.all_input_nodes:
             flow = self._flows[argument]
