@@ -76,7 +76,7 @@ class Surroundings:
         return known[key]
 
     def wrap(self, local: Tensor, layout: Layout) -> Tensor:
-        """A rank's part of a value for code outside of layers: a plain tensor in the home layout, else an activation."""
+        """A rank's part of a value for code outside of layers: a plain tensor at home, otherwise an activation."""
         return local if layout.home else Activation(local, layout, self)
 
 
