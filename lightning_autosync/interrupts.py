@@ -65,6 +65,7 @@ def remove_at_end(folder: str) -> None:
 
 
 def _end(number: int, frame: FrameType | None) -> None:
+    # os._exit below skips all exit handlers, so folders are removed here.
     for folder in _folders:
         shutil.rmtree(folder, ignore_errors=True)
     with suppress(OSError):  # standard error may be closed
@@ -74,6 +75,7 @@ def _end(number: int, frame: FrameType | None) -> None:
 
 def _raise_later(unraisable: Any) -> None:
     if issubclass(unraisable.exc_type, KeyboardInterrupt):
+        # The main thread handles the signal, by then outside of the destructor or callback that swallowed it.
         again = threading.Timer(_REPEAT, signal.raise_signal, (signal.SIGINT,))
         again.daemon = True
         again.start()

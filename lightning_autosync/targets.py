@@ -50,6 +50,7 @@ def make(field: str, configuration: dict[str, Any], kind: type = object) -> Any:
     _add_working_directory()
     target = configuration.get("_target_")
     try:
+        # "all" converts nested configurations to plain lists and mappings, which user code expects.
         made = instantiate(configuration, _convert_="all")
     except InstantiationException as error:
         raise DocumentError(f"{field}: '{target}': {_line(error.__cause__ or error)}") from error

@@ -97,6 +97,7 @@ def synchronization_limit(spec: ClusterSpec) -> Limit:
     if spec.world_size > EXACT_RANKS:
         return Limit(tuple(find_cuts(link_graph)), exact=False)
     packing: Packing[Any] = mirrored_packing(link_graph) if link_graph.symmetric else _paired_packing(link_graph)
+    # Only the cluster's links may have bursts, so the prices of local links, which follow them, are left out.
     return Limit((Cut(packing.rate, float(packing.prices[: 2 * len(spec.links)].sum())),), exact=True)
 
 

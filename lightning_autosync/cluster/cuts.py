@@ -82,6 +82,7 @@ class _PlaceGraph:
         self._sources = numpy.array([index[channel.source] for channel in channels])
         self._targets = numpy.array([index[channel.target] for channel in channels])
         self._rates = link_graph.capacities
+        # Only the cluster's links may have bursts; the local links that follow them have none.
         self._shaped = (numpy.arange(len(channels)) < 2 * len(link_graph.spec.links)).astype(float)
         self._ends = numpy.array([index[end] for end in link_graph.ends])
         self.by_rank = self._nowhere()

@@ -202,7 +202,7 @@ class _Builder:
         return len(takers) == 1 and not self._operators[index].meets
 
     def _after(self, index: int) -> list[int]:
-        """Who takes an operator's result, seen through meetings that are no choice."""
+        """The consumers of an operator's result; meetings without a choice are replaced by their own consumers."""
         found = []
         for taker in self._takers(index):
             found += self._after(taker) if taker in self._alias else [taker]

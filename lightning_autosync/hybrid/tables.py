@@ -25,7 +25,7 @@ from lightning_autosync.hybrid.plan import HybridPlan, LayerPlan, Layout, Signat
 from lightning_autosync.hybrid.structure import Flow, Structure
 
 ILLEGAL = 1e6
-"""Penalty in seconds of illegal combinations."""
+"""Penalty in seconds of illegal combinations; finite, because the descent subtracts costs and inf - inf is NaN."""
 
 
 @dataclass

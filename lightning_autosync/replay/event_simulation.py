@@ -278,6 +278,7 @@ def _set_rates(connections: FrameConnections, state: _State, capacities: Floats)
     """Max-min fair rates by progressive filling: all grow together until a channel on their way is full."""
     residual, load = capacities.copy(), numpy.zeros(len(capacities))
     growing = 0
+    # While rates are computed, -1 marks connections that still grow, and -2 those that this round fixes.
     for number in range(len(state.current)):
         if state.current[number] >= 0:
             state.rate[number] = -1.0
@@ -299,7 +300,7 @@ def _set_rates(connections: FrameConnections, state: _State, capacities: Floats)
                 state.rate[number] = -2.0
         for number in range(len(state.current)):
             if state.current[number] >= 0 and state.rate[number] == -2.0:
-                state.rate[number] = min(least, 1e30)
+                state.rate[number] = min(least, 1e30)  # finite, because an infinite rate times 0 seconds is NaN
                 growing -= 1
                 _add(connections, state, number, -1.0, load)
                 _add(connections, state, number, -state.rate[number], residual)

@@ -120,6 +120,7 @@ def drain(conditions: StageConditions, capacities: Floats, slots: int, tokens: F
                 times.moved[stage] = min(times.moved[stage], now)
         if step == numpy.inf:
             return times
+        # Jump exactly to an event: after rounding, the sum could be just before it.
         now = coming if now + step >= coming else now + step
         if shaped:
             refill(flow, capacities, tokens, burst, step)
@@ -225,7 +226,7 @@ def _share(work: Floats, capacities: Floats, state: _State, deepest: int, bound:
         growing = 0
         for stage in range(len(work)):
             if state.level[stage] == current:
-                state.rate[stage] = -1.0
+                state.rate[stage] = -1.0  # not fixed yet
                 growing += 1
         while growing:
             growing -= _fill_one(work, residual, state, current, bound)

@@ -193,6 +193,7 @@ def _ones(word: numpy.uint64) -> int:
     """Number of bits that are set."""
     bits = 0
     while word:
+        # Clears the lowest bit that is set. All operands are uint64: numba converts a mix with int64 to float64.
         word &= word - numpy.uint64(1)
         bits += 1
     return bits

@@ -64,6 +64,7 @@ class NetworkArrays:
         self.capacities: Floats = numpy.concatenate(
             [self.link_graph.capacities, numpy.ones(self.ranks), numpy.array(shared, dtype=float)]
         )
+        # Only the cluster's links are shaped; the local links that follow them have no burst.
         self.burst: Floats = numpy.where(
             numpy.arange(len(self.capacities)) < 2 * len(cluster.links), constants.burst, 0.0
         )

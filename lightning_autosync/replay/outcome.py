@@ -34,7 +34,7 @@ class StartOrder(NamedTuple):
 
     @staticmethod
     def of(schedule: Schedule, stages: Sequence[Stage], slowest: Compute, host_work: HostWork | None) -> StartOrder:
-        """The order in which the engine starts the stages of a schedule; ``host_work`` where ranks share cores."""
+        """The order in which the engine starts a schedule's stages; ``host_work`` is None if ranks share no cores."""
         count = len(stages)
         release, delay = numpy.zeros(count), numpy.zeros(count)
         after = numpy.full((count, 3), -1, dtype=numpy.int64)

@@ -141,6 +141,7 @@ def _add_work(
         if paths.shared >= 0:
             own[paths.shared] += 2 * handling + sending + receiving
         pair = source * ranks + target
+        # All operands are uint64: numba converts a mix with int64 to float64.
         pairs[stage, pair >> 6] |= numpy.uint64(1) << numpy.uint64(pair & 63)
 
 

@@ -100,6 +100,7 @@ class Replay:
             times, packed = self._run_frames(step, tokens) if in_frames else self._run_fluid(step, tokens)
             spans, synchronized = _message_spans(step, times, packed)
             step_time = synchronized + self._workload.optimizer_time / min(self._speeds)
+            # Buckets continue to fill between the end of the last stage and the end of the step.
             idle = max(0.0, step_time - float(times.end.max(initial=0.0)))
             tokens = numpy.minimum(tokens + idle * self._network.capacities, self._network.burst)
             if abs(tokens - before).sum() <= _STEADY * self._network.burst.sum():

@@ -108,6 +108,7 @@ def mesh_groups(plan: HybridPlan, members: Sequence[int], timeout: timedelta | N
         timeout: timeout of collectives.
     """
     found: Groups = {}
+    # Sorted, because all ranks must create process groups in the same order.
     for dimensions in sorted(map(sorted, _needed(plan))):
         cosets = (tuple(sorted(members[rank] for rank in ranks)) for ranks in plan.groups(dimensions))
         found[frozenset(dimensions)] = {ranks: _group_of(ranks, timeout) for ranks in cosets}

@@ -123,6 +123,7 @@ class GradientReduction:
         for name, part in self._split.parts.items():
             if part.parameter.requires_grad and part.replicas:
                 by_dimensions.setdefault(part.replicas, {})[name] = part
+        # Sorted, because creating an engine is collective and ranks must do so in the same order.
         for dimensions in sorted(by_dimensions):
             self._engines.append(self._engine(dimensions, by_dimensions[dimensions]))
             if self._settings.check_replicas:

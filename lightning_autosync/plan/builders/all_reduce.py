@@ -38,7 +38,7 @@ def all_reduce(
 
     Args:
         workload: the variables.
-        cluster: where they are synchronized.
+        cluster: the cluster on which they are synchronized.
         topology: topology of each message.
         bucket_bytes: bytes at which a message closes (DDP's ``bucket_cap_mb``).
         first_bucket_bytes: the same for the first message; smaller, so that communication starts early.

@@ -28,7 +28,7 @@ def partial_reduce(
 
     Args:
         workload: the variables.
-        cluster: where they are synchronized.
+        cluster: the cluster on which they are synchronized.
         group_size: number of ranks per group (P). None takes the largest divisor of the number of ranks up to half of
             it, but at least 2; a P that is not a divisor leaves workers idle.
         weighting: ``dynamic`` weights depend on staleness, ``constant`` weights do not.

@@ -27,7 +27,7 @@ class Refinement:
 
     Args:
         workload: the variables.
-        cluster: where they are synchronized.
+        cluster: the cluster on which they are synchronized.
     """
 
     def __init__(self, workload: Workload, cluster: ClusterSpec) -> None:
@@ -157,7 +157,7 @@ def _travel(group: Group) -> Group:
 
 
 def _with(group: Group, variables: Sequence[str]) -> Group:
-    """A message of other variables that travels in the same way. It is cut flat: others may lack its axis."""
+    """A message with other variables and the same settings. It is cut flat, because they may lack the cut axis."""
     partition = group.partition
     if partition is not None and partition.axis is not None:
         partition = partition.model_copy(update={"axis": None})

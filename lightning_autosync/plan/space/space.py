@@ -122,7 +122,7 @@ class PlanSpace:
 
     Args:
         workload: the variables.
-        cluster: where they are synchronized.
+        cluster: the cluster on which they are synchronized.
         semantics: the highest level allowed, ``exact`` or ``compressed``.
         runs: largest number of blocks of small variables per element type.
         lone: largest number of large variables with choices of their own.
