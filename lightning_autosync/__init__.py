@@ -1,8 +1,8 @@
-"""Plans for how data-parallel Lightning jobs synchronize: ``Trainer(strategy="autosync")``.
+"""Plans how data-parallel Lightning jobs synchronize: ``Trainer(strategy="autosync")``.
 
-Importing the package registers its strategies, whether Lightning was imported before or is imported later. It
-loads neither Lightning nor torch by itself: every public name below is imported when it is first used, and
-``__version__`` is read from the installed package's metadata then.
+Importing the package registers its strategies, whether Lightning was imported before or is imported later. The import
+loads neither Lightning nor torch: every public name below is imported on first use, and ``__version__`` is then read
+from the metadata of the installed package.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        from importlib.metadata import version  # its import takes as long as that of the rest of this module
+        from importlib.metadata import version  # late: this import takes as long as the rest of this module
 
         return version("lightning-autosync")
     if name not in _HOMES:

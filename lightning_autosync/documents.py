@@ -1,7 +1,7 @@
-"""Reading and writing the package's own documents: clusters, workloads, plans.
+"""Reading and writing the package's documents: clusters, workloads, plans.
 
-A document is a frozen pydantic model with a format line (``autosync-plan/1``), one YAML or JSON
-form, and one clear error for whatever is wrong with it, naming file and field.
+A document is a frozen pydantic model with a format line (``autosync-plan/1``) and a YAML or JSON form. Every fault is
+reported as one error that names the file and the field.
 """
 
 from __future__ import annotations
@@ -32,53 +32,54 @@ RecordType = TypeVar("RecordType", bound="Record")
 ConfigurationType = TypeVar("ConfigurationType", bound="Configuration")
 
 MOST_BYTES = 16 * 2**20
-"""Limit of a document's file, or of a line of a file that has a document a line."""
+"""Largest size of a document's file, or of a line in a file with one document per line."""
 MOST_YAML_BYTES = 4 * 2**20
-"""Limit of a YAML file; its reader takes a second a megabyte."""
+"""Largest size of a YAML file, because its reader takes a second per megabyte."""
 MOST_VALUES = 500_000
-"""Limit of values in a document, with the aliases of YAML written out."""
+"""Largest number of values in a document, with YAML aliases expanded."""
 MOST_NODES = 100_000
-"""Limit of nodes of a YAML document as it is written: reading takes a kilobyte for each. JSON has no such limit."""
+"""Largest number of nodes in a YAML text, because its reader takes a kilobyte per node. JSON has no such limit."""
 MOST_LEVELS = 64
-"""Limit of lists and mappings within each other."""
+"""Largest depth of nested lists and mappings."""
 LARGEST_NUMBER = 1e60
-"""Limit of numbers where no field has a lower one: products of a few such numbers are still finite."""
+"""Largest absolute value of a number without a field's own limit; products of a few such numbers are still finite."""
 MOST_DIGITS = 400
-"""Limit of digits of a number in YAML, whose reader takes quadratic time."""
+"""Largest number of digits of a number in YAML, because its reader takes quadratic time."""
 LEAST, LONGEST = 1e-12, 1e9
-"""Limits in seconds of anything that was measured."""
+"""Smallest and largest measured time in seconds."""
 LARGEST = 2**53
-"""The largest whole number in a document: beyond, floats would not tell neighbours apart."""
+"""Largest integer in a document: above it, floats cannot represent every integer."""
 Integer = Annotated[int, Strict(), Field(ge=-LARGEST, le=LARGEST)]
-"""A whole number; neither ``true`` nor ``\"2\"`` is one."""
+"""An integer; ``true`` and ``\"2\"`` are refused."""
 Index = Annotated[Integer, Field(ge=0)]
-"""A whole number from 0 on."""
+"""An integer of at least 0."""
 Count = Annotated[Integer, Field(gt=0)]
-"""A whole number from 1 on."""
+"""An integer of at least 1."""
 Taken = Annotated[float, Field(ge=LEAST, le=LONGEST)]
-"""Measured seconds, which are not zero."""
+"""Measured seconds above zero."""
 Spent = Annotated[float, Field(ge=0, le=LONGEST)]
-"""Measured seconds, which may be zero."""
+"""Measured seconds, possibly zero."""
 Moment = Annotated[float, Field(ge=-LONGEST, le=LONGEST)]
-"""Seconds since some beginning, which may be negative."""
+"""Seconds since a reference time, possibly negative."""
 _SHOWN = 100
-"""Characters of a wrong value that an error shows."""
+"""Number of characters of a wrong value in an error."""
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _FIELD = re.compile(r"\w+(?:\.\w+|\[\d+\])*")
-"""How an error names a field: ``links[2].bandwidth``."""
+"""A field's name in errors: ``links[2].bandwidth``."""
 _PART = re.compile(r"(\w+)|\[(\d+)\]")
 _NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 _BLOCK = 1 << 16
-"""Bytes that are searched at once for the end of a line."""
+"""Number of bytes read at once in the search for the end of a line."""
 
 
 class Record(BaseModel):
-    """A frozen part of a document; fields that it does not know are refused."""
+    """A frozen part of a document; unknown fields are refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     def model_copy(self: RecordType, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> RecordType:
-        """A copy with some fields replaced, unchecked, as pydantic does it. Cached properties are dropped."""
+        """A copy with some fields replaced, without validation, as in pydantic. Cached properties are dropped."""
+        # pydantic copies the whole `__dict__`, so cached properties would keep values of the old fields.
         copy = super().model_copy(update=update, deep=deep)
         for name in copy.__dict__.keys() - type(self).model_fields.keys():
             del copy.__dict__[name]
@@ -86,13 +87,13 @@ class Record(BaseModel):
 
 
 PLAIN = ConfigDict(extra="forbid", allow_inf_nan=False)
-"""The ``__pydantic_config__`` of dataclasses that `checked` makes: as strict as records."""
+"""``__pydantic_config__`` of dataclasses that `checked` validates, which makes them as strict as records."""
 
 
 class Configuration(Record):
-    """Settings of a command, or a part of them: plain data from a config, checked field by field.
+    """Settings of a command, or a part of them: plain data from a config, validated field by field.
 
-    ``RENAMED`` maps earlier names of fields to the names of today. Data with an earlier name still works, and warns.
+    ``RENAMED`` maps old names of fields to their current names. Old names still work, but warn.
     """
 
     RENAMED: ClassVar[Mapping[str, str]] = {}
@@ -107,7 +108,7 @@ class Configuration(Record):
         """Settings from plain data.
 
         Raises:
-            DocumentError: the first thing wrong, by field.
+            DocumentError: the data is wrong; the message names the first wrong field.
         """
         try:
             return cls.model_validate(data)
@@ -116,13 +117,13 @@ class Configuration(Record):
 
 
 def with_todays_names(data: Any, renamed: Mapping[str, str]) -> Any:
-    """Plain data in which keys that were renamed have the names of today; each one warns (``FutureWarning``).
+    """Plain data in which renamed keys have their current names; each old key warns (``FutureWarning``).
 
-    A value under an earlier name goes before one under the name of today: the latter may be a default from ``conf/``.
+    A value under an old name takes precedence over one under the current name, which may be a default from ``conf/``.
 
     Args:
-        data: a mapping; anything else is returned as it is.
-        renamed: earlier names and those of today.
+        data: a mapping; anything else is returned unchanged.
+        renamed: current names by old names.
     """
     if not isinstance(data, dict) or not (found := renamed.keys() & data.keys()):
         return data
@@ -139,7 +140,7 @@ def with_todays_names(data: Any, renamed: Mapping[str, str]) -> Any:
 class Document(Record):
     """A frozen record with a file form.
 
-    Subclasses set ``FORMAT`` (name and version of the file form) and ``ERROR`` (what to raise).
+    Subclasses set ``FORMAT`` (name and version of the file form) and ``ERROR`` (class of the errors).
     """
 
     FORMAT: ClassVar[str]
@@ -150,7 +151,7 @@ class Document(Record):
         """Build the document from plain data; ``source`` names its origin in errors.
 
         Raises:
-            DocumentError: (the subclass's own) if the format line or any field is wrong.
+            DocumentError: the format line or a field is wrong (the class is ``ERROR``).
         """
         where = source or cls.__name__
         if not isinstance(data, dict):
@@ -163,18 +164,22 @@ class Document(Record):
             raise cls.ERROR(f"{where}: {describe_validation_error(error)}") from None
 
     def to_dict(self) -> dict[str, Any]:
-        """The document as plain data, its format line first; fields at their default are left out."""
+        """The document as plain data, the format line first; fields with default values are left out."""
         return {"format": self.FORMAT, **self.model_dump(mode="json", exclude_defaults=True)}
 
     @classmethod
     def load(cls: type[DocumentType], path: str | os.PathLike[str]) -> DocumentType:
-        """Read the document from a ``.yaml``, ``.yml`` or ``.json`` file."""
+        """Read the document from a ``.yaml``, ``.yml`` or ``.json`` file.
+
+        Raises:
+            DocumentError: the file cannot be read, or its content is wrong (the class is ``ERROR``).
+        """
         data = read_data(path, cls.ERROR)
         with naming_lines(path):
             return cls.from_dict(data, source=str(path))
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the document as YAML, or as JSON if the name ends so; whole or not at all."""
+        """Write the document atomically, as JSON if the file's suffix is ``.json``, else as YAML."""
         write_data(path, self.to_dict())
 
     @property
@@ -192,7 +197,7 @@ class Document(Record):
 
 
 def check_format(found: Any, expected: str, where: str, error: type[DocumentError]) -> None:
-    """Refuse a missing, foreign or future format line."""
+    """Raise ``error`` for a missing, unknown or newer format line."""
     name, version = expected.rsplit("/", 1)
     if found == expected:
         return
@@ -210,9 +215,9 @@ def check_format(found: Any, expected: str, where: str, error: type[DocumentErro
 
 
 def describe_validation_error(error: ValidationError, data: Any = None) -> str:
-    """One line for the first thing wrong, and the count of the rest; ``data`` is what was validated."""
+    """One line with the first problem and the number of further ones; ``data`` is the validated data."""
     problems = error.errors(include_url=False)
-    # A list whose only item is wrong is also reported as too short; the item's own error says more.
+    # A list whose only item is wrong is also reported as too short, but the item's own error says more.
     problems = [problem for problem in problems if problem["type"] != "too_short"] or problems
     first = problems[0]
     message = shortened(first["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, "), 5 * _SHOWN)
@@ -232,7 +237,7 @@ def _render_location(location: tuple[int | str, ...], data: Any) -> str:
     for part in location:
         if isinstance(data, dict):
             if part == data.get("kind"):
-                continue  # pydantic also names the alternative that a kind chose, which is no field
+                continue  # pydantic also names the alternative of a discriminated union, which is not a field
             data = data.get(part)
         elif isinstance(data, list) and isinstance(part, int) and part < len(data):
             data = data[part]
@@ -242,7 +247,7 @@ def _render_location(location: tuple[int | str, ...], data: Any) -> str:
 
 @contextmanager
 def naming_lines(path: str | os.PathLike[str], source: str | None = None) -> Iterator[None]:
-    """Errors within the block that begin with ``SOURCE: FIELD`` of this file also name the line."""
+    """Add the line number to errors within the block that start with ``SOURCE: FIELD`` of this file."""
     try:
         yield
     except DocumentError as error:
@@ -251,11 +256,11 @@ def naming_lines(path: str | os.PathLike[str], source: str | None = None) -> Ite
 
 
 def _line_of(path: Path, text: str) -> int | None:
-    """The line of the field that a text begins with, or of its parent; None if neither is found."""
+    """The line of the field at the start of a text, or of its parent; None if neither is found."""
     field = _FIELD.match(text)
     try:
-        node = yaml.compose(read_text(path), _Loader)  # of which JSON is a part
-    except Exception:  # it could be read as JSON alone
+        node = yaml.compose(read_text(path), _Loader)  # also reads JSON, which is a subset of YAML
+    except Exception:  # a JSON file beyond the limits of YAML
         return None
     line = None
     for name, index in _PART.findall(field[0] if field else ""):
@@ -273,7 +278,7 @@ def _line_of(path: Path, text: str) -> int | None:
 
 
 def read_text(path: Path, error: type[DocumentError] = DocumentError, source: str | None = None) -> str:
-    """The text of a file. ``error`` is raised if it cannot be read; ``source`` names the file there."""
+    """The text of a file. Raises ``error`` if it cannot be read; ``source`` names the file in the message."""
     source = source or str(path)
     try:
         size, most = path.stat().st_size, MOST_BYTES if path.suffix == ".json" else MOST_YAML_BYTES
@@ -281,7 +286,7 @@ def read_text(path: Path, error: type[DocumentError] = DocumentError, source: st
             raise error(f"{source}: {size} bytes; allowed: {most} at most ({MOST_BYTES} of JSON)")
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as cause:
-        why = cause.strerror if isinstance(cause, OSError) else cause  # the error itself names the file again
+        why = cause.strerror if isinstance(cause, OSError) else cause  # str(cause) would name the file again
         raise error(f"{source}: cannot be read: {why}") from None
 
 
@@ -292,18 +297,18 @@ def read_data(
     *,
     finite: bool = True,
 ) -> Any:
-    """Plain data from a YAML or JSON file: None, bool, int, float, str, lists, and mappings with text for keys.
+    """Plain data from a YAML or JSON file: None, bool, int, float, str, lists, and mappings with text keys.
 
-    No key occurs twice, and the limits of this module hold.
+    Duplicate keys and data beyond the limits of this module are refused.
 
     Args:
-        path: of the file.
-        error: what is raised.
-        source: names it in errors, in place of the path.
-        finite: whether infinities and NaN are refused. Results of which only a part is read may have them.
+        path: path of the file.
+        error: class of the errors.
+        source: name of the file in errors; the path by default.
+        finite: whether infinities and NaN are refused. Results may have them in parts that are not used.
 
     Raises:
-        DocumentError: (``error``) the file cannot be read, or is not plain data.
+        DocumentError: the file cannot be read, or is not plain data (the class is ``error``).
     """
     path = Path(path)
     source = source or str(path)
@@ -314,10 +319,10 @@ def read_data(
 
 
 def parse_json(text: Any, source: str, error: type[DocumentError] = DocumentError, *, finite: bool = True) -> Any:
-    """Plain data, as `read_data` gives it, from JSON text that is not a file; ``source`` says where the text is.
+    """Plain data as in `read_data`, from a JSON text; ``source`` names the origin of the text.
 
     Raises:
-        DocumentError: (``error``) it is not plain data.
+        DocumentError: it is not plain data (the class is ``error``).
     """
     if not isinstance(text, str):
         raise error(f"{source}: not valid JSON: expected text, got {type(text).__name__}")
@@ -325,12 +330,12 @@ def parse_json(text: Any, source: str, error: type[DocumentError] = DocumentErro
 
 
 def whole_lines(path: Path, error: type[DocumentError] = DocumentError) -> Iterator[tuple[str, str]]:
-    """The place and the text of each line of a file; none if there is no file.
+    """The place (``PATH:LINE``) and the text of each line of a file; nothing if there is no file.
 
-    A last line that was cut off is left out.
+    A truncated last line is left out.
 
     Raises:
-        DocumentError: (``error``) the file cannot be read, or a line is too long or no text.
+        DocumentError: the file cannot be read, or a line is too long or not UTF-8 (the class is ``error``).
     """
     if not path.exists():
         return
@@ -354,10 +359,10 @@ def _decoded(line: bytes, source: str, error: type[DocumentError]) -> str:
 
 
 def checked(kind: type[Kind], data: Any, source: str, error: type[DocumentError] = DocumentError) -> Kind:
-    """A value of a type (a dataclass, a mapping of records, ...) from plain data; ``source`` says where that is.
+    """A value of a type (a dataclass, a mapping of records, ...) from plain data; ``source`` names the data's origin.
 
     Raises:
-        DocumentError: (``error``) the first thing wrong, by field.
+        DocumentError: the data is wrong; the message names the first wrong field (the class is ``error``).
     """
     try:
         return cast("Kind", _adapter(cast("Hashable", kind)).validate_python(data))
@@ -375,7 +380,7 @@ def _parsed(parse: Callable[[], Any], language: str, source: str, error: type[Do
         data = parse()
     except RecursionError:
         raise error(f"{source}: not valid {language}: nested too deeply") from None
-    except Exception as cause:  # PyYAML does not catch errors of its conversions
+    except Exception as cause:  # PyYAML's conversions of scalars raise errors of all kinds
         why = " ".join(str(cause).split()).replace('in "<unicode string>", line', "at line")
         raise error(f"{source}: not valid {language}: {shortened(why, 3 * _SHOWN)}") from None
     if (unfit := _unfit(data, finite)) is not None:
@@ -384,7 +389,7 @@ def _parsed(parse: Callable[[], Any], language: str, source: str, error: type[Do
 
 
 def _from_json(text: str) -> Any:
-    # There is one such character before each value. Few of them are within texts, so the count is close enough.
+    # An estimate before parsing: one of these characters precedes each value, and few of them occur within texts.
     count = 1 + sum(text.count(mark) for mark in ",[{")
     if count > MOST_VALUES:
         raise ValueError(f"it has some {count} values; allowed: {MOST_VALUES} at most")
@@ -392,11 +397,11 @@ def _from_json(text: str) -> Any:
 
 
 def _unfit(data: Any, finite: bool) -> str | None:
-    """The first value that no document may have, by field; None if there is none."""
+    """The reason why a document is refused, with the field of its first wrong value; None if all values are allowed."""
     if (why := _wrong(data, finite)) is not None:
         return why
     place: list[int | str] = []
-    levels = [_parts(data)]  # iterators, because a document may have many values
+    levels = [_parts(data)]  # iterators instead of lists, because a document may have many values
     while levels:
         key, value = next(levels[-1], (None, None))
         if key is None:
@@ -415,14 +420,14 @@ def _unfit(data: Any, finite: bool) -> str | None:
 
 
 def _parts(value: Any) -> Iterator[tuple[Any, Any]]:
-    """The items of a value, by key or index."""
+    """The items of a value with their keys or indices."""
     if isinstance(value, dict):
         return iter(value.items())
     return enumerate(value) if isinstance(value, list) else iter(())
 
 
 def _wrong(value: Any, finite: bool) -> str | None:
-    """Why a value, apart from its items, may not be in a document; None if it may."""
+    """Why a value, apart from its items, is not allowed in a document; None if it is allowed."""
     if isinstance(value, dict):
         wrong = next((key for key in value if not isinstance(key, str) or not _is_text(key)), None)
         return None if wrong is None else f"a key is no text: {shown(wrong)}; put it in quotes"
@@ -442,20 +447,20 @@ def _is_text(value: str) -> bool:
 
 
 def shown(value: Any) -> str:
-    """A wrong value, as errors show it."""
+    """A wrong value as text for errors."""
     try:
         return shortened(repr(value))
-    except ValueError:  # Python refuses to write very long numbers
+    except ValueError:  # Python refuses to convert very long integers to text
         return f"a number of {value.bit_length()} bits"
 
 
 def shortened(text: str, most: int = _SHOWN) -> str:
-    """The beginning of a long text."""
+    """The text, truncated to ``most`` characters."""
     return text if len(text) <= most else f"{text[:most]}..."
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses duplicate keys, of which PyYAML would keep the last, and documents that become large in memory."""
+    """Refuses duplicate keys (PyYAML would keep the last value) and documents that would need much memory."""
 
     _nodes = 0
 
@@ -479,7 +484,7 @@ class _Loader(yaml.SafeLoader):
         return node
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        # Checked before merge keys (<<) are resolved, because merged keys may be overridden.
+        # Checked before merge keys (<<) are resolved, because a mapping may override merged keys.
         node: yaml.MappingNode = super().compose_mapping_node(anchor)
         seen = set()
         for key, _ in node.value:
@@ -491,11 +496,11 @@ class _Loader(yaml.SafeLoader):
 
 
 def _expanded(node: yaml.Node, known: dict[int, int | None]) -> int:
-    """The number of values of a node, each alias written out.
+    """The number of values in a node, with aliases expanded.
 
     Args:
-        node: with all below it.
-        known: results by identity of nodes; None while a node is being counted.
+        node: root of the counted nodes.
+        known: results by ``id`` of nodes; None while a node is being counted, which detects cycles.
     """
     if id(node) in known:
         count = known[id(node)]
@@ -522,7 +527,7 @@ def _mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def write_data(path: str | os.PathLike[str], data: Any) -> None:
-    """Write plain data as YAML, or as JSON if the name ends so."""
+    """Write plain data as JSON if the file's suffix is ``.json``, else as YAML."""
     write_text(path, json.dumps(data, indent=2) + "\n" if Path(path).suffix == ".json" else as_yaml(data))
 
 
@@ -533,14 +538,14 @@ def as_yaml(data: Any) -> str:
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Write a temporary file and rename it into place, so that readers see the whole file or the old one."""
+    """Write a file atomically, by renaming a temporary file: readers see the whole new file or the old one."""
     write_bytes(path, text.encode())
 
 
 def write_bytes(path: str | os.PathLike[str], content: bytes) -> None:
-    """As `write_text`, for a file that is not text."""
+    """Like `write_text`, for binary content."""
     path = Path(path)
-    # Not by tempfile: only the owner may read its files, whatever the umask.
+    # Without the module tempfile, whose files only the owner may read, whatever the umask.
     aside = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -555,10 +560,10 @@ def write_bytes(path: str | os.PathLike[str], content: bytes) -> None:
 
 @contextmanager
 def writing(path: str | os.PathLike[str]) -> Iterator[None]:
-    """System errors within the block become errors about the file.
+    """Convert system errors within the block to errors that name the file.
 
     Raises:
-        UnwritableError: in place of an ``OSError``.
+        UnwritableError: instead of an ``OSError``.
     """
     try:
         yield
@@ -569,7 +574,7 @@ def writing(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def identity(directory: Path) -> str:
-    """A unique name of this directory, which it keeps. A directory at the same path of another machine has another."""
+    """A unique and persistent name of this directory, which differs from those of equal paths on other machines."""
     file = directory / ".identity"
     if not file.exists():
         write_text(file, f"{directory.absolute()} {secrets.token_hex(4)}\n")
@@ -578,12 +583,12 @@ def identity(directory: Path) -> str:
 
 @contextmanager
 def held(path: Path, refusal: Exception) -> Iterator[None]:
-    """Hold a lock file within the block; the lock ends with this process, however that ends.
+    """Hold a lock file within the block; the operating system releases the lock if this process dies.
 
-    ``refusal`` is raised if another process holds the file.
+    Raises ``refusal`` if another process holds the lock.
 
     Raises:
-        UnwritableError: the file cannot be made.
+        UnwritableError: the file cannot be created.
     """
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -591,16 +596,16 @@ def held(path: Path, refusal: Exception) -> Iterator[None]:
     with file:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:  # systems differ in the kind
+        except OSError:  # the error's class and number differ between systems
             raise refusal from None
         yield
 
 
 def append_lines(path: str | os.PathLike[str], lines: str) -> None:
-    """Append whole lines to a file, which is made if there is none.
+    """Append whole lines to a file, which is created if necessary.
 
-    They follow the last whole line: a part of a line that a killed process left is dropped. Processes that share a file
-    need a lock of their own.
+    A truncated last line, which a killed process may have left, is dropped first. Processes that share a file need a
+    lock of their own.
     """
     path = Path(path)
     with writing(path):
@@ -611,7 +616,7 @@ def append_lines(path: str | os.PathLike[str], lines: str) -> None:
 
 
 def _end_of_lines(file: IO[bytes]) -> int:
-    """The position after the last whole line."""
+    """The position behind the last whole line."""
     end = file.seek(0, os.SEEK_END)
     while end > 0:
         start = max(0, end - _BLOCK)
@@ -624,15 +629,15 @@ def _end_of_lines(file: IO[bytes]) -> int:
 
 
 def canonical(data: Any) -> str:
-    """The canonical JSON text of plain data: keys sorted, no blanks."""
+    """The canonical JSON text of plain data, with sorted keys and without blanks."""
     return json.dumps(data, sort_keys=True, separators=(",", ":"))
 
 
 def digest(data: Any) -> str:
-    """Twelve hexadecimal digits that name plain data."""
+    """A digest of plain data with twelve hexadecimal digits."""
     return digest_text(canonical(data))
 
 
 def digest_text(text: str) -> str:
-    """`digest` of the data with this canonical text."""
+    """The `digest` of the data with this canonical text."""
     return hashlib.sha256(text.encode()).hexdigest()[:12]

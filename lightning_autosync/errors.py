@@ -1,10 +1,10 @@
-"""The errors that users of the package can meet."""
+"""The errors that the package raises."""
 
 from __future__ import annotations
 
 
 class AutoSyncError(Exception):
-    """Base of every error of this package; its message says what, where and what is allowed."""
+    """Base class of every error of this package; its message says what is wrong, where, and what is allowed."""
 
 
 class DocumentError(AutoSyncError, ValueError):
@@ -12,7 +12,7 @@ class DocumentError(AutoSyncError, ValueError):
 
 
 class UnwritableError(DocumentError, OSError):
-    """A file cannot be written: its disk is full or read-only, or its folder is no folder."""
+    """A file cannot be written, for example because the disk is full or read-only."""
 
 
 class ClusterError(DocumentError):
@@ -24,23 +24,28 @@ class WorkloadError(DocumentError):
 
 
 class PlanError(DocumentError):
-    """A synchronization plan is wrong, or made for another model or cluster."""
+    """A plan is wrong, or was made for another model or cluster."""
 
 
 class EquivalenceError(PlanError):
-    """A split model does not compute what the unsplit one does, or the two cannot be compared."""
+    """A split model does not compute the same as the unsplit one, or the two cannot be compared."""
 
 
 class TuningError(AutoSyncError, RuntimeError):
-    """A tuning run cannot go on; its study keeps the results so far."""
+    """A tuning run cannot continue; its study keeps the results so far."""
 
 
 class ExchangeError(AutoSyncError, RuntimeError):
-    """An exchange between ranks failed: a lost peer, a time-out, or peers that disagree."""
+    """An exchange between ranks failed: a peer is lost, a timeout expired, or peers disagree."""
 
 
 class PeerLost(ExchangeError):  # noqa: N818 - an event, named as one
-    """A process that this one needs is gone: it died, was silent for too long, or has left."""
+    """A required process is gone: it died, was silent for too long, or has left.
+
+    Attributes:
+        peer: rank of the process.
+        why: reason.
+    """
 
     def __init__(self, peer: int, why: str) -> None:
         super().__init__(f"rank {peer} is lost: {why}")
@@ -52,15 +57,22 @@ class PeerLost(ExchangeError):  # noqa: N818 - an event, named as one
 
 
 class MeshTimeout(ExchangeError):  # noqa: N818 - an event, named as one
-    """No message came within the time-out."""
+    """No message arrived within the timeout."""
 
 
 class Expelled(ExchangeError):  # noqa: N818 - an event, named as one
-    """The other processes continue without this one, which can come back under a new incarnation."""
+    """The other processes continue without this one, which can rejoin under a new incarnation."""
 
 
 class GroupBroken(ExchangeError):  # noqa: N818 - an event, named as one
-    """A group's average failed, and this member keeps its values. ``lost`` are the members that are gone."""
+    """A group's average failed, and this member keeps its values.
+
+    Attributes:
+        generation: number of the group.
+        members: ranks of the group.
+        lost: ranks of the members that are gone.
+        why: reason.
+    """
 
     def __init__(self, generation: int, members: tuple[int, ...], lost: tuple[int, ...], why: str) -> None:
         super().__init__(f"group {generation} of ranks {', '.join(map(str, members))} broke: {why}")

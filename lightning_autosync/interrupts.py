@@ -1,4 +1,4 @@
-"""How signals end a command: a Ctrl-C is never lost and prints no traceback, and work is ended in order."""
+"""Signals: a Ctrl-C is never lost and prints no traceback, and commands end their work in order."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from types import FrameType
 from typing import Any
 
 STATUS = 128 + signal.SIGINT
-"""Exit status after a Ctrl-C, as shells have it."""
+"""Exit status after a Ctrl-C, as in shells."""
 _REPEAT = 0.05
-"""Seconds after which a Ctrl-C that was swallowed is raised again."""
+"""Seconds after which a swallowed Ctrl-C is raised again."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _folders: list[str] = []
 _received = False
@@ -31,18 +31,18 @@ _DEFAULT_HANDLERS = (signal.SIG_DFL, signal.default_int_handler, _raise)
 
 
 def received() -> bool:
-    """Whether a Ctrl-C came after `raise_again`.
+    """Whether a Ctrl-C was received after `raise_again` or within `signals_as_exceptions`.
 
-    Libraries may turn its exception into one of their own, or fail later because it was swallowed halfway.
+    Libraries may turn its exception into one of their own, or swallow it and fail later.
     """
     return _received
 
 
 def end_at_once() -> None:
-    """From now on a Ctrl-C ends this process at once. For the times before work begins and after it ends.
+    """From now on a Ctrl-C ends this process at once. Use this before work begins and after it has ended.
 
-    Imports, and an interpreter that ends, may swallow an exception. Where a Ctrl-C is ignored, as in the background of
-    a shell, or has another handler, nothing changes.
+    Then an exception could be lost: imports and the end of the interpreter may swallow it. If Ctrl-C is ignored, as in
+    the background of a shell, or has another handler, nothing changes.
     """
     is_main = threading.current_thread() is threading.main_thread()
     if is_main and signal.getsignal(signal.SIGINT) in _DEFAULT_HANDLERS:
@@ -50,9 +50,9 @@ def end_at_once() -> None:
 
 
 def raise_again() -> None:
-    """From now on a Ctrl-C raises `KeyboardInterrupt` as usual, and again where that is swallowed.
+    """From now on a Ctrl-C raises `KeyboardInterrupt` as usual, and raises it again if it is swallowed.
 
-    Exceptions within destructors and callbacks of the garbage collector are swallowed.
+    Python swallows exceptions in destructors and in callbacks of the garbage collector.
     """
     if signal.getsignal(signal.SIGINT) is _end:
         signal.signal(signal.SIGINT, _raise)
@@ -60,11 +60,12 @@ def raise_again() -> None:
 
 
 def remove_at_end(folder: str) -> None:
-    """Have a folder removed if a Ctrl-C ends this process at once."""
+    """Remove a folder if a Ctrl-C ends this process at once."""
     _folders.append(folder)
 
 
 def _end(number: int, frame: FrameType | None) -> None:
+    # os._exit below skips all exit handlers, so folders are removed here.
     for folder in _folders:
         shutil.rmtree(folder, ignore_errors=True)
     with suppress(OSError):  # standard error may be closed
@@ -74,6 +75,7 @@ def _end(number: int, frame: FrameType | None) -> None:
 
 def _raise_later(unraisable: Any) -> None:
     if issubclass(unraisable.exc_type, KeyboardInterrupt):
+        # The main thread handles the signal, by then outside of the destructor or callback that swallowed it.
         again = threading.Timer(_REPEAT, signal.raise_signal, (signal.SIGINT,))
         again.daemon = True
         again.start()
@@ -82,7 +84,7 @@ def _raise_later(unraisable: Any) -> None:
 
 
 class SignalExceptions:
-    """The signals that came in a block of `signals_as_exceptions`."""
+    """The signals received in a block of `signals_as_exceptions`."""
 
     def __init__(self) -> None:
         self._deferring = False
@@ -90,7 +92,7 @@ class SignalExceptions:
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
-        """Within the block no signal raises; the first one raises at its end. For what must be done completely."""
+        """Defer signals: the first one raises at the end of the block. Use this for work that must be completed."""
         self._deferring = True
         try:
             yield
@@ -112,8 +114,8 @@ class SignalExceptions:
 def signals_as_exceptions() -> Iterator[SignalExceptions]:
     """Within the block SIGTERM and SIGHUP raise `SystemExit` with a shell's status, and SIGINT `KeyboardInterrupt`.
 
-    So those who wait for other processes can end these first. Signals that are ignored or have another handler are left
-    alone. In threads other than the main one, which alone gets signals, nothing changes.
+    So code that waits for other processes can end these first. Signals that are ignored or have another handler are
+    left alone. In other threads than the main one nothing changes, because only the main thread handles signals.
     """
     found, before = SignalExceptions(), {}
     if threading.current_thread() is threading.main_thread():
@@ -130,10 +132,10 @@ def signals_as_exceptions() -> Iterator[SignalExceptions]:
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Within the block a Ctrl-C is held back; it is raised at the end. Blocks may be nested.
+    """Defer a Ctrl-C to the end of the block. Blocks may be nested.
 
-    For code that reads or writes a study: after an interruption in the middle, its storage could not be used to end the
-    run in order, because a lock could be held or its cache incomplete.
+    This is for code that reads or writes a study. If it were interrupted, a lock could stay held or a cache incomplete,
+    and the storage could not be used to end the run in order.
     """
     with signals_as_exceptions() as found, found.deferred():
         yield

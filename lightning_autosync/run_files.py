@@ -1,4 +1,4 @@
-"""Files of runs, with which an interrupted command resumes."""
+"""Files of runs, from which an interrupted command resumes."""
 
 from __future__ import annotations
 
@@ -29,20 +29,21 @@ REMEDY = "go on with the settings that the file has, or give another file as run
 
 
 class RunFile(Generic[Run]):
-    """A line with the settings that all runs share, then a line a run. A last line that was cut off is ignored.
+    """A file with a line for the settings that all runs share, then one line per run. A truncated last line is ignored.
 
     Args:
-        path: of the file; made with the first run that is added.
-        form: its format, for example ``autosync-rehearsal-runs/3``.
-        what: names the source of the runs in messages, for example ``a rehearsal``.
-        settings: plain data of which a run depends, besides its key.
+        path: path of the file, which is created when the first run is added.
+        form: format of the file, for example ``autosync-rehearsal-runs/3``.
+        what: source of the runs in messages, for example ``a rehearsal``.
+        settings: plain data on which runs depend, besides their keys.
         kind: class of the runs.
 
     Attributes:
-        runs: by key; the last run of a key counts.
+        runs: runs by key; the last run with a key counts.
 
     Raises:
-        DocumentError: its runs were made with other settings (the message names the field), or it is no such file.
+        DocumentError: the runs were made with other settings (the message names the field), or the file has another
+            format.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class RunFile(Generic[Run]):
                 self._has_header = True
 
     def append(self, run: Run) -> None:
-        """Add a run."""
+        """Append a run to the file."""
         header = [] if self._has_header else [{"format": self._form, "settings": self._settings}]
         append_lines(self._path, "".join(json.dumps(line) + "\n" for line in (*header, asdict(run))))
         self._has_header = True
@@ -85,7 +86,7 @@ class RunFile(Generic[Run]):
 
 
 def alone(path: Path) -> AbstractContextManager[None]:
-    """Keep other processes from adding runs to the file within the block.
+    """Prevent other processes from adding runs to the file within the block.
 
     Raises:
         DocumentError: another process is adding runs, or the lock file cannot be made.

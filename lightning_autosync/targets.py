@@ -13,7 +13,7 @@ from lightning_autosync.errors import DocumentError
 
 
 def check_target(field: str, configuration: dict[str, Any] | None) -> None:
-    """Refuse a ``_target_`` that does not exist.
+    """Check that a ``_target_`` can be imported.
 
     Raises:
         DocumentError: it cannot be imported; the message says why.
@@ -23,7 +23,7 @@ def check_target(field: str, configuration: dict[str, Any] | None) -> None:
 
 
 def find(field: str, name: str) -> Any:
-    """The object of a dotted name.
+    """The object with a dotted name.
 
     Raises:
         DocumentError: it cannot be imported; the message says why.
@@ -39,10 +39,10 @@ def find(field: str, name: str) -> Any:
 
 
 def make(field: str, configuration: dict[str, Any], kind: type = object) -> Any:
-    """The object that ``configuration`` describes, a ``kind``.
+    """Instantiate ``configuration``.
 
     Raises:
-        DocumentError: it cannot be made, or is something else.
+        DocumentError: this fails, or the object is not a ``kind``.
     """
     from hydra.errors import InstantiationException
     from hydra.utils import instantiate
@@ -50,6 +50,7 @@ def make(field: str, configuration: dict[str, Any], kind: type = object) -> Any:
     _add_working_directory()
     target = configuration.get("_target_")
     try:
+        # "all" converts nested configurations to plain lists and mappings, which user code expects.
         made = instantiate(configuration, _convert_="all")
     except InstantiationException as error:
         raise DocumentError(f"{field}: '{target}': {_line(error.__cause__ or error)}") from error
@@ -59,10 +60,10 @@ def make(field: str, configuration: dict[str, Any], kind: type = object) -> Any:
 
 
 def make_arguments(field: str, configuration: dict[str, Any]) -> dict[str, Any]:
-    """Plain arguments; values with a ``_target_`` inside are instantiated.
+    """Plain arguments, in which values with a ``_target_`` are instantiated.
 
     Raises:
-        DocumentError: one cannot be made.
+        DocumentError: an instantiation fails.
     """
     from hydra.errors import InstantiationException
     from hydra.utils import instantiate
@@ -77,7 +78,7 @@ def make_arguments(field: str, configuration: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def _hydra_silent() -> Iterator[None]:
-    """Within the block Hydra does not log the error that it raises as well."""
+    """Silence Hydra's logger within the block: Hydra logs errors that it also raises."""
     logger = logging.getLogger("hydra.utils")
     before, logger.disabled = logger.disabled, True
     try:
@@ -91,6 +92,6 @@ def _line(error: BaseException) -> str:
 
 
 def _add_working_directory() -> None:
-    """Let modules of the working directory be imported, after all that are installed; workers inherit the path."""
+    """Append the working directory to ``sys.path``, so that its modules can be imported; workers inherit the path."""
     if os.getcwd() not in (os.path.abspath(path) for path in sys.path):
         sys.path.append(os.getcwd())

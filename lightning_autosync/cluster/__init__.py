@@ -1,4 +1,4 @@
-"""What the machines offer: the cluster, its channels and routes, its bounds and its best trees."""
+"""The cluster: machines and links, channels and routes, bounds on synchronization, and packed trees."""
 
 from __future__ import annotations
 

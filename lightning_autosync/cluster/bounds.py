@@ -1,8 +1,7 @@
-"""How fast a cluster can synchronize at best, how fast the usual methods do, and how short a step can be.
+"""Lower bounds on the times of synchronization and of a step, and the times of usual methods.
 
-To synchronize a size is to leave at every rank the sum of all ranks' data of that many bytes. Sizes are in
-bytes, times in seconds and rates in bytes/s. Latencies and protocol overheads are left out, so the least times here
-are bounds.
+After synchronizing a size, every rank has the sum of all ranks' data of that many bytes. Sizes are in bytes, times in
+seconds and rates in bytes/s. Latencies and protocol overheads are left out, so the times here are lower bounds.
 """
 
 from __future__ import annotations
@@ -28,16 +27,16 @@ TreePair = tuple[Parents, Parents]
 
 
 EXACT_RANKS = 64
-"""Ranks up to which the linear program is solved: its pairs of ranks grow with the square of their number."""
+"""Largest number of ranks for which the linear program is solved; its size grows with the number of pairs of ranks."""
 
 
 @dataclass(frozen=True)
 class Limit:
-    """How fast a cluster can synchronize.
+    """A bound on how fast a cluster can synchronize.
 
     Attributes:
-        cuts: each bounds it, the slowest first; none for one rank.
-        exact: whether some method reaches the bound; else it is a *cut bound*, and the best method may take longer.
+        cuts: cuts that bound the rate, the slowest first; empty for one rank.
+        exact: whether some method reaches the bound; otherwise it is a *cut bound*, and the best method may be slower.
     """
 
     cuts: tuple[Cut, ...]
@@ -45,28 +44,28 @@ class Limit:
 
     @property
     def rate(self) -> float:
-        """Bytes/s that can be synchronized at most; infinite for one rank."""
+        """Largest rate of synchronization in bytes/s; infinite for one rank."""
         return min((cut.rate for cut in self.cuts), default=math.inf)
 
     def seconds(self, size: float, burst: float = 0.0) -> float:
-        """The least time to synchronize ``size`` bytes.
+        """Lower bound in seconds on synchronizing ``size`` bytes.
 
         Args:
-            size: bytes.
-            burst: bytes that each direction of a link lets pass at once where it was at rest, as emulated links do:
-                so a channel carries up to ``bandwidth x seconds + burst``.
+            size: bytes to synchronize.
+            burst: bytes that each direction of an idle link passes at once, as emulated links do. A channel then
+                carries up to ``bandwidth x seconds + burst``.
         """
         return max((cut.seconds(size, burst) for cut in self.cuts), default=0.0)
 
 
 def one_switch_time(bandwidths: Sequence[float], size: float) -> float:
-    """The least time on one switch whose links carry ``bandwidths`` either way: a closed form.
+    """The minimal time in seconds on one switch whose links carry ``bandwidths`` in each direction: a closed form.
 
     ``size x max(1 / min b, 2 (n - 1) / sum b)``: every rank sends and receives the size once, and all ranks
     together send 2 (n - 1) times the size.
 
     Raises:
-        ClusterError: no bandwidth, or one that is not more than zero.
+        ClusterError: there is no bandwidth, or one is not above zero.
     """
     if not bandwidths or min(bandwidths) <= 0:
         raise ClusterError("bandwidths: expected one rate of more than zero for each rank")
@@ -77,14 +76,13 @@ def one_switch_time(bandwidths: Sequence[float], size: float) -> float:
 
 @lru_cache(maxsize=64)
 def synchronization_limit(spec: ClusterSpec) -> Limit:
-    """What bounds the synchronization of a cluster.
+    """The bound on the synchronization of a cluster.
 
-    Each byte is reduced along some tree to some root and broadcast along some tree from it. For one switch there is a
-    closed form (`one_switch_time`). Elsewhere, up to `EXACT_RANKS` ranks, the linear program over all such pairs of
-    trees and the routes of :class:`LinkGraph` is solved by column generation; its dual prices make one cut of all
-    channels. Where all links are symmetric a pair and its mirror image can be averaged, so trees used both ways are
-    enough. For more ranks the cuts of :mod:`lightning_autosync.cluster.cuts` are taken, which may be short of what is
-    possible.
+    Each byte is reduced along a tree to its root and broadcast from there along another tree. For one switch there is a
+    closed form (`one_switch_time`). Otherwise, up to `EXACT_RANKS` ranks, column generation solves the linear program
+    over all pairs of trees with the routes of :class:`LinkGraph`, and its dual prices make one cut of all channels. If
+    all links are symmetric, a pair and its mirror image can be averaged, so trees used in both directions are enough.
+    For more ranks the bound is that of the cuts of :mod:`lightning_autosync.cluster.cuts`, which may not be reachable.
 
     Raises:
         ClusterError: the rates of the cluster are unknown.
@@ -99,24 +97,25 @@ def synchronization_limit(spec: ClusterSpec) -> Limit:
     if spec.world_size > EXACT_RANKS:
         return Limit(tuple(find_cuts(link_graph)), exact=False)
     packing: Packing[Any] = mirrored_packing(link_graph) if link_graph.symmetric else _paired_packing(link_graph)
+    # Only the cluster's links may have bursts, so the prices of local links, which follow them, are left out.
     return Limit((Cut(packing.rate, float(packing.prices[: 2 * len(spec.links)].sum())),), exact=True)
 
 
 def synchronization_rate(spec: ClusterSpec) -> float:
-    """The most bytes/s that the cluster can synchronize; see `synchronization_limit`."""
+    """Largest rate in bytes/s at which the cluster can synchronize; see `synchronization_limit`."""
     return synchronization_limit(spec).rate
 
 
 def synchronization_time(spec: ClusterSpec, size: float) -> float:
-    """The least time to synchronize ``size`` bytes; see `synchronization_limit`."""
+    """Lower bound in seconds on synchronizing ``size`` bytes; see `synchronization_limit`."""
     return synchronization_limit(spec).seconds(size)
 
 
 def ring_time(spec: ClusterSpec, size: float) -> float:
-    """The least time of a ring all-reduce in rank order.
+    """Lower bound in seconds on a ring all-reduce in rank order.
 
-    Each rank sends ``2 (n - 1) / n x size`` to the one before it, as gloo does (NCCL chooses for itself); the time
-    is that of the channel that all arcs over it together fill the longest.
+    Each rank sends ``2 (n - 1) / n x size`` to the previous one, as in gloo (NCCL chooses its own order). The time is
+    that of the busiest channel, which may carry several arcs of the ring.
 
     Raises:
         ClusterError: the rates of the cluster are unknown.
@@ -131,12 +130,12 @@ def ring_time(spec: ClusterSpec, size: float) -> float:
 
 
 def server_shares(spec: ClusterSpec) -> tuple[float, ...]:
-    """The share of the data that each rank should reduce as a server; the shares sum to 1.
+    """[ranks] share of the data that each rank should reduce as a server; the shares sum to 1.
 
-    ``w_i = (T b_i / S - 1) / (n - 2)``, none below 0, with T the closed form of :func:`one_switch_time` and
-    b_i the rate of the rank's way out of its node: the node's links, shared equally by its ranks. On one
-    switch with a rank per node these shares reach the bound. Two ranks send the same whatever the shares;
-    theirs are proportional to b_i.
+    ``w_i = (T b_i / S - 1) / (n - 2)``, but at least 0. T is the closed form of :func:`one_switch_time` for size S, and
+    b_i is the rate of the rank's way out of its node: the node's links, shared equally by its ranks. On one switch with
+    one rank per node these shares reach the bound. Two ranks send the same amount for any shares, so theirs are
+    proportional to b_i.
 
     Raises:
         ClusterError: the rates of the cluster are unknown.
@@ -151,7 +150,7 @@ def server_shares(spec: ClusterSpec) -> tuple[float, ...]:
 
 
 def _way_out(spec: ClusterSpec, node_index: int) -> float:
-    """Bytes/s at which a rank of the node can both send and receive; without links, the local rate."""
+    """Bytes/s at which a rank of the node can both send and receive; the local rate if there are no links."""
     node = spec.nodes[node_index]
     if not spec.links:
         return spec.local_bandwidth
@@ -160,7 +159,7 @@ def _way_out(spec: ClusterSpec, node_index: int) -> float:
 
 
 def _link_rates(spec: ClusterSpec, name: str) -> Iterator[tuple[float | None, float | None]]:
-    """Out of the node and into it, for each of its links."""
+    """Bytes/s out of the node and into it, for each of its links."""
     for link in spec.links:
         if link.a == name:
             yield link.bandwidth, link.reverse_bandwidth
@@ -169,7 +168,7 @@ def _link_rates(spec: ClusterSpec, name: str) -> Iterator[tuple[float | None, fl
 
 
 def _one_switch(spec: ClusterSpec) -> list[float]:
-    """The rate of each node's link where every node has one rank and one symmetric link to one switch; else empty."""
+    """[nodes] rate of each node's link if every node has one rank and one symmetric link to one switch; else empty."""
     ends = [{link.a, link.b} - set(spec.switches) for link in spec.links]
     if len(spec.switches) != 1 or len(spec.links) != len(spec.nodes) or any(node.devices > 1 for node in spec.nodes):
         return []
@@ -180,7 +179,7 @@ def _one_switch(spec: ClusterSpec) -> list[float]:
 
 
 def _paired_packing(link_graph: LinkGraph) -> Packing[TreePair]:
-    """The best packing with one tree to reduce along and another, of the same root, to broadcast along."""
+    """The best packing of pairs of trees with the same root, one for the reduce and one for the broadcast."""
     count = link_graph.world_size
     arcs = [(i, j) for i in range(count) for j in range(count) if i != j]
     arc_loads = link_graph.load_rows([arc] for arc in arcs)
@@ -199,14 +198,14 @@ def _paired_packing(link_graph: LinkGraph) -> Packing[TreePair]:
 
 
 def _transfers(pair: TreePair) -> list[tuple[int, int]]:
-    """From rank to rank, along one tree to its root and along the other from it."""
+    """Pairs of source and target rank: up the first tree to its root, then down the second tree."""
     upward, downward = pair
     up = [(rank, parent) for rank, parent in enumerate(upward) if parent >= 0]
     return up + [(parent, rank) for rank, parent in enumerate(downward) if parent >= 0]
 
 
 def _pair_seeds(count: int) -> Iterator[TreePair]:
-    """Every rank as root: of a star, and of a ring (towards it and onwards from it)."""
+    """For every rank as root: a star, and a ring (a chain that ends at the root and one that starts there)."""
     starting_at = list(chains(count))
     for root, star in enumerate(stars(count)):
         hub = root_at(star, root, count)
@@ -224,34 +223,34 @@ def least_step_time(
     framing: float = 1.0,
     burst: float = 0.0,
 ) -> float:
-    """The least seconds of a synchronous step, whatever the plan.
+    """Lower bound in seconds on a synchronous step, for every plan.
 
-    No byte of a gradient travels before some rank has it, and from any moment on the cluster synchronizes at most
-    at the rate R of :func:`~lightning_autosync.cluster.bounds.synchronization_rate`. So if B(t) bytes become ready
-    at t or later, they are not synchronized before ``forward + t + framing x B(t) / R``; the optimizer needs all of
-    them and the end of backward. With the ready times t of the gradients, a step takes at least
+    No byte of a gradient is sent before some rank has it, and the cluster never synchronizes faster than the rate R of
+    :func:`~lightning_autosync.cluster.bounds.synchronization_rate`. So if B(t) bytes become ready at t or later, they
+    are not synchronized before ``forward + t + framing x B(t) / R``. The optimizer needs all of them and the end of
+    backward. With the ready times t of the gradients, a step takes at least
 
         ``forward + max(backward, max over t of t + framing x B(t) / R) + optimizer``
 
-    which is the makespan of one machine of rate R whose jobs have release dates; working them off in the order of
-    release attains it. For gradients that are ready at once it is
+    This is the makespan of one machine of rate R whose jobs have release dates; processing them in the order of release
+    attains it. If all gradients are ready at once it is
     :func:`~lightning_autosync.cluster.bounds.synchronization_time`. Latencies and the filling of pipelines are left
     out.
 
-    Where rested links let a burst pass at once, a channel carries ``bandwidth x seconds + burst`` from t on; what this
-    saves on the channels that bind is taken off B(t) (see :class:`~lightning_autosync.cluster.Limit`), in every step,
-    whether or not its links had a rest. Where nodes differ in speed, gradients are ready when the fastest node has them
-    (its share could be summed early), passes and optimizer take as long as on the slowest node, and the last bytes may
-    reach the fastest.
+    If idle links pass a burst at once, a channel carries ``bandwidth x seconds + burst`` from t on. B(t) is reduced by
+    what this saves on the binding channels (see :class:`~lightning_autosync.cluster.Limit`) in every step, even if its
+    links were never idle. If nodes differ in speed, gradients are ready when the fastest node has them (its share could
+    be summed early), passes and optimizer take as long as on the slowest node, and the last bytes may arrive at the
+    fastest node.
 
     Args:
         spec: the cluster.
-        gradients: for each gradient the seconds from the start of backward at which it is ready, and its bytes.
+        gradients: for each gradient its ready time, in seconds from the start of backward, and its bytes.
         forward: seconds of the forward pass.
         backward: seconds of the backward pass.
         optimizer: seconds of the optimizer step.
         framing: bytes on the wire for each byte of payload; 1514 / 1448 with TCP/IP on Ethernet.
-        burst: bytes that each direction of a link lets pass at once after a rest, as emulated links do; else none.
+        burst: bytes that each direction of an idle link passes at once, as emulated links do; 0 for other links.
 
     Raises:
         ClusterError: the rates of the cluster are unknown, framing is below 1, or a time, size or burst is below 0.

@@ -1,9 +1,9 @@
 """Cuts: channels that all data must cross, which bound how fast a cluster can synchronize.
 
-Synchronizing a size leaves at every rank the sum of all ranks' data of that many bytes. Let ranks be in ``k`` parts. To
-reduce and to broadcast a byte each takes at least ``k - 1`` transfers from one part to another. So the channels out of
-all parts together carry at least ``2 (k - 1)`` times the size, and so do those into them; and out of each part, and
-into it, goes the size at least once. That holds whatever the routes.
+After synchronizing a size, every rank has the sum of all ranks' data of that many bytes. Let the ranks be divided into
+``k`` parts. The reduce and the broadcast of a byte each take at least ``k - 1`` transfers between parts. So the
+channels out of all parts together carry at least ``2 (k - 1)`` times the size, and so do the channels into all parts.
+The size also leaves and enters each part at least once. This holds for all routes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from scipy.sparse.csgraph import connected_components
 from lightning_autosync.cluster.link_graph import LinkGraph
 
 _NOWHERE = -1
-"""The part of places that are in none."""
+"""Stands for the part of places that are in no part."""
 
 
 @dataclass(frozen=True, order=True)
@@ -27,27 +27,27 @@ class Cut:
     """One bound: ``size <= rate x seconds + links x burst``.
 
     Attributes:
-        rate: bytes/s that can be synchronized over it at most.
-        links: bytes that are synchronized at once if every direction of a link lets one byte pass at once.
+        rate: largest rate of synchronization over the cut, in bytes/s.
+        links: bytes that are synchronized at once for each byte of burst per direction of a link.
     """
 
     rate: float
     links: float
 
     def seconds(self, size: float, burst: float = 0.0) -> float:
-        """The least time of ``size`` bytes, where rested links let ``burst`` bytes each pass at once."""
+        """Lower bound in seconds for ``size`` bytes, if each idle link passes ``burst`` bytes at once."""
         return max(0.0, size - self.links * burst) / self.rate
 
 
 def one_switch_cuts(bandwidths: Iterable[float]) -> list[Cut]:
-    """Cuts of two or more ranks, each on its own link to one switch; together they are exact."""
+    """Cuts for two or more ranks, each with its own link to one switch; together they are exact."""
     rates = list(bandwidths)
     crossings = 2 * (len(rates) - 1)
     return undominated([Cut(min(rates), 1.0), Cut(sum(rates) / crossings, len(rates) / crossings)])
 
 
 def find_cuts(link_graph: LinkGraph) -> list[Cut]:
-    """The cuts around every rank, around every node, and around what each place keeps apart.
+    """The cuts around every rank and every node, and around the parts that remain connected without each place.
 
     On a tree of links these are the cuts of every link and every switch.
     """
@@ -59,7 +59,7 @@ def find_cuts(link_graph: LinkGraph) -> list[Cut]:
 
 
 def undominated(cuts: Iterable[Cut]) -> list[Cut]:
-    """The cuts that decide for some size and some burst, slowest first."""
+    """The cuts that are binding for some size and some burst, slowest first."""
     kept: list[Cut] = []
     for cut in sorted(cuts):
         if not kept or cut.links < kept[-1].links:
@@ -68,7 +68,11 @@ def undominated(cuts: Iterable[Cut]) -> list[Cut]:
 
 
 class _PlaceGraph:
-    """Channels between numbered places; ``by_rank`` and ``by_node`` [places] are the parts of places."""
+    """Channels between numbered places.
+
+    Attributes:
+        by_rank, by_node: [places] parts of the places, if each rank or each node is a part.
+    """
 
     def __init__(self, link_graph: LinkGraph) -> None:
         channels = link_graph.channels
@@ -78,6 +82,7 @@ class _PlaceGraph:
         self._sources = numpy.array([index[channel.source] for channel in channels])
         self._targets = numpy.array([index[channel.target] for channel in channels])
         self._rates = link_graph.capacities
+        # Only the cluster's links may have bursts; the local links that follow them have none.
         self._shaped = (numpy.arange(len(channels)) < 2 * len(link_graph.spec.links)).astype(float)
         self._ends = numpy.array([index[end] for end in link_graph.ends])
         self.by_rank = self._nowhere()
@@ -89,12 +94,12 @@ class _PlaceGraph:
 
     @property
     def inner(self) -> list[int]:
-        """Places with several neighbours: without any other, the rest holds together."""
+        """Places with several neighbours; without any other place, the rest stays connected."""
         neighbours = numpy.bincount(self._sources, minlength=self._count)
         return numpy.flatnonzero(neighbours > 1).tolist()
 
     def without(self, place: int) -> NDArray[numpy.int64]:
-        """Parts: what still holds together without a place, and the place itself; those with ranks only."""
+        """[places] parts: the components without a place, and the place itself; components without ranks are none."""
         kept = (self._sources != place) & (self._targets != place)
         ends = self._sources[kept], self._targets[kept]
         links = coo_array((numpy.ones(len(ends[0])), ends), shape=(self._count, self._count))

@@ -1,4 +1,4 @@
-"""Cluster files: shipped ones by name, and AutoDist's."""
+"""Cluster files: those shipped with the package, by name, and AutoDist's."""
 
 from __future__ import annotations
 
@@ -16,12 +16,16 @@ _SUFFIXES = (".yaml", ".yml", ".json")
 
 
 def shipped_clusters() -> dict[str, Path]:
-    """The file of every shipped cluster, by name, in order of name."""
+    """The files of the shipped clusters by name, sorted by name."""
     return {path.stem: path for path in sorted((configuration_directory() / "cluster").glob("*.yaml"))}
 
 
 def configuration_directory() -> Path:
-    """``conf``: inside the package when installed from a wheel, beside it in a checkout."""
+    """The directory ``conf``: inside the package when installed from a wheel, next to it in a checkout.
+
+    Raises:
+        ClusterError: it is missing.
+    """
     package = Path(__file__).parents[1]
     for candidate in (package / "conf", package.parent / "conf"):
         if (candidate / "cluster").is_dir():
@@ -30,12 +34,12 @@ def configuration_directory() -> Path:
 
 
 def resolve_cluster(value: ClusterSpec | str | os.PathLike[str]) -> ClusterSpec:
-    """A cluster from itself, from the path of its file, or from the name of a shipped one.
+    """A cluster from a spec, from the path of a file, or from the name of a shipped cluster.
 
-    Text is a path if it ends in .yaml, .yml or .json or has a directory in it, and a name otherwise.
+    Text is a path if it ends in .yaml, .yml or .json or contains a directory; otherwise it is a name.
 
     Raises:
-        ClusterError: the file is wrong, no shipped cluster has that name, or ``value`` is none of these.
+        ClusterError: the file is wrong, no shipped cluster has this name, or ``value`` has another type.
     """
     if isinstance(value, ClusterSpec):
         return value
@@ -54,7 +58,7 @@ _GBPS = 1e9 / 8
 
 
 class _AutoDistNode(BaseModel):
-    """One entry of ``nodes``; how to log in (``ssh_config``) does not matter here."""
+    """One entry of ``nodes``; its login settings (``ssh_config``) are ignored."""
 
     address: str
     cpus: list[int] = []
@@ -70,9 +74,9 @@ class _AutoDistFile(BaseModel):
 def read_resource_spec(path: str | os.PathLike[str]) -> ClusterSpec:
     """The cluster of an AutoDist ``resource_spec.yml``.
 
-    Each address becomes a node with a device per GPU, or one device where it lists none. All nodes hang on
-    one switch by links of their ``network_bandwidth`` (Gbit/s, 1 where absent, as in AutoDist). The chief
-    comes first and so runs rank 0.
+    Each address becomes a node with one device per GPU, or one device if it lists no GPUs. All nodes are linked to one
+    switch with their ``network_bandwidth`` (in Gbit/s; 1 by default, as in AutoDist). The chief comes first, so it runs
+    rank 0.
 
     Raises:
         ClusterError: the file cannot be read, a field is wrong, or there are several chiefs.

@@ -23,8 +23,8 @@ class Channel:
     """One direction of a link.
 
     Attributes:
-        source, target: a node, a switch, or "rank N" for a device that shares its node with others.
-        bandwidth: bytes/s; None where the rates of the cluster are unknown.
+        source, target: name of a node or a switch, or "rank N" for a device that shares its node with others.
+        bandwidth: bytes/s; None if the rates of the cluster are unknown.
         latency: seconds.
     """
 
@@ -37,13 +37,17 @@ class Channel:
 class LinkGraph:
     """Channels of a cluster and the routes over them.
 
-    ``ends`` has the place of each rank: its node, or "rank N" for a device that shares its node with others.
-    Channels ``2 k`` and ``2 k + 1`` are the two directions of one link, the cluster's links first, then one
-    local link for each rank whose node has several devices. A rank that has its node to itself sits on the
-    node, without a local link.
+    Channels ``2 k`` and ``2 k + 1`` are the two directions of one link. The cluster's links come first, then one local
+    link for each rank whose node has several devices. The only device of a node is at the node itself and has no local
+    link.
 
-    A route takes the path of least latency, then of fewest hops, then of largest bottleneck. Where the way
-    back along the same path is as good as any, it is taken, so on symmetric links routes are mirrors.
+    A route is the path with the smallest latency, then the fewest hops, then the largest bottleneck rate. The way back
+    uses the same path if that is optimal, too; so on symmetric links routes are mirror images.
+
+    Attributes:
+        spec: the cluster.
+        channels: the channels.
+        ends: [ranks] place of each rank: its node, or "rank N" for a device that shares its node with others.
     """
 
     def __init__(self, spec: ClusterSpec) -> None:
@@ -58,12 +62,12 @@ class LinkGraph:
 
     @property
     def world_size(self) -> int:
-        """How many ranks there are."""
+        """Number of ranks."""
         return self.spec.world_size
 
     @cached_property
     def capacities(self) -> NDArray[numpy.float64]:
-        """Bytes/s of every channel.
+        """[channels] bytes/s of each channel.
 
         Raises:
             ClusterError: the rates of the cluster are unknown.
@@ -73,7 +77,7 @@ class LinkGraph:
 
     @property
     def symmetric(self) -> bool:
-        """Whether every link has the same rate both ways; then ``route(j, i)`` mirrors ``route(i, j)``."""
+        """Whether every link has the same rate in both directions; then ``route(j, i)`` mirrors ``route(i, j)``."""
         return all(
             one.bandwidth == other.bandwidth for one, other in zip(self.channels[::2], self.channels[1::2], strict=True)
         )
@@ -88,22 +92,22 @@ class LinkGraph:
         return self._routes[i, j]
 
     def bandwidth(self, i: int, j: int) -> float:
-        """Bytes/s from rank ``i`` to rank ``j`` while nobody else sends; infinite from a rank to itself."""
+        """Bytes/s from rank ``i`` to rank ``j`` while no other rank sends; infinite from a rank to itself."""
         return float(self.capacities[list(self.route(i, j))].min(initial=math.inf))
 
     def latency(self, i: int, j: int) -> float:
-        """Seconds that a byte takes from rank ``i`` to rank ``j``."""
+        """Latency in seconds from rank ``i`` to rank ``j``."""
         return sum(self.channels[channel].latency for channel in self.route(i, j))
 
     def loads(self, transfers: Sequence[tuple[int, int]]) -> NDArray[numpy.float64]:
-        """How often each channel occurs on the routes of ``transfers`` (pairs of source and target rank)."""
+        """[channels] number of uses on the routes of ``transfers`` (pairs of source and target rank)."""
         loads = numpy.zeros(len(self.channels))
         for i, j in transfers:
             loads[list(self.route(i, j))] += 1
         return loads
 
     def load_rows(self, transfers: Iterable[Sequence[tuple[int, int]]]) -> csr_array:
-        """The `loads` of several transfers together, a sparse row for each."""
+        """The `loads` of several sequences of transfers, as a sparse matrix [sequences, channels]."""
         routes = [[channel for pair in pairs for channel in self.route(*pair)] for pairs in transfers]
         ends = numpy.cumsum([0, *map(len, routes)])
         columns = numpy.fromiter((channel for route in routes for channel in route), dtype=numpy.int64)
@@ -124,10 +128,10 @@ class LinkGraph:
         return self._paths[source][target]
 
     def _paths_from(self, source: str) -> dict[str, tuple[int, ...]]:
-        """The widest among the shortest paths to every place; ties go to the channels of lower index."""
+        """The widest among the shortest paths to every place; ties are broken by lower channel indices."""
         distance = networkx.single_source_dijkstra_path_length(self._graph, source)
         paths: dict[str, tuple[int, ...]] = {source: ()}
-        for place in distance:  # nearest first
+        for place in distance:  # Dijkstra's order, nearest first: paths to a place are final before they are extended
             for index in self._outgoing.get(place, ()):
                 target = self.channels[index].target
                 if distance[place] + self._length(index) > distance[target]:
@@ -147,7 +151,7 @@ class LinkGraph:
         return graph
 
     def _length(self, index: int) -> int:
-        """Latency first and hops second in one exact integer, so that equal paths compare equal."""
+        """Latency first and hops second in one integer: sums of integers are exact, so equal paths compare equal."""
         ticks = round(self.channels[index].latency / _SECONDS_RESOLUTION)
         return ticks * len(self.channels) + 1
 

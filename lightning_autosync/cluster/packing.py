@@ -1,13 +1,12 @@
-"""Packing spanning trees into a cluster: the trees of the ``packed`` link_graph and how much travels on each.
+"""Packing spanning trees into a cluster: the trees of the ``packed`` topology and the share of data on each.
 
-The program is that of fractional tree packing (Edmonds 1973; used for collectives by Blink, MLSys 2020).
-Each tree carries its share of the data up to its root and, mirrored, back down, so a tree edge {i, j} loads
-the routes i to j and j to i once each and the root does not matter. A tree of least cost under channel
-prices is then a minimum spanning tree.
+The linear program is that of fractional tree packing (Edmonds 1973; used for collectives by Blink, MLSys 2020). Each
+tree carries its share of the data up to its root and, mirrored, back down. So a tree edge {i, j} loads the routes i to
+j and j to i once each, and the root does not matter. The cheapest tree under channel prices is then a minimum spanning
+tree.
 
-Reducing and broadcasting along the same tree is optimal where all links are symmetric. Where they are not, a
-pair of different trees can be faster, and the rate here may be below
-:func:`lightning_autosync.cluster.bounds.synchronization_rate`.
+Reducing and broadcasting along the same tree is optimal if all links are symmetric. Otherwise a pair of different trees
+can be faster, and the rate here may be below :func:`lightning_autosync.cluster.bounds.synchronization_rate`.
 """
 
 from __future__ import annotations
@@ -49,11 +48,11 @@ class Packing(Generic[Column]):
     """An optimal packing.
 
     Attributes:
-        rate: the summed weight, in the unit of the capacities.
-        columns: every column met on the way, used or not.
-        loads: one column of channel loads for each, shape (channels, columns), sparse.
-        prices: of a load on each channel, shape (channels,): all capacities together cost ``rate``, and no column costs
-            less than 1 by more than a millionth.
+        rate: sum of the weights, in the unit of the capacities.
+        columns: all generated columns, used or not.
+        loads: sparse matrix [channels, columns] of channel loads.
+        prices: [channels] dual price of a load on each channel. All capacities together cost ``rate``, and every column
+            costs at least 1 up to a millionth.
     """
 
     rate: float
@@ -68,13 +67,13 @@ def generate_columns(
     load: Callable[[Sequence[Column]], csc_array],
     price: Callable[[Vector], Iterable[Column]],
 ) -> Packing[Column]:
-    """Pack until no column improves the rate by more than a millionth.
+    """Column generation: add columns until none improves the rate by more than a millionth.
 
     Args:
-        capacities: what each channel carries, shape (channels,).
+        capacities: [channels] rate of each channel.
         seeds: columns to start with, at least one.
-        load: how often columns use each channel, shape (channels, columns).
-        price: columns that are cheapest under dual prices of shape (channels,), among them a cheapest one.
+        load: function from columns to the number of uses of each channel [channels, columns].
+        price: function from dual prices [channels] to cheap columns, one of which is a cheapest one.
     """
     columns = list(dict.fromkeys(seeds))
     loads = load(columns)
@@ -92,10 +91,10 @@ def generate_columns(
 
 
 def cheapest_weights(packing: Packing[Column], capacities: Vector, rate: float, costs: Vector, work: Vector) -> Vector:
-    """Weights of the columns of ``packing``, shape (columns,), that reach ``rate`` at least cost.
+    """[columns] weights of the columns of ``packing`` that reach ``rate`` at minimal cost.
 
-    The cost is the summed ``costs``, shape (columns,), plus the most that one worker does of ``work``, shape
-    (workers, columns), each per weight.
+    The cost is the sum of ``costs`` [columns] plus the largest sum of ``work`` [workers, columns] of a worker, both per
+    unit of weight.
     """
     unit = float(capacities.min())
     goal = -numpy.ones((1, len(packing.columns)))
@@ -108,7 +107,7 @@ def cheapest_weights(packing: Packing[Column], capacities: Vector, rate: float, 
 
 
 def _solve(loads: csc_array, capacities: Vector) -> tuple[float, Vector]:
-    """The best rate over these columns, and the dual price of a load on each channel."""
+    """The best rate over these columns, and the dual price [channels] of a load on each channel."""
     unit = float(capacities.min())
     result = _optimize(-numpy.ones(loads.shape[1]), _filled(loads, capacities), numpy.ones(len(capacities)))
     duals = numpy.maximum(-result.ineqlin.marginals, 0.0) * unit / capacities
@@ -116,7 +115,7 @@ def _solve(loads: csc_array, capacities: Vector) -> tuple[float, Vector]:
 
 
 def _filled(loads: csc_array, capacities: Vector) -> csc_array:
-    """How full a weight of the least capacity makes each channel; keeps the program well scaled."""
+    """Utilization of each channel by a weight equal to the smallest capacity; keeps the program well scaled."""
     return diags_array(capacities.min() / capacities) @ loads
 
 
@@ -139,8 +138,8 @@ class PackedTree:
     """One tree of a packing.
 
     Attributes:
-        weight: the share of the data that travels on it; all weights sum to 1.
-        parents: the parent of each rank, -1 at the root.
+        weight: share of the data on the tree; all weights sum to 1.
+        parents: [ranks] parent of each rank, -1 at the root.
     """
 
     weight: float
@@ -157,7 +156,7 @@ class TreePacking:
 
 @lru_cache(maxsize=64)
 def pack_trees(spec: ClusterSpec) -> TreePacking:
-    """Few and shallow trees that reach at least 98% of the best rate of any mirrored packing.
+    """A few shallow trees that reach at least 98% of the best rate of mirrored packings.
 
     Raises:
         ClusterError: the rates of the cluster are unknown.
@@ -173,7 +172,7 @@ def pack_trees(spec: ClusterSpec) -> TreePacking:
 
 
 def mirrored_packing(link_graph: LinkGraph) -> Packing[EdgeTree]:
-    """The best packing of trees used both ways, over two ranks or more, with all trees met on the way."""
+    """The best packing of trees used in both directions, over two or more ranks, with all generated trees."""
     world_size = link_graph.world_size
     pairs = [(i, j) for i in range(world_size) for j in range(i + 1, world_size)]
     pair_loads = link_graph.load_rows([(i, j), (j, i)] for i, j in pairs)
@@ -209,10 +208,10 @@ def _pricing(pair_loads: csr_array, world_size: int) -> Callable[[NDArray[numpy.
 def _shallow_weights(
     packing: Packing[EdgeTree], capacities: NDArray[numpy.float64], world_size: int
 ) -> NDArray[numpy.float64]:
-    """Weights near the best rate that favour low trees, then rate, then an even share of work.
+    """Weights near the best rate that prefer shallow trees, then a high rate, then an even share of work.
 
-    A level of height outweighs any gain in rate, since low trees need less data to fill their pipeline. A
-    rank works in proportion to its neighbours in the trees.
+    One level of height outweighs any gain in rate, because shallow trees need less data to fill their pipeline. A
+    rank's work is proportional to its number of neighbours in the trees.
     """
     heights = numpy.array([_least_height(tree, world_size) for tree in packing.columns], dtype=float)
     degrees = numpy.zeros((world_size, len(packing.columns)))
@@ -227,7 +226,7 @@ def _shallow_weights(
 def _drop_small(
     weights: NDArray[numpy.float64], packing: Packing[EdgeTree], capacities: NDArray[numpy.float64]
 ) -> tuple[float, NDArray[numpy.float64]]:
-    """Rate and normalized weights without the smallest trees, dropping fewer where that costs too much."""
+    """The rate and the normalized weights without the smallest trees; fewer are dropped if that costs too much rate."""
     shares = weights / weights.sum()
     for smallest in _SMALLEST_WEIGHTS:
         kept = numpy.where(shares > smallest, shares, 0.0)
@@ -241,7 +240,7 @@ def _drop_small(
 
 
 def _rate(loads: NDArray[numpy.float64], capacities: NDArray[numpy.float64]) -> float:
-    """Bytes/s at which the fullest channel is full, where each byte loads the channels by ``loads``."""
+    """Bytes/s at which the first channel is full, if each byte loads the channels by ``loads``."""
     used = loads > 0
     return float((capacities[used] / loads[used]).min())
 
@@ -253,7 +252,7 @@ def _least_height(tree: EdgeTree, world_size: int) -> int:
 def _root_trees(
     trees: tuple[EdgeTree, ...], weights: NDArray[numpy.float64], world_size: int
 ) -> tuple[PackedTree, ...]:
-    """Each used tree hung from its centre; of two centres, from the rank that roots less so far."""
+    """Each used tree, rooted at its centre; of two centres, the rank with less weight as a root so far is chosen."""
     rooted = numpy.zeros(world_size)
     packed = []
     for index in numpy.argsort(-weights, kind="stable"):

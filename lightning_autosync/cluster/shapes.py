@@ -1,6 +1,6 @@
 """Short forms of regular clusters, expanded into nodes, switches and links.
 
-A cluster file may name one shape in place of its nodes::
+A cluster file may contain one shape instead of its nodes::
 
     uniform: {nodes: 4, devices: 1, bandwidth: 1 Gbit/s, latency: 50 us}
     star: {bandwidths: [400 Mbit/s, 100 Mbit/s, 100 Mbit/s], latency: 50 us}
@@ -18,13 +18,18 @@ from lightning_autosync.cluster.units import Rate, Seconds
 from lightning_autosync.documents import Count, Record, describe_validation_error
 
 MOST_NODES = 4096
-"""Of a cluster."""
+"""Largest number of nodes of a cluster."""
 MOST_RANKS = 16384
-"""Of a cluster: devices of all nodes."""
+"""Largest number of ranks of a cluster, which are the devices of all nodes."""
 
 
 class Shape(Record):
-    """A regular cluster in few numbers. ``latency`` is that of one link; ``devices`` is per node."""
+    """A regular cluster in few numbers.
+
+    Attributes:
+        devices: number of devices per node.
+        latency: seconds, of one link.
+    """
 
     devices: Annotated[Count, Field(le=MOST_RANKS)] = 1
     latency: Seconds = 0.0
@@ -51,7 +56,7 @@ class UniformShape(Shape):
 
 
 class StarShape(Shape):
-    """One switch and one node per entry of ``bandwidths`` (of its link, either way)."""
+    """One switch, and one node for each of ``bandwidths`` (bytes/s of its link in each direction)."""
 
     bandwidths: tuple[Rate, ...] = Field(min_length=1, max_length=MOST_NODES)
 
@@ -60,7 +65,7 @@ class StarShape(Shape):
 
 
 class RacksShape(Shape):
-    """Racks of equal nodes, each with its switch, and an uplink from every rack to a core switch."""
+    """Racks of equal nodes; each rack has a switch with an uplink to a core switch."""
 
     racks: Annotated[Count, Field(le=MOST_NODES)]
     nodes_per_rack: Annotated[Count, Field(le=MOST_NODES)]
@@ -92,10 +97,10 @@ SHAPES: dict[str, type[Shape]] = {"uniform": UniformShape, "star": StarShape, "r
 
 
 def expand_short_form(fields: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a cluster with its short form, if it has one, written out.
+    """The fields of a cluster with its short form, if any, expanded.
 
     Raises:
-        ValueError: two short forms, one beside ``nodes``, or a wrong field within one.
+        ValueError: there are two short forms, or one together with ``nodes``, or a field of it is wrong.
     """
     used = [name for name in SHAPES if name in fields]
     if not used:

@@ -1,4 +1,4 @@
-"""What the machines offer: nodes, switches and the links between them."""
+"""`ClusterSpec`: nodes, switches and the links between them, as a document."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ from lightning_autosync.errors import ClusterError
 
 Name = Annotated[str, Field(pattern=r"^\S+$")]
 Address = Annotated[str, Field(pattern=r"^[^\s-]\S*$")]
-"""A host name or an IP address. Commands take it as a word, which must not be read as an option of theirs."""
+"""A host name or an IP address; it must not start with a hyphen, because commands would read it as an option."""
 
 
 class Node(Record):
     """A machine.
 
     Attributes:
-        address: host name or IP address to reach it at, where it is known.
-        devices: how many ranks it runs.
-        speed: how fast one of its devices computes, relative to the other nodes' devices.
-        memory: bytes of one device, where it is known.
+        name: name, unique among nodes and switches.
+        address: host name or IP address, if known.
+        devices: number of devices, each of which runs one rank.
+        speed: compute speed of one device relative to the other nodes' devices.
+        memory: bytes of one device, if known.
     """
 
     name: Name
@@ -42,10 +43,10 @@ class Link(Record):
     """A full-duplex link between two nodes or switches.
 
     Attributes:
-        a, b: its ends, each the name of a node or a switch.
-        bandwidth: bytes/s from a to b; None where it is unknown.
-        reverse_bandwidth: bytes/s from b to a; as ``bandwidth`` if left out.
-        latency: seconds that a byte takes, either way.
+        a, b: names of its ends, each a node or a switch.
+        bandwidth: bytes/s from a to b; None if unknown.
+        reverse_bandwidth: bytes/s from b to a; by default as ``bandwidth``.
+        latency: seconds, in each direction.
     """
 
     a: str
@@ -78,7 +79,7 @@ class Link(Record):
 
 
 def check_names(nodes: Sequence[Node], switches: Sequence[str]) -> None:
-    """No name is given twice."""
+    """Raise ``ValueError`` if a name is given twice."""
     seen: set[str] = set()
     fields = [(f"nodes[{index}].name", node.name) for index, node in enumerate(nodes)]
     fields += [(f"switches[{index}]", name) for index, name in enumerate(switches)]
@@ -89,13 +90,13 @@ def check_names(nodes: Sequence[Node], switches: Sequence[str]) -> None:
 
 
 def check_size(nodes: Sequence[Node]) -> None:
-    """There are at most `MOST_RANKS` ranks."""
+    """Raise ``ValueError`` if there are more than `MOST_RANKS` ranks."""
     if (ranks := sum(node.devices for node in nodes)) > MOST_RANKS:
         raise ValueError(f"nodes: {ranks} devices in all; allowed: {MOST_RANKS} at most")
 
 
 def check_links(nodes: Sequence[Node], switches: Sequence[str], links: Sequence[Link]) -> None:
-    """Links join known ends, no two the same, and all of them state their rate or none does."""
+    """Raise ``ValueError`` if a link has an unknown end or occurs twice, or if only some links have a rate."""
     known = {node.name for node in nodes} | set(switches)
     seen: set[frozenset[str]] = set()
     for index, link in enumerate(links):
@@ -116,7 +117,7 @@ def check_links(nodes: Sequence[Node], switches: Sequence[str], links: Sequence[
 
 
 def check_connected(nodes: Sequence[Node], switches: Sequence[str], links: Sequence[Link]) -> None:
-    """Every node and switch can be reached from the first node."""
+    """Raise ``ValueError`` if a node or a switch cannot be reached from the first node."""
     names = [*(node.name for node in nodes), *switches]
     graph = networkx.Graph([(link.a, link.b) for link in links])
     graph.add_nodes_from(names)
@@ -127,7 +128,7 @@ def check_connected(nodes: Sequence[Node], switches: Sequence[str], links: Seque
 
 
 def check_rank_order(nodes: Sequence[Node], rank_order: Sequence[str] | None) -> None:
-    """The order, if one is given, names each node once per device."""
+    """Raise ``ValueError`` if an order is given that does not contain each node once per device."""
     if rank_order is None:
         return
     devices = {node.name: node.devices for node in nodes}
@@ -144,23 +145,26 @@ def check_rank_order(nodes: Sequence[Node], rank_order: Sequence[str] | None) ->
 
 
 LOCAL_BANDWIDTH = 10 * 2.0**30
-"""Bytes/s between devices of one node where nobody says otherwise; about that of memory on one core."""
+"""Default bytes/s between devices of one node; about the memory bandwidth of one core."""
 
 
 class ClusterSpec(Document):
-    """The machines of a job, the links between them, and which node each rank runs on.
+    """The machines of a job, the links between them, and the node of each rank.
 
-    The rates are known on all links or on none; without them only the shape is known (``measured`` is
-    False) and nothing can be timed. In place of ``nodes``, ``switches`` and ``links`` a file may give one
-    short form: ``uniform``, ``star`` or ``racks`` (see :mod:`lightning_autosync.cluster.shapes`).
+    Either all links have known rates or none has. Without rates only the shape is known: ``measured`` is False, and no
+    times can be computed. Instead of ``nodes``, ``switches`` and ``links`` a file may have one short form: ``uniform``,
+    ``star`` or ``racks`` (see :mod:`lightning_autosync.cluster.shapes`).
 
     Attributes:
-        links: at most one between the same two ends; cables side by side count as one of their summed rate.
-        local_bandwidth: bytes/s of each device of a node to and from the others of that node. A node's only
-            device has nothing to share and uses the node's links directly.
+        name: name of the cluster.
+        nodes: the machines.
+        switches: names of the switches.
+        links: the links, at most one between two ends; parallel cables count as one link with their summed rate.
+        local_bandwidth: bytes/s of each device to and from the others of its node. The only device of a node uses the
+            node's links directly.
         local_latency: seconds between a device and its node; two devices of a node are twice that apart.
-        rank_order: the node of each rank, each node as often as it has devices; by default the nodes in
-            order, each with all of its devices.
+        rank_order: [ranks] name of each rank's node; each node occurs once per device. By default ranks follow the
+            order of the nodes.
     """
 
     FORMAT: ClassVar[str] = "autosync-cluster/1"
@@ -220,12 +224,12 @@ class ClusterSpec(Document):
 
     @cached_property
     def world_size(self) -> int:
-        """How many ranks there are: the devices of all nodes."""
+        """Number of ranks, which are the devices of all nodes."""
         return sum(node.devices for node in self.nodes)
 
     @cached_property
     def rank_nodes(self) -> tuple[int, ...]:
-        """The index into ``nodes`` of each rank's node."""
+        """[ranks] index of each rank's node in ``nodes``."""
         if self.rank_order is None:
             return tuple(index for index, node in enumerate(self.nodes) for _ in range(node.devices))
         index_of = {node.name: index for index, node in enumerate(self.nodes)}
@@ -256,17 +260,17 @@ class ClusterSpec(Document):
             )
 
     def localities(self) -> tuple[tuple[int, ...], ...]:
-        """The ranks in groups that are close to each other, each ascending, in order of first rank.
+        """Groups of ranks that are close to each other, each ascending, sorted by first rank.
 
-        A group is a node if any node has several devices, else the nodes that hang on one switch (a rack).
-        Where that tells nothing apart, in one group or in groups of one, all ranks are one group.
+        A group is a node if any node has several devices; otherwise it is the nodes on one switch (a rack). If this
+        gives only one group, or only groups of one rank, all ranks are one group.
         """
         return next(iter(self.hierarchy()), (tuple(range(self.world_size)),))
 
     def hierarchy(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
-        """Groupings of the ranks as of :meth:`localities`, from near to far: by node, then by switch.
+        """Groupings of the ranks as in :meth:`localities`, from near to far: by node, then by switch.
 
-        Those that tell nothing apart are left out.
+        Groupings with only one group, or only groups of one rank, are left out.
         """
         names = [self.nodes[index].name for index in self.rank_nodes]
         switch_of = self._first_switches()
@@ -274,7 +278,7 @@ class ClusterSpec(Document):
         return tuple(groups for groups in groupings if 1 < len(groups) < self.world_size)
 
     def _first_switches(self) -> dict[str, str]:
-        """The first switch that each node is linked to; nodes without one are left out."""
+        """The first switch to which each node is linked, by node; nodes without a switch are left out."""
         switches, found = set(self.switches), dict[str, str]()
         for link in self.links:
             for end, other in ((link.a, link.b), (link.b, link.a)):
@@ -283,11 +287,11 @@ class ClusterSpec(Document):
         return found
 
     def with_rank_order(self, rank_order: Sequence[str] | None) -> ClusterSpec:
-        """The same machines with their ranks placed as given (the node's name of each rank)."""
+        """The same machines with another placement of ranks (the name of each rank's node)."""
         return self._replace(rank_order=None if rank_order is None else list(rank_order))
 
     def scaled(self, factor: float) -> ClusterSpec:
-        """The same cluster with every rate, local ones too, times ``factor``; latencies stay."""
+        """The same cluster with all rates, local ones included, multiplied by ``factor``; latencies stay."""
         links = [
             {
                 **link.model_dump(),
@@ -299,10 +303,10 @@ class ClusterSpec(Document):
         return self._replace(links=links, local_bandwidth=self.local_bandwidth * factor)
 
     def as_emulated(self) -> ClusterSpec:
-        """The same cluster as emulated links show it on one machine.
+        """The same cluster as emulated on one machine.
 
-        None of its links takes time beyond its rate, and devices of a node reach each other at that machine's speed,
-        whatever rates the links have.
+        Emulated links have rates but no latency, and devices of a node communicate at the speed of that machine,
+        independent of the rates of the links.
         """
         links = [{**link.model_dump(), "latency": 0.0} for link in self.links]
         return self._replace(links=links, local_latency=0.0, local_bandwidth=LOCAL_BANDWIDTH)
@@ -312,7 +316,7 @@ class ClusterSpec(Document):
 
     @classmethod
     def json_schema(cls) -> dict[str, Any]:
-        """The JSON schema of the file form: written out, or with one short form."""
+        """The JSON schema of the file form: with nodes, or with one short form."""
         schema = super().json_schema()
         schema["properties"] |= {name: shape.model_json_schema() for name, shape in SHAPES.items()}
         schema["required"] = [field for field in schema["required"] if field != "nodes"]
@@ -339,7 +343,7 @@ def _times(rate: float | None, factor: float) -> float | None:
 
 
 def _group(places: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-    """The positions that share a place, in order of first position."""
+    """Groups of ranks with the same place, sorted by first rank."""
     groups: dict[str, list[int]] = {}
     for rank, place in enumerate(places):
         groups.setdefault(place, []).append(rank)

@@ -1,7 +1,7 @@
-"""Trees over ranks: the candidates of a packing, the cheapest tree under prices, and where to root one.
+"""Trees over ranks: candidates for a packing, the cheapest tree under prices, and the choice of a root.
 
-A tree is the frozenset of its edges, each a pair (i, j) of ranks with i < j. A rooted tree is a tuple with
-the parent of each rank, -1 at the root.
+A tree is the frozenset of its edges, each a pair (i, j) of ranks with i < j. A rooted tree is a tuple with the parent
+of each rank, -1 at the root.
 """
 
 from __future__ import annotations
@@ -18,28 +18,29 @@ Groups = Sequence[Sequence[int]]
 
 
 def tree_of(edges: Iterable[tuple[int, int]]) -> EdgeTree:
-    """The tree of these edges, given in either direction."""
+    """The tree with these edges, which may have either direction."""
     return frozenset((min(edge), max(edge)) for edge in edges)
 
 
 def stars(world_size: int) -> Iterator[EdgeTree]:
-    """Every rank as the hub of all others."""
+    """For every rank, the star with this rank as hub."""
     for hub in range(world_size):
         yield tree_of((hub, rank) for rank in range(world_size) if rank != hub)
 
 
 def chains(world_size: int) -> Iterator[EdgeTree]:
-    """The ranks in order, starting at each of them."""
+    """For every rank, the chain of all ranks in order that starts there."""
     for start in range(world_size):
         order = [(start + step) % world_size for step in range(world_size)]
         yield tree_of(itertools.pairwise(order))
 
 
 def hierarchical_trees(hierarchy: Sequence[Groups], world_size: int) -> Iterator[EdgeTree]:
-    """Every rank as hub of trees of two levels or more that follow groupings, the nearest first.
+    """For every rank as hub, trees of two or more levels that follow the groupings, the nearest grouping first.
 
-    In each group of the first grouping the ranks hang from a leader, in each group of the next the leaders
-    from one of them, and so on; the last leaders hang from the hub. Leaders are rotated to share the work.
+    In each group of the first grouping the ranks are children of a leader. In each group of the next grouping the
+    leaders are children of one of them, and so on. The last leaders are children of the hub. Leaders are rotated to
+    share the work.
     """
     for depth in range(1, len(hierarchy) + 1):
         for group in hierarchy[0]:
@@ -63,9 +64,9 @@ def _hierarchical_tree(hierarchy: Sequence[Groups], world_size: int, hub: int, t
 
 
 def least_tree(cost: NDArray[numpy.float64], start: int) -> EdgeTree:
-    """A minimum spanning tree under a symmetric matrix of edge costs, by Prim's algorithm.
+    """A minimum spanning tree under a symmetric matrix [ranks, ranks] of edge costs, by Prim's algorithm.
 
-    Among equal costs a rank joins at the place nearest to ``start``, for the sake of shallow trees.
+    Among equal costs a rank joins at the earliest connected rank, near ``start``, because shallow trees are preferred.
     """
     count = len(cost)
     nearest = numpy.full(count, start)
@@ -84,9 +85,9 @@ def least_tree(cost: NDArray[numpy.float64], start: int) -> EdgeTree:
 
 
 def least_arborescence(cost: NDArray[numpy.float64], root: int) -> Parents:
-    """The cheapest rooted tree where an arc from parent u to child v costs ``cost[u, v]``.
+    """The cheapest tree with this root, where an arc from parent u to child v costs ``cost[u, v]``.
 
-    Chu-Liu and Edmonds' algorithm: every vertex takes its cheapest parent; a cycle so made is contracted.
+    Chu-Liu and Edmonds' algorithm: every vertex takes its cheapest parent, and a resulting cycle is contracted.
     """
     count = len(cost)
     masked = cost.copy()
@@ -121,7 +122,7 @@ def least_arborescence(cost: NDArray[numpy.float64], root: int) -> Parents:
 
 
 def _find_cycle(parents: Sequence[int]) -> list[int]:
-    """The vertices of one cycle among the parents, or none."""
+    """The vertices of one cycle among the parents; empty if there is none."""
     finished: set[int] = set()
     for start in range(len(parents)):
         path: list[int] = []
@@ -136,7 +137,7 @@ def _find_cycle(parents: Sequence[int]) -> list[int]:
 
 
 def root_at(tree: EdgeTree, root: int, world_size: int) -> Parents:
-    """The tree hung from ``root``."""
+    """The tree with ``root`` as its root."""
     neighbours = _neighbours(tree, world_size)
     parents = [-1] * world_size
     frontier = [root]
@@ -150,7 +151,7 @@ def root_at(tree: EdgeTree, root: int, world_size: int) -> Parents:
 
 
 def height(parents: Parents) -> int:
-    """Edges on the longest way from the root to a leaf."""
+    """Number of edges on the longest path from the root to a leaf."""
     tallest = 0
     for rank in range(len(parents)):
         steps = 0
@@ -162,7 +163,7 @@ def height(parents: Parents) -> int:
 
 
 def centres(tree: EdgeTree, world_size: int) -> tuple[int, ...]:
-    """The one or two ranks from which the tree is lowest, ascending; found by stripping leaves."""
+    """The one or two ranks as whose root the tree is lowest, ascending; found by repeatedly removing leaves."""
     neighbours = [set(around) for around in _neighbours(tree, world_size)]
     left = set(range(world_size))
     while len(left) > 2:

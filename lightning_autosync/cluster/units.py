@@ -1,7 +1,7 @@
 """Rates, times and sizes as people write them: "200 Mbit/s", "50 us", "16 GiB".
 
-Inside the package all quantities are floats in SI base units: bytes/s, seconds, bytes. A plain number is already in
-that unit. Unit names are case-sensitive, since Mbit and MB differ by a factor of eight.
+Inside the package all quantities are floats in bytes/s, seconds or bytes, and a plain number is in that unit. Unit
+names are case-sensitive, because Mbit and MB differ by a factor of eight.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, WithJsonSchema
 
 PAYLOAD_SHARE = 1448 / 1514
-"""Of a full Ethernet frame with TCP/IPv4 and its timestamps. Rates of links count whole frames."""
+"""Share of payload in a full Ethernet frame with TCP/IPv4 and TCP timestamps. Rates of links count whole frames."""
 FRAMING = 1514 / 1448
-"""Bytes on a link for each byte of payload, in full frames."""
+"""Bytes on a link for each byte of payload in full frames."""
 
 
 _DECIMAL = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
@@ -41,17 +41,17 @@ _QUANTITY = re.compile(r"([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*([^\d\s]*
 
 
 LARGEST_RATE = 1e18
-"""Bytes/s."""
+"""Largest rate in bytes/s."""
 SMALLEST_RATE = 1e-3
-"""Bytes/s."""
+"""Smallest rate in bytes/s."""
 LONGEST = 1e6
-"""Seconds."""
+"""Largest time in seconds."""
 LARGEST_SIZE = 1e18
-"""Bytes."""
+"""Largest size in bytes."""
 
 
 def parse_rate(value: Any) -> float:
-    """A rate in bytes/s from `SMALLEST_RATE` to `LARGEST_RATE`; ``ValueError`` otherwise."""
+    """A rate in bytes/s, from `SMALLEST_RATE` to `LARGEST_RATE`; raises ``ValueError`` for anything else."""
     rate = _above_zero(_parse(value, RATE_UNITS, "a rate such as '200 Mbit/s' or '1.5 GiB/s'"))
     if not SMALLEST_RATE <= rate <= LARGEST_RATE:
         raise ValueError(f"must be {SMALLEST_RATE:g} to {LARGEST_RATE:g} bytes/s")
@@ -59,7 +59,7 @@ def parse_rate(value: Any) -> float:
 
 
 def parse_seconds(value: Any) -> float:
-    """A time in seconds, zero or more; ``ValueError`` otherwise."""
+    """A time in seconds, from 0 to `LONGEST`; raises ``ValueError`` for anything else."""
     seconds = _parse(value, SECONDS_UNITS, "a time such as '50 us' or '1.5 ms'")
     if seconds < 0:
         raise ValueError("must be zero or more")
@@ -69,7 +69,7 @@ def parse_seconds(value: Any) -> float:
 
 
 def parse_bytes(value: Any) -> float:
-    """A size in bytes, more than zero; ``ValueError`` otherwise."""
+    """A size in bytes, above 0 and up to `LARGEST_SIZE`; raises ``ValueError`` for anything else."""
     size = _above_zero(_parse(value, BYTES_UNITS, "a size such as '16 GiB' or '500 MB'"))
     if size > LARGEST_SIZE:
         raise ValueError(f"must be {LARGEST_SIZE:g} bytes at most")

@@ -1,4 +1,4 @@
-"""Hybrid parallelism: which operators to split, and how, over a mesh of ranks (AutoDDL; Chen et al., 2023)."""
+"""Hybrid parallelism: splits operators over a mesh of ranks (AutoDDL; Chen et al., 2023)."""
 
 from __future__ import annotations
 

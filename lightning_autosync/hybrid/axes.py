@@ -1,4 +1,4 @@
-"""Where samples and features lie in a tensor, followed through the operations between a model's layers."""
+"""The axes of samples and features in a tensor, followed through the operations between a model's layers."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from torch import Tensor, fx
 
 @dataclass(frozen=True)
 class Axes:
-    """What the axes of a tensor hold.
+    """The axes of samples and features in a tensor.
 
     Attributes:
-        batch: the axis of the samples; None if no axis has them.
-        features: the axis along which the tensor is cut where the layer that made it hands on its features in pieces;
-            None where that would tear apart what an operation needs together.
-        units: into how many pieces the features can be cut at most, and evenly; heads, after they were told apart.
-        parts: how many results lie one after the other along the features, each cut by itself.
-        mixed: whether elements depend on all features, so that nothing made of them can be cut by features.
+        batch: axis of the samples; None if there is none.
+        features: axis along which the tensor is cut if the layer that made it hands on its features in pieces. None if
+            the cut would separate elements that an operation needs together.
+        units: largest number of equal pieces into which the features can be cut; the number of heads once they have
+            an axis of their own.
+        parts: number of results that follow each other along the features, each of which is cut by itself.
+        mixed: whether elements depend on all features, so that no result of them can be cut by features.
     """
 
     batch: int | None = None
@@ -31,21 +32,21 @@ class Axes:
     mixed: bool = False
 
     def without_features(self) -> Axes:
-        """The same where features stay whole."""
+        """The same axes, but features cannot be cut."""
         return replace(self, features=None, mixed=self.mixed or self.features is not None)
 
     def moved(self, batch: int | None, features: int | None, units: int | None = None) -> Axes:
-        """The same with its axes elsewhere."""
+        """The same with other positions of the axes."""
         mixed = self.mixed or (self.features is not None and features is None)
         return replace(self, batch=batch, features=features, units=self.units if units is None else units, mixed=mixed)
 
 
 Operand = tuple[Axes, tuple[int, ...]]
-"""Axes of a tensor and its shape."""
+"""The axes of a tensor, and its shape."""
 
 
 def is_known(node: fx.Node) -> bool:
-    """Whether an operation works on parts of values; all others get values whole, each rank its own samples'."""
+    """Whether an operation works on parts of values. All others get whole values of each rank's own samples."""
     name = _name(node)
     return name in _RULES or _is_elementwise(node) or name.endswith(("_pool1d", "_pool2d", "_pool3d"))
 
@@ -55,12 +56,12 @@ def _is_elementwise(node: fx.Node) -> bool:
 
 
 def after(node: fx.Node, operands: Sequence[Operand], output: tuple[int, ...]) -> Axes:
-    """The axes of what an operation makes of tensors that depend on the model's input.
+    """The axes of an operation's result.
 
     Args:
         node: a call of an ATen operation.
-        operands: those tensors, in the order of its arguments.
-        output: shape of the result, or of the first of several.
+        operands: its tensor arguments, in their order.
+        output: shape of the result, or of the first of several results.
     """
     name = _name(node)
     axes, shape = operands[0]
@@ -87,7 +88,7 @@ def _below(axis: int | None, end: int) -> int | None:
 
 
 def _aligned(operand: Operand, output: tuple[int, ...]) -> Axes:
-    """The axes in the result's numbering, as broadcasting aligns shapes at their ends."""
+    """The axes of an operand in the numbering of the result; broadcasting aligns shapes at their ends."""
     axes, shape = operand
     shift = len(output) - len(shape)
     return axes.moved(
@@ -100,12 +101,12 @@ def _both(axes: Axes) -> tuple[int | None, int | None]:
 
 
 def _agreeing(operands: Sequence[Operand], output: tuple[int, ...]) -> Axes:
-    """The axes of a result that is made element by element."""
+    """The axes of the result of an element-wise operation."""
     aligned = [_aligned(operand, output) for operand in operands]
     batch = _only({axes.batch for axes in aligned} - {None})
     features = _only({axes.features for axes in aligned} - {None})
     cut = [axes for axes in aligned if axes.features is not None]
-    # What has no cut of its own goes with any if it is the same for all features.
+    # An operand without a features axis fits any cut if it has size 1 along the result's features.
     spread = any(
         axes.features is None and _extent(shape, features, output) != 1
         for axes, (_, shape) in zip(aligned, operands, strict=True)
@@ -117,12 +118,12 @@ def _agreeing(operands: Sequence[Operand], output: tuple[int, ...]) -> Axes:
 
 
 def _only(found: set[Any]) -> Any:
-    """The one element of a set; None if there is none or several."""
+    """The only element of a set; None if there are none or several."""
     return next(iter(found)) if len(found) == 1 else None
 
 
 def _extent(shape: tuple[int, ...], axis: int | None, output: tuple[int, ...]) -> int:
-    """The extent of an operand along an axis of the result that it is broadcast to."""
+    """The size of an operand along an axis of the result to which it is broadcast."""
     return 1 if axis is None or len(shape) < len(output) - axis else shape[axis - len(output)]
 
 
@@ -131,7 +132,7 @@ def _argument(node: fx.Node, position: int, name: str, default: Any = None) -> A
 
 
 def _viewed(node: fx.Node, operands: Sequence[Operand], output: tuple[int, ...]) -> Axes:
-    """A reshape keeps an axis if a cut of it into equal pieces stays a cut into equal pieces."""
+    """A reshape keeps an axis if equal pieces along it are also equal pieces of an axis of the result."""
     axes, shape = operands[0]
     batch, features = (_place(axis, shape, output) for axis in _both(axes))
     units = axes.units if features is None else math.gcd(axes.units, output[features])
@@ -139,7 +140,10 @@ def _viewed(node: fx.Node, operands: Sequence[Operand], output: tuple[int, ...])
 
 
 def _place(axis: int | None, shape: tuple[int, ...], output: tuple[int, ...]) -> int | None:
-    """The axis of the output that begins where this one did: it holds the outermost part of it."""
+    """The axis of the output that has the outermost part of an axis; None if there is no such axis.
+
+    It is the axis before which the sizes have the same product.
+    """
     if axis is None:
         return None
     before, product = math.prod(shape[:axis]), 1
@@ -181,7 +185,7 @@ def _squeezed(node: fx.Node, operands: Sequence[Operand], output: tuple[int, ...
 
 
 def _without(axis: int | None, gone: set[int]) -> int | None:
-    """An axis after others are gone; None if it is one of them."""
+    """The new position of an axis after others are removed; None if it is one of them."""
     return None if axis is None or axis in gone else axis - sum(place < axis for place in gone)
 
 
@@ -192,7 +196,7 @@ def _expanded(node: fx.Node, operands: Sequence[Operand], output: tuple[int, ...
 
 
 def _along(position: int = 1, name: str = "dim") -> Rule:
-    """An operation that needs all of some axis and keeps it."""
+    """The rule of an operation that needs all elements along an axis and keeps the axis."""
 
     def rule(node: fx.Node, operands: Sequence[Operand], output: tuple[int, ...]) -> Axes:
         axes, shape = operands[0]
@@ -223,7 +227,7 @@ def _reduced(node: fx.Node, operands: Sequence[Operand], output: tuple[int, ...]
 
 
 def _split(node: fx.Node, operands: Sequence[Operand], output: tuple[int, ...]) -> Axes:
-    """Equal parts of the features are results of one projection, each cut by itself."""
+    """If features are split into equal parts, these are results of one projection, and each is cut by itself."""
     axes, shape = operands[0]
     dim = _argument(node, 2, "dim", 0) % len(shape)
     if axes.features != dim:
@@ -237,7 +241,7 @@ def _split(node: fx.Node, operands: Sequence[Operand], output: tuple[int, ...]) 
 
 
 def _multiplied(node: fx.Node, operands: Sequence[Operand], output: tuple[int, ...]) -> Axes:
-    """Products of matrices, one for each index of the axes before the last two, which is where features may be cut."""
+    """Batched matrix products: features may be cut only along the axes before the last two, as heads are."""
     kept = []
     for axes, shape in operands[:3]:
         shift, end = len(output) - len(shape), len(shape) - 2
@@ -250,7 +254,7 @@ def _multiplied(node: fx.Node, operands: Sequence[Operand], output: tuple[int, .
 
 
 def _attended(node: fx.Node, operands: Sequence[Operand], output: tuple[int, ...]) -> Axes:
-    """Attention of queries, keys and values; a mask that comes after them may differ by head."""
+    """Attention of queries, keys and values; it cannot be cut by heads if a mask differs by head."""
     axes = _multiplied(node, operands, output)
     differs = any(_extent(shape, axes.features, output) != 1 for _, shape in operands[3:])
     return axes.without_features() if differs else axes
@@ -272,7 +276,7 @@ _SAME = frozenset(
         *("dropout", "feature_dropout", "alpha_dropout", "native_dropout"),
     )
 )
-"""Operations that change values one by one and are not marked so."""
+"""Element-wise operations that torch does not tag as such."""
 _RULES: dict[str, Rule] = {
     **dict.fromkeys(("view", "reshape", "_unsafe_view", "flatten", "unflatten"), _viewed),
     **dict.fromkeys(("matmul", "bmm"), _multiplied),
@@ -293,7 +297,7 @@ _RULES: dict[str, Rule] = {
 
 
 def shape_of(value: Any) -> tuple[int, ...]:
-    """The shape of a traced tensor, or of the first of several."""
+    """The shape of a traced tensor, or of the first of several; ``()`` if there is none."""
     if isinstance(value, list | tuple):
         value = next((part for part in value if isinstance(part, Tensor)), None)
     return tuple(int(extent) for extent in value.shape) if isinstance(value, Tensor) else ()

@@ -1,4 +1,4 @@
-"""The graph of an unmodified module."""
+"""Captures the graph of an unmodified module."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from lightning_autosync.workload.description import title
 
 
 def capture(module: nn.Module, *args: Any, **kwargs: Any) -> Graph:
-    """The operators of a module and how tensors flow between them; nothing is computed.
+    """The operators of a module and the tensors between them; nothing is computed.
 
-    The graph is that of ``torch.export``. Of a model that cannot be exported, each operator is taken to feed the next
+    The graph is that of ``torch.export``. If the model cannot be exported, each operator is assumed to feed the next
     one that is called, and a note says so.
 
     Args:
-        module: unmodified; it may be on the meta device.
-        args, kwargs: what its ``forward`` gets on one rank; tensors stand for their shapes and dtypes, and have the
-            samples along their first axis.
+        module: the unmodified module; it may be on the meta device.
+        args, kwargs: arguments of its ``forward`` on one rank. Only shapes and dtypes of tensors matter; samples are
+            along the first axis.
 
     Raises:
-        WorkloadError: its forward pass needs values of tensors, gets no tensor, or calls no operator with parameters.
+        WorkloadError: the forward pass needs values of tensors, gets no tensor, or calls no operator with parameters.
     """
     given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.dim() > 0]
     if not given:
@@ -57,12 +57,12 @@ def capture(module: nn.Module, *args: Any, **kwargs: Any) -> Graph:
 def _traced(
     module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], calls: Sequence[Call]
 ) -> tuple[Trace, list[str]]:
-    """The nodes and their edges; guessed from the order of calls where the model cannot be exported."""
+    """The traced model and notes; edges are guessed from the order of calls if the model cannot be exported."""
     device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
     values = tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, (args, dict(kwargs)))
     try:
         found = trace(module, *values)
-    except Exception as error:  # there are as many kinds as there are models that export does not follow
+    except Exception as error:  # export raises errors of all kinds for models that it cannot follow
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         return _chain(module, calls), [
             f"each layer is taken to feed the next, for the model cannot be exported: {reason}"
@@ -131,7 +131,7 @@ def _weight(name: str, parameter: nn.Parameter, paths: Mapping[nn.Parameter, str
 
 
 def _held_outside(module: nn.Module) -> set[nn.Parameter]:
-    """Parameters that modules have which are no operators, nor parts of one."""
+    """Parameters of modules that are neither operators nor inside of one."""
     operators = {part for operator in operator_paths(module).values() for part in operator.modules()}
     rest = (part for part in module.modules() if part not in operators)
     return {parameter for part in rest for parameter in part.parameters(recurse=False)}
@@ -149,7 +149,7 @@ def _loose(module: nn.Module, used: Mapping[str, int]) -> list[Loose]:
 
 
 def _notes(module: nn.Module) -> list[str]:
-    """What cannot be split, a line for each class."""
+    """Notes on modules that cannot be split, one per class."""
     unknown: dict[str, list[str]] = defaultdict(list)
     for path, part in operator_paths(module).items():
         if kind_of(part) == "unknown":

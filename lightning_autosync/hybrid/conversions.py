@@ -1,4 +1,4 @@
-"""What changes of layout cost: the moves that the execution makes, for all pairs of states at once."""
+"""The traffic of changes of layout: the moves that the execution makes, for all pairs of states at once."""
 
 from __future__ import annotations
 
@@ -20,39 +20,42 @@ COLLECTIVES: tuple[Collective, ...] = ("all_gather", "reduce_scatter", "all_redu
 _COLLECTIVE_OF = {"gather": 0, "scatter": 1, "sum": 2, "exchange": 3}
 
 HANDED: tuple[State, ...] = ("batch", "features", "full")
-"""How values lie between layers."""
+"""States of values between layers."""
 TAKEN: tuple[State, ...] = ("batch", "features", "full", "copy")
-"""How layers take values."""
+"""States in which layers take their inputs."""
 MADE: tuple[State, ...] = ("batch", "features", "full", "partial")
-"""How layers make values."""
+"""States in which layers make their outputs."""
 
 States = tuple[State, ...]
 
 
 def taken(rule: Rule) -> State:
-    """How a layer takes its input: ranks that make other outputs of one input each have a summand of its gradient."""
+    """The state in which a layer takes its input.
+
+    It is ``copy`` if ranks compute different outputs from the same input: then each has a summand of its gradient.
+    """
     return "copy" if rule.input == "full" and rule.axes else rule.input
 
 
 def home_states(dimensions: int) -> States:
-    """Cut by samples along all dimensions of the mesh, as the model's input and output are."""
+    """The states of the model's input and output: cut by samples along all dimensions of the mesh."""
     batch: State = "batch"
     return (batch,) * dimensions
 
 
 def all_states(kinds: Sequence[State], dimensions: int) -> tuple[States, ...]:
-    """Each combination of one state a dimension of the mesh."""
+    """All combinations of one state per dimension of the mesh."""
     return tuple(product(kinds, repeat=dimensions))
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """What changes between all pairs of states send, for each byte that a value has on a rank under data parallelism.
+    """Traffic of the changes between all pairs of states, per byte that the value has on a rank under data parallelism.
 
     Attributes:
-        forward: [from, to, dimension, collective] bytes that each rank sends of the value.
-        backward: [from, to, dimension, collective] bytes that each rank sends of its gradient.
-        calls_forward, calls_backward: [from, to, dimension, collective] how many collectives there are.
+        forward: [from, to, dimension, collective] bytes of the value that each rank sends.
+        backward: [from, to, dimension, collective] bytes of its gradient that each rank sends.
+        calls_forward, calls_backward: [from, to, dimension, collective] numbers of collectives.
     """
 
     forward: NDArray[numpy.float64]
@@ -69,7 +72,7 @@ def traffic(
 
     Args:
         mesh: sizes of the dimensions.
-        sources, goals: the states.
+        sources, goals: states before and after the change.
         has_samples: whether the values have an axis of samples.
     """
     shape = (len(sources), len(goals), len(mesh), len(COLLECTIVES))
@@ -89,7 +92,7 @@ def traffic(
 
 
 def local_size(states: States, mesh: Sequence[int], has_samples: bool) -> float:
-    """Bytes on one rank in these states for each byte under data parallelism."""
+    """Bytes on one rank in these states, relative to data parallelism."""
     size = 1.0
     for state, ranks in zip(states, mesh, strict=True):
         if state != "batch" and has_samples:
@@ -100,20 +103,20 @@ def local_size(states: States, mesh: Sequence[int], has_samples: bool) -> float:
 
 
 def sent(operation: str, ranks: int) -> float:
-    """Bytes that a rank sends in a collective for each byte that it puts in; operations as of `execution.layouts`."""
+    """Bytes that a rank sends in a collective per byte that it contributes; operations as in `execution.layouts`."""
     if operation == "gather":
         return ranks - 1.0
     return (ranks - 1) / ranks * (2 if operation == "sum" else 1)
 
 
 def _growth(kind: str, ranks: int) -> float:
-    """By how much a move makes a rank's part larger."""
+    """Factor by which a move enlarges a rank's part."""
     return {"gather": ranks, "pad": ranks, "cut": 1 / ranks, "scatter": 1 / ranks}.get(kind, 1.0)
 
 
 @cache
 def _program(source: States, goal: States, has_samples: bool) -> tuple[tuple[str, str, int], ...]:
-    """The moves from one layout to another: what happens to the value, to its gradient, and the dimension."""
-    # What the sizes are does not matter here.
+    """The moves from one layout to another: operation on the value, operation on its gradient, and dimension."""
+    # The moves do not depend on the sizes of the dimensions, so any size does.
     layout = Placement(source, 0 if has_samples else None, 1)
     return tuple((move.kind, move.back, move.dimension) for move in moves(layout, goal, (2,) * len(source)))

@@ -1,4 +1,4 @@
-"""What operators, and changes of layout between them, cost: seconds and bytes of one rank."""
+"""Costs of operators and of changes of layout between them: seconds and bytes of one rank."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from lightning_autosync.hybrid.plan import Signature
 from lightning_autosync.hybrid.pricing import Pricing
 
 FORWARD, BACKWARD, BOXING_FORWARD, BOXING_BACKWARD, SYNCHRONIZATION, UPDATE, STATE, GRADIENTS, KEPT = range(9)
-"""Places in a vector of costs: seconds of computing, of changes of layout, of summing replicas' gradients and of the
-optimizer; bytes of parameters, optimizer state and message buffers (all of them ``STATE``), of gradients, and of
-results that the backward pass needs."""
+"""Indices in a vector of costs. Seconds: of forward and backward, of changes of layout in both passes, of summing
+replicas' gradients, of the optimizer. Bytes: of parameters, optimizer state and message buffers (all of them
+``STATE``); of gradients; of results that the backward pass needs."""
 COSTS = 9
 
 Costs = NDArray[numpy.float64]
-"""[..., COSTS]"""
+"""Costs as arrays [..., COSTS]."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What a step does beside the model.
+    """Settings of a step besides the model.
 
     Attributes:
-        slots: numbers that the optimizer keeps for each parameter; 2 for Adam.
-        overlap: whether replicas' gradients travel while the backward pass computes.
+        slots: numbers that the optimizer keeps per parameter element; 2 for Adam.
+        overlap: whether the synchronization of gradients overlaps with the backward pass.
     """
 
     slots: float = 2.0
@@ -39,7 +39,7 @@ class Settings:
 
 
 def step_seconds(costs: Costs, overlap: bool = True) -> NDArray[numpy.float64]:
-    """[...] seconds of a step: changes of layout keep a rank waiting, gradients if they take longer than backward."""
+    """[...] seconds of a step. Changes of layout never overlap; with ``overlap``, gradients overlap with backward."""
     backward, summing = costs[..., BACKWARD], costs[..., SYNCHRONIZATION]
     together = numpy.maximum(backward, summing) if overlap else backward + summing
     return (
@@ -64,7 +64,7 @@ def legal_signatures(operator: Operator, mesh: Sequence[int]) -> list[tuple[Sign
 
 
 def _fits(operator: Operator, signature: Sequence[Signature], mesh: Sequence[int]) -> bool:
-    # As `signatures.refusal`, of which plans are told the reason.
+    # The same conditions as in `signatures.refusal`, which also reports reasons.
     column = operator.rules["col"].axes if "col" in operator.rules else {}
     for weight in operator.weights:
         for axis, extent in enumerate(weight.shape):
@@ -79,7 +79,7 @@ def _fits(operator: Operator, signature: Sequence[Signature], mesh: Sequence[int
 def _pieces(
     operator: Operator, signature: Sequence[Signature], mesh: Sequence[int], weight: str, axis: int | None = None
 ) -> int:
-    """Into how many pieces a weight is cut, along one axis or in all."""
+    """The number of pieces into which a weight is cut, along one axis or, if ``axis`` is None, along all axes."""
     cut = 1
     for name, size in zip(signature, mesh, strict=True):
         axes = operator.rules[name].axes
@@ -101,7 +101,7 @@ def takes(operator: Operator, signature: Sequence[Signature]) -> States:
 def summed(
     operator: Operator, weights: Iterable[Weight], signature: Sequence[Signature], mesh: Sequence[int]
 ) -> dict[tuple[int, ...], float]:
-    """Bytes of gradients on one rank, by the dimensions of the mesh over whose ranks they are summed."""
+    """Bytes of gradients on one rank, by the dimensions of the mesh along which they are summed."""
     found: dict[tuple[int, ...], float] = defaultdict(float)
     replicas = tuple(dimension for dimension, name in enumerate(signature) if name == "dp")
     for weight in weights:
@@ -127,12 +127,12 @@ class LayerCosts:
         self.settings = settings
 
     def layer(self, operator: Operator, signature: tuple[Signature, ...], own: Sequence[Weight]) -> Costs:
-        """What an operator costs by itself.
+        """The costs of an operator itself.
 
         Args:
-            operator: any.
-            signature: how it is split.
-            own: its weights but for those that another operator has too and is charged for.
+            operator: the operator.
+            signature: its signature along each dimension.
+            own: its weights, without shared ones that count for another operator.
         """
         costs = numpy.zeros(COSTS)
         if operator.module is None:
@@ -159,7 +159,7 @@ class LayerCosts:
         return costs
 
     def loose(self, weights: Iterable[Weight]) -> Costs:
-        """What parameters cost that no operator has."""
+        """The costs of parameters that belong to no operator."""
         costs, everywhere = numpy.zeros(COSTS), tuple(range(len(self.pricing.mesh)))
         for weight in weights:
             trained = weight.bytes if weight.trainable else 0
@@ -170,7 +170,7 @@ class LayerCosts:
         return costs
 
     def after(self, operator: Operator, handed: States) -> Costs:
-        """What follows an operator costs, in the layout that it hands on."""
+        """The costs of the work after an operator, in the layout that the operator hands on."""
         scale = local_size(handed, self.pricing.mesh, _has_samples(operator.output))
         work = operator.after
         costs = numpy.zeros(COSTS)
@@ -180,7 +180,7 @@ class LayerCosts:
         return costs
 
     def change(self, value: Value, sources: tuple[States, ...], goals: tuple[States, ...]) -> Costs:
-        """[sources, goals, COSTS] what changes of a value's layout cost."""
+        """[sources, goals, COSTS] costs of changes of a value's layout."""
         seconds = self.pricing.changes(sources, goals, _has_samples(value))
         costs = numpy.zeros((len(sources), len(goals), COSTS))
         costs[..., BOXING_FORWARD] = seconds.forward * value.bytes + seconds.forward_calls
@@ -189,7 +189,7 @@ class LayerCosts:
         return costs
 
     def _scale(self, operator: Operator, signature: Sequence[Signature]) -> float:
-        """Work of one rank, as a multiple of that of its own samples with all of the operator."""
+        """Work of one rank relative to the unsplit operator on the rank's own samples."""
         sampled, scale = _has_samples(operator.output), 1.0
         for name, size in zip(signature, self.pricing.mesh, strict=True):
             if sampled and name == "rep":

@@ -1,4 +1,4 @@
-"""Coordinate descent over the choices of a model, one and two adjacent ones at a time."""
+"""Coordinate descent over the choices of a model: single choices and pairs of adjacent ones."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from lightning_autosync.hybrid.tables import Tables
 
 _TOLERANCE = 1e-9
 _OVERFULL = 1e3
-"""Seconds that a plan costs more that needs twice the memory that there is."""
+"""Penalty in seconds of a plan that does not fit into memory, times its memory relative to the limit."""
 
 
 class Descent:
-    """Lowers the seconds of a step, first to a plan that fits into memory.
+    """Minimizes the seconds of a step; plans that fit into memory come before all others.
 
     Args:
         tables: costs of the choices.
-        memory: bytes that a rank may use; None for any number.
-        overlap: whether gradients travel while the backward pass computes.
-        fixed: choices that stay as they are.
+        memory: bytes that a rank may use; None for no limit.
+        overlap: whether the synchronization of gradients overlaps with the backward pass.
+        fixed: choices that must not change.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Descent:
         self._tables = tables
 
     def objective(self, costs: Costs) -> NDArray[numpy.float64]:
-        """[...] what is lowered: seconds, and more where memory does not suffice."""
+        """[...] the objective: seconds of a step, plus a penalty for plans that do not fit into memory."""
         seconds = step_seconds(costs, self._overlap)
         if self._memory is None:
             return seconds
@@ -50,14 +50,17 @@ class Descent:
         return seconds + numpy.where(over > 0, _OVERFULL * (1 + over), 0.0)
 
     def run(self, start: Sequence[int]) -> tuple[tuple[int, ...], float]:
-        """The choice that no change of one or of two adjacent alternatives makes better, and its objective.
+        """Descend to a local optimum, which no change of one or of two adjacent choices improves.
 
         Args:
-            start: an alternative for each choice.
+            start: index of the alternative of each choice.
+
+        Returns:
+            The alternatives of the optimum, and its objective.
         """
         choice = list(start)
         while True:
-            # Added up anew, for differences of large numbers, as of choices that cannot be, leave errors.
+            # Recompute the total: incremental updates by large penalties of illegal choices leave rounding errors.
             total = self._tables.total(choice)
             before = best = float(self.objective(total))
             for number in self._free:
@@ -90,7 +93,7 @@ class Descent:
         return total, best
 
     def _part(self, choice: Sequence[int], number: int, without: Sequence[int]) -> Costs:
-        """[alternatives, COSTS] what depends on one choice, the others as they are."""
+        """[alternatives, COSTS] costs that depend on one choice, with all others fixed."""
         part = self._alone[number]
         for other, table in self._around[number]:
             if other not in without:

@@ -1,4 +1,4 @@
-"""A hybrid plan as a table."""
+"""A hybrid plan as a text table."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from rich.table import Table
 from lightning_autosync.hybrid.plan import HybridPlan, LayerPlan
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
-"""A part of a module's path that counts blocks."""
+"""A part of a module's path that is the number of a block."""
 
 
 def plan_table(plan: HybridPlan, width: int = 120) -> str:
-    """A text table of the layers; those of repeated blocks that are split alike share a row."""
+    """A text table of the layers; layers of repeated blocks that are split alike share a row."""
     mesh = " x ".join(str(size) for size in plan.mesh)
     gradients = plan.gradients if isinstance(plan.gradients, str) else f"plan {plan.gradients.fingerprint}"
     table = Table(
@@ -37,7 +37,7 @@ def plan_table(plan: HybridPlan, width: int = 120) -> str:
 
 
 def alike_layers(layers: Iterable[LayerPlan]) -> list[tuple[str, LayerPlan]]:
-    """Layers that are split alike and differ only in the numbers of their blocks: their paths as one text, and one."""
+    """Sets of layers that are split alike and differ only in block numbers: their paths as one text, and one layer."""
     rows: dict[tuple[object, ...], list[LayerPlan]] = {}
     for layer in layers:
         shape = _NUMBER.sub("*", layer.module)
@@ -52,7 +52,7 @@ def _paths(paths: list[str]) -> str:
 
 
 def _ranges(numbers: list[int]) -> str:
-    """Ascending numbers, runs of them shortened: ``0-3,7``."""
+    """Ascending numbers as text, with runs shortened: ``0-3,7``."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:

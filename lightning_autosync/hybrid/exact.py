@@ -1,7 +1,7 @@
-"""The best of all choices, found exactly: dynamic programming that eliminates one choice after another.
+"""Exact search: dynamic programming that eliminates one choice after another.
 
-On a chain of layers this is Viterbi's algorithm. It needs costs that add up, so gradients do not overlap with
-computing.
+On a chain of layers this is Viterbi's algorithm. It needs additive costs, so it ignores the overlap of gradients with
+the backward pass.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from lightning_autosync.hybrid.cost import Costs, memory_bytes, step_seconds
 from lightning_autosync.hybrid.tables import Tables
 
 MOST_ENTRIES = 2**24
-"""Of a table in between."""
+"""Largest number of entries of an intermediate table."""
 
 
 @dataclass
 class _Table:
-    """Costs of some choices together: [alternatives of the first, of the second, ...]."""
+    """Joint costs of some choices: an array with one axis of alternatives per choice."""
 
     choices: tuple[int, ...]
     costs: NDArray[numpy.float64]
 
 
 def exact(tables: Tables, price: float = 0.0) -> tuple[tuple[int, ...], float]:
-    """The choice with the least seconds of a step without overlap, and its seconds, ``price`` included.
+    """The optimal alternatives for a step without overlap, and its seconds including the price of memory.
 
     Args:
         tables: costs of the choices.
-        price: seconds that each byte of memory costs.
+        price: seconds per byte of memory.
 
     Raises:
-        PlanError: the choices depend on each other too much for it.
+        PlanError: the choices depend on each other so much that an intermediate table is too large.
     """
 
     def weigh(costs: Costs) -> NDArray[numpy.float64]:
@@ -60,7 +60,7 @@ def exact(tables: Tables, price: float = 0.0) -> tuple[tuple[int, ...], float]:
 
 
 def _order(count: int, pairs: Sequence[tuple[int, int]]) -> list[int]:
-    """Choices with the fewest neighbours first."""
+    """The order of elimination: always a choice with the fewest neighbours, which keeps the tables small."""
     graph = networkx.Graph(pairs)
     graph.add_nodes_from(range(count))
     order = []
@@ -74,7 +74,11 @@ def _order(count: int, pairs: Sequence[tuple[int, int]]) -> list[int]:
 
 
 def _joined(together: Sequence[_Table], number: int) -> _Table:
-    """The sum of some tables, the axis of one choice first."""
+    """The sum of some tables, with the axis of one choice first.
+
+    Raises:
+        PlanError: the sum has too many entries.
+    """
     others = sorted({choice for factor in together for choice in factor.choices} - {number})
     choices = (number, *others)
     sizes = {

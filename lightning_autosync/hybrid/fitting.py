@@ -1,4 +1,4 @@
-"""From measured collectives to their rates."""
+"""Fits rates of collectives to measurements."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ SENT: dict[Collective, str] = {
     "all_reduce": "sum",
     "all_to_all": "exchange",
 }
-"""The operation of `conversions.sent` that each collective is."""
+"""The operation of each collective in `conversions.sent`."""
 
 
 @dataclass(frozen=True)
 class Timing:
-    """A collective that was measured with all groups active at once.
+    """A measurement of a collective with all groups active at once.
 
     Attributes:
-        ranks: of a group.
+        ranks: number of ranks in a group.
         sent: bytes that each rank sends.
-        wire: seconds that the links take for them by their rates.
-        latency: seconds that their latency takes.
-        seconds: as measured.
+        wire: seconds on the links according to their rates.
+        latency: seconds because of the links' latencies.
+        seconds: measured seconds.
     """
 
     ranks: int
@@ -42,26 +42,26 @@ class Timing:
 
 
 def wire_seconds(kind: Collective, pace: Pace, pairwise_sums: bool) -> float:
-    """Seconds on the links for each byte that every rank sends in a collective.
+    """Seconds on the links per byte that every rank sends in a collective.
 
     Args:
-        kind: of the collective.
-        pace: of the groups.
-        pairwise_sums: whether a sum that is cut is made of transfers between all pairs.
+        kind: the collective.
+        pace: pace of the groups.
+        pairwise_sums: whether a reduce-scatter consists of transfers between all pairs of ranks.
     """
     pairwise = kind == "all_to_all" or (kind == "reduce_scatter" and pairwise_sums)
     return pace.spread if pairwise else pace.ring
 
 
 def hops(kind: Collective, ranks: int, pairwise_sums: bool) -> int:
-    """How often a byte's latency counts in a collective."""
+    """The number of sequential hops of a collective, each of which takes the latency once."""
     if kind == "all_to_all" or (kind == "reduce_scatter" and pairwise_sums):
         return 1
     return (2 if kind == "all_reduce" else 1) * (ranks - 1)
 
 
 def fit_rate(timings: Sequence[Timing]) -> CollectiveRate:
-    """The rate of one kind of collective: least squares of relative errors, no cost below zero.
+    """Fit the rate of one kind of collective: non-negative least squares of relative errors.
 
     Raises:
         DocumentError: there are fewer than two timings.
@@ -70,7 +70,8 @@ def fit_rate(timings: Sequence[Timing]) -> CollectiveRate:
         raise DocumentError(f"rates: {len(timings)} timings of a collective; at least two sizes are needed")
     rows = numpy.array([[1.0, one.ranks - 1.0, one.sent, one.wire] for one in timings])
     seconds = numpy.array([max(one.seconds - one.latency, 0.05 * one.seconds) for one in timings])
-    # Where links are so fast that they do not show, bytes cost the hosts' time; where all are alike, that of the links.
+    # Host and wire time per byte must be separable. If links are too fast to matter, all of it is attributed to the
+    # hosts; if all paces are similar, all of it is attributed to the links.
     paces = [one.wire / one.sent for one in timings]
     if max(one.wire / one.seconds for one in timings) < 0.05:
         rows[:, 3] = 0.0

@@ -1,4 +1,4 @@
-"""`Graph`: the operators of a model, what they cost, and how tensors flow between them."""
+"""`Graph`: the operators of a model, their work, and the tensors between them."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from lightning_autosync.hybrid.plan import Signature
 from lightning_autosync.hybrid.signatures import Kind, Rule
 
 INPUT = -1
-"""The source of what is the model's input."""
+"""Stands for the model's input as the source of an edge."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """What is done in a forward pass over the batch of one rank, before anything is split.
+    """The work of an unsplit forward pass on the batch of one rank.
 
     Attributes:
-        flops: floating-point operations of products of matrices and convolutions.
+        flops: floating-point operations of matrix products and convolutions.
         moved: bytes that operations read and write.
-        calls: how many operations there are.
-        kept: bytes of the results that the backward pass needs.
+        calls: number of operations.
+        kept: bytes of results that the backward pass needs.
     """
 
     flops: float = 0.0
@@ -41,10 +41,10 @@ class Value:
     """A tensor that flows between operators, for the batch of one rank.
 
     Attributes:
-        shape: whole.
-        itemsize: bytes of an element.
-        batch_axis: the axis of samples; None where it has none.
-        differentiable: whether a gradient comes back.
+        shape: shape of the whole tensor.
+        itemsize: bytes per element.
+        batch_axis: axis of the samples; None if there is none.
+        differentiable: whether it has a gradient.
     """
 
     shape: tuple[int, ...]
@@ -59,13 +59,14 @@ class Value:
 
 @dataclass(frozen=True)
 class Edge:
-    """What an operator takes.
+    """An input of an operator.
 
     Attributes:
-        source: index of the operator that it comes from, or `INPUT`.
-        value: as it arrives.
-        units: into how many equal pieces its features may be cut all the way from the source; 1 where not at all.
-        tensor: names the tensor, which several operators may take.
+        source: index of the operator that makes it, or `INPUT`.
+        value: the tensor at the consumer.
+        units: number of equal pieces into which its features may be cut all the way from the source; 1 if they must
+            stay whole.
+        tensor: name of the tensor, which several operators may take.
     """
 
     source: int
@@ -79,13 +80,13 @@ class Weight:
     """A parameter of an operator.
 
     Attributes:
-        name: in its module.
-        path: in ``named_parameters()``; a tied one has the same path wherever it is used.
-        shape: whole.
-        itemsize: bytes of an element.
+        name: name in its module.
+        path: name in ``named_parameters()``; a tied parameter has the same path wherever it is used.
+        shape: shape of the whole parameter.
+        itemsize: bytes per element.
         trainable: whether it has a gradient.
-        outside: whether a module has it that is no operator: then it is whole on each rank, and its gradient may have
-            summands of all ranks.
+        outside: whether it also belongs to a module that is not an operator. Then it is whole on each rank, and its
+            gradient may have summands of all ranks.
     """
 
     name: str
@@ -102,22 +103,23 @@ class Weight:
 
 @dataclass(frozen=True)
 class Operator:
-    """A module that may be split, or a place where results of several meet (``module`` is None).
+    """A module that may be split, a meeting of several operators' results, or an operation on whole values.
 
     Attributes:
-        name: the module's path, or where the results meet.
-        module: the module's path; None of a meeting, whose inputs and output share one layout.
-        kind: of the module.
-        rules: the signatures of the module's kind. A meeting has none; an operation that gets values whole, each rank
-            its own samples', has ``dp`` and no module.
-        inputs: what it takes, each tensor once.
-        output: what it makes.
-        units: into how many equal pieces the features of the output may be cut.
-        parts: how many results the output features hold one after the other, each cut by itself.
+        name: path of the module, or name of the place in the model.
+        module: path of the module; None for a meeting, whose inputs and output share one layout, and for an operation
+            on whole values.
+        kind: kind of the module.
+        rules: signatures of the module's kind. A meeting has none. An operation that needs whole values of each rank's
+            own samples has ``dp`` only, and no module.
+        inputs: its inputs, each tensor once.
+        output: its output.
+        units: number of equal pieces into which the features of the output may be cut.
+        parts: number of results that follow each other along the output features, each of which is cut by itself.
         weights: its parameters.
-        heads: of an attention; 1 elsewhere.
-        work: its own.
-        after: the work of what follows it and has no module of its own, done in the layout that it hands on.
+        heads: number of heads of an attention; otherwise 1.
+        work: work of the operator itself.
+        after: work of the following operations outside of operators, in the layout that the operator hands on.
     """
 
     name: str
@@ -135,7 +137,7 @@ class Operator:
 
     @property
     def meets(self) -> bool:
-        """Whether it is a place where results meet."""
+        """Whether it is a meeting of results."""
         return not self.rules
 
 
@@ -144,7 +146,7 @@ class Loose:
     """Parameters that are used between operators.
 
     Attributes:
-        module: path of the module that has them.
+        module: path of the module that owns them.
         weights: the parameters.
         operator: index of the operator in whose output's layout they are used.
     """
@@ -159,12 +161,12 @@ class Graph:
     """The operators of a model in the order of the forward pass.
 
     Attributes:
-        fingerprint: of the model's parameters.
-        batch: samples of one rank for which sizes are given.
-        operators: a module that is called twice has two, which must be split alike.
+        fingerprint: fingerprint of the model's parameters.
+        batch: number of samples per rank to which all sizes refer.
+        operators: the operators; a module that is called twice has two, which must be split alike.
         outputs: indices of the operators whose results the model returns.
-        loose: parameters that no operator has.
-        notes: what a user should know, a line each: modules that cannot be split, edges that are guessed.
+        loose: parameters that belong to no operator.
+        notes: notes for users, for example on modules that cannot be split or on guessed edges.
     """
 
     fingerprint: str
@@ -176,7 +178,7 @@ class Graph:
 
     @cached_property
     def consumers(self) -> tuple[tuple[tuple[int, Edge], ...], ...]:
-        """For each operator, who takes its result: index and edge."""
+        """For each operator, the consumers of its result: index and edge."""
         found: list[list[tuple[int, Edge]]] = [[] for _ in self.operators]
         for index, operator in enumerate(self.operators):
             for edge in operator.inputs:
@@ -186,7 +188,7 @@ class Graph:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all parameters, a tied one once."""
+        """Bytes of all parameters; tied ones count once."""
         weights = {weight.path: weight.bytes for operator in self.operators for weight in operator.weights}
         weights |= {weight.path: weight.bytes for loose in self.loose for weight in loose.weights}
         return sum(weights.values())

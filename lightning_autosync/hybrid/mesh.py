@@ -1,4 +1,4 @@
-"""Meshes of a cluster's ranks, and how fast bytes travel along their dimensions."""
+"""Meshes of a cluster's ranks, and the speed of transfers along their dimensions."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 from lightning_autosync.cluster import ClusterSpec, LinkGraph
 
 MOST_DIMENSIONS = 3
-"""Of a mesh that is searched."""
+"""Largest number of dimensions of a mesh in the search."""
 
 
 def shapes(ranks: int, dimensions: int = MOST_DIMENSIONS) -> tuple[tuple[int, ...], ...]:
-    """The sizes of the dimensions of all meshes of so many ranks, in each order, the plainest first."""
+    """The shapes of all meshes with ``ranks`` ranks, in each order of dimensions; fewest dimensions first."""
     found = [shape for count in range(1, dimensions + 1) for shape in _factors(ranks, count)]
     return tuple(found) or ((1,),)
 
@@ -34,7 +34,7 @@ def _factors(product: int, count: int) -> Iterator[tuple[int, ...]]:
 
 
 def near_order(cluster: ClusterSpec) -> tuple[int, ...]:
-    """The ranks so that those that are near each other are neighbours: by switch, then by node."""
+    """The ranks in an order in which close ranks are neighbours: by switch, then by node."""
     levels = cluster.hierarchy()
     place = [
         [next(number for number, group in enumerate(level) if rank in group) for level in reversed(levels)]
@@ -45,12 +45,12 @@ def near_order(cluster: ClusterSpec) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Pace:
-    """How fast bytes travel in all groups of ranks at once.
+    """The speed of transfers within groups of ranks, with all groups active at once.
 
     Attributes:
-        ring: seconds for each byte that every rank sends to the next of its group.
-        spread: seconds for each byte that every rank sends to the others of its group, an equal share to each.
-        latency: seconds of a byte between the two ranks of a group that are next to each other and farthest apart.
+        ring: seconds per byte that every rank sends to the next rank of its group.
+        spread: seconds per byte that every rank sends to the others of its group, in equal shares.
+        latency: largest latency in seconds between neighbours in a group.
     """
 
     ring: float
@@ -59,7 +59,7 @@ class Pace:
 
 
 class Links:
-    """The links of a cluster as groups of its ranks use them.
+    """The links of a cluster, as used by groups of its ranks.
 
     Raises:
         ClusterError: the rates of the links are unknown.
@@ -72,7 +72,7 @@ class Links:
         self._paces: dict[tuple[tuple[int, ...], ...], Pace] = {}
 
     def pace(self, groups: Sequence[Sequence[int]]) -> Pace:
-        """The pace of groups of equal size that are disjoint."""
+        """The pace of disjoint groups of equal size."""
         key = tuple(map(tuple, groups))
         if key not in self._paces:
             self._paces[key] = self._measure(numpy.array(key))
@@ -95,12 +95,12 @@ class Links:
         return Pace(self._slowest(up, down), self._slowest(across, across), latency)
 
     def _slowest(self, up: NDArray[numpy.float64], down: NDArray[numpy.float64]) -> float:
-        """Seconds a byte, of transfers from below each link and to below it."""
+        """Seconds per byte, for transfers up from below each link and down to below it."""
         away, toward = self._sides
         return float(max((up / away).max(initial=0.0), (down / toward).max(initial=0.0)))
 
     def _routed(self, groups: NDArray[numpy.int64], ring: list[tuple[int, int]]) -> Pace:
-        """Where links form loops, transfers take the routes of the cluster's topology."""
+        """The pace if links form loops: transfers take the routes of the link graph."""
         pairs = [(int(i), int(j)) for group in groups for i in group for j in group if i != j]
         spread = self._topology.loads(pairs) / (groups.shape[1] - 1)
         latency = max(self._topology.latency(*pair) for pair in ring)
@@ -110,7 +110,7 @@ class Links:
 
     @cached_property
     def _below(self) -> NDArray[numpy.bool_] | None:
-        """[links, ranks] whether a rank is on the far side of a link, seen from a root; None if links form loops."""
+        """[links, ranks] whether a rank is below a link, seen from a root of the tree; None if links form loops."""
         graph = self._graph
         if graph.number_of_edges() != graph.number_of_nodes() - 1:
             return None
@@ -126,7 +126,7 @@ class Links:
 
     @cached_property
     def _sides(self) -> tuple[NDArray[numpy.float64], NDArray[numpy.float64]]:
-        """[links] bytes/s from the far side of each link, and to it."""
+        """[links] bytes/s from below each link upwards, and downwards."""
         root = next(iter(self._graph))
         parents = networkx.predecessor(self._graph, root)
         away, toward = self._capacities[::2].copy(), self._capacities[1::2].copy()
@@ -145,6 +145,6 @@ class Links:
 
 
 def subsets(dimensions: int) -> Iterable[tuple[int, ...]]:
-    """All sets of a mesh's dimensions but the empty one."""
+    """All non-empty sets of a mesh's dimensions."""
     for mask in range(1, 2**dimensions):
         yield tuple(dimension for dimension in range(dimensions) if mask >> dimension & 1)

@@ -1,4 +1,4 @@
-"""`HybridPlan`: how each operator of a model is split over a mesh of ranks, as data."""
+"""`HybridPlan`: how each operator of a model is split over a mesh of ranks, as a document."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ Layout = Literal["batch", "features", "full"]
 SIGNATURES: tuple[Signature, ...] = get_args(Signature)
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 MOST_DIMENSIONS = 8
-"""Of a mesh."""
+"""Largest number of dimensions of a mesh."""
 
 
 def is_hybrid(path: str | os.PathLike[str]) -> bool:
-    """Whether a plan file is one of a hybrid plan, whatever its version.
+    """Whether a plan file contains a hybrid plan, of any version.
 
     Raises:
-        PlanError: it cannot be read, or is no mapping.
+        PlanError: the file cannot be read, or is not a mapping.
     """
     data = read_data(path, PlanError)
     if not isinstance(data, dict):
@@ -39,7 +39,7 @@ def is_hybrid(path: str | os.PathLike[str]) -> bool:
 
 
 def groups_along(ranks: NDArray[numpy.int64], dimensions: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """The sets of ranks [mesh] that differ only along these dimensions of the mesh, each in the mesh's order."""
+    """The sets of ranks that differ only along these dimensions, each in the order of the mesh; ``ranks`` is [mesh]."""
     others = [dimension for dimension in range(ranks.ndim) if dimension not in dimensions]
     size = math.prod(ranks.shape[dimension] for dimension in dimensions)
     rows = ranks.transpose(*others, *sorted(dimensions)).reshape(-1, size)
@@ -50,18 +50,18 @@ class LayerPlan(Record):
     """How one operator is split.
 
     Attributes:
-        module: its path in ``named_modules()``; the root is the empty path.
-        signature: for each dimension of the mesh, how the operator is split along it. ``dp``: each rank has its
-            samples and the whole parameters. ``col``: each rank makes some of the output features. ``row``: each rank
-            has some of the input features and makes a summand of the output. ``heads``: each rank has some heads of an
-            attention. ``rep``: each rank does all of it.
-        output: for each dimension of the mesh, the layout that it hands on: ``batch`` (cut by samples), ``features``
-            (cut by features) or ``full``; after ``dp`` always ``batch``. None hands on what the signature makes, sums
-            of partial results in full.
-        parts: how many results the output features hold one after the other, each cut by itself; 3 for queries, keys
-            and values of one projection.
-        batch_axis: the axis of its input and output along which samples lie; null where there is none, as in a table
-            of positions. Then ``batch`` is the same as ``full``, and ``dp`` says that the gradient is partial.
+        module: path in ``named_modules()``; empty for the root.
+        signature: [dimensions] how the operator is split along each dimension of the mesh. ``dp``: each rank has its
+            own samples and the whole parameters. ``col``: each rank computes some of the output features. ``row``: each
+            rank has some of the input features and computes a summand of the output. ``heads``: each rank has some
+            heads of an attention. ``rep``: each rank computes everything.
+        output: [dimensions] layout that the operator hands on: ``batch`` (cut by samples; always after ``dp``),
+            ``features`` (cut by features) or ``full``. None hands on the signature's own result; partial results are
+            summed in full.
+        parts: number of results that follow each other along the output features, each of which is cut by itself; 3 for
+            queries, keys and values of one projection.
+        batch_axis: axis of the samples in the input and output; null if there is none, as in a table of positions. Then
+            ``batch`` is the same as ``full``, and ``dp`` means that the gradient is partial.
     """
 
     module: str
@@ -74,20 +74,19 @@ class LayerPlan(Record):
 class HybridPlan(Document):
     """How the operators of a model are split over a mesh of ranks, and how replicas' gradients are synchronized.
 
-    The model's input and output are cut by samples along all dimensions: each rank brings a batch of its own and gets
-    its own samples' results, as under DDP. An input is brought into the layout that a layer's signature needs when the
-    layer is called, once for all layers that need the same tensor in the same layout; a result is brought into the
-    layout ``output`` when the layer returns. What has no layer takes its input as it comes; sums and products of
-    several layers' results find them in equal layouts. All parameters belong to layers that are here.
+    The model's input and output are cut by samples along all dimensions: each rank has its own batch and gets the
+    results of its own samples, as in DDP. When a layer is called, its input is converted to the layout that its
+    signature needs, once for all layers that need the same tensor in the same layout. When the layer returns, its
+    result is converted to the layout ``output``. Operations without a layer take their inputs as they are; if they
+    combine results in different layouts, these are converted to one. Every parameter must belong to a layer.
 
     Attributes:
-        workload: fingerprint of the parameters (names and shapes) that it was made for; None skips the check.
+        workload: fingerprint of the parameters (names and shapes) for which the plan was made; None skips the check.
         mesh: sizes of the mesh's dimensions.
-        ranks: the rank at each place of the mesh, row by row; None puts them in order. Neighbours along the last
-            dimension are adjacent here.
-        layers: in the order of the forward pass.
-        gradients: how ranks that hold the same parameters synchronize gradients: the name of a builder of
-            synchronous plans, used for each set of ranks by itself, or a plan, where all such sets are alike.
+        ranks: rank at each place of the mesh in row-major order; None means ascending order.
+        layers: the layers, in the order of the forward pass.
+        gradients: how ranks with the same parameters synchronize gradients. Either the name of a builder of synchronous
+            plans, which is used for each set of such ranks, or a plan if all these sets have the same size.
     """
 
     FORMAT: ClassVar[str] = "autosync-hybrid/1"
@@ -101,30 +100,30 @@ class HybridPlan(Document):
 
     @property
     def world_size(self) -> int:
-        """How many ranks there are."""
+        """Number of ranks."""
         return math.prod(self.mesh)
 
     @property
     def is_data_parallel(self) -> bool:
-        """Whether nothing is split but the batch."""
+        """Whether only the batch is split."""
         return all(name == "dp" for layer in self.layers for name in layer.signature)
 
     @cached_property
     def rank_array(self) -> NDArray[numpy.int64]:
-        """[mesh] the rank at each place."""
+        """[mesh] rank at each place."""
         order = range(self.world_size) if self.ranks is None else self.ranks
         return numpy.array(order, dtype=numpy.int64).reshape(self.mesh)
 
     def coordinates(self, rank: int) -> tuple[int, ...]:
-        """Where a rank sits in the mesh."""
+        """The coordinates of a rank in the mesh."""
         return tuple(int(place[0]) for place in numpy.nonzero(self.rank_array == rank))
 
     def groups(self, dimensions: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-        """The sets of ranks that differ only along these dimensions of the mesh, each in the mesh's order."""
+        """The sets of ranks that differ only along these dimensions, each in the order of the mesh."""
         return groups_along(self.rank_array, dimensions)
 
     def layer(self, module: str) -> LayerPlan | None:
-        """The layer of a module's path; None where the plan has none."""
+        """The layer with a module's path; None if the plan has none."""
         return self._by_module.get(module)
 
     @cached_property
@@ -132,7 +131,7 @@ class HybridPlan(Document):
         return {layer.module: layer for layer in self.layers}
 
     def describe(self, width: int = 120) -> str:
-        """The plan as a table that a person reads; repeated blocks are shown once."""
+        """The plan as a text table, in which repeated blocks are shown once."""
         from lightning_autosync.hybrid.describe import plan_table
 
         return plan_table(self, width)

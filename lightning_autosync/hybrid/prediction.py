@@ -1,4 +1,4 @@
-"""What a plan costs: the seconds of a step, the bytes that each rank sends, and its memory."""
+"""The predicted costs of a plan: seconds of a step, bytes that each rank sends, and memory."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ Pass = Literal["forward", "backward", "gradients"]
 
 @dataclass(frozen=True)
 class Sent:
-    """Bytes that each rank sends in a step.
+    """Bytes that each rank sends in a step, in one phase, along some dimensions, by one kind of collective.
 
     Attributes:
         phase: ``forward`` and ``backward`` for changes of layout, ``gradients`` for the sums over replicas.
-        dimensions: of the mesh, along which the ranks that take part lie.
-        collective: what carries them.
-        bytes: payload.
+        dimensions: dimensions of the mesh along which the groups lie.
+        collective: kind of the collective.
+        bytes: bytes of payload.
     """
 
     phase: Pass
@@ -64,12 +64,12 @@ class Sent:
 
 @dataclass(frozen=True)
 class HybridPrediction:
-    """What a plan costs.
+    """The predicted costs of a plan.
 
     Attributes:
-        costs: [COSTS]; see `lightning_autosync.hybrid.cost`.
-        sent: bytes by pass, dimensions and collective; what is zero is left out.
-        settings: with which it was predicted.
+        costs: [COSTS] see `lightning_autosync.hybrid.cost`.
+        sent: bytes by phase, dimensions and collective, without zeros.
+        settings: settings of the prediction.
         moments: what a rank holds in the course of a step.
     """
 
@@ -101,14 +101,14 @@ def predict(
     rates: HybridRates | None = None,
     settings: Settings | None = None,
 ) -> HybridPrediction:
-    """What a plan costs on a cluster.
+    """Predict the costs of a plan on a cluster.
 
     Args:
-        plan: for the model of ``graph``.
-        graph: the model's.
-        cluster: its links are measured.
-        rates: of hosts and backend; the defaults if None.
-        settings: of the step.
+        plan: a plan for the model of ``graph``.
+        graph: graph of the model.
+        cluster: a cluster with known rates, or its links.
+        rates: rates of the hosts and the backend; None takes the defaults.
+        settings: settings of the step; None takes the defaults.
 
     Raises:
         PlanError: the plan is for another model or number of ranks, or an operator has no layer.
@@ -209,7 +209,7 @@ class _Predictor:
         return value.bytes * local_size(states, self._plan.mesh, value.batch_axis is not None)
 
     def _meet(self, operator: Operator) -> States:
-        """Where results meet that lie differently, all are brought into one layout, as the execution does."""
+        """Add the changes at a meeting, where results in different layouts are brought into one, as in execution."""
         sources = [edge for edge in operator.inputs if edge.source != INPUT]
         states = unify([Placement(self._handed[edge.source]) for edge in sources])
         for edge in operator.inputs:
@@ -221,7 +221,7 @@ class _Predictor:
         return sum(self._bring(edge, states) for edge in operator.inputs)
 
     def _bring(self, edge: Edge, states: States) -> float:
-        """Bytes of a tensor that was brought into other states; once, whoever needs it so."""
+        """Bytes of a tensor that is brought into other states; it happens once for all operators that need it."""
         key = edge.source, edge.tensor, states
         if key in self._taken:
             return 0.0

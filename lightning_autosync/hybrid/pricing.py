@@ -1,4 +1,4 @@
-"""Seconds of collectives along the dimensions of a mesh, and of changes of layout made of them."""
+"""Seconds of collectives along the dimensions of a mesh, and of changes of layout, which consist of them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning_autosync.hybrid.plan import groups_along
 from lightning_autosync.hybrid.rates import CollectiveRate, HybridRates
 
 BUCKET = 25 * 2**20
-"""Bytes of gradients that travel as one message, about."""
+"""Approximate bytes of gradients per message."""
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,8 @@ class ChangeSeconds:
     """Seconds of changes between all pairs of states.
 
     Attributes:
-        forward, backward: [from, to] seconds for each byte that the value has on a rank under data parallelism.
-        forward_calls, backward_calls: [from, to] seconds however small it is.
+        forward, backward: [from, to] seconds per byte that the value has on a rank under data parallelism.
+        forward_calls, backward_calls: [from, to] seconds independent of the size.
     """
 
     forward: NDArray[numpy.float64]
@@ -36,13 +36,13 @@ class ChangeSeconds:
 
 
 class Pricing:
-    """What collectives cost on one mesh.
+    """Costs of collectives on one mesh.
 
     Args:
         mesh: sizes of the dimensions.
-        ranks: the rank at each place, row by row.
-        links: of the cluster.
-        rates: of hosts and backend.
+        ranks: rank at each place of the mesh, in row-major order.
+        links: links of the cluster.
+        rates: rates of the hosts and the backend.
     """
 
     def __init__(self, mesh: Sequence[int], ranks: Sequence[int], links: Links, rates: HybridRates) -> None:
@@ -56,7 +56,7 @@ class Pricing:
         self._changes: dict[tuple[tuple[States, ...], tuple[States, ...], bool], ChangeSeconds] = {}
 
     def byte_and_call(self, collective: Collective, dimensions: tuple[int, ...]) -> tuple[float, float]:
-        """Seconds for each byte that a rank sends in a collective along some dimensions, and seconds of a call."""
+        """Seconds per byte that a rank sends in a collective along some dimensions, and seconds per call."""
         key = collective, dimensions
         if key not in self._prices:
             self._prices[key] = self._price(collective, dimensions)
@@ -72,7 +72,7 @@ class Pricing:
         return wire + rate.host * self.crowd, (rate.call + rate.peer * peers) * self.crowd + latency
 
     def gradients(self, dimensions: tuple[int, ...], size: float) -> float:
-        """Seconds to sum gradients of so many bytes on each rank over the ranks along some dimensions."""
+        """Seconds to sum gradients of ``size`` bytes per rank over the ranks along some dimensions."""
         ranks = math.prod(self.mesh[dimension] for dimension in dimensions)
         if ranks == 1 or size == 0:
             return 0.0
@@ -81,14 +81,14 @@ class Pricing:
 
     @cached_property
     def _costs(self) -> tuple[NDArray[numpy.float64], NDArray[numpy.float64]]:
-        """[dimension, collective] seconds for each byte sent, and seconds of a call."""
+        """[dimension, collective] seconds per byte sent, and seconds per call."""
         costs = numpy.array(
             [[self.byte_and_call(kind, (dimension,)) for kind in COLLECTIVES] for dimension in range(len(self.mesh))]
         )
         return costs[:, :, 0], costs[:, :, 1]
 
     def changes(self, sources: tuple[States, ...], goals: tuple[States, ...], has_samples: bool) -> ChangeSeconds:
-        """Seconds of the changes from each of some states to each of others."""
+        """Seconds of the changes from each state of ``sources`` to each state of ``goals``."""
         key = sources, goals, has_samples
         if key not in self._changes:
             sends = traffic(self.mesh, sources, goals, has_samples)

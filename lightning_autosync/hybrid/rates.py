@@ -1,4 +1,4 @@
-"""`HybridRates`: what computation and collectives cost on the machines of a job, as a document."""
+"""`HybridRates`: a document with the costs of computation and collectives on the machines of a job."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _Cost = Annotated[float, Field(ge=0, le=1e3)]
 
 
 class CollectiveRate(Record):
-    """Costs of one kind of collective beside the time of its bytes on the links.
+    """Costs of one kind of collective.
 
     Attributes:
-        call: seconds of a call.
-        peer: seconds for each other rank that takes part.
-        host: core-seconds for each byte that a rank sends, with receiving, adding and copying.
-        wire: how much longer the links take for its bytes than their rates say, all groups active at once.
+        call: seconds per call.
+        peer: seconds per other rank that takes part.
+        host: core-seconds per byte that a rank sends, including receiving, adding and copying.
+        wire: factor on the time of its bytes on the links by their rates, with all groups active at once.
     """
 
     call: _Cost
@@ -30,21 +30,21 @@ class CollectiveRate(Record):
 
 
 class HybridRates(Document):
-    """What one rank computes in a second, and what collectives cost, for one backend.
+    """Compute rates of one rank and costs of collectives, for one backend.
 
-    The defaults are those of gloo on a server with two cores. There a sum that is cut is an all-to-all and a local
-    sum, for gloo's own ``reduce_scatter`` sends as much as an all-reduce.
+    The defaults are those of gloo on a server with two cores. With gloo a reduce-scatter is an all-to-all and a local
+    sum, because gloo's own ``reduce_scatter`` sends as much as an all-reduce.
 
     Attributes:
-        backend: of ``torch.distributed``.
-        cores: how many cores all ranks share, as on one machine; None gives each rank its own.
-        flops: floating-point operations per second of products of matrices.
+        backend: backend of ``torch.distributed``.
+        cores: number of cores that all ranks share, as on one machine; None gives each rank its own core.
+        flops: floating-point operations per second of matrix products.
         memory: bytes per second that operations read and write.
-        operation: seconds of each operation, however small.
-        layer: seconds of each call of a layer of a plan beyond its operations, forward and backward together.
-        update: bytes per second of parameters that the optimizer updates.
+        operation: seconds per operation, independent of its size.
+        layer: seconds per call of a plan's layer on top of its operations, forward and backward together.
+        update: bytes of parameters per second that the optimizer updates.
         framing: bytes on a link for each byte of payload.
-        all_gather, reduce_scatter, all_reduce, all_to_all: the collectives.
+        all_gather, reduce_scatter, all_reduce, all_to_all: costs of the collectives.
     """
 
     FORMAT: ClassVar[str] = "autosync-hybrid-rates/1"
@@ -63,5 +63,5 @@ class HybridRates(Document):
     all_to_all: CollectiveRate = CollectiveRate(call=130e-6, peer=35e-6, host=0.7e-9)
 
     def crowd(self, ranks: int) -> float:
-        """By how much a core-second is longer because ranks share cores."""
+        """Factor, at least 1, by which host work takes longer because ``ranks`` share too few cores."""
         return max(1.0, ranks / self.cores) if self.cores else 1.0

@@ -1,4 +1,4 @@
-"""A forward pass with fake tensors, which compute nothing: which operators are called, and what they would do."""
+"""Records a forward pass with fake tensors, which compute nothing: the calls of operators and their work."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class Call:
     """One call of an operator.
 
     Attributes:
-        path: of its module.
-        inputs: tensors that it was given.
-        output: tensor that it returned, the first of several.
-        work: what happened in it.
-        after: what happened from its end until the next operator's beginning.
+        path: path of its module.
+        inputs: its tensor arguments.
+        output: the tensor that it returned, or the first of several.
+        work: work inside of the call.
+        after: work from its end until the start of the next call.
     """
 
     path: str
@@ -42,9 +42,9 @@ class Call:
 
 
 def operator_paths(module: nn.Module) -> dict[str, nn.Module]:
-    """The modules that a plan has layers for: known kinds, and other modules without children that have parameters.
+    """The modules for which a plan has layers: known kinds, and other modules with parameters and without children.
 
-    What is inside of one is a part of it.
+    Modules inside of such a module are parts of it.
     """
     found: dict[str, nn.Module] = {}
     for path, part in module.named_modules(remove_duplicate=False):
@@ -57,14 +57,14 @@ def operator_paths(module: nn.Module) -> dict[str, nn.Module]:
 
 
 def record(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[Call], Any]:
-    """The calls of operators in their order, and what the model returns.
+    """The calls of operators in their order, and the output of the model.
 
     Args:
-        module: any; nothing of it changes.
-        args, kwargs: what its ``forward`` gets; tensors stand for their shapes and dtypes.
+        module: any module; it is not changed.
+        args, kwargs: arguments of its ``forward``; only shapes and dtypes of tensors matter.
 
     Raises:
-        WorkloadError: it needs values of tensors, which fake ones have not.
+        WorkloadError: the forward pass needs values of tensors, which fake tensors do not have.
     """
     device = next((parameter.device for parameter in module.parameters() if parameter.device.type != "meta"), _CPU)
     recorder = _Recorder()
@@ -73,7 +73,7 @@ def record(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
         for path, part in operator_paths(module).items():
             stack.callback(part.register_forward_pre_hook(recorder.begin(path), with_kwargs=True, prepend=True).remove)
             stack.callback(part.register_forward_hook(recorder.end).remove)
-        # Constants that the model has made elsewhere, such as an attribute that is no buffer, are taken as they are.
+        # A model may have tensors that are neither parameters nor buffers, for example plain attributes: allow them.
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         state = {
             name: _fake(tensor, device).requires_grad_(tensor.requires_grad)
@@ -100,7 +100,7 @@ def _fake(tensor: Tensor, device: torch.device) -> Tensor:
 
 @contextmanager
 def training(module: nn.Module) -> Iterator[None]:
-    """Within the block all parts are in training mode."""
+    """Put all parts of a module into training mode within the block."""
     modes = {part: part.training for part in module.modules()}
     module.train()
     try:
@@ -111,11 +111,11 @@ def training(module: nn.Module) -> Iterator[None]:
 
 
 class _Recorder(TorchDispatchMode):
-    """Adds up what operations would do, for the operator that is running or ran last."""
+    """Adds the work of operations to the operator that is running or ran last."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list[Call] = [Call(path="")]  # what comes before the first operator
+        self.calls: list[Call] = [Call(path="")]  # collects the work before the first operator
         self.given: set[int] = set()
         self._depth = 0
         self._held: dict[int, Any] = {}
@@ -138,7 +138,7 @@ class _Recorder(TorchDispatchMode):
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self._held and key not in self.given:
-            self._held[key] = storage  # so that the number is not used again
+            self._held[key] = storage  # keeps the storage alive, so that no other one gets the same address
             self._add(Work(kept=float(storage.nbytes())))
         return tensor
 

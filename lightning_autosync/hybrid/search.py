@@ -1,4 +1,4 @@
-"""The search for plans: coordinate descent on each mesh of a cluster, from several starts."""
+"""The search for plans: coordinate descent on each mesh of a cluster from several starts."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ _SHARES = (1.0, 0.8, 0.6)
 
 @dataclass(frozen=True)
 class Candidate:
-    """A plan and what it costs.
+    """A plan and its predicted costs.
 
     Attributes:
-        plan: it.
+        plan: the plan.
         step_seconds: predicted seconds of a step.
         memory: predicted bytes on one rank.
-        costs: [COSTS] what these are made of; see `lightning_autosync.hybrid.cost`.
-        origin: where it comes from: ``search``, ``data parallel`` or ``megatron``.
+        costs: [COSTS] components of the above; see `lightning_autosync.hybrid.cost`.
+        origin: ``search``, ``data parallel`` or ``megatron``.
     """
 
     plan: HybridPlan
@@ -48,13 +48,13 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Found:
-    """What a search found.
+    """The result of a search.
 
     Attributes:
-        plans: the best that fit into memory, the fastest first; if none fits, the one that needs the least.
-        data_parallel: every rank all of the model, its own samples.
-        megatron: linear layers cut by output and by input features in turn, on the best mesh; None where no
-            dimension of any mesh can be used so.
+        plans: the best plans that fit into memory, the fastest first; if none fits, the one with the least memory.
+        data_parallel: data parallelism, with the whole model on every rank.
+        megatron: the Megatron scheme on its best mesh: linear layers are cut alternately by output and input features.
+            None if no mesh allows it.
     """
 
     plans: tuple[Candidate, ...]
@@ -78,19 +78,19 @@ def search(
     seed: int = 0,
     meshes: Sequence[tuple[int, ...]] | None = None,
 ) -> Found:
-    """The best plans for a model on a cluster, and the two that everybody knows.
+    """Search the best plans for a model on a cluster; also returns data parallelism and the Megatron scheme.
 
     Args:
-        graph: the model's.
-        cluster: its links are measured.
-        rates: of hosts and backend; the defaults if None.
-        memory: bytes that a rank may use; None for any number.
-        settings: of the step.
-        starts: random starts of the descent on each mesh, beside data parallelism, the Megatron alternation, and the
-            best plan without overlap.
-        keep: plans that are returned.
-        seed: of the starts.
-        meshes: sizes of the meshes that are tried; all with up to three dimensions if None.
+        graph: graph of the model.
+        cluster: a cluster with known rates.
+        rates: rates of the hosts and the backend; None takes the defaults.
+        memory: bytes that a rank may use; None for no limit.
+        settings: settings of the step; None takes the defaults.
+        starts: number of random starts of the descent on each mesh. Further starts are data parallelism, the Megatron
+            scheme and the best plan without overlap.
+        keep: largest number of returned plans.
+        seed: seed of the random starts.
+        meshes: shapes of the meshes to try; None tries all with up to three dimensions.
 
     Raises:
         ClusterError: the rates of the links are unknown.
@@ -102,7 +102,7 @@ def search(
 
 
 class _Choice:
-    """An alternative for each choice on one mesh."""
+    """One alternative for each choice on one mesh, with its costs."""
 
     def __init__(self, on_mesh: Tables, states: tuple[int, ...], origin: str) -> None:
         self.on_mesh, self.states, self.origin = on_mesh, states, origin
@@ -152,20 +152,20 @@ class _Search:
         return Found(tuple(self._best(chosen, data_parallel)), data_parallel, megatron_plan)
 
     def _best(self, chosen: Sequence[_Choice], data_parallel: Candidate) -> list[Candidate]:
-        """The first different plans, data parallelism in its place among them; those that fit, or one that does not."""
+        """The best distinct plans, including data parallelism: those that fit, or the first if none fits."""
         found = {data_parallel.plan.fingerprint: data_parallel} if self._fits(data_parallel) else {}
         for choice in chosen:
             if len(found) > self._keep or (found and not self._fits(choice)):
                 break
             candidate = self._candidate(choice)
-            # Data parallelism is the same on all meshes.
+            # Data parallelism is the same on all meshes, and is in the result already if it fits.
             if not candidate.plan.is_data_parallel:
                 found.setdefault(candidate.plan.fingerprint, candidate)
         ranked = sorted(found.values(), key=lambda candidate: candidate.step_seconds)
         return ranked[: self._keep] or [data_parallel]
 
     def _order(self, choice: _Choice) -> tuple[bool, float]:
-        """Those that fit first, the fastest first; then those that do not, the smallest first."""
+        """Sort key: plans that fit come first, by seconds; then the others, by memory."""
         fits = self._fits(choice)
         return not fits, choice.seconds if fits else choice.memory
 
@@ -184,7 +184,7 @@ class _Search:
         memory = self._memory
         limits = [None, *([] if memory is None else [share * memory for share in _SHARES])]
         starts: list[Sequence[int]] = [_all(on_mesh, "dp"), *([] if megatron is None else [megatron])]
-        # The best without overlap is near the best with it.
+        # The best plan without overlap is a good start. The exact search may be too large, and then is left out.
         with suppress(PlanError):
             starts.append(exact(on_mesh)[0])
         starts += [self._drawn(on_mesh) for _ in range(self._starts)]
@@ -197,7 +197,10 @@ class _Search:
         return [self._random.randrange(len(table)) for table in on_mesh.alone]
 
     def _megatron(self, on_mesh: Tables) -> tuple[int, ...] | None:
-        """Linear layers cut along the last dimension by output and input features in turn; the rest is descended to."""
+        """The Megatron scheme along the last dimension; the descent optimizes all other choices.
+
+        Returns None if no layer can be split in this way.
+        """
         mesh = on_mesh.costs.pricing.mesh
         pattern = _alternation(self._structure)
         start, fixed = list(_all(on_mesh, "dp")), []
@@ -213,14 +216,14 @@ class _Search:
 
 
 def _all(on_mesh: Tables, name: Signature) -> tuple[int, ...]:
-    """The choice of one signature for all layers along all dimensions; their values are cut by samples."""
+    """The choice of one signature for all layers along all dimensions, with all values cut by samples."""
     wanted = (name,) * len(on_mesh.costs.pricing.mesh)
     layers = [alternatives.index(wanted) for alternatives in on_mesh.signatures]
     return (*layers, *[0] * (len(on_mesh.alone) - on_mesh.layers))
 
 
 def _alternation(of: Structure) -> dict[int, Signature]:
-    """``col`` and ``row`` in turn for the linear layers, ``heads`` for attention."""
+    """The signatures of the Megatron scheme by layer: ``col`` and ``row`` alternately, and ``heads`` for attention."""
     operators = of.graph.operators
     pattern: dict[int, Signature] = {}
     for layer, members in enumerate(of.layers):
@@ -228,7 +231,7 @@ def _alternation(of: Structure) -> dict[int, Signature]:
         if operator.kind == "attention":
             pattern[layer] = "heads"
         elif operator.kind in ("linear", "transposed_linear"):
-            # What takes pieces of features that lie as they are made sums over them.
+            # A layer that can take the pieces of features of a ``col`` layer directly sums over them (``row``).
             feeding = [flow for flow in of.flows if flow.target == layer and flow.source is not None]
             after_column = any(pattern.get(flow.source) == "col" for flow in feeding if flow.source is not None)
             pattern[layer] = "row" if after_column and all(flow.units > 1 for flow in feeding) else "col"

@@ -1,12 +1,12 @@
-"""How an operator may be split along one dimension of a mesh: its signatures, by kind of module.
+"""Signatures: how a kind of module can be split along one dimension of a mesh.
 
-The signatures are those of OneFlow's split, broadcast and partial values (Yuan et al., 2021), of which AutoDDL (Chen et
-al., 2023) searches the combinations. Along one dimension of the mesh an activation is
+The signatures follow OneFlow's split, broadcast and partial values (Yuan et al., 2021), whose combinations AutoDDL
+(Chen et al., 2023) searches. Along one dimension of the mesh an activation is
 
-- ``batch``: cut along the axis of its samples, as a rule the first;
-- ``features``: cut along the axis of its features (the last one; after a convolution the channels, axis 1);
-- ``full``: whole and the same on every rank;
-- ``partial`` (results only): every rank has a summand of it.
+- ``batch``: cut along the axis of its samples, usually the first axis;
+- ``features``: cut along the axis of its features (the last axis; after a convolution the channels, axis 1);
+- ``full``: whole and equal on every rank;
+- ``partial`` (results only): every rank has a summand.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ Kind = Literal["linear", "transposed_linear", "convolution", "embedding", "atten
 
 @dataclass(frozen=True)
 class Rule:
-    """What a signature does to one kind of operator.
+    """The effect of a signature on one kind of operator.
 
     Attributes:
-        input: layout that its input must have.
-        result: layout in which it makes its output.
-        axes: the axis along which each of its parameters is cut; a parameter that is not named is whole on every rank.
+        input: required layout of the input.
+        result: layout of the output.
+        axes: axis along which each parameter is cut; parameters that are not listed are whole on every rank.
     """
 
     input: Layout
@@ -41,7 +41,7 @@ class Rule:
 
     @property
     def output(self) -> Layout:
-        """The layout that it hands on where the plan says nothing: a partial result is summed on every rank."""
+        """The default layout that it hands on: a partial result is summed on every rank."""
         return "full" if self.result == "partial" else self.result
 
 
@@ -65,33 +65,33 @@ RULES: dict[Kind, dict[Signature, Rule]] = {
         "col": Rule("full", "features", {"weight": 0, "bias": 0}),
         "row": Rule("features", "partial", {"weight": 1}),
     },
-    # A rank that lacks a row of the table adds zeros for it.
+    # With ``row``, a rank without the looked-up row of the table contributes zeros.
     "embedding": {
         **_ANYWHERE,
         "col": Rule("full", "features", {"weight": 1}),
         "row": Rule("full", "partial", {"weight": 0}),
     },
-    # Queries, keys and values are made per head, and the output projection sums over the heads.
+    # Queries, keys and values are computed per head, and the output projection sums over the heads.
     "attention": {
         **_ANYWHERE,
         "heads": Rule("full", "partial", {"in_proj_weight": 0, "in_proj_bias": 0, "out_proj.weight": 1}),
     },
     "norm": dict(_ANYWHERE),
-    # Statistics of a rank's own samples, as under DDP.
+    # Statistics are those of a rank's own samples, as in DDP.
     "batch_norm": {"dp": _DP},
-    # It may look at several samples at once, and then gets no others than under DDP.
+    # An unknown module may combine several samples, so it must get the same ones as in DDP.
     "unknown": {"dp": _DP},
 }
-"""The signatures that each kind of module has."""
+"""The signatures of each kind of module."""
 
 HOME: dict[Signature, Rule] = {"dp": _DP}
-"""Of an operation that gets values whole, each rank its own samples'."""
+"""The signature of an operation that needs whole values of each rank's own samples."""
 _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 
 def kind_of(module: nn.Module) -> Kind:
-    """What kind of operator a module is, by its class."""
-    # Subclasses may compute something else: only the class itself is known to be what it says.
+    """The kind of a module, by its class."""
+    # Subclasses may compute something else, so only the exact class is accepted.
     kind: type = type(module)
     if kind is nn.Linear:
         return "linear"
@@ -113,7 +113,7 @@ def _splits_by_heads(module: nn.MultiheadAttention) -> bool:
 
 
 def rules_of(module: nn.Module) -> Mapping[Signature, Rule]:
-    """The signatures that a module has, with what they do."""
+    """The signatures of a module, with their rules."""
     return RULES[kind_of(module)]
 
 
@@ -123,14 +123,14 @@ def feature_axis(module: nn.Module) -> int:
 
 
 def refusal(module: nn.Module, signature: Sequence[Signature], mesh: Sequence[int], parts: int = 1) -> str | None:
-    """Why a module cannot be split so; None if it can.
+    """The reason why a module cannot be split with a signature; None if it can.
 
     Args:
         module: the operator.
-        signature: one for each dimension of the mesh.
-        mesh: the dimensions' sizes.
-        parts: how many results its output features hold one after the other, each cut by itself (queries, keys and
-            values of one projection: 3).
+        signature: [dimensions] signature along each dimension of the mesh.
+        mesh: [dimensions] sizes of the mesh.
+        parts: number of results that follow each other along the output features, each of which is cut by itself; 3
+            for queries, keys and values of one projection.
     """
     rules = rules_of(module)
     for name in signature:
@@ -145,7 +145,7 @@ def refusal(module: nn.Module, signature: Sequence[Signature], mesh: Sequence[in
         if parameter is None:
             continue
         extent = parameter.shape[axis]
-        # A bias and a weight's output axis hold all parts; an input axis holds no parts.
+        # Only output axes (of the weight and the bias) contain several parts, each of which must be divisible.
         units = extent // parts if _is_output_axis(module, owned, axis) else extent
         if units % pieces or (units != extent and extent % parts):
             of_parts = f" in each of {parts} parts" if units != extent else ""

@@ -1,6 +1,6 @@
-"""What is to be chosen for a model: the signatures of its layers and the layouts of its values.
+"""The choices for a model: the signatures of its layers and the layouts of its values.
 
-Operators that must be split alike, or are in repeated blocks, share one choice.
+Operators that must be split alike, or that are in repeated blocks, share one choice.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ import networkx
 from lightning_autosync.hybrid.graph import INPUT, Edge, Graph, Operator
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?=[.#]|$)")
-"""A part of a path that counts blocks."""
+"""A part of a path that is the number of a block."""
 _Key = tuple["int | None", "int | None", "int | None"]
 
 
 @dataclass(frozen=True)
 class Flow:
-    """Values that layers of one choice hand to layers of another.
+    """Values that layers of one choice hand to layers of another choice.
 
     Attributes:
-        source: the choice of the layers that make them; None where ``value`` is a choice of its own.
-        value: the choice of the layout in which they are handed on; None where it is this flow's alone.
-        target: the choice of the layers that take them; None of the model's output.
-        makers: the operators that make them.
-        edges: as they arrive, each with the index of the operator that takes it.
+        source: choice of the producing layers; None if the layout is a choice of its own (``value``).
+        value: choice of the layout of the values; None if the layout belongs to this flow alone.
+        target: choice of the consuming layers; None for the model's output.
+        makers: the producing operators.
+        edges: the edges, each with the index of the consuming operator.
     """
 
     source: int | None
@@ -40,7 +40,7 @@ class Flow:
 
     @property
     def units(self) -> int:
-        """Into how many equal pieces the features may be cut on the way."""
+        """Number of equal pieces into which the features may be cut along all edges."""
         return math.gcd(*(edge.units for _, edge in self.edges))
 
 
@@ -49,14 +49,14 @@ class Structure:
     """The choices of a model.
 
     Attributes:
-        graph: the model's.
-        layers: for each choice of a signature, the operators that take it.
-        values: for each choice of a layout, the operators and meetings whose results have it.
-        flows: between layers.
-        layer_of: the choice of each operator; that of one of its sources for a meeting of results that are split
-            alike; None of another meeting.
-        value_of: the choice of each operator's layout; None where it is chosen with the flow to its only takers.
-        units: for each choice of a layout, into how many pieces the features may be cut.
+        graph: graph of the model.
+        layers: for each choice of a signature, the operators that share it.
+        values: for each choice of a layout, the operators and meetings whose results share it.
+        flows: flows between layers.
+        layer_of: [operators] choice of the signature. A meeting of results that are split alike has the choice of its
+            sources; other meetings have None.
+        value_of: [operators] choice of the result's layout; None if it is chosen with the flow to its only consumers.
+        units: for each choice of a layout, the number of pieces into which the features may be cut.
     """
 
     graph: Graph
@@ -72,7 +72,7 @@ def structure(graph: Graph, collapse: bool = True) -> Structure:
     """The choices of a model.
 
     Args:
-        graph: its operators.
+        graph: graph of the model.
         collapse: whether layers of repeated blocks share their choices.
     """
     return _Builder(graph, collapse).build()
@@ -98,9 +98,9 @@ class _Builder:
         )
 
     def _siblings(self) -> dict[int, int]:
-        """Meetings all of whose sources are operators of one kind that feed nothing else, and the first source.
+        """Meetings whose sources are operators of one kind that feed nothing else, mapped to their first source.
 
-        Queries, keys and values are split alike, and their meeting is not a choice of its own.
+        For example, queries, keys and values are split alike, so their meeting is not a choice of its own.
         """
         found: dict[int, int] = {}
         for index, operator in enumerate(self._operators):
@@ -120,7 +120,7 @@ class _Builder:
         return [taker for taker, _ in self._graph.consumers[index]]
 
     def _tied(self, collapse: bool) -> tuple[list[int | None], list[list[int]]]:
-        """Sets of operators that take one signature."""
+        """The choice of each operator, and the sets of operators that share one signature."""
         same = networkx.utils.UnionFind(range(len(self._operators)))
         calls: dict[Hashable, int] = {}
         for index, operator in enumerate(self._operators):
@@ -144,7 +144,10 @@ class _Builder:
         return layer_of, list(layers.values())
 
     def _repeated(self, wanted: Callable[[Operator], bool]) -> Iterable[list[int]]:
-        """Operators at the same place of equal blocks, unless one feeds the next: a stack of single layers is none."""
+        """Sets of operators at the same place of equal blocks.
+
+        Sets in which one operator feeds another are left out: a stack of single layers has no blocks.
+        """
         places: dict[Hashable, list[int]] = defaultdict(list)
         for index, operator in enumerate(self._operators):
             if wanted(operator) and _NUMBER.search(operator.name):
@@ -161,7 +164,7 @@ class _Builder:
         return self._alias.get(source, source)
 
     def _shared_values(self) -> tuple[list[int | None], tuple[tuple[int, ...], ...]]:
-        """Sets of operators and meetings whose results have one layout that is chosen by itself."""
+        """The layout choice of each operator, and the sets of operators and meetings that share one."""
         same = networkx.utils.UnionFind()
         for index, operator in enumerate(self._operators):
             if operator.meets and index not in self._alias:
@@ -171,7 +174,7 @@ class _Builder:
                 continue
             same.union(index)
         for members in self._layers:
-            # Layers of one choice hand on alike.
+            # Layers that share a signature hand on their results in the same layout.
             shared = [member for member in members if member in same.parents]
             if shared:
                 same.union(*members)
@@ -192,14 +195,14 @@ class _Builder:
         return value_of, tuple(map(tuple, values.values()))
 
     def _feeds_one_layer(self, index: int) -> bool:
-        """Whether what takes a result is split by one choice, or it is the model's output and nothing else."""
+        """Whether a result has consumers of only one choice, or is only the model's output."""
         takers: Counter[int | None] = Counter(self._layer_of[taker] for taker in self._after(index))
         if index in self._graph.outputs:
             return not takers
         return len(takers) == 1 and not self._operators[index].meets
 
     def _after(self, index: int) -> list[int]:
-        """Who takes an operator's result, seen through meetings that are no choice."""
+        """The consumers of an operator's result; meetings without a choice are replaced by their own consumers."""
         found = []
         for taker in self._takers(index):
             found += self._after(taker) if taker in self._alias else [taker]
@@ -222,13 +225,13 @@ class _Builder:
         return self._layer_of[source] if value is None else None, value, target
 
     def _makers(self, source: int) -> list[int]:
-        """The operators whose results a value is made of; of one that is no choice of its own, all its sources."""
+        """The operators whose results make up a value; for a meeting without its own choice all its sources."""
         if source in self._alias:
             return [maker for edge in self._operators[source].inputs for maker in self._makers(edge.source)]
         return [source]
 
     def _value_units(self, members: tuple[int, ...]) -> int:
-        """Into how many pieces features may be cut in all that meets and in all that takes the values."""
+        """Number of pieces into which features may be cut in all of these results and inputs of meetings."""
         units = 0
         for member in members:
             operator = self._operators[member]
@@ -243,7 +246,7 @@ def _takes(operator: Operator) -> tuple[int, ...]:
 
 
 def _place(operator: Operator) -> Hashable:
-    """What operators at the same place of equal blocks have in common."""
+    """A key that is equal for operators at the same place of equal blocks."""
     weights = tuple((weight.name, weight.shape, weight.trainable) for weight in operator.weights)
     shapes = tuple((edge.value, edge.units) for edge in operator.inputs)
     return (

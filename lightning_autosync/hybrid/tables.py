@@ -25,21 +25,24 @@ from lightning_autosync.hybrid.plan import HybridPlan, LayerPlan, Layout, Signat
 from lightning_autosync.hybrid.structure import Flow, Structure
 
 ILLEGAL = 1e6
-"""Seconds of what cannot be."""
+"""Penalty in seconds of illegal combinations; finite, because the descent subtracts costs and inf - inf is NaN."""
 
 
 @dataclass
 class Tables:
-    """Costs of a model's choices on one mesh. Choices are numbered: signatures of layers first, then layouts of values.
+    """Costs of a model's choices on one mesh.
+
+    Choices are numbered: first the signatures of layers, then the layouts of values.
 
     Attributes:
-        structure: the model's.
-        costs: of operators on the mesh.
+        structure: choices of the model.
+        costs: costs of operators on the mesh.
         signatures: for each choice of a signature, its alternatives.
-        layouts: the alternatives of each choice of a layout.
-        alone: for each choice, [alternatives, COSTS] what it costs by itself.
-        pairs: for two choices, [alternatives of the one, of the other, COSTS] what they cost together.
-        handed: for each flow without a choice of its own, [source's, target's alternatives] the layout that is best.
+        layouts: alternatives of every choice of a layout.
+        alone: for each choice, its own costs [alternatives, COSTS].
+        pairs: for pairs of choices, joint costs [alternatives of the first, of the second, COSTS].
+        handed: for each flow whose layout is not a choice, the index of the best layout [alternatives of the source, of
+            the target].
     """
 
     structure: Structure
@@ -52,11 +55,11 @@ class Tables:
 
     @property
     def layers(self) -> int:
-        """How many choices of signatures there are."""
+        """Number of choices of signatures."""
         return len(self.signatures)
 
     def total(self, choice: Sequence[int]) -> Costs:
-        """[COSTS] what a model costs with an alternative for each choice."""
+        """[COSTS] total costs with one alternative per choice."""
         total = sum((table[state] for table, state in zip(self.alone, choice, strict=True)), numpy.zeros(COSTS))
         for (one, other), table in self.pairs.items():
             total = total + table[choice[one], choice[other]]
@@ -99,13 +102,13 @@ class _Builder:
         return found
 
     def _alternatives(self, members: Sequence[int]) -> list[tuple[Signature, ...]]:
-        """The signatures that all of some operators have."""
+        """The signatures that are legal for all of some operators."""
         unlike = {_sizes(self._operators[member]): self._operators[member] for member in members}
         common = [legal_signatures(operator, self._mesh) for operator in unlike.values()]
         return [signature for signature in common[0] if all(signature in other for other in common[1:])]
 
     def _owners(self) -> dict[int, list[Weight]]:
-        """For each operator its weights, a shared one for the first that has it."""
+        """The weights of each operator; a shared weight belongs to the first one only, so that it counts once."""
         seen: set[str] = set()
         own: dict[int, list[Weight]] = {}
         for index, operator in enumerate(self._operators):
@@ -142,7 +145,7 @@ class _Builder:
         return home_states(len(self._mesh))
 
     def _value_alone(self, number: int, members: Sequence[int]) -> Costs:
-        """What the model's input costs that meets them; layouts that the values cannot have are marked."""
+        """Costs of bringing the model's input to meetings, plus a penalty for layouts that the values cannot have."""
         found = numpy.zeros((len(self._handed), COSTS))
         for member in members:
             for edge in self._operators[member].inputs if self._operators[member].meets else ():
@@ -153,7 +156,7 @@ class _Builder:
         return found
 
     def _can_cut(self, units: int) -> NDArray[numpy.bool_]:
-        """[layouts] whether features that have so many units can be cut so."""
+        """[layouts] whether features with this many units can be cut in each layout."""
         pieces = numpy.array(
             [
                 numpy.prod([size for state, size in zip(states, self._mesh, strict=True) if state == "features"])
@@ -163,21 +166,21 @@ class _Builder:
         return units % pieces == 0
 
     def _makes(self, number: int, operator: Operator) -> list[int]:
-        """For each alternative of a layer, which of `MADE`'s states it makes."""
+        """For each alternative of a layer, the index of its output's states in `MADE`."""
         return [self._made.index(makes(operator, signature)) for signature in self._tables.signatures[number]]
 
     def _takes(self, number: int, operator: Operator) -> list[int]:
         return [self._taken.index(takes(operator, signature)) for signature in self._tables.signatures[number]]
 
     def _made_to_handed(self, number: int, makers: Iterable[int]) -> Costs:
-        """[alternatives, layouts, COSTS] handing on the results of some operators of a layer, and what follows them."""
+        """[alternatives, layouts, COSTS] costs of handing on some operators' results, and of the work after them."""
         makers = list(makers)
         found = numpy.zeros((len(self._tables.signatures[number]), len(self._handed), COSTS))
         for operator, count in _alike(self._operators[maker] for maker in makers):
             change = self._costs.change(operator.output, self._made, self._handed)
             after = numpy.array([self._costs.after(operator, states) for states in self._handed])
             found += count * (change[self._makes(number, operator)] + after)
-        # What is cut by samples is handed on so.
+        # Results that are cut by samples must be handed on in that layout.
         illegal = numpy.array(
             [
                 [
@@ -191,7 +194,7 @@ class _Builder:
         return found
 
     def _handed_to_taken(self, flow: Flow) -> Costs:
-        """[layouts, alternatives, COSTS] how the target takes what a flow carries, each tensor once."""
+        """[layouts, alternatives, COSTS] costs of bringing a flow's tensors to the target, each tensor once."""
         if flow.target is None:
             found = numpy.zeros((len(self._handed), 1, COSTS))
             for _, edge in flow.edges:
@@ -213,7 +216,7 @@ class _Builder:
         return found
 
     def _add_makers(self, number: int, members: Sequence[int]) -> None:
-        """What layers cost whose results are handed on in a layout that is chosen by itself."""
+        """Add the joint costs of layers and the choice of their results' layout."""
         makers: dict[int, list[int]] = defaultdict(list)
         for member in members:
             layer = self._structure.layer_of[member]
@@ -223,11 +226,11 @@ class _Builder:
             self._add(layer, self._tables.layers + number, self._made_to_handed(layer, some))
 
     def _add_lone_flow(self, index: int, flow: Flow) -> None:
-        """Layers whose results one layer takes: the best layout on the way is found here."""
+        """Add a flow to a single consumer; its best layout is determined here instead of being a choice."""
         assert flow.source is not None
         made, taken = self._made_to_handed(flow.source, flow.makers), self._handed_to_taken(flow)
         seconds = step_seconds(made, overlap=False)[:, :, None] + step_seconds(taken, overlap=False)[None, :, :]
-        # Of layouts that cost the same, the one that needs no change comes first.
+        # `argmin` takes the first of equal costs.
         best = seconds.argmin(axis=1)
         self._tables.handed[index] = best
         sources, targets = numpy.indices(best.shape)
@@ -255,7 +258,7 @@ class _Builder:
         self._tables.pairs[one, other] = costs if known is None else known + costs
 
     def _add_ties(self) -> None:
-        """Layers that share a weight cut it alike, and their gradients are summands alike."""
+        """Add penalties for layers that share a weight but cut it, or sum its gradient, in different ways."""
         users: dict[str, list[int]] = defaultdict(list)
         for index, operator in enumerate(self._operators):
             for weight in operator.weights:
@@ -281,12 +284,12 @@ class _Builder:
 
 
 def _held(operator: Operator, weight: str, signature: Sequence[Signature]) -> tuple[object, ...]:
-    """How ranks hold a weight along each dimension: the axis that is cut, and whether they sum its gradient."""
+    """The storage of a weight along each dimension: the axis that is cut, and whether ranks sum its gradient."""
     return tuple((operator.rules[name].axes.get(weight), name == "dp") for name in signature)
 
 
 def _sizes(operator: Operator) -> tuple[object, ...]:
-    """What tells into how many pieces an operator can be cut."""
+    """The properties that determine the legal signatures of an operator."""
     return operator.kind, _shapes(operator.weights), operator.parts, operator.heads
 
 
@@ -295,7 +298,7 @@ def _shapes(weights: Iterable[Weight]) -> tuple[object, ...]:
 
 
 def _alike(operators: Iterable[Operator]) -> list[tuple[Operator, int]]:
-    """Operators whose results cost the same to hand on, one of each kind, with their number."""
+    """Operators grouped by equal costs of handing on their results: one of each group, and the group's size."""
     counts: dict[object, int] = defaultdict(int)
     example: dict[object, Operator] = {}
     for operator in operators:
@@ -306,7 +309,7 @@ def _alike(operators: Iterable[Operator]) -> list[tuple[Operator, int]]:
 
 
 def plan_of(found: Tables, choice: Sequence[int]) -> HybridPlan:
-    """The plan that some alternatives make."""
+    """The plan with one alternative for each choice."""
     structure, operators = found.structure, found.structure.graph.operators
     outputs = _outputs(found, choice)
     layers: dict[str, LayerPlan] = {}
@@ -338,7 +341,7 @@ def plan_of(found: Tables, choice: Sequence[int]) -> HybridPlan:
 
 
 def _outputs(found: Tables, choice: Sequence[int]) -> dict[int, tuple[Layout, ...]]:
-    """The layout in which each operator hands on its result."""
+    """The layout in which each operator hands on its result, by index of the operator."""
     structure, outputs = found.structure, {}
     for index, flow in enumerate(structure.flows):
         if flow.value is None and flow.source is not None:

@@ -1,4 +1,4 @@
-"""Where the tensors of a model go: its exported graph, with each operator's operations taken as one."""
+"""Traces the tensors of a model: its exported graph, with all operations of an operator merged into one node."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from lightning_autosync.hybrid.signatures import feature_axis
 
 @dataclass
 class Node:
-    """An operator's call or, without a path, a place where results of several meet.
+    """A call of an operator or, without a path, a meeting of several results or an operation on whole values.
 
     Attributes:
-        path: of the module.
-        name: the path, or of the place: where it lies, and which of the places there it is.
-        inputs: what it takes, each tensor once.
-        output: what it makes.
-        axes: of the output.
-        parts: how many results its features hold one after the other.
-        is_home: whether it is an operation that gets values whole, each rank its own samples'.
+        path: path of the module; None for other nodes.
+        name: the path; for other nodes the path of the surrounding module and a number.
+        inputs: its inputs, each tensor once.
+        output: its output.
+        axes: axes of the output.
+        parts: number of results that follow each other along its features.
+        is_home: whether it is an operation that needs whole values of each rank's own samples.
     """
 
     path: str | None
@@ -43,12 +43,13 @@ class Node:
 
 @dataclass
 class Trace:
-    """The nodes of a model in their order, those that make its output, and parameters that are used between operators.
+    """A traced model.
 
     Attributes:
-        nodes: see `Node`.
-        outputs: indices of nodes.
-        loose: the node in whose output's layout each parameter is used, by the parameter's path.
+        nodes: the nodes, in the order of the forward pass.
+        outputs: indices of the nodes that make the model's output.
+        loose: for each parameter that is used between operators, by its path, the index of the node in whose output's
+            layout it is used.
     """
 
     nodes: list[Node]
@@ -58,7 +59,14 @@ class Trace:
 
 @dataclass(frozen=True)
 class _Flow:
-    """Where a tensor comes from: a node's index, `INPUT`, or None of what does not depend on the model's input."""
+    """The origin of a tensor.
+
+    Attributes:
+        origin: index of a node, `INPUT`, or None for a tensor that does not depend on the model's input.
+        axes: axes of the tensor.
+        shape: shape of the tensor.
+        parameter: path of the parameter that the tensor is; None for other tensors.
+    """
 
     origin: int | None
     axes: Axes
@@ -67,13 +75,13 @@ class _Flow:
 
 
 def trace(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Trace:
-    """The nodes of a model.
+    """Trace a model.
 
     Raises:
-        Exception: whatever ``torch.export`` raises of a model that it cannot follow.
+        Exception: any error that ``torch.export`` raises for a model that it cannot follow.
     """
     with training(module), warnings.catch_warnings():
-        # A recurrent layer puts its parameters into a list when they are set; export puts the old ones back.
+        # Recurrent layers store parameters in a list when they are set, which export reports; it restores the old ones.
         warnings.filterwarnings("ignore", message=".*were assigned during export")
         exported = torch.export.export(module, args, dict(kwargs), strict=False)
     return _Tracer(module, exported).run()
@@ -139,7 +147,7 @@ class _Tracer:
         return _Flow(origin, axes, shape)
 
     def _at_home(self, node: fx.Node, moving: Sequence[_Flow], shape: tuple[int, ...]) -> _Flow | None:
-        """An operation that gets values whole, each rank its own samples'; None if they lie so already."""
+        """A new node for an operation on whole values of each rank's own samples; None if its inputs are already."""
         edges = []
         for argument in node.all_input_nodes:
             flow = self._flows[argument]
@@ -160,8 +168,8 @@ class _Tracer:
         return f"{place}#{self._places[place]}"
 
     def _origin(self, node: fx.Node, moving: Sequence[_Flow], axes: Axes, shape: tuple[int, ...]) -> int:
-        """The node that a result comes from; a new one where results of several meet."""
-        # A part of the model's input that is smaller than the result, a mask, goes with any layout of the others.
+        """The node from which a result comes; a new node if results of several nodes meet."""
+        # A part of the model's input that is smaller than the result, such as a mask, fits any layout of the others.
         origins = {flow.origin for flow in moving if flow.origin != INPUT or math.prod(flow.shape) >= math.prod(shape)}
         origins = origins or {INPUT}
         if len(origins) == 1:
@@ -180,7 +188,7 @@ class _Tracer:
         return len(self._nodes) - 1
 
     def _operator_call(self, node: fx.Node) -> tuple[str, str] | None:
-        """The path of the operator that a node is in, and what tells this call of it from others."""
+        """The path of the operator to which a node belongs, and a key of this call; None if it belongs to none."""
         for key, (path, _) in (node.meta.get("nn_module_stack") or {}).items():
             part = _submodule(self._module, path)
             if part in self._paths:
@@ -188,7 +196,7 @@ class _Tracer:
         return None
 
     def _inside(self, node: fx.Node, path: str, call: str) -> _Flow:
-        """A node of an operator; its output counts as the operator's as long as another one does not follow."""
+        """Add an operation of an operator; the output of its last operation is taken as the operator's output."""
         if call not in self._calls:
             self._calls[call] = len(self._nodes)
             self._nodes.append(Node(path, path))
@@ -211,7 +219,7 @@ class _Tracer:
         shape = shape_of(node.meta.get("val"))
         batch = operator.inputs[0].value.batch_axis if operator.inputs else None
         if batch is None and shape and shape[0] == self._batch:
-            batch = 0  # made of a constant for each sample
+            batch = 0  # made from a constant with one row per sample
         axes = Axes()
         if shape and (batch is None or batch < len(shape)):
             place = feature_axis(module) % len(shape)
@@ -222,7 +230,7 @@ class _Tracer:
         return flow
 
     def _take_constant(self, operator: Node, module: nn.Module, argument: fx.Node) -> None:
-        """Indices that do not depend on the model's input are taken as if they were a part of it."""
+        """Treat constant indices of an embedding as if they were part of the model's input."""
         shape = self._flows[argument].shape
         if not isinstance(module, nn.Embedding) or self._flows[argument].parameter is not None:
             return
@@ -231,7 +239,7 @@ class _Tracer:
         operator.inputs.append(Edge(INPUT, value, 1, argument.name))
 
     def _use(self, argument: fx.Node) -> None:
-        """An operation of an operator whose result is used outside of it makes the operator's output."""
+        """If the result of an operator's operation is used outside of the operator, it is the operator's output."""
         if argument in self._within:
             operator, flow = self._nodes[self._within[argument]], self._flows[argument]
             operator.output, operator.axes = _value(argument, flow), flow.axes
@@ -254,7 +262,7 @@ def _innermost(node: fx.Node) -> str:
 
 
 def _tensors(node: fx.Node) -> list[Tensor]:
-    """What a node makes."""
+    """The tensors that a node returns."""
     value: Any = node.meta.get("val")
     return [part for part in (value if isinstance(value, list | tuple) else [value]) if isinstance(part, Tensor)]
 

@@ -1,4 +1,4 @@
-"""What a program sends, exactly and without a network: its collectives, logged on a job of ranks that are not there."""
+"""Measures the traffic of a program without a network: logs its collectives in a job with pretended ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_autosync.hybrid.conversions import Collective, sent
 
 _OPERATIONS: dict[str, tuple[Collective, str, int]] = {
-    # operation of torch: its kind, that of `conversions.sent`, which argument has what a rank puts in
+    # operation of torch: kind, operation in `conversions.sent`, index of the argument with a rank's contribution
     "allreduce_": ("all_reduce", "sum", 0),
     "_allgather_base_": ("all_gather", "gather", 1),
     "allgather_": ("all_gather", "gather", 1),
@@ -39,9 +39,9 @@ class Logged:
     """A collective.
 
     Attributes:
-        collective: its kind.
-        ranks: that take part.
-        payload: bytes that each rank puts in.
+        collective: kind of the collective.
+        ranks: ranks that take part.
+        payload: bytes that each rank contributes.
     """
 
     collective: Collective
@@ -50,7 +50,7 @@ class Logged:
 
     @property
     def sent(self) -> float:
-        """Bytes that each rank sends, as good algorithms do."""
+        """Bytes that each rank sends with a bandwidth-optimal algorithm."""
         operation = next(operation for kind, operation, _ in _OPERATIONS.values() if kind == self.collective)
         return self.payload * sent(operation, len(self.ranks))
 
@@ -59,10 +59,10 @@ class TrafficLog(TorchDispatchMode):
     """Logs the collectives that are called within its block.
 
     Attributes:
-        collectives: in their order.
+        collectives: the collectives, in their order.
 
     Raises:
-        NotImplementedError: for a collective that it does not know.
+        NotImplementedError: a collective is unknown.
     """
 
     def __init__(self) -> None:
@@ -96,7 +96,7 @@ def _ranks(arguments: Any) -> tuple[int, ...]:
             try:
                 group = dist.ProcessGroup.unbox(argument)
             except (RuntimeError, TypeError):
-                continue  # a reduction's operation
+                continue  # the operation of a reduction, not a process group
             return tuple(dist.get_process_group_ranks(group))
         if isinstance(argument, str) and argument not in ("sum", "avg", "max", "min", "product"):
             resolve: Any = dist.distributed_c10d._resolve_process_group
@@ -106,13 +106,13 @@ def _ranks(arguments: Any) -> tuple[int, ...]:
 
 @contextmanager
 def pretended_job(world_size: int, rank: int = 0) -> Iterator[None]:
-    """Within the block this process is one rank of a job whose others are not there; collectives leave data as it is.
+    """Within the block this process is a rank of a job without other processes; collectives do not change data.
 
     Args:
-        world_size: ranks of the job.
-        rank: of this process.
+        world_size: number of ranks of the job.
+        rank: rank of this process.
     """
-    # Importing it registers the backend.
+    # This import registers the backend "fake".
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
@@ -123,11 +123,11 @@ def pretended_job(world_size: int, rank: int = 0) -> Iterator[None]:
 
 
 def words_at_least(rows: float, inner: float, columns: float, ranks: int) -> float:
-    """Elements that some rank sends or gets at least in a product of matrices on so many ranks.
+    """Lower bound on the elements that some rank sends or receives in a matrix product on ``ranks`` ranks.
 
-    Each rank does ``rows x inner x columns / ranks`` multiplications and so touches at least three faces of a box with
-    that volume; what it does not own of them it has to get (Irony, Toledo and Tiskin, 2004; Al Daas et al., 2022). Each
-    rank owns an equal share of the three matrices.
+    Each rank does ``rows x inner x columns / ranks`` multiplications, so it touches at least three faces of a box with
+    that volume. It must receive the elements that it does not own (Irony, Toledo and Tiskin, 2004; Al Daas et al.,
+    2022). Each rank owns an equal share of the three matrices.
     """
     volume = rows * inner * columns / ranks
     longest, middle, shortest = sorted((rows, inner, columns), reverse=True)

@@ -1,4 +1,4 @@
-"""Whether a plan fits a model and a job."""
+"""Checks that a plan fits a model and a job."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from lightning_autosync.workload import variable_names
 
 
 def fingerprint(module: nn.Module) -> str:
-    """The digest of names and shapes of all parameters, frozen ones too, to which a plan is bound."""
+    """Digest of the names and shapes of all parameters, including frozen ones, to which a plan is bound."""
     named = variable_names(module, also=set(module.parameters()))
     return digest([[name, list(parameter.shape)] for name, parameter in named])
 
 
 def check_plan(plan: HybridPlan, module: nn.Module, world_size: int, source: str = "plan") -> None:
-    """Refuse a plan that does not fit.
+    """Check that a plan fits a model and a job.
 
     Args:
-        plan: any.
-        module: the model that it is to split; it may be on the meta device.
-        world_size: ranks of the job.
-        source: names the plan in errors.
+        plan: the plan.
+        module: the model to split; it may be on the meta device.
+        world_size: number of ranks of the job.
+        source: name of the plan in errors.
 
     Raises:
-        PlanError: it was made for another model or number of ranks, a layer cannot be split so, or parameters have no
-            layer; the message names the field.
+        PlanError: the plan was made for another model or number of ranks, a layer cannot be split as planned, or
+            parameters belong to no layer; the message names the field.
     """
     if plan.world_size != world_size:
         mesh = " x ".join(map(str, plan.mesh))
@@ -53,7 +53,7 @@ def _check_layer(plan: HybridPlan, layer: LayerPlan, module: nn.Module, where: s
 
 
 def _check_parameters(plan: HybridPlan, modules: dict[str, nn.Module], source: str) -> None:
-    """Each parameter belongs to a layer, and layers that share one cut it alike."""
+    """Check that each parameter belongs to a layer, and that layers that share a parameter cut it alike."""
     inside = tuple(f"{path}." for layer in plan.layers if kind_of(modules[path := layer.module]) == "attention")
     cuts: dict[nn.Parameter, tuple[str, list[int | None]]] = {}
     homeless: dict[nn.Parameter, str] = {}
@@ -72,7 +72,7 @@ def _check_parameters(plan: HybridPlan, modules: dict[str, nn.Module], source: s
                     f"{source}: layers: '{path}' and '{other}' share the parameter {name} and cut it along axes "
                     f"{_shown(cut)} and {_shown(known)}; allowed: the same"
                 )
-    # One that a layer has is also found where it is tied to.
+    # A tied parameter may also be found in a module without a layer; one layer that has it is enough.
     lost = [path for parameter, path in homeless.items() if parameter not in cuts]
     if lost:
         more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""

@@ -1,4 +1,4 @@
-"""Simulators that learn: AutoSync's three, and ours, which corrects the replay with what was measured."""
+"""Learned simulators: AutoSync's three, and this package's own, which corrects the replay by measurements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`Context`: what a simulator knows of a workload on a cluster before it sees a plan."""
+"""`Context`: the features of a workload on a cluster, which do not depend on a plan."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ Floats = NDArray[numpy.float64]
 Integers = NDArray[numpy.int64]
 
 BUNDLES = 32
-"""Variable nodes of a graph at most; neighbours in the order of backward are taken together beyond."""
+"""Largest number of variable nodes in a graph; more variables are merged with their neighbours in backward order."""
 _MOST = 128
-"""Contexts that are kept; each holds a few hundred kilobytes."""
+"""Number of cached contexts, of a few hundred kilobytes each."""
 _LEAST_SECONDS = 1e-6
-"""Where a workload takes no time at all."""
+"""Lower limit of `Context.scale`, for workloads that take no time."""
 
 
 class Context:
-    """A workload on a cluster, as simulators see it; each property is computed once, when it is first asked for.
+    """A workload on a cluster, as simulators see it; each property is computed on first use.
 
     Args:
         workload: variables and times.
-        cluster: with known rates.
+        cluster: a cluster with known rates.
         constants: costs of the hosts.
 
     Raises:
@@ -52,22 +52,22 @@ class Context:
 
     @cached_property
     def scale(self) -> float:
-        """Seconds of the least step: the unit of times that should carry over to other workloads and clusters."""
+        """Lower bound on the step in seconds: the unit of times, so that features transfer between workloads."""
         return max(_LEAST_SECONDS, step_bound(self.workload, self.cluster, self.constants.framing))
 
     @cached_property
     def index(self) -> dict[str, int]:
-        """The place of each variable in the order of backward."""
+        """Position of each variable in backward order."""
         return {name: place for place, name in enumerate(self.workload.ready_order)}
 
     @cached_property
     def bytes(self) -> Floats:
-        """[variables] bytes that a step changes, in the order of backward."""
+        """[variables] bytes that a step changes, in backward order."""
         return numpy.array([changed_bytes(self.workload.variable(name)) for name in self.index])
 
     @cached_property
     def bundle_of(self) -> Integers:
-        """[variables] the bundle of each, in the order of backward; bundles have about equal bytes and numbers."""
+        """[variables] bundle of each variable, in backward order; bundles balance bytes and numbers of variables."""
         count = len(self.bytes)
         if count <= BUNDLES:
             return numpy.arange(count)
@@ -77,7 +77,7 @@ class Context:
 
     @cached_property
     def variables(self) -> Floats:
-        """[bundles, features] sizes and times of the variables, relative to all."""
+        """[bundles, features] sizes and ready times of the variables, relative to the whole workload."""
         workload, bundle = self.workload, self.bundle_of
         ready = ready_times(workload)
         times = numpy.array([ready[name] for name in self.index])
@@ -97,7 +97,7 @@ class Context:
 
     @cached_property
     def devices(self) -> Floats:
-        """[ranks, features] speed, share of the bandwidth, and neighbours on the node."""
+        """[ranks, features] speed, share of the bandwidth, devices on the node, and number of ranks."""
         nodes = [self.cluster.nodes[index] for index in self.cluster.rank_nodes]
         return numpy.stack(
             [
@@ -111,14 +111,14 @@ class Context:
 
     @cached_property
     def crossings(self) -> Floats:
-        """[channels] share of the pairs of ranks whose route takes a channel."""
+        """[channels] share of the pairs of ranks whose route uses a channel."""
         pairs = [(i, j) for i in range(self.ranks) for j in range(self.ranks) if i != j]
         loads: Floats = self.link_graph.loads(pairs) / max(1, len(pairs))
         return loads
 
     @cached_property
     def links(self) -> Floats:
-        """[channels, features] rates, latencies and use of the channels, relative to the cluster's."""
+        """[channels, features] relative rate and latency, whether it is a link between nodes, and `crossings`."""
         rates = self.link_graph.capacities
         wired = 2 * len(self.cluster.links)
         typical = numpy.median(rates[:wired]) if wired else numpy.median(rates) if len(rates) else 1.0
@@ -134,7 +134,7 @@ class Context:
 
     @cached_property
     def attachments(self) -> tuple[Integers, Integers]:
-        """Pairs of a channel and a rank for which it is the first or last hop."""
+        """Channels and ranks, as two arrays [pairs]: each channel is a first or last hop of that rank."""
         found = set()
         for i in range(self.ranks):
             for j in range(self.ranks):
@@ -145,14 +145,14 @@ class Context:
 
 
 class Contexts:
-    """The contexts for one set of constants; keeps the most recently used ones."""
+    """A cache of the most recently used contexts, for one set of constants."""
 
     def __init__(self, constants: Constants) -> None:
         self._constants = constants
         self._kept: OrderedDict[tuple[str, str], Context] = OrderedDict()
 
     def of(self, workload: Workload, cluster: ClusterSpec, key: tuple[str, str] | None = None) -> Context:
-        """The context of a workload on a cluster; ``key`` are their fingerprints, where they are known.
+        """The context of a workload on a cluster; ``key`` has their fingerprints, if known.
 
         Raises:
             ClusterError: the rates of the cluster are unknown.

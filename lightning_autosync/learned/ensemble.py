@@ -45,19 +45,19 @@ Integers = NDArray[numpy.int64]
 KINDS: dict[str, type[SimulatorNetwork]] = {
     network.KIND: network for network in (LinearNetwork, RecurrentNetwork, AttentionNetwork, HeteroNetwork)
 }
-"""By name."""
+"""Network classes by name."""
 MOST_MEMBERS, MOST_FEATURES = 64, 4096
-"""Of a saved ensemble: its networks, and the numbers in each of their inputs."""
+"""Largest numbers of networks and of features per input in a saved ensemble."""
 _MOST = 16384
-"""Encoded plans that are kept, some 20 kilobytes each; all of a dataset, since it is gone through again and again."""
+"""Number of cached encoded plans, of about 20 kilobytes each: enough for a whole dataset, which training revisits."""
 _OBSERVED = 2048
-"""Samples from which the scale of features is taken."""
+"""Number of samples from which the scale of features is computed."""
 _LINES = "lines"
-"""The tensor of slopes and offsets, beside those of the networks."""
+"""Name of the saved tensor [members, 2] of slopes and offsets."""
 
 
 class EnsembleDescription(Record):
-    """The saved description of an ensemble: arguments of `LearnedEstimator`, and numbers of features."""
+    """The saved description of an ensemble: the arguments of `LearnedEstimator` and the numbers of features."""
 
     members: Annotated[Count, Field(le=MOST_MEMBERS)]
     network: dict[str, Any]
@@ -68,22 +68,22 @@ class EnsembleDescription(Record):
 
 
 class LearnedEstimator:
-    """Networks that differ in their first weights and the order of their samples (Lakshminarayanan et al., 2017).
+    """A deep ensemble (Lakshminarayanan et al., 2017): networks with different initial weights and sample orders.
 
-    Before anything was fitted, one that corrects the replay says what the replay says.
+    Before the first fit, an ensemble that corrects the replay predicts the replay's times.
 
     Args:
         kind: ``linear``, ``recurrent``, ``attention`` or ``hetero``.
         constants: costs of the hosts, for the replay; None takes the defaults.
-        members: networks.
+        members: number of networks.
         network: sizes of a network, by the kind's own names.
-        training: how `fit` trains what knows nothing.
-        tuning: how `fit` trains what was fitted or loaded; only the heads unless it says otherwise, which takes about a
-            second for some hundred samples.
-        seed: of the first weights and of the order of the samples.
+        training: settings of the first `fit`.
+        tuning: settings of `fit` after an earlier fit or a load. By default only the heads are trained, which takes
+            about a second for some hundred samples.
+        seed: seed of the initial weights and of the order of the samples.
 
     Raises:
-        SimulatorError: there is no such kind, or its networks do not have such sizes.
+        SimulatorError: there is no such kind, or the sizes are wrong.
     """
 
     def __init__(
@@ -115,21 +115,21 @@ class LearnedEstimator:
         self._encoded: OrderedDict[tuple[str, str, SyncPlan], tuple[Any, float]] = OrderedDict()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LearnedEstimator:
-        """A copy with networks of its own, which shares the encoded plans."""
+        """A copy with its own networks that shares the caches of contexts and encoded plans."""
         made = object.__new__(type(self))
         memo |= {id(self): made, id(self._encoded): self._encoded, id(self._contexts): self._contexts}
         made.__dict__ = {name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()}
         return made
 
     def estimate(self, workload: Workload, cluster: ClusterSpec, plans: Sequence[SyncPlan]) -> Estimate:
-        """The mean of the networks' logarithms, and their deviation."""
+        """Estimate step times: the mean and the standard deviation of the networks' logarithms."""
         key = workload.fingerprint, cluster.fingerprint
         context = self._contexts.of(workload, cluster, key)
         found = [self._encode(context, key, plan) for plan in plans]
         return self.estimate_encoded([item for item, _ in found], numpy.array([base for _, base in found]))
 
     def estimate_encoded(self, items: Sequence[Any], base: Floats) -> Estimate:
-        """The same for encoded plans and the logarithms of seconds to which the networks add."""
+        """The same for encoded plans; ``base`` [plans] has the logarithms of seconds to which the networks add."""
         if not self.networks or not len(items):
             return Estimate(numpy.exp(base), numpy.zeros(len(base)))
         answers = numpy.stack([scores(network, items) for network in self.networks])
@@ -146,9 +146,10 @@ class LearnedEstimator:
 
         Args:
             examples: the samples.
-            held_out: places of some of them. One network after the other is kept from one of these parts, by which its
-                epoch is chosen; so the ensemble as a whole learns from all, and disagrees where parts do. Without any,
-                each learns from all and keeps its last epoch.
+            held_out: parts of the samples, each an array of indices. Networks use the parts in turn: each holds one
+                part out and chooses its epoch by it. So the ensemble as a whole learns from all samples, and its
+                members disagree where the parts do. Without parts every network learns from all samples and keeps its
+                last epoch.
         """
         settings = self.tuning if self.networks else self.training
         if not self.networks:
@@ -165,7 +166,7 @@ class LearnedEstimator:
                 self._lines[number] = _line(found, learned.target - learned.base)
 
     def _observe(self, examples: Examples) -> None:
-        """Let the networks take the scale of their inputs from samples drawn from all."""
+        """Set the scale of the networks' inputs from a random subset of the samples."""
         random = numpy.random.default_rng(self.seed)
         drawn = random.permutation(len(examples))[:_OBSERVED]
         batch = self.kind.collate([examples.items[place] for place in drawn])
@@ -173,7 +174,7 @@ class LearnedEstimator:
             network.observe(batch)
 
     def encode(self, samples: Sequence[Sample]) -> Examples:
-        """What this kind sees of samples; those that were seen before are not encoded again."""
+        """Encode samples for this kind of network; encoded plans are cached."""
         keys = Keys()
         found = [
             self._encode(
@@ -184,10 +185,10 @@ class LearnedEstimator:
         return Examples.of(samples, [item for item, _ in found], [base for _, base in found])
 
     def save(self, directory: str | os.PathLike[str]) -> None:
-        """Write ``simulator.json`` and the weights that it names into a directory.
+        """Write ``simulator.json`` and its file of weights into a directory.
 
         Raises:
-            SimulatorError: nothing was fitted yet.
+            SimulatorError: it was not fitted yet.
         """
         if not self.networks:
             raise SimulatorError(f"simulator '{self.kind.KIND}': not fitted yet, so there is nothing to save")
@@ -199,7 +200,7 @@ class LearnedEstimator:
         """Read what `save` wrote.
 
         Raises:
-            SimulatorError: it is no simulator, of another format version, damaged, or its weights do not fit it.
+            SimulatorError: it is not a simulator, has another format version, is damaged, or its weights do not fit.
         """
         header = read_header(directory)
         made = cls._described(header, Path(directory) / HEADER)
@@ -215,7 +216,7 @@ class LearnedEstimator:
 
     @classmethod
     def _described(cls, header: Header, path: Path) -> LearnedEstimator:
-        """What a header, read from ``path``, describes, without its networks."""
+        """An estimator, without networks, from a header that was read from ``path``."""
         if header.kind not in KINDS:
             raise SimulatorError(f"{path}: kind: expected one of {', '.join(KINDS)}; got '{header.kind}'")
         inputs = KINDS[header.kind].INPUTS
@@ -244,7 +245,7 @@ class LearnedEstimator:
         return made
 
     def _tensors(self) -> dict[str, torch.Tensor]:
-        """All learned tensors by name, not copied."""
+        """All learned tensors by name, without copies."""
         tensors = {
             f"{number}.{name}": tensor
             for number, network in enumerate(self.networks)
@@ -264,10 +265,11 @@ class LearnedEstimator:
         )
 
     def _build(self, available: int | None = None) -> None:
-        """Make the networks, their weights drawn at random.
+        """Make the networks with random weights.
 
         Raises:
-            SimulatorError: all of them have more than ``available`` bytes; none but the first is made then.
+            SimulatorError: the networks need more than ``available`` bytes. It is raised after the first network, so
+                that a wrong description cannot exhaust the memory.
         """
         self.networks = []
         for number in range(self.members):
@@ -277,7 +279,7 @@ class LearnedEstimator:
                 raise SimulatorError(f"{available} bytes; {self.members} networks of these sizes take {needed}")
 
     def _encode(self, context: Context, key: tuple[str, str], plan: SyncPlan) -> tuple[Any, float]:
-        """What this kind sees of a plan, and the logarithm of the seconds to which it adds."""
+        """An encoded plan, and the logarithm of the seconds to which the networks add."""
         whole = (*key, plan)
         if whole not in self._encoded:
             found = plan_arrays(context, plan)
@@ -293,14 +295,14 @@ def _bytes(network: SimulatorNetwork) -> int:
 
 
 def _fill(own: Mapping[str, torch.Tensor], content: bytes) -> None:
-    """Fill tensors from the bytes of a file.
+    """Fill tensors from the bytes of a safetensors file.
 
     Raises:
-        SimulatorError: they are not just those, or not all numbers are finite.
+        SimulatorError: names, shapes or types of the tensors differ, or some numbers are not finite.
     """
     try:
         found = load(content)
-    except (SafetensorError, KeyError) as error:  # a KeyError is a type of numbers that torch has not
+    except (SafetensorError, KeyError) as error:  # KeyError: the file has a dtype that torch lacks
         raise SimulatorError(str(error).strip().partition("\n")[0]) from None
     if wrong := sorted(own.keys() ^ found.keys()):
         raise SimulatorError(f"{wrong[0]}: {'missing' if wrong[0] in own else 'unknown'}")
@@ -318,7 +320,7 @@ def _form(tensor: torch.Tensor) -> str:
 
 
 def _kept_apart(examples: Examples, part: Integers | None) -> tuple[Examples, Examples | None]:
-    """What a network learns from, and what chooses its epoch."""
+    """The examples that a network learns from, and those that choose its epoch."""
     if part is None:
         return examples, None
     return examples.part(numpy.setdiff1d(numpy.arange(len(examples)), part)), examples.part(part)
@@ -326,9 +328,9 @@ def _kept_apart(examples: Examples, part: Integers | None) -> tuple[Examples, Ex
 
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    """Seed torch within the block; afterwards the caller's random state is as before.
+    """Seed torch within the block and restore the caller's random state afterwards.
 
-    Networks are made and trained on the CPU, so other devices' generators are not touched at all.
+    Networks are made and trained on the CPU, so the generators of other devices stay untouched.
     """
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
@@ -336,7 +338,7 @@ def _seeded(seed: int) -> Iterator[None]:
 
 
 def _line(scores: Floats, wanted: Floats) -> Floats:
-    """[2] slope (at least 0) and offset of the least-squares line from scores to what is wanted."""
+    """[2] slope (at least 0) and offset of the least-squares line from scores to ``wanted``."""
     variance = float(scores.var())
     slope = max(0.0, float(numpy.cov(scores, wanted, ddof=0)[0, 1]) / variance) if variance > 0 else 0.0
     return numpy.array([slope, float(wanted.mean() - slope * scores.mean())])

@@ -1,4 +1,4 @@
-"""A plan as a heterogeneous graph: variables, messages, shards, devices and links, and what joins them."""
+"""A plan as a heterogeneous graph of variables, messages, shards, devices and links."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from lightning_autosync.learned.context import Floats, Integers
 from lightning_autosync.learned.plan_arrays import COMPRESSORS, EVERYBODY, MODES, PlanArrays
 
 _PATH = ("forward", "backward", "optimizer", "finish", "launch", "hosts", "cores", "pipeline", "links")
-"""What a step waits for."""
+"""Kinds of spans on a critical path."""
 _ON = {"its pipeline": "pipeline", "shared cores": "cores"}
 
 
 def overall(arrays: PlanArrays) -> Floats:
-    """[features] a whole plan: shares, logarithms of counts, and the replay's step relative to the least; no names."""
+    """[features] of a whole plan: shares, logarithms of counts, and the replay's step relative to its lower bound."""
     return numpy.concatenate([_times(arrays), _counts(arrays), _kinds(arrays), _surroundings(arrays)])
 
 
 def _times(arrays: PlanArrays) -> Floats:
-    """What the replay predicts."""
+    """[features] of the replay's prediction."""
     prediction, context = arrays.prediction, arrays.context
     step = prediction.step_time
     links = len(context.link_graph.channels)
@@ -54,7 +54,7 @@ def _waits_for(name: str) -> str:
 
 
 def _counts(arrays: PlanArrays) -> Floats:
-    """Numbers of messages, shards and pieces, in all and per second."""
+    """[features] numbers of messages, shards and pieces, in total and per second."""
     shards, step = arrays.shards, arrays.prediction.step_time
     numbers = [
         len(arrays.mode),
@@ -73,7 +73,7 @@ def _counts(arrays: PlanArrays) -> Floats:
 
 
 def _kinds(arrays: PlanArrays) -> Floats:
-    """Shares of the bytes by mode, compressor and flag; shares of the messages by mode."""
+    """[features] shares of the bytes by mode, compressor and flag; shares of the messages by mode."""
     weights = arrays.bytes / max(1.0, arrays.bytes.sum())
     modes = numpy.bincount(arrays.mode, weights, len(MODES))
     compressors = numpy.bincount(arrays.compressor, weights, len(COMPRESSORS))
@@ -88,7 +88,7 @@ def _kinds(arrays: PlanArrays) -> Floats:
 
 
 def _surroundings(arrays: PlanArrays) -> Floats:
-    """The workload and the cluster: equal for all plans."""
+    """[features] of the workload and the cluster, equal for all plans."""
     context = arrays.context
     rates = context.link_graph.capacities
     latencies = [channel.latency for channel in context.link_graph.channels]
@@ -106,7 +106,7 @@ def _surroundings(arrays: PlanArrays) -> Floats:
 
 
 MESSAGES = 24
-"""Message nodes of a graph, about, at most; messages of one kind that follow each other are taken together beyond."""
+"""Approximate largest number of message nodes in a graph; more messages are merged with neighbours of their kind."""
 
 NODES = ("variable", "message", "shard", "device", "link")
 RELATIONS = (
@@ -123,11 +123,11 @@ RELATIONS = (
     ("link", "attached to", "device"),
     ("device", "sends over", "link"),
 )
-"""Edges of a graph: source, what it does, target."""
+"""Types of edges: source, relation, target."""
 
 
 class Edges(NamedTuple):
-    """Edges of one relation, arrays [edges]: places of their ends among the nodes of their types, and their weights."""
+    """Edges of one relation, as arrays [edges]: indices of their ends among the nodes of their types, and weights."""
 
     source: NDArray[numpy.int32]
     target: NDArray[numpy.int32]
@@ -138,8 +138,8 @@ class PlanGraph(NamedTuple):
     """A plan on a cluster.
 
     Attributes:
-        nodes: for each of `NODES` its features [nodes, features].
-        edges: for each of `RELATIONS`.
+        nodes: features [nodes, features] of each type in `NODES`.
+        edges: edges of each relation in `RELATIONS`.
         overall: [features] of the plan as a whole.
     """
 
@@ -167,7 +167,7 @@ def encode_graph(arrays: PlanArrays) -> PlanGraph:
 
 
 def merge(arrays: PlanArrays) -> Integers:
-    """[messages] the node of each message; where there are few messages, each has its own."""
+    """[messages] node of each message; up to `MESSAGES` messages have a node each."""
     count = len(arrays.mode)
     if count <= MESSAGES:
         return numpy.arange(count)
@@ -226,7 +226,7 @@ def _message_nodes(arrays: PlanArrays, merged: Integers) -> Floats:
 
 
 def _demand(arrays: PlanArrays, merged: Integers) -> Floats:
-    """[nodes, channels] share of the step in which a message keeps a channel busy."""
+    """[nodes, channels] share of the step in which a message node keeps a channel busy."""
     demand = numpy.zeros((merged.max() + 1, arrays.prediction.demand.shape[1]))
     numpy.add.at(demand, merged, arrays.prediction.demand / arrays.prediction.step_time)
     return demand
@@ -286,7 +286,7 @@ def _edges(arrays: PlanArrays, merged: Integers, shards: _ShardNodes) -> list[Ed
 
 
 def _travels(arrays: PlanArrays, merged: Integers) -> Edges:
-    """From bundles to messages, each with its share of the message's bytes."""
+    """Edges from bundles to messages; the weight is the bundle's share of the message's bytes."""
     context = arrays.context
     bundles = int(context.bundle_of.max()) + 1
     code, place = numpy.unique(merged[arrays.members] * bundles + context.bundle_of, return_inverse=True)
@@ -295,7 +295,7 @@ def _travels(arrays: PlanArrays, merged: Integers) -> Edges:
 
 
 def _placements(shards: _ShardNodes, ranks: int) -> Edges:
-    """From shards to the devices that reduce them; a shard that all ranks reduce has an equal part on each."""
+    """Edges from shards to the devices that reduce them; a shard that all ranks reduce has an equal part on each."""
     rooted, free = numpy.flatnonzero(shards.root >= 0), numpy.flatnonzero(shards.root == EVERYBODY)
     source = numpy.concatenate([rooted, numpy.repeat(free, ranks)])
     target = numpy.concatenate([shards.root[rooted], numpy.tile(numpy.arange(ranks), len(free))])

@@ -1,4 +1,4 @@
-"""Our simulator's network: messages passed over a heterogeneous graph, read out as a correction of the replay."""
+"""The network of this package's own simulator: message passing on a heterogeneous graph corrects the replay."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from lightning_autosync.learned.networks import Layers, SimulatorNetwork, Standa
 
 
 class GraphBatch(NamedTuple):
-    """Several graphs side by side.
+    """A batch of graphs as one graph.
 
     Attributes:
         graph: a ``dgl.DGLGraph`` with `NODES` and `RELATIONS`.
-        features: for each node type [nodes of all graphs, features].
-        weights: for each relation [edges of all graphs, 1].
-        counts: for each node type [graphs] nodes of each graph.
-        overall: [graphs, features].
+        features: [nodes of all graphs, features] by node type.
+        weights: [edges of all graphs, 1] for each relation.
+        counts: [graphs] number of nodes by node type.
+        overall: [graphs, features] of the plans as a whole.
     """
 
     graph: Any
@@ -34,7 +34,7 @@ class GraphBatch(NamedTuple):
 
 
 def batch_graphs(items: Sequence[PlanGraph]) -> GraphBatch:
-    """Put graphs side by side; ends of edges are shifted by the number of nodes before them."""
+    """Join graphs into a batch; ends of edges are shifted by the number of nodes before them."""
     counts = {name: numpy.array([len(graph.nodes[place]) for graph in items]) for place, name in enumerate(NODES)}
     before = {name: numpy.cumsum(number) - number for name, number in counts.items()}
     ends, weights = {}, []
@@ -66,7 +66,7 @@ _READ = (
     ("link", "mean"),
     ("link", "max"),
 )
-"""Node types that are read out, and how."""
+"""Node types in the read-out, and how their states are pooled."""
 
 
 class HeteroSizes(Record):
@@ -74,8 +74,8 @@ class HeteroSizes(Record):
 
     Attributes:
         hidden: width of a node's state.
-        layers: of convolution.
-        dropout: share of the read-out that is left out in training, below 1.
+        layers: number of convolution layers.
+        dropout: dropout probability of the read-out, below 1.
     """
 
     hidden: Width = 32
@@ -86,7 +86,7 @@ class HeteroSizes(Record):
 class HeteroNetwork(SimulatorNetwork):
     """A relational graph convolution (Schlichtkrull et al., 2018) with weighted edges and residual states.
 
-    The last layer begins at zero, so that an untrained network leaves the replay as it is.
+    The last layer is initialized to zero, so that an untrained network predicts the replay's times.
     """
 
     KIND = "hetero"
@@ -128,7 +128,7 @@ class HeteroNetwork(SimulatorNetwork):
             standard.observe(values)
 
     def embed(self, batch: GraphBatch) -> torch.Tensor:
-        """[plans, width] pooled states, and the features of each plan as a whole."""
+        """[plans, width] pooled states and features of each plan as a whole."""
         states = {
             name: nn.functional.silu(self.first[name](self.standards[name](values)))
             for name, values in batch.features.items()
@@ -141,7 +141,7 @@ class HeteroNetwork(SimulatorNetwork):
 
 
 def _pool(counts: torch.Tensor, states: torch.Tensor, how: str) -> torch.Tensor:
-    """[graphs, hidden] the mean or the maximum of the states of each graph; 0 where it has none."""
+    """[graphs, hidden] mean or maximum of the states of each graph; 0 for a graph without such nodes."""
     reduce = load_dgl().ops.segment_reduce
     if how == "max":
         most: torch.Tensor = reduce(counts, states, "max")
@@ -166,7 +166,7 @@ class _Convolution(nn.Module):
         taken = {name: self.own[name](state) for name, state in states.items()}
         for place, (source, _, target) in enumerate(RELATIONS):
             layer, state = self.relations[place], states[source]
-            if len(state) > len(states[target]):  # the layer is linear, so apply it where there are fewer rows
+            if len(state) > len(states[target]):  # the layer is linear: apply it on the side with fewer rows
                 got = layer(gather(relations[place], state, weights[place]))
             else:
                 got = gather(relations[place], layer(state), weights[place])

@@ -22,20 +22,20 @@ from lightning_autosync.learned.predefined import ShardSet, predefined, shard_se
 from lightning_autosync.learned.simulator import SimulatorError
 
 _LEAST, _BELOW = (1, 1, 3), (2,)
-"""Versions from which on, and below which, its interface is the one that is used here."""
+"""First supported version of DGL, and first version that is no longer supported."""
 
 
 def load_dgl() -> ModuleType:
-    """The module ``dgl`` on torch.
+    """Import the module ``dgl`` with its torch backend.
 
     Raises:
-        SimulatorError: it is not installed, cannot be loaded, or is of a version that is not supported.
+        SimulatorError: it is not installed, cannot be loaded, or has an unsupported version.
     """
-    # Unless told, DGL asks for its backend by writing a file into the home directory, and says so.
+    # Without this variable DGL writes a configuration file into the home directory and prints a message.
     os.environ.setdefault("DGLBACKEND", "pytorch")
     try:
         import dgl
-    # It looks for its library itself (RuntimeError where it finds none) and opens it by ctypes (OSError).
+    # DGL searches for its library itself (RuntimeError if it finds none) and opens it by ctypes (OSError).
     except (ImportError, RuntimeError, OSError) as error:
         why = str(error).strip().partition("\n")[0]
         raise _refusal(f"cannot be imported ({why})") from None
@@ -58,16 +58,16 @@ Layers = Annotated[Count, Field(le=8)]
 
 
 class LinearSizes(Record):
-    """None: the network has a weight per feature."""
+    """No sizes: the network has one weight per feature."""
 
 
 class RecurrentSizes(Record):
-    """Sizes of `RecurrentNetwork`; the paper's are in brackets.
+    """Sizes of `RecurrentNetwork`; brackets have the paper's values.
 
     Attributes:
         hidden: width of a variable's vector [32].
-        state: width of the LSTM's state, either way [128].
-        layers: of the LSTM [3].
+        state: width of the LSTM's state in each direction [128].
+        layers: number of LSTM layers [3].
     """
 
     hidden: Width = 32
@@ -79,9 +79,9 @@ class AttentionSizes(Record):
     """Sizes of `AttentionNetwork`.
 
     Attributes:
-        hidden: width of a variable's vector, and of what each head makes of it.
-        heads: of attention.
-        layers: of attention.
+        hidden: width of a variable's vector and of each head's output.
+        heads: number of attention heads.
+        layers: number of attention layers.
     """
 
     hidden: Width = 32
@@ -90,9 +90,9 @@ class AttentionSizes(Record):
 
 
 class Standard(nn.Module):
-    """Scales features to mean 0 and deviation 1, as they were on the first samples that it saw.
+    """Scales features to mean 0 and standard deviation 1, measured on the samples given to `observe`.
 
-    Outliers, which other clusters and models have, are cut off at six deviations.
+    Values are clamped at six deviations, because other clusters and models have outliers.
     """
 
     mean: torch.Tensor
@@ -104,7 +104,7 @@ class Standard(nn.Module):
         self.register_buffer("deviation", torch.ones(features))
 
     def observe(self, values: torch.Tensor) -> None:
-        """Take mean and deviation of ``values`` [count, features]."""
+        """Set mean and deviation from ``values`` [count, features]."""
         self.mean.copy_(values.mean(dim=0))
         deviation = values.std(dim=0, correction=0)
         self.deviation.copy_(torch.where(deviation > 1e-4, deviation, 1.0))
@@ -114,18 +114,19 @@ class Standard(nn.Module):
 
 
 class SimulatorNetwork(nn.Module, ABC):
-    """A kind of learned simulator: what it sees of a plan, and the network that scores it.
+    """A kind of learned simulator: the encoding of a plan, and the network that scores it.
 
-    ``embed`` makes ``width`` numbers of what it sees; ``head``, which is small, makes a score of these.
+    ``embed`` maps encoded plans to vectors of ``width`` numbers, and a small ``head`` maps these to scores.
 
     Attributes:
         KIND: name, as in ``SIMULATORS``.
-        SIZES: sizes of its layers.
+        SIZES: record of the sizes of its layers.
         INPUTS: names of its inputs.
-        CORRECTS: whether scores add to the logarithm of the replay's step. Those of the others add to the logarithm of
-            the least step, which is the same for all plans of a workload on a cluster.
-        REGRESSION: weight of the error of the logarithm beside the ranking loss. AutoSync's simulators are trained to
-            rank only (0); a straight line then brings their scores to seconds.
+        CORRECTS: whether scores add to the logarithm of the replay's step. Otherwise they add to the logarithm of the
+            lower bound on the step, which is the same for all plans of a workload on a cluster.
+        REGRESSION: weight of the error of the logarithm relative to the ranking loss. AutoSync's simulators are trained
+            to rank only (0); a straight line then maps their scores to seconds.
+        head: module that maps embedded plans to scores.
     """
 
     KIND: ClassVar[str]
@@ -139,32 +140,32 @@ class SimulatorNetwork(nn.Module, ABC):
     @staticmethod
     @abstractmethod
     def encode(arrays: PlanArrays) -> Any:
-        """What it sees of a plan."""
+        """The encoding of a plan."""
 
     @staticmethod
     @abstractmethod
     def features(item: Any) -> dict[str, int]:
-        """How many features each input has, by name, from one encoded plan."""
+        """The number of features of each input by name, from one encoded plan."""
 
     @staticmethod
     @abstractmethod
     def collate(items: Sequence[Any]) -> Any:
-        """Several encoded plans as one input of the network."""
+        """A batch of encoded plans as input of the network."""
 
     @abstractmethod
     def observe(self, batch: Any) -> None:
-        """Take the scale of the features from some plans."""
+        """Set the scale of the features from a batch of plans."""
 
     @abstractmethod
     def embed(self, batch: Any) -> torch.Tensor:
-        """[plans, width]."""
+        """[plans, width] vectors of a batch of plans."""
 
     def forward(self, batch: Any) -> torch.Tensor:
         """[plans] scores."""
         return self.score(self.embed(batch))
 
     def score(self, embedded: torch.Tensor) -> torch.Tensor:
-        """[plans] scores of what was embedded."""
+        """[plans] scores of embedded plans."""
         scores: torch.Tensor = self.head(embedded).squeeze(-1)
         return scores
 
@@ -175,10 +176,10 @@ class SimulatorNetwork(nn.Module, ABC):
 
     @classmethod
     def sized(cls, sizes: Mapping[str, Any]) -> Record:
-        """Sizes from plain data; what is left out is at its default.
+        """Sizes from plain data; missing ones have their defaults.
 
         Raises:
-            SimulatorError: the first that is wrong, as ``network.SIZE``.
+            SimulatorError: a size is wrong; the message names the first one as ``network.SIZE``.
         """
         try:
             return cls.SIZES.model_validate(dict(sizes))
@@ -191,7 +192,7 @@ class SimulatorNetwork(nn.Module, ABC):
         """An untrained network.
 
         Raises:
-            SimulatorError: there is no memory for it, or DGL is missing.
+            SimulatorError: there is not enough memory, or DGL is missing.
         """
         try:
             return cls(features, sizes)
@@ -232,12 +233,12 @@ class LinearNetwork(SimulatorNetwork):
 
 
 class ShardBatch(NamedTuple):
-    """Shards of several plans.
+    """Shards of a batch of plans.
 
     Attributes:
-        features: [shards, features].
-        variable: [shards] the variable of each, numbered over all plans.
-        lengths: [plans] variables of each.
+        features: [shards, features] of all plans.
+        variable: [shards] variable of each shard, numbered over all plans.
+        lengths: [plans] number of variables.
         graph: a ``dgl.DGLGraph`` over all variables, or None.
     """
 
@@ -248,7 +249,7 @@ class ShardBatch(NamedTuple):
 
 
 def collate_shards(items: Sequence[ShardSet]) -> ShardBatch:
-    """Shards of plans one after the other."""
+    """The shards of all plans, one plan after the other."""
     lengths = numpy.array([len(item.group) for item in items])
     before = numpy.cumsum(lengths) - lengths
     variable = [item.variable + first for item, first in zip(items, before, strict=True)]
@@ -260,7 +261,7 @@ def collate_shards(items: Sequence[ShardSet]) -> ShardBatch:
 
 
 def collate_shard_graphs(items: Sequence[ShardSet]) -> ShardBatch:
-    """The same with a graph that joins variables that are neighbours or share a message."""
+    """The same with a graph that connects variables that are neighbours or share a message."""
     batch = collate_shards(items)
     sources: list[NDArray[numpy.int64]] = []
     targets: list[NDArray[numpy.int64]] = []
@@ -280,7 +281,7 @@ def collate_shard_graphs(items: Sequence[ShardSet]) -> ShardBatch:
 
 
 class ShardEncoder(nn.Module):
-    """One vector per variable: the sum of two layers' outputs over its shards."""
+    """One vector per variable: the sum over its shards of the outputs of a two-layer network."""
 
     def __init__(self, features: int, hidden: int) -> None:
         super().__init__()
@@ -295,7 +296,7 @@ class ShardEncoder(nn.Module):
 
 
 class ShardNetwork(SimulatorNetwork):
-    """Sees the shards of each variable."""
+    """Base class of networks whose input is the shards of each variable."""
 
     INPUTS = ("shard",)
     encode = staticmethod(shard_set)
@@ -311,7 +312,7 @@ class ShardNetwork(SimulatorNetwork):
 
 
 class RecurrentNetwork(ShardNetwork):
-    """A bidirectional LSTM over variables in the order of backward."""
+    """A bidirectional LSTM over variables in backward order."""
 
     KIND = "recurrent"
     SIZES = RecurrentSizes

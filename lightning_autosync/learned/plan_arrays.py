@@ -1,4 +1,4 @@
-"""What a compiled plan does, as arrays: one row a message, and one row a range with its root."""
+"""A compiled plan as arrays, with one row per message and one row per shard."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ from lightning_autosync.plan.topologies import find
 from lightning_autosync.replay.prediction import Prediction
 
 MODES = ("all_reduce", "all_to_all", "shared_memory", "two_level", "ring", "tree", "star", "hierarchical", "packed")
-"""Ways of travelling that learned simulators tell apart; each topology names the one that it is most like."""
+"""Topologies that learned simulators distinguish; `Topology.encoded_as` maps each topology to the most similar one."""
 COMPRESSORS = ("none", "fp16", "bf16", "int8", "topk", "powersgd")
 EVERYBODY = -1
-"""In place of a root, where every rank reduces a part."""
+"""Stands for no root: every rank reduces a part."""
 _MODE_OF = {AllReduce: 0, AllToAll: 1, SharedMemoryReduce: 2, TwoLevelAllReduce: 3}
 
 
 class Shards(NamedTuple):
-    """Ranges of messages, arrays [shards].
+    """Ranges of messages, as arrays [shards].
 
     Attributes:
-        message: index of its message.
-        root: the rank that reduces it, or `EVERYBODY`.
-        bytes: of the sum; of a table the touched share.
-        pieces: into which it is cut on its way.
-        depth: hops to the farthest rank; 0 for collectives.
+        message: index of the message.
+        root: rank that reduces the range, or `EVERYBODY`.
+        bytes: bytes of the sum; for a table those of the touched rows.
+        pieces: number of pieces into which the range is cut on the wire.
+        depth: largest number of hops to a rank; 0 for native collectives.
     """
 
     message: Integers
@@ -53,18 +53,19 @@ class Shards(NamedTuple):
 
 @dataclass(frozen=True)
 class PlanArrays:
-    """A plan as compiled for a context and priced by its replay.
+    """A plan, compiled for a context and priced by its replay.
 
     Attributes:
         context: workload and cluster.
-        prediction: the replay's.
-        fluid: seconds of a step in which messages flow as a whole, as the replay prices it.
+        prediction: the replay's prediction.
+        fluid: seconds of the step as predicted by the replay's fluid model.
         mode, compressor: [messages] indices into `MODES` and `COMPRESSORS`.
-        by_servers, local, row_wise: [messages] 1 where servers reduce, where nodes aggregate first, where rows travel.
-        priority: [messages].
-        bytes: [messages] that a step changes.
-        members: [variables] the message of each variable, in the order of backward.
-        shards: ranges and their roots.
+        by_servers, local, row_wise: [messages] 1 if servers reduce, if nodes aggregate first, if the message is
+            row-wise; else 0.
+        priority: [messages] priority of the group.
+        bytes: [messages] bytes that a step changes.
+        members: [variables] message of each variable, in backward order.
+        shards: ranges of the messages and their roots.
     """
 
     context: Context
@@ -85,7 +86,7 @@ def plan_arrays(context: Context, plan: SyncPlan) -> PlanArrays:
     """Compile a plan, price it by the replay, and describe both as arrays.
 
     Raises:
-        PlanError: it has no schedule, or is not for this workload and cluster.
+        PlanError: the plan has no schedule, or is not for this workload and cluster.
     """
     schedule = compile_plan(plan, context.workload, context.cluster)
     groups, messages = plan.groups, schedule.messages

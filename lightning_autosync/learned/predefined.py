@@ -1,7 +1,8 @@
-"""The inputs of AutoSync's own simulators (NeurIPS 2020): 12 predefined features, and one vector for each shard.
+"""The inputs of AutoSync's simulators (NeurIPS 2020): 12 predefined features, and one vector for each shard.
 
-Their cost model: a server sends what it reduces to each remote receiver, an all-reduce moves its message once at the
-slowest rate; overlap with backward, the 2 (n - 1) / n of a ring and the links between switches are not in it.
+Their cost model is simple. A server sends its reduced shard to each remote receiver; an all-reduce moves its message
+once at the slowest rate. The model ignores overlap with backward, the factor 2 (n - 1) / n of a ring, and the links
+between switches.
 """
 
 from __future__ import annotations
@@ -15,16 +16,16 @@ from lightning_autosync.learned.context import Context, Floats, Integers
 from lightning_autosync.learned.plan_arrays import COMPRESSORS, EVERYBODY, PlanArrays
 
 SLOTS = 16
-"""Servers, and groups, that have an input of their own; more share them in turn."""
+"""Number of one-hot inputs for servers, and for groups; further ones share them (modulo `SLOTS`)."""
 
 
 class ShardSet(NamedTuple):
     """The shards of a plan by variable.
 
     Attributes:
-        features: [shards, features].
-        variable: [shards] the bundle of variables that each belongs to, in the order of backward.
-        group: [bundles] a message of each bundle.
+        features: [shards, features] see `_vectors`.
+        variable: [shards] bundle of variables of each shard, in backward order.
+        group: [bundles] one of the messages of each bundle.
     """
 
     features: NDArray[numpy.float32]
@@ -33,7 +34,7 @@ class ShardSet(NamedTuple):
 
 
 class _Costs(NamedTuple):
-    """Shards of servers and messages of groups, arrays [rows]: message, server, bytes, and three costs."""
+    """Shards of servers and all-reduced messages, as arrays [rows]: message, server, bytes, and costs [rows, 3]."""
 
     message: Integers
     root: Integers
@@ -44,7 +45,8 @@ class _Costs(NamedTuple):
 def predefined(arrays: PlanArrays) -> NDArray[numpy.float32]:
     """[12] maximum and sum, over servers and over groups, of transmission, overhead and device latency.
 
-    Transmission is in units of the least step's time; overhead and latency are counts of messages; all as logarithms.
+    Transmission is in units of the lower bound on the step; overhead and latency are counts of messages. All are
+    logarithms.
     """
     rows = _costs(arrays)
     served = rows.root != EVERYBODY
@@ -77,7 +79,7 @@ def _vectors(arrays: PlanArrays, rows: _Costs, row: Integers, part: Floats) -> F
     served, costs = root != EVERYBODY, rows.costs[row] * part[:, None]
     local, wise = arrays.local[message], arrays.row_wise[message]
     rates = _rates(context)
-    # An all-reduced message has no root; it moves at the slowest rate.
+    # An all-reduced message has no root: it moves at the slowest rate.
     rate = numpy.where(served, rates[root], rates.min())
     flags = [served * local, served * (1 - local), served * wise, ~served]
     numbers = [
@@ -122,7 +124,7 @@ def _costs(arrays: PlanArrays) -> _Costs:
 
 
 def _remote(context: Context) -> Floats:
-    """[ranks] how many ranks are on other nodes than a rank; on a lone node, how many others there are."""
+    """[ranks] number of ranks on other nodes; in a one-node cluster the number of other ranks."""
     node = numpy.array(context.cluster.rank_nodes)
     together = (node[:, None] == node[None, :]).sum(axis=1)
     remote: Floats = context.ranks - numpy.where(together < context.ranks, together, 1).astype(float)
@@ -130,7 +132,7 @@ def _remote(context: Context) -> Floats:
 
 
 def _rates(context: Context) -> Floats:
-    """[ranks] bytes/s of the fastest way from a rank to another node, or to another rank of a lone node."""
+    """[ranks] bytes/s of the fastest route from a rank to another node; in a one-node cluster to another rank."""
     node = context.cluster.rank_nodes
     lone = len(set(node)) == 1
     rates = numpy.ones(context.ranks)
@@ -141,7 +143,7 @@ def _rates(context: Context) -> Floats:
 
 
 def _totals(keys: Integers, costs: Floats) -> Floats:
-    """[distinct keys, 3] sums of the costs; one row of zeros without any."""
+    """[distinct keys, 3] sums of the costs; one row of zeros if there are no keys."""
     if not len(keys):
         return numpy.zeros((1, 3))
     distinct, place = numpy.unique(keys, return_inverse=True)

@@ -1,4 +1,4 @@
-"""All simulators by name, and the config group ``simulator``: which one, of what size, and how it is trained."""
+"""All simulators by name, and the config group ``simulator``: kind, sizes and training settings."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ SIMULATORS: dict[str, Callable[..., Simulator]] = {
     ReplayEstimator.KIND: ReplayEstimator,
     **{name: partial(LearnedEstimator, name) for name in KINDS},
 }
-"""Simulators by name; all take ``constants``, the learned ones also what `LearnedEstimator` takes."""
+"""Simulators by name. All take ``constants``; the learned ones also take the arguments of `LearnedEstimator`."""
 
 
 def load_simulator(directory: str | os.PathLike[str]) -> Simulator:
     """Read a simulator of any kind.
 
     Raises:
-        SimulatorError: there is none, or it is of another format version, damaged, or of a kind unknown here.
+        SimulatorError: there is none, it has another format version, is damaged, or is of an unknown kind.
     """
     kind = read_header(directory).kind
     if kind not in SIMULATORS:
@@ -39,14 +39,14 @@ def load_simulator(directory: str | os.PathLike[str]) -> Simulator:
 
 
 class SimulatorSettings(Record):
-    """A simulator; see :class:`~lightning_autosync.learned.LearnedEstimator`.
+    """Settings of a simulator; see :class:`~lightning_autosync.learned.LearnedEstimator`.
 
     Attributes:
-        kind: its name.
-        members: networks of its ensemble.
-        network: their sizes, by the kind's own names (`lightning_autosync.learned.networks`); what is left out
-            is at its default.
-        training, tuning: how it is trained at first, and further; ``sharpness`` only with ``hetero``.
+        kind: name of the simulator.
+        members: number of networks in its ensemble.
+        network: sizes of the networks, by the kind's own names (`lightning_autosync.learned.networks`); missing ones
+            have their defaults.
+        training, tuning: settings of the first fit and of later fits; ``sharpness`` only with ``hetero``.
     """
 
     kind: str
@@ -74,11 +74,11 @@ class SimulatorSettings(Record):
 
     @classmethod
     def shipped(cls, kind: str) -> SimulatorSettings:
-        """The settings in ``conf/simulator`` of that name."""
+        """The settings of this name in ``conf/simulator``."""
         return cls.model_validate(read_data(configuration_directory() / "simulator" / f"{kind}.yaml"))
 
     def build(self, constants: Constants, seed: int) -> Simulator:
-        """The simulator, not fitted yet."""
+        """An untrained simulator with these settings."""
         if self.kind == "replay":
             return SIMULATORS["replay"](constants)
         return SIMULATORS[self.kind](constants, self.members, dict(self.network), self.training, self.tuning, seed)
@@ -88,7 +88,7 @@ def check_kind(kind: str) -> str:
     """Return ``kind`` if it is the name of a simulator.
 
     Raises:
-        ValueError: it is not.
+        ValueError: there is no such simulator.
     """
     if kind not in SIMULATORS:
         raise ValueError(f"'{kind}' is not known; allowed: {', '.join(SIMULATORS)}")

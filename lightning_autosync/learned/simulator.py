@@ -1,4 +1,4 @@
-"""What every simulator answers, the replay as a simulator, and the files of saved simulators."""
+"""The interface of simulators, the replay as a simulator, and the files of saved simulators."""
 
 from __future__ import annotations
 
@@ -29,16 +29,17 @@ class SimulatorError(DocumentError):
 
 
 class Header(Document):
-    """What a saved simulator is.
+    """The header file of a saved simulator.
 
     Attributes:
-        kind: its name, as in ``SIMULATORS``.
+        kind: name of the simulator, as in ``SIMULATORS``.
         constants: costs of the hosts that its replay uses.
-        settings: sizes of its networks, by the kind's own names.
-        weights: SHA-256 of the bytes of the file of its weights, which also names that file; None where it has none.
+        settings: description of its ensemble; empty for the replay.
+        weights: SHA-256 of the file of weights, from which the file's name is derived; None without weights.
     """
 
-    # 3: weights by their checksum; before, all-reduced messages were shown at the last rank's rate, not the slowest.
+    # Since 3, weights are named by their checksum. Older networks were trained on other features: all-reduced messages
+    # had the last rank's rate instead of the slowest one.
     FORMAT: ClassVar[str] = "autosync-simulator/3"
     ERROR: ClassVar[type[DocumentError]] = SimulatorError
 
@@ -55,10 +56,10 @@ def write_simulator(
     settings: dict[str, Any] | None = None,
     weights: bytes | None = None,
 ) -> None:
-    """Write a simulator into a directory, which is made where it is not there.
+    """Write a simulator into a directory, which is created if necessary.
 
-    An interruption leaves the simulator that was there before, whole: weights are written under a name of their own,
-    and taken into use by the header that names them. Those of the simulator before go last.
+    An interruption leaves the previous simulator intact: new weights have a file name of their own, they become valid
+    when the header that names them is written, and the old weights are removed last.
     """
     directory = Path(directory)
     checksum, before = None, _weights_of(directory)
@@ -72,7 +73,7 @@ def write_simulator(
 
 
 def _weights_of(directory: Path) -> str | None:
-    """The checksum of the weights of the simulator in a directory; None if there is none, or it has no weights."""
+    """The checksum of the weights of a directory's simulator; None if there is no simulator, or it has no weights."""
     try:
         return read_header(directory).weights
     except SimulatorError:
@@ -87,7 +88,7 @@ def read_header(directory: str | os.PathLike[str], kind: str | None = None) -> H
     """Read ``simulator.json`` of a directory.
 
     Raises:
-        SimulatorError: there is none, it is wrong, of another format version, or not of ``kind``.
+        SimulatorError: there is none, it is invalid, has another format version, or is not of ``kind``.
     """
     path = Path(directory) / HEADER
     if not path.is_file():
@@ -99,10 +100,10 @@ def read_header(directory: str | os.PathLike[str], kind: str | None = None) -> H
 
 
 def read_weights(directory: str | os.PathLike[str], header: Header) -> tuple[Path, bytes]:
-    """The file of the weights that a header names, and its bytes.
+    """The path of the weights that a header names, and their bytes.
 
     Raises:
-        SimulatorError: it names none, or they are not there, or not the ones that it was written with.
+        SimulatorError: the header names none, the file is missing, or its checksum is wrong.
     """
     if header.weights is None:
         raise SimulatorError(f"{Path(directory) / HEADER}: weights: missing; '{header.kind}' has some")
@@ -128,8 +129,8 @@ class Estimate(NamedTuple):
     """Step times of several plans, arrays [plans].
 
     Attributes:
-        seconds: of a step.
-        deviation: standard deviation of the logarithm of ``seconds``, as an ensemble disagrees; 0 where there is none.
+        seconds: seconds of a step.
+        deviation: standard deviation of the logarithm of ``seconds`` over an ensemble; 0 without an ensemble.
     """
 
     seconds: Floats
@@ -138,10 +139,10 @@ class Estimate(NamedTuple):
 
 @runtime_checkable
 class Estimator(Protocol):
-    """Prices plans without a cluster, and learns from measured ones."""
+    """Estimates step times of plans without a cluster, and learns from measured plans."""
 
     def estimate(self, workload: Workload, cluster: ClusterSpec, plans: Sequence[SyncPlan]) -> Estimate:
-        """Price synchronous plans for one workload on one cluster.
+        """Estimate the step times of synchronous plans for one workload on one cluster.
 
         Raises:
             ClusterError: the rates of the cluster are unknown.
@@ -150,7 +151,10 @@ class Estimator(Protocol):
         ...
 
     def fit(self, samples: Sequence[Sample]) -> None:
-        """Train on measured plans, on from what was loaded or fitted before; takes seconds for some hundred samples."""
+        """Train on measured plans, starting from what was loaded or fitted before.
+
+        This takes seconds for some hundred samples.
+        """
         ...
 
 
@@ -159,12 +163,12 @@ class Simulator(Estimator, Protocol):
     """An estimator that can be saved."""
 
     def save(self, directory: str | os.PathLike[str]) -> None:
-        """Write what `load_simulator` reads."""
+        """Write the files that `load_simulator` reads."""
         ...
 
 
 class ReplayEstimator:
-    """The replay alone: it knows the links and the hosts' constants and learns nothing from samples.
+    """The replay alone, which does not learn from samples.
 
     Args:
         constants: costs of the hosts; None takes the defaults.
@@ -177,7 +181,7 @@ class ReplayEstimator:
         self._contexts = Contexts(self.constants)
 
     def estimate(self, workload: Workload, cluster: ClusterSpec, plans: Sequence[SyncPlan]) -> Estimate:
-        """As the replay prices them; the deviation is 0."""
+        """The replay's step times, with deviation 0."""
         replay = self._contexts.of(workload, cluster).replay
         schedules = (compile_plan(plan, workload, cluster) for plan in plans)
         seconds = numpy.array([replay.predict(schedule).step_time for schedule in schedules], dtype=numpy.float64)
@@ -187,7 +191,7 @@ class ReplayEstimator:
         """Do nothing: the constants come from a probe, never from plans."""
 
     def save(self, directory: str | os.PathLike[str]) -> None:
-        """Write its constants."""
+        """Write the constants."""
         write_simulator(directory, self.KIND, self.constants)
 
     @classmethod
@@ -195,6 +199,6 @@ class ReplayEstimator:
         """Read what `save` wrote.
 
         Raises:
-            SimulatorError: it is no simulator, of another kind, or of another format version.
+            SimulatorError: it is not a simulator, is of another kind, or has another format version.
         """
         return cls(read_header(directory, cls.KIND).constants)

@@ -1,4 +1,4 @@
-"""Trains one network: pairs in the right order (RankNet; Burges et al., 2005), and times near the measured ones."""
+"""Trains one network: a ranking loss over pairs (RankNet; Burges et al., 2005), plus a regression loss on times."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from lightning_autosync.learned.networks import SimulatorNetwork
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Let torch and DGL compute on the calling thread alone, within the block or the decorated function.
+    """Make torch and DGL compute on the calling thread alone, within the block or the decorated function.
 
-    These networks' steps last milliseconds: threads gain little where cores are idle, and where live workers or other
-    trainings keep them busy, every operation waits for the slowest thread.
+    A step of these networks takes milliseconds. Threads gain little on idle cores; on cores that live workers or other
+    trainings keep busy, every operation waits for the slowest thread.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -38,28 +38,28 @@ Floats = NDArray[numpy.float64]
 Integers = NDArray[numpy.int64]
 
 CERTAIN = 2.0
-"""Standard errors of a difference from which on two measured times are told apart."""
+"""Smallest difference, in standard errors, of two measured times that count as different."""
 _CHUNK = 32
-"""Plans of one workload on one cluster that come together in a batch; the more, the more pairs to rank."""
+"""Number of plans of one workload on one cluster that stay together in a batch: more plans make more pairs to rank."""
 _FAR = 0.2
-"""Error of a logarithm from which on it counts linearly and no more squared (Huber, 1964)."""
+"""Error of a logarithm above which the loss is linear instead of quadratic (Huber, 1964)."""
 _CLIP = 1.0
-"""Norm of the gradient at most."""
+"""Largest norm of the gradient."""
 
 
 class Training(Record):
     """How networks are trained.
 
     Attributes:
-        part: ``all`` of a network, or its ``head`` alone, for which plans are embedded once.
-        epochs: passes over the samples.
-        least_steps: steps in all at least; few samples are passed over more often.
-        learning_rate: of Adam at its height; it warms up over a twentieth of the steps and falls as a cosine.
-        weight_decay: of AdamW.
-        batch: plans in a step.
-        sharpness: factor on differences of scores in the ranking loss; for logarithms of seconds, 10 tells 10% apart.
-            Only of a kind that corrects the replay: scores of the paper's simulators have no unit, and their loss has
-            no factor (1), as published.
+        part: trained part: ``all`` of a network, or its ``head`` alone, for which plans are embedded only once.
+        epochs: number of passes over the samples.
+        least_steps: smallest total number of steps; few samples get more epochs.
+        learning_rate: peak learning rate of AdamW; it warms up over a twentieth of the steps and follows a cosine.
+        weight_decay: weight decay of AdamW.
+        batch: number of plans in a step.
+        sharpness: factor on differences of scores in the ranking loss; for logarithms of seconds, 10 separates times
+            that differ by 10%. It applies only to kinds that correct the replay: scores of the paper's simulators have
+            no unit, and their published loss has no factor (1).
     """
 
     part: Literal["all", "head"] = "all"
@@ -72,7 +72,7 @@ class Training(Record):
 
 
 TUNING = Training(part="head", epochs=10, learning_rate=1e-3)
-"""For networks that were fitted before."""
+"""Default settings for networks that were fitted before."""
 
 
 @one_thread()
@@ -86,14 +86,15 @@ def train(
     """Train a network in place.
 
     Args:
-        network: trained further from what it knows.
-        examples: to learn from.
-        settings: how.
-        seed: of the order of the samples.
-        validation: by whose loss the best epoch is chosen, or the network as it was; None keeps the last.
+        network: the network; training continues from its weights.
+        examples: the examples to learn from.
+        settings: training settings.
+        seed: seed of the order of the samples.
+        validation: examples whose loss chooses the best epoch, or the initial network if no epoch improves on it. None
+            keeps the last epoch.
 
     Returns:
-        The validation loss of what was kept; None without.
+        The validation loss of the kept weights; None without ``validation``.
     """
     random = numpy.random.default_rng(seed)
     trained, answers = _trained(network, examples, settings)
@@ -124,7 +125,7 @@ def train(
 def _trained(
     network: SimulatorNetwork, examples: Examples, settings: Training
 ) -> tuple[nn.Module, Callable[[Integers], torch.Tensor]]:
-    """The module to train, and a function that gives the scores of the examples at some places."""
+    """The module to train, and a function from indices of examples to their scores."""
     if settings.part == "all":
         return network, lambda places: network(network.collate([examples.items[place] for place in places]))
     embedded = embed(network, examples.items)
@@ -132,7 +133,7 @@ def _trained(
 
 
 def embed(network: SimulatorNetwork, items: Sequence[Any], batch: int = 256) -> torch.Tensor:
-    """[plans, width] outputs of the network before its head."""
+    """[plans, width] inputs of the network's head."""
     network.eval()
     with torch.no_grad():
         parts = [network.embed(network.collate(items[start : start + batch])) for start in range(0, len(items), batch)]
@@ -154,9 +155,9 @@ def told_apart(target: Floats, noise: Floats, drift: Floats, batch: Integers) ->
 
     Args:
         target: [samples] logarithms of the seconds.
-        noise: [samples] standard errors of these within a batch.
-        drift: [samples] standard deviations of what a batch has in common, which is no difference within it.
-        batch: [samples] number of each one's batch.
+        noise: [samples] standard errors of ``target`` within a batch.
+        drift: [samples] standard deviations of the part that a batch shares; it cancels within a batch.
+        batch: [samples] number of the batch.
     """
     between = batch[:, None] != batch[None, :]
     variance = noise[:, None] ** 2 + noise[None, :] ** 2 + between * (drift[:, None] ** 2 + drift[None, :] ** 2)
@@ -167,7 +168,7 @@ def told_apart(target: Floats, noise: Floats, drift: Floats, batch: Integers) ->
 def _loss(
     network: SimulatorNetwork | type[SimulatorNetwork], score: torch.Tensor, part: Examples, sharpness: float
 ) -> torch.Tensor:
-    """The ranking loss over pairs that can be told apart, and the regression loss where the kind has one."""
+    """The ranking loss over distinguishable pairs, plus the regression loss if the kind has one."""
     same = part.pair[:, None] == part.pair[None, :]
     apart = told_apart(part.target, part.noise, part.drift, part.batch)
     slower = (part.target[:, None] > part.target[None, :]) & same & apart
@@ -175,7 +176,7 @@ def _loss(
     factor = sharpness if network.CORRECTS else 1.0
     base = torch.from_numpy(part.base).float()
     value = base + score
-    loss = score.sum() * 0.0
+    loss = score.sum() * 0.0  # keeps the graph for backward if a batch has no distinguishable pair
     if len(upper):
         loss = loss + nn.functional.softplus(factor * (value[lower] - value[upper])).mean()
     if network.REGRESSION:
@@ -185,7 +186,7 @@ def _loss(
 
 
 def _validate(network: SimulatorNetwork, examples: Examples, settings: Training) -> float:
-    """The loss over all pairs of the examples, workload by workload and cluster by cluster."""
+    """The loss over all pairs of examples of the same workload and cluster."""
     score = torch.from_numpy(scores(network, examples.items)).float()
     total = 0.0
     for pair in numpy.unique(examples.pair):
@@ -195,7 +196,7 @@ def _validate(network: SimulatorNetwork, examples: Examples, settings: Training)
 
 
 def _batches(pair: Integers, size: int, random: numpy.random.Generator) -> Iterator[Integers]:
-    """Every sample once, in chunks of one workload and cluster."""
+    """Batches that contain every sample once, in shuffled chunks of one workload and cluster."""
     chunks = []
     for one in numpy.unique(pair):
         members = random.permutation(numpy.flatnonzero(pair == one))
@@ -207,6 +208,6 @@ def _batches(pair: Integers, size: int, random: numpy.random.Generator) -> Itera
 
 
 def _rate_factor(step: int, steps: int) -> float:
-    """Factor on the learning rate: a linear warm-up, then a cosine."""
+    """Factor on the learning rate: a linear warm-up, then a cosine decay."""
     warm = max(1, steps // 20)
     return min((step + 1) / warm, 0.5 * (1 + math.cos(math.pi * min(1.0, step / steps))) + 1e-3)

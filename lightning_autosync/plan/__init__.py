@@ -1,4 +1,4 @@
-"""How gradients travel: plans, their builders, and the schedules that they compile to."""
+"""How gradients are synchronized: plans, their builders, and the schedules that they compile to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`compile_plan`: from a plan, a workload and a cluster to the Schedule that engine and replay share."""
+"""`compile_plan`: turns a plan, a workload and a cluster into the Schedule that engine and replay share."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def compile_plan(
 
     Args:
         plan: how each variable is synchronized.
-        workload: the variables; names and shapes must be those that the plan was made for.
-        cluster: nodes and links; ``world_size`` must be the plan's.
-        source: what to call the plan in errors, a file name for example.
-        two_level_collectives: whether hierarchical all-reduces run as collectives in two levels and not along trees;
-            right where the backend is NCCL.
+        workload: the variables, with the names and shapes for which the plan was made.
+        cluster: nodes and links, with the plan's ``world_size``.
+        source: name of the plan in errors, for example its file.
+        two_level_collectives: whether hierarchical all-reduces run as two-level collectives instead of along trees;
+            use it with NCCL.
 
     Raises:
-        PlanError: if plan, workload and cluster do not fit each other.
+        PlanError: plan, workload and cluster do not fit each other.
     """
     if plan.world_size != cluster.world_size:
         raise PlanError(
@@ -120,7 +120,11 @@ def _compile_group(index: int, group: Group, variables: Sequence[Variable], site
 
 
 def row_count(group: Group, variables: Sequence[Variable]) -> int:
-    """Rows of a row-wise message, 0 for a dense one."""
+    """Number of rows of a row-wise message, 0 for a dense one.
+
+    Raises:
+        ValueError: a row-wise variable is grouped with others, compressed, or cut along another axis than 0.
+    """
     row_wise = [variable for variable in variables if variable.kind != "dense"]
     if not row_wise:
         return 0

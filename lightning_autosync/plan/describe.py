@@ -1,4 +1,4 @@
-"""The plan as a table."""
+"""A plan as a text table."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _HEADINGS = ("group", "variables", "architecture", "topology", "shards", "placem
 
 
 def plan_table(plan: SyncPlan, workload: Workload | None = None, width: int = 120) -> str:
-    """A text table of the plan's groups, with their bytes if the workload is given."""
+    """A text table of the plan's groups, with their megabytes if the workload is given."""
     table = Table(title=_title(plan), title_justify="left", header_style="bold")
     for heading in _HEADINGS if workload is None else (*_HEADINGS, "MB"):
         table.add_column(heading, justify="right" if heading in ("shards", "priority", "MB") else "left")

@@ -1,4 +1,4 @@
-"""Sizes of messages: bytes of their elements, and how they are cut into shards; shared by engine and replay."""
+"""Sizes of messages: bytes per element and bounds of shards, shared by engine and replay."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from math import prod
 from lightning_autosync.plan.spec import Partition
 
 ITEMSIZE = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
-"""Bytes an element, for the gradient types that can travel."""
+"""Bytes per element, for the supported element types of gradients."""
 
 
 def even_bounds(start: int, stop: int, pieces: int) -> tuple[int, ...]:
-    """Bounds of pieces that differ by one element at most, the longer ones first."""
+    """Bounds of pieces that differ by at most one element, the longer ones first."""
     size, longer = divmod(stop - start, pieces)
     return tuple(start + piece * size + min(piece, longer) for piece in range(pieces + 1))
 
 
 def weighted_bounds(length: int, pieces: int, weights: Sequence[float] | None) -> tuple[int, ...]:
-    """Bounds of pieces of ``[0, length)`` in proportion to ``weights``, each off by less than one element."""
+    """Bounds of pieces of ``[0, length)`` in proportion to ``weights``, rounded to whole elements."""
     if weights is None:
         return even_bounds(0, length, pieces)
     total = sum(weights)
@@ -27,12 +27,13 @@ def weighted_bounds(length: int, pieces: int, weights: Sequence[float] | None) -
 
 
 def cut(partition: Partition | None, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    """Bounds, in elements, of the shards of a message of variables with these shapes.
+    """Bounds in elements of the shards of a message whose variables have these shapes.
 
-    With an axis, the lone variable is cut between slices along it, else the message between any two elements.
+    With an axis, the message's only variable is cut between slices along it. Otherwise the message may be cut between
+    any two elements.
 
     Raises:
-        ValueError: the axis does not exist, or has fewer slices than shards.
+        ValueError: the axis does not exist, or there are fewer slices or elements than shards.
     """
     numel = sum(prod(shape) for shape in shapes)
     if partition is None:

@@ -1,4 +1,4 @@
-"""Modules that register topologies, codecs and builders: those of this package, and those of others."""
+"""Imports the modules that register topologies, codecs and builders, from this package and from others."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from lightning_autosync.errors import PlanError
 
 
 def import_modules(package: str, path: Iterable[str]) -> None:
-    """Import all modules of ``package``, which lies at ``path``."""
+    """Import all modules of ``package``, which is at ``path``."""
     for module in pkgutil.iter_modules(path):
         importlib.import_module(f"{package}.{module.name}")
 
 
 def import_entry_points(group: str) -> None:
-    """Import the modules that installed packages name as entry points of ``group``.
+    """Import the modules that installed packages declare as entry points of ``group``.
 
     Raises:
-        PlanError: the module of an entry point cannot be imported, or may not register what it registers.
+        PlanError: the module of an entry point cannot be imported, or its registration is refused.
     """
     for point in entry_points(group=group):
         try:
@@ -32,9 +32,9 @@ def import_entry_points(group: str) -> None:
 
 
 def mismatch(function: Callable[..., object], pattern: Callable[..., object]) -> str:
-    """Why ``function`` cannot be called as ``pattern`` can; empty if it can.
+    """Why ``function`` cannot be called like ``pattern``; empty if it can.
 
-    Positional parameters may have other names. ``function`` may have further parameters that have defaults.
+    Positional parameters may have other names. ``function`` may have further parameters with defaults.
     """
     own, wanted = (list(inspect.signature(one).parameters.values()) for one in (function, pattern))
     by_name = {one.name: one for one in own}

@@ -1,8 +1,8 @@
 """`Schedule`: a plan compiled for one workload and one cluster.
 
-The engine and the replay take the same Schedule, so what is predicted is what runs. Every synchronous
-exchange of a range of elements is a reduce tree towards a root and a broadcast tree away from it, a
-native collective of the backend, or a sum in memory that ranks of one machine share.
+The engine and the replay take the same Schedule, so the replay predicts what the engine runs. A range of elements is
+exchanged in one of three ways: by a reduce tree and a broadcast tree with the same root, by a native collective of the
+backend, or by a sum in memory that the ranks of one machine share.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from lightning_autosync.plan.trees import Tree
 
 @dataclass(frozen=True)
 class TreeTransfer:
-    """Elements ``[start, stop)`` reduced along one tree and broadcast along another with the same root.
+    """Elements ``[start, stop)``, reduced along one tree and broadcast along another with the same root.
 
-    ``segment`` elements at a time are pipelined.
+    The range is pipelined in pieces of ``segment`` elements.
     """
 
     start: int
@@ -42,7 +42,7 @@ class TreeTransfer:
 
 @dataclass(frozen=True)
 class AllReduce:
-    """Elements ``[start, stop)`` by the backend's own all-reduce."""
+    """Elements ``[start, stop)``, summed by the backend's all-reduce."""
 
     start: int
     stop: int
@@ -50,7 +50,7 @@ class AllReduce:
 
 @dataclass(frozen=True)
 class _Ranges:
-    """Ranges of elements, one after the other: the k-th is ``[bounds[k], bounds[k + 1])``."""
+    """Consecutive ranges of elements; range k is ``[bounds[k], bounds[k + 1])``."""
 
     bounds: tuple[int, ...]
 
@@ -65,22 +65,22 @@ class _Ranges:
 
 @dataclass(frozen=True)
 class AllToAll(_Ranges):
-    """Rank ``owners[k]`` reduces the k-th range: one uneven all-to-all, a local sum, and one all-to-all back."""
+    """Rank ``owners[k]`` reduces range k: an uneven all-to-all, a local sum, and an all-to-all back."""
 
     owners: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class SharedMemoryReduce(_Ranges):
-    """Ranges in memory that all ranks map: rank ``r`` sums the r-th for all."""
+    """Ranges in memory that all ranks map; rank ``r`` sums range r for all."""
 
 
 @dataclass(frozen=True)
 class TwoLevelAllReduce:
-    """Elements ``[start, stop)`` by collectives in two levels: what NCCL does best between nodes of several devices.
+    """Elements ``[start, stop)``, summed by two-level collectives: NCCL's fastest way between multi-device nodes.
 
-    Inside each of ``places`` a reduce-scatter, between the ranks of equal seat an all-reduce, inside again an
-    all-gather.
+    A reduce-scatter runs inside each of ``places``, an all-reduce among the ranks with the same seat in every place,
+    and an all-gather inside each place.
     """
 
     start: int
@@ -93,7 +93,7 @@ Transfer = TreeTransfer | AllReduce | AllToAll | SharedMemoryReduce | TwoLevelAl
 
 @dataclass(frozen=True)
 class Round:
-    """One exchange of ``length`` elements; PowerSGD takes two rounds, everything else one."""
+    """One exchange of ``length`` elements. PowerSGD takes two rounds, all other codecs take one."""
 
     length: int
     transfers: tuple[Transfer, ...]
@@ -113,21 +113,21 @@ class Round:
 class Message:
     """The variables of one group on the wire.
 
-    Layout of a dense message: the variables one after the other, each with its ``axis`` moved to the front, then
-    one element a variable that counts the ranks on which it got a gradient (so that parameters unused everywhere
-    keep no gradient). A row-wise message holds one variable of ``rows`` rows; only touched rows travel, and the
-    ranges of its transfers are counted in elements of the full table.
+    A dense message holds its variables one after the other, each with its ``axis`` moved to the front, and then one
+    count per variable: the number of ranks on which it got a gradient. So a parameter that no rank used keeps no
+    gradient. A row-wise message holds one variable with ``rows`` rows. Only its touched rows travel, but the ranges of
+    its transfers count elements of the full table.
 
     Attributes:
         index: position in the schedule; collectives are launched in this order on every rank.
         name: the group's name.
         variables: names of the variables.
-        numel: elements of all variables.
+        numel: number of elements of all variables.
         dtype: element type of the gradients, as ``torch`` names it.
-        axis: axis along which a lone variable is cut.
-        rows: rows of a row-wise message; 0 for a dense one.
-        compressor: what happens before the message travels.
-        priority: higher goes first on trees.
+        axis: axis along which a single variable is cut.
+        rows: number of rows of a row-wise message; 0 for a dense one.
+        compressor: compression of the message.
+        priority: priority on trees; higher goes first.
         rounds: the exchanges, one after the other.
         sparse: whether the gradient of a row-wise message is a sparse tensor.
     """
@@ -146,12 +146,12 @@ class Message:
 
     @property
     def tail(self) -> int:
-        """Elements behind the variables that count the ranks with a gradient."""
+        """Number of counts behind the variables."""
         return 0 if self.rows else len(self.variables)
 
     @property
     def collective(self) -> bool:
-        """Whether the backend's collectives carry it, which every rank must launch in one order."""
+        """Whether the backend's collectives carry it; every rank must launch these in the same order."""
         return not self.on_trees and not self.in_shared_memory
 
     @cached_property
@@ -161,7 +161,7 @@ class Message:
 
     @cached_property
     def in_shared_memory(self) -> bool:
-        """Whether its buffers lie in memory that all ranks map."""
+        """Whether its buffers are in memory that all ranks map."""
         return any(isinstance(transfer, SharedMemoryReduce) for transfer in self.rounds[0].transfers)
 
 
@@ -174,11 +174,11 @@ class Schedule:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Equal on two ranks exactly if they will exchange the same things."""
+        """Digest of the messages; equal on two ranks exactly if they will make the same exchanges."""
         return digest([_plain(message) for message in self.messages])
 
     def tree_edges(self) -> set[tuple[int, int]]:
-        """Pairs of ranks (lower first) that exchange messages point to point."""
+        """Pairs of ranks (lower rank first) that exchange messages point to point."""
         edges: set[tuple[int, int]] = set()
         for message in self.messages:
             for transfer in (transfer for round in message.rounds for transfer in round.transfers):
@@ -193,7 +193,7 @@ class Schedule:
 
 
 def _plain(value: Any) -> Any:
-    """Plain data as of `dataclasses.asdict`, which is slow: it copies every rank of every tree."""
+    """Plain data, as `dataclasses.asdict` makes it, but faster: `asdict` would copy every rank of every tree."""
     if is_dataclass(value):
         return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, tuple) and value and is_dataclass(value[0]):

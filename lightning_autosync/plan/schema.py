@@ -1,6 +1,6 @@
-"""The JSON schema of plan files, with the topologies that are registered here.
+"""The JSON schema of plan files for editors and other programs: ``python -m lightning_autosync.plan.schema FILE``.
 
-``python -m lightning_autosync.plan.schema FILE`` writes it, for editors and other programs.
+The schema lists the topologies and codecs that are registered in this environment.
 """
 
 from __future__ import annotations

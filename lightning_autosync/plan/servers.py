@@ -1,4 +1,4 @@
-"""`server_layout`: which server keeps which slice of which parameter, when servers update what they keep."""
+"""`server_layout`: which server keeps and updates which slice of which parameter."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from lightning_autosync.plan.spec import Group, Partition, SyncPlan
 from lightning_autosync.workload import Variable, Workload
 
 MODES = ("synchronous", "bounded_staleness", "asynchronous")
-"""The consistencies under which servers update the parameters."""
+"""Consistency modes under which servers can update the parameters."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements ``[start, stop)`` of one variable, its shard's ``axis`` moved to the front."""
+    """Elements ``[start, stop)`` of one variable with its shard's ``axis`` moved to the front."""
 
     variable: str
     start: int
@@ -34,16 +34,16 @@ class Piece:
 
 @dataclass(frozen=True)
 class Shard:
-    """What one server keeps of one group: pieces of its variables, one after the other.
+    """The part of a group that one server keeps: pieces of its variables, one after the other.
 
     Attributes:
         index: position in the layout.
         group: name of the group.
         owner: rank of the server.
         dtype: element type, as ``torch`` names it.
-        pieces: none of them empty.
-        axis: axis along which the group's lone variable is cut.
-        width: elements of a row, if only touched rows travel; 0 in a dense shard.
+        pieces: the pieces, none of them empty.
+        axis: axis along which the group's only variable is cut.
+        width: elements per row of a row-wise shard, of which only touched rows travel; 0 for a dense shard.
         sparse: whether the gradient of a row-wise shard is a sparse tensor.
     """
 
@@ -62,26 +62,29 @@ class Shard:
 
     @property
     def bytes(self) -> int:
-        """Bytes of its parameters, and of its dense gradient."""
+        """Bytes of its parameters, and also of its dense gradient."""
         return self.numel * ITEMSIZE[self.dtype]
 
     @property
     def rows(self) -> int:
-        """Rows of a row-wise shard, 0 of a dense one."""
+        """Number of rows of a row-wise shard; 0 for a dense one."""
         return self.numel // self.width if self.width else 0
 
     @property
     def first_row(self) -> int:
-        """The table's row that is this shard's row 0."""
+        """Row of the table at which this shard starts."""
         return self.pieces[0].start // self.width if self.width else 0
 
 
 @dataclass(frozen=True)
 class ServerLayout:
-    """All shards of a model among ``workers`` worker ranks and ``servers`` server-only ranks behind them.
+    """All shards of a model.
 
     Attributes:
-        local_aggregation: the workers of a node push one sum and pull once.
+        workers: number of worker ranks, which come first.
+        servers: number of server-only ranks, which follow the workers.
+        shards: the shards.
+        local_aggregation: whether the workers of a node push one sum together and pull once.
     """
 
     workers: int
@@ -91,7 +94,7 @@ class ServerLayout:
 
     @cached_property
     def owners(self) -> tuple[int, ...]:
-        """The ranks that keep any shard, ascending."""
+        """Ranks that keep at least one shard, ascending."""
         return tuple(sorted({shard.owner for shard in self.shards}))
 
     def of(self, owner: int) -> tuple[Shard, ...]:
@@ -99,12 +102,12 @@ class ServerLayout:
         return tuple(shard for shard in self.shards if shard.owner == owner)
 
     def remote_bytes(self, rank: int) -> int:
-        """Bytes that ``rank`` pushes in a step, and pulls, where every row of every table is touched."""
+        """Bytes that ``rank`` pushes in a step, and also pulls, if every row of every table is touched."""
         return sum(shard.bytes for shard in self.shards if shard.owner != rank)
 
     @property
     def fingerprint(self) -> str:
-        """Equal on two ranks exactly if they cut and place alike."""
+        """Digest of the layout; equal on two ranks exactly if they cut and place parameters in the same way."""
         return digest(self.to_dict())
 
     def to_dict(self) -> dict[str, Any]:
@@ -119,13 +122,13 @@ class ServerLayout:
 
 
 def server_layout(plan: SyncPlan, workload: Workload, source: str = "plan") -> ServerLayout:
-    """Cut and place the parameters as the plan's groups say.
+    """Cut and place the parameters by the plan's groups.
 
-    A ``parameter_server`` group lies on the ranks of its ``placement``, an ``all_reduce`` group in equal parts on all
-    workers. Topologies play no part: workers and servers talk directly.
+    A ``parameter_server`` group goes to the ranks of its ``placement``, an ``all_reduce`` group in equal parts to all
+    workers. Topologies are ignored: workers and servers communicate directly.
 
     Raises:
-        PlanError: plan and workload do not fit, or the plan has what servers that update parameters cannot do.
+        PlanError: plan and workload do not fit each other, or servers that update parameters cannot run the plan.
     """
     if plan.consistency.mode not in MODES:
         raise PlanError(
@@ -183,14 +186,14 @@ def _shards_of(group: Group, variables: Sequence[Variable], workers: int, number
 
 
 def _slice_length(partition: Partition | None, variables: Sequence[Variable]) -> int:
-    """Elements of a slice along the axis of a cut, between which shards may be cut further; 1 in a flat message."""
+    """Elements of a slice along the axis of a cut: shards may be cut only between slices; 1 for a flat message."""
     axis = partition.axis if partition else None
     shape = variables[0].shape
     return variables[0].numel // shape[axis] if axis and shape[axis] else 1
 
 
 def _ranges(group: Group, bounds: Sequence[int], unit: int, workers: int) -> Iterator[tuple[int, int, int]]:
-    """Ranges of the message's elements and who keeps them."""
+    """Ranges of the message's elements and the rank that keeps each: start, stop, owner."""
     owners = group.placement or (0,) * group.shards
     for (start, stop), owner in zip(pairwise(bounds), owners, strict=True):
         if group.architecture == "parameter_server":
@@ -202,7 +205,7 @@ def _ranges(group: Group, bounds: Sequence[int], unit: int, workers: int) -> Ite
 
 
 def _pieces(variables: Sequence[Variable], start: int, stop: int) -> Iterator[Piece]:
-    """The piece of each variable that lies in ``[start, stop)`` of the message."""
+    """The piece of each variable within ``[start, stop)`` of the message."""
     offset = 0
     for variable in variables:
         lower, upper = max(start, offset), min(stop, offset + variable.numel)

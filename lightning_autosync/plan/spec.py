@@ -1,7 +1,7 @@
-"""`SyncPlan`: how every variable of a model is synchronized, as data.
+"""`SyncPlan`: how every variable of a model is synchronized, as a document.
 
-The aspects are AutoSync's (architecture, partition, placement, merging, compression; NeurIPS 2020),
-with topology, local aggregation and wire priority beside them.
+The aspects are AutoSync's (architecture, partition, placement, merging, compression; NeurIPS 2020), plus topology,
+local aggregation and wire priority.
 """
 
 from __future__ import annotations
@@ -36,15 +36,13 @@ Architecture = Literal["all_reduce", "parameter_server"]
 
 
 class _Registered:
-    """A name in a registry of this package, whose modules import this one.
-
-    The JSON schema lists the names that are registered where it is written.
-    """
+    """Validates a name against a registry of this package; the JSON schema lists the names registered at that time."""
 
     def __init__(self, registry: str) -> None:
         self._registry = registry
 
     def names(self) -> tuple[str, ...]:
+        # Imported late, because the registries' modules import this one.
         found: tuple[str, ...] = import_module(f"lightning_autosync.plan.{self._registry}").names()
         return found
 
@@ -63,15 +61,15 @@ CodecName = Annotated[str, AfterValidator(_CODECS.check), _CODECS]
 Semantics = Literal["exact", "compressed", "relaxed"]
 
 MOST_SHARDS = 65536
-"""Of a message."""
+"""Largest number of shards of a message."""
 MOST_WEIGHT = 1e15
-"""Of a shard or a tree, relative to the others."""
+"""Largest weight of a shard or a tree."""
 
 SEMANTICS: tuple[Semantics, ...] = ("exact", "compressed", "relaxed")
 
 
 def _pairs(options: Any) -> Any:
-    """A mapping as pairs, by which a compressor can be hashed."""
+    """A mapping as sorted pairs, so that a compressor can be hashed."""
     return tuple(sorted(options.items())) if isinstance(options, Mapping) else options
 
 
@@ -80,16 +78,16 @@ _Options = Annotated[tuple[tuple[str, _Option], ...], BeforeValidator(_pairs), W
 
 
 class Compressor(Record):
-    """What happens to a message before it travels; in YAML just its kind, or a mapping.
+    """Compression of a message; in YAML its kind alone, or a mapping.
 
     Attributes:
-        kind: ``none``, casts ``fp16`` and ``bf16``, ``int8`` with one scale a block, ``topk`` (the largest
-            magnitudes), ``powersgd`` (low rank; Vogels et al., 2019).
-        error_feedback: what compression loses is added to the next step's gradient (Karimireddy et al., 2019).
+        kind: ``none``, the casts ``fp16`` and ``bf16``, ``int8`` with one scale per block, ``topk`` (the largest
+            magnitudes), or ``powersgd`` (low rank; Vogels et al., 2019).
+        error_feedback: whether the compression error is added to the next step's gradient (Karimireddy et al., 2019).
         ratio: share of the elements that ``topk`` keeps.
         rank: rank of ``powersgd``.
-        block: elements that share a scale in ``int8``.
-        options: settings of a codec of another package (`CodecFormat.options`), by name; a mapping in files.
+        block: number of elements that share a scale in ``int8``.
+        options: settings of another package's codec (`CodecFormat.options`), by name; a mapping in files.
     """
 
     kind: CodecName = "none"
@@ -124,7 +122,7 @@ class Compressor(Record):
 
     @model_serializer(mode="wrap")
     def _leave_out_no_options(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """As files, fingerprints and checkpoints had it before there were options."""
+        """Leave out empty options: older files, fingerprints and checkpoints do not have the field."""
         fields: dict[str, Any] = handler(self)
         if self.options and "options" in fields:
             return fields | {"options": dict(self.options)}
@@ -132,13 +130,13 @@ class Compressor(Record):
 
 
 class Partition(Record):
-    """One message cut into shards.
+    """The partition of a message into shards.
 
     Attributes:
-        axis: the axis of a lone variable that is cut, between slices; left out, the message is cut as one flat run
-            of elements (a row-wise variable always between rows).
-        shards: number of pieces, as equal as may be unless ``weights`` says otherwise.
-        weights: relative sizes, one a shard; zero leaves a shard empty.
+        axis: axis along which the message's only variable is cut, between slices. None cuts the message as one flat
+            run of elements; a row-wise variable is always cut between rows.
+        shards: number of shards, of equal size up to one slice or element if ``weights`` is None.
+        weights: [shards] relative sizes; a shard with weight 0 is empty.
     """
 
     axis: Index | None = None
@@ -156,7 +154,10 @@ class Partition(Record):
 
 
 class WeightedTree(Record):
-    """A spanning tree that carries ``weight`` of a ``packed`` message; ``parents[r]`` is -1 at the root."""
+    """A spanning tree that carries a share of a ``packed`` message, in proportion to ``weight``.
+
+    ``parents[r]`` is the parent of rank r, -1 at the root.
+    """
 
     weight: Annotated[float, Field(ge=1 / MOST_WEIGHT, le=MOST_WEIGHT)]
     parents: tuple[Annotated[Integer, Field(ge=-1)], ...]
@@ -169,20 +170,20 @@ class WeightedTree(Record):
 
 
 class Group(Record):
-    """Variables that travel together as one message, and how.
+    """Variables that are synchronized together as one message, and how.
 
     Attributes:
-        name: unique in the plan.
+        name: name, unique in the plan.
         variables: names as in ``named_parameters()``.
-        architecture: ``all_reduce`` (every rank reduces a part) or ``parameter_server`` (``placement`` says who).
-        topology: how the message travels; one of `lightning_autosync.plan.topologies`. ``native`` is the backend's own
-            collective.
-        partition: how the message is cut; None leaves it whole.
-        placement: for ``parameter_server``, the rank that reduces each shard; None puts all on rank 0.
-        trees: for ``packed``, the trees and their shares; None derives them from the cluster's links.
-        compressor: what happens to the message before it travels.
-        local_aggregation: ranks of one node are reduced to one message first.
-        priority: higher goes first on the wire where messages compete; collectives keep the plan's order.
+        architecture: ``all_reduce`` (every rank reduces a part) or ``parameter_server`` (the ranks of ``placement``
+            reduce).
+        topology: a name in `lightning_autosync.plan.topologies`; ``native`` is the backend's own collective.
+        partition: how the message is cut into shards; None leaves it whole.
+        placement: [shards] rank that reduces each shard, for ``parameter_server``; None puts all on rank 0.
+        trees: trees and their weights, for ``packed``; None derives them from the cluster's links.
+        compressor: compression of the message.
+        local_aggregation: whether the ranks of a node are first reduced to one message.
+        priority: priority among messages that compete for the wire, higher first; collectives keep the plan's order.
         segment: bytes of a pipelined piece on trees; None lets the compiler choose.
     """
 
@@ -241,30 +242,33 @@ OuterKind = Literal["averaging", "easgd", "bmuf", "slowmo", "diloco"]
 
 
 class Consistency(Record):
-    """How closely replicas keep in step.
+    """The consistency of the replicas.
 
     Attributes:
-        mode: ``synchronous`` (as DDP), ``bounded_staleness``, ``asynchronous``, ``partial_reduce``, ``periodic``.
-        served: whether the ranks on which a ``synchronous`` plan places shards also keep the parameters and the
-            optimizer's state there, and make its steps; with the other modes that have servers they always do.
-        staleness: steps that a replica may run ahead, for ``bounded_staleness``.
-        group_size: ranks in a partial reduce (P).
-        weighting: ``constant`` or ``dynamic`` (staleness-aware) weights of a partial reduce.
+        mode: ``synchronous`` (like DDP), ``bounded_staleness``, ``asynchronous``, ``partial_reduce`` or ``periodic``.
+        served: whether the servers of a ``synchronous`` plan also keep their shards' parameters and optimizer state and
+            run the optimizer step. In the other modes with servers they always do.
+        staleness: largest number of steps that a replica may run ahead, for ``bounded_staleness``.
+        group_size: number of ranks in a partial reduce (P).
+        weighting: weights of a partial reduce, ``constant`` or ``dynamic`` (staleness-aware).
         period: steps between averages, for ``periodic``.
-        outer: the outer update of ``periodic``.
-        wait: seconds after which a partial reduce goes on with the ranks that are there; None waits for ``group_size``.
-        isolation: steps, on average over the ranks, within which partial reduces connect all ranks; None means 10.
-        momentum: whether the optimizer's running averages stay ``local`` (also if None) or are averaged as the
-            parameters are (``average``).
-        warmup: first steps of ``periodic`` that average each time (post-local SGD; Lin et al., 2020); None means 0.
-        fragments: parts of the model that ``periodic`` averages in turn, each once a period (Streaming DiLoCo;
-            Douillard et al., 2025); None means 1.
-        overhead: share of the time that averages may take; ``period`` is then where an adapting period begins.
-        outer_lr: step size of the outer update: for ``bmuf`` (block learning rate) and ``slowmo`` 1 if None, for
-            ``diloco`` 0.7.
-        outer_momentum: for ``bmuf`` 1 - 1 / ranks if None, for ``slowmo`` 0.5, for ``diloco`` 0.9.
-        alpha: share of the way that a replica and the centre of ``easgd`` move towards each other at an average; None
-            means 0.9 / ranks.
+        outer: outer update of ``periodic``.
+        wait: timeout in seconds after which a partial reduce proceeds with the ranks that are ready; None always waits
+            for ``group_size`` ranks.
+        isolation: steps, on average over the ranks, within which partial reduces must connect all ranks; None means 10.
+        momentum: whether the optimizer's running averages stay ``local`` or are averaged with the parameters
+            (``average``); None means ``local``.
+        warmup: number of first steps after each of which ``periodic`` averages (post-local SGD; Lin et al., 2020); None
+            means 0.
+        fragments: number of parts of the model that ``periodic`` averages in turn, each once per period (Streaming
+            DiLoCo; Douillard et al., 2025); None means 1.
+        overhead: largest share of the time for averages. If set, the period adapts and starts at ``period``.
+        outer_lr: step size of the outer update. None means 1 for ``bmuf`` (block learning rate) and ``slowmo``, 0.7
+            for ``diloco``.
+        outer_momentum: momentum of the outer update. None means 1 - 1 / ranks for ``bmuf``, 0.5 for ``slowmo``, 0.9
+            for ``diloco``.
+        alpha: fraction of their distance by which a replica and the centre of ``easgd`` move towards each other at an
+            average; None means 0.9 / ranks.
     """
 
     mode: Literal["synchronous", "bounded_staleness", "asynchronous", "partial_reduce", "periodic"] = "synchronous"
@@ -329,11 +333,11 @@ class SyncPlan(Document):
     """How a model's variables are synchronized among ``world_size`` ranks.
 
     Attributes:
-        workload: fingerprint of the variables (names and shapes) that it was made for; None skips the check.
-        world_size: number of ranks.
-        servers: processes beside them that train nothing and may be placed on, as ranks from ``world_size`` on; only
-            where servers update the parameters.
-        consistency: how closely replicas keep in step.
+        workload: fingerprint of the variables (names and shapes) for which the plan was made; None skips the check.
+        world_size: number of ranks that train.
+        servers: number of server-only processes, which have the ranks from ``world_size`` on and may be used in
+            placements. Allowed only if servers update the parameters.
+        consistency: consistency of the replicas.
         groups: the messages, in the order in which collectives are launched.
     """
 
@@ -348,7 +352,7 @@ class SyncPlan(Document):
 
     @property
     def has_schedule(self) -> bool:
-        """Whether gradients travel as a compiled schedule says; else replicas talk as they are ready."""
+        """Whether gradients follow a compiled schedule; otherwise replicas communicate whenever they are ready."""
         return self.consistency.mode == "synchronous" and not self.consistency.served
 
     @property
@@ -360,7 +364,7 @@ class SyncPlan(Document):
         return "compressed" if lossy else "exact"
 
     def describe(self, workload: Any = None) -> str:
-        """The plan as a table that a person reads; with its workload, sizes too."""
+        """The plan as a text table, with sizes if its workload is given."""
         from lightning_autosync.plan.describe import plan_table
 
         return plan_table(self, workload)
@@ -398,7 +402,8 @@ class SyncPlan(Document):
         group_size, alpha = self.consistency.group_size, self.consistency.alpha
         if group_size is not None and group_size > self.world_size:
             raise ValueError(f"consistency.group_size: {group_size} is above world_size {self.world_size}")
-        # An average takes the centre's distance to the replicas' mean times 1 - (ranks + 1) alpha.
+        # An average multiplies the centre's distance to the replicas' mean by 1 - (ranks + 1) alpha. It shrinks only
+        # if that factor is above -1.
         if alpha is not None and alpha * (self.world_size + 1) >= 2:
             raise ValueError(
                 f"consistency.alpha: {alpha:g} lets the centre of {self.world_size} replicas overshoot ever farther; "
@@ -407,6 +412,6 @@ class SyncPlan(Document):
 
 
 def signature(plan: SyncPlan) -> str:
-    """A digest of what a plan does: equal plans whose messages only have other names have the same one."""
+    """A digest of a plan without the names of its groups: plans that differ in these names only have the same one."""
     groups = [group.model_dump(mode="json", exclude={"name"}, exclude_defaults=True) for group in plan.groups]
     return digest([plan.consistency.model_dump(mode="json"), groups])

@@ -1,4 +1,4 @@
-"""Spanning trees over ranks: the shapes along which a shard is reduced and broadcast."""
+"""Spanning trees over ranks, along which shards are reduced and broadcast."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import cached_property
 
 
 def check_parents(parents: Sequence[int]) -> None:
-    """Refuse anything but one rooted tree over all ranks.
+    """Check that ``parents`` is one rooted tree over all ranks.
 
     Raises:
         ValueError: no root, several roots, a parent out of range, or a cycle.
@@ -34,7 +34,7 @@ def check_parents(parents: Sequence[int]) -> None:
 
 @dataclass(frozen=True)
 class Tree:
-    """A rooted spanning tree; ``parents[rank]`` is -1 at the root. Data flows up to reduce, down to broadcast."""
+    """A rooted spanning tree; ``parents[rank]`` is -1 at the root. Data flows up in a reduce, down in a broadcast."""
 
     parents: tuple[int, ...]
 
@@ -51,7 +51,7 @@ class Tree:
 
     @cached_property
     def children(self) -> tuple[tuple[int, ...], ...]:
-        """Children of each rank, ascending: the order in which contributions are summed."""
+        """[ranks] children of each rank, ascending, which is the order in which contributions are summed."""
         lists: list[list[int]] = [[] for _ in self.parents]
         for rank, parent in enumerate(self.parents):
             if parent >= 0:
@@ -60,7 +60,7 @@ class Tree:
 
     @cached_property
     def depth(self) -> int:
-        """Number of hops from the root to the farthest rank."""
+        """Largest number of hops from the root to a rank."""
         deepest, level = 0, deque([(self.root, 0)])
         while level:
             rank, hops = level.popleft()
@@ -69,7 +69,7 @@ class Tree:
         return deepest
 
     def rerooted(self, root: int) -> Tree:
-        """The same undirected tree, hung from another rank."""
+        """The same undirected tree with another root."""
         parents = list(self.parents)
         rank, parent = root, -1
         while rank >= 0:

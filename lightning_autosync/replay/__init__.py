@@ -1,4 +1,4 @@
-"""Step times without a cluster: the replay of schedules."""
+"""Predicts step times without a cluster: the replay of schedules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The least step time of a workload on a cluster, whatever its exact plan."""
+"""Lower bounds on the step time of a workload on a cluster, valid for every exact plan."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from lightning_autosync.workload import Variable, Workload
 
 @dataclass(frozen=True)
 class Bound:
-    """A least time.
+    """A lower bound on the step time.
 
     Attributes:
-        seconds: the bound on a step.
-        compute: the seconds of computation in a step, of the slowest node.
-        meaning: which bound it is, for a reader.
-        exact: whether the rate of synchronization in it can be reached; else it is a cut bound, of a cluster too large
-            for more.
+        seconds: lower bound on the step time.
+        compute: seconds of computation in a step on the slowest node.
+        meaning: description of the bound for reports.
+        exact: True if the synchronization rate behind the bound can be reached; False for a cut bound, which is used
+            where the cluster is too large to compute that rate.
     """
 
     seconds: float
@@ -29,15 +29,15 @@ class Bound:
 
 
 def least_step(workload: Workload, cluster: ClusterSpec, framing: float = 1.0, burst: float = 0.0) -> Bound:
-    """The bound on a step, in which synchronization overlaps with backward and ends before the next forward.
+    """Bound the step time: synchronization overlaps with backward and ends before the next forward.
 
-    Beside `step_bound`, all rows that others touched must arrive.
+    The bound is the larger of `step_bound` and the time until every node has received the rows that others touched.
 
     Args:
-        workload: its tables ``row_sparse``; without times, computation takes none.
-        cluster: with known rates.
+        workload: the workload, with its tables ``row_sparse``. If it has no times, computation takes no time.
+        cluster: a cluster with known rates.
         framing: bytes on the wire for each byte of payload.
-        burst: bytes that each direction of a link lets pass at once after a rest.
+        burst: bytes that an idle link sends at once, for each direction.
 
     Raises:
         ClusterError: the rates of the cluster are unknown.
@@ -62,10 +62,10 @@ def _meaning(computes: bool, framed: bool, burst: bool, exact: bool) -> str:
 
 
 def step_bound(workload: Workload, cluster: ClusterSpec, framing: float = 1.0, burst: float = 0.0) -> float:
-    """The least seconds of a step; :func:`~lightning_autosync.cluster.bounds.least_step_time` derives it.
+    """Lower bound on a step in seconds; :func:`~lightning_autosync.cluster.bounds.least_step_time` derives it.
 
-    Ready times that are unknown are those that the replay assumes. Of a table only the touched rows count, as if all
-    ranks touched the same ones. Arguments and errors are those of `least_step`.
+    Unknown ready times are assumed as in the replay. Only the touched rows of a table count, as if all ranks touched
+    the same ones. Arguments and errors are those of `least_step`.
     """
     ready = ready_times(workload)
     return least_step_time(
@@ -80,21 +80,21 @@ def step_bound(workload: Workload, cluster: ClusterSpec, framing: float = 1.0, b
 
 
 def synchronization_bound(workload: Workload, cluster: ClusterSpec, framing: float = 1.0, burst: float = 0.0) -> float:
-    """The least seconds to synchronize all gradients, were they ready at once; arguments as of `least_step`."""
+    """Lower bound in seconds on synchronizing all gradients if all are ready at once; arguments as in `least_step`."""
     return synchronization_limit(cluster).seconds(framing * sum(map(changed_bytes, workload.variables)), burst)
 
 
 def changed_bytes(variable: Variable) -> float:
-    """Bytes of a dense gradient, or of the rows that one rank touches."""
+    """Bytes of a dense gradient, or of the table rows that one rank touches."""
     return variable.bytes if variable.rows is None else variable.rows / variable.shape[0] * variable.bytes
 
 
 def arrival_times(
     workload: Workload, cluster: ClusterSpec, framing: float = 1.0, burst: float = 0.0
 ) -> Iterator[tuple[Node, float]]:
-    """For each node, the least seconds until all that its ranks need of the others has come in.
+    """For each node, a lower bound in seconds on receiving everything that its ranks need from other nodes.
 
-    These are the dense gradients and every row that one of the others touched, if each draws its rows evenly from all.
+    They need the dense gradients and every row that another rank touched. Each rank draws its rows uniformly.
     """
     for node in cluster.nodes:
         others = cluster.world_size - node.devices
@@ -105,7 +105,7 @@ def arrival_times(
 
 
 def _rates_in(cluster: ClusterSpec, name: str) -> Iterator[float]:
-    """Bytes/s into a node, for each of its links."""
+    """Incoming bytes/s of a node, for each of its links."""
     for link in cluster.links:
         rate = link.bandwidth if link.b == name else link.reverse_bandwidth if link.a == name else None
         if rate is not None:
@@ -113,7 +113,7 @@ def _rates_in(cluster: ClusterSpec, name: str) -> Iterator[float]:
 
 
 def _share(variable: Variable, ranks: int) -> float:
-    """The share of a variable's bytes that at least one of ``ranks`` ranks changed; 1 for a dense one."""
+    """Expected share of a variable's bytes that at least one of ``ranks`` ranks changed; 1 for a dense variable."""
     if variable.rows is None:
         return 1.0
     return 1.0 - (1.0 - variable.rows / variable.shape[0]) ** ranks

@@ -1,4 +1,4 @@
-"""When gradients are ready, and when the messages made of them can start."""
+"""When gradients are ready, and when their messages can start."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from lightning_autosync.replay.constants import Constants
 from lightning_autosync.workload import Variable, Workload
 
 _PARTS = 12
-"""Parts of the backward pass between which main threads' work is told apart."""
+"""Equal parts of the backward pass by which `HostWork` groups the main threads' work."""
 
 
 @dataclass(frozen=True)
 class Compute:
-    """One rank's own timeline of a step; seconds from its beginning.
+    """One rank's compute timeline of a step, in seconds from the start of the step.
 
     Attributes:
         forward: end of the forward pass.
-        ready: for each message, when the last of its gradients is packed.
-        start: for each message, when it is handed to the wire.
+        ready: [messages] time when the last gradient of each message is packed.
+        start: [messages] time when each message is handed to the transport.
         backward: end of the backward pass.
     """
 
@@ -32,12 +32,12 @@ class Compute:
 
 @dataclass(frozen=True)
 class HostWork:
-    """What the ranks' main threads do for synchronization in each part of the backward pass, on cores that all share.
+    """Synchronization work of the ranks' main threads on shared cores, by part of the backward pass.
 
     Attributes:
-        release: [parts] seconds from the beginning of the step before which a part has nothing to do.
-        core: [parts] core-seconds of every rank.
-        part_of: [messages] the part in which the last gradient of a message is packed, and the message launched.
+        release: [parts] earliest start of each part's work, in seconds from the start of the step.
+        core: [parts] core-seconds per rank.
+        part_of: [messages] part in which the last gradient of a message is packed and the message is launched.
     """
 
     release: tuple[float, ...]
@@ -48,8 +48,8 @@ class HostWork:
 class ComputeClock:
     """The compute timeline of a workload.
 
-    Ready times that are all unknown are spread evenly over the backward pass; a variable without one, among others
-    that have theirs, has no gradient before the end of the backward pass, when the engine sends what is missing.
+    If no variable has a ready time, ready times are spread evenly over the backward pass. If only some lack one, those
+    count as ready at the end of the backward pass, when the engine sends whatever is missing.
     """
 
     def __init__(self, workload: Workload, constants: Constants) -> None:
@@ -67,8 +67,8 @@ class ComputeClock:
 
         Args:
             schedule: the messages.
-            launch_costs: for each message, seconds that its launch keeps the rank from computing.
-            speed: how fast the rank computes; the workload's times are for 1.
+            launch_costs: [messages] seconds for which each launch keeps the rank from computing.
+            speed: relative compute speed of the rank; the workload's times hold for 1.
         """
         forward = self._workload.forward_time / speed
         if speed not in self._packed:
@@ -87,6 +87,7 @@ class ComputeClock:
                 start[index] = now + launching
                 continue
             complete.add(index)
+            # Collectives must start in the same order on all ranks, so one waits until all before it are complete.
             while following < len(collectives) and collectives[following] in complete:
                 launching += launch_costs[collectives[following]]
                 start[collectives[following]] = now + launching
@@ -94,7 +95,7 @@ class ComputeClock:
         return Compute(forward, tuple(ready), tuple(start), forward + end + launching)
 
     def host_work(self, schedule: Schedule, launch_costs: Sequence[float], speed: float) -> HostWork:
-        """What the main threads do besides computing; arguments as of `run`."""
+        """The main threads' work besides computing; arguments as in `run`."""
         backward, forward = self._workload.backward_time / speed, self._workload.forward_time / speed
         part = {
             name: min(_PARTS - 1, int(_PARTS * ready / self._workload.backward_time)) if backward > 0 else 0
@@ -110,11 +111,11 @@ class ComputeClock:
         return HostWork(tuple(release), tuple(core), tuple(part_of))
 
     def _pack(self, speed: float) -> tuple[dict[str, float], float]:
-        """Seconds from the start of backward until each gradient is packed, by name, and until its end."""
+        """Seconds from the start of backward until each gradient is packed, by name, and until backward ends."""
         packed: dict[str, float] = {}
         now = late = 0.0
         for name, ready, seconds in self._costs:
-            # An accelerator goes on meanwhile; a core that also computes is late by all that it packed.
+            # An accelerator computes during packing. A core that does both is delayed by all packing so far.
             now = max(now, ready / speed + (0.0 if self._accelerated else late)) + seconds
             late += seconds
             packed[name] = now
@@ -123,7 +124,7 @@ class ComputeClock:
 
 
 def _packing(variable: Variable, constants: Constants) -> float:
-    """Core-seconds to copy a gradient into its message's buffer; for a table, also to find its touched rows."""
+    """Core-seconds to copy a gradient into its message's buffer and, for a table, to find its touched rows."""
     if variable.kind == "dense":
         return variable.bytes / constants.copy_rate
     touched = variable.rows / variable.shape[0] if variable.rows is not None and variable.numel else 1.0

@@ -1,4 +1,7 @@
-"""Frames over connections, event by event: one frame at a time on each; connections share channels max-min fairly."""
+"""Event simulation of frames on connections.
+
+A connection sends one frame at a time. Connections share channels max-min fairly.
+"""
 
 from __future__ import annotations
 
@@ -13,22 +16,22 @@ from lightning_autosync.replay.network import Floats, Indices, Routes
 from lightning_autosync.replay.token_buckets import next_change, open_capacities, refill
 
 _ROUNDING = 1e-12
-"""Share of a channel that is always free."""
-# Events that coincide on paper differ by rounding.
+"""Share of a channel that always counts as free, so that rounding never stops a connection."""
+# Times are sums of many steps, so simultaneous events differ by rounding.
 _EPSILON = 1e-12
-"""Seconds between two events that count as one: times are sums of many steps."""
+"""Seconds within which two events count as simultaneous."""
 
 
 class Nodes(NamedTuple):
-    """Frames and points in time; arrays [nodes].
+    """Frames and points in time, as arrays [nodes].
 
     Attributes:
-        connection: that carries the frame, -1 for a point in time.
-        size: bytes.
-        key: lowest first on a connection, then first come.
-        cost: core-seconds at either end.
-        after: seconds from arrival to done.
-        release: earliest time.
+        connection: connection that carries the frame; -1 for a point in time.
+        size: bytes of the frame.
+        key: urgency on the connection: lowest first, then first come, first served.
+        cost: core-seconds at each end.
+        after: seconds from arrival to completion.
+        release: earliest time in seconds; used for points in time only.
     """
 
     connection: Indices
@@ -43,11 +46,11 @@ class Dependencies(NamedTuple):
     """Which node waits for which.
 
     Attributes:
-        waits: [nodes] how many others a node waits for.
-        offsets, successors: the nodes that wait for node ``n`` are ``successors[offsets[n] : offsets[n + 1]]``.
-        gates: nodes that each take one of the backend's ``places``, in this order.
-        ends: nodes that each free one.
-        places: collectives that the backend runs at once.
+        waits: [nodes] number of nodes that a node waits for.
+        offsets, successors: node ``n`` is awaited by ``successors[offsets[n] : offsets[n + 1]]``.
+        gates: [collectives] nodes that each take one of the backend's ``places``, in this order.
+        ends: [collectives] nodes that each free one of the places.
+        places: number of collectives that the backend runs at once.
     """
 
     waits: Indices
@@ -63,10 +66,10 @@ class FrameConnections(NamedTuple):
 
     Attributes:
         source, target: [connections] ranks.
-        route: [connections] number of the route.
-        routes: of the network.
-        hosts: index of the first host among channels.
-        shared: index of the shared cores, -1 for none.
+        route: [connections] index into ``routes``.
+        routes: routes of the network.
+        hosts: channel index of the first host.
+        shared: channel index of the shared cores; -1 for none.
     """
 
     source: Indices
@@ -78,9 +81,20 @@ class FrameConnections(NamedTuple):
 
 
 class _State(NamedTuple):
-    """What changes during the simulation. Of nodes: what they wait for, and their turn. Of connections: their load.
+    """State of the simulation.
 
-    ``ready`` are the nodes that wait for no other, in that order; ``counts`` is indexed by the names below.
+    Attributes:
+        missing: [nodes] number of nodes that a node still waits for.
+        ready: [nodes] nodes that wait for no other, in the order in which they became ready.
+        frees: [nodes] whether the end of a node frees a place in the backend.
+        arrival: [nodes] position in the arrival order of queued frames.
+        following: [nodes] next frame in a connection's queue (a linked list); -1 at its end.
+        head: [connections] first frame of the queue; -1 if it is empty.
+        current: [connections] frame that is being sent; -1 for none.
+        left: [connections] bytes of that frame still to send.
+        rate: [connections] bytes/s.
+        weight: [connections, 2] first 1 while the connection sends, else 0; then core-seconds per byte at each end.
+        counts: [3] counters, indexed by the constants below.
     """
 
     missing: Indices
@@ -97,11 +111,11 @@ class _State(NamedTuple):
 
 
 _READY = 0
-"""Place in ``_State.counts``: how many nodes are ready."""
+"""Index in ``_State.counts``: number of nodes that became ready."""
 _TAKEN = 1
-"""How many of them have been taken."""
+"""Index in ``_State.counts``: number of ready nodes that were processed."""
 _OPENED = 2
-"""How many gates are open."""
+"""Index in ``_State.counts``: number of open gates."""
 
 
 @numba.njit(cache=True)
@@ -111,11 +125,13 @@ def simulate(
     """Run a graph of frames and points in time; ``tokens`` and ``burst`` are those of `fluid.drain`.
 
     Returns:
-        When each node was first served, when its last byte left (infinite for points), and when it was done.
+        Three arrays [nodes] in seconds: when each node was first served, when its last byte left (both infinite for
+        points in time), and when it was done.
     """
     count = len(nodes.connection)
     begun, sent, done = numpy.full(count, numpy.inf), numpy.full(count, numpy.inf), numpy.full(count, numpy.inf)
     state = _begin(graph, count, len(connections.route))
+    # numba cannot infer the type of an empty list, so start from one with an event and drop that.
     events = [(0.0, -1)]
     heapq.heappop(events)
     for node in range(count):
@@ -185,7 +201,7 @@ def _enqueue_ready(node: int, state: _State) -> None:
 
 @numba.njit(cache=True)
 def _wait_less(node: int, state: _State) -> None:
-    """A node has one thing less to wait for."""
+    """Lower the number of nodes that a node waits for, and queue the node if none is left."""
     state.missing[node] -= 1
     if state.missing[node] == 0:
         _enqueue_ready(node, state)
@@ -193,7 +209,7 @@ def _wait_less(node: int, state: _State) -> None:
 
 @numba.njit(cache=True)
 def _open_gate(graph: Dependencies, state: _State) -> None:
-    """Give the next gate its place in the backend."""
+    """Give the next gate a place in the backend."""
     state.counts[_OPENED] += 1
     _wait_less(graph.gates[state.counts[_OPENED] - 1], state)
 
@@ -202,7 +218,7 @@ def _open_gate(graph: Dependencies, state: _State) -> None:
 def _finish_due(
     nodes: Nodes, graph: Dependencies, state: _State, events: list[tuple[float, int]], done: Floats, now: float
 ) -> None:
-    """Queue frames that are ready on their connections and end what is due, until nothing more follows."""
+    """Queue ready frames on their connections and finish what is due, until nothing more follows."""
     while True:
         while state.counts[_TAKEN] < state.counts[_READY]:
             node = state.ready[state.counts[_TAKEN]]
@@ -226,7 +242,7 @@ def _finish_due(
 
 @numba.njit(cache=True)
 def _start_frames(nodes: Nodes, state: _State, begun: Floats, now: float) -> bool:
-    """Give idle connections their next frames; returns whether what connections ask of channels has changed."""
+    """Give idle connections their next frames; returns whether the demands on channels have changed."""
     changed = False
     for number in range(len(state.current)):
         if state.current[number] < 0 and state.head[number] >= 0:
@@ -243,7 +259,7 @@ def _start_frames(nodes: Nodes, state: _State, begun: Floats, now: float) -> boo
 
 @numba.njit(cache=True)
 def _next_frame(number: int, head: Indices, following: Indices, key: Floats, arrival: Indices) -> int:
-    """Take the most urgent frame out of a connection's queue."""
+    """Remove the most urgent frame from a connection's queue and return it."""
     best, before_best, before = head[number], -1, -1
     node = head[number]
     while node >= 0:
@@ -262,6 +278,7 @@ def _set_rates(connections: FrameConnections, state: _State, capacities: Floats)
     """Max-min fair rates by progressive filling: all grow together until a channel on their way is full."""
     residual, load = capacities.copy(), numpy.zeros(len(capacities))
     growing = 0
+    # While rates are computed, -1 marks connections that still grow, and -2 those that this round fixes.
     for number in range(len(state.current)):
         if state.current[number] >= 0:
             state.rate[number] = -1.0
@@ -270,7 +287,7 @@ def _set_rates(connections: FrameConnections, state: _State, capacities: Floats)
     while growing:
         least, before = numpy.inf, growing
         for channel in range(len(load)):
-            # Rounding may leave less than nothing. Then no connection would ever move again.
+            # Rounding may leave a negative residual; without a minimum no connection would ever move again.
             room = max(residual[channel], capacities[channel] * _ROUNDING)
             if load[channel] > 1e-18 and room < least * load[channel]:
                 least = room / load[channel]
@@ -283,12 +300,13 @@ def _set_rates(connections: FrameConnections, state: _State, capacities: Floats)
                 state.rate[number] = -2.0
         for number in range(len(state.current)):
             if state.current[number] >= 0 and state.rate[number] == -2.0:
-                state.rate[number] = min(least, 1e30)
+                state.rate[number] = min(least, 1e30)  # finite, because an infinite rate times 0 seconds is NaN
                 growing -= 1
                 _add(connections, state, number, -1.0, load)
                 _add(connections, state, number, -state.rate[number], residual)
         if growing == before:
-            # Where costs differ by many orders of magnitude, rounding leaves loads on channels that no connection uses.
+            # If costs differ by many orders of magnitude, subtraction leaves a rounding residue on channels that no
+            # growing connection uses. Recompute the loads, or this loop would never end.
             load[:] = 0.0
             for number in range(len(state.current)):
                 if state.current[number] >= 0 and state.rate[number] == -1.0:
@@ -299,7 +317,7 @@ def _set_rates(connections: FrameConnections, state: _State, capacities: Floats)
 def _meets_full(
     connections: FrameConnections, state: _State, number: int, residual: Floats, load: Floats, least: float
 ) -> bool:
-    """Whether a connection uses a channel that is full if each connection gets ``least`` bytes/s."""
+    """Whether a connection uses a channel that is full if each growing connection gets ``least`` bytes/s."""
     if least == numpy.inf:
         return True
     enough = least * (1 + 1e-9)
@@ -320,7 +338,7 @@ def _meets_full(
 
 @numba.njit(cache=True)
 def _add(connections: FrameConnections, state: _State, number: int, factor: float, to: Floats) -> None:
-    """Add to each channel what a connection takes of it at ``factor`` bytes/s."""
+    """Add to ``to`` [channels] the demand of a connection at ``factor`` bytes/s."""
     route = connections.route[number]
     for hop in range(connections.routes.starts[route], connections.routes.starts[route + 1]):
         to[connections.routes.hops[hop]] += factor
@@ -333,7 +351,7 @@ def _add(connections: FrameConnections, state: _State, number: int, factor: floa
 
 @numba.njit(cache=True)
 def _flow(connections: FrameConnections, state: _State, channels: int) -> Floats:
-    """[channels] what all connections together take per second."""
+    """[channels] total use per second by all connections."""
     flow = numpy.zeros(channels)
     for number in range(len(state.current)):
         if state.current[number] >= 0:

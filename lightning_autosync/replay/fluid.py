@@ -1,4 +1,4 @@
-"""Stages as fluids: a stage loads all its channels in fixed proportions. Stages share channels by urgency."""
+"""Fluid simulation of stages: a stage loads its channels in fixed proportions, and stages share them by urgency."""
 
 from __future__ import annotations
 
@@ -15,19 +15,18 @@ from lightning_autosync.replay.token_buckets import next_change, open_capacities
 
 Flags = NDArray[numpy.bool_]
 
-# Shares are sums of many steps.
 _DONE = 1e-9
-"""Share of a stage's work that may be left when it ends: rounding leaves a little."""
+"""Share of a stage's work that may be left when it ends, because of rounding over many steps."""
 
 
 class StageConditions(NamedTuple):
-    """What stages ask for and wait for.
+    """Demands and dependencies of stages.
 
     Attributes:
-        work: [stages, channels] what a stage asks of each channel.
-        fill: [stages] seconds from the end of its work to its own end.
-        order: of their starts.
-        rivals: [stages, stages] whether two stages share a connection, on which the more urgent goes first.
+        work: [stages, channels] demand of each stage: bytes on links, core-seconds on hosts.
+        fill: [stages] seconds from the end of a stage's work to its end.
+        order: conditions of the stages' starts.
+        rivals: [stages, stages] whether two stages share connections, on which the more urgent goes first.
     """
 
     work: Floats
@@ -37,10 +36,10 @@ class StageConditions(NamedTuple):
 
 
 def with_host_work(conditions: StageConditions, host_work: HostWork, network: NetworkArrays) -> StageConditions:
-    """The conditions with a stage for each part of the main threads' work behind all others.
+    """Append one stage for each part of the main threads' work to the conditions.
 
-    Parts follow each other. They go before stages that communicate: the kernel soon serves a thread that sleeps most of
-    the time, and lets threads wait that handle one frame after the other.
+    Parts follow each other. They are more urgent than all stages that communicate: the kernel prefers threads that
+    sleep most of the time over threads that handle one frame after the other.
     """
     order, count, parts = conditions.order, len(conditions.fill), len(host_work.core)
     core = numpy.array(host_work.core)
@@ -64,7 +63,14 @@ def with_host_work(conditions: StageConditions, host_work: HostWork, network: Ne
 
 
 class _State(NamedTuple):
-    """Of each stage: share of its work left; its rate; its level among rivals; seconds of its work if it were alone."""
+    """State of the stages, as arrays [stages].
+
+    Attributes:
+        left: remaining share of a stage's work.
+        rate: share of the work per second.
+        level: level among rivals, 0 for the most urgent; -1 if the stage does not run.
+        alone: seconds that the work takes if nothing else runs.
+    """
 
     left: Floats
     rate: Floats
@@ -77,11 +83,12 @@ def drain(conditions: StageConditions, capacities: Floats, slots: int, tokens: F
     """Run all stages.
 
     Args:
-        conditions: of the stages.
-        capacities: [channels] what a channel gives a second.
-        slots: how many of the backend's stages run at once.
-        tokens: [channels] what a channel gives at once before that; changed to what is there when the last stage ends.
-        burst: [channels] the most tokens that a channel collects while it gives less than it could.
+        conditions: demands and dependencies of the stages.
+        capacities: [channels] units per second: bytes on links, core-seconds on hosts.
+        slots: number of the backend's stages that run at once.
+        tokens: [channels] units that a channel passes at once at the start; updated in place to those at the end of
+            the last stage.
+        burst: [channels] most tokens that a channel collects.
     """
     count = len(conditions.fill)
     times = StageTimes(
@@ -113,6 +120,7 @@ def drain(conditions: StageConditions, capacities: Floats, slots: int, tokens: F
                 times.moved[stage] = min(times.moved[stage], now)
         if step == numpy.inf:
             return times
+        # Jump exactly to an event: after rounding, the sum could be just before it.
         now = coming if now + step >= coming else now + step
         if shaped:
             refill(flow, capacities, tokens, burst, step)
@@ -123,7 +131,7 @@ def drain(conditions: StageConditions, capacities: Floats, slots: int, tokens: F
 
 @numba.njit(cache=True)
 def _alone(work: Floats, capacities: Floats) -> Floats:
-    """[stages] seconds of each stage's work if nothing else were there."""
+    """[stages] seconds that each stage's work takes if nothing else runs."""
     stages, channels = work.shape
     alone = numpy.zeros(stages)
     for stage in range(stages):
@@ -134,7 +142,10 @@ def _alone(work: Floats, capacities: Floats) -> Floats:
 
 @numba.njit(cache=True)
 def _start_and_end(conditions: StageConditions, state: _State, times: StageTimes, slots: int, now: float) -> float:
-    """Start and end what is due; returns the time at which something is due next. A start may let others start."""
+    """Start and end the stages that are due; returns the time of the next start or end.
+
+    This repeats until nothing changes, because the start or end of one stage may let others start.
+    """
     coming = numpy.inf
     changed = True
     while changed:
@@ -161,7 +172,7 @@ def _start_and_end(conditions: StageConditions, state: _State, times: StageTimes
 
 @numba.njit(cache=True)
 def _may_start(stage: int, conditions: StageConditions, times: StageTimes, slots: int, now: float) -> bool:
-    """Whether everything that a stage waits for has happened; its release is not looked at."""
+    """Whether all conditions of a stage's start hold, except its release time."""
     first, second, third = conditions.order.after[stage]
     if (first >= 0 and times.end[first] > now) or (second >= 0 and times.start[second] > now):
         return False
@@ -179,7 +190,7 @@ def _may_start(stage: int, conditions: StageConditions, times: StageTimes, slots
 
 @numba.njit(cache=True)
 def _set_levels(by_urgency: Indices, rivals: Flags, state: _State, times: StageTimes, now: float) -> int:
-    """Put each running stage one level below its more urgent rivals; returns the lowest level."""
+    """Put each running stage one level behind its more urgent rivals; returns the largest level, -1 for none."""
     level = state.level
     deepest = -1
     for place in range(len(by_urgency)):
@@ -198,7 +209,7 @@ def _set_levels(by_urgency: Indices, rivals: Flags, state: _State, times: StageT
 
 @numba.njit(cache=True)
 def _flow(work: Floats, state: _State) -> Floats:
-    """[channels] what all running stages take per second."""
+    """[channels] total use per second by all running stages."""
     flow = numpy.zeros(work.shape[1])
     for stage in range(len(work)):
         if state.level[stage] >= 0:
@@ -209,13 +220,13 @@ def _flow(work: Floats, state: _State) -> Floats:
 
 @numba.njit(cache=True)
 def _share(work: Floats, capacities: Floats, state: _State, deepest: int, bound: Indices) -> None:
-    """Progressive filling, level by level. Rates of one level grow together, in proportion to what each has alone."""
+    """Progressive filling, level by level. Rates of a level grow together, in proportion to each stage's rate alone."""
     residual = capacities.copy()
     for current in range(deepest + 1):
         growing = 0
         for stage in range(len(work)):
             if state.level[stage] == current:
-                state.rate[stage] = -1.0
+                state.rate[stage] = -1.0  # not fixed yet
                 growing += 1
         while growing:
             growing -= _fill_one(work, residual, state, current, bound)
@@ -223,7 +234,7 @@ def _share(work: Floats, capacities: Floats, state: _State, deepest: int, bound:
 
 @numba.njit(cache=True)
 def _fill_one(work: Floats, residual: Floats, state: _State, current: int, bound: Indices) -> int:
-    """Fill the channel that is full first, and fix the rates of the stages on it; returns their number."""
+    """Fill the channel that saturates first and fix the rates of the stages on it; returns the number of stages."""
     stages, channels = work.shape
     rate, alone = state.rate, state.alone
     weight = numpy.zeros(channels)

@@ -1,4 +1,4 @@
-"""Every piece of every message as a frame of its own: exact, for small schedules."""
+"""Replay with a frame for each piece of each message: the detailed model, for small schedules."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightning_autosync.replay.stages import Flow, Stage
 
 
 def count_frames(stages: Sequence[Stage], ranks: int) -> int:
-    """How many frames all ranks send in a step."""
+    """Number of frames that all ranks send in a step."""
     hops = sum(
         flow.copies * flow.pieces * (ranks - 1) * ((flow.up >= 0) + (flow.down >= 0))
         for stage in stages
@@ -38,20 +38,20 @@ def run_frames(
     constants: Constants,
     tokens: Floats,
 ) -> tuple[StageTimes, float]:
-    """Follow all frames.
+    """Simulate all frames of a step.
 
     Args:
-        stages: of the schedule.
-        order: of their starts.
-        loads: of the stages: by how much links stretch them, and which channel each fills the longest.
-        computes: each rank's own timeline.
-        host_work: the main threads' work on shared cores.
-        network, forest, constants: of the replay.
-        tokens: those of `fluid.drain`.
+        stages: stages of the schedule.
+        order: conditions of the stages' starts.
+        loads: loads of the stages, for their stretch and their busiest channels.
+        computes: [ranks] compute timelines.
+        host_work: the main threads' work on shared cores; None if ranks have cores of their own.
+        network, forest, constants: those of the replay.
+        tokens: as in `fluid.drain`.
 
     Returns:
-        Times of the stages; and seconds at which the main threads had done their work for synchronization, 0 where they
-        share no cores.
+        The times of the stages, and the time in seconds when the main threads have done their synchronization work (0
+        without ``host_work``).
     """
     graph = _FrameGraph(network, forest, constants)
     if host_work is not None:
@@ -62,7 +62,7 @@ def run_frames(
 
 
 def _fullest(seconds: Floats) -> Indices:
-    """[stages] the channel that each keeps busy the longest, -1 for none; ``seconds`` [stages, channels]."""
+    """[stages] channel that each stage keeps busy the longest, -1 for none; ``seconds`` is [stages, channels]."""
     return numpy.where(seconds.max(axis=1, initial=0.0) > 0, seconds.argmax(axis=1), -1)
 
 
@@ -73,13 +73,14 @@ def _stretched(stage: Stage, factor: float) -> Stage:
 
 
 class _Pieces(NamedTuple):
-    """What the frames of one flow have in common.
+    """Properties shared by all frames of a flow.
 
     Attributes:
-        wire, values: bytes of a piece, on the wire and in memory.
-        frame_cost: core-seconds of a frame at either end.
-        delay: seconds beyond its time on the wire.
-        offset: of pairs of ranks; the backend has connections of its own.
+        stage: stage of the flow.
+        wire, values: bytes of a piece on the wire and in memory.
+        frame_cost: core-seconds of a frame at each end.
+        delay: seconds of a hop beyond its time on the wire.
+        offset: added to the number of a pair of ranks, because the backend has connections of its own.
     """
 
     stage: Stage
@@ -91,10 +92,10 @@ class _Pieces(NamedTuple):
 
 
 class _FrameGraph:
-    """Frames and points in time, and which must be done before which.
+    """Dependency graph of frames and points in time.
 
-    A node without a pair is a point in time: reached ``after`` seconds after its conditions. One with a pair is a
-    frame: sent when its conditions are met and its turn has come, and taken in ``after`` seconds after its arrival.
+    A node without a pair is a point in time, reached ``after`` seconds after its conditions are met. A node with a pair
+    is a frame. It is sent when its conditions are met and it is its turn, and done ``after`` seconds after its arrival.
     """
 
     def __init__(self, network: NetworkArrays, forest: Forest, constants: Constants) -> None:
@@ -109,12 +110,12 @@ class _FrameGraph:
         self._host_work: list[list[int]] = []
 
     def add_host_work(self, host_work: HostWork) -> None:
-        """The main threads' work, part after part, as frames of one byte that each rank sends to itself."""
+        """Add the main threads' work, part after part, as frames of one byte that each rank sends to itself."""
         ranks = self._network.ranks
         before: list[int] = []
         for release, core in zip(host_work.release, host_work.core, strict=True):
             start = self._point(release)
-            # A frame costs core-seconds at either end, which are the same rank here.
+            # A frame has its cost at both ends, and here both ends are the same rank: hence half of it.
             part = [self._node(2 * ranks**2 + rank * ranks + rank, 1.0, 0.0, core / 2, 0.0) for rank in range(ranks)]
             self._edges += [(start, node) for node in part]
             self._edges += list(zip(before, part, strict=False))
@@ -122,7 +123,7 @@ class _FrameGraph:
             before = part
 
     def add_stage(self, number: int, stage: Stage, order: StartOrder, computes: Sequence[Compute]) -> None:
-        """The stage's start on every rank, its frames, and its end."""
+        """Add the stage's start on each rank, its frames and its end."""
         deferred, stages = stage.deferred, len(order.release)
         gate = self._point(order.release[number] if deferred else 0.0, order.delay[number])
         first, second, part = order.after[number]
@@ -154,12 +155,12 @@ class _FrameGraph:
         return self._node(-1, 0.0, 0.0, 0.0, after, release)
 
     def _node(self, pair: int, size: float, key: float, cost: float, after: float, release: float = 0.0) -> int:
-        """Add a node with the fields of `Nodes`; returns its number."""
+        """Add a node with the fields of `Nodes`, where ``pair`` stands for the connection; returns its index."""
         self._nodes.append((pair, size, key, cost, after, release))
         return len(self._nodes) - 1
 
     def _add_flow(self, stage: Stage, flow: Flow, starts: Sequence[int], urgency: float) -> list[int]:
-        """Frames of all pieces; returns the nodes after which all ranks are served."""
+        """Add the frames of all pieces; returns their nodes."""
         ranks, constants = self._network.ranks, self._constants
         pieces = _Pieces(
             stage,
@@ -182,7 +183,7 @@ class _FrameGraph:
     def _rise(
         self, pieces: _Pieces, tree: int, key: float, starts: Sequence[int], reached: dict[int, int]
     ) -> list[int]:
-        """A piece from all ranks to the roots, which are ``reached``; returns its nodes."""
+        """Add a piece's way from all ranks up to the roots, which it enters in ``reached``; returns its nodes."""
         stage, added = pieces.stage, []
         parents, order, sizes = self._tree(tree)
         inbound: dict[int, list[int]] = {rank: [starts[rank]] for rank in order}
@@ -203,7 +204,10 @@ class _FrameGraph:
     def _come_down(
         self, pieces: _Pieces, tree: int, key: float, starts: Sequence[int], reached: dict[int, int]
     ) -> list[int]:
-        """A piece from the roots, which may be ``reached`` by the way up, to all ranks; returns its nodes."""
+        """Add a piece's way from the roots down to all ranks; returns its nodes.
+
+        ``reached`` has the nodes after which roots have the sum, if the piece went up before.
+        """
         stage, added = pieces.stage, []
         parents, order, _ = self._tree(tree)
         share = float(stage.growth[self._network.ranks]) if stage.growth is not None else 1.0
@@ -218,7 +222,7 @@ class _FrameGraph:
         return added
 
     def _frame(self, pieces: _Pieces, source: int, target: int, key: float, share: float, coding: float) -> int:
-        """A share of a piece from rank to rank; ``coding`` are the seconds a byte of values that follow."""
+        """Add a frame with a share of a piece; ``coding`` is the work on arrival in seconds per byte of values."""
         size = share * pieces.wire
         pair = pieces.offset + source * self._network.ranks + target
         cost = size * self._constants.host_cost + pieces.frame_cost
@@ -229,7 +233,7 @@ class _FrameGraph:
         return trees.parents[row].tolist(), trees.order[row].tolist(), trees.sizes[row].tolist()
 
     def _add_ring(self, stage: Stage, starts: Sequence[int]) -> list[int]:
-        """Each rank passes on to its neighbour what it received a step before, in pieces."""
+        """Add a ring: each rank sends its neighbour, in pieces, the data that it received a step before."""
         ranks, constants = self._network.ranks, self._constants
         size = stage.ring / stage.ring_steps / stage.ring_pieces
         handling = stage.hop_delay(constants, ranks)
@@ -251,7 +255,7 @@ class _FrameGraph:
         return last
 
     def run(self, order: StartOrder, tokens: Floats, bound: Indices) -> tuple[StageTimes, float]:
-        """Simulate; returns what `run_frames` does."""
+        """Simulate the graph; returns what `run_frames` does."""
         network = self._network
         columns = zip(*self._nodes, strict=True)
         pairs = numpy.array(next(columns), dtype=numpy.int64)
@@ -266,7 +270,7 @@ class _FrameGraph:
         return StageTimes(done[self._gates], moved, drained, done[self._ends], bound), packed
 
     def _dependencies(self, order: StartOrder) -> Dependencies:
-        """Which node waits for which, and for a place in the backend."""
+        """The dependencies of the nodes on each other and on places in the backend."""
         count = len(self._nodes)
         edges = numpy.array(self._edges, dtype=numpy.int64).reshape(-1, 2)
         edges = edges[numpy.argsort(edges[:, 0], kind="stable")]
@@ -281,7 +285,7 @@ class _FrameGraph:
         )
 
     def _connections(self, pairs: Indices) -> FrameConnections:
-        """The connections: the transport's, the backend's, and of each rank to itself, which has no hop."""
+        """The connections: the transport's, the backend's, and each rank's connection to itself, which has no hops."""
         network, known = self._network, self._network.routes
         routes = known.between.reshape(-1)[pairs % network.ranks**2].astype(numpy.int64)
         routes[pairs >= 2 * network.ranks**2] = len(known.latencies)
@@ -297,7 +301,7 @@ class _FrameGraph:
         )
 
     def _moving(self, begun: Floats, sent: Floats, done: Floats) -> tuple[Floats, Floats]:
-        """[stages] when the first byte of each moved, and when the last one left; of one without bytes, its end."""
+        """[stages] times when a stage's first byte moved and its last byte left; its end if it has no bytes."""
         moved, drained = done[self._ends], done[self._ends]
         for number, (first, end) in enumerate(zip(self._first_frames, self._ends, strict=True)):
             started = begun[first:end].min(initial=numpy.inf)

@@ -1,4 +1,4 @@
-"""What each stage of a message asks of every channel, and how long its pipeline takes to fill and to drain."""
+"""The load of each stage on every channel, and the time in which its pipeline fills and drains."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from lightning_autosync.replay.pipelines import Flows, Paths, load
 from lightning_autosync.replay.stages import Stage
 
 _RIVALRY = 0.85
-"""Share of connections, and likeness of loads, above which two stages go one after the other."""
+"""Share of common connections and similarity of loads above which two stages run one after the other."""
 _SHARPNESS = 8
-"""Exponent that tells full channels from others."""
+"""Exponent of the smooth test for full channels in `_fullness`."""
 
 
 @dataclass(frozen=True)
 class Loads:
-    """Stages in numbers.
+    """Loads of stages.
 
     Attributes:
         work: [stages, channels] bytes on links, core-seconds on hosts.
-        stretch: [stages] factor, contained in ``work``, by which links carry a stage slower than they could.
-        fill: [stages] seconds in which a stage is under way without keeping its busiest channel busy.
+        stretch: [stages] factor by which sharing slows a stage down on links; ``work`` includes it.
+        fill: [stages] seconds in which a stage runs without keeping its busiest channel busy.
         pairs: [stages, words] bit set of the pairs of ranks that a stage on trees connects.
     """
 
@@ -40,8 +40,8 @@ class Loads:
     def rivals(self) -> NDArray[numpy.bool_]:
         """[stages, stages] whether two stages on trees use nearly the same connections to nearly the same degree.
 
-        On a connection the more urgent stage goes first. Stages that differ do not wait for each other as a whole: what
-        they send over other connections shares the links.
+        On a connection the more urgent stage goes first. Stages on different connections share the links instead of
+        waiting for each other.
         """
         return _overlap(self.pairs, self.work)
 
@@ -72,12 +72,12 @@ def flow_arrays(stages: Sequence[Stage], ranks: int, constants: Constants) -> Fl
 
 
 class _Ring(NamedTuple):
-    """Every rank sends to a neighbour in rank order.
+    """A ring, in which every rank sends to a neighbour in rank order. An arc is the route between two neighbours.
 
     Attributes:
-        arcs: [channels] how many of the arcs from rank to rank cross each.
-        latency: seconds; that of the longest arc.
-        crowding: full channels, shared by several arcs, on the way of one arc; at most.
+        arcs: [channels] number of arcs that cross each channel.
+        latency: seconds; the largest latency of an arc.
+        crowding: the largest number of full channels on one arc that several arcs share.
     """
 
     arcs: Floats
@@ -86,7 +86,7 @@ class _Ring(NamedTuple):
 
     @classmethod
     def of(cls, network: NetworkArrays, way: int) -> _Ring:
-        """The ring that goes that ``way``, as of `Stage`."""
+        """The ring in direction ``way``, as in `Stage.ring_way`."""
         arcs = numpy.zeros(len(network.capacities))
         if network.ranks == 1:
             return cls(arcs, 0.0, 0.0)
@@ -113,7 +113,7 @@ class LoadModel:
         self._rings: dict[int, _Ring] = {}
 
     def loads(self, stages: Sequence[Stage]) -> Loads:
-        """The loads of stages that run on their own."""
+        """The loads of stages, each as if it ran alone."""
         network, constants = self._network, self._constants
         self._forest.settle()
         flows = flow_arrays(stages, network.ranks, constants)
@@ -155,7 +155,7 @@ class LoadModel:
 
 
 def _fullness(times: Floats) -> Floats:
-    """[stages, links] 1 for the links that are busy the longest, next to 0 for those with room to spare."""
+    """[stages, links] 1 for the links that are busy the longest, near 0 for links with spare capacity."""
     longest: Floats = numpy.maximum(times.max(axis=1, keepdims=True), 1e-300)
     fullness: Floats = (times / longest) ** _SHARPNESS
     return fullness
@@ -184,15 +184,16 @@ def _overlap(pairs: NDArray[numpy.uint64], work: Floats) -> NDArray[numpy.bool_]
 
 @numba.njit(cache=True)
 def _likeness(one: Floats, other: Floats) -> float:
-    """Weighted Jaccard index of two shares of channels: 1 for the same, 0 for nothing in common."""
+    """Weighted Jaccard index of two distributions over channels: 1 if they are equal, 0 if they are disjoint."""
     return float(numpy.minimum(one, other).sum() / numpy.maximum(one, other).sum())
 
 
 @numba.njit(cache=True)
 def _ones(word: numpy.uint64) -> int:
-    """How many bits are set."""
+    """Number of bits that are set."""
     bits = 0
     while word:
+        # Clears the lowest bit that is set. All operands are uint64: numba converts a mix with int64 to float64.
         word &= word - numpy.uint64(1)
         bits += 1
     return bits
@@ -200,7 +201,7 @@ def _ones(word: numpy.uint64) -> int:
 
 @numba.njit(cache=True)
 def _connections(pairs: NDArray[numpy.uint64], routes: Routes, links: int) -> Indices:
-    """[stages, links] how many connections of a stage cross a link."""
+    """[stages, links] number of a stage's connections that cross each link."""
     between, starts, hops, _ = routes
     ranks = len(between)
     counts = numpy.zeros((len(pairs), links), dtype=numpy.int64)
@@ -215,7 +216,10 @@ def _connections(pairs: NDArray[numpy.uint64], routes: Routes, links: int) -> In
 
 @numba.njit(cache=True)
 def _crowd(flows: Flows, parents: Integers, routes: Routes, fullness: Floats, crowding: Floats) -> None:
-    """Full channels on a hop of each stage, at most; ``fullness`` is that of `_fullness`."""
+    """Fill in ``crowding`` [stages]: the largest number of full channels on a hop of each stage.
+
+    ``fullness`` [stages, links] is that of `_fullness`.
+    """
     between, starts, hops, _ = routes
     ranks = parents.shape[1]
     for flow in range(len(flows.stage)):

@@ -1,4 +1,4 @@
-"""The cluster as arrays: channels, routes, token buckets, and the trees of schedules."""
+"""The cluster as arrays: channels, routes, token buckets and the trees of schedules."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Routes(NamedTuple):
     """Routes between ranks.
 
     Attributes:
-        between: [ranks, ranks] number of the route from one rank to another, -1 while it is unknown.
-        starts: [routes + 1] where the channels of each route begin in ``hops``.
-        hops: channels.
+        between: [ranks, ranks] index of the route from one rank to another; -1 while it is unknown.
+        starts: [routes + 1] offset of each route's channels in ``hops``.
+        hops: channels of all routes, one route after the other.
         latencies: [routes] seconds.
     """
 
@@ -33,12 +33,12 @@ class Routes(NamedTuple):
 
 
 class Trees(NamedTuple):
-    """Trees of schedules by number, arrays [trees, ranks].
+    """Trees of schedules, as arrays [trees, ranks].
 
     Attributes:
-        parents: as in `Tree.parents`.
-        order: ranks, each after its parent.
-        sizes: how many ranks hang on a rank, itself included.
+        parents: parent of each rank, as in `Tree.parents`.
+        order: ranks in topological order, each after its parent.
+        sizes: number of ranks in the subtree of each rank, itself included.
     """
 
     parents: Integers
@@ -47,10 +47,10 @@ class Trees(NamedTuple):
 
 
 class NetworkArrays:
-    """Channels by index: the cluster's links, one host for each rank, and the cores that all share, if any.
+    """Channels by index: the directions of the cluster's links, one host for each rank, and the shared cores, if any.
 
-    A link carries ``capacities[c]`` bytes/s and, after a pause, up to ``burst[c]`` bytes at once; a host gives one
-    core-second a second. Routes are found when first asked for, and kept.
+    A link carries ``capacities[c]`` bytes/s and, after a pause, up to ``burst[c]`` bytes at once. A host has one
+    core-second per second. Routes are computed on first use and cached.
 
     Raises:
         ClusterError: the rates of the cluster are unknown.
@@ -64,6 +64,7 @@ class NetworkArrays:
         self.capacities: Floats = numpy.concatenate(
             [self.link_graph.capacities, numpy.ones(self.ranks), numpy.array(shared, dtype=float)]
         )
+        # Only the cluster's links are shaped; the local links that follow them have no burst.
         self.burst: Floats = numpy.where(
             numpy.arange(len(self.capacities)) < 2 * len(cluster.links), constants.burst, 0.0
         )
@@ -77,13 +78,13 @@ class NetworkArrays:
         self._forest = _parents(self.link_graph)
 
     def channel_names(self) -> tuple[str, ...]:
-        """A name for each channel: ``a > b`` for links, then the hosts."""
+        """A name for each channel: ``a > b`` for links, then the hosts and the shared cores."""
         links = [f"{channel.source} > {channel.target}" for channel in self.link_graph.channels]
         hosts = [f"host of rank {rank}" for rank in range(self.ranks)]
         return (*links, *hosts, *(["shared cores"] if self.shared_core >= 0 else []))
 
     def find_routes(self, pairs: Indices) -> None:
-        """Make sure that the routes of ``pairs`` [count] (``source * ranks + target``, each once) are known."""
+        """Compute the missing routes of ``pairs`` [count], distinct numbers ``source * ranks + target``."""
         known = self.routes
         pairs = pairs[known.between.reshape(-1)[pairs] < 0]
         if not len(pairs):
@@ -111,10 +112,10 @@ class NetworkArrays:
 
 
 def _parents(link_graph: LinkGraph) -> tuple[Integers, Integers, Integers, Integers] | None:
-    """The links as a tree, where routes need no search; None where they form none.
+    """The links as a tree, in which routes need no search; None if they do not form one.
 
-    Returns the place of each rank; and of each place its parent, the channel to the parent (the way back is that
-    index with its lowest bit flipped), and its depth.
+    Returns four arrays: [ranks] the place (node or switch) of each rank, and [places] the parent, the channel to the
+    parent and the depth of each place. The reverse of a channel is its index with the lowest bit flipped.
     """
     place: dict[str, int] = {}
     around: list[list[tuple[int, int]]] = []
@@ -163,7 +164,7 @@ def _walk(
     depth: Integers,
     counts: Indices,
 ) -> Integers:
-    """The channels of the routes, one route after the other; each is filled in from both of its ends."""
+    """The channels of the routes, one route after the other; each route is filled in from both ends."""
     hops = numpy.empty(counts.sum(), dtype=numpy.int32)
     edge = 0
     for index in range(len(sources)):
@@ -183,11 +184,11 @@ def _walk(
 
 
 NOTHING = -1
-"""In place of a tree: no way."""
+"""Stands for no tree: the flow does not travel in this direction."""
 
 
 class Forest:
-    """Numbers trees; ``trees`` has those that were there at the last `settle`."""
+    """Assigns indices to trees. ``trees`` has the trees as of the last `settle`."""
 
     def __init__(self, network: NetworkArrays) -> None:
         self.ranks = network.ranks
@@ -199,14 +200,14 @@ class Forest:
         self._new: list[NDArray[numpy.int32]] = []
 
     def row(self, parents: tuple[int, ...]) -> int:
-        """The number of a tree; arrays know it after `settle`."""
+        """The index of a tree; ``trees`` contains it after `settle`."""
         found = self._rows.get(parents)
         if found is None:
             found = self._rows[parents] = self._add(numpy.array(parents, dtype=numpy.int32))
         return found
 
     def star(self, root: int) -> int:
-        """The number of the star around ``root``."""
+        """The index of the star around ``root``."""
         found = self._stars.get(root)
         if found is None:
             parents = numpy.full(self.ranks, root, dtype=numpy.int32)
@@ -215,7 +216,7 @@ class Forest:
         return found
 
     def settle(self) -> None:
-        """Bring the arrays up to date, and the network's routes with them."""
+        """Add new trees to ``trees``, and their routes to the network."""
         if not self._new:
             return
         parents = numpy.stack(self._new)
@@ -245,7 +246,7 @@ def _measure(parents: Integers) -> tuple[Integers, Integers]:
         for rank in range(ranks):
             if parents[tree, rank] >= 0:
                 missing[parents[tree, rank]] += 1
-        # Leaves go to the back; a rank follows when all that hangs on it has gone.
+        # The order is filled from the back: leaves first, then each rank once its whole subtree is placed.
         place, head = ranks, ranks
         for rank in range(ranks):
             if missing[rank] == 0:

@@ -1,4 +1,4 @@
-"""When stages may start, when they ran, and what the step waited for."""
+"""When stages may start, when they ran, and the critical path of the step."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class StartOrder(NamedTuple):
     """Conditions of the stages' starts, as arrays [stages].
 
     Attributes:
-        release: seconds before which it cannot start, on the slowest rank.
-        delay: seconds between its conditions and its start.
-        after: [stages, 3] the stage that must have ended, the one that must have started, and the part of the main
-            threads' work that must have been done (a stage by the number, after all others); -1 for none.
-        urgency: rank of each in the transport's order: by priority, then channel.
-        queue: place in the backend's queue; -1 for stages on trees.
+        release: earliest start on the slowest rank, in seconds.
+        delay: seconds from when the conditions hold until the start.
+        after: [stages, 3] the stage that must have ended, the stage that must have started, and the part of the main
+            threads' work that must be done (its index continues those of the stages); -1 for none.
+        urgency: position in the transport's order: by priority, then by channel.
+        queue: position in the backend's queue; -1 for stages on trees.
     """
 
     release: Floats
@@ -34,7 +34,7 @@ class StartOrder(NamedTuple):
 
     @staticmethod
     def of(schedule: Schedule, stages: Sequence[Stage], slowest: Compute, host_work: HostWork | None) -> StartOrder:
-        """The order in which the engine starts the stages of a schedule; ``host_work`` where ranks share cores."""
+        """The order in which the engine starts a schedule's stages; ``host_work`` is None if ranks share no cores."""
         count = len(stages)
         release, delay = numpy.zeros(count), numpy.zeros(count)
         after = numpy.full((count, 3), -1, dtype=numpy.int64)
@@ -44,7 +44,7 @@ class StartOrder(NamedTuple):
             if number and stages[number - 1].message == stage.message:
                 after[number, 0] = number - 1
             if stage.deferred:
-                # The engine resumes message after message once the backward pass is over.
+                # After the backward pass the engine resumes messages one by one, so each start waits for the last.
                 release[number], delay[number] = slowest.backward, stage.launch
                 after[number, 1], launched_last = launched_last, number
             else:
@@ -62,18 +62,18 @@ class StartOrder(NamedTuple):
 
 
 _SAME = 1e-9
-"""Seconds between two times that are one."""
+"""Seconds within which two times count as equal."""
 
 
 class StageTimes(NamedTuple):
-    """When stages ran, arrays [stages], seconds from the beginning of the step.
+    """When stages ran, as arrays [stages] in seconds from the start of the step.
 
     Attributes:
-        start: when its conditions were met.
-        moved: when its first bytes moved.
-        drained: when its last bytes left.
-        end: when the last rank had them.
-        bound: the channel that bound it when it last moved, -1 for none; in frames, the one that it fills the longest.
+        start: time when the stage's conditions were met.
+        moved: time when its first bytes moved.
+        drained: time when its last bytes left.
+        end: time when the last rank had received them.
+        bound: channel that limited the stage when it last moved, -1 for none; in frames, its busiest channel.
     """
 
     start: Floats
@@ -93,7 +93,7 @@ def critical_path(
     step_time: float,
     channels: Sequence[str],
 ) -> tuple[Span, ...]:
-    """What the step waits for, found backwards from its end: each span had to end before the next could begin."""
+    """The critical path, found backwards from the end of the step: each span had to end before the next could begin."""
     path: list[Span] = []
 
     def add(name: str, start: float, end: float) -> None:
@@ -127,7 +127,7 @@ def critical_path(
 
 
 def _cause(number: int, stages: Sequence[Stage], order: StartOrder, times: StageTimes, seen: set[int]) -> int:
-    """The stage whose end let this one begin; -1 if it waited for computation only."""
+    """The stage whose end allowed this one to begin; -1 if it waited for computation only."""
     moved, start = times.moved[number], times.start[number]
     if moved > start + _SAME:
         return _nearest(times.drained, moved, seen)
@@ -143,6 +143,6 @@ def _cause(number: int, stages: Sequence[Stage], order: StartOrder, times: Stage
 
 
 def _nearest(moments: Floats, now: float, seen: set[int]) -> int:
-    """The stage whose time is the last one up to ``now``; -1 if there is none."""
+    """The unseen stage with the latest time up to ``now``; -1 if there is none."""
     candidates = [number for number in range(len(moments)) if number not in seen and moments[number] <= now + _SAME]
     return max(candidates, key=lambda number: moments[number], default=-1)

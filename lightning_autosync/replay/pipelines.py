@@ -1,4 +1,4 @@
-"""What flows ask of channels, and how long their pipelines take to fill and to drain; compiled."""
+"""The load of flows on channels, and the time in which their pipelines fill and drain; compiled by numba."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ class Flows(NamedTuple):
     """The flows of several stages as arrays [flows], and the costs of their stages.
 
     Attributes:
-        stage, up, down, wire, values, pieces, copies: as in `Flow`, and the stage of each.
-        costs: [stages, 5] seconds: a byte to gather, to seal and to open; a frame at either end; a hop.
+        stage: stage of each flow.
+        up, down, wire, values, pieces, copies: as in `Flow`.
+        costs: [stages, 5] seconds per byte to gather, to seal and to open, per frame at each end, and per hop.
         growth: [stages, ranks + 1] as in `Stage`; ones for dense stages.
-        host_cost: that of `Constants`.
+        host_cost: seconds per byte, as in `Constants`.
     """
 
     stage: Indices
@@ -34,7 +35,15 @@ class Flows(NamedTuple):
 
 
 class Paths(NamedTuple):
-    """Trees, routes and channels, for compiled code; ``shared`` is the channel of shared cores, -1 for none."""
+    """Trees, routes and channels for compiled code.
+
+    Attributes:
+        trees: trees of the flows.
+        routes: routes between ranks.
+        capacities: [channels] as in `NetworkArrays`.
+        links: number of link channels, which come before the hosts.
+        shared: channel of the shared cores; -1 for none.
+    """
 
     trees: Trees
     routes: Routes
@@ -44,15 +53,15 @@ class Paths(NamedTuple):
 
 
 _UP, _DOWN = 0, 1
-"""Ways of a flow, as indices."""
+"""Directions of a flow, as indices."""
 
 
 @numba.njit(cache=True)
 def load(flows: Flows, paths: Paths, work: Floats, fill: Floats, pairs: NDArray[numpy.uint64]) -> None:
     """Fill in `Loads`.
 
-    No channel can be busy before a first piece reaches it, nor after the last one that crosses it has left. So
-    a stage takes, on every channel, at least the way to it plus the load plus the way on; the longest is taken.
+    A channel is idle until the first piece reaches it and after the last piece has left it. So for every channel a
+    stage takes at least the time to reach it, plus the load, plus the time from it to the end. The largest sum counts.
     """
     ranks = paths.trees.parents.shape[1]
     hop_time, before, after = numpy.zeros((2, ranks)), numpy.zeros((2, ranks)), numpy.zeros((2, ranks))
@@ -84,7 +93,7 @@ def load(flows: Flows, paths: Paths, work: Floats, fill: Floats, pairs: NDArray[
 
 @numba.njit(cache=True)
 def _copy_routes(paths: Paths, way: int, tree: int, routes: Integers) -> None:
-    """Copy the route between each rank and its parent: the table of routes is large, and each is used several times."""
+    """Copy the route of each rank to or from its parent: each is used several times, and the table exceeds caches."""
     for rank in range(len(routes)):
         parent = paths.trees.parents[tree, rank]
         if parent >= 0:
@@ -103,7 +112,7 @@ def _add_work(
     count: Floats,
     pairs: NDArray[numpy.uint64],
 ) -> None:
-    """Add the load of one direction of a flow on links and hosts; count crossings of links, and note pairs of ranks."""
+    """Add one direction of a flow to the loads; count its crossings of links and record its pairs of ranks."""
     ranks, stage = paths.trees.parents.shape[1], flows.stage[flow]
     gather, seal, opening, frame, _ = flows.costs[stage]
     copies = flows.copies[flow]
@@ -118,7 +127,7 @@ def _add_work(
                 own[paths.shared] += values * seal
             continue
         source, target = (rank, parent) if way == _UP else (parent, rank)
-        # Of its range, the hop carries what the sum over the ranks below it fills; on the way down, over all.
+        # A sum of sparse rows fills up as ranks are added: on the way up those below this hop, on the way down all.
         share = growth[sizes[rank] if way == _UP else ranks]
         route = routes[rank]
         for hop in range(starts[route], starts[route + 1]):
@@ -132,6 +141,7 @@ def _add_work(
         if paths.shared >= 0:
             own[paths.shared] += 2 * handling + sending + receiving
         pair = source * ranks + target
+        # All operands are uint64: numba converts a mix with int64 to float64.
         pairs[stage, pair >> 6] |= numpy.uint64(1) << numpy.uint64(pair & 63)
 
 
@@ -139,7 +149,7 @@ def _add_work(
 def _time_hops(
     flows: Flows, paths: Paths, flow: int, way: int, tree: int, routes: Integers, count: Floats, hop_time: Floats
 ) -> None:
-    """Seconds of one piece from each rank to its parent, or back."""
+    """Fill in ``hop_time``: seconds of one piece from each rank to its parent, or back."""
     gather, seal, opening, _, hop_cost = flows.costs[flows.stage[flow]]
     coding = gather + seal if way == _UP else opening
     wire, values, pieces = flows.wire[flow], flows.values[flow], flows.pieces[flow]
@@ -159,7 +169,7 @@ def _time_hops(
 
 @numba.njit(cache=True)
 def _climb(paths: Paths, tree: int, hop_time: Floats, below: Floats) -> float:
-    """Fill in ``below``: the longest time from each rank to the leaves below it; returns the longest from a root."""
+    """Fill in ``below``: the longest time between each rank and the leaves below it; returns the longest of a root."""
     below[:] = 0
     longest = 0.0
     for place in range(len(below) - 1, -1, -1):
@@ -174,7 +184,7 @@ def _climb(paths: Paths, tree: int, hop_time: Floats, below: Floats) -> float:
 
 @numba.njit(cache=True)
 def _descend(paths: Paths, tree: int, hop_time: Floats, beyond: float, above: Floats) -> None:
-    """Fill in ``above``: the time from each rank to its root, plus ``beyond``."""
+    """Fill in ``above``: the time between each rank and its root, plus ``beyond``."""
     for place in range(len(above)):
         rank = paths.trees.order[tree, place]
         parent = paths.trees.parents[tree, rank]
@@ -193,7 +203,7 @@ def _lower_margins(
     lead: Floats,
     trail: Floats,
 ) -> None:
-    """Lower the least time before and after each link to those over the hops of this flow."""
+    """Lower the minimal times before and after each link to those of this flow's hops."""
     stage = flows.stage[flow]
     tree = flows.up[flow] if way == _UP else flows.down[flow]
     for rank in range(len(before)):
@@ -211,7 +221,7 @@ def _lower_margins(
 
 @numba.njit(cache=True)
 def _fill_pipelines(paths: Paths, work: Floats, lead: Floats, trail: Floats, fill: Floats) -> None:
-    """Fill in ``fill``: how much longer the longest path of each stage takes than its busiest channel is busy."""
+    """Fill in ``fill``: seconds by which a stage's longest path exceeds the load of its busiest channel."""
     for stage in range(work.shape[0]):
         busiest, longest = 0.0, 0.0
         for channel in range(len(paths.capacities)):

@@ -1,4 +1,4 @@
-"""`Prediction`: what a replay says about a step."""
+"""`Prediction`: the result of a replay."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Share = Annotated[float, Field(ge=0, le=1e6)]
 
 @dataclass(frozen=True)
 class Span:
-    """Something that lasts; seconds from the beginning of the step."""
+    """A named interval, in seconds from the start of the step."""
 
     __pydantic_config__: ClassVar[ConfigDict] = PLAIN
 
@@ -32,8 +32,8 @@ class Span:
 
 @dataclass(frozen=True)
 class MessageSpan(Span):
-    """A message: ``ready`` when its last gradient is there on every rank, ``start`` when bytes first move, ``end``
-    when the last rank has the sum."""
+    """A message: ``ready`` when every rank has its last gradient, ``start`` when its first bytes move, ``end`` when
+    the last rank has the sum."""
 
     ready: Moment
 
@@ -44,10 +44,10 @@ class Timeline:
 
     Attributes:
         step_time: seconds of the whole step.
-        messages: in schedule order.
-        compute: for each rank, its forward pass, backward pass and optimizer step.
-        links: share of the step, 0 to 1, in which each direction of a link is busy, by its name ``a > b``: the part of
-            what its rate carries in the step that it does carry. Empty where that is not known.
+        messages: spans of the messages, in schedule order.
+        compute: [ranks] spans of the forward pass, the backward pass and the optimizer step.
+        links: utilization (0 to 1) of each direction of a link in the step, by its name ``a > b``: bytes carried,
+            divided by the bytes that its rate allows. Empty if unknown.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = PLAIN
@@ -64,20 +64,19 @@ class Timeline:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a step takes and why.
+    """The predicted time of a step and its causes.
 
     Attributes:
         step_time: seconds of the whole step.
         synchronization_time: seconds from the first message's start until all ranks have all sums.
         timeline: messages, compute and links.
-        hosts: share of the step in which the core that communicates on each rank is busy.
-        cores: share of the step in which the cores that all ranks share are busy, with what communicates and what the
-            main threads do for it; above 1 where they cannot do it in that time. None where ranks have cores of their
-            own.
-        critical_path: what the step waits for, one after the other.
-        demand: [messages, channels] seconds for which each message keeps each channel busy: the directions of the links
-            as in :attr:`~lightning_autosync.cluster.LinkGraph.channels`, the host of each rank, and, if cores are
-            shared, those.
+        hosts: [ranks] utilization of the core that communicates.
+        cores: utilization of the shared cores by communication and the main threads' work for it; above 1 if the work
+            exceeds the step. None if ranks have cores of their own.
+        critical_path: spans that the step waits for, one after the other.
+        demand: [messages, channels] seconds for which each message keeps each channel busy. Channels are the directions
+            of the links as in :attr:`~lightning_autosync.cluster.LinkGraph.channels`, the host of each rank, and the
+            shared cores, if any.
     """
 
     step_time: float

@@ -1,4 +1,4 @@
-"""`Replay`: prices a Schedule for a workload on a cluster, without the cluster."""
+"""`Replay`: predicts the step time of a Schedule for a workload on a cluster, without the cluster."""
 
 from __future__ import annotations
 
@@ -24,22 +24,25 @@ from lightning_autosync.workload import Workload
 Detail = Literal["auto", "frames", "fluid"]
 
 FRAMES_LIMIT = 1500
-"""Frames of a step up to which ``auto`` follows each of them."""
+"""Largest number of frames in a step for which ``auto`` simulates frames."""
 _STEPS = 5
-"""Steps, at most, until the token buckets of the links are the same after each."""
+"""Largest number of repeated steps until the links' token buckets are in a steady state."""
 _STEADY = 0.01
-"""Share of all tokens that may differ then."""
+"""Share of all tokens that may change in a steady step."""
 
 
 @dataclass(frozen=True)
 class _Step:
-    """A schedule made ready for the replay of its step.
+    """A schedule prepared for replay.
 
     Attributes:
-        loads, order: of the stages.
-        ranks: compute timeline of each rank.
-        slowest: that of the slowest rank.
-        host_work: what main threads do on shared cores; None where ranks have cores of their own.
+        schedule: the schedule.
+        stages: its stages, message by message.
+        loads: loads of the stages.
+        order: conditions of the stages' starts.
+        ranks: [ranks] compute timelines.
+        slowest: compute timeline of the slowest rank.
+        host_work: the main threads' work on shared cores; None if ranks have cores of their own.
     """
 
     schedule: Schedule
@@ -52,7 +55,7 @@ class _Step:
 
 
 class Replay:
-    """Prices schedules for one workload on one cluster; what does not depend on the schedule is worked out once.
+    """Predicts step times of schedules for one workload on one cluster; reuses all that is common to schedules.
 
     Raises:
         ClusterError: the rates of the cluster are unknown.
@@ -71,17 +74,17 @@ class Replay:
         self._speeds = [cluster.nodes[index].speed for index in cluster.rank_nodes]
 
     def predict(self, schedule: Schedule, detail: Detail = "auto") -> Prediction:
-        """The time and the timeline of a step.
+        """Predict the time and the timeline of a step.
 
         Args:
-            schedule: compiled for this workload and cluster.
-            detail: ``frames`` follows every piece of every message, and connections share links max-min fairly;
-                ``fluid`` lets each message flow as a whole, which is hundreds of times faster, and messages share a
-                link in proportion to the rates that they would have alone; ``auto`` takes frames where there are few.
+            schedule: a schedule compiled for this workload and cluster.
+            detail: ``frames`` simulates every piece of every message; connections share links max-min fairly.
+                ``fluid`` treats each message as one flow, which is hundreds of times faster; messages share a link in
+                proportion to their rates alone. ``auto`` simulates frames if there are few.
 
         Raises:
-            PlanError: the schedule is for another number of ranks, or a message is not of this workload's variables.
-            ValueError: ``detail`` is none of these.
+            PlanError: the schedule is for another number of ranks, or its messages do not fit the workload's variables.
+            ValueError: ``detail`` has another value.
         """
         self._check(schedule)
         if detail not in get_args(Detail):
@@ -91,12 +94,13 @@ class Replay:
             detail == "auto" and count_frames(step.stages, self._network.ranks) <= FRAMES_LIMIT
         )
         tokens = self._network.burst.copy()
-        # What a step leaves in the links' token buckets is there for the next one: repeat it until nothing changes.
+        # A step starts with the tokens that the step before left. Repeat it until the tokens are in a steady state.
         for _ in range(_STEPS):
             before = tokens.copy()
             times, packed = self._run_frames(step, tokens) if in_frames else self._run_fluid(step, tokens)
             spans, synchronized = _message_spans(step, times, packed)
             step_time = synchronized + self._workload.optimizer_time / min(self._speeds)
+            # Buckets continue to fill between the end of the last stage and the end of the step.
             idle = max(0.0, step_time - float(times.end.max(initial=0.0)))
             tokens = numpy.minimum(tokens + idle * self._network.capacities, self._network.burst)
             if abs(tokens - before).sum() <= _STEADY * self._network.burst.sum():
@@ -137,14 +141,14 @@ class Replay:
                 )
 
     def _run_frames(self, step: _Step, tokens: Floats) -> tuple[StageTimes, float]:
-        """One step, frame by frame; ``tokens`` are changed. Returns what `run_frames` does."""
+        """Run one step frame by frame and update ``tokens`` in place; returns what `run_frames` does."""
         network, constants = self._network, self._constants
         return run_frames(
             step.stages, step.order, step.loads, step.ranks, step.host_work, network, self._forest, constants, tokens
         )
 
     def _run_fluid(self, step: _Step, tokens: Floats) -> tuple[StageTimes, float]:
-        """One step, in which each stage flows as a whole; otherwise as `_run_frames`."""
+        """Run one step with each stage as one flow; otherwise like `_run_frames`."""
         network, count = self._network, len(step.stages)
         conditions = StageConditions(step.loads.work, step.loads.fill, step.order, step.loads.rivals())
         if step.host_work is not None:
@@ -161,10 +165,7 @@ class Replay:
         step_time: float,
         passed: Floats,
     ) -> Prediction:
-        """The prediction of a step.
-
-        ``passed`` [channels] is what each gave, without what the step before left in token buckets.
-        """
+        """The prediction of a step; ``passed`` [channels] is each channel's load without the tokens it used up."""
         network = self._network
         links, ranks = network.links, network.ranks
         busy = passed / network.capacities / step_time if step_time else numpy.zeros_like(passed)
@@ -200,12 +201,12 @@ def replay(
     constants: Constants | None = None,
     detail: Detail = "auto",
 ) -> Prediction:
-    """Price one schedule; for several on the same cluster, keep a `Replay`."""
+    """Predict the step of one schedule; keep a `Replay` for several on the same cluster."""
     return Replay(workload, cluster, constants).predict(schedule, detail)
 
 
 def _message_spans(step: _Step, times: StageTimes, packed: float) -> tuple[list[MessageSpan], float]:
-    """The span of each message; and when the slowest rank has taken the last sum."""
+    """The span of each message, and the time when the slowest rank has unpacked the last sum."""
     count = len(step.schedule.messages)
     first, last = [len(step.stages)] * count, [0] * count
     now = max(step.slowest.backward, packed)

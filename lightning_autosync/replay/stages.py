@@ -1,4 +1,4 @@
-"""What each message of a Schedule does to the network: one stage, or two that follow each other."""
+"""The communication of each message of a Schedule, as stages that follow each other."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from lightning_autosync.replay.network import NOTHING, Floats, Forest
 from lightning_autosync.workload import Workload
 
 _INDEX_BYTES = 8
-"""Bytes in front of each row that travels."""
+"""Bytes of the index in front of each row on the wire."""
 _GLOO_SEGMENT = 2**20
-"""Bytes of the largest piece of gloo's ring; there are at least two pieces a rank."""
+"""Bytes of the largest piece of gloo's ring, which has at least two pieces per rank."""
 ONWARDS, BACKWARDS = 1, -1
-"""Ways of a ring: each rank sends to the next one, or to the one before."""
+"""Directions of a ring: each rank sends to the next rank or to the previous one."""
 
 
 class Flow(NamedTuple):
-    """A range of elements that rises along one tree and comes down another.
+    """A range of elements that is reduced up one tree and broadcast down another.
 
     Attributes:
-        up, down: trees, as numbered by `Forest`; `NOTHING` where it does not travel so.
-        wire: bytes of the range as encoded and framed.
+        up, down: indices of the trees in `Forest`; `NOTHING` if it does not travel in that direction.
+        wire: bytes of the range on the wire, encoded and framed.
         values: bytes of the range in the memory of a rank.
-        pieces: how many pieces it is cut into.
-        copies: how many ranges of one length travel so.
+        pieces: number of pieces into which the range is cut.
+        copies: number of ranges of this length on these trees.
     """
 
     up: int
@@ -44,23 +44,23 @@ class Flow(NamedTuple):
 
 @dataclass
 class Stage:
-    """A part of a message that runs by itself.
+    """One communication phase of a message.
 
     Attributes:
-        message: its message.
-        collective: whether the backend carries it, a few at a time in launch order.
-        deferred: whether it is launched only after the backward pass and the stage before.
-        launch: core-seconds of every rank's main thread before it starts; of a deferred stage, whose launch all ranks
-            do at once, the seconds that this takes.
-        finish: seconds that every rank's main thread takes after the wait for it.
-        flows: what travels along trees.
-        ring: framed bytes that each rank sends to its neighbour in rank order, in all.
-        ring_way: to which neighbour: `BACKWARDS`, as gloo's all-reduce does, or `ONWARDS`, as its all-gather.
-        ring_steps: hops of the ring, one after the other.
-        ring_pieces: pieces that each rank sends in a step.
-        growth: [ranks + 1] share of a range that the sum over k ranks fills; rows only.
-        gather, seal, open: seconds of a core a byte of values: to take in a contribution, to pass on, to take the sum.
-        handling: seconds of a core a frame at either end, besides what every frame costs.
+        message: index of the message.
+        collective: whether the backend carries the stage; it runs a few collectives at once, in launch order.
+        deferred: whether the stage is launched only after the backward pass and after the message's previous stage.
+        launch: core-seconds of each rank's main thread before the start; for a deferred stage elapsed seconds, since
+            all ranks launch it at once.
+        finish: seconds of each rank's main thread after its wait for the stage.
+        flows: ranges that travel along trees.
+        ring: total framed bytes that each rank sends to its neighbour in rank order.
+        ring_way: direction of the ring: `BACKWARDS` as in gloo's all-reduce, or `ONWARDS` as in its all-gather.
+        ring_steps: number of sequential hops of the ring.
+        ring_pieces: number of pieces that each rank sends in a ring step.
+        growth: [ranks + 1] share of a range that the sum over k ranks fills; only for sparse rows.
+        gather, seal, open: core-seconds per byte of values to add a contribution, to encode, and to decode the sum.
+        handling: core-seconds per frame at each end, on top of the cost of every frame.
     """
 
     message: int
@@ -80,7 +80,7 @@ class Stage:
     handling: float = 0.0
 
     def frame_cost(self, constants: Constants) -> float:
-        """Core-seconds per frame at either end, without the cost of its bytes."""
+        """Core-seconds per frame at each end, without the cost of its bytes."""
         return self.handling + (constants.message_cost if self.collective else constants.frame_cost)
 
     def hop_delay(self, constants: Constants, ranks: int) -> float:
@@ -120,7 +120,7 @@ class StageMaker:
         return stages
 
     def _add_factors(self, message: Message, stages: list[Stage]) -> None:
-        """PowerSGD: a product before each round, and one after both."""
+        """Add the cost of PowerSGD: a matrix product before each of the two rounds, and one after both."""
         size = message.numel * ITEMSIZE[message.dtype]
         encode = size * self._constants.encode.seconds_per_byte("powersgd")
         second = len(stages) // 2
@@ -130,7 +130,7 @@ class StageMaker:
         stages[-1].finish += self._crowd * size * self._constants.decode.seconds_per_byte("powersgd")
 
     def _coding(self, message: Message) -> tuple[float, float]:
-        """Seconds a byte of values to encode and to decode."""
+        """Core-seconds per byte of values to encode and to decode."""
         codec = codecs.find(message.compressor.kind)
         kind = "none" if codec.sums == "plain" else codec.encoded_as
         return self._constants.encode.seconds_per_byte(kind), self._constants.decode.seconds_per_byte(kind)
@@ -141,7 +141,7 @@ class StageMaker:
         return self._framed(message, stop - start, tail)
 
     def _framed(self, message: Message, span: int, tail: int) -> float:
-        """Framed bytes of ``span`` elements, the last ``tail`` of which are counts."""
+        """Framed bytes of ``span`` elements, of which the last ``tail`` are counts."""
         return self._constants.framing * codecs.encoded_bytes(message.compressor, span, tail, ITEMSIZE[message.dtype])
 
     def _trees(self, message: Message, round: Round) -> Stage:
@@ -163,10 +163,10 @@ class StageMaker:
         return Stage(message.index, False, flows=tuple(flows), gather=gather, seal=encode, open=decode)
 
     def _all_reduce(self, message: Message, round: Round) -> Stage:
-        """gloo's ring, each rank to the one before it: 2 (n - 1) steps of a rank's part each.
+        """gloo's ring all-reduce, from each rank to the previous one: 2 (n - 1) steps with 1/n of the range each.
 
-        The rings of several transfers are one here, of as many steps as follow each other where some run side by side;
-        a step has the pieces of those that do.
+        The rings of several transfers are merged into one. The backend runs ``collectives`` of them at once: their
+        pieces share a step, and the groups of concurrent rings follow each other.
         """
         constants, ranks = self._constants, self._ranks
         transfers = [transfer for transfer in round.transfers if isinstance(transfer, AllReduce)]
@@ -189,7 +189,7 @@ class StageMaker:
         )
 
     def _shared_memory(self, message: Message, round: Round) -> Stage:
-        """After the backward pass every rank adds up an equal part of all buffers and writes the sum into each."""
+        """After the backward pass every rank sums an equal part of all buffers and writes the sum into each buffer."""
         constants, others = self._constants, self._ranks - 1
         part = round.length * ITEMSIZE[message.dtype] / self._ranks
         summing = others * part * (1 / constants.reduce_rate + 1 / constants.copy_rate)
@@ -199,7 +199,7 @@ class StageMaker:
         )
 
     def _all_to_all(self, message: Message, round: Round) -> list[Stage]:
-        """Contributions go to the owners of ranges at once; sums come back after the backward pass."""
+        """Contributions go to the owners of ranges at once; sums return after the backward pass."""
         (transfer,) = round.transfers
         assert isinstance(transfer, AllToAll)
         itemsize = ITEMSIZE[message.dtype]
@@ -215,10 +215,10 @@ class StageMaker:
         pack = 1 / self._constants.copy_rate + encode
         add = decode + 1 / self._constants.reduce_rate
         most, every = float(values.max()), float(values.sum())
-        # The owner adds what came, then writes the sum once for each rank.
+        # The owner adds the contributions, then writes the sum once for each rank.
         summing = most * ((self._ranks - 1) * add + self._ranks / self._constants.copy_rate + encode)
         unpack = every * (1 / self._constants.copy_rate + decode)
-        # Every pair exchanges a message each way, be it empty.
+        # Every pair of ranks exchanges a message in each direction, even an empty one.
         launch = self._constants.collective_cost + 2 * (self._ranks - 1) * self._constants.pair_cost
         before, between = launch + every * pack, self._crowd * (launch + summing)
         return [
@@ -227,11 +227,11 @@ class StageMaker:
         ]
 
     def _two_levels(self, message: Message, round: Round) -> list[Stage]:
-        """Rings inside the places, then between ranks of equal seat, then inside again; each waits for the one before.
-        They are NCCL's, and taken to go onwards.
+        """A two-level all-reduce: rings inside the places, then among ranks with the same seat, then inside again.
 
-        Shard ``k`` of a ring is summed along the chain that ends at its member ``k`` and handed out along that from it;
-        equal rings run side by side, as one forest of chains.
+        Each level waits for the one before. The rings are NCCL's and are assumed to go onwards. Shard ``k`` of a ring
+        is summed along the chain that ends at member ``k``, and broadcast along the chain that starts there. Equal
+        rings run side by side, as one forest of chains.
         """
         first = round.transfers[0]
         assert isinstance(first, TwoLevelAllReduce)
@@ -263,7 +263,7 @@ class StageMaker:
         ]
 
     def _chains(self, rings: Sequence[Sequence[int]], end: int, onwards: bool) -> int:
-        """The number of the forest of chains around the rings: to their members ``end``, or ``onwards`` from them."""
+        """The index of a forest with one chain around each ring: towards member ``end``, or ``onwards`` from it."""
         parents = [-1] * self._ranks
         for ring in rings:
             way = [ring[(end + step) % len(ring)] for step in range(len(ring))]
@@ -272,7 +272,7 @@ class StageMaker:
         return self._forest.row(tuple(parents))
 
     def _rows(self, message: Message) -> list[Stage]:
-        """Touched rows: trees merge them on the way up; the backend gathers the rows of all ranks on all ranks."""
+        """Touched rows: trees merge them on the way up, while the backend gathers all ranks' rows on every rank."""
         constants, ranks, table = self._constants, self._ranks, message.rows
         width = message.numel // table
         row_bytes = _INDEX_BYTES + width * ITEMSIZE[message.dtype]
@@ -303,7 +303,7 @@ class StageMaker:
             size = (transfer.stop - transfer.start) // width * row_bytes
             trees = row(transfer.reduce.parents), row(transfer.broadcast.parents)
             flows.append(Flow(*trees, size * constants.framing, float(size), 1))
-        # Every rank touches rows of its own choice, so some of them coincide.
+        # Ranks touch rows independently, so some coincide: the sum over k ranks fills 1 - (1 - p)^k of the table.
         growth = 1 - (1 - touched / table) ** numpy.arange(ranks + 1, dtype=numpy.float64)
         unpack = touched * row_bytes * constants.decode.seconds_per_byte("rows") + constants.merge_cost
         return [
@@ -320,9 +320,9 @@ class StageMaker:
 
 
 def _alike(round: Round, counts: int) -> list[tuple[TreeTransfer, int, int, int]]:
-    """Equal transfers on the same trees as one: it, its length, its elements behind ``counts``, and their number.
+    """Groups of equal transfers on the same trees: a transfer, its length, its elements beyond ``counts``, its count.
 
-    A plan has many transfers but few tree objects, so trees are compared by identity.
+    Trees are compared by identity, which is fast: a plan has many transfers but few tree objects.
     """
     first: dict[tuple[int, int, int, int, int], TreeTransfer] = {}
     numbers: dict[tuple[int, int, int, int, int], int] = {}
@@ -340,5 +340,5 @@ def _alike(round: Round, counts: int) -> list[tuple[TreeTransfer, int, int, int]
 
 
 def round_up(value: float) -> int:
-    """The least whole number that is not below ``value``."""
+    """The smallest integer not below ``value``."""
     return int(-(-value // 1))

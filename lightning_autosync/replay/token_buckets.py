@@ -1,7 +1,7 @@
-"""Token buckets: a channel that was idle gives its next bytes at once, as shaped links do (``tc tbf``).
+"""Token buckets: a channel that was idle passes its next bytes at once, as shaped links do (``tc tbf``).
 
-A bucket fills with what its channel could have given and did not, up to a burst. While there is something in it, the
-channel is as fast as asked for.
+A bucket fills with the unused capacity of its channel, up to a burst. While it is not empty, its channel is as fast as
+memory.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ import numpy
 from lightning_autosync.replay.network import Floats
 
 _AT_ONCE = 20e9
-"""Bytes/s of what a bucket lets pass: that of memory, which is what links made of memory carry."""
+"""Bytes/s of a channel with tokens: the speed of memory, because emulated links are copies in memory."""
 _EMPTY = 1.0
-"""Tokens (bytes) that do not count."""
+"""Tokens (bytes) up to which a bucket counts as empty."""
 _SAME = 1 + 1e-9
-"""Ratio of two rates that are one."""
+"""Ratio up to which two rates count as equal."""
 
 
 @numba.njit(cache=True)
 def open_capacities(capacities: Floats, tokens: Floats) -> Floats:
-    """[channels] bytes/s of each channel at this moment."""
+    """[channels] current bytes/s of each channel."""
     effective = capacities.copy()
     for channel in range(len(tokens)):
         if tokens[channel] > _EMPTY:
@@ -31,7 +31,7 @@ def open_capacities(capacities: Floats, tokens: Floats) -> Floats:
 
 @numba.njit(cache=True)
 def next_change(flow: Floats, capacities: Floats, tokens: Floats) -> float:
-    """Seconds until the next bucket is empty at a ``flow`` [channels, bytes/s]; infinite if none will be."""
+    """Seconds until the next bucket is empty at ``flow`` [channels], in bytes/s; infinite if none will be."""
     least = numpy.inf
     for channel in range(len(tokens)):
         if tokens[channel] > _EMPTY and flow[channel] > capacities[channel] * _SAME:
@@ -41,7 +41,7 @@ def next_change(flow: Floats, capacities: Floats, tokens: Floats) -> float:
 
 @numba.njit(cache=True)
 def refill(flow: Floats, capacities: Floats, tokens: Floats, burst: Floats, seconds: float) -> None:
-    """Update ``tokens`` for ``seconds`` at a given flow."""
+    """Update ``tokens`` in place after ``seconds`` at ``flow`` [channels], in bytes/s."""
     for channel in range(len(tokens)):
         if burst[channel] > 0:
             there = tokens[channel] + (capacities[channel] - flow[channel]) * seconds

@@ -1,4 +1,4 @@
-"""A step measured on live workers beside the same step predicted."""
+"""Compares a step measured on live workers with its prediction."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ def compare_timelines(
     warm_up: int = 3,
     steps: int = 5,
 ) -> dict[str, Timeline]:
-    """Run a plan with paced compute in ``pool``, and draw its median step beside the predicted one.
+    """Run a plan with paced compute in ``pool``, and draw its median step next to the predicted one.
 
-    ``timeline.svg``, ``timeline.png``, ``trace.json`` and ``timelines.json`` are written to ``directory``. The use of
-    links is measured where they are emulated. Elsewhere the measured timeline has none.
+    Writes ``timeline.svg``, ``timeline.png``, ``trace.json`` and ``timelines.json`` to ``directory``. The use of links
+    is measured only on emulated links; otherwise the measured timeline has no links.
 
     Args:
-        plan: for the workload on the cluster.
+        plan: a plan for the workload on the cluster.
         workload: variables and times.
-        cluster: of the pool's workers.
-        pool: of as many ranks.
-        directory: for the files.
-        constants: of the hosts.
-        warm_up: steps before those that are traced.
-        steps: that are traced.
+        cluster: cluster of the pool's workers.
+        pool: workers, one for each rank.
+        directory: directory of the files.
+        constants: costs of the hosts; None takes the defaults.
+        warm_up: number of steps before the traced ones.
+        steps: number of traced steps.
 
     Returns:
         The timelines ``measured`` and ``predicted``.
@@ -72,7 +72,7 @@ def compare_timelines(
 def _trace(
     plan: SyncPlan, workload: Workload, cluster: ClusterSpec, pool: WorkerPool, warm_up: int, steps: int
 ) -> tuple[list[list[StepTrace]], dict[str, float]]:
-    """The records of every rank, step by step, and the bytes of a step on each emulated link."""
+    """The records [steps][ranks], and the bytes of a step on each emulated link."""
     documents: dict[str, Any] = {
         "workload": workload.to_dict(),
         "plan": plan.to_dict(),
@@ -81,7 +81,7 @@ def _trace(
         "timeout": pool.timeout,
     }
     counts = [_count(pool)]
-    # The same without the traced steps, to subtract what connecting and warming up send.
+    # Run once without traced steps, to subtract the bytes of connecting and warming up from those of the second run.
     pool.run(replica_calls.trace, steps=0, **documents)
     counts.append(_count(pool))
     found = pool.run(replica_calls.trace, steps=steps, **documents)
@@ -95,15 +95,15 @@ def _count(pool: WorkerPool) -> dict[str, int]:
 
 
 def measured_timeline(schedule: Schedule, traces: Sequence[StepTrace], links: Mapping[str, float]) -> Timeline:
-    """One step of all ranks, which began it together.
+    """The timeline of one step, which all ranks began together.
 
-    A message is ready when the last rank has packed it. It starts when the first rank hands it over and ends when the
-    last rank has the sum. Messages that no rank sent are left out.
+    A message is ready when the last rank has packed it. It starts when the first rank hands it to the transport and
+    ends when the last rank has the sum. Messages that no rank sent are left out.
 
     Args:
-        schedule: that ran.
-        traces: of each rank.
-        links: busy share of each direction of a link; empty where that was not measured.
+        schedule: the schedule that ran.
+        traces: [ranks] records of the step.
+        links: busy share of each direction of a link; empty if not measured.
     """
     spans = []
     for message in schedule.messages:
@@ -125,18 +125,18 @@ def measured_timeline(schedule: Schedule, traces: Sequence[StepTrace], links: Ma
 
 
 def _known(times: Sequence[Times], index: int) -> list[float]:
-    """The known times of one message, of all ranks."""
+    """The known times of one message on all ranks."""
     return [seconds for of_rank in times if (seconds := of_rank[index]) is not None]
 
 
 def bytes_on_links(launch: EmulatedLaunch) -> dict[str, int]:
-    """Bytes that left over each direction of an emulated link so far, with framing, by its name ``a > b``.
+    """Bytes, with framing, sent so far over each direction of an emulated link, by its name ``a > b``.
 
-    The kernel's token buckets count them. They count every frame by itself, although the kernel may pass on several in
-    one piece.
+    The counters are those of the kernel's token buckets. They count the headers of every frame, even if the kernel
+    forwards several frames in one piece.
 
     Raises:
-        LaunchError: ``tc`` fails, for example because the network was removed.
+        LaunchError: ``tc`` failed, for example because the network was removed.
     """
     network = launch.network
     counted = [_sent(namespace) for namespace in launch.namespaces]
@@ -148,7 +148,7 @@ def bytes_on_links(launch: EmulatedLaunch) -> dict[str, int]:
 
 
 def busy_shares(launch: EmulatedLaunch, bytes_of_step: Mapping[str, float], step_time: float) -> dict[str, float]:
-    """Shares of a step, 0 to 1, for which its bytes keep links busy, by name ``a > b``."""
+    """Shares of a step (0 to 1) for which its bytes keep links busy, by name ``a > b``."""
     rates = [port.rate for port in launch.network.ports]
     return {
         name: min(1.0, max(0.0, sent) / rate / step_time)
@@ -157,7 +157,7 @@ def busy_shares(launch: EmulatedLaunch, bytes_of_step: Mapping[str, float], step
 
 
 def _sent(namespace: str) -> dict[str, int]:
-    """Bytes by interface."""
+    """Bytes sent so far, by interface of the namespace."""
     command = ["tc", "-n", namespace, "-s", "-j", "qdisc", "show"]
     finished = subprocess.run(command, capture_output=True, text=True, check=False)
     if finished.returncode:

@@ -18,7 +18,7 @@ from lightning_autosync.search.tuning.result import RESULT, is_tuning_run
 
 
 def find_runs(directories: Sequence[Path]) -> list[TuningRun]:
-    """The tuning runs in directories: each is a run, or contains runs at any depth.
+    """The tuning runs in directories. Each directory is a run, or contains runs at any depth.
 
     Raises:
         DocumentError: a directory is missing or has no tuning run, or a run is cut off or of another format.
@@ -55,7 +55,7 @@ def write_comparison(runs: Sequence[TuningRun], path: Path) -> None:
 
 
 def _summary(cases: Sequence[Case]) -> Iterator[str]:
-    """A sentence a case: what its samplers reached."""
+    """One sentence per case: the speedups that its samplers reached."""
     for case in cases:
         parts = []
         for group in case.groups:
@@ -91,7 +91,7 @@ def _group_rows(case: Case) -> Iterator[dict[str, Any]]:
 
 
 def _text(found: Range | None, form: str, factor: float = 1.0) -> str:
-    """``1.51 (1.42 to 1.60)``, or the median alone where all are equal."""
+    """``1.51 (1.42 to 1.60)``, or the median alone if all values are equal."""
     if found is None:
         return ""
     median, lowest, highest = (form.format(factor * one) for one in (found.median, found.lowest, found.highest))
@@ -99,7 +99,7 @@ def _text(found: Range | None, form: str, factor: float = 1.0) -> str:
 
 
 def _run_row(run: TuningRun, path: Path) -> dict[str, Any]:
-    """One run, with a link to its own report where there is one."""
+    """One run, with a link to its own report if it has one."""
     own = run.directory / REPORT
     link = None
     if own.is_file() and own.resolve() != path.resolve():

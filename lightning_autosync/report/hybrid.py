@@ -19,13 +19,13 @@ def write_hybrid_report(result: HybridTuningResult, path: Path) -> None:
     """Write the report of a run.
 
     Raises:
-        DocumentError: (or a subclass) a part of the result is wrong.
+        DocumentError: a part of the result is wrong (the error may be of a subclass).
     """
     write_text(path, render("hybrid.html", **_page(result)))
 
 
 def hybrid_row(result: HybridTuningResult) -> dict[str, Any]:
-    """The run in short, as plain data."""
+    """A summary of the run as plain data."""
     best, final = result.best, result.comparison
     return {
         "model": result.model,
@@ -61,7 +61,7 @@ def _page(result: HybridTuningResult) -> dict[str, Any]:
 
 
 def _final_rows(result: HybridTuningResult) -> list[dict[str, str]]:
-    """A row for each contender of the last comparison, the fastest first."""
+    """A row for each contender of the final comparison, the fastest first."""
     final = result.comparison
     if final is None:
         return []

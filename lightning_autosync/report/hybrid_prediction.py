@@ -1,4 +1,4 @@
-"""What a plan that splits operators will cost, as text, a picture and data."""
+"""The prediction of a plan that splits operators, as text, a picture and data."""
 
 from __future__ import annotations
 
@@ -45,15 +45,15 @@ _WIDTH = 120
 def predict_hybrid(
     plan: HybridPlan, graph: Graph, cluster: ClusterSpec, rates: HybridRates, directory: Path, slots: float = 0.0
 ) -> str:
-    """The prediction as text; ``directory`` gets ``result.json`` and ``mesh.svg``.
+    """The prediction as text; also writes ``result.json`` and ``mesh.svg`` to ``directory``.
 
     Args:
-        plan: for the model of ``graph``.
-        graph: the model's.
-        cluster: its links are measured.
-        rates: of hosts and backend.
-        directory: of the files.
-        slots: numbers that the optimizer keeps for each parameter.
+        plan: a plan for the model of ``graph``.
+        graph: graph of the model.
+        cluster: a cluster with known rates.
+        rates: rates of the hosts and the backend.
+        directory: directory of the files.
+        slots: numbers that the optimizer keeps per parameter element.
 
     Raises:
         PlanError: the plan is for another model or number of ranks.

@@ -1,4 +1,4 @@
-"""Which parameters of the space distinguish good plans: Optuna's PED-ANOVA over the study of a run."""
+"""The importance of the space's parameters for good plans: Optuna's PED-ANOVA on the study of a run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import optuna
 
 MIN_TRIALS = 25
-"""Complete trials that an evaluation needs."""
+"""Smallest number of complete trials for an evaluation."""
 _MIN_GOOD = 5
 _QUANTILE, _MAX_QUANTILE = 0.1, 0.25
 _MAX_SHOWN = 14
@@ -22,12 +22,12 @@ _MAX_SHOWN = 14
 
 @dataclass(frozen=True)
 class Importance:
-    """Shares of importance.
+    """The importance of parameters.
 
     Attributes:
-        shares: by parameter, the largest first; they add up to 1.
-        trials: complete trials of the evaluation, without builders and refined plans.
-        quantile: share of these that counts as good.
+        shares: importance by parameter, the largest first; the sum is 1.
+        trials: number of evaluated trials: complete ones without builders and refined plans.
+        quantile: share of the trials that counts as good.
     """
 
     shares: dict[str, float]
@@ -36,20 +36,20 @@ class Importance:
 
     @property
     def shown(self) -> list[tuple[str, float]]:
-        """The parameters that a picture has room for; those without any importance are left out."""
+        """The most important parameters, as many as a picture shows; those without importance are left out."""
         return [(name, share) for name, share in self.shares.items() if share > 0.001][:_MAX_SHOWN]
 
 
 def importance_of(address: StudyAddress, directory: Path, storage: str | None = None) -> Importance | str:
-    """The importance of a study's parameters (Watanabe et al., PED-ANOVA, IJCAI 2023), or why there is none.
+    """The importance of a study's parameters (Watanabe et al., PED-ANOVA, IJCAI 2023), or the reason why it is unknown.
 
     Trials of builders and of refined plans are left out, because their parameters do not determine the plan. Of the
-    other complete trials a tenth counts as good: five at least, but no more than a quarter.
+    other complete trials a tenth counts as good, but at least five and at most a quarter.
 
     Args:
-        address: of the study; a relative path of a journal is also looked for in ``directory``.
-        directory: of the tuning run.
-        storage: in place of the address's, which has no password.
+        address: address of the study; a relative path of a journal is also searched in ``directory``.
+        directory: directory of the tuning run.
+        storage: storage that replaces the address's, which has no password.
     """
     from lightning_autosync.search.studies import load_study
 
@@ -65,7 +65,7 @@ def importance_of(address: StudyAddress, directory: Path, storage: str | None = 
         return f"{complete} complete trials are too few to tell; it takes {MIN_TRIALS}."
     quantile = min(_MAX_QUANTILE, max(_QUANTILE, _MIN_GOOD / complete))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # an experimental evaluator says so
+        warnings.simplefilter("ignore")  # the evaluator warns that it is experimental
         evaluator = PedAnovaImportanceEvaluator(target_quantile=quantile)
         shares = get_param_importances(study, evaluator=evaluator)
     if not sum(shares.values()) > 0:
@@ -90,7 +90,7 @@ def _of_points(whole: optuna.Study) -> optuna.Study:
 
 
 def _journal(storage: str, directory: Path) -> str:
-    """A storage that can be opened from here: a journal may have moved with its run."""
+    """The storage as it can be opened here: a journal may have moved together with its run."""
     if "://" in storage:
         return storage
     places = (directory / storage, directory / Path(storage).name)

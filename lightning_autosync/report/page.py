@@ -1,4 +1,4 @@
-"""The report of one tuning run: one HTML file that needs nothing else."""
+"""The report of one tuning run, as a single self-contained HTML file."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ REPORT = "report.html"
 
 @dataclass(frozen=True)
 class Headline:
-    """One of the large numbers at the top."""
+    """One of the large numbers at the top of the page."""
 
     value: str
     what: str
@@ -52,7 +52,7 @@ def write_report(run: TuningRun, path: Path) -> None:
     """Write the report of a run to an HTML file.
 
     Raises:
-        DocumentError: (or a subclass) a file of the run is wrong.
+        DocumentError: a file of the run is wrong (the error may be of a subclass).
     """
     write_text(path, render("tuning.html", **_page(run)))
 
@@ -83,7 +83,7 @@ def _page(run: TuningRun) -> dict[str, Any]:
 def _pictures(
     run: TuningRun, view: PlanView | None, timelines: dict[str, Timeline], importance: Importance | str | None
 ) -> dict[str, Picture]:
-    """By name; those that cannot be made are left out."""
+    """The pictures by name, without those that cannot be made."""
     made = [tuning_curve(run), hit_rate(run), predictions_picture(run)]
     if view is not None:
         made.append(plan_picture(view.plan, view.schedule, run.workload))
@@ -119,7 +119,7 @@ def _ratio(final: FinalComparison, opponent: str, what: str) -> Headline:
 
 
 def _timelines(run: TuningRun, view: PlanView | None) -> dict[str, Timeline]:
-    """Predicted, and measured if the run wrote it."""
+    """The timelines that the run wrote; otherwise the predicted one, if there is a prediction."""
     path = run.directory / TIMELINES
     if path.is_file():
         return load_timelines(path)
@@ -151,7 +151,7 @@ def _final_rows(run: TuningRun) -> list[dict[str, str]]:
 
 
 def _facts(run: TuningRun) -> dict[str, str]:
-    """What was tuned, and how fast."""
+    """Facts about what was tuned and how long that took."""
     workload, cluster, timing = run.workload, run.cluster, run.result.timing
     facts = {
         "model": f"{workload.name}: {len(workload.variables)} variables, {workload.bytes / 1e6:.1f} MB of gradients",
@@ -190,7 +190,7 @@ def _as_yaml(data: Any) -> str:
 
 
 def _flat(data: dict[str, Any], prefix: str = "") -> dict[str, str]:
-    """Nested mappings with dotted keys."""
+    """Nested mappings as one mapping with dotted keys and texts."""
     made: dict[str, str] = {}
     for key, value in data.items():
         made |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": _said(value)}
@@ -214,7 +214,7 @@ def _said(value: Any) -> str:
 
 @dataclass(frozen=True)
 class PlanView:
-    """The best plan with its schedule and, where the rates of the links are known, its prediction."""
+    """The best plan with its schedule and, if the rates of the links are known, its prediction."""
 
     plan: SyncPlan
     schedule: Schedule
@@ -222,7 +222,7 @@ class PlanView:
 
     @classmethod
     def of(cls, run: TuningRun) -> PlanView | None:
-        """Of the best plan of a run, if it has one.
+        """The view of a run's best plan; None if there is none.
 
         Raises:
             PlanError: the plan is not for the run's workload and cluster.
@@ -246,7 +246,7 @@ class PlanView:
 
 
 def message_rows(run: TuningRun, view: PlanView) -> Iterator[dict[str, Any]]:
-    """The plan as a table: one row a message, in the plan's order."""
+    """The rows of the plan's table: one per message, in the plan's order."""
     spans = {} if view.prediction is None else {span.name: span for span in view.prediction.timeline.messages}
     for group, message in zip(view.plan.groups, view.schedule.messages, strict=True):
         shares = reducers(message, view.schedule.world_size)
@@ -265,7 +265,7 @@ def message_rows(run: TuningRun, view: PlanView) -> Iterator[dict[str, Any]]:
 
 
 def _who(shares: list[float]) -> str:
-    """Who reduces a message, in short."""
+    """The ranks that reduce a message, as a short text."""
     taking = [(rank, share) for rank, share in enumerate(shares) if share > 0]
     if len(taking) == len(shares) > 1 and max(shares) - min(shares) < 0.02:
         return "all ranks, equal shares"
@@ -275,10 +275,10 @@ def _who(shares: list[float]) -> str:
 
 
 def _constants(run: TuningRun) -> Constants:
-    """Of the run's hosts, by its settings and the number of cores that it noted.
+    """The constants of the run's hosts, from its settings and the recorded number of cores.
 
     Raises:
-        DocumentError: the file of constants that the run used is gone.
+        DocumentError: the run's file of constants no longer exists.
     """
     told = {"constants": run.result.settings.get("constants"), "cores": run.result.environment.get("cores")}
     hosts = checked(_Hosts, told, str(run.directory / RESULT))
@@ -288,7 +288,7 @@ def _constants(run: TuningRun) -> Constants:
 
 
 class _Hosts(Record):
-    """What a run tells of its hosts."""
+    """What a run recorded about its hosts."""
 
     constants: str | None
     cores: Cores | None

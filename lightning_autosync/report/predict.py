@@ -1,4 +1,4 @@
-"""What a plan will cost, without a cluster: one call from plan, workload and cluster to text, pictures and data."""
+"""The prediction of a plan without a cluster, as text, pictures and data."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from lightning_autosync.workload import Workload
 
 FORMAT = "autosync-prediction/1"
 CUT_BOUND = "cut bound"
-"""Of a cluster too large for the linear program: no plan is faster, and maybe none is as fast."""
+"""Kind of bound for a cluster too large for the linear program: no plan is faster, but possibly none is as fast."""
 _BUSIEST = 8
-"""Links that the text names."""
+"""Number of links in the text."""
 
 
 def predict(
@@ -28,9 +28,9 @@ def predict(
     directory: str | os.PathLike[str] | None = None,
     constants: Constants | None = None,
 ) -> str:
-    """What a step under a plan takes, as text; with a ``directory``, as pictures and data too.
+    """The predicted step of a plan as text; with a ``directory`` also as pictures and data.
 
-    The directory gets ``timeline.svg``, ``timeline.png``, ``trace.json`` (for Chrome's viewer) and ``result.json``.
+    The files are ``timeline.svg``, ``timeline.png``, ``trace.json`` (for Chrome's viewer) and ``result.json``.
 
     Raises:
         PlanError: plan, workload and cluster do not fit each other.
@@ -50,14 +50,14 @@ def predict(
 
 @dataclass(frozen=True)
 class _Bounds:
-    """Least times of exact plans, and what the plan at hand is."""
+    """Lower bounds on times of exact plans, and the semantics of the predicted plan."""
 
     step: Bound
     synchronization: float
     semantics: str
 
     def share(self, step_time: float) -> float | None:
-        """The part of the possible that an exact plan reaches; others may take less than the bound."""
+        """The bound divided by the step time of an exact plan; None for other plans, which may beat the bound."""
         return self.step.seconds / step_time if self.semantics == "exact" else None
 
 
@@ -67,7 +67,7 @@ def _write(prediction: Prediction, bounds: _Bounds, directory: Path) -> None:
         draw_timelines(timelines, directory / name)
     write_trace(timelines, directory / "trace.json")
     fields = asdict(prediction)
-    del fields["demand"]  # an array of every message on every channel; links and hosts have its sums
+    del fields["demand"]  # too large: messages x channels; links and hosts have its sums
     data = {
         "format": FORMAT,
         **fields,

@@ -1,4 +1,4 @@
-"""Text of reports: pages from templates, and quantities."""
+"""Rendering of reports: pages from templates, and texts of quantities."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def render(name: str, **values: Any) -> str:
-    """The page that the template ``name`` makes of ``values``. Text is escaped; a missing value is an error."""
+    """Render the template ``name`` with ``values``. Text is escaped; a missing value is an error."""
     from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 
     environment = Environment(
@@ -20,12 +20,12 @@ def render(name: str, **values: Any) -> str:
 
 
 def milliseconds(seconds: float) -> str:
-    """``12.3 ms``, with two digits after the point below 10 ms and one below 100 ms."""
+    """``12.3 ms``, with two decimals below 10 ms and one below 100 ms."""
     value = seconds * 1e3
     return f"{value:.0f} ms" if value >= 100 else f"{value:.1f} ms" if value >= 10 else f"{value:.2f} ms"
 
 
 def rate_text(rate: float) -> str:
-    """``400 Mbit/s`` of bytes/s."""
+    """A rate in bytes/s as text, for example ``400 Mbit/s``."""
     bits = 8 * rate
     return f"{bits / 1e9:.3g} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:.3g} Mbit/s"

@@ -1,4 +1,4 @@
-"""What a tuning run found, in sentences and as one row of numbers."""
+"""The result of a tuning run, as sentences and as one row of numbers."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from lightning_autosync.search.tuning.comparison import MIN_ROUNDS, FinalCompari
 
 
 def summary_row(run: TuningRun) -> dict[str, Any]:
-    """Plain data: what was tuned, how, and the result.
+    """A summary as plain data: what was tuned, how, and the result.
 
     ``over_ddp`` and ``over_builder`` are speedups of the best plan (``median``, ``low``, ``high``), paired by round of
-    the last comparison; None where they were not measured. ``left_out`` says which plans failed in it, and why.
+    the final comparison; None if not measured. ``left_out`` maps plans that failed in it to reasons.
     """
     final = run.final
     builder = None if final is None else final.builder
@@ -45,7 +45,7 @@ def summary(run: TuningRun) -> list[str]:
 
 
 def faster(ratio: Interval) -> str:
-    """``1.51 times as fast (95% interval 1.49 to 1.52) as``, or ``as fast within noise`` if the interval has 1."""
+    """``1.51 times as fast (95% interval 1.49 to 1.52) as``, or ``as fast within noise`` if 1 is in the interval."""
     interval = f"{CONFIDENCE:.0%} interval {ratio.low:.2f} to {ratio.high:.2f}"
     if ratio.low <= 1 <= ratio.high:
         return f"as fast within noise ({ratio.median:.2f} times, {interval}) as"
@@ -53,7 +53,7 @@ def faster(ratio: Interval) -> str:
 
 
 def bound_share(run: TuningRun) -> float | None:
-    """The bound over the best plan's step time, of an exact plan; None where there is no bound."""
+    """The bound divided by the best plan's step time; None without a bound or if the plan is not exact."""
     if run.bound is None or run.plan is None or run.plan.semantics != "exact":
         return None
     return run.bound.seconds / run.best_seconds
@@ -114,7 +114,7 @@ def _search(run: TuningRun) -> Iterator[str]:
 
 
 def _honesty(run: TuningRun) -> str:
-    """What was emulated."""
+    """A sentence that says what was emulated; empty if nothing was."""
     parts = []
     if run.emulated_links:
         parts.append("links were emulated on one machine")

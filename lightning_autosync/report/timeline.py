@@ -1,4 +1,4 @@
-"""Timelines of a step, predicted or measured: their picture, their trace for Chrome's viewer, and their file."""
+"""Predicted or measured timelines of a step, as pictures, as traces for Chrome's viewer, and as files."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ _COLORS = {"forward": "#4c78a8", "backward": "#54a24b", "optimizer": "#b279a2"}
 _HATCHES = {"forward": "", "backward": "///", "optimizer": "xxx"}
 _WAITING, _MOVING, _BUSY = "#c9ced6", "#f58518", "#e45756"
 _EDGE = "#fefefe"
-"""Of hatches: the colour of the page."""
+"""Colour of hatches, which is that of the page."""
 _MAX_ROWS = 40
 _MAX_LINKS = 8
-"""Links in the picture of a report; the picture of the cluster has all."""
+"""Largest number of links in the timelines of a report; its picture of the cluster shows all."""
 _IMAGES = (".svg", ".png")
 
 
 def draw_timelines(timelines: Mapping[str, Timeline], path: str | os.PathLike[str]) -> None:
-    """Draw timelines side by side, over one scale of time.
+    """Draw timelines side by side on the same time scale.
 
-    From the top: what each rank computes; each message, grey while it waits and coloured while it moves; how busy
-    each direction of each link is, where that is known. At most 40 ranks, messages and links are shown: the first ones,
-    and the busiest links.
+    The rows show, from the top: what each rank computes; each message, grey while it waits and coloured while it moves;
+    the busy share of each direction of each link, if known. At most 40 ranks, messages and links are shown: the first
+    ranks and messages, and the busiest links.
 
     Args:
-        timelines: by title, ``predicted`` and ``measured`` for example.
+        timelines: timelines by title, for example ``predicted`` and ``measured``.
         path: an ``.svg`` or ``.png`` file.
 
     Raises:
-        DocumentError: the name of the file ends otherwise, or there is nothing to draw.
+        DocumentError: the file has another suffix, or there is nothing to draw.
     """
     path = Path(path)
     if path.suffix not in _IMAGES:
@@ -57,7 +57,7 @@ def draw_timelines(timelines: Mapping[str, Timeline], path: str | os.PathLike[st
 
 
 def timelines_figure(timelines: Mapping[str, Timeline], width: float, max_links: int = _MAX_ROWS) -> Figure:
-    """The picture of `draw_timelines`, ``width`` inches wide, with so many of the busiest links at most."""
+    """The figure of `draw_timelines`, ``width`` inches wide, with at most ``max_links`` links."""
     rows = [max(_row_counts(timeline)[k] for timeline in timelines.values()) for k in range(3)]
     ratios = [max(2, rows[0]), max(2, rows[1]), max(2, min(rows[2], max_links))]
     figure = new_figure(1.5 + 0.24 * sum(ratios), width)
@@ -86,7 +86,7 @@ def steps_picture(timelines: Mapping[str, Timeline]) -> Picture:
 
 
 def save_timelines(timelines: Mapping[str, Timeline], path: str | os.PathLike[str]) -> None:
-    """Write timelines by title, so that reports can draw them again."""
+    """Write timelines by title, so that reports can draw them later."""
     data = {"format": FORMAT, "timelines": {title: one.to_dict() for title, one in timelines.items()}}
     write_text(path, json.dumps(data) + "\n")
 
@@ -95,7 +95,7 @@ def load_timelines(path: str | os.PathLike[str]) -> dict[str, Timeline]:
     """Read timelines by title.
 
     Raises:
-        DocumentError: the file is not one of timelines.
+        DocumentError: the file is not a file of timelines.
     """
     data = read_data(path)
     if not isinstance(data, dict):
@@ -105,7 +105,7 @@ def load_timelines(path: str | os.PathLike[str]) -> dict[str, Timeline]:
 
 
 def write_trace(timelines: Mapping[str, Timeline], path: str | os.PathLike[str]) -> None:
-    """Write timelines in Chrome's trace format, one process each; times are in microseconds there."""
+    """Write timelines in Chrome's trace format, one process per timeline, with times in microseconds."""
     events = [event for process, (title, one) in enumerate(timelines.items()) for event in _trace(process, title, one)]
     write_text(path, json.dumps({"displayTimeUnit": "ms", "traceEvents": events}) + "\n")
 

@@ -1,4 +1,4 @@
-"""Tuning runs as found on disk: one with all that follows from it, and several by what was tuned."""
+"""Tuning runs on disk: one run with its derived values, and several runs grouped by what was tuned."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lightning_autosync.search.tuning.result import RESULT, TuningResult, read_r
 from lightning_autosync.workload import Workload
 
 CLOSE = 0.98
-"""Share of the speed of the best known plan at which a run counts as having found it."""
+"""Share of the best known plan's speed from which a run counts as close to it."""
 
 
 @dataclass(frozen=True)
@@ -31,11 +31,11 @@ class TuningRun:
     """One tuning run.
 
     Attributes:
-        directory: where it was found.
+        directory: directory of the run.
         result: its ``result.json``.
         cluster, workload: the machines and the model.
-        plan: the best plan; None if no trial came to a time.
-        storage: of the study with its password, where that is known; ``result`` has it without.
+        plan: the best plan; None if no trial has a step time.
+        storage: storage of the study with its password, if known; ``result`` has it without the password.
     """
 
     directory: Path
@@ -50,7 +50,8 @@ class TuningRun:
         """Read a run directory.
 
         Raises:
-            DocumentError: (or a subclass) a file is missing, cut off, of another format, or inconsistent.
+            DocumentError: a file is missing, truncated, of another format or inconsistent (the error may be of a
+                subclass).
         """
         result = read_result(directory)
         if all(trial.interrupted for trial in result.trials):
@@ -72,7 +73,7 @@ class TuningRun:
 
     @property
     def title(self) -> str:
-        """Names of model and cluster."""
+        """The names of the model and the cluster."""
         return f"{self.workload.name} on {self.cluster.name}"
 
     @property
@@ -85,57 +86,60 @@ class TuningRun:
 
     @cached_property
     def final(self) -> FinalComparison | None:
-        """The last comparison; None if there was none."""
+        """The final comparison; None if there was none."""
         return None if self.result.final is None else FinalComparison.read(self.result.final, str(self.directory))
 
     @cached_property
     def bound(self) -> Bound | None:
-        """The least step time of any exact method; None where links are not emulated, or computation is real."""
+        """Lower bound on the step time of exact methods; None if links are not emulated or computation is real.
+
+        Only emulated links and paced computation keep the rates and times from which the bound follows.
+        """
         if not (self.cluster.measured and self.emulated_links and self.paced):
             return None
         return least_step(self.workload, self.cluster)
 
     @cached_property
     def drift(self) -> Drift:
-        """How the machine's speed changed during the search."""
+        """The drift of the machine's speed during the search."""
         return Drift(self.result.drift.reference_by_trial, self.result.drift.share)
 
     def seconds(self, trial: TrialRecord) -> float | None:
-        """Of a step of the trial, corrected to the machine's usual speed where that drifted; None without a time."""
+        """Seconds of a trial's step, corrected for the drift of the machine's speed; None without a time."""
         if trial.seconds is None or trial.corrected is not None:
             return trial.corrected
         return self.drift.corrected(trial.number, trial.seconds)
 
     @cached_property
     def complete_seconds(self) -> dict[int, float]:
-        """The same by number, of complete trials."""
+        """Corrected seconds of a step by trial number, for complete trials."""
         found = {trial.number: self.seconds(trial) for trial in self.trials if trial.state == "complete"}
         return {number: seconds for number, seconds in found.items() if seconds is not None}
 
     @cached_property
     def best_so_far(self) -> list[float]:
-        """After each trial, the least seconds of a complete trial so far; infinite before the first."""
+        """[trials] smallest step time of the complete trials so far, in seconds; infinite before the first one."""
         times = (self.complete_seconds.get(trial.number, math.inf) for trial in self.trials)
         return list(accumulate(times, min))
 
     @cached_property
     def builder_seconds(self) -> float | None:
-        """Step time of the best builder during the search; None where none ran."""
+        """Step time of the best builder during the search, in seconds; None if no builder ran."""
         return None if self.result.opponents.builder is None else self.result.opponents.builder.seconds
 
     @property
     def ddp_seconds(self) -> float | None:
-        """Step time of the best-tuned DDP."""
+        """Step time of the best-tuned DDP in seconds; None if it did not run."""
         return None if self.result.opponents.ddp is None else self.result.opponents.ddp.seconds
 
     @cached_property
     def speeds(self) -> list[float]:
-        """After each trial, the speedup of the best plan so far over the best-tuned DDP; empty without DDP."""
+        """[trials] speedup of the best plan so far over the best-tuned DDP; empty without DDP."""
         return [self.ddp_seconds / best for best in self.best_so_far] if self.ddp_seconds else []
 
     @property
     def proposals(self) -> list[TrialRecord]:
-        """Trials that the sampler proposed: all but enqueued builders."""
+        """Trials that the sampler proposed: all except enqueued builders."""
         return [trial for trial in self.trials if trial.origin != BASELINE]
 
     def hit(self, trial: TrialRecord) -> bool:
@@ -152,7 +156,7 @@ class TuningRun:
 
     @property
     def best_seconds(self) -> float:
-        """Step time of the best plan: in the last comparison, or else during the search.
+        """Step time of the best plan in seconds: from the final comparison, or else from the search.
 
         Raises:
             DocumentError: there is no plan.
@@ -163,7 +167,7 @@ class TuningRun:
 
     @property
     def trials_to_98(self) -> int | None:
-        """Trials until 98% of the speed of the run's own best was reached."""
+        """Number of trials until 98% of the speed of the run's own best plan was reached; None without a plan."""
         best = self.best_so_far[-1]
         if math.isinf(best):
             return None
@@ -171,12 +175,12 @@ class TuningRun:
 
     @property
     def sampler(self) -> str:
-        """Name of the sampler, as the settings have it."""
+        """Name of the sampler in the settings."""
         return str(self._search.get("sampler", "autosync"))
 
     @property
     def seed(self) -> int | None:
-        """Seed of the search, as the settings have it."""
+        """Seed of the search in the settings."""
         found = self._search.get("seed")
         return found if isinstance(found, int) else None
 
@@ -196,14 +200,14 @@ class Range:
 
     @classmethod
     def of(cls, values: Iterable[float | None]) -> Range | None:
-        """Of the known values; None if there are none."""
+        """The range of the known values; None if there are none."""
         known = [value for value in values if value is not None]
         return cls(statistics.median(known), min(known), max(known)) if known else None
 
 
 @dataclass(frozen=True)
 class Group:
-    """Runs of one sampler for one workload on one cluster, which differ by their seeds."""
+    """Runs of one sampler for one workload on one cluster, with different seeds."""
 
     sampler: str
     runs: tuple[TuningRun, ...]
@@ -215,12 +219,12 @@ class Group:
 
     @property
     def middle(self) -> list[float]:
-        """[trials] the median over runs, for as many trials as all runs have."""
+        """[trials] median over runs, for as many trials as all runs have."""
         return [statistics.median(values) for values in zip(*self.speeds, strict=False)]
 
     @property
     def band(self) -> tuple[list[float], list[float]]:
-        """[trials] the minimum and the maximum over runs, for as many trials as all runs have."""
+        """[trials] minimum and maximum over runs, for as many trials as all runs have."""
         columns = list(zip(*self.speeds, strict=False))
         return [min(values) for values in columns], [max(values) for values in columns]
 
@@ -230,8 +234,8 @@ class Case:
     """All runs for one workload on one cluster.
 
     Attributes:
-        title: model and cluster, with parts of their fingerprints where other cases have the same names.
-        groups: by sampler.
+        title: names of the model and the cluster, with parts of their fingerprints if other cases share the names.
+        groups: one group per sampler.
     """
 
     title: str
@@ -243,14 +247,14 @@ class Case:
 
     @cached_property
     def best_known(self) -> float:
-        """The highest speedup of any run's best plan over the run's own best-tuned DDP; 0 if nothing was measured.
+        """The largest speedup of a run's best plan over the run's own best-tuned DDP; 0 if nothing was measured.
 
-        Runs are not interleaved, so seconds of different runs do not compare.
+        Runs are not interleaved, so seconds of different runs cannot be compared; speedups can.
         """
         return max((speeds[-1] for group in self.groups for speeds in group.speeds), default=0.0)
 
     def trials_to_close(self, run: TuningRun) -> int | None:
-        """Trials until a run reached `CLOSE` of the speed of the best known plan; None if it never did."""
+        """Number of trials until a run reached `CLOSE` of the best known plan's speed; None if it never did."""
         for count, speed in enumerate(run.speeds, start=1):
             if speed > 0 and speed >= CLOSE * self.best_known:
                 return count
@@ -258,7 +262,7 @@ class Case:
 
 
 def grouped(runs: Sequence[TuningRun]) -> list[Case]:
-    """Runs by workload and cluster, then by sampler, in their order."""
+    """Group runs by workload and cluster, then by sampler; the order of the runs is kept."""
     cases: dict[tuple[str, str], dict[str, list[TuningRun]]] = {}
     for run in runs:
         key = run.workload.fingerprint, run.cluster.fingerprint

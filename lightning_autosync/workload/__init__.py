@@ -1,4 +1,4 @@
-"""What a model asks for: its variables, when their gradients are ready, and how sparse these are."""
+"""The workload of a model: its variables, the ready times of their gradients, and their sparsity."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A workload measured by running a few training steps of a module on this process alone."""
+"""Measures a workload by running a few training steps of a module in this process alone."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ from lightning_autosync.workload.spec import Variable, Workload, is_row_sparse
 
 
 class Clock(Protocol):
-    """Takes marks while work is under way; reads them once the work is over."""
+    """Takes marks while work is in progress; the marks are read after the work has ended."""
 
     def mark(self) -> Any:
-        """The present point of the work, without waiting for it."""
+        """Mark the current point of the work, without waiting for it."""
 
     def seconds(self, start: Any, end: Any) -> float:
         """Seconds from one mark to another."""
 
     def synchronize(self) -> None:
-        """Wait for all work; marks may be read afterwards."""
+        """Wait for all work; marks can be read afterwards."""
 
 
 class HostClock:
-    """For work that has ended when the call returns."""
+    """A clock for work that has ended when its call returns."""
 
     def mark(self) -> float:
         return time.perf_counter()
@@ -55,7 +55,7 @@ class HostClock:
 
 
 class DeviceClock:
-    """For work queued on a device: marks are timing events in its current stream."""
+    """A clock for work queued on a device: marks are timing events in its current stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -81,7 +81,13 @@ def clock_of(device: torch.device) -> Clock:
 
 @dataclass(frozen=True)
 class _Gradient:
-    """One gradient in one step: seconds from the start of backward, form, rows touched."""
+    """One gradient in one step.
+
+    Attributes:
+        ready: ready time in seconds from the start of backward.
+        is_sparse: whether it is a sparse tensor.
+        rows: number of touched rows; None if not counted.
+    """
 
     ready: float
     is_sparse: bool
@@ -90,7 +96,7 @@ class _Gradient:
 
 @dataclass(frozen=True)
 class _Step:
-    """What one step took, in seconds, and the gradients that it made, by variable name."""
+    """Seconds of one step's passes, and its gradients by variable name."""
 
     forward: float
     backward: float
@@ -106,29 +112,27 @@ def capture(
     training_step: Callable[..., Any] | None = None,
     name: str | None = None,
 ) -> Workload:
-    """The workload of ``module``, measured on one batch: medians over ``steps`` forward and backward passes.
+    """Measure the workload of ``module`` on one batch: medians over ``steps`` forward and backward passes.
 
-    Logging is muted, nothing is communicated, no optimizer step is taken, and the module, the batch
-    and the random generators are left as they were, also when a step raises (``preserved`` says how
-    far this reaches). The module runs in the training modes that it is in. Hooks that its parameters
-    already carry run too.
+    Logging is muted, nothing is communicated and no optimizer step is taken. The module, the batch and the random
+    generators are restored afterwards, also after an error (see ``preserved`` for the limits). The module runs in its
+    current training modes, and existing hooks of its parameters run too.
 
-    A gradient of an embedding of which under half of the rows is nonzero counts as ``row_sparse``.
-    A parameter that no step gave a gradient keeps ``ready=None``.
+    The gradient of an embedding counts as ``row_sparse`` if less than half of its rows are nonzero. A parameter that
+    got no gradient in any step keeps ``ready=None``.
 
     Args:
-        module: where the parameters are; they lie on one device, and so does the batch.
-        batch: what one training step gets.
-        steps: passes that are measured.
-        warmup: passes before them that are not.
-        training_step: called with ``(batch, batch_idx)``, or ``(batch)`` if it takes no more;
-            ``module.training_step`` by default. Returns the loss, a mapping with ``"loss"``, or
-            ``None`` to skip the step.
+        module: the module; its parameters and the batch must be on one device.
+        batch: the batch of a training step.
+        steps: number of measured steps.
+        warmup: number of steps before them that are not measured.
+        training_step: function of ``(batch, batch_idx)`` or ``(batch)``; ``module.training_step`` by default. It
+            returns the loss, a mapping with ``"loss"``, or ``None`` to skip the step.
         name: name of the workload; the class name by default.
 
     Raises:
-        WorkloadError: if the module cannot be described, spans devices, optimizes manually, or
-            its steps return no loss that backward can start from.
+        WorkloadError: the module cannot be described, spans several devices or optimizes manually, or its steps return
+            no loss from which backward can start.
     """
     if steps < 1 or warmup < 0:
         raise WorkloadError(f"capture: needs steps >= 1 and warmup >= 0, got {steps} and {warmup}")
@@ -153,7 +157,7 @@ def _own_training_step(module: nn.Module) -> Callable[..., Any]:
 
 
 def _with_batch_index(step: Callable[..., Any]) -> Callable[[Any, int], Any]:
-    """As in Lightning, a step may leave the batch index out."""
+    """The step as a function of batch and batch index; as in Lightning, a step may omit the batch index."""
     try:
         inspect.signature(step).bind(None, 0)
     except TypeError:
@@ -173,16 +177,16 @@ def _device(module: nn.Module) -> torch.device:
 def _isolated(module: nn.Module) -> Iterator[None]:
     """Let steps run without a trainer, without other ranks, and with gradients.
 
-    What it overrides on the modules is undone by ``preserved`` around it.
+    The surrounding ``preserved`` restores what this overrides on the modules.
     """
     for part in module.modules():
         if hasattr(part, "automatic_optimization") and hasattr(part, "log_dict"):
-            # A LightningModule logs into its trainer's running loop, which is not there.
+            # A LightningModule logs into its trainer's running loop, but there is no trainer.
             vars(part).update(log=_log_nothing, log_dict=_log_nothing)
         if isinstance(part, nn.SyncBatchNorm):
-            # It exchanges statistics between ranks; its base class does the same alone.
+            # SyncBatchNorm exchanges statistics between ranks; its base class does the same without communication.
             vars(part).update(forward=MethodType(_BatchNorm.forward, part))
-    with torch.inference_mode(False):  # which turns gradients on as well
+    with torch.inference_mode(False):  # also enables gradients
         yield
 
 
@@ -198,7 +202,7 @@ def _measure(module: nn.Module, step: Callable[[], Any], clock: Clock, ready: di
     loss = _loss(step())
     if loss is None:
         return None
-    ready.clear()  # of what the step itself ran backward
+    ready.clear()  # drop marks of a backward that the step itself may have run
     forward_end = clock.mark()
     loss.backward()
     backward_end = clock.mark()
@@ -213,7 +217,7 @@ def _measure(module: nn.Module, step: Callable[[], Any], clock: Clock, ready: di
 
 
 def _loss(output: Any) -> Tensor | None:
-    """The loss that a training step returned, by Lightning's rules."""
+    """The loss in a training step's output, by Lightning's rules."""
     if output is None:
         return None
     loss = output.get("loss") if isinstance(output, Mapping) else output
@@ -232,7 +236,7 @@ def _loss(output: Any) -> Tensor | None:
 
 @contextmanager
 def _ready_marks(module: nn.Module, clock: Clock) -> Iterator[dict[nn.Parameter, Any]]:
-    """A mark per parameter, set whenever backward has completed its gradient."""
+    """Marks by parameter, each set when backward has completed the parameter's gradient."""
     marks: dict[nn.Parameter, Any] = {}
 
     def set_mark(parameter: Any) -> None:
@@ -275,10 +279,10 @@ def _summarize(described: Workload, measured: list[_Step]) -> Workload:
 
 
 def _with_gradients(variable: Variable, gradients: list[_Gradient], backward_time: float) -> Variable:
-    """The described variable with what its gradients showed; unchanged if it had none."""
+    """The variable with ready time, kind and rows from its gradients; unchanged if it had none."""
     if not gradients:
         return variable
-    # A gradient that only some, slower steps made may come after the median end of backward.
+    # A gradient that occurred only in slower steps may have a median beyond the median end of backward.
     ready = min(median(gradient.ready for gradient in gradients), backward_time)
     update: dict[str, Any] = {"ready": ready, "kind": "dense", "rows": None}
     touched = [gradient.rows for gradient in gradients if gradient.rows is not None]

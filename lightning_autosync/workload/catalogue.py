@@ -1,4 +1,4 @@
-"""Workloads of well-known models by name, from their description alone."""
+"""Workloads of well-known models by name, derived from their layers without running them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from lightning_autosync.workload.models import (
 from lightning_autosync.workload.spec import Workload
 
 FLOPS_PER_SECOND = 5e12
-"""About what a TITAN X or a T4, on which AutoSync was evaluated, sustains in float32."""
+"""Approximate sustained float32 rate of a TITAN X or a T4, on which AutoSync was evaluated."""
 
 _MODELS: dict[str, Callable[..., LayerTrace]] = {
     model.__name__: model
@@ -46,15 +46,15 @@ _MODELS: dict[str, Callable[..., LayerTrace]] = {
 
 
 def names() -> tuple[str, ...]:
-    """The models that ``build`` knows."""
+    """Names of the models that ``build`` knows."""
     return tuple(_MODELS)
 
 
 def arguments(name: str) -> dict[str, Any]:
-    """What can be chosen of a model, with the defaults.
+    """The arguments of a model with their defaults.
 
     Raises:
-        WorkloadError: if there is no such model.
+        WorkloadError: there is no such model.
     """
     parameters = inspect.signature(_model(name)).parameters
     return {key: parameter.default for key, parameter in parameters.items()}
@@ -63,17 +63,17 @@ def arguments(name: str) -> dict[str, Any]:
 def build(name: str, *, flops_per_second: float = FLOPS_PER_SECOND, **chosen: Any) -> Workload:
     """The workload of a known model, in float32.
 
-    Names and shapes are those of the public implementation. Times follow from the work of each
-    layer at ``flops_per_second``: backward takes twice as long as forward and visits the layers in
-    reverse; the optimizer's time is unknown (0).
+    Names and shapes are those of the public implementation. Times follow from the work of each layer at
+    ``flops_per_second``: backward takes twice as long as forward and visits the layers in reverse. The optimizer's time
+    is unknown (0).
 
     Args:
         name: one of ``names()``.
-        flops_per_second: sustained rate of one rank, two operations per multiply-accumulate.
-        chosen: ``batch_size`` (samples per rank and step) and what else ``arguments(name)`` lists.
+        flops_per_second: sustained rate of one rank, with two operations per multiply-accumulate.
+        chosen: ``batch_size`` (samples per rank and step) and other arguments of ``arguments(name)``.
 
     Raises:
-        WorkloadError: if the model or an argument is unknown, or a value is not allowed.
+        WorkloadError: the model or an argument is unknown, or a value is not allowed.
     """
     defaults = arguments(name)
     if not _is_rate(flops_per_second):
@@ -90,7 +90,11 @@ def _model(name: str) -> Callable[..., LayerTrace]:
 
 
 def _checked(model: str, key: str, value: Any, defaults: Mapping[str, Any]) -> Any:
-    """The value if it is of its default's type and, for sizes, at least one."""
+    """The value, if it has the type of its default and sizes are at least 1.
+
+    Raises:
+        WorkloadError: the argument is unknown, or its value is not allowed.
+    """
     if key not in defaults:
         allowed = ", ".join(("flops_per_second", *defaults))
         raise WorkloadError(f"{model}: unknown argument '{key}'; it takes {allowed}")

@@ -1,4 +1,4 @@
-"""A workload from a module's parameters alone, without running it."""
+"""Describes a workload by a module's parameters alone, without running the module."""
 
 from __future__ import annotations
 
@@ -14,31 +14,30 @@ from lightning_autosync.workload.spec import DTYPE_BYTES, DType, Variable, Workl
 
 EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 COMPILED = "_orig_mod"
-"""The attribute under which ``torch.compile`` keeps the module that it wraps."""
+"""Attribute under which ``torch.compile`` keeps the wrapped module."""
 
 
 IGNORED = "_ddp_params_and_buffers_to_ignore"
-"""The attribute in which a module names the parameters and buffers that ranks do not share, as for DDP."""
+"""Attribute in which a module names the parameters and buffers that DDP, and this package, must not synchronize."""
 
 
 def shared_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """``named_parameters()`` but for those that the module tells DDP to ignore."""
+    """``named_parameters()`` without those that the module tells DDP to ignore."""
     ignored = frozenset(getattr(module, IGNORED, ()))
     return (found for found in module.named_parameters() if found[0] not in ignored)
 
 
 def shared_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """``named_buffers()`` but for those that the module tells DDP to ignore."""
+    """``named_buffers()`` without those that the module tells DDP to ignore."""
     ignored = frozenset(getattr(module, IGNORED, ()))
     return (found for found in module.named_buffers() if found[0] not in ignored)
 
 
 def variable_names(module: nn.Module, also: Container[nn.Parameter] = ()) -> list[tuple[str, nn.Parameter]]:
-    """The trainable parameters and the names that plans know them by.
+    """The trainable parameters with their names in plans, in ``named_parameters()`` order.
 
-    They come in ``named_parameters()`` order: frozen ones are left out but for those in ``also``, and so are those
-    that the module tells DDP to ignore; tied ones appear once, and compiling the module or a part of it changes no
-    name.
+    Frozen parameters are left out except those in ``also``, and so are parameters that the module tells DDP to ignore.
+    Tied parameters appear once. Compiling the module or a part of it does not change the names.
     """
     return [
         (".".join(part for part in name.split(".") if part != COMPILED), parameter)
@@ -48,20 +47,20 @@ def variable_names(module: nn.Module, also: Container[nn.Parameter] = ()) -> lis
 
 
 def describe(module: nn.Module, name: str | None = None, also: Container[nn.Parameter] = ()) -> Workload:
-    """The workload of ``module`` as far as its parameters tell: all times are unknown.
+    """The workload of ``module`` without times.
 
-    A parameter that only embeddings with ``sparse=True`` hold is ``sparse``; all others are
-    ``dense``, as only a run shows which rows it touches (see ``capture``). A complex parameter is
-    described as reals with a last axis of two, the real and the imaginary part.
+    A parameter that belongs only to embeddings with ``sparse=True`` is ``sparse``. All others are ``dense``, because
+    only a run shows which rows they touch (see ``capture``). A complex parameter is described as reals with an
+    additional last axis of two: the real and the imaginary part.
 
     Args:
-        module: any module, a ``LightningModule`` included.
+        module: any module, for example a ``LightningModule``.
         name: name of the workload; the class name by default.
-        also: frozen parameters that it describes too, for they train at times.
+        also: frozen parameters to describe as well, because they are trained at other times.
 
     Raises:
-        WorkloadError: if nothing is trainable, a dtype cannot be synchronized, or a lazy part has
-            not met its first batch.
+        WorkloadError: no parameter is trainable, a dtype cannot be synchronized, or a lazy module has not yet seen its
+            first batch.
     """
     tensors = chain(module.parameters(), module.buffers())
     if any(is_lazy(tensor) for tensor in tensors):
@@ -82,7 +81,7 @@ def describe(module: nn.Module, name: str | None = None, also: Container[nn.Para
 
 
 def parameter_owners(module: nn.Module) -> dict[Tensor, list[nn.Module]]:
-    """The modules that hold each parameter directly; a tied one has several."""
+    """The modules that own each parameter directly; a tied parameter has several."""
     owners: dict[Tensor, list[nn.Module]] = defaultdict(list)
     for part in module.modules():
         for parameter in part.parameters(recurse=False):
@@ -91,16 +90,16 @@ def parameter_owners(module: nn.Module) -> dict[Tensor, list[nn.Module]]:
 
 
 def shortened_rows(module: nn.Module) -> set[Tensor]:
-    """Weights of tables with ``max_norm``: a forward pass shortens the rows that it reads, on each rank other ones."""
+    """Weights of embeddings with ``max_norm``: a forward pass rescales the rows that it reads, which differ by rank."""
     tables = [part for part in module.modules() if isinstance(part, EMBEDDINGS)]
     return {table.weight for table in tables if table.max_norm is not None}
 
 
 def dtype_name(variable: str, tensor: Tensor) -> DType:
-    """The document's name of a tensor's dtype; of a complex one, that of its parts.
+    """The name of a tensor's dtype in documents; for a complex tensor the dtype of its parts.
 
     Raises:
-        WorkloadError: if gradients of this dtype are not synchronized.
+        WorkloadError: gradients of this dtype cannot be synchronized.
     """
     name = str(tensor.dtype.to_real()).removeprefix("torch.")
     if name not in DTYPE_BYTES:
@@ -109,7 +108,7 @@ def dtype_name(variable: str, tensor: Tensor) -> DType:
 
 
 def title(module: nn.Module) -> str:
-    """The class of a module, seen through ``torch.compile``."""
+    """The class name of a module, without the wrapper of ``torch.compile``."""
     return type(getattr(module, COMPILED, module)).__name__
 
 

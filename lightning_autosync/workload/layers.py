@@ -1,7 +1,7 @@
-"""The layer vocabulary of the catalogue: follow one batch's shape through a network, layer by layer.
+"""The layers of the catalogue's models: follow the shape of one batch through a network, layer by layer.
 
-Cost is counted in multiply-accumulates (MACs) of the products alone; norms, activations and pooling
-are free, as is usual when models are compared.
+Cost is counted in multiply-accumulates (MACs) of products alone. Norms, activations and pooling are free, as usual in
+comparisons of models.
 """
 
 from __future__ import annotations
@@ -19,28 +19,27 @@ Extent = int | tuple[int, int]
 
 FLOPS_PER_MAC = 2
 BACKWARD_PER_FORWARD = 2
-"""Backward makes two products, for the gradients of inputs and of weights, where forward makes one."""
+"""Backward needs two products, for the gradients of inputs and of weights, for each product of forward."""
 
 
 @dataclass(frozen=True)
 class Layer:
-    """What one layer holds, and the MACs of a batch's forward pass through it."""
+    """The variables of one layer, and the MACs of a batch's forward pass through it."""
 
     variables: tuple[Variable, ...]
     macs: int
 
 
 class LayerTrace:
-    """The shape of a batch of activations on its way through a network.
+    """The shape of a batch of activations on its way through a network; records the layers in forward order.
 
-    Every layer that it passes is noted, in forward order. ``fork`` follows a branch or a shortcut.
+    ``fork`` follows a branch or a shortcut.
 
     Attributes:
-        batch_size: samples.
-        channels: features at each position.
-        size: positions of a sample: ``(height, width)`` of an image, ``(tokens,)`` of a text, ``()`` of
-            a vector.
-        layers: all layers noted so far, those of every fork included.
+        batch_size: number of samples.
+        channels: number of features at each position.
+        size: positions of a sample: ``(height, width)`` of an image, ``(tokens,)`` of a text, ``()`` of a vector.
+        layers: all layers recorded so far, including those of every fork.
     """
 
     def __init__(self, batch_size: int, channels: int, *size: int) -> None:
@@ -51,15 +50,15 @@ class LayerTrace:
 
     @property
     def positions(self) -> int:
-        """Positions of the whole batch."""
+        """Number of positions in the whole batch."""
         return self.batch_size * math.prod(self.size)
 
     def fork(self) -> LayerTrace:
-        """A branch that goes on from here."""
+        """A branch that starts here and records into the same list of layers."""
         return copy.copy(self)
 
     def join(self, branches: Iterable[LayerTrace]) -> LayerTrace:
-        """Go on with the branches' channels side by side."""
+        """Continue with the concatenated channels of the branches."""
         branches = list(branches)
         self.size = branches[0].size
         self.channels = sum(branch.channels for branch in branches)
@@ -75,7 +74,7 @@ class LayerTrace:
         padding: Extent | None = None,
         bias: bool = False,
     ) -> LayerTrace:
-        """A 2-D convolution; by default padded so that a stride of one keeps the size."""
+        """A 2-D convolution; the default padding keeps the size if the stride is 1."""
         kernel = _pair(kernel)
         self.pool(kernel, stride, (kernel[0] // 2, kernel[1] // 2) if padding is None else padding)
         weight = (channels, self.channels, *kernel)
@@ -84,7 +83,7 @@ class LayerTrace:
         return self
 
     def linear(self, name: str, channels: int, *, bias: bool = True, transposed: bool = False) -> LayerTrace:
-        """A product at every position; its weight is (out, in), or (in, out) if ``transposed``."""
+        """A linear layer at every position; its weight is (out, in), or (in, out) if ``transposed``."""
         weight = (self.channels, channels) if transposed else (channels, self.channels)
         self._note(name, weight, channels if bias else None, self.positions * math.prod(weight))
         self.channels = channels
@@ -96,7 +95,7 @@ class LayerTrace:
         return self
 
     def embedding(self, name: str, rows: int, rows_touched: float) -> LayerTrace:
-        """A table of ``rows`` vectors of this flow's width, of which a step looks up ``rows_touched``."""
+        """A table of ``rows`` vectors with ``channels`` features, of which a step looks up ``rows_touched``."""
         sparse = is_row_sparse(rows_touched, rows)
         table = Variable(
             name=f"{name}.weight",
@@ -108,16 +107,20 @@ class LayerTrace:
         return self
 
     def product(self, macs: int) -> LayerTrace:
-        """A product that has no variable of its own."""
+        """A product without variables of its own."""
         self.layers.append(Layer((), macs))
         return self
 
     def attention(self) -> LayerTrace:
-        """Scores of every token with every token, and their weighted sums."""
+        """The two products of attention: scores of all pairs of tokens, and the weighted sums."""
         return self.product(2 * self.positions * math.prod(self.size) * self.channels)
 
     def pool(self, kernel: Extent, stride: int = 1, padding: Extent = 0) -> LayerTrace:
-        """A window sliding over an image."""
+        """A sliding window over an image.
+
+        Raises:
+            WorkloadError: no position is left.
+        """
         self.size = tuple(
             (length + 2 * p - k) // stride + 1
             for length, k, p in zip(self.size, _pair(kernel), _pair(padding), strict=True)
@@ -127,19 +130,19 @@ class LayerTrace:
         return self
 
     def flatten(self) -> LayerTrace:
-        """All positions of a sample side by side."""
+        """Concatenate the features of all positions of a sample."""
         self.channels *= math.prod(self.size)
         return self.gather()
 
     def gather(self, *size: int) -> LayerTrace:
-        """Pool to a given size; to one position by default."""
+        """Pool to a given size, by default to one position."""
         self.size = size
         return self
 
     def workload(self, name: str, flops_per_second: float) -> Workload:
-        """The workload of the layers passed, at a sustained computing rate.
+        """The workload of the recorded layers, at a sustained rate.
 
-        A layer's gradients are ready once backward has gone from the end of the network through it.
+        A layer's gradients are ready when backward, which starts at the end of the network, has passed the layer.
         """
         forward = [FLOPS_PER_MAC * layer.macs / flops_per_second for layer in self.layers]
         ready = list(accumulate(BACKWARD_PER_FORWARD * time for time in reversed(forward)))
@@ -160,7 +163,7 @@ class LayerTrace:
 def distinct(draws: int, rows: int) -> float:
     """Expected number of distinct rows among ``draws`` uniform draws with replacement.
 
-    Real look-ups favour few rows, so that this is about the most that a step touches.
+    Real look-ups prefer a few rows, so this is about the largest number that a step touches.
     """
     return -rows * math.expm1(draws * math.log1p(-1 / rows)) if rows > 1 else min(draws, 1)
 

@@ -1,7 +1,7 @@
-"""Well-known models described by their layers, with the names and shapes of their public implementations.
+"""Well-known models as sequences of layers, with the names and shapes of their public implementations.
 
-Each function follows one batch through the model and returns the `LayerTrace`. Its keyword arguments, all with
-defaults, are what the catalogue lets a user choose.
+Each function follows one batch through the model and returns the `LayerTrace`. Its keyword arguments, which all have
+defaults, are the arguments that the catalogue offers.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from lightning_autosync.workload.layers import Extent, LayerTrace, distinct
 
 
 def vgg16(*, batch_size: int = 32, resolution: int = 224, classes: int = 1000) -> LayerTrace:
-    """VGG-16 (Simonyan and Zisserman, ICLR 2015, configuration D): three quarters of it is one matrix."""
+    """VGG-16 (Simonyan and Zisserman, ICLR 2015, configuration D): one matrix has three quarters of all parameters."""
     image = LayerTrace(batch_size, 3, resolution, resolution)
     index = 0
     for width, depth in ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3)):
@@ -120,7 +120,7 @@ def _conv(
 
 
 def _chain(image: LayerTrace, name: str, *convolutions: tuple[str, int, Extent]) -> LayerTrace:
-    """A branch of convolutions, each given by (suffix of its name, channels, kernel)."""
+    """A branch of convolutions, each given as (suffix of its name, channels, kernel)."""
     branch = image.fork()
     for suffix, channels, kernel in convolutions:
         _conv(branch, f"{name}.{suffix}", channels, kernel)
@@ -184,7 +184,7 @@ BERT_POSITIONS = 512
 
 
 def bert_base(*, batch_size: int = 32, layers: int = 12, tokens: int = 128, vocab: int = 30_522) -> LayerTrace:
-    """BERT-base (Devlin et al., NAACL 2019), encoder and pooler; ``layers`` gives the shortened ones too."""
+    """BERT-base (Devlin et al., NAACL 2019), encoder and pooler; smaller ``layers`` give the shortened variants."""
     return _bert(768, batch_size, layers, tokens, vocab)
 
 
@@ -214,10 +214,10 @@ def _bert(width: int, batch_size: int, layers: int, tokens: int, vocab: int) -> 
 def gpt(
     *, batch_size: int = 8, layers: int = 12, width: int = 768, vocab: int = 50_257, context: int = 1024
 ) -> LayerTrace:
-    """GPT-2 (Radford et al., 2019; the defaults are its small size) on full contexts, its head tied.
+    """GPT-2 (Radford et al., 2019; the defaults are its small size) on full contexts, with a tied head.
 
-    The head's product gives the token table a dense gradient, which the look-up, backward's last
-    act, completes.
+    The head's product gives the token table a dense gradient. The gradient is complete only at the very end of
+    backward, which reaches the look-up last.
     """
     text = LayerTrace(batch_size, width, context)
     text.embedding("transformer.wte", vocab, rows_touched=vocab)
@@ -239,10 +239,10 @@ def ncf(
     factors: int = 64,
     hidden: tuple[int, ...] = (256, 256, 128, 64),
 ) -> LayerTrace:
-    """Neural collaborative filtering (NeuMF of He et al., WWW 2017), named as in MLPerf's reference.
+    """Neural collaborative filtering (NeuMF of He et al., WWW 2017), with names as in MLPerf's reference.
 
-    Users and items default to those of MovieLens-20M. Embeddings come in pairs: ``factors`` wide for
-    the factorization, half of ``hidden[0]`` wide for the perceptron.
+    Users and items default to those of MovieLens-20M. Both have two embeddings: one of width ``factors`` for the
+    factorization, and one of width ``hidden[0] // 2`` for the perceptron.
     """
     pairs = LayerTrace(batch_size, factors)
     for prefix, width in (("mf", factors), ("mlp", hidden[0] // 2)):

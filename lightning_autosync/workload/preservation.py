@@ -1,4 +1,4 @@
-"""Running a module without leaving a trace in it."""
+"""Runs a module without changing its state."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ Undo = Callable[[], None]
 
 @contextmanager
 def preserved(*objects: Any, without: Iterable[Tensor] = ()) -> Iterator[None]:
-    """Give modules, tensors and the random generators back as they were, also after an error.
+    """Restore modules, tensors and the random generators at the end of the block, also after an error.
 
-    Restored are values and identities of everything that ``objects`` reach through modules'
-    attributes and plain containers: parameters, buffers, training modes, counters, lists, metric
-    states. What lies behind other objects (an open file, a trainer) is left alone. Gradients are
-    set aside: inside, every tensor starts without one. Costs one copy of every tensor reached.
+    This restores values and identities of everything that ``objects`` reach through attributes of modules and plain
+    containers: parameters, buffers, training modes, counters, lists, metric states. State behind other objects (an open
+    file, a trainer) is not restored. Gradients are set aside, so every tensor starts the block without one. The cost is
+    one copy of every tensor.
 
     Args:
-        objects: what is given back.
-        without: tensors that are left to the caller.
+        objects: objects to restore.
+        without: tensors to leave to the caller.
     """
     with _preserved_random_state(), ExitStack() as undo:
         _remember(objects, undo, {id(tensor) for tensor in without})
@@ -46,7 +46,7 @@ def _preserved_random_state() -> Iterator[None]:
 
 
 def _remember(objects: tuple[Any, ...], undo: ExitStack, seen: set[int]) -> None:
-    """Note for ``undo`` how to bring back the present state of all that ``objects`` reach."""
+    """Register callbacks in ``undo`` that restore the current state of everything that ``objects`` reach."""
     pending = list(objects)
     while pending:
         value = pending.pop()
@@ -102,7 +102,7 @@ def _remember_dict(values: dict[Any, Any]) -> Undo:
     before = dict(values)
 
     def restore() -> None:
-        # Most dictionaries are modules' attributes that no step changes: leave those untouched.
+        # Most dictionaries are attributes of modules that no step changes; those stay untouched.
         if list(values) != list(before) or not all(map(operator.is_, values.values(), before.values())):
             values.clear()
             values.update(before)

@@ -1,4 +1,4 @@
-"""A described workload made smaller or larger, its structure kept."""
+"""Scales a workload without changing its structure."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from lightning_autosync.errors import WorkloadError
 from lightning_autosync.workload.spec import Variable, Workload
 
 WIDTHS = 2
-"""The leading axes of a weight are widths (features out and in, rows and features); the others are its kernel."""
+"""Number of leading axes of a weight that are widths (features out and in, rows and features); the rest is a kernel."""
 
 
 def scaled(workload: Workload, factor: float) -> Workload:
-    """The workload with about ``factor`` times the bytes and the time of computation.
+    """The workload with about ``factor`` times the bytes and the computation time.
 
-    Widths and table rows, and of these the touched ones, are multiplied by the root of the factor, as in a network
-    ``sqrt(factor)`` times as wide: the work of its products shrinks with its weights. Names, number of variables,
-    kernels and the order of gradients stay.
+    Widths, table rows and touched rows are multiplied by ``sqrt(factor)``, as in a network that is wider by this ratio:
+    the work of its products scales with its weights. Names, number of variables, kernels and the order of gradients
+    stay.
 
     Raises:
-        WorkloadError: the factor is not above zero.
+        WorkloadError: the factor is not above zero or not finite.
     """
     _check_above_zero("scale", factor)
     root = math.sqrt(factor)
@@ -29,10 +29,10 @@ def scaled(workload: Workload, factor: float) -> Workload:
 
 
 def with_compute(workload: Workload, seconds: float) -> Workload:
-    """The workload with forward and backward taking ``seconds`` together, in the same proportions.
+    """The workload with all times scaled so that forward and backward together take ``seconds``.
 
     Raises:
-        WorkloadError: the workload's own times are unknown, or ``seconds`` is not above zero.
+        WorkloadError: the workload's times are unknown, or ``seconds`` is not above zero or not finite.
     """
     _check_above_zero("compute", seconds)
     known = workload.forward_time + workload.backward_time

@@ -1,4 +1,4 @@
-"""The workload: what a model asks of synchronization, as a document."""
+"""`Workload`: the variables and times of a model's training step, as a document."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ Name = Annotated[str, Field(min_length=1)]
 DTYPE_BYTES: dict[str, int] = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 
 ROW_SPARSE_SHARE = 0.5
-"""A dense gradient counts as row-sparse when a step touches less than this share of its rows."""
+"""Share of touched rows below which a dense gradient counts as row-sparse."""
 
 MOST_AXES = 64
-"""Of a variable; torch has no more."""
+"""Largest number of axes of a variable, which is torch's limit."""
 LONGEST = 1e12
-"""Seconds of anything that a step does."""
+"""Largest time in seconds of any part of a step."""
 Time = Annotated[NonNegativeFloat, Field(le=LONGEST)]
 
 READY_SLACK = 0.01
-"""Share of the backward time by which a ready time may exceed it: hand-written times are rounded."""
+"""Share of the backward time by which a ready time may exceed it, because hand-written times are rounded."""
 
 
 def is_row_sparse(rows_touched: float, rows: int) -> bool:
@@ -37,17 +37,17 @@ def is_row_sparse(rows_touched: float, rows: int) -> bool:
 
 
 class Variable(Record):
-    """One trainable parameter, and what is known of its gradient.
+    """One trainable parameter and its gradient.
 
     Attributes:
-        name: its name in ``named_parameters()``.
-        shape: its extent along each axis; ``()`` for a scalar.
-        dtype: its floating dtype, which its gradient shares.
-        kind: form of the gradient: ``dense``, ``sparse`` (a sparse COO tensor), or ``row_sparse`` (a
-            dense tensor of which a step touches few rows).
-        ready: seconds from the start of backward until the gradient is complete; ``None`` if
-            unknown, or if the loss does not depend on the parameter.
-        rows: mean number of rows touched per step; ``None`` if unknown. Sparse kinds only.
+        name: name in ``named_parameters()``.
+        shape: size along each axis; ``()`` for a scalar.
+        dtype: floating-point dtype of the parameter and its gradient.
+        kind: form of the gradient: ``dense``, ``sparse`` (a sparse COO tensor), or ``row_sparse`` (a dense tensor of
+            which a step touches few rows).
+        ready: seconds from the start of backward until the gradient is complete; ``None`` if unknown, or if the loss
+            does not depend on the parameter.
+        rows: mean number of rows touched per step, for sparse kinds; ``None`` if unknown.
     """
 
     name: Name
@@ -69,7 +69,7 @@ class Variable(Record):
 
     @property
     def bytes(self) -> int:
-        """Bytes of the whole (dense) gradient."""
+        """Bytes of the whole gradient as a dense tensor."""
         return self.numel * self.dtype_bytes
 
     @model_validator(mode="after")
@@ -88,11 +88,11 @@ class Variable(Record):
 
 
 class Workload(Document):
-    """What one training step of a model computes and must synchronize.
+    """The computation times of a model's training step, and the variables that it synchronizes.
 
     Attributes:
-        name: what people call the model.
-        variables: the trainable parameters in ``named_parameters()`` order, a tied one once.
+        name: name of the model.
+        variables: the trainable parameters in ``named_parameters()`` order; a tied parameter occurs once.
         forward_time: seconds of the forward pass; 0 if unknown.
         backward_time: seconds of the backward pass; 0 if unknown.
         optimizer_time: seconds of the optimizer step; 0 if unknown.
@@ -114,17 +114,17 @@ class Workload(Document):
 
     @property
     def dtype_bytes(self) -> int:
-        """Bytes of one element, in the dtype that most of the gradients' bytes have."""
+        """Bytes of one element in the dtype with the most bytes of gradients."""
         held: Counter[str] = Counter()
         for variable in self.variables:
             held[variable.dtype] += variable.bytes
         return DTYPE_BYTES[held.most_common(1)[0][0]]
 
     def variable(self, name: str) -> Variable:
-        """The variable of that name.
+        """The variable with this name.
 
         Raises:
-            WorkloadError: if there is none.
+            WorkloadError: there is no such variable.
         """
         try:
             return self._by_name[name]
@@ -135,8 +135,8 @@ class Workload(Document):
     def ready_order(self) -> tuple[str, ...]:
         """Names in the order in which backward completes their gradients.
 
-        By ready time; equal times, and those without one (which come last), in reverse order of
-        ``variables``, as backward walks a model from its end.
+        They are sorted by ready time; variables without one come last. Ties are in reverse order of ``variables``,
+        because backward starts at the end of a model.
         """
         backwards = reversed(self.variables)
         by_time = sorted(backwards, key=lambda v: math.inf if v.ready is None else v.ready)
@@ -144,7 +144,7 @@ class Workload(Document):
 
     @cached_property
     def variables_fingerprint(self) -> str:
-        """Digest of names and shapes, to which a plan is bound; dtypes and times may change under it."""
+        """Digest of names and shapes, to which a plan is bound; it does not depend on dtypes and times."""
         return digest([[variable.name, list(variable.shape)] for variable in self.variables])
 
     @cached_property

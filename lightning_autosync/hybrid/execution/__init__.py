@@ -1,1 +1,1 @@
-"""Running a hybrid plan: operators on parts of their inputs and parameters, and values that change layout between."""
+"""Execution of hybrid plans: operators on parts of their inputs and parameters, and changes of layout between them."""

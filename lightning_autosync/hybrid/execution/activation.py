@@ -1,9 +1,10 @@
-"""`Activation`: a value between layers that does not lie as code outside of layers expects it.
+"""`Activation`: a value between layers in another layout than code outside of layers expects.
 
-To code outside of layers every value looks as under data parallelism: each rank has its own samples, whole. A value in
-another layout is an `Activation`, which has the shape that it would have there. Functions that are known to compute
-the same on parts as on the whole (elementwise ones, reshapes, attention over whole heads, ...) work on the rank's
-part; all others get the value brought home first. So unknown code is slow at worst, and never wrong.
+To code outside of layers every value looks as in data parallelism: each rank has its own samples as a whole (the home
+layout). A value in another layout is an `Activation`, which reports the shape of the home layout. Functions that are
+known to compute the same on parts as on the whole (element-wise ones, reshapes, attention over whole heads, ...) work
+on the rank's part. For all others the value is first converted to the home layout. So unknown code may be slow, but its
+results are correct.
 """
 
 from __future__ import annotations
@@ -24,11 +25,12 @@ from lightning_autosync.hybrid.execution.random_streams import RandomStreams
 
 
 class Surroundings:
-    """What the values of one split model share.
+    """State shared by all values of one split model.
 
     Attributes:
-        mesh: the ranks.
-        streams: their random numbers.
+        mesh: the mesh of the ranks.
+        streams: the ranks' random numbers.
+        home_states: states of the home layout.
     """
 
     def __init__(self, mesh: LiveMesh, streams: RandomStreams) -> None:
@@ -38,18 +40,18 @@ class Surroundings:
         self._changed: Any = WeakTensorKeyDictionary()
 
     def home(self, rows: int | None = 0) -> Layout:
-        """The layout of what code outside of layers has."""
+        """The home layout, in which code outside of layers sees values."""
         return Layout(self.home_states, rows)
 
     def change(self, value: Tensor, source: Layout, states: Sequence[State]) -> Tensor:
-        """`change_layout`, once for all layers that need the same value alike."""
+        """`change_layout`, but once for all layers that need the same value in the same layout."""
         goal = tuple(states)
         if goal == source.states:
             return value
         return self._once(value, (source, goal), lambda: change_layout(value, source, goal, self.mesh))
 
     def autocast(self, value: Tensor) -> Tensor:
-        """The value in the type in which products are taken under autocast, if that is on."""
+        """The value in the dtype of products under autocast, if autocast is enabled."""
         kind = value.device.type
         if not (torch.is_autocast_enabled(kind) and value.dtype is torch.float32):
             return value
@@ -57,11 +59,12 @@ class Surroundings:
         return self._once(value, (dtype,), lambda: value.to(dtype))
 
     def forget(self) -> None:
-        """Let go of what was made of values in other layouts."""
+        """Clear the cache of converted values."""
         self._changed.clear()
 
     def _once(self, value: Tensor, what: tuple[object, ...], make: Callable[[], Tensor]) -> Tensor:
-        # A backward pass that runs a part of the forward pass again must not find what the first run made.
+        # Activation checkpointing runs a part of the forward pass again during backward. It must not reuse cached
+        # values of the first run, which belong to that run's autograd graph.
         if torch._C._current_graph_task_id() != -1:
             return make()
         key = (value._version, torch.is_grad_enabled(), *what)
@@ -73,17 +76,17 @@ class Surroundings:
         return known[key]
 
     def wrap(self, local: Tensor, layout: Layout) -> Tensor:
-        """What code outside of layers gets for a rank's part of a value: the part itself if it lies at home."""
+        """A rank's part of a value for code outside of layers: a plain tensor at home, otherwise an activation."""
         return local if layout.home else Activation(local, layout, self)
 
 
 class Activation(Tensor):
-    """A rank's part of a value, under the shape that the value has at home.
+    """A rank's part of a value, with the shape of the value in the home layout.
 
     Attributes:
         local: the rank's part.
-        placement: how it lies over the mesh.
-        surroundings: the split model's.
+        placement: layout of the value.
+        surroundings: surroundings of the split model.
     """
 
     local: Tensor
@@ -98,12 +101,12 @@ class Activation(Tensor):
         return made
 
     def home(self) -> Tensor:
-        """[its shape] the plain tensor of this rank's own samples; collective."""
+        """[shape] the plain tensor of this rank's own samples; collective."""
         around = self.surroundings
         return around.change(self.local, self.placement, around.home_states)
 
     def become(self, other: Tensor) -> Activation:
-        """Take another value's place, as a function that changes its argument does."""
+        """Become another value, as the argument of an in-place function does; returns self."""
         if isinstance(other, Activation):
             self.local, self.placement = other.local, other.placement
         else:
@@ -141,7 +144,7 @@ def run_at_home(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[s
     plain_args, plain_kwargs = bring_home((tuple(args), dict(kwargs)))
     name = getattr(func, "__name__", "")
     if changed is not None and name.endswith("_") and not name.endswith("__"):
-        # The change must not reach the tensor that the change of layout was made of.
+        # Work on a copy, because the converted tensor may be cached or share memory with the original.
         value = plain_args[0].clone()
         func(value, *plain_args[1:], **plain_kwargs)
         return changed.become(value)
@@ -149,7 +152,7 @@ def run_at_home(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[s
 
 
 def bring_home(tree: Any) -> Any:
-    """Lists, tuples, mappings and what lies in them, with plain tensors in place of activations."""
+    """Nested containers (lists, tuples, mappings) with activations replaced by plain tensors; collective."""
     leaves, structure = tree_flatten(tree)
     if not any(isinstance(leaf, Activation) for leaf in leaves):
         return tree

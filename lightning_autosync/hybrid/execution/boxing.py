@@ -1,4 +1,4 @@
-"""Changes of a value's layout, with their gradients."""
+"""Differentiable changes of a value's layout."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ def change_layout(value: Tensor, source: Layout, states: Sequence[State], mesh: 
 
     Args:
         value: this rank's part in the layout ``source``.
-        states: of the result; axes and parts stay.
+        source: layout of the value.
+        states: states of the result; axes and parts stay.
+        mesh: the mesh.
     """
     for move in moves(source, tuple(states), mesh.sizes):
         value = _Change.apply(value, move, mesh)
@@ -26,12 +28,12 @@ def change_layout(value: Tensor, source: Layout, states: Sequence[State], mesh: 
 
 
 class _Change(torch.autograd.Function):
-    """One move of the value, and the opposite one of its gradient."""
+    """One move of a value; backward makes the opposite move of its gradient."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, move: Move, mesh: LiveMesh) -> Tensor:
         ctx.move, ctx.mesh = move, mesh
-        # Autograd takes views for what they are not here; what follows may change the result in place.
+        # ``data`` hides views from autograd, which refuses in-place changes of views that a Function returns.
         return move_value(value, move, mesh).data
 
     @staticmethod
@@ -40,14 +42,14 @@ class _Change(torch.autograd.Function):
 
 
 def move_value(value: Tensor, move: Move, mesh: LiveMesh) -> Tensor:
-    """What a rank has of a value after a move."""
+    """A rank's part of a value after a move."""
     return _operate(value, move.kind, move.dimension, move.take, move.put, mesh)
 
 
 def move_gradient(gradient: Tensor, move: Move, mesh: LiveMesh) -> Tensor:
-    """The gradient of a value before a move, from the one after it."""
+    """The gradient of a value before a move, from its gradient after the move."""
     ranks = mesh.sizes[move.dimension]
-    # The loss of a rank is scaled where the gradient is smaller: before it is gathered, or after it is summed.
+    # Scale the gradient where it is smaller: before it is gathered, or after it is summed.
     if move.scale == "divide":
         gradient = gradient / ranks
     gradient = _operate(gradient, move.back, move.dimension, move.put, move.take, mesh)
@@ -82,7 +84,7 @@ def _operate(
 
 
 def take_blocks(value: Tensor, place: Place, ranks: int) -> Tensor:
-    """[ranks, ...] the blocks of a value that lie side by side at a place; a view if memory allows it."""
+    """[ranks, ...] the ranks' blocks of a value at a position; a view if the strides allow it."""
     before, after = value.shape[: place.axis], value.shape[place.axis + 1 :]
     extent = value.shape[place.axis] // ranks
     apart = value.reshape(*before, place.outer, ranks, extent // place.outer, *after)

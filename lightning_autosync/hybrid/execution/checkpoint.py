@@ -1,4 +1,4 @@
-"""States of split models and their optimizers as those of the unsplit model, and back."""
+"""Converts states of split models and their optimizers to those of the unsplit model, and back."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def model_state(split: SplitModel, keep: bool) -> dict[str, Any]:
     """The ``state_dict()`` of the unsplit module, on the CPU; collective.
 
     Args:
-        split: the model.
-        keep: whether this rank is to have it; the others get an empty one.
+        split: the split model.
+        keep: whether to return it on this rank; other ranks return an empty one.
     """
     parts = {part.parameter.data_ptr(): part.shard for part in split.parts.values() if part.shard.cuts}
     found = {}
@@ -31,7 +31,7 @@ def model_state(split: SplitModel, keep: bool) -> dict[str, Any]:
 
 
 def load_model_state(split: SplitModel, state: Mapping[str, Any], strict: bool = True) -> None:
-    """Take a ``state_dict()`` of the unsplit module; each rank its parts."""
+    """Load a ``state_dict()`` of the unsplit module; each rank takes its parts."""
     parts = {part.parameter: part.shard for part in split.parts.values()}
     shards = {name: parts[parameter] for name, parameter in split.module.named_parameters(remove_duplicate=False)}
     split.module.load_state_dict(
@@ -43,13 +43,13 @@ def optimizer_state(split: SplitModel, optimizer: Optimizer, keep: bool) -> dict
     """The ``state_dict()`` of an optimizer of the unsplit module, on the CPU; collective.
 
     Args:
-        split: the model.
-        optimizer: of its parameters.
-        keep: whether this rank is to have it; the others get an empty one.
+        split: the split model.
+        optimizer: an optimizer of its parameters.
+        keep: whether to return it on this rank; other ranks return an empty one.
 
     Raises:
-        PlanError: the optimizer keeps tensors of another shape than a parameter's, of which nobody knows how they
-            belong together.
+        PlanError: the optimizer keeps tensors with other shapes than the parameters', so it is unknown how to merge the
+            ranks' parts.
     """
     saved = optimizer.state_dict()
     found: dict[int, dict[str, Any]] = {}
@@ -64,7 +64,7 @@ def optimizer_state(split: SplitModel, optimizer: Optimizer, keep: bool) -> dict
 
 
 def load_optimizer_state(split: SplitModel, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Take a ``state_dict()`` of an optimizer of the unsplit module; each rank its parts."""
+    """Load a ``state_dict()`` of an optimizer of the unsplit module; each rank takes its parts."""
     shards = list(_shards(split, optimizer))
     cut = {
         index: {key: _cut(key, value, shards[index]) for key, value in entries.items()}
@@ -74,7 +74,7 @@ def load_optimizer_state(split: SplitModel, optimizer: Optimizer, state: Mapping
 
 
 def make_whole(split: SplitModel, optimizers: list[Optimizer]) -> None:
-    """Restore the module, and let its optimizers go on with it; collective."""
+    """Undo the split of the module and convert its optimizers' states accordingly; collective."""
     for optimizer in optimizers:
         for index, shard in enumerate(_shards(split, optimizer)):
             entries = optimizer.state.get(_parameters(optimizer)[index], {})

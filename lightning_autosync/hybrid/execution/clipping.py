@@ -1,4 +1,4 @@
-"""Clipping by the norm of all gradients of a split model."""
+"""Gradient clipping by the total norm for split models."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from lightning_autosync.hybrid.execution.split_model import SplitModel
 
 
 def gradient_norm(split: SplitModel, parameters: Iterable[nn.Parameter]) -> Tensor:
-    """[] the Euclidean norm of the whole gradient of parameters of which ranks have parts; collective.
+    """[] the Euclidean norm of the whole gradient of parameters that may be cut; collective.
 
     Args:
-        split: the model.
-        parameters: some of its own, the same on all ranks; others are taken to be the same on all ranks.
+        split: the split model.
+        parameters: the same parameters on all ranks. Those that are not the model's are assumed to be equal on all
+            ranks.
     """
     parts = {part.parameter: part for part in split.parts.values()}
     found = [parameter for parameter in parameters if parameter.grad is not None]
@@ -24,7 +25,7 @@ def gradient_norm(split: SplitModel, parameters: Iterable[nn.Parameter]) -> Tens
     total = torch.zeros((), dtype=torch.float64, device=device)
     if found:
         norms = torch.stack(torch._foreach_norm([parameter.grad for parameter in found]))  # type: ignore[misc]
-        # A part that several ranks have counts once in all.
+        # Weight each part by 1 / (number of ranks that have it), so that it counts once in the sum over all ranks.
         pieces = [parts[parameter].shard.pieces if parameter in parts else 1 for parameter in found]
         shares = [count / split.plan.world_size for count in pieces]
         total += (norms.double().square() * torch.tensor(shares, dtype=torch.float64, device=device)).sum()
@@ -33,10 +34,10 @@ def gradient_norm(split: SplitModel, parameters: Iterable[nn.Parameter]) -> Tens
 
 
 def clip_gradients(split: SplitModel, parameters: Iterable[nn.Parameter], most: float) -> Tensor:
-    """Scale gradients so that their norm is at most ``most``, as ``torch.nn.utils.clip_grad_norm_`` does; collective.
+    """Scale gradients so that their norm is at most ``most``, like ``torch.nn.utils.clip_grad_norm_``; collective.
 
     Returns:
-        [] the norm before.
+        [] the norm before clipping.
     """
     found = [parameter for parameter in parameters if parameter.grad is not None]
     norm = gradient_norm(split, found)

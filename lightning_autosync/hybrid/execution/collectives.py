@@ -1,7 +1,7 @@
 """Collectives among the ranks along one dimension of a mesh, on the first axis of a tensor.
 
-A sum that is cut is made of an all-to-all and a local sum: gloo's own ``reduce_scatter`` sends as much as an
-all-reduce.
+With gloo a reduce-scatter consists of an all-to-all and a local sum, because gloo's own ``reduce_scatter`` sends as
+much as an all-reduce.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_autosync.hybrid.execution.live_mesh import Line
 
-# torch 2.13 renamed them.
+# torch 2.13 renamed these functions.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -27,18 +27,18 @@ def gather(tensor: Tensor, line: Line) -> Tensor:
 
 
 def scatter(blocks: Tensor, line: Line) -> Tensor:
-    """[...] the sum over ranks of this rank's block of ``blocks`` [ranks, ...]."""
+    """[...] the sum over ranks of their blocks for this rank, from ``blocks`` [ranks, ...] on each rank."""
     if dist.get_backend(line.group) != "gloo":
         found = blocks.new_empty(blocks.shape[1:])
         _reduce_scatter(found.view(-1), _by_rank(blocks, line).contiguous().view(-1), group=line.group)
         return found
     received = exchange(blocks, line)
-    # Narrow types would round after each summand.
+    # Sum narrow types in float32, because they would round after each summand.
     return received.sum(0, dtype=torch.float32).to(blocks.dtype) if blocks.dtype.itemsize < 4 else received.sum(0)
 
 
 def exchange(blocks: Tensor, line: Line) -> Tensor:
-    """[ranks, ...] from each rank the block that it has for this one, of ``blocks`` [ranks, ...]."""
+    """[ranks, ...] each rank's block for this rank, from ``blocks`` [ranks, ...] on each rank."""
     blocks = _by_rank(blocks, line).contiguous()
     found = torch.empty_like(blocks)
     dist.all_to_all_single(found, blocks, group=line.group)
@@ -46,14 +46,14 @@ def exchange(blocks: Tensor, line: Line) -> Tensor:
 
 
 def total(tensor: Tensor, line: Line) -> Tensor:
-    """[...] the sum over ranks; the tensor itself stays as it is."""
+    """[...] the sum over ranks, as a new tensor."""
     found = tensor.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(found, group=line.group)
     return found
 
 
 def _by_rank(blocks: Tensor, line: Line) -> Tensor:
-    """Blocks in the order of the process group."""
+    """The blocks in the order of the process group."""
     if line.order is None:
         return blocks
     return blocks[[line.order.index(rank) for rank in range(line.size)]]

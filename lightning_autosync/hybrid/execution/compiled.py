@@ -1,4 +1,4 @@
-"""Parts of a module under ``torch.compile``, which cannot follow values that are split over ranks."""
+"""Handles parts of a module under ``torch.compile``, which cannot trace values that are split over ranks."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import nn
 from lightning_autosync.hybrid.execution.activation import bring_home
 
 WRAPPED = "_orig_mod"
-"""The attribute under which ``torch.compile`` keeps the module that it wraps."""
+"""Attribute under which ``torch.compile`` keeps the wrapped module."""
 
 
 class Uncompiled:
-    """Takes the compiled form off the parts of a module, so that paths are those of the module as it was written.
+    """Removes the compiled wrappers from the parts of a module, so that paths are those of the original module.
 
     Args:
-        module: changed in place.
+        module: the module, which is changed in place.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -32,13 +32,13 @@ class Uncompiled:
         return tuple(self._again)
 
     def compile_again(self, keep: Callable[[nn.Module], bool] = lambda part: True) -> list[str]:
-        """Put the compiled form on again where it can stay.
+        """Restore the compiled wrappers where possible.
 
         Args:
-            keep: tells of a part whether it can.
+            keep: whether a part can be compiled.
 
         Returns:
-            Paths of the parts that stay as they are written.
+            Paths of the parts that stay uncompiled.
         """
         left = []
         for path, undo in reversed(self._undo.items()):
@@ -75,7 +75,7 @@ def _putting_back(module: nn.Module, name: str, child: nn.Module) -> Callable[[]
 
 
 def takes_home_values(module: nn.Module) -> None:
-    """Let a compiled part get plain tensors of this rank's own samples."""
+    """Convert the inputs of a compiled part to plain tensors of this rank's own samples."""
 
     def bring(_: nn.Module, args: Any, kwargs: Any) -> Any:
         return bring_home((args, kwargs))

@@ -1,4 +1,4 @@
-"""Dropout in comparisons: turned off, or watched for ranks that must, or must not, drop the same elements."""
+"""Dropout in comparisons of models: disabled, or checked for ranks that must or must not drop the same elements."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _DROPOUTS: dict[Any, tuple[str, int]] = {
     torch.dropout: ("p", 1),
     F.scaled_dot_product_attention: ("dropout_p", 4),
 }
-"""The argument that states how much is dropped: its name and place."""
+"""Name and position of the argument with the dropout probability, by function."""
 _LEAST = 64
-"""Elements from which two ranks that draw for themselves do not drop the same ones."""
+"""Smallest number of elements at which independent draws of two ranks practically never agree."""
 
 
 class WithoutDropout(TorchFunctionMode):
-    """Inside, nothing is dropped. Attributes of the module are changed, for the caller to give them back.
+    """Disables dropout within the block. It changes attributes of the module, which the caller must restore.
 
     Args:
         module: the model.
@@ -38,7 +38,7 @@ class WithoutDropout(TorchFunctionMode):
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         for part in module.modules():
-            # These hand the share to functions that contain other ones.
+            # These modules pass the probability to composite functions, which this mode does not see into.
             if isinstance(part, nn.MultiheadAttention | nn.RNNBase):
                 part.dropout = 0.0
 
@@ -56,9 +56,9 @@ class WithoutDropout(TorchFunctionMode):
 
 
 def dropout_faults(split: SplitModel, step: Callable[[], Any], batch: Any) -> list[str]:
-    """What is wrong with the random numbers of a training step; collective.
+    """Faults in the random numbers of a training step; collective.
 
-    Ranks with the same part of a value must drop the same elements, and ranks with other parts must not.
+    Ranks with the same part of a value must drop the same elements; ranks with different parts must not.
     """
     watch = _Watch(split)
     streams = split.around.streams
@@ -90,7 +90,7 @@ def _faults(by_rank: list[list[list[Any]]]) -> list[str]:
 
 
 class _Watch(TorchFunctionMode):
-    """Notes which elements are dropped."""
+    """Records which elements are dropped."""
 
     def __init__(self, split: SplitModel) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class _Watch(TorchFunctionMode):
         return func(*args, **given)
 
     def _note(self, kept: Tensor) -> None:
-        """``kept`` is what a function leaves of ones."""
+        """Record a draw; ``kept`` is the result of a dropout function on ones."""
         around = self._split.around
         states = around.home_states
         if isinstance(kept, Activation):

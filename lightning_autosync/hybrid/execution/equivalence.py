@@ -1,7 +1,7 @@
-"""Whether a split model computes what the unsplit one does: one step of both, compared on every rank.
+"""Checks that a split model computes the same as the unsplit one: compares one step of both on every rank.
 
-The unsplit model's step is plain data parallelism: each rank its own samples, gradients averaged by one all-reduce a
-parameter. It uses nothing of what the split model is made of.
+The unsplit model's step is plain data parallelism: each rank has its own samples, and one all-reduce per parameter
+averages the gradients. It is independent of the code that runs the split model.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from lightning_autosync.workload.preservation import preserved
 
 @dataclass(frozen=True)
 class Task:
-    """A training step, with which models are compared.
+    """A training step for the comparison.
 
     Attributes:
-        step: runs the module on this rank's batch and returns the loss.
-        optimizers: makes the optimizers of the module as it is now.
-        batch: what ``step`` takes.
+        step: function that runs the module on this rank's batch and returns the loss.
+        optimizers: function that makes optimizers for the current parameters of the module.
+        batch: the batch of ``step``.
     """
 
     step: Callable[[], Any]
@@ -43,25 +43,25 @@ class Task:
 
 
 _PASS = -1
-"""The number of the forward passes that are compared: they draw the same random numbers."""
+"""Number of the compared forward passes; with equal numbers they draw the same random numbers."""
 _TOLERANCES = {8: 1e-7, 4: 1e-3, 2: 5e-2}
-"""Largest relative error of a gradient, by bytes of an element. Wrong rewrites are off by tenths at least."""
+"""Largest relative error of a gradient, by bytes per element. Wrong rewrites have errors of at least some tenths."""
 _SMALL = 1e-3
-"""A gradient that is smaller than this share of all gradients' norm is compared as if it were as large."""
+"""Smallest scale of a gradient's error, as a share of the norm of all gradients."""
 _SHOWN = 4
-"""Faults that an error tells."""
+"""Largest number of faults in an error."""
 
 
 @dataclass
 class Expectation:
-    """What the unsplit model's step does, as far as it concerns this rank's parts.
+    """The result of the unsplit model's step, restricted to this rank's parts.
 
     Attributes:
-        loss: of this rank's batch.
-        gradients: of the mean loss, by parameter; None where there is none.
-        norms: of the whole gradients.
-        updates: by parameter, what an optimizer that is given ``gradients`` adds to the weights.
-        buffers: after the step, by name.
+        loss: loss of this rank's batch.
+        gradients: gradients of the mean loss by parameter; None for a parameter without gradient.
+        norms: norms of the whole gradients by parameter.
+        updates: changes of the weights by parameter, after an optimizer step with ``gradients``.
+        buffers: buffers after the step, by name.
     """
 
     loss: float = math.nan
@@ -72,10 +72,10 @@ class Expectation:
 
 
 def expect(split: SplitModel, task: Task) -> Expectation:
-    """What the module does before it is split; collective. It is left as it was.
+    """Run a step of the unsplit module, and restore the module; collective.
 
     Raises:
-        EquivalenceError: (on every rank) ranks have other weights, or the step has no loss.
+        EquivalenceError: weights differ between ranks, or the step returns no loss; raised on every rank.
     """
     group = split.mesh.group(split.mesh.dimensions)
     try:
@@ -103,10 +103,10 @@ def expect(split: SplitModel, task: Task) -> Expectation:
 
 
 def verify(split: SplitModel, reduction: GradientReduction, task: Task, expected: Expectation) -> None:
-    """Compare a step of the split model with what is expected; collective. The model is left as it was.
+    """Compare a step of the split model with the expectation, and restore the model; collective.
 
     Raises:
-        EquivalenceError: (on every rank) it computes something else; the message names what.
+        EquivalenceError: the results differ; the message names the differences; raised on every rank.
     """
     parts = split.parts
     made = task.optimizers()
@@ -116,13 +116,13 @@ def verify(split: SplitModel, reduction: GradientReduction, task: Task, expected
         faults += _gradient_faults(split, expected)
         faults += _buffer_faults(split, expected)
         faults += _update_faults(split, made, expected)
-        # What is wrong in one step is told; whether random numbers are right is asked of a model that is right.
+        # Report faults of the step first: random numbers are checked only if the model is correct without dropout.
         _tell(faults, split)
         _tell(dropout_faults(split, task.step, task.batch), split)
 
 
 def _run(split: SplitModel, task: Task, reduction: GradientReduction | None = None) -> float:
-    """The loss of one step without dropout, whose gradients are left in the parameters."""
+    """Run one step without dropout; returns the loss and leaves the gradients in the parameters."""
     with WithoutDropout(split.module), split.forward(task.batch, number=_PASS):
         loss = bring_home(task.step())
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
@@ -149,7 +149,7 @@ def _gradients_aside(split: SplitModel) -> Iterator[None]:
 
 
 def _mean(parameter: nn.Parameter, group: dist.ProcessGroup) -> Tensor | None:
-    """The mean over ranks of a gradient, a missing one counting as zero; None if no rank has one."""
+    """The mean over ranks of a gradient, where a missing one counts as zero; None if no rank has one."""
     gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach().to_dense()
     used = torch.tensor([parameter.grad is not None], dtype=torch.int64, device=parameter.device)
     dist.all_reduce(used, group=group)
@@ -160,9 +160,9 @@ def _mean(parameter: nn.Parameter, group: dist.ProcessGroup) -> Tensor | None:
 
 
 def _update(part: Part, gradient: Tensor, optimizers: Sequence[Optimizer]) -> Tensor | None:
-    """[local shape] what an optimizer adds to this rank's part of a parameter; None if no optimizer has it.
+    """[local shape] the optimizer's update of this rank's part of a parameter; None if no optimizer has it.
 
-    The parameters take their turn, so that the optimizers' memory is that of one whole parameter.
+    Parameters are updated one at a time, so that the optimizers need memory for the state of one parameter only.
     """
     parameter = part.parameter
     before = parameter.detach().clone()
@@ -187,7 +187,7 @@ def _step(optimizer: Optimizer) -> None:
     if isinstance(optimizer, torch.optim.LBFGS):
         raise EquivalenceError("LBFGS needs all gradients on one rank; use an optimizer that treats each by itself")
     for group in optimizer.param_groups:
-        if not float(group["lr"]):  # a schedule that warms up begins with 0
+        if not float(group["lr"]):  # a warm-up may start at 0, and then updates would show nothing
             group["lr"] = group.get("initial_lr") or 1e-3
     optimizer.step()
 
@@ -225,7 +225,7 @@ def _buffer_faults(split: SplitModel, expected: Expectation) -> list[str]:
 
 
 def _update_faults(split: SplitModel, optimizers: Sequence[Optimizer], expected: Expectation) -> list[str]:
-    """Optimizers are given the expected gradients, for small errors of these may be large ones of their steps."""
+    """Compare optimizer steps with the expected gradients, because small errors of gradients may change steps a lot."""
     parts = {name: part for name, part in split.parts.items() if name in expected.updates}
     before = {name: part.parameter.detach().clone() for name, part in parts.items()}
     for name, part in split.parts.items():

@@ -1,4 +1,4 @@
-"""Layouts of values over a mesh, and the moves that lead from one layout to another.
+"""Layouts of values over a mesh, and the moves between layouts.
 
 Along one dimension of the mesh a value is in one of five states. The gradient of a value has a layout too:
 
@@ -10,11 +10,11 @@ Along one dimension of the mesh a value is in one of five states. The gradient o
 | ``copy`` | each rank has all of it | each rank has a summand, of the mean loss |
 | ``partial`` | each rank has a summand | all of it on each rank, of the mean loss |
 
-The mean is that over the ranks along the dimension. Layers take ``batch``, ``features``, ``full`` and ``copy``, and
-make ``batch``, ``features``, ``full`` and ``partial``. Values between layers are never ``copy`` or ``partial``.
+The mean is over the ranks along the dimension. Inputs of layers are ``batch``, ``features``, ``full`` or ``copy``;
+outputs are ``batch``, ``features``, ``full`` or ``partial``. Values between layers are never ``copy`` or ``partial``.
 
-A value without samples (``rows`` is None: a table of positions) is the same on every rank in the states ``batch``,
-``full`` and ``copy``, which then differ in their gradients only.
+A value without samples (``rows`` is None), such as a table of positions, is the same on every rank in the states
+``batch``, ``full`` and ``copy``, which then differ only in their gradients.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ State = Literal["batch", "features", "full", "copy", "partial"]
 
 @dataclass(frozen=True)
 class Layout:
-    """How a value lies over the mesh.
+    """The layout of a value over the mesh.
 
     Attributes:
-        states: one for each dimension of the mesh.
-        rows: the axis of samples; None if the value has none.
-        features: the axis along which ``features`` cuts; of no meaning if no state is ``features``.
-        parts: how many results lie one after the other along that axis, each cut by itself.
+        states: [dimensions] state along each dimension of the mesh.
+        rows: axis of the samples; None if there is none.
+        features: axis along which ``features`` cuts; meaningless if no state is ``features``.
+        parts: number of results that follow each other along that axis, each of which is cut by itself.
     """
 
     states: tuple[State, ...]
@@ -46,7 +46,7 @@ class Layout:
 
     @property
     def home(self) -> bool:
-        """Whether each rank has its own samples, whole: what code outside of layers sees."""
+        """Whether each rank has its own samples as a whole, as code outside of layers sees them."""
         return all(state == "batch" for state in self.states)
 
     @property
@@ -59,9 +59,9 @@ class Layout:
 
 
 class Place(NamedTuple):
-    """Where in a local tensor the ranks along one dimension of the mesh lie, or would lie, side by side.
+    """The position of the ranks' blocks in a local tensor, for one dimension of the mesh.
 
-    The axis is, from the slowest to the fastest index, ``outer`` blocks x ranks x the rest.
+    The axis consists, from the slowest to the fastest index, of ``outer`` blocks x ranks x the rest.
     """
 
     axis: int
@@ -72,12 +72,12 @@ class Move(NamedTuple):
     """One step of a change of layout, along one dimension of the mesh.
 
     Attributes:
-        kind: what happens to the value.
-        back: what happens to the gradient.
-        dimension: of the mesh.
-        take: where what a rank gives away lies: the factor that is cut or summed.
-        put: where what it gets is put.
-        scale: of the gradient, for the step from a rank's own loss to the mean loss, or back.
+        kind: operation on the value.
+        back: operation on the gradient.
+        dimension: dimension of the mesh.
+        take: position of the blocks that are cut or summed.
+        put: position at which received blocks are put.
+        scale: scale of the gradient, for the step from a rank's own loss to the mean loss or back.
     """
 
     kind: Operation
@@ -89,12 +89,12 @@ class Move(NamedTuple):
 
 
 Operation = Literal["keep", "cut", "pad", "gather", "scatter", "sum", "exchange"]
-"""Of values along one dimension of the mesh: ``cut`` keeps a rank's own block, ``pad`` puts zeros for the others'
-blocks, ``gather`` puts the ranks' blocks side by side, ``scatter`` sums over ranks and cuts, ``sum`` sums over ranks,
-``exchange`` cuts at one place and gathers at another."""
+"""Operation along one dimension of the mesh: ``cut`` keeps a rank's own block, ``pad`` fills the others' blocks with
+zeros, ``gather`` is an all-gather of the blocks, ``scatter`` a reduce-scatter, ``sum`` an all-reduce, and ``exchange``
+an all-to-all, which cuts at one position and gathers at another."""
 
 _ROWS: dict[tuple[State, State], tuple[Operation, Operation, str, str, str]] = {
-    # from, to: value, gradient, place to take, place to put, scale of the gradient
+    # (from, to): operation on the value, on the gradient, position to take, position to put, scale of the gradient
     ("batch", "full"): ("gather", "cut", "", "rows", "times"),
     ("batch", "copy"): ("gather", "scatter", "", "rows", "times"),
     ("batch", "features"): ("exchange", "exchange", "features", "rows", "times"),
@@ -122,22 +122,22 @@ _FEATURES: dict[tuple[State, State], tuple[Operation, Operation, str, str, str]]
 
 @lru_cache(maxsize=4096)
 def moves(source: Layout, states: tuple[State, ...], sizes: tuple[int, ...]) -> tuple[Move, ...]:
-    """The moves that bring a value from one layout into other states, cheapest traffic first: what shrinks it, then
-    what sums it, then what makes it larger.
+    """The moves that bring a value from one layout into other states.
 
-    Of several dimensions, what gathers begins with the first dimension and what scatters with the last one, so that
-    the first dimensions, which lie on the slowest links, carry the smallest values.
+    To keep traffic low, moves that shrink the value come first, then moves that sum it, then moves that enlarge it.
+    Gathers start with the first dimension and scatters with the last one, so that the first dimensions, which use the
+    slowest links, carry the smallest values.
 
     Args:
-        source: the layout of the value.
-        states: what it is to become; the axes and parts stay.
-        sizes: of the dimensions of the mesh.
+        source: layout of the value.
+        states: new states; axes and parts stay.
+        sizes: sizes of the dimensions of the mesh.
     """
     return _Mover(source, states, sizes).moves()
 
 
 class _Mover:
-    """Finds `moves`; keeps the states as they are after each one."""
+    """Computes `moves`; keeps track of the states after each one."""
 
     def __init__(self, source: Layout, states: tuple[State, ...], sizes: tuple[int, ...]) -> None:
         self._layout = source
@@ -169,8 +169,11 @@ class _Mover:
         return tuple(self._moves)
 
     def _undo_inner_cuts(self) -> None:
-        """Features are cut by the first dimension, then each block by the next: make whole what is cut inside a cut
-        that changes."""
+        """Gather features along dimensions whose cut is nested inside of a cut that changes.
+
+        Features are cut by the first dimension, and then each block by the next one. So an inner cut cannot stay when
+        an outer one changes.
+        """
         before, after = self._nested, self._after
         common = 0
         while common < min(len(before), len(after)) and before[common] == after[common]:
@@ -208,7 +211,7 @@ class _Mover:
 
 
 def local_shape(home: Sequence[int], layout: Layout, sizes: Sequence[int]) -> tuple[int, ...]:
-    """The shape of a rank's tensor in a layout, of a value that has the shape ``home`` for a rank's own samples."""
+    """The shape of a rank's tensor in a layout; ``home`` is the shape of the value for a rank's own samples."""
     shape = list(home)
     if layout.rows is not None:
         shape[layout.rows] *= prod(size for state, size in zip(layout.states, sizes, strict=True) if state != "batch")

@@ -1,4 +1,4 @@
-"""The mesh of a running job: which place this rank has, and its process groups."""
+"""The mesh of a running job: this rank's coordinates and process groups."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from lightning_autosync.hybrid.plan import HybridPlan
 
 @dataclass(frozen=True)
 class Line:
-    """The ranks along one dimension of a mesh, through this rank.
+    """The ranks along one dimension of a mesh that include this rank.
 
     Attributes:
         group: their process group.
-        size: how many they are.
-        own: this rank's place among them.
-        order: the rank in ``group`` of each place, where that is another one; process groups sort their ranks.
+        size: number of ranks.
+        own: position of this rank along the dimension.
+        order: rank in ``group`` for each position; None if they are equal. They may differ because process groups sort
+            their ranks.
     """
 
     group: dist.ProcessGroup
@@ -32,16 +33,16 @@ class Line:
 
 
 class LiveMesh:
-    """This rank's place in the mesh of a plan, and the ranks that differ from it along some dimensions only.
+    """This rank's coordinates in the mesh of a plan, and its groups of ranks along the dimensions.
 
     Args:
-        plan: any plan.
-        members: the job's rank of each of the plan's ranks; by default they are the same.
-        timeout: of collectives.
+        plan: the plan.
+        members: rank in the job of each of the plan's ranks; by default they are the same.
+        timeout: timeout of collectives.
 
     Attributes:
-        sizes: of the dimensions.
-        coordinates: of this rank.
+        sizes: sizes of the dimensions.
+        coordinates: coordinates of this rank.
 
     Raises:
         PlanError: the plan is for another number of ranks.
@@ -66,11 +67,11 @@ class LiveMesh:
         return tuple(range(len(self.sizes)))
 
     def size(self, dimensions: Sequence[int]) -> int:
-        """How many ranks differ along these dimensions only."""
+        """Number of ranks that differ along these dimensions only."""
         return prod(self.sizes[k] for k in dimensions)
 
     def peers(self, dimensions: Sequence[int]) -> tuple[int, ...]:
-        """The plan's ranks that differ from this one along these dimensions only, itself among them."""
+        """The plan's ranks that differ from this one along these dimensions only, including this one."""
         return next(group for group in self._plan.groups(tuple(dimensions)) if self.rank in group)
 
     def group(self, dimensions: Sequence[int]) -> dist.ProcessGroup:
@@ -81,7 +82,7 @@ class LiveMesh:
         return tuple(sorted(self.members[rank] for rank in self.peers(dimensions)))
 
     def line(self, dimension: int) -> Line:
-        """The ranks along a dimension."""
+        """The ranks along a dimension that include this rank."""
         if dimension not in self._lines:
             members = [self.members[rank] for rank in self.peers((dimension,))]
             order = tuple(self._place((dimension,)).index(member) for member in members)
@@ -95,18 +96,19 @@ class LiveMesh:
 
 
 Groups = dict[frozenset[int], dict[tuple[int, ...], dist.ProcessGroup]]
-"""For each set of dimensions, the process groups of ranks that differ along these only, by their ranks in the job."""
+"""For each set of dimensions, the process groups of ranks that differ only along these, by their ranks in the job."""
 
 
 def mesh_groups(plan: HybridPlan, members: Sequence[int], timeout: timedelta | None = None) -> Groups:
-    """The process groups that a plan needs; collective among all ranks of the job, also those that are no members.
+    """The process groups that a plan needs; collective among all ranks of the job, including those without a place.
 
     Args:
-        plan: any.
-        members: the job's rank of each of the plan's ranks.
-        timeout: of collectives.
+        plan: the plan.
+        members: rank in the job of each of the plan's ranks.
+        timeout: timeout of collectives.
     """
     found: Groups = {}
+    # Sorted, because all ranks must create process groups in the same order.
     for dimensions in sorted(map(sorted, _needed(plan))):
         cosets = (tuple(sorted(members[rank] for rank in ranks)) for ranks in plan.groups(dimensions))
         found[frozenset(dimensions)] = {ranks: _group_of(ranks, timeout) for ranks in cosets}
@@ -114,7 +116,7 @@ def mesh_groups(plan: HybridPlan, members: Sequence[int], timeout: timedelta | N
 
 
 def _needed(plan: HybridPlan) -> set[frozenset[int]]:
-    """The sets of dimensions along which layouts change, and parameters have replicas."""
+    """The sets of dimensions along which layouts change or parameters have replicas."""
     dimensions = range(len(plan.mesh))
     found = {frozenset(dimensions), *(frozenset({k}) for k in dimensions)}
     for layer in plan.layers:
@@ -125,7 +127,7 @@ def _needed(plan: HybridPlan) -> set[frozenset[int]]:
 
 
 def _group_of(ranks: tuple[int, ...], timeout: timedelta | None) -> dist.ProcessGroup:
-    """The process group of some ranks of the job, made once: there is a limit to how many a job can have."""
+    """The process group of some ranks of the job; cached, because the number of groups in a job is limited."""
     world = dist.group.WORLD
     assert world is not None
     if ranks == tuple(range(dist.get_world_size())):

@@ -1,4 +1,4 @@
-"""Operators that work on a rank's part of their input, with a rank's part of their parameters."""
+"""Operators that work on a rank's part of their input with its parts of their parameters."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from lightning_autosync.hybrid.signatures import Rule, feature_axis, kind_of, ru
 
 
 class SplitOperator:
-    """Takes the place of a module's ``forward``: its input is brought into the layout that its signature needs, it
-    computes on this rank's part, and its output is handed on in the layout that the plan states.
+    """Replaces a module's ``forward``: converts the input to the layout that the signature needs, computes on this
+    rank's part, and converts the output to the layout in the plan.
 
     Args:
-        module: the operator; its parameters are this rank's parts when it runs.
-        layer: how it is split.
-        around: the model's surroundings.
+        module: the operator, whose parameters are this rank's parts.
+        layer: layer of the plan.
+        around: surroundings of the model.
     """
 
     casts = False
-    """Whether it computes in the narrow type under autocast, in which its input then travels."""
+    """Whether it computes in the narrow dtype under autocast; then its input is also sent in that dtype."""
 
     def __init__(self, module: nn.Module, layer: LayerPlan, around: Surroundings) -> None:
         rules = [rules_of(module)[name] for name in layer.signature]
@@ -49,7 +49,7 @@ class SplitOperator:
         return self.give(self.compute(local), rows)
 
     def compute(self, value: Tensor) -> Tensor:
-        """A rank's part of the output, from its part of the input."""
+        """A rank's part of the output from its part of the input."""
         found: Tensor = type(self.module).forward(self.module, value)
         return found
 
@@ -58,7 +58,7 @@ class SplitOperator:
 
         Args:
             value: an activation or a plain tensor.
-            rows: the axis of samples of a plain tensor, if it is not the one that the plan states.
+            rows: axis of samples of a plain tensor; -1 takes that of the plan.
         """
         axis = self._axis % max(value.dim(), 1)
         expected = self.layer.batch_axis if rows == -1 else rows
@@ -77,13 +77,13 @@ class SplitOperator:
         return self.around.change(local, layout, self.needs), layout.rows
 
     def give(self, local: Tensor, rows: int | None) -> Tensor:
-        """The output in the layout that the plan states."""
+        """The output in the layout of the plan."""
         layout = Layout(self.makes, rows, self._axis % max(local.dim(), 1), self.layer.parts)
         local = change_layout(local, layout, self.hands_on, self.around.mesh)
         return self.around.wrap(local, layout.with_states(self.hands_on))
 
     def bias_once(self, bias: Tensor | None) -> Tensor | None:
-        """The bias where a summand of the output is made that is to hold it; zeros for the other summands."""
+        """The bias on ranks whose summand of a partial output includes it; zeros on the ranks with other summands."""
         summands = [k for k, state in enumerate(self.makes) if state == "partial"]
         if bias is None or not summands:
             return bias
@@ -93,19 +93,19 @@ class SplitOperator:
 
 
 def _needed(signature: str, rule: Rule) -> State:
-    # Ranks that make other outputs of the same input each have a summand of its gradient.
+    # Ranks that compute different outputs from the same input each have a summand of its gradient.
     return "copy" if signature in ("col", "heads") else rule.input
 
 
 def _handed_on(rule: Rule, asked: State | None) -> State:
-    # What is cut by samples stays so until a layer needs it otherwise: then no more is sent than that layer needs.
+    # A value that is cut by samples stays so until a layer needs another layout, so that only what it needs is sent.
     if rule.result == "batch":
         return "batch"
     return asked or rule.output
 
 
 class _Once(torch.autograd.Function):
-    """A value on the first rank and zeros on the others, all of which know its whole gradient."""
+    """The value on the first rank and zeros on the others; every rank gets the whole gradient."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, first: bool) -> Tensor:
@@ -148,10 +148,10 @@ class SplitConvolution(SplitOperator):
 
 
 class SplitEmbedding(SplitOperator):
-    """``nn.Embedding``; a rank that lacks a row of the table adds zeros for it."""
+    """``nn.Embedding``; with ``row`` a rank without the looked-up row contributes zeros."""
 
     def take(self, value: Tensor, rows: int | None = -1) -> tuple[Tensor, int | None]:
-        # Indices have no features.
+        # Indices have no axis of features, so only samples can be cut.
         layout = self.around.home(self.layer.batch_axis)
         plain = value.home() if isinstance(value, Activation) else value
         states: list[State] = ["batch" if state == "batch" else "full" for state in self.needs]
@@ -169,7 +169,7 @@ class SplitEmbedding(SplitOperator):
         return found * inside.unsqueeze(-1).to(found.dtype)
 
     def _block(self) -> int:
-        """Which rows of the table this rank has."""
+        """The index of this rank's block of rows in the table."""
         block, mesh = 0, self.around.mesh
         for k, state in enumerate(self.makes):
             if state == "partial":
@@ -218,7 +218,7 @@ class SplitAttention(SplitOperator):
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, need_weights: bool
     ) -> tuple[Tensor, Tensor | None]:
         dropout = self.module.dropout if self.module.training else 0.0
-        # Ranks with the same heads of the same samples drop the same weights.
+        # Ranks with the same heads of the same samples must drop the same weights.
         states: list[State] = ["features" if state == "copy" else state for state in self.needs]
         with self.around.streams.shared(states):
             if not need_weights:
@@ -228,7 +228,7 @@ class SplitAttention(SplitOperator):
             return weights @ value, weights
 
     def _mask(self, padding: Tensor | None, mask: Tensor | None, samples: int, query: Tensor) -> Tensor | None:
-        """What is added to the scores [batch, heads, query, key] of this rank's samples and heads."""
+        """The mask to add to the scores [batch, heads, query, key] of this rank's samples and heads; None for none."""
         found = None
         states: list[State] = ["batch" if state == "batch" else "full" for state in self.needs]
         change = self.around.change
@@ -245,7 +245,7 @@ class SplitAttention(SplitOperator):
         return found
 
     def _weights(self, weights: Tensor, average: bool) -> Tensor:
-        """Attention weights for this rank's samples: [batch, query, key], or with an axis of heads after the first."""
+        """Attention weights for this rank's own samples: [batch, query, key], or [batch, heads, query, key]."""
         mesh = self.around.mesh
         ranks = mesh.size([k for k, state in enumerate(self.makes) if state == "partial"])
         if average:
@@ -274,5 +274,5 @@ _OPERATORS: dict[str, type[SplitOperator]] = {
 
 
 def split_operator(module: nn.Module, layer: LayerPlan, around: Surroundings) -> Callable[..., Any]:
-    """What takes the place of a module's ``forward``."""
+    """The replacement of a module's ``forward``."""
     return _OPERATORS[kind_of(module)](module, layer, around)

@@ -1,4 +1,4 @@
-"""Random numbers of a split model: ranks that hold the same values draw the same ones, all others draw others."""
+"""Random numbers of a split model: ranks draw the same numbers for the same values, and different ones for others."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from lightning_autosync.hybrid.execution.layouts import State
 
 
 class Draw(NamedTuple):
-    """Random numbers that were drawn for a value.
+    """Random numbers drawn for a value.
 
     Attributes:
-        place: which part of the value the rank has, as of `RandomStreams.place`.
-        digest: of the numbers.
+        place: the rank's part of the value, as in `RandomStreams.place`.
+        digest: digest of the numbers.
     """
 
     place: list[int | None]
@@ -25,23 +25,23 @@ class Draw(NamedTuple):
 
 
 def digest(data: bytes) -> str:
-    """Sixteen hexadecimal digits."""
+    """A digest of data with sixteen hexadecimal digits."""
     return hashlib.blake2b(data, digest_size=8).hexdigest()
 
 
 class RandomStreams:
-    """One stream of random numbers for each set of ranks that hold the same part of a value.
+    """One stream of random numbers for each set of ranks with the same part of a value.
 
-    In a forward pass the default generator is the stream of values that are cut by samples along all dimensions, so
-    code outside of layers draws other numbers on each rank. Each draw for another layout has a stream of its own.
+    In a forward pass the default generator is the stream for values that are cut by samples along all dimensions. So
+    code outside of layers draws different numbers on each rank. Each draw for another layout has its own stream.
 
     Args:
-        seed: the same on all ranks.
-        coordinates: of this rank in the mesh.
-        device: where values lie.
+        seed: seed, the same on all ranks.
+        coordinates: coordinates of this rank in the mesh.
+        device: device of the values.
 
     Attributes:
-        heard: where a list is set here, each draw for values that do not lie at home is noted in it.
+        heard: if set to a list, each draw for values in another layout than the home layout is appended to it.
     """
 
     def __init__(self, seed: int, coordinates: Sequence[int], device: torch.device) -> None:
@@ -55,10 +55,10 @@ class RandomStreams:
 
     @contextmanager
     def forward(self, number: int | None = None) -> Iterator[None]:
-        """Around a forward pass: the default generator is a stream of its own, and is given back as it was.
+        """Context of a forward pass: the default generator has its own stream, and is restored afterwards.
 
         Args:
-            number: of the pass; the next one if it is None.
+            number: number of the pass; None takes the next one.
         """
         before = self._state()
         self._pass = self._pass + 1 if number is None else number
@@ -72,9 +72,10 @@ class RandomStreams:
 
     @contextmanager
     def shared(self, states: Sequence[State]) -> Iterator[None]:
-        """Around one draw for a value in a layout with these states."""
-        # Activation checkpointing runs a part of the pass again, with the default generator as it was: the number of
-        # the draw is found by that. Each draw moves the generator on, so no two draws find it alike.
+        """Context of one draw for a value in a layout with these states."""
+        # Activation checkpointing runs a part of the pass again, with the restored state of the default generator. So
+        # this state identifies a draw, and a repeated draw gets its old number. Each draw advances the generator, so
+        # different draws have different states.
         found = hash(bytes(torch.get_rng_state().numpy()))
         torch.rand(())
         if found not in self._drawn:
@@ -95,11 +96,11 @@ class RandomStreams:
             torch.set_rng_state(state)
 
     def place(self, states: Sequence[State]) -> list[int | None]:
-        """Which part of a value in these states the rank has: None along a dimension where it is whole on each."""
+        """The rank's part of a value in these states: its coordinates, or None along dimensions where it is whole."""
         return [None if state == "full" else at for state, at in zip(states, self._coordinates, strict=True)]
 
     def _key(self, states: Sequence[State], draw: int) -> int:
-        """A seed: equal on ranks that differ only along dimensions where the value is whole on each."""
+        """A seed that is equal on ranks that differ only along dimensions where each of them has the whole value."""
         text = repr((self._seed, self._pass, draw, self.place(states)))
         return int(digest(text.encode()), 16) >> 1
 

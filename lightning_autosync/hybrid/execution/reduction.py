@@ -1,4 +1,4 @@
-"""Means of gradients over ranks that have the same parts of parameters, by the engine of synchronous plans."""
+"""Averages gradients over ranks with the same parts of parameters, with the engine of synchronous plans."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from lightning_autosync.workload.description import dtype_name
 from lightning_autosync.workload.spec import Variable
 
 Choose = Callable[[Workload, ClusterSpec, bool], SyncPlan]
-"""Makes a plan for the parameters and ranks of one set of replicas; told whether the links are known."""
+"""Function that makes a plan for one set of replicas, from its parameters, its cluster, and whether links are known."""
 
 
 @dataclass(frozen=True)
 class ReductionSettings:
-    """How gradients are reduced.
+    """Settings of the reduction of gradients.
 
     Attributes:
-        cluster: where the job runs; None if nothing is known of it.
-        choose: makes the plans; None takes those that the hybrid plan states.
-        timeout: seconds to wait for other ranks.
+        cluster: cluster of the job; None if unknown.
+        choose: function that makes the plans; None takes those of the hybrid plan.
+        timeout: timeout in seconds for other ranks.
         watched: whether a `FailureDetector` is open for all ranks.
-        check_replicas: reductions between two comparisons of the weights of replicas; 0 for none.
+        check_replicas: number of reductions between comparisons of the replicas' weights; 0 never compares.
     """
 
     cluster: ClusterSpec | None = None
@@ -45,12 +45,12 @@ class ReductionSettings:
 class GradientReduction:
     """One engine for each set of dimensions along which parameters have replicas; collective.
 
-    Gradients of a rank are those of its own loss, or of the mean loss where samples were brought together (see
-    `layouts`), so that their mean over replicas is the gradient of the mean loss of all ranks.
+    A rank's gradients are those of its own loss, or of the mean loss along dimensions where samples were gathered (see
+    `layouts`). So their mean over replicas is the gradient of the mean loss of all ranks.
 
     Args:
-        split: the model.
-        settings: how.
+        split: the split model.
+        settings: settings of the reduction; None takes the defaults.
     """
 
     def __init__(self, split: SplitModel, settings: ReductionSettings | None = None) -> None:
@@ -68,7 +68,7 @@ class GradientReduction:
 
     @property
     def enabled(self) -> bool:
-        """Whether backward passes reduce gradients, and do not only accumulate them."""
+        """Whether backward passes reduce gradients instead of only accumulating them."""
         return self._enabled
 
     @enabled.setter
@@ -79,13 +79,13 @@ class GradientReduction:
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Around everything that belongs to one backward pass; after it, gradients are means over replicas.
+        """Context of one backward pass; after it, gradients are means over replicas.
 
         Raises:
             ExchangeError: weights of replicas differ.
         """
         if self._watch.changed():
-            # Other ranks saw the same change: forward passes compare what is trained.
+            # All ranks restart together: the forward pass has checked that they train the same parameters.
             self._restart()
         for engine in self._engines:
             engine.deferred = True
@@ -123,6 +123,7 @@ class GradientReduction:
         for name, part in self._split.parts.items():
             if part.parameter.requires_grad and part.replicas:
                 by_dimensions.setdefault(part.replicas, {})[name] = part
+        # Sorted, because creating an engine is collective and ranks must do so in the same order.
         for dimensions in sorted(by_dimensions):
             self._engines.append(self._engine(dimensions, by_dimensions[dimensions]))
             if self._settings.check_replicas:
@@ -164,13 +165,16 @@ def replicas_cluster(
 ) -> tuple[ClusterSpec, bool]:
     """The cluster as one set of replicas sees it, and whether its links are known.
 
-    Other sets use the same links at the same time, so each has a share of a link's rate.
+    Other sets use the same links at the same time, so each set gets a share of a link's rate.
 
     Args:
         plan: the hybrid plan.
-        dimensions: along which the replicas differ.
-        ranks: of the set.
-        cluster: of all ranks; None if unknown.
+        dimensions: dimensions along which the replicas differ.
+        ranks: ranks of the set.
+        cluster: cluster of all ranks; None if unknown.
+
+    Raises:
+        ClusterError: the cluster has another number of ranks than the plan.
     """
     here = sorted(ranks)
     if cluster is None:
@@ -184,7 +188,7 @@ def replicas_cluster(
     try:
         return _restricted(cluster, here, plan.groups(dimensions)), True
     except (ClusterError, PlanError):
-        # Nodes that the others of the set are reached by have none of its ranks.
+        # The set's ranks are connected only by way of nodes without ranks of the set, so there is no such cluster.
         return ClusterSpec.uniform(nodes=len(here), name="replicas"), False
 
 

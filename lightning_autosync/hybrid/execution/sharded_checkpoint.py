@@ -1,6 +1,6 @@
-"""Checkpoints of which each rank writes its parts, by ``torch.distributed.checkpoint``.
+"""Sharded checkpoints, of which each rank writes its parts with ``torch.distributed.checkpoint``.
 
-Tensors have the names, shapes and places of the unsplit model, so that any mesh, or torch's own tools, can read them.
+Tensors have the names, shapes and offsets of the unsplit model, so that any mesh and torch's own tools can read them.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from lightning_autosync.hybrid.execution.split_model import SplitModel
 
 
 class ShardedTensorView(Tensor):
-    """A rank's part of a tensor, as ``torch.distributed.checkpoint`` wants to have it described.
+    """Describes a rank's part of a tensor to ``torch.distributed.checkpoint``.
 
     Args:
         part: [local shape] the rank's part.
-        shard: which part it is.
+        shard: position of the part.
     """
 
     _part: Tensor
@@ -79,10 +79,10 @@ def save_sharded(
     """Write all tensors of a model and its optimizers; collective.
 
     Args:
-        folder: that all ranks see.
+        folder: a folder that all ranks can access.
         module: the model.
-        optimizers: of its parameters.
-        split: how the module is split; None if it is whole on every rank.
+        optimizers: optimizers of its parameters.
+        split: the split model of the module; None if the module is whole on every rank.
     """
     tensors = _model_tensors(module, split)
     for number, optimizer in enumerate(optimizers):
@@ -93,9 +93,9 @@ def save_sharded(
 def load_sharded(
     folder: str | os.PathLike[str], module: nn.Module, optimizers: Sequence[Optimizer], split: SplitModel | None
 ) -> None:
-    """Read what `save_sharded` wrote, on whatever mesh, into the model and its optimizers; collective.
+    """Load what `save_sharded` wrote, on any mesh, into the model and its optimizers; collective.
 
-    States that the optimizers do not have yet are made.
+    Optimizer states that do not exist yet are created.
 
     Raises:
         DocumentError: the folder's table of contents is damaged, or holds something else than tensors.
@@ -143,7 +143,7 @@ def _described(value: Tensor, shard: Shard | None) -> Any:
 def _make_states(
     number: int, module: nn.Module, optimizer: Optimizer, split: SplitModel | None, stored: Mapping[str, Any]
 ) -> None:
-    """Empty tensors for all states that are stored."""
+    """Create zero tensors for all stored states that an optimizer lacks, because loading works in place."""
     shards = _shards(module, split)
     owned = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     for name, parameter in module.named_parameters():
@@ -157,6 +157,6 @@ def _make_states(
             shard = shards.get(parameter)
             whole = tuple(about.size)
             shape = shard.local_shape if shard is not None and whole == shard.shape else whole
-            # A count of steps stays on the CPU.
+            # Scalars are step counts, which torch's optimizers keep on the CPU.
             device = parameter.device if shape else torch.device("cpu")
             optimizer.state[parameter][key] = torch.zeros(shape, dtype=about.properties.dtype, device=device)

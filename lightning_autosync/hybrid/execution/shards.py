@@ -1,4 +1,4 @@
-"""Which part of a parameter a rank has."""
+"""Shards: the position of a rank's part in a parameter."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from torch import Tensor
 
 
 class Cut(NamedTuple):
-    """How one axis is cut.
+    """The cut of one axis.
 
     Attributes:
         axis: the axis.
-        parts: how many results lie one after the other along it, each cut by itself.
-        dimensions: of the mesh, that cut each part: the first one into blocks, the next one each block, and so on.
-        block: this rank's, of each part.
-        blocks: of each part.
+        parts: number of results that follow each other along the axis, each of which is cut by itself.
+        dimensions: dimensions of the mesh that cut each part: the first one into blocks, the next one each block, and
+            so on.
+        block: index of this rank's block in each part.
+        blocks: number of blocks of each part.
     """
 
     axis: int
@@ -31,7 +32,13 @@ class Cut(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """A box of elements: where it lies in the whole tensor and in a rank's part."""
+    """A box of elements.
+
+    Attributes:
+        offsets: offsets in the whole tensor.
+        local: offsets in the rank's part.
+        sizes: sizes of the box.
+    """
 
     offsets: tuple[int, ...]
     local: tuple[int, ...]
@@ -43,8 +50,8 @@ class Shard:
     """A rank's part of a tensor.
 
     Attributes:
-        shape: of the whole tensor.
-        cuts: of its axes; none if the rank has all of it.
+        shape: shape of the whole tensor.
+        cuts: cuts of its axes; empty if the rank has the whole tensor.
     """
 
     shape: tuple[int, ...]
@@ -52,7 +59,7 @@ class Shard:
 
     @property
     def dimensions(self) -> tuple[int, ...]:
-        """The dimensions of the mesh along which ranks have other parts."""
+        """The dimensions of the mesh along which ranks have different parts."""
         return tuple(sorted(k for cut in self.cuts for k in cut.dimensions))
 
     @property
@@ -64,11 +71,11 @@ class Shard:
 
     @property
     def pieces(self) -> int:
-        """How many parts the tensor has."""
+        """Number of different parts of the tensor."""
         return prod(cut.blocks for cut in self.cuts)
 
     def take(self, whole: Tensor) -> Tensor:
-        """[local shape] the rank's part of a tensor [shape], in memory of its own."""
+        """[local shape] a copy of the rank's part of a tensor [shape]."""
         part = whole
         for cut in self.cuts:
             apart = part.unflatten(cut.axis, (cut.parts, cut.blocks, -1))
@@ -76,12 +83,12 @@ class Shard:
         return part.clone(memory_format=torch.contiguous_format if self.cuts else torch.preserve_format)
 
     def put(self, part: Tensor, whole: Tensor) -> None:
-        """Copy the rank's part [local shape] into its place in a tensor [shape]."""
+        """Copy the rank's part [local shape] to its position in a tensor [shape]."""
         for chunk in self.chunks():
             _box(whole, chunk.offsets, chunk.sizes).copy_(_box(part, chunk.local, chunk.sizes))
 
     def chunks(self) -> Iterator[Chunk]:
-        """The boxes of the whole tensor that make up the part."""
+        """The boxes that make up the rank's part."""
         runs: list[list[tuple[int, int, int]]] = [[(0, 0, size)] for size in self.shape]
         for cut in self.cuts:
             part = self.shape[cut.axis] // cut.parts
@@ -92,7 +99,7 @@ class Shard:
             yield Chunk(tuple(offsets), tuple(local), tuple(sizes))
 
     def at(self, coordinates: tuple[int, ...], sizes: tuple[int, ...]) -> Shard:
-        """The part that the rank at other coordinates has of the same tensor."""
+        """The shard of the same tensor on the rank with other coordinates."""
         cuts = []
         for cut in self.cuts:
             block = 0

@@ -1,4 +1,4 @@
-"""`SplitModel`: an unmodified module whose operators work on parts, as a plan states."""
+"""`SplitModel`: an unmodified module whose operators work on parts, according to a plan."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from lightning_autosync.hybrid.validation import check_plan
 
 @dataclass(frozen=True)
 class Part:
-    """A parameter of which this rank has a part.
+    """This rank's part of a parameter.
 
     Attributes:
-        name: in ``named_parameters()``.
-        parameter: the user's own object, with the part as its data.
-        shard: which part.
-        replicas: dimensions of the mesh along which ranks have the same part and gradients of their own samples.
+        name: name in ``named_parameters()``.
+        parameter: the user's parameter object, with the part as its data.
+        shard: position of the part.
+        replicas: dimensions of the mesh along which ranks have the same part but gradients of their own samples.
     """
 
     name: str
@@ -47,17 +47,17 @@ class Part:
 
 
 class SplitModel:
-    """A module that `split` splits in place; collective, as are its methods.
+    """A module that is split in place by `split`; the constructor and all methods are collective.
 
-    Parameters stay the same objects and keep their names; their data become this rank's parts. Code between operators
-    sees this rank's own samples, as under data parallelism (see `Activation`).
+    Parameters stay the same objects with the same names, but their data become this rank's parts. Code between
+    operators sees this rank's own samples, as in data parallelism (see `Activation`).
 
     Args:
-        module: on its device, with the same weights on every rank; it stays as it is until `split`.
-        plan: how it is split.
-        mesh: the ranks.
-        seed: of random numbers in forward passes; the same on all ranks.
-        source: names the plan in errors.
+        module: the module on its device, with the same weights on every rank; it does not change before `split`.
+        plan: plan for the module.
+        mesh: mesh of the ranks.
+        seed: seed of random numbers in forward passes; the same on all ranks.
+        source: name of the plan in errors.
 
     Attributes:
         parts: the parameters, by name.
@@ -84,29 +84,29 @@ class SplitModel:
 
     @property
     def is_split(self) -> bool:
-        """Whether any operator is split now; else the module runs as it is."""
+        """Whether any operator is currently split; otherwise the module runs unchanged."""
         return bool(self._operators)
 
     @property
     def operators(self) -> set[nn.Module]:
-        """The modules that are split now."""
+        """The modules that are currently split."""
         return {module for module, _ in self._operators}
 
     def split(self) -> None:
-        """Cut the parameters, and let operators work on parts; the parameters' gradients are dropped."""
+        """Cut the parameters and let operators work on parts; gradients of cut parameters are dropped."""
         self._cut()
         self._install()
 
     @contextmanager
     def forward(self, *inputs: Any, number: int | None = None) -> Iterator[None]:
-        """Around a forward pass and the loss; values that leave it are to be brought home (`bring_home`).
+        """Context of a forward pass and the loss. Values that leave it must be converted by `bring_home`.
 
         Args:
-            inputs: the batch, whose tensors have to have the same shapes on all ranks.
-            number: of the pass, on which its random numbers depend; the next one if it is None.
+            inputs: the batch, whose tensors must have the same shapes on all ranks.
+            number: number of the pass, on which its random numbers depend; None takes the next one.
 
         Raises:
-            ExchangeError: (on every rank) they have others, or other parameters train.
+            ExchangeError: shapes or trained parameters differ between ranks; raised on every rank.
         """
         if self.is_split:
             self._agree(inputs)
@@ -117,7 +117,7 @@ class SplitModel:
                 self.around.forget()
 
     def restore(self) -> None:
-        """Make the module whole again on every rank, as it was before, with its present weights."""
+        """Undo `split`: every rank gets the whole module with its current weights."""
         with torch.no_grad():
             for part in self.parts.values():
                 part.parameter.grad = None
@@ -130,7 +130,7 @@ class SplitModel:
         self._operators.clear()
 
     def whole(self, local: Tensor, shard: Shard) -> Tensor:
-        """[shape] a tensor of which each rank has a part [local shape]; collective among the ranks with other parts."""
+        """[shape] the whole tensor from the ranks' parts [local shape]; collective among ranks with different parts."""
         gathered = local
         found = local.new_empty(shard.shape) if shard.cuts else local
         sizes, coordinates = self.mesh.sizes, [self.mesh.coordinates]
@@ -188,12 +188,14 @@ class SplitModel:
                 continue
             module = self.module.get_submodule(path)
             module.forward = split_operator(module, layer, self.around)
-            # Modules that contain it must call it, and not compute with its weights themselves.
+            # A hook prevents fast paths of containing modules, such as that of nn.TransformerEncoderLayer, which would
+            # compute with this module's weights instead of calling it.
             module.__dict__[_HANDLE] = module.register_forward_pre_hook(_nothing)
             self._operators.append((module, layer))
 
     def _agree(self, inputs: Any) -> None:
-        # Backends take a message of another size than expected for what it is not, or end the process.
+        # Backends misread messages of unexpected sizes or end the process, so differences must be found before. A
+        # maximum of a checksum and of its negative shows whether all ranks have the same one, without a gather.
         shapes = [list(leaf.shape) for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
         trained = [part.parameter.requires_grad for part in self.parts.values()]
         own = zlib.crc32(repr((shapes, trained)).encode())
@@ -217,7 +219,7 @@ def _refuse_differences(found: list[Any], names: list[str]) -> None:
 
 
 def _shard(module: nn.Module, layer: LayerPlan, name: str, parameter: Tensor, sizes: tuple[int, ...]) -> Shard:
-    """The part of a parameter that the first rank has."""
+    """The first rank's part of a parameter."""
     rules = rules_of(module)
     by_axis: dict[int, list[int]] = defaultdict(list)
     for k, signature in enumerate(layer.signature):
@@ -232,7 +234,7 @@ def _shard(module: nn.Module, layer: LayerPlan, name: str, parameter: Tensor, si
 
 
 def _parts(module: nn.Module, layer: LayerPlan, name: str, axis: int) -> int:
-    """How many results lie one after the other along an axis of a parameter."""
+    """The number of results that follow each other along an axis of a parameter."""
     if _is_attention(module):
         return 3 if name.startswith("in_proj") else 1
     column = rules_of(module).get("col")

@@ -1,8 +1,8 @@
-"""Measured steps: what simulators are trained on and judged by.
+"""Datasets of measured steps, for training and evaluating simulators.
 
-A dataset is a folder: ``manifest.json`` with the SHA-256 of every part, and Parquet parts, which never change. Parts of
-the table ``samples`` have the columns of `COLUMNS`; they name workloads, clusters and environments by fingerprint,
-and those are once in parts of the table ``documents`` (kind, fingerprint, canonical JSON).
+A dataset is a folder with ``manifest.json``, which has the SHA-256 of every part, and with Parquet parts, which never
+change. Parts of the table ``samples`` have the columns of `COLUMNS` and refer to workloads, clusters and environments
+by fingerprint. Parts of the table ``documents`` contain each of these once (kind, fingerprint, canonical JSON).
 """
 
 from __future__ import annotations

@@ -26,18 +26,18 @@ from lightning_autosync.replay.constants import Cores
 from lightning_autosync.workload import Workload
 
 Documents = Mapping[tuple[str, str], tuple[str, str]]
-"""By kind (workload, cluster, environment) and fingerprint, JSON text and where it is."""
+"""JSON text and its source, by kind (workload, cluster, environment) and fingerprint."""
 _Facts = dict[str, Any]
 _SOURCE = "source"
-"""Column of where a row is: file and number, from 0."""
+"""Column with the source of a row: file and row number, from 0."""
 
 
 class Dataset(Sequence[Sample]):
-    """A sequence of samples; documents are read when they are first asked for, each workload and cluster once.
+    """A sequence of samples. Each workload and cluster is read once, on first use.
 
     Args:
-        rows: a `pyarrow.Table` with the columns of `COLUMNS`, and ``source``, which errors name a row by.
-        documents: those that the rows name.
+        rows: a `pyarrow.Table` with the columns of `COLUMNS`, and a column ``source`` that names rows in errors.
+        documents: the documents to which the rows refer.
     """
 
     def __init__(self, rows: Any, documents: Documents) -> None:
@@ -51,18 +51,18 @@ class Dataset(Sequence[Sample]):
     def load(
         cls, paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]], *, disturbed: bool = False
     ) -> Dataset:
-        """The samples in one or several folders, in the order in which they were added.
+        """The samples in one or more folders, in the order in which they were added.
 
-        A pair (workload, cluster and plan) comes once from each folder.
+        Each folder contributes each pair (workload, cluster and plan) once.
 
         Args:
-            paths: folders that ``autosync collect`` or `Writer` filled.
-            disturbed: whether those measured beside too much other load come too: the first of a pair that was not
-                measured undisturbed later.
+            paths: folders written by ``autosync collect`` or `Writer`.
+            disturbed: whether to include samples that were measured under too much other load, for pairs without an
+                undisturbed sample.
 
         Raises:
             DocumentError: a folder has no dataset, or a file is missing, truncated, altered or of another version; the
-                message names it and says what to do.
+                message names the file and a remedy.
         """
         import pyarrow
 
@@ -100,22 +100,23 @@ class Dataset(Sequence[Sample]):
         return (self[place] for place in range(len(self)))
 
     def select(self, places: Iterable[int]) -> Dataset:
-        """The samples at some places, in that order; workloads and clusters are shared with this dataset."""
+        """The samples at some indices, in this order; they share workloads and clusters with this dataset."""
         import pyarrow
 
-        # With a type, which an empty list would not tell.
+        # The type is explicit, because pyarrow cannot infer it from an empty list.
         chosen = Dataset(self._rows.take(pyarrow.array(places, pyarrow.int64())), self._documents)
         chosen._workloads, chosen._clusters = self._workloads, self._clusters
         return chosen
 
     def frame(self) -> Any:
-        """A `pandas.DataFrame`, a row a sample: the columns of `COLUMNS` and what follows from them.
+        """A `pandas.DataFrame` with one row per sample: the columns of `COLUMNS` and derived ones.
 
-        Added are ``workload_name`` and ``cluster_name``, ``ranks``, ``seconds`` and ``noise`` (as of `Sample`), and
-        ``drift``: `reference` over its median among the samples of the same workload, cluster and environment.
+        The derived columns are ``workload_name``, ``cluster_name``, ``ranks``, ``seconds`` and ``noise`` (as in
+        `Sample`), and ``drift``: ``reference`` divided by its median over the samples of the same workload, cluster and
+        environment.
 
         Raises:
-            DocumentError: the steps of a row are not those of a sample.
+            DocumentError: the steps of a row are invalid.
         """
         frame = self._rows.select(list(COLUMNS)).to_pandas()
         named: dict[str, Callable[[str], Workload | ClusterSpec]] = {
@@ -137,16 +138,16 @@ class Dataset(Sequence[Sample]):
 
     @cached_property
     def environments(self) -> dict[str, dict[str, Any]]:
-        """Environments of the samples, by fingerprint."""
+        """The environments of the samples, by fingerprint."""
         found = sorted(set(self._rows["environment"].to_pylist()))
         return {fingerprint: checked(_Facts, *self._plain("environment", fingerprint)) for fingerprint in found}
 
     @property
     def cores(self) -> set[float]:
-        """Numbers of cores that ranks shared, of the environments that have one.
+        """The numbers of cores that ranks shared, from the environments that record it.
 
         Raises:
-            DocumentError: one says something else.
+            DocumentError: a recorded value is not a number of cores.
         """
         made = set()
         for fingerprint, facts in self.environments.items():
@@ -167,14 +168,14 @@ class Dataset(Sequence[Sample]):
         return self._clusters[fingerprint]
 
     def _plain(self, kind: str, fingerprint: str) -> tuple[Any, str]:
-        """A document as plain data, and its place for errors."""
+        """A document as plain data, and its source for errors."""
         text, place = self._documents[kind, fingerprint]
         where = f"{place}: {kind} {fingerprint}"
         return parse_json(text, where), where
 
 
 def _samples(folder: Path, manifest: Manifest, disturbed: bool) -> Any:
-    """A row for each pair in a folder (for `disturbed` see `Dataset.load`), with where it is."""
+    """One row per pair in a folder, with its source; for ``disturbed`` see `Dataset.load`."""
     import pyarrow
     import pyarrow.compute
 
@@ -190,7 +191,7 @@ def _samples(folder: Path, manifest: Manifest, disturbed: bool) -> Any:
 
 
 def _placed(rows: Any, path: str) -> Any:
-    """The rows with a column that says where each is."""
+    """The rows with a column of their sources."""
     import pyarrow
 
     places = [f"{path}: row {number}" for number in range(rows.num_rows)]

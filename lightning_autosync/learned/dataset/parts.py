@@ -23,14 +23,14 @@ _REMEDIES = {
 
 
 class DatasetPart(Record):
-    """One Parquet file, which never changes once it is named in a manifest.
+    """One Parquet file, which never changes once a manifest names it.
 
     Attributes:
-        file: its name, beside the manifest.
-        table: ``samples``, or the ``documents`` that they name by fingerprint.
-        rows: how many.
-        bytes: its size.
-        sha256: of its bytes.
+        file: file name in the folder of the manifest.
+        table: ``samples``, or ``documents``, to which samples refer by fingerprint.
+        rows: number of rows.
+        bytes: size of the file.
+        sha256: checksum of the file.
     """
 
     file: Annotated[str, Field(pattern=r"^[a-z]+-[0-9]+\.parquet$")]
@@ -41,10 +41,10 @@ class DatasetPart(Record):
 
 
 class Manifest(Document):
-    """What belongs to a dataset; files beside it that it does not name are leftovers of an interruption.
+    """The list of a dataset's files; other files in its folder are leftovers of an interruption.
 
     Attributes:
-        parts: in the order in which they were added.
+        parts: the parts, in the order in which they were added.
     """
 
     FORMAT: ClassVar[str] = "autosync-dataset/1"
@@ -56,9 +56,10 @@ class Manifest(Document):
         return [part for part in self.parts if part.table == table]
 
     def next_file(self, table: Table, directory: Path) -> str:
-        """A name that no part and no file of the folder has: the number after the last.
+        """A new file name, with the number after the last one of all parts and files in the folder.
 
-        Files that the manifest does not name are leftovers of an interruption or were taken out; none is overwritten.
+        Files that the manifest does not name are leftovers of an interruption or were taken out of the manifest. They
+        are never overwritten.
         """
         names = [part.file for part in self.of(table)] + [path.name for path in part_files(directory, table)]
         numbers = [int(name.partition("-")[2].partition(".")[0]) for name in names]
@@ -66,14 +67,14 @@ class Manifest(Document):
 
 
 def describe_part(file: str, table: Table, rows: int, content: bytes) -> DatasetPart:
-    """The manifest's entry for a file with that content."""
+    """The manifest's entry for a file with this content."""
     return DatasetPart(
         file=file, table=table, rows=rows, bytes=len(content), sha256=hashlib.sha256(content).hexdigest()
     )
 
 
 def part_files(directory: Path, table: Table) -> list[Path]:
-    """The files of a folder that have the name of a part, whether or not a manifest names them."""
+    """The files of a folder with names of parts, whether or not a manifest names them."""
     return [
         path for path in sorted(directory.glob(f"{table}-*.parquet")) if path.stem.removeprefix(f"{table}-").isdecimal()
     ]
@@ -83,14 +84,14 @@ def load_manifest(directory: Path) -> Manifest:
     """The manifest of the dataset in a folder.
 
     Raises:
-        DocumentError: there is none, or it is not one.
+        DocumentError: there is none, or it is invalid.
     """
     path = directory / MANIFEST
     if path.is_file():
         return Manifest.load(path)
     parts = [part.name for table in TABLES for part in part_files(directory, table)]
     if parts:
-        # Not to be made anew: a manifest of new parts would leave out all samples of these.
+        # Never create a new manifest in this case: it would leave out all samples of the existing parts.
         raise DocumentError(
             f"{path}: missing, though there are parts that it named ({len(parts)}, the first {parts[0]}); restore it "
             "from a copy, or use another folder"
@@ -102,7 +103,7 @@ def read_part(directory: Path, part: DatasetPart) -> bytes:
     """The content of a part.
 
     Raises:
-        DocumentError: the file is not there, truncated or altered; the message says what to do.
+        DocumentError: the file is missing, truncated or altered; the message names a remedy.
     """
     path = directory / part.file
     remedy = _REMEDIES[part.table].format(manifest=MANIFEST, rows=part.rows)
@@ -118,13 +119,13 @@ def read_part(directory: Path, part: DatasetPart) -> bytes:
 
 
 _LEVEL = 12
-"""Of zstd: plans of one workload repeat the names of its variables, which a long window finds."""
+"""Compression level of zstd: plans of one workload repeat the names of variables, which only a long window finds."""
 _PAGE = 16 * 2**20
 """Bytes of a page, which is compressed as a whole: large enough for all plans of a part."""
 _NULLABLE = frozenset({"replayed", "reference", "foreign_cores", "load"})
-"""Columns of what may be unknown."""
+"""Columns whose values may be unknown."""
 _TOLD_BY_ROW = frozenset({"plan", "steps"})
-"""Columns of which each is looked at when its sample is asked for."""
+"""Columns whose values are validated only when a sample is read."""
 
 
 def schema(table: Table) -> Any:
@@ -174,10 +175,10 @@ def to_parquet(table: Table, rows: Sequence[dict[str, Any]]) -> bytes:
 
 
 def check_row(table: Any, row: Any) -> None:
-    """Refuse what is no row of a table.
+    """Check that a value is a row of a table.
 
     Raises:
-        ValueError: there is no such table, or a column is missing or of another type.
+        ValueError: there is no such table, or a column is missing or has another type.
     """
     import pyarrow
 
@@ -199,7 +200,7 @@ def read_table(directory: Path, part: DatasetPart) -> Any:
     """The `pyarrow.Table` in a part of the dataset in a folder.
 
     Raises:
-        DocumentError: the file is not there, truncated, altered, or not what the manifest says.
+        DocumentError: the file is missing, truncated or altered, or does not match the manifest.
     """
     path = directory / part.file
     rows = from_parquet(part.table, read_part(directory, part), str(path))
@@ -212,19 +213,19 @@ def from_parquet(table: Table, content: bytes, source: str) -> Any:
     """The `pyarrow.Table` in a file.
 
     Args:
-        table: which.
-        content: of the file.
-        source: its name, for errors.
+        table: name of the table.
+        content: content of the file.
+        source: name of the file in errors.
 
     Raises:
-        DocumentError: it is no such file.
+        DocumentError: the content is not such a table.
     """
     import pyarrow
     from pyarrow import parquet
 
     columns = schema(table)
     try:
-        # Dictionaries of different parts differ, so that values are decoded here.
+        # Dictionary-encoded columns of different parts have different dictionaries, so decode them for concatenation.
         rows = parquet.read_table(BytesIO(content)).select(columns.names).cast(_decoded(columns))
         rows.validate(full=True)
     except (pyarrow.ArrowException, KeyError, OSError) as cause:  # OSError: damaged within the file
@@ -237,7 +238,7 @@ def from_parquet(table: Table, content: bytes, source: str) -> Any:
 
 
 def no_rows(table: Table) -> Any:
-    """The `pyarrow.Table` of no rows, as `from_parquet` gives it."""
+    """An empty `pyarrow.Table` with the same schema as from `from_parquet`."""
     return _decoded(schema(table)).empty_table()
 
 

@@ -1,4 +1,4 @@
-"""Samples: measured plans, the conditions of their measurement, and their rows."""
+"""Samples: measured plans, the conditions of their measurements, and their rows."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ class Sample:
     """The step times of a plan for a workload on a cluster.
 
     Attributes:
-        workload: what was synchronized.
-        cluster: the machines, as emulated or real.
-        plan: how.
-        steps: seconds of each measured step, of the slowest rank; at least one.
-        kind: how the plan came about: the name of a builder, ``drawn``, ``evolved`` ...
-        replayed: seconds of a step as the replay prices it with the constants of the time; None if it did not.
-        environment: fingerprint of what it was measured on; None where that is the same for all.
-        reference: seconds of a step of the pair's reference plan, measured again just before the batch of plans that
-            this one came in, whose samples have it in common; None if it was not measured.
+        workload: the synchronized workload.
+        cluster: the emulated or real machines.
+        plan: the measured plan.
+        steps: seconds of each measured step on the slowest rank; at least one.
+        kind: origin of the plan: the name of a builder, ``drawn``, ``evolved`` ...
+        replayed: seconds of a step as predicted by the replay at the time of the measurement; None if not predicted.
+        environment: fingerprint of the environment of the measurement; None if it is the same for all samples.
+        reference: seconds of a step of the reference plan for this workload and cluster, which was measured just before
+            this plan's batch. All samples of a batch share it. None if not measured.
 
     Raises:
-        ValueError: `check_steps` refuses the steps, or the reference is no time either.
+        ValueError: ``steps``, ``replayed`` or ``reference`` has an invalid time.
     """
 
     workload: Workload
@@ -53,17 +53,17 @@ class Sample:
 
     @cached_property
     def seconds(self) -> float:
-        """The median step."""
+        """Seconds of the median step."""
         return statistics.median(self.steps)
 
     @cached_property
     def noise(self) -> float:
-        """Standard error of `seconds` over `seconds`, from the median absolute deviation; 0 with a single step."""
+        """Relative standard error of `seconds`, from the median absolute deviation of the steps; 0 for one step."""
         return step_noise(self.steps)
 
 
 def is_time(seconds: float) -> bool:
-    """Whether a number of seconds can be that of a step."""
+    """Whether a number is a valid step time in seconds."""
     return LEAST <= seconds <= LONGEST
 
 
@@ -71,7 +71,7 @@ def check_steps(steps: Sequence[float | None]) -> None:
     """Check the seconds of measured steps: at least one, each finite and above 0.
 
     Raises:
-        ValueError: the first thing wrong.
+        ValueError: there are no steps, or a time is invalid; the message names the first one.
     """
     if not steps:
         raise ValueError("steps: none; a sample has at least one")
@@ -81,16 +81,17 @@ def check_steps(steps: Sequence[float | None]) -> None:
 
 
 def step_noise(steps: Sequence[float]) -> float:
-    """The noise of a sample of those steps (see `Sample.noise`)."""
+    """The noise of a sample with these steps; see `Sample.noise`."""
     if len(steps) < 2:
         return 0.0
     median = statistics.median(steps)
     deviation = statistics.median(abs(step - median) for step in steps)
+    # For normal values: standard deviation by median absolute deviation, and standard error of median by that of mean.
     return 1.4826 * 1.2533 * deviation / len(steps) ** 0.5 / median
 
 
 Row = dict[str, Any]
-"""An entry as plain data: the columns of `COLUMNS`, documents by fingerprint, the plan as canonical JSON."""
+"""An entry as plain data with the columns of `COLUMNS`: documents as fingerprints, the plan as canonical JSON."""
 
 COLUMNS = {
     "workload": "fingerprint of the workload",
@@ -107,24 +108,24 @@ COLUMNS = {
     "disturbed": "whether that was more than the collection allowed; left out of training by default",
     "measured_at": "seconds since 1970, UTC",
 }
-"""The columns of samples and what they mean."""
+"""The columns of samples and their meanings."""
 PAIR = ("workload", "cluster", "plan")
-"""The columns that name a pair: two rows with the same ones measured the same thing."""
+"""The columns that identify a pair: rows that agree in them measured the same thing."""
 DOCUMENTS = ("workload", "cluster", "environment")
-"""The columns that name documents, which are the kinds of these."""
+"""The columns that contain fingerprints of documents; their names are also the kinds of documents."""
 
 
 @dataclass(frozen=True)
 class Conditions:
-    """When and beside what a sample was measured.
+    """The conditions of a measurement.
 
     Attributes:
-        environment: what it ran on, plain data that is the same for a whole run.
-        seed: of the draw.
-        foreign_cores: cores that other processes kept busy meanwhile; None where unknown.
-        load: load average of the last minute; None where unknown.
-        disturbed: whether others kept more cores busy than was allowed.
-        measured_at: seconds since 1970.
+        environment: plain data about the machine and the software, which is the same for a whole run.
+        seed: seed of the random plans.
+        foreign_cores: number of cores that other processes kept busy meanwhile; None if unknown.
+        load: load average of the last minute; None if unknown.
+        disturbed: whether other processes kept more cores busy than allowed.
+        measured_at: seconds since 1970, UTC.
     """
 
     environment: dict[str, Any]
@@ -143,7 +144,7 @@ class Entry:
     conditions: Conditions
 
     def documents(self) -> dict[str, dict[str, Any]]:
-        """The documents that a row names by fingerprint, as plain data."""
+        """The documents to which the row refers by fingerprint, as plain data by kind."""
         sample = self.sample
         return {
             "workload": sample.workload.to_dict(),
@@ -152,7 +153,7 @@ class Entry:
         }
 
     def row(self) -> Row:
-        """The row: plain data for each of `COLUMNS`."""
+        """The entry as a row, with plain data for each of `COLUMNS`."""
         sample, conditions = self.sample, self.conditions
         return {
             **{table: digest(document) for table, document in self.documents().items()},
@@ -170,26 +171,26 @@ class Entry:
 
 
 def sample_key(cluster: str, workload: str, plan: str) -> str:
-    """The name of a pair, from the fingerprints of cluster and workload and the plan's canonical JSON."""
+    """The key of a pair, from the fingerprints of cluster and workload and the plan's canonical JSON."""
     return digest([cluster, workload, digest_text(plan)])
 
 
 def row_key(row: Row) -> str:
-    """The name of a row's pair (see `PAIR`)."""
+    """The key of a row's pair (see `PAIR`)."""
     return sample_key(row["cluster"], row["workload"], row["plan"])
 
 
 def row_sample(row: Row, workload: Workload, cluster: ClusterSpec, where: str) -> Sample:
-    """The sample of a row, its documents read already.
+    """The sample of a row, with its documents.
 
     Args:
-        row: of the table of samples.
-        workload: that it names.
-        cluster: that it names.
-        where: the row is, for errors.
+        row: a row of the table of samples.
+        workload: the workload to which it refers.
+        cluster: the cluster to which it refers.
+        where: source of the row, for errors.
 
     Raises:
-        DocumentError: the plan is not one, or a time is none.
+        DocumentError: the plan or a time is invalid.
     """
     plan = SyncPlan.from_dict(parse_json(row["plan"], f"{where}: plan"), source=f"{where}: plan")
     steps, told = row_steps(row["steps"], where), (row["kind"], row["replayed"], row["environment"], row["reference"])
@@ -203,11 +204,11 @@ def row_steps(steps: Iterable[float] | None, where: str) -> tuple[float, ...]:
     """The seconds of a row's steps.
 
     Args:
-        steps: as the table has them.
-        where: the row is, for errors.
+        steps: the steps in the table.
+        where: source of the row, for errors.
 
     Raises:
-        DocumentError: they are not those of a sample.
+        DocumentError: there are no steps, or a time is invalid.
     """
     taken = () if steps is None else tuple(steps)
     try:

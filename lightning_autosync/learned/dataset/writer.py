@@ -1,4 +1,4 @@
-"""`Writer`: adds entries to a dataset. Its journal holds those that are in no part yet: an interruption loses none."""
+"""`Writer`: adds entries to a dataset; a journal keeps those that are in no part yet, so interruptions lose none."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ from lightning_autosync.learned.dataset.sample import DOCUMENTS, PAIR, Entry, Ro
 
 JOURNAL = "journal.jsonl"
 Line = tuple[str, dict[str, Any]]
-"""Table, and a row of it."""
+"""The name of a table, and one of its rows."""
 
 
 def append_rows(path: Path, lines: Iterable[Line]) -> None:
-    """Add rows; they outlive this process once this returns. What is left of a line that was cut off is dropped."""
+    """Append rows to a journal; once this returns, they survive the end of the process. Drops a truncated last line."""
     append_lines(path, "".join(json.dumps({"table": table, "row": row}) + "\n" for table, row in lines))
 
 
 def read_rows(path: Path) -> Iterator[Line]:
-    """The rows in a journal; none if there is no file. A last line cut off by an interruption is left out.
+    """The rows in a journal; none if there is no file. A truncated last line is left out.
 
     Raises:
-        DocumentError: a line is something else.
+        DocumentError: a line is not a row.
     """
     for where, line in whole_lines(path):
         try:
@@ -53,7 +53,11 @@ def read_rows(path: Path) -> Iterator[Line]:
 
 
 def _row(made: Any) -> Line:
-    """A line's row; a ValueError says what is wrong with it."""
+    """The table and the row in a line's data.
+
+    Raises:
+        ValueError: it is not a row.
+    """
     if not isinstance(made, dict):
         raise ValueError("not a mapping of table and row")
     table: Any = made.get("table")
@@ -68,18 +72,18 @@ _LOCK = ".lock"
 
 
 class Writer:
-    """Adds entries to the dataset in a folder, which is made if there is none; goes on after an interruption.
+    """Adds entries to the dataset in a folder, which is created if necessary; resumes after an interruption.
 
-    What `append` was given is in a journal when it returns; `flush` makes Parquet files of it. Of a pair (workload,
-    cluster and plan) the first measurement stays, but one that was disturbed only until there is one that was not:
-    that is added, and readers take it in place of the other.
+    Entries are in a journal when `append` returns, and `flush` turns the journal into Parquet files. The first
+    measurement of a pair (workload, cluster and plan) stays. If it was disturbed, a later undisturbed one is added, and
+    readers take that instead.
 
     Args:
-        directory: of the dataset.
+        directory: folder of the dataset.
 
     Raises:
-        DocumentError: another process adds to it, the manifest of parts that are there is missing, a part is missing,
-            truncated or altered, or a line of the journal is no row.
+        DocumentError: another process adds to the dataset, the manifest of existing parts is missing, a part is
+            missing, truncated or altered, or a line of the journal is not a row.
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
@@ -95,11 +99,11 @@ class Writer:
 
     @property
     def keys(self) -> frozenset[str]:
-        """The pairs (see `sample_key`) that have an undisturbed measurement."""
+        """Keys (see `sample_key`) of the pairs that have an undisturbed measurement."""
         return frozenset(self._keys)
 
     def append(self, entries: Iterable[Entry]) -> int:
-        """Add entries of new pairs, and undisturbed ones of pairs that were disturbed; returns their number."""
+        """Add entries of new pairs, and undisturbed ones of pairs with a disturbed one; returns the number added."""
         lines: list[Line] = []
         added = 0
         for entry in entries:
@@ -116,7 +120,7 @@ class Writer:
         return added
 
     def flush(self) -> None:
-        """Make parts of what is in the journal."""
+        """Turn the content of the journal into parts."""
         parts = [*self._write("documents", self._documents), *self._write("samples", self._samples)]
         if parts:
             # The manifest comes last: until then the new files do not belong to the dataset.
@@ -127,7 +131,7 @@ class Writer:
         self._samples.clear()
 
     def close(self) -> None:
-        """Flush, and let others add; may be called again."""
+        """Flush and release the lock; may be called repeatedly."""
         if self._lock >= 0:
             self.flush()
             os.close(self._lock)
@@ -145,7 +149,7 @@ class Writer:
         self._journal = self.directory / JOURNAL
         begun = (self.directory / MANIFEST).exists() or any(part_files(self.directory, table) for table in TABLES)
         if not begun:
-            # Before any part, so that parts without a manifest always mean that it was lost.
+            # The manifest is written before any part, so parts without a manifest always mean that it was lost.
             Manifest().save(self.directory / MANIFEST)
         self._manifest = load_manifest(self.directory)
         self._keys: set[str] = set()
@@ -162,9 +166,9 @@ class Writer:
         self._recover()
 
     def _recover(self) -> None:
-        """Read the journal; rows that are in a part already, because of an interruption, are left out.
+        """Read the journal. Rows that an interrupted flush already wrote to a part are left out.
 
-        Samples whose documents are neither there nor in a part are dropped, since nobody could read them.
+        Samples whose documents are neither in the journal nor in a part are dropped, because they cannot be read.
         """
         lines = list(read_rows(self._journal))
         for table, row in lines:
@@ -178,11 +182,11 @@ class Writer:
             self.flush()
 
     def _is_readable(self, row: Row) -> bool:
-        """Whether the documents of a sample are there."""
+        """Whether all documents of a sample exist."""
         return all((kind, row[kind]) in self._known for kind in DOCUMENTS)
 
     def _enter(self, row: Row) -> bool:
-        """Note the pair of a row; False if the dataset needs no further row of this pair."""
+        """Record the pair of a row; returns False if the dataset needs no further row of this pair."""
         key = row_key(row)
         if key in self._keys or (row["disturbed"] and key in self._disturbed):
             return False
@@ -190,7 +194,7 @@ class Writer:
         return True
 
     def _name(self, kind: str, fingerprint: str, document: dict[str, Any]) -> dict[str, Any] | None:
-        """The row of a document, if the dataset does not have it yet."""
+        """Add a document; returns its row, or None if the dataset has it already."""
         if (kind, fingerprint) in self._known:
             return None
         assert digest(document) == fingerprint
@@ -199,7 +203,7 @@ class Writer:
         return self._documents[-1]
 
     def _write(self, table: Table, rows: list[dict[str, Any]]) -> Iterator[DatasetPart]:
-        """Write rows as a part, if there are any."""
+        """Write rows as a part, if there are any; yields the part's description."""
         if not rows:
             return
         content = to_parquet(table, rows)
@@ -209,9 +213,9 @@ class Writer:
 
 
 def _lock(path: Path) -> int:
-    """A lock that ends with this process, in whatever way.
+    """Take a lock that the operating system releases when this process ends; returns its file descriptor.
 
-    Not `documents.held`, whose locks belong to processes: two writers of one process would both get it.
+    This does not use `documents.held`, whose locks belong to processes: two writers in one process would both get it.
     """
     descriptor = os.open(path, os.O_CREAT | os.O_RDWR, 0o644)
     try:

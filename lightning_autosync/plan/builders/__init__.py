@@ -1,6 +1,6 @@
-"""Plans by rule: each builder takes a workload and a cluster and returns a `SyncPlan`.
+"""Rule-based builders: each takes a workload and a cluster and returns a `SyncPlan`.
 
-AutoDist's strategy builders, and those that follow the links.
+They are AutoDist's strategy builders, and builders that follow the cluster's links.
 """
 
 from __future__ import annotations

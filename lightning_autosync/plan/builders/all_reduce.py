@@ -38,12 +38,12 @@ def all_reduce(
 
     Args:
         workload: the variables.
-        cluster: where they are synchronized.
-        topology: how each message travels.
-        bucket_bytes: a message closes when it reaches this many bytes (DDP's ``bucket_cap_mb``).
-        first_bucket_bytes: the same for the first message, so that communication starts early.
-        chunk_size: variables a message, by position in the model, whatever their size (AutoDist: 128).
-        compressor: kind or settings, for dense messages.
+        cluster: the cluster on which they are synchronized.
+        topology: topology of each message.
+        bucket_bytes: bytes at which a message closes (DDP's ``bucket_cap_mb``).
+        first_bucket_bytes: the same for the first message; smaller, so that communication starts early.
+        chunk_size: number of variables per message, in model order and of any size (AutoDist: 128).
+        compressor: kind or settings of the compressor of dense messages.
 
     Raises:
         PlanError: ``chunk_size`` is below 1.
@@ -65,7 +65,7 @@ def all_reduce(
 
 @register()
 def partitioned_all_reduce(workload: Workload, cluster: ClusterSpec, *, topology: TopologyName = "native") -> SyncPlan:
-    """AutoDist's PartitionedAR: each variable cut along axis 0 into the smallest divisor's count of shards."""
+    """AutoDist's PartitionedAR: cut each variable along axis 0 into as many shards as the axis' smallest divisor."""
     return make_plan(
         workload,
         cluster,
@@ -77,7 +77,7 @@ def partitioned_all_reduce(workload: Workload, cluster: ClusterSpec, *, topology
 def random_axis_partitioned_all_reduce(
     workload: Workload, cluster: ClusterSpec, *, topology: TopologyName = "native", seed: Integer = 0
 ) -> SyncPlan:
-    """AutoDist's RandomAxisPartitionAR: as PartitionedAR, along a random axis longer than 1."""
+    """AutoDist's RandomAxisPartitionAR: like PartitionedAR, but along a random axis longer than 1."""
     draw = random.Random(seed)
     groups = []
     for variable in in_ready_order(workload):

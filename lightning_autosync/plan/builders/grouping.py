@@ -1,4 +1,4 @@
-"""What all builders share: which variables travel together, and the plan around the groups."""
+"""Shared by all builders: grouping of variables into messages, and making a plan from groups."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def make_plan(workload: Workload, cluster: ClusterSpec, groups: Iterable[Group])
 
 
 def in_ready_order(workload: Workload) -> list[Variable]:
-    """Variables in the order in which backward makes their gradients."""
+    """Variables in the order in which backward computes their gradients."""
     return [workload.variable(name) for name in workload.ready_order]
 
 
@@ -29,12 +29,12 @@ def lone_group(variable: Variable, **aspects: Any) -> Group:
 
 
 def fused_groups(variables: Sequence[Variable], limits: Sequence[int], prefix: str, **aspects: Any) -> Iterator[Group]:
-    """Groups of dense variables that close when they reach a limit; row-wise variables travel alone.
+    """Groups of dense variables, each closed when it reaches a limit, and one group for each row-wise variable.
 
-    ``limits`` are bytes: one for the first group of each element type, ..., the last for all that follow.
+    ``limits`` are bytes. The k-th limit is for the k-th group of each element type, the last one for all that follow.
 
     Raises:
-        PlanError: one is below 1.
+        PlanError: a limit is below 1.
     """
     if min(limits) < 1:
         raise PlanError(f"a message of {min(limits)} bytes: a size must be 1 or more")
@@ -62,15 +62,15 @@ def _fused(prefix: str, number: int, members: Sequence[Variable], aspects: dict[
 
 
 def smallest_divisor(number: int) -> int:
-    """The smallest divisor of ``number`` from 2 on; 1 for 1."""
+    """The smallest divisor of ``number`` above 1; 1 for 1."""
     return next((divisor for divisor in range(2, number + 1) if number % divisor == 0), 1)
 
 
 def smallest_non_divisor(number: int) -> int:
-    """The smallest count from 2 on that does not divide ``number`` and does not exceed it; 1 if there is none."""
+    """The smallest integer from 2 to ``number`` that does not divide ``number``; 1 if there is none."""
     return next((count for count in range(2, number + 1) if number % count), 1)
 
 
 def axis_length(variable: Variable, axis: int = 0) -> int:
-    """Slices along an axis, by default the one that AutoDist's partitioners cut; a scalar is one slice."""
+    """Number of slices along an axis, by default the axis that AutoDist's partitioners cut; 1 for a scalar."""
     return variable.shape[axis] if variable.shape else 1

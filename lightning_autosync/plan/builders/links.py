@@ -1,4 +1,4 @@
-"""Builders that look at sparsity or at the link graph."""
+"""Builders that use sparsity or the link graph."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def parallax(
     topology: TopologyName | None = None,
     bucket_bytes: Count = 25 * MIB,
 ) -> SyncPlan:
-    """Parallax (EuroSys 2019): dense variables by fused all-reduce, row-wise ones by balanced parameter servers.
+    """Parallax (EuroSys 2019): fused all-reduce for dense variables, balanced parameter servers for row-wise ones.
 
-    ``topology`` None takes ``native`` for the dense and ``star`` for the row-wise ones.
+    If ``topology`` is None, dense variables get ``native`` and row-wise ones ``star``.
     """
     served = ps_load_balancing(workload, cluster, topology=topology or "star")
     row_wise = {variable.name for variable in workload.variables if variable.kind != "dense"}
@@ -39,9 +39,9 @@ def hierarchical(
     topology: TopologyName = "hierarchical",
     bucket_bytes: Count = 25 * MIB,
 ) -> SyncPlan:
-    """Fused all-reduce in two levels: inside a node (or a rack of one-device nodes) first, then between them.
+    """Fused two-level all-reduce: first inside each node (or rack of one-device nodes), then between them.
 
-    With ``ring``, ``tree`` or ``star`` the leaders of the nodes use that shape after local aggregation.
+    With ``ring``, ``tree`` or ``star`` the leaders of the nodes use that topology after local aggregation.
     """
     local = topology in ("ring", "tree", "star")
     groups = fused_groups(
@@ -60,8 +60,8 @@ def packed_trees(
 ) -> SyncPlan:
     """Fused messages split over several spanning trees, in the proportions that use the link graph best.
 
-    The trees are written into the plan, so that running it needs no linear program. Another ``topology`` keeps the
-    messages and drops the trees.
+    The plan contains the trees, so that running it needs no linear program. With another ``topology`` the messages are
+    the same, but without trees.
     """
     trees = None
     if topology == "packed":

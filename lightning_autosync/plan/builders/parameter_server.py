@@ -1,4 +1,4 @@
-"""Builders of parameter-server plans: some rank reduces each shard and hands the result out."""
+"""Builders of parameter-server plans: one rank reduces each shard and broadcasts the result."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def ps(workload: Workload, cluster: ClusterSpec, *, topology: TopologyName = "st
     """AutoDist's PS: one server for everything.
 
     Raises:
-        PlanError: ``server`` is no rank of the cluster.
+        PlanError: ``server`` is not a rank of the cluster.
     """
     _check_ranks("server", [server], cluster)
     return make_plan(
@@ -59,7 +59,10 @@ def partitioned_ps(
     topology: TopologyName = "star",
     servers: Sequence[Index] | None = None,
 ) -> SyncPlan:
-    """AutoDist's PartitionedPS: cut along axis 0 into the smallest divisor's count of shards, each balanced."""
+    """AutoDist's PartitionedPS: cut each variable along axis 0 and place the shards on the least loaded servers.
+
+    The number of shards is the smallest divisor of the axis length.
+    """
     loads = _Loads(cluster, servers)
     groups = [
         _served_in_shards(variable, smallest_divisor(axis_length(variable)), loads, topology)
@@ -76,7 +79,7 @@ def uneven_partitioned_ps(
     topology: TopologyName = "star",
     servers: Sequence[Index] | None = None,
 ) -> SyncPlan:
-    """AutoDist's UnevenPartitionedPS: as PartitionedPS, with the smallest count that does not divide the axis."""
+    """AutoDist's UnevenPartitionedPS: like PartitionedPS, with the smallest number that does not divide the axis."""
     loads = _Loads(cluster, servers)
     groups = [
         _served_in_shards(variable, smallest_non_divisor(axis_length(variable)), loads, topology)
@@ -89,10 +92,10 @@ def uneven_partitioned_ps(
 def byteps(
     workload: Workload, cluster: ClusterSpec, *, topology: TopologyName = "star", bucket_bytes: Count = 25 * MIB
 ) -> SyncPlan:
-    """Fused messages cut over all ranks in proportion to what their links can carry.
+    """Fused messages cut over all ranks in proportion to the rates of their links.
 
-    On one switch with uneven links this reaches the least possible time (BytePS, OSDI 2020, section 4.1, for servers
-    that are workers too). Without known rates the shards are equal.
+    On one switch with uneven links this reaches the minimal time (BytePS, OSDI 2020, section 4.1, for servers that are
+    also workers). Without known rates the shards are equal.
     """
     shares = server_shares(cluster) if cluster.measured else (1.0,) * cluster.world_size
     aspects = {
@@ -124,7 +127,7 @@ class _Loads:
         _check_ranks("servers", self._loads, cluster)
 
     def add(self, size: float) -> int:
-        """The least loaded server, which takes ``size`` bytes."""
+        """Give ``size`` bytes to the least loaded server; returns its rank."""
         server = min(self._loads, key=lambda rank: (self._loads[rank], rank))
         self._loads[server] += size
         return server

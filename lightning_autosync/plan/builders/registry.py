@@ -1,7 +1,7 @@
-"""The registry of builders, and the check of arguments that users give them.
+"""The registry of builders, and validation of the arguments that users give them.
 
-A function of this package that is decorated with `register` is a builder. A package elsewhere registers its own by an
-entry point of the group ``lightning_autosync.builders``, whose value is a module that calls `register` when imported.
+A function of this package that is decorated with `register` is a builder. Another package registers its own builders by
+an entry point of the group ``lightning_autosync.builders``; its value is a module that calls `register` on import.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ ENTRY_POINTS = "lightning_autosync.builders"
 class Builder(Protocol):
     """Makes a plan by rule for a workload on a cluster.
 
-    Further arguments are keywords with a type, which may have bounds, and a default. ``topology`` is how each message
-    travels.
+    Further arguments are keywords with a default and a type, which may have bounds. ``topology`` is the topology of
+    each message.
     """
 
     def __call__(self, workload: Workload, cluster: ClusterSpec, *, topology: TopologyName) -> SyncPlan: ...
@@ -46,14 +46,14 @@ _relaxed: dict[str, Callable[..., SyncPlan]] = {}
 
 
 def register(*, relaxed: bool = False, takes_topology: bool = True) -> Callable[[Function], Function]:
-    """A decorator that lets users name a builder, which must satisfy `Builder`.
+    """A decorator that registers a builder, which must satisfy `Builder`.
 
     Args:
-        relaxed: whether its plans are relaxed; such builders need not take ``topology``.
-        takes_topology: False for a builder whose plans have only one topology.
+        relaxed: whether the builder's plans are relaxed; such builders need not take ``topology``.
+        takes_topology: False for a builder whose plans have a fixed topology.
 
     Raises:
-        PlanError: (when a function is decorated) its name is taken, or it does not take what builders must take.
+        PlanError: raised at decoration, if the name is taken or the function lacks required arguments.
     """
 
     def add(builder: Function) -> Function:
@@ -61,7 +61,7 @@ def register(*, relaxed: bool = False, takes_topology: bool = True) -> Callable[
         if other := {**_registered, **_relaxed}.get(builder.__name__):
             raise PlanError(f"{where}: {other.__module__} has taken the name")
         pattern: Any = Builder if takes_topology and not relaxed else _FixedBuilder
-        # A bound method, for builders have no `self`.
+        # Compare with a bound method, because builders have no `self`.
         if fault := mismatch(builder, pattern.__call__.__get__(object())):
             raise PlanError(f"{where}: {fault}")
         untyped = inspect.signature(builder).parameters.keys() - get_type_hints(builder).keys()
@@ -79,13 +79,13 @@ def _load() -> None:
 
 
 def names() -> tuple[str, ...]:
-    """The builders of synchronous plans, which have a schedule; those of this package first."""
+    """Names of the builders of synchronous plans, which have a schedule; this package's builders come first."""
     _load()
     return tuple(_registered)
 
 
 def relaxed_names() -> tuple[str, ...]:
-    """The builders of relaxed plans."""
+    """Names of the builders of relaxed plans."""
     _load()
     return tuple(_relaxed)
 
@@ -106,10 +106,10 @@ def find(name: str) -> Callable[..., SyncPlan]:
 
 
 def build(name: str, workload: Workload, cluster: ClusterSpec, /, **arguments: Any) -> SyncPlan:
-    """The plan of the builder with this name. Whole numbers may be written as 4e6, and be numpy's.
+    """The plan of the builder with this name. Integers may also be floats such as 4e6, or numpy numbers.
 
     Raises:
-        PlanError: there is no such builder, or it does not take these arguments, each or together.
+        PlanError: there is no such builder, or it refuses these arguments.
     """
     builder = find(name)
     with errors_naming(builder):
@@ -121,7 +121,7 @@ def errors_naming(builder: Callable[..., Any]) -> Iterator[None]:
     """Turn pydantic's errors inside into errors that name the builder.
 
     Raises:
-        PlanError: in place of a ``ValidationError``.
+        PlanError: instead of a ``ValidationError``.
     """
     try:
         yield
@@ -130,7 +130,7 @@ def errors_naming(builder: Callable[..., Any]) -> Iterator[None]:
 
 
 def _checked(builder: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments as the builder takes them."""
+    """The validated arguments, converted to the builder's types."""
     form = _form(builder)
     for name in arguments:
         if name not in form.model_fields:
@@ -142,7 +142,7 @@ def _checked(builder: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[
 
 @cache
 def _form(builder: Callable[..., Any]) -> type[Record]:
-    """The keyword arguments of a builder as a record; made once, for a search builds plans all the time."""
+    """The keyword arguments of a builder as a record; cached, because a search builds many plans."""
     hints = get_type_hints(builder, include_extras=True)
     parameters = inspect.signature(builder).parameters.values()
     fields: dict[str, Any] = {

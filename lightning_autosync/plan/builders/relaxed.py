@@ -1,4 +1,4 @@
-"""Builders of plans whose replicas need not march in step."""
+"""Builders of relaxed plans, whose replicas need not be equal after each step."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def partial_reduce(
 
     Args:
         workload: the variables.
-        cluster: where they are synchronized.
-        group_size: P; None takes the largest divisor of the number of ranks that is at most half of it (a P that does
-            not divide it leaves workers idle), 2 at least.
-        weighting: whether weights depend on staleness.
+        cluster: the cluster on which they are synchronized.
+        group_size: number of ranks per group (P). None takes the largest divisor of the number of ranks up to half of
+            it, but at least 2; a P that is not a divisor leaves workers idle.
+        weighting: ``dynamic`` weights depend on staleness, ``constant`` weights do not.
 
     Raises:
-        PlanError: there are fewer ranks than a group needs, or than ``group_size``.
+        PlanError: there is only one rank, or there are fewer than ``group_size``.
     """
     ranks = cluster.world_size
     if ranks < 2:
@@ -52,7 +52,7 @@ def partial_reduce(
 def periodic(
     workload: Workload, cluster: ClusterSpec, *, period: Count = 8, outer: OuterKind = "averaging", warmup: Index = 0
 ) -> SyncPlan:
-    """Local SGD: replicas step alone and average every ``period`` steps, after ``warmup`` steps that all average."""
+    """Local SGD: replicas average every ``period`` steps, and after each of the first ``warmup`` steps."""
     return _with(
         all_reduce(workload, cluster),
         Consistency(mode="periodic", period=period, outer=outer, warmup=warmup or None),
@@ -61,13 +61,13 @@ def periodic(
 
 @register(relaxed=True)
 def bounded_staleness(workload: Workload, cluster: ClusterSpec, *, staleness: Index = 3) -> SyncPlan:
-    """Stale synchronous parallel (Ho et al., 2013): servers update; nobody runs more than ``staleness`` steps ahead."""
+    """Stale synchronous parallel (Ho et al., 2013): servers update; no rank is more than ``staleness`` steps ahead."""
     return _with(byteps(workload, cluster), Consistency(mode="bounded_staleness", staleness=staleness))
 
 
 @register(relaxed=True)
 def asynchronous(workload: Workload, cluster: ClusterSpec) -> SyncPlan:
-    """Servers update with each gradient as it comes, and nobody waits (Hogwild over a network)."""
+    """Servers apply each gradient on arrival, and no rank waits (Hogwild over a network)."""
     return _with(byteps(workload, cluster), Consistency(mode="asynchronous"))
 
 

@@ -1,4 +1,4 @@
-"""Builder for ranks of one machine."""
+"""Builder for ranks on one machine."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from lightning_autosync.workload import Workload
 
 @register(takes_topology=False)
 def shared_memory(workload: Workload, cluster: ClusterSpec, *, bucket_bytes: Count = 100 * MIB) -> SyncPlan:
-    """Dense variables fused in memory that all ranks map; row-wise variables by the backend.
+    """Fused dense variables in memory that all ranks map; row-wise variables by the backend's collectives.
 
-    There is no idle wire to overlap with, and each message costs two hand-overs between the ranks, so messages are
-    large. `compile_plan` refuses the plan for a cluster of several nodes.
+    Messages are large, because there is no wire time to overlap and each message costs two hand-overs between the
+    ranks. `compile_plan` refuses the plan for a cluster of several nodes.
 
     Args:
         workload: the variables.
-        cluster: the one node on which they are synchronized.
-        bucket_bytes: a message closes when it reaches this many bytes.
+        cluster: the single node on which they are synchronized.
+        bucket_bytes: bytes at which a message closes.
     """
     ordered = in_ready_order(workload)
     dense = [variable for variable in ordered if variable.kind == "dense"]

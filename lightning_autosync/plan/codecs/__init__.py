@@ -1,8 +1,8 @@
-"""Codecs: their declared halves, found by name. `lightning_autosync.engine.codecs` has the halves that run.
+"""The registry of codec declarations. `lightning_autosync.engine.codecs` has their implementations.
 
-A file of this package holds a subclass of `CodecFormat` and ends with ``register(...)``; nothing else has to name it. A
-package elsewhere registers its own by an entry point of the group ``lightning_autosync.codecs``, whose value is a
-module that calls `register` when it is imported.
+Each file of this package defines a subclass of `CodecFormat` and ends with ``register(...)``; it needs no other
+reference. Another package registers its own codecs by an entry point of the group ``lightning_autosync.codecs``; its
+value is a module that calls `register` on import.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _registered: dict[str, CodecFormat] = {}
 
 
 def register(codec: CodecFormat) -> None:
-    """Let plans name a codec.
+    """Register a codec, so that plans can name it.
 
     Raises:
         PlanError: its name is taken, or ``encoded_as`` is not one of this package's codecs.
@@ -42,10 +42,10 @@ def register(codec: CodecFormat) -> None:
 
 
 def find(name: str) -> CodecFormat:
-    """The codec of that name.
+    """The codec with this name.
 
     Raises:
-        PlanError: there is none.
+        PlanError: there is no such codec.
     """
     _load()
     if name not in _registered:
@@ -54,7 +54,7 @@ def find(name: str) -> CodecFormat:
 
 
 def names() -> tuple[str, ...]:
-    """All names, those of this package first."""
+    """Names of all codecs; this package's codecs come first."""
     _load()
     return tuple(sorted(_registered, key=lambda name: (_registered[name].place, name)))
 

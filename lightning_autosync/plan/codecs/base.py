@@ -1,4 +1,4 @@
-"""What a plan has to know of a codec."""
+"""`CodecFormat`: the declaration of a codec, as plans need it."""
 
 from __future__ import annotations
 
@@ -16,18 +16,17 @@ Sum = Literal["plain", "cast", "decoded"]
 
 
 class CodecFormat:
-    """The declared half of a codec: name, settings, and size on the wire. `lightning_autosync.engine.codecs` runs it.
+    """The declaration of a codec: name, settings and size on the wire. `lightning_autosync.engine.codecs` runs it.
 
     Attributes:
         name: the compressor's ``kind`` in plans.
-        sums: how encoded messages are summed: ``plain`` ones hold ordinary elements; of a ``cast``, a backend sums the
-            encoded elements; others are ``decoded``, summed, and encoded again.
-        encoded_as: the codec of this package whose cost the replay takes for it, and for which learned simulators take
-            it.
-        options: the settings under ``options`` that it takes, as a `Record`; None for none.
-        offered: whether the search for plans may draw it, with default settings.
-        place: its place in the order of codecs.
-        module: the module that registers its executing half, for a codec of another package.
+        sums: how encoded messages are summed. ``plain``: they hold ordinary elements. ``cast``: a backend sums the
+            encoded elements. ``decoded``: they are decoded, summed and encoded again.
+        encoded_as: this package's codec that replay and learned simulators substitute for it.
+        options: `Record` of its settings under ``options``; None if it has none.
+        offered: whether the search for plans may use it, with default settings.
+        place: sort key in the list of codecs.
+        module: module that registers its implementation, for a codec of another package.
     """
 
     name: ClassVar[str]
@@ -39,14 +38,17 @@ class CodecFormat:
     module: ClassVar[str | None] = None
 
     def check(self, group: Group) -> None:
-        """Refuse groups that it cannot encode.
+        """Check that the codec can encode a group.
 
         Raises:
-            ValueError: it names the field.
+            ValueError: it cannot; the message names the field.
         """
 
     def rounds(self, compressor: Compressor, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-        """Elements of each round of a message, if they are not those of its variables; see `PowerSGD`."""
+        """Number of elements of each round of a message; empty if it has one round with its variables' elements.
+
+        ``shapes`` are those of the variables. See `PowerSGD`.
+        """
         return ()
 
     def encoded_bytes(self, compressor: Compressor, numel: int, tail: int, itemsize: int) -> int:
@@ -54,8 +56,8 @@ class CodecFormat:
 
         Args:
             compressor: the settings.
-            numel: elements.
-            tail: how many of them, at the end, are counts, which travel exact.
-            itemsize: bytes of an element.
+            numel: number of elements.
+            tail: number of elements at the end that are counts, which are never compressed.
+            itemsize: bytes per element.
         """
         return itemsize * numel

@@ -1,4 +1,4 @@
-"""Casts to sixteen bits."""
+"""Casts to 16 bits."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class HalfPrecision(CodecFormat):
-    """IEEE half precision; its largest finite value stands for what is larger."""
+    """IEEE half precision; values out of range become the largest finite value."""
 
     name = encoded_as = "fp16"
     sums = "cast"
@@ -23,7 +23,7 @@ class HalfPrecision(CodecFormat):
 
 
 class BFloat16(HalfPrecision):
-    """Sixteen bits with the range of float32."""
+    """16 bits with the range of float32."""
 
     name = encoded_as = "bf16"
     offered = True

@@ -1,4 +1,4 @@
-"""Eight-bit integers with one scale a block."""
+"""8-bit integers with one scale per block."""
 
 from __future__ import annotations
 

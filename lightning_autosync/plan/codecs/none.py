@@ -1,4 +1,4 @@
-"""Messages that travel as they are."""
+"""Messages without compression."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from lightning_autosync.plan.codecs import CodecFormat, register
 
 
 class NoCodec(CodecFormat):
-    """Elements travel in the gradients' own type."""
+    """Elements keep the gradients' own type on the wire."""
 
     name = encoded_as = "none"
     sums = "plain"

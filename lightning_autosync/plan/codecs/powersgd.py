@@ -1,4 +1,4 @@
-"""PowerSGD: matrices travel as two low-rank factors, in two rounds (Vogels et al., 2019, algorithm 1)."""
+"""PowerSGD: matrices are sent as two low-rank factors in two rounds (Vogels et al., 2019, algorithm 1)."""
 
 from __future__ import annotations
 
@@ -30,10 +30,15 @@ class PowerSGD(CodecFormat):
 
 @dataclass(frozen=True)
 class Factor:
-    """Where a variable's factors lie in the two rounds.
+    """Position of a variable's factors in the two rounds.
 
-    A variable seen as a matrix ``[rows, columns]`` sends P ``[rows, rank]`` in the first round and Q
-    ``[columns, rank]`` in the second; one that would not shrink (``rank`` 0) travels whole in the first.
+    A variable, seen as a matrix ``[rows, columns]``, sends P ``[rows, rank]`` in the first round and Q
+    ``[columns, rank]`` in the second. A variable that would not shrink has ``rank`` 0 and is sent whole in the first.
+
+    Attributes:
+        shape: shape of the variable.
+        rank: rank of the factors.
+        first, second: offsets of the factors in the two rounds, in elements.
     """
 
     shape: tuple[int, ...]
@@ -59,7 +64,7 @@ class Factor:
 
 
 def low_rank_layout(shapes: Sequence[tuple[int, ...]], rank: int) -> tuple[list[Factor], tuple[int, int]]:
-    """The factors of each variable, and the elements of both rounds."""
+    """The factors of each variable, and the number of elements of both rounds."""
     factors: list[Factor] = []
     lengths = [0, 0]
     for shape in shapes:

@@ -1,4 +1,4 @@
-"""The largest magnitudes and where they are."""
+"""Top-k: the elements with the largest magnitudes, and their positions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class TopK(CodecFormat):
-    """The share ``compressor.ratio`` of the elements, each with its position."""
+    """The largest elements, a share ``compressor.ratio`` of all, each with its position."""
 
     name = encoded_as = "topk"
     place = 4
@@ -23,7 +23,7 @@ class TopK(CodecFormat):
 
 
 def kept_elements(compressor: Compressor, numel: int) -> int:
-    """Elements that are kept of ``numel``."""
+    """Number of elements that are kept of ``numel``."""
     return min(numel, ceil(compressor.ratio * numel))
 
 

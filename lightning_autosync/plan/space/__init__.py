@@ -1,4 +1,4 @@
-"""The space of plans: domains under constraints, random points, and moves between them."""
+"""The space of plans: parameter domains, random points, and moves between points."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What may be chosen: blocks of variables that share their choices, and the domain of each aspect on a cluster."""
+"""Blocks of variables that share their choices, and the domain of each aspect of a block on a cluster."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_autosync.plan.topologies import method as find_method
 from lightning_autosync.workload import Variable, Workload
 
 LARGE_SHARE = 0.08
-"""Share of all bytes from which on a variable is worth choices of its own."""
+"""Smallest share of all bytes at which a variable gets choices of its own."""
 
 
 @dataclass(frozen=True)
@@ -21,10 +21,10 @@ class Block:
     """Variables that share their choices.
 
     Attributes:
-        name: ``run0``, ``run1``, ... in the order of backward, or the name of a lone variable.
-        variables: in the order in which backward makes their gradients; of one element type.
-        home: the run that it may join: for a large dense variable the one at its position, for a run the one before
-            it in backward; None where there is none of its element type.
+        name: ``run0``, ``run1``, ... in backward order, or the name of a single variable.
+        variables: variables of one element type, in the order in which backward computes their gradients.
+        home: name of the run that the block may join: for a large dense variable the run at its position, for a run
+            the previous one in backward order. None if its element type has no such run.
     """
 
     name: str
@@ -41,10 +41,10 @@ class Block:
 
 
 def make_blocks(workload: Workload, runs: int = 4, lone: int = 6) -> tuple[Block, ...]:
-    """Cut a workload into at most ``runs`` runs an element type, ``lone`` large variables and its row-wise ones.
+    """Cut a workload into blocks: runs of small variables, single large variables and single row-wise variables.
 
-    Runs hold about equal bytes, in the order of backward. Large variables are those above `LARGE_SHARE` of all
-    bytes, the largest first.
+    Each element type has at most ``runs`` runs with about equal bytes, in backward order. The ``lone`` largest
+    variables with at least `LARGE_SHARE` of all bytes are blocks of their own.
     """
     order = [workload.variable(name) for name in workload.ready_order]
     dense = [variable for variable in order if variable.kind == "dense"]
@@ -57,7 +57,7 @@ def make_blocks(workload: Workload, runs: int = 4, lone: int = 6) -> tuple[Block
 
 
 def _runs(variables: Sequence[Variable], alone: set[str], runs: int, first: int) -> Iterator[Block]:
-    """Blocks of one element type: its runs, then the large variables that could join one of them."""
+    """Blocks of one element type: its runs, then its large variables, which may join a run."""
     small = sum(variable.bytes for variable in variables if variable.name not in alone)
     members: list[list[Variable]] = [[] for _ in range(runs)]
     homes: dict[str, int] = {}
@@ -83,23 +83,23 @@ Value = str | int
 Domain = tuple[Value, ...]
 
 JOIN = "join"
-"""Method of a block that travels with its home, which may join another in turn."""
+"""Method of a block that travels with its home; the home may itself join another run."""
 ASPECTS = ("method", "servers", "bucket", "compressor", "aggregate", "priority", "segment")
 WHOLE = 0
-"""Bucket without a limit: the block and all that joined it make one message."""
+"""Bucket without a limit: a block and all blocks that joined it make one message."""
 PARTS = (2, 4, 8, 16)
-"""Into how many messages buckets cut a block, about."""
+"""Approximate numbers of messages into which buckets cut a block."""
 SMALLEST_BUCKET = 4 * 1024
 SEGMENTS = (0, 16 * 1024, 64 * 1024, 256 * 1024)
-"""Bytes of a pipelined piece; 0 lets the compiler choose."""
+"""Bytes of a pipelined piece on trees; 0 lets the compiler choose."""
 
 
 def block_domains(block: Block, cluster: ClusterSpec, semantics: Semantics) -> dict[str, Domain]:
     """The domains of a block's aspects, in the order in which they are drawn.
 
-    ``method`` (architecture and topology together: one for all parts of a variable), ``servers`` (who reduces),
-    ``bucket`` (bytes at which a fused message closes), ``compressor``, ``aggregate`` (inside a node first),
-    ``priority``, ``segment``. Aspects with one value are left out.
+    The aspects are ``method`` (architecture and topology, the same for all parts of a variable), ``servers`` (the ranks
+    that reduce), ``bucket`` (bytes at which a fused message closes), ``compressor``, ``aggregate`` (reduce inside a
+    node first), ``priority`` and ``segment``. Aspects with a single value are left out.
     """
     facts = Facts(cluster)
     domains: dict[str, Domain] = {
@@ -115,7 +115,7 @@ def block_domains(block: Block, cluster: ClusterSpec, semantics: Semantics) -> d
 
 
 def relevant(aspect: str, choice: Mapping[str, Value]) -> bool:
-    """Whether an aspect changes the plan, given the block's method."""
+    """Whether an aspect can change the plan, given the block's method."""
     if aspect == "method":
         return True
     if choice["method"] == JOIN:
@@ -138,7 +138,10 @@ def _methods(block: Block, facts: Facts) -> Domain:
 
 
 def _servers(block: Block, facts: Facts) -> Domain:
-    """One server, or equal shards, or shards that follow the links: never more shards than there are slices."""
+    """Ways to place servers: one server, equal shards, or shards in proportion to the links.
+
+    A block with fewer slices than ranks gets one server, because each shard needs at least one slice.
+    """
     slices = block.variables[0].shape[0] if not block.dense else sum(variable.numel for variable in block.variables)
     if slices < facts.ranks:
         return ("least_loaded",)
@@ -149,7 +152,7 @@ def _servers(block: Block, facts: Facts) -> Domain:
 
 
 def _buckets(block: Block) -> Domain:
-    """The whole block, or powers of two that cut it into a few messages of some size."""
+    """The whole block, or powers of two that cut it into a few messages, none below `SMALLEST_BUCKET`."""
     if len(block.variables) == 1:
         return (WHOLE,)
     whole = 1 << (block.bytes - 1).bit_length()

@@ -1,4 +1,4 @@
-"""`Refinement`: plans next to a plan, message by message and variable by variable."""
+"""`Refinement`: local moves between plans, by message and by variable."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from lightning_autosync.plan.topologies import find
 from lightning_autosync.workload import Workload
 
 _CUTS = 8
-"""Places at which a message may be cut, about evenly by bytes; one of few variables between any two."""
+"""Number of parts, about equal in bytes, between which a message may be cut; with few variables any cut is allowed."""
 
 Groups = list[Group]
 Move = Callable[[Groups, int], Iterator[Groups]]
 
 
 class Refinement:
-    """Moves from plan to plan for which a `PlanSpace`, whose blocks share their choices, has no parameters.
+    """Moves between plans that a `PlanSpace` cannot express, because its blocks share their choices.
 
-    A message is cut in two or joined with the next one, a variable goes over to the message beside its own, a message
-    takes over how another one travels, its shards go elsewhere, or it becomes urgent on the wire. Each move changes one
-    of these; a plan that it leads to may still be one that cannot be compiled.
+    A move does one of these: cut a message in two, join it with the next one, shift a variable to a neighbouring
+    message, copy the settings of another message, change the servers, or toggle the priority on the wire. The resulting
+    plan may fail to compile.
 
     Args:
-        workload: whose variables plans are about.
-        cluster: where they are synchronized.
+        workload: the variables.
+        cluster: the cluster on which they are synchronized.
     """
 
     def __init__(self, workload: Workload, cluster: ClusterSpec) -> None:
@@ -45,7 +45,7 @@ class Refinement:
                     yield _with_groups(plan, made)
 
     def draw(self, plan: SyncPlan, rng: Random) -> SyncPlan | None:
-        """A plan that is one move away, all messages and kinds of moves alike in chance; None if there is none."""
+        """A random plan one move away, with equal chances for all messages and kinds of moves; None if none exists."""
         groups = list(plan.groups)
         ways = [(move, index) for move in self._moves for index in range(len(groups))]
         for move, index in rng.sample(ways, len(ways)):
@@ -54,14 +54,14 @@ class Refinement:
         return None
 
     def _cut(self, groups: Groups, index: int) -> Iterator[Groups]:
-        """Cut a message in two, between variables in the order of backward."""
+        """Cut a message in two between variables, in backward order."""
         names = self._ordered(groups[index].variables)
         for place in self._cuts(names):
             halves = [_with(groups[index], names[:place]), _with(groups[index], names[place:])]
             yield [*groups[:index], *halves, *groups[index + 1 :]]
 
     def _join(self, groups: Groups, index: int) -> Iterator[Groups]:
-        """Join a message with the next one of its element type; it travels as either of them."""
+        """Join a message with the next one of its element type, with the settings of either."""
         other = self._next(groups, index)
         if other is None:
             return
@@ -71,7 +71,7 @@ class Refinement:
             yield [*groups[:index], *groups[index + 1 : other], group, *groups[other + 1 :]]
 
     def _shift(self, groups: Groups, index: int) -> Iterator[Groups]:
-        """Move the last variable to the next message of its element type, or that one's first variable to this one."""
+        """Move the last variable to the next message of its element type, or that message's first variable here."""
         other = self._next(groups, index)
         if other is None:
             return
@@ -83,7 +83,7 @@ class Refinement:
                 yield made
 
     def _adopt(self, groups: Groups, index: int) -> Iterator[Groups]:
-        """Let a message travel as another one of its kind does."""
+        """Give a message the settings of another message of its kind (dense or row-wise)."""
         dense = self._dense(groups[index])
         ways = dict.fromkeys(_travel(group) for group in groups if self._dense(group) == dense)
         for way in ways:
@@ -91,7 +91,7 @@ class Refinement:
                 yield _replaced(groups, index, _with(way, groups[index].variables))
 
     def _serve(self, groups: Groups, index: int) -> Iterator[Groups]:
-        """Other servers: a single rank, all ranks equally, or all in proportion to their links."""
+        """Change the servers to a single rank, all ranks equally, or all ranks in proportion to their links."""
         group = groups[index]
         if group.architecture != "parameter_server":
             return
@@ -107,14 +107,14 @@ class Refinement:
                 yield _replaced(groups, index, made)
 
     def _urge(self, groups: Groups, index: int) -> Iterator[Groups]:
-        """Give a message priority on the wire (more, the nearer to the model's front), or take it away."""
+        """Toggle a message's priority on the wire, which is higher towards the front of the model."""
         group = groups[index]
         if find(group.topology).segmented:
             priority = 0 if group.priority else index + 1
             yield _replaced(groups, index, group.model_copy(update={"priority": priority}))
 
     def _next(self, groups: Groups, index: int) -> int | None:
-        """The next message that may share variables with one."""
+        """The next message with which a message may exchange variables; None if there is none."""
         if not self._dense(groups[index]):
             return None
         kind = self._kind(groups[index])
@@ -152,12 +152,12 @@ def _with_groups(plan: SyncPlan, groups: Groups) -> SyncPlan:
 
 
 def _travel(group: Group) -> Group:
-    """A group with all that says how its message travels, and without what it holds."""
+    """The settings of a group alone, without its name and its variables."""
     return _with(group, ()).model_copy(update={"name": ""})
 
 
 def _with(group: Group, variables: Sequence[str]) -> Group:
-    """A message of other variables that travels in the same way. It is cut flat: others may lack its axis."""
+    """A message with other variables and the same settings. It is cut flat, because they may lack the cut axis."""
     partition = group.partition
     if partition is not None and partition.axis is not None:
         partition = partition.model_copy(update={"axis": None})

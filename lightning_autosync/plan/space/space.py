@@ -1,4 +1,4 @@
-"""`PlanSpace`: every plan that is worth a thought for a workload on a cluster, as a few categorical choices."""
+"""`PlanSpace`: the plans worth considering for a workload on a cluster, as a few categorical parameters."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from lightning_autosync.workload import Variable, Workload
 
 
 class Composer:
-    """Makes groups for one cluster; computes trees and shares once."""
+    """Makes groups for one cluster; computes its trees and server shares once."""
 
     def __init__(self, cluster: ClusterSpec) -> None:
         self._cluster = cluster
@@ -41,7 +41,7 @@ class Composer:
     def groups(
         self, name: str, variables: Sequence[Variable], choice: Mapping[str, Value], loads: dict[int, float]
     ) -> Iterator[Group]:
-        """The messages of a block; ``loads`` are the bytes that each rank serves so far, and are added to."""
+        """The messages of a block; adds to ``loads``, the bytes that each rank serves so far."""
         limit = int(choice["bucket"]) or sum(variable.bytes for variable in variables) + 1
         for group in fused_groups(variables, [limit], f"{name}.", **self._aspects(choice)):
             if find_method(str(choice["method"]))[1].by_servers:
@@ -78,7 +78,7 @@ class Composer:
         return {"placement": owners, "partition": partition}
 
     def _owners(self, servers: str, loads: dict[int, float]) -> tuple[tuple[int, ...], tuple[float, ...]]:
-        """Ranks that reduce, and the share of each."""
+        """The ranks that reduce, and the share of each."""
         ranks = tuple(range(self._cluster.world_size))
         if servers == "bandwidth":
             if self._shares is None:
@@ -100,7 +100,7 @@ class Composer:
 
 
 Genome = Mapping[str, Value]
-"""One point: a value for each parameter of the space; what Optuna calls a trial's params."""
+"""A point of the space: a value for each parameter, like the params of an Optuna trial."""
 
 BUILDER = "builder"
 COMPOSED = "composed"
@@ -115,23 +115,23 @@ _DEFAULTS: dict[str, Value] = {
 
 
 class PlanSpace:
-    """Finite domains, the plans that their points stand for, and moves between points.
+    """A finite space of plans: parameter domains, the plan at each point, and moves between points.
 
-    Parameters are named ``BLOCK/ASPECT``; ``builder`` is ``composed`` or the name of a builder, whose plan then
-    stands for the whole point. Points that mean the same plan are made equal by `normal`.
+    Parameters are named ``BLOCK/ASPECT``. The parameter ``builder`` is ``composed``, or the name of a builder whose
+    plan the point then stands for, whatever its other parameters. `normal` maps points with the same plan to one point.
 
     Args:
         workload: the variables.
-        cluster: where they are synchronized.
-        semantics: the highest level allowed; ``exact`` or ``compressed``.
-        runs: blocks of small variables an element type.
-        lone: large variables with choices of their own.
-        recorded: domains of a study that began when other builders, topologies or compressors were there. They are
-            kept, for the domains of a study must not change. None takes those of today.
+        cluster: the cluster on which they are synchronized.
+        semantics: the highest level allowed, ``exact`` or ``compressed``.
+        runs: largest number of blocks of small variables per element type.
+        lone: largest number of large variables with choices of their own.
+        recorded: domains of an earlier study, which may have had other builders, topologies or compressors. Optuna
+            requires that the domains of a study never change. None takes the current domains.
 
     Raises:
-        PlanError: ``semantics`` is ``relaxed``: consistency is the user's choice and no aspect of this space; or
-            ``recorded`` names a block that this workload does not have.
+        PlanError: ``semantics`` is ``relaxed`` (the user chooses consistency, not this space), or ``recorded`` names a
+            block that this workload does not have.
     """
 
     def __init__(
@@ -167,7 +167,10 @@ class PlanSpace:
 
     @cached_property
     def usable(self) -> dict[str, Domain]:
-        """`parameters` without values that only a record has, for which no plan can be made any more."""
+        """`parameters` without values that are recorded but no longer available, so that no plan has them.
+
+        A domain keeps its first value if it would become empty.
+        """
         known: dict[str, Domain] = {BUILDER: (COMPOSED, *self._builders)}
         known |= {
             f"{block}/{aspect}": values for block, found in self._known.items() for aspect, values in found.items()
@@ -179,15 +182,15 @@ class PlanSpace:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Digest of the parameters: studies with the same one share their points."""
+        """Digest of the parameters; studies with equal digests can share points."""
         return digest([[name, list(domain)] for name, domain in self.parameters.items()])
 
     def has(self, genome: Genome) -> bool:
-        """Whether plans can be made of a point: nothing is missing, and no value is one of a record only."""
+        """Whether a plan can be made of a point: no parameter is missing, and every value is still available."""
         return all(genome.get(name) in domain for name, domain in self.usable.items())
 
     def plan(self, genome: Genome) -> SyncPlan:
-        """The plan that a point stands for.
+        """The plan at a point.
 
         Raises:
             PlanError: a parameter is missing, or its value is not in its domain.
@@ -203,7 +206,7 @@ class PlanSpace:
         return make_plan(self.workload, self.cluster, self._in_order(made))
 
     def normal(self, genome: Genome) -> dict[str, Value]:
-        """The same plan with every parameter that does not matter at the first value of its domain."""
+        """The point of the same plan in which every irrelevant parameter has the first value of its domain."""
         self._check(genome)
         if genome[BUILDER] != COMPOSED:
             return {name: domain[0] for name, domain in self.parameters.items()} | {BUILDER: genome[BUILDER]}
@@ -216,18 +219,18 @@ class PlanSpace:
         return made
 
     def choice(self, genome: Genome, block: Block) -> dict[str, Value]:
-        """All aspects of one block, those without a parameter by default."""
+        """The values of all aspects of a block; defaults for aspects without a parameter."""
         given = {aspect: genome[f"{block.name}/{aspect}"] for aspect in self._domains[block.name]}
         return {"method": "native"} | _DEFAULTS | given
 
     def baselines(self) -> list[dict[str, Value]]:
-        """The points that stand for the builders' plans."""
+        """The points of the builders' plans."""
         return [self.normal(self._first | {BUILDER: name}) for name in self.usable[BUILDER] if name != COMPOSED]
 
     def coherent(self) -> Iterator[dict[str, Value]]:
-        """Points that treat all blocks alike, apart or joined into one, as builders with one rule do.
+        """Points that treat all blocks alike, separate or joined into one, as builders with a single rule do.
 
-        They vary method, servers, bucket (by its place in the domain), compressor and aggregation together.
+        Method, servers, bucket (by position in its domain), compressor and aggregation vary for all blocks at once.
         """
         varied = ("method", "servers", "bucket", "compressor", "aggregate")
         values: dict[str, dict[Value, None]] = {aspect: {} for aspect in varied}
@@ -246,7 +249,7 @@ class PlanSpace:
                     yield point
 
     def _alike(self, wanted: Mapping[str, Value | None], joined: bool) -> dict[str, Value]:
-        """The point whose every block has the wanted values, where its domains have them."""
+        """The point in which every block has the wanted values, as far as its domains contain them."""
         made = dict(self._first)
         for block in self.blocks:
             for aspect, domain in self._domains[block.name].items():
@@ -260,12 +263,12 @@ class PlanSpace:
         return self.normal(made | {BUILDER: COMPOSED})
 
     def draw(self, rng: Random) -> dict[str, Value]:
-        """A composed point, uniform over the domains."""
+        """A random composed point, uniform over the domains."""
         drawn = {name: rng.choice(domain) for name, domain in self.usable.items()}
         return self.normal(drawn | {BUILDER: COMPOSED})
 
     def mutate(self, genome: Genome, rng: Random, rate: float = 0.15) -> dict[str, Value]:
-        """A point that differs: each parameter that matters changes with probability ``rate``, one at least."""
+        """A changed point: each relevant parameter changes with probability ``rate``, and at least one does."""
         base = self._composed(genome)
         matters = self._matters(base)
         chosen = [name for name in matters if rng.random() < rate] or [rng.choice(matters)]
@@ -274,7 +277,7 @@ class PlanSpace:
         return self.normal(base)
 
     def crossover(self, one: Genome, other: Genome, rng: Random) -> dict[str, Value]:
-        """A point that takes each block whole from either parent."""
+        """A point that takes all parameters of each block from one of the parents at random."""
         parents = self._composed(one), self._composed(other)
         made: dict[str, Value] = {BUILDER: COMPOSED}
         for block in self.blocks:
@@ -283,7 +286,7 @@ class PlanSpace:
         return self.normal(made)
 
     def neighbours(self, genome: Genome) -> Iterator[dict[str, Value]]:
-        """Every point that differs in one parameter that matters."""
+        """Every point that differs in one relevant parameter."""
         base = self._composed(genome)
         for name in self._matters(base):
             for value in self.usable[name]:
@@ -304,7 +307,7 @@ class PlanSpace:
 
     @cached_property
     def _builders(self) -> tuple[str, ...]:
-        """Builders that fit the cluster; some need one machine or known rates."""
+        """Builders whose plans compile for the cluster; some need a single machine or known rates."""
         fitting = []
         for name in names():
             try:
@@ -333,7 +336,7 @@ class PlanSpace:
         ]
 
     def _occupied(self, genome: Genome) -> Iterator[tuple[Block, list[Variable], dict[str, Value]]]:
-        """Blocks that send something: a run with the large variables that joined it, each in backward order."""
+        """Blocks that send messages: each with the variables of all blocks that joined it, in backward order."""
         choices = {block.name: self.choice(genome, block) for block in self.blocks}
         homes = {block.name: block.home for block in self.blocks if choices[block.name]["method"] == JOIN}
         joined: dict[str, list[Variable]] = {}
@@ -348,7 +351,7 @@ class PlanSpace:
                 yield block, sorted(joined[block.name], key=lambda v: place[v.name]), choices[block.name]
 
     def _in_order(self, made: list[tuple[Group, int]]) -> list[Group]:
-        """Groups as backward completes them; urgent ones, the nearer to the model's front the more, get priority."""
+        """Groups in the order in which backward completes them; priorities of urgent groups rise in this order."""
         place = {name: number for number, name in enumerate(self.workload.ready_order)}
         made.sort(key=lambda pair: max(place[name] for name in pair[0].variables))
         return [

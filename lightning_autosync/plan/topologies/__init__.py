@@ -1,8 +1,8 @@
-"""Topologies: one file each, found by name.
+"""The registry of topologies.
 
-A file of this package holds a subclass of `Topology` and ends with ``register(...)``; nothing else has to name it. A
-package elsewhere registers its own by an entry point of the group ``lightning_autosync.topologies``, whose value is a
-module that calls `register` when it is imported.
+Each file of this package defines a subclass of `Topology` and ends with ``register(...)``; it needs no other reference.
+Another package registers its own topologies by an entry point of the group ``lightning_autosync.topologies``; its value
+is a module that calls `register` on import.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _methods: dict[str, tuple[Topology, Method]] = {}
 
 
 def register(topology: Topology) -> None:
-    """Let plans and spaces name a topology.
+    """Register a topology, so that plans and plan spaces can name it.
 
     Raises:
-        PlanError: its name, or that of a method that it offers, is taken.
+        PlanError: its name or the name of one of its methods is taken.
     """
     taken = [_registered.get(topology.name), *(_methods.get(method.name, (None,))[0] for method in topology.offers)]
     for other in taken:
@@ -37,10 +37,10 @@ def register(topology: Topology) -> None:
 
 
 def find(name: str) -> Topology:
-    """The topology of that name.
+    """The topology with this name.
 
     Raises:
-        PlanError: there is none.
+        PlanError: there is no such topology.
     """
     _load()
     if name not in _registered:
@@ -49,18 +49,18 @@ def find(name: str) -> Topology:
 
 
 def names() -> tuple[str, ...]:
-    """All names, those of this package first."""
+    """Names of all topologies; this package's topologies come first."""
     _load()
     return tuple(sorted(_registered, key=lambda name: (_is_foreign(_registered[name]), name)))
 
 
 def everywhere() -> tuple[str, ...]:
-    """Names of the topologies that any group may have on any cluster."""
+    """Names of the topologies that any group can use on any cluster."""
     return tuple(name for name in names() if _registered[name].everywhere)
 
 
 def methods(facts: Facts, dense: bool) -> tuple[str, ...]:
-    """The methods that can pay on a cluster, for dense or row-wise messages, in a fixed order."""
+    """Names of the methods worth trying on a cluster, for dense or row-wise messages, in a fixed order."""
     _load()
     found = [method for topology, method in _methods.values() if topology.pays(method, facts, dense)]
     return tuple(method.name for method in sorted(found, key=lambda method: (method.place, method.name)))
@@ -70,7 +70,7 @@ def method(name: str) -> tuple[Topology, Method]:
     """The topology that offers a method, and the method.
 
     Raises:
-        PlanError: none does.
+        PlanError: no topology offers it.
     """
     _load()
     if name not in _methods:

@@ -1,4 +1,4 @@
-"""What a topology is: how one message is summed over all ranks and comes back to each of them."""
+"""Base classes of topologies: how a message is summed over all ranks and how the sum is distributed."""
 
 from __future__ import annotations
 
@@ -22,19 +22,20 @@ ALL_REDUCE: Final = "all_reduce"
 PARAMETER_SERVER: Final = "parameter_server"
 
 LARGEST_SEGMENT = 128 * 1024
-"""Bytes; larger pieces lose the overlap of levels, smaller ones pay per-message cost (measured on shaped links)."""
+"""Largest bytes of a piece: larger pieces lose the overlap of tree levels (measured on shaped links)."""
 SMALLEST_SEGMENT = 32 * 1024
+"""Smallest bytes of a piece: smaller pieces are dominated by the cost per message."""
 PIECES = 96
-"""Pieces that a transfer is cut into where the limits above allow: filling a tree of depth d costs d of them."""
+"""Number of pieces of a transfer within the limits above; filling the pipeline of a tree of depth d takes d pieces."""
 
 
 class Method(NamedTuple):
-    """A way to send a message that a plan space offers.
+    """A combination of topology and architecture that a plan space offers.
 
     Attributes:
         name: its value in the space; unique among all topologies.
-        architecture: of the groups that it stands for.
-        place: where it stands in a domain, ascending; a new one comes last, so that earlier ones keep their places.
+        architecture: architecture of its groups.
+        place: sort key in a domain. The default puts new methods last, so that existing ones keep their places.
     """
 
     name: str
@@ -49,7 +50,7 @@ class Method(NamedTuple):
 
 @dataclass(frozen=True)
 class Facts:
-    """The facts of a cluster that decide which methods can pay."""
+    """Properties of a cluster that decide which methods are worth trying."""
 
     cluster: ClusterSpec
 
@@ -63,19 +64,19 @@ class Facts:
 
     @property
     def crowded(self) -> bool:
-        """Whether some node has several ranks."""
+        """Whether any node has several ranks."""
         return any(len(self.cluster.ranks_of(node)) > 1 for node in range(len(self.cluster.nodes)))
 
     @property
     def levels(self) -> bool:
-        """Whether ranks fall into several places of several ranks: nodes of many devices, or racks."""
+        """Whether there are several places (multi-device nodes or racks), and any of them has several ranks."""
         places = self.cluster.localities()
         return len(places) > 1 and any(len(place) > 1 for place in places)
 
 
 @dataclass
 class Site:
-    """A cluster as topologies see it; keeps what they derive from it for all messages of a plan.
+    """A cluster as topologies see it; caches derived data for all messages of a plan.
 
     Attributes:
         cluster: nodes and links.
@@ -92,7 +93,7 @@ class Site:
 
     @cached_property
     def places(self) -> tuple[tuple[int, ...], ...]:
-        """Ranks by node, or by rack where nodes have one device."""
+        """Ranks by node, or by rack if nodes have one device."""
         return self.cluster.localities()
 
     @cached_property
@@ -101,7 +102,7 @@ class Site:
         return [self.cluster.ranks_of(node) for node in range(len(self.cluster.nodes))]
 
     def pair(self, topology: TreeTopology, group: Group, root: int, shard: int) -> tuple[Tree, Tree]:
-        """The trees of a range, made once: the many messages of a plan use the same few."""
+        """The trees of a range; cached, because the many messages of a plan use few different trees."""
         key = topology.name, group.local_aggregation, root, shard
         if key not in self._pairs:
             up, down = topology.parents(self, group, root, shard)
@@ -110,12 +111,12 @@ class Site:
 
 
 class MessageCut(NamedTuple):
-    """A message, or one round of it, as it is cut.
+    """A message, or one of its rounds, cut into shards.
 
     Attributes:
-        bounds: [shards + 1] elements at which shards begin and end.
-        itemsize: bytes of an element.
-        width: elements of a row of a row-wise message; None for a dense one.
+        bounds: [shards + 1] elements at which shards start and end.
+        itemsize: bytes per element.
+        width: elements per row of a row-wise message; None for a dense one.
     """
 
     bounds: Sequence[int]
@@ -124,27 +125,27 @@ class MessageCut(NamedTuple):
 
     @property
     def spans(self) -> Iterator[tuple[int, int]]:
-        """Begin and end of each shard that is not empty."""
+        """Start and stop of each non-empty shard."""
         return ((start, stop) for start, stop in pairwise(self.bounds) if stop > start)
 
 
 class Topology(ABC):
-    """Subclasses are registered by `lightning_autosync.plan.topologies.register`; plans name them.
+    """Base class of topologies; `lightning_autosync.plan.topologies.register` makes an instance available to plans.
 
     Attributes:
-        name: in plans and spaces.
-        label: in pictures.
-        hatch: matplotlib's hatch of messages in pictures.
-        offers: the methods by which plan spaces draw it.
-        encoded_as: the way of travelling, of those that learned simulators tell apart, that it is most like.
-        architectures: which groups may have it.
-        dense_only: whether row-wise messages cannot have it.
-        one_node_only: whether all ranks have to be on one node.
+        name: name in plans and spaces.
+        label: name in pictures.
+        hatch: matplotlib hatch of its messages in pictures.
+        offers: methods by which plan spaces use it.
+        encoded_as: most similar topology among those that learned simulators know.
+        architectures: architectures of groups that may use it.
+        dense_only: whether row-wise messages cannot use it.
+        one_node_only: whether all ranks must be on one node.
         compresses: whether messages can be compressed.
-        aggregates: whether nodes can sum up their own ranks' messages first.
-        two_level: whether it always sums up the messages of a node, or rack, first.
+        aggregates: whether a node can sum its own ranks' messages first (local aggregation).
+        two_level: whether it always sums the messages of a node or rack first.
         segmented: whether it runs along trees, in segments and by priority.
-        takes_trees: whether a group may state its trees.
+        takes_trees: whether a group may specify its trees.
     """
 
     name: ClassVar[str]
@@ -162,27 +163,27 @@ class Topology(ABC):
     takes_trees: ClassVar[bool] = False
 
     def words(self, architecture: str) -> str:
-        """Its name in pictures, for groups of this architecture."""
+        """Its name in pictures for groups with this architecture."""
         return self.label if architecture == ALL_REDUCE else f"servers, {self.name}"
 
     @abstractmethod
     def pays(self, method: Method, facts: Facts, dense: bool) -> bool:
-        """Whether one of the methods that it offers can pay on a cluster, for dense or row-wise messages."""
+        """Whether one of its methods is worth trying on a cluster, for dense or row-wise messages."""
 
     @abstractmethod
     def transfers(self, group: Group, cut: MessageCut, site: Site) -> Iterator[Transfer]:
-        """How each shard travels."""
+        """The transfers of all shards, in the order of their elements."""
 
     @property
     def everywhere(self) -> bool:
-        """Whether any group may have it on any cluster."""
+        """Whether any group can use it on any cluster."""
         return not (self.dense_only or self.one_node_only)
 
     def check(self, group: Group) -> None:
-        """Refuse groups that cannot have it.
+        """Check that a group can use it.
 
         Raises:
-            ValueError: it names the field.
+            ValueError: it cannot; the message names the field.
         """
         if group.architecture not in self.architectures:
             allowed = " or ".join(f"'{architecture}'" for architecture in self.architectures)
@@ -191,15 +192,15 @@ class Topology(ABC):
             raise ValueError(f"topology: '{self.name}' sends nothing to compress; compressor must be 'none'")
 
     def check_site(self, site: Site, first: Variable, rows: int) -> None:
-        """Refuse a cluster or a message that it is not for.
+        """Check that it suits a cluster and a message.
 
         Args:
             site: the cluster.
-            first: a variable of the message.
-            rows: of a row-wise message; 0 for a dense one.
+            first: first variable of the message.
+            rows: number of rows of a row-wise message; 0 for a dense one.
 
         Raises:
-            ValueError: it names the field.
+            ValueError: it does not; the message names the field.
         """
         if rows and self.dense_only:
             raise ValueError(
@@ -220,9 +221,9 @@ class TreeTopology(Topology):
 
     @abstractmethod
     def parents(self, site: Site, group: Group, root: int, shard: int) -> tuple[dict[int, int], dict[int, int]]:
-        """The parent of each rank on the way to ``root`` and on the way back; -1 for the root itself.
+        """The parent of each rank in the reduce tree to ``root`` and in the broadcast tree; -1 for the root itself.
 
-        ``shard`` tells apart shards with the same root, so that their trees can spread the work.
+        ``shard`` distinguishes shards with the same root, so that their trees can spread the work.
         """
 
     def transfers(self, group: Group, cut: MessageCut, site: Site) -> Iterator[Transfer]:
@@ -237,12 +238,15 @@ class TreeTopology(Topology):
     def ranges(
         self, group: Group, shard: int, root: int | None, bounds: tuple[int, int], unit: int, site: Site
     ) -> Iterator[tuple[int, int, Tree, Tree]]:
-        """The parts of a shard, and the trees to reduce and to broadcast each.
+        """The parts of a shard: start, stop, reduce tree and broadcast tree of each.
 
         Args:
-            root: the rank that reduces it; None lets each rank reduce a part.
-            bounds: of the shard, in elements.
-            unit: parts are cut at multiples of so many elements.
+            group: group of the message.
+            shard: index of the shard.
+            root: rank that reduces the shard; None lets each rank reduce a part.
+            bounds: start and stop of the shard, in elements.
+            unit: number of elements; parts are cut at multiples of it.
+            site: the cluster.
         """
         start, stop = bounds
         if root is not None:
@@ -254,7 +258,10 @@ class TreeTopology(Topology):
 
 
 def leaders_and_members(places: Sequence[Sequence[int]], root: int, rotation: int) -> tuple[list[int], dict[int, int]]:
-    """One leader per place, and the parents of the ranks that they lead; the root leads its own place."""
+    """One leader per place, and the leader of each other rank as its parent; the root leads its own place.
+
+    ``rotation`` shifts which rank of a place leads, so that different shards load different ranks.
+    """
     seat = rotation + next(ranks.index(root) for ranks in places if root in ranks)
     leaders = [root if root in ranks else ranks[seat % len(ranks)] for ranks in places]
     members = {rank: leader for leader, ranks in zip(leaders, places, strict=True) for rank in ranks if rank != leader}
@@ -262,14 +269,14 @@ def leaders_and_members(places: Sequence[Sequence[int]], root: int, rotation: in
 
 
 def leading(site: Site, group: Group, root: int, shard: int) -> tuple[list[int], dict[int, int]]:
-    """The ranks that exchange, and the parents of the others, which send only to the leader on their node."""
+    """The ranks that take part in the exchange, and the parents of the others: the leaders on their nodes."""
     if group.local_aggregation:
         return leaders_and_members(site.nodes, root, shard)
     return list(range(site.ranks)), {}
 
 
 def segment_elements(group: Group, numel: int, itemsize: int) -> int:
-    """Elements of a pipelined piece."""
+    """Number of elements of a pipelined piece."""
     size = group.segment or min(LARGEST_SEGMENT, max(SMALLEST_SEGMENT, numel * itemsize // PIECES))
     return max(1, int(size) // itemsize)
 
@@ -280,5 +287,5 @@ def make_tree(parents: dict[int, int]) -> Tree:
 
 @lru_cache(maxsize=4096)
 def cached_tree(parents: tuple[int, ...]) -> Tree:
-    """The tree of these parents; plans for one cluster are made of few."""
+    """The tree with these parents; cached, because plans for one cluster use few different trees."""
     return Tree(parents)

@@ -1,6 +1,7 @@
-"""Two binary trees at once, each with half of the message.
+"""Two binary trees, each with half of the message.
 
-After Sanders, Speck and Träff, "Two-tree algorithms for full bandwidth broadcast, reduction and scan" (2009).
+The algorithm follows Sanders, Speck and Träff, "Two-tree algorithms for full bandwidth broadcast, reduction and scan"
+(2009).
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ from lightning_autosync.plan.topologies.base import leading
 from lightning_autosync.plan.trees import Tree
 
 _ANY = -1
-"""In place of a root that servers would be."""
+"""Stands for no given root: no server reduces the message."""
 
 
 class DoubleTree(TreeTopology):
-    """Ranks that pass on one half are leaves for the other, so that each sends and receives about the same.
+    """Inner ranks of one half's tree are leaves in the other, so that every rank sends and receives about the same.
 
-    A message makes two transfers of logarithmic depth in place of one a rank: few pieces, for small messages among many
-    ranks.
+    A message becomes two transfers of logarithmic depth instead of one transfer per rank. This suits small messages
+    among many ranks.
     """
 
     name = "double_tree"
@@ -36,7 +37,7 @@ class DoubleTree(TreeTopology):
         return facts.ranks > 3
 
     def parents(self, site: Site, group: Group, root: int, shard: int) -> tuple[dict[int, int], dict[int, int]]:
-        """As of any tree; ``shard`` is the half, and without a ``root`` each tree has the one that comes of itself."""
+        """As in `TreeTopology`, but ``shard`` is the half, and with ``root`` `_ANY` each tree has its natural root."""
         ranks, members = leading(site, group, max(root, 0), 0)
         if root == _ANY:
             parents = in_order(ranks, shard)
@@ -56,10 +57,10 @@ class DoubleTree(TreeTopology):
 
 
 def in_order(ranks: Sequence[int], half: int) -> dict[int, int]:
-    """Parents in a binary tree whose interior is every other rank, and for the other half the ones in between.
+    """Parents in a binary tree in which every other rank is a leaf; the other half's tree has the others as leaves.
 
-    Numbered in order, ranks at odd places are leaves. The second tree is the first one mirrored, or shifted by one
-    place where the number of ranks is odd.
+    Ranks are numbered in order, and those at odd places are leaves. The second tree is the first one mirrored, or
+    shifted by one place if the number of ranks is odd.
     """
     count = len(ranks)
     order = list(ranks)

@@ -1,4 +1,4 @@
-"""Two levels: inside a node, or a rack of one-device nodes, and then between them."""
+"""Two levels: first inside each node (or rack of one-device nodes), then between them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_autosync.plan.topologies.base import ALL_REDUCE, leaders_and_memb
 
 
 class Hierarchical(TreeTopology):
-    """Each place sums up its ranks' messages at a leader; the leaders exchange as a star."""
+    """Each place sums its ranks' messages at a leader; the leaders exchange along a star."""
 
     name = encoded_as = "hierarchical"
     label = "hierarchical trees"
@@ -37,7 +37,7 @@ class Hierarchical(TreeTopology):
 
 
 def _in_collectives(group: Group, site: Site) -> bool:
-    """Whether a group's messages take collectives in two levels: equal places, sums of what is sent."""
+    """Whether a group's messages use two-level collectives: these need equal places and plain sums."""
     return (
         site.two_level_collectives
         and group.architecture == ALL_REDUCE

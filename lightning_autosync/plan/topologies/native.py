@@ -14,7 +14,7 @@ from lightning_autosync.plan.topologies.base import PARAMETER_SERVER
 
 
 class Native(Topology):
-    """An all-reduce; with servers, one uneven all-to-all, a local sum, and one back."""
+    """An all-reduce; with servers an uneven all-to-all, a local sum, and an all-to-all back."""
 
     name = "native"
     label = "backend's all-reduce"
@@ -31,7 +31,7 @@ class Native(Topology):
         if group.architecture == PARAMETER_SERVER:
             yield AllToAll(tuple(cut.bounds), tuple(group.placement or (0,) * group.shards))
         elif codecs.find(group.compressor.kind).sums == "decoded":
-            # Sums of encoded blocks are not encoded blocks, so a backend cannot reduce them: each rank reduces a part.
+            # A backend cannot sum encoded blocks, so each rank decodes, reduces and encodes a part of the message.
             parts = [even_bounds(start, stop, site.ranks)[:-1] for start, stop in pairwise(cut.bounds)]
             yield AllToAll((*chain.from_iterable(parts), cut.bounds[-1]), tuple(range(site.ranks)) * len(parts))
         else:

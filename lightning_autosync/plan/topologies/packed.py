@@ -1,4 +1,4 @@
-"""Several spanning trees at once, in the proportions that use the link graph best."""
+"""Several spanning trees, in the proportions that use the link graph best."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_autosync.plan.trees import Tree
 
 
 class PackedTopology(TreeTopology):
-    """The trees that the group states, or trees packed into the cluster's links."""
+    """The trees that the group specifies, or trees packed into the cluster's links."""
 
     name = encoded_as = "packed"
     label = "packed trees"

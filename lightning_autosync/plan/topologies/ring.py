@@ -1,4 +1,4 @@
-"""Chains of ranks: what the ring all-reduce is made of."""
+"""Chains of ranks, as in a ring all-reduce."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning_autosync.plan.topologies.base import leading
 
 
 class Ring(TreeTopology):
-    """Each part goes once around the ring to be summed, and once more to be handed out."""
+    """Each part goes around the ring once to be summed and once more to be broadcast."""
 
     name = label = encoded_as = "ring"
     hatch = "///"
@@ -27,12 +27,12 @@ class Ring(TreeTopology):
 
 
 def path_towards(ranks: Sequence[int], root: int) -> dict[int, int]:
-    """Parents on the way round the ring ``ranks`` that ends at ``root``."""
+    """Parents along the ring ``ranks`` in the chain that ends at ``root``."""
     return dict(pairwise(_rotated(ranks, ranks.index(root) + 1))) | {root: -1}
 
 
 def path_from(ranks: Sequence[int], root: int) -> dict[int, int]:
-    """Parents on the way round the ring ``ranks`` that starts at ``root``."""
+    """Parents along the ring ``ranks`` in the chain that starts at ``root``."""
     return {after: rank for rank, after in pairwise(_rotated(ranks, ranks.index(root)))} | {root: -1}
 
 

@@ -1,4 +1,4 @@
-"""Sums in memory that all ranks of one node map."""
+"""Sums in memory that all ranks of a node map."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from lightning_autosync.plan.topologies import Facts, MessageCut, Method, Site, 
 from lightning_autosync.plan.topologies.base import ALL_REDUCE
 
 CACHE_LINE = 64
-"""Bytes; ranks that write to one line of shared memory at the same time slow each other down."""
+"""Bytes of a cache line; ranks that write to the same line at the same time slow each other down."""
 
 
 class SharedMemoryTopology(Topology):
-    """Each rank sums up its part of what all have written; nothing is sent."""
+    """Each rank sums its part of the buffers of all ranks in place; nothing is sent."""
 
     name = "shared_memory"
     label = "shared memory"

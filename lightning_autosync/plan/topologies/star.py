@@ -1,4 +1,4 @@
-"""Trees of depth one, as parameter servers have them."""
+"""Trees of depth one, as in parameter servers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from lightning_autosync.plan.topologies.base import PARAMETER_SERVER, leading
 
 
 class Star(TreeTopology):
-    """All ranks send to the rank that reduces, and receive the sum from it."""
+    """All ranks send to the rank that reduces and receive the sum from it."""
 
     name = label = encoded_as = "star"
     hatch = "\\\\\\"

@@ -8,7 +8,7 @@ from lightning_autosync.plan.topologies.base import leading
 
 
 class BinaryTree(TreeTopology):
-    """Few hops: the logarithm of the number of ranks."""
+    """A complete binary tree; its number of hops is logarithmic in the number of ranks."""
 
     name = label = encoded_as = "tree"
     hatch = "xxx"

@@ -1,4 +1,4 @@
-"""A cluster as a picture, with what each direction of each link carries in a step."""
+"""A picture of a cluster, with the traffic of a step on each direction of each link."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 MOST_NODES = 32
-"""More nodes have no room in a picture."""
+"""Largest number of nodes that a picture has room for."""
 _FULL = 0.9
-"""A link with this busy share counts as full."""
+"""Busy share from which a link counts as full."""
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """What links carry in one step.
+    """The traffic of one step on the links.
 
     Attributes:
         step_time: seconds of the step.
-        busy: share of it in which each direction of a link is busy, by its name ``a > b``.
+        busy: busy share of the step for each direction of a link, by its name ``a > b``.
     """
 
     step_time: float
@@ -38,7 +38,7 @@ class Traffic:
         return f"{amount:.3g} MB, {share:.0%}"
 
     def width(self, source: str, target: str) -> float:
-        """Points."""
+        """Width of the link's line in points."""
         return 0.8 + 4.2 * self.busy.get(f"{source} > {target}", 0.0)
 
     def color(self, source: str, target: str) -> str:
@@ -47,9 +47,9 @@ class Traffic:
 
 @styled
 def cluster_picture(cluster: ClusterSpec, traffic: Traffic) -> Picture | None:
-    """Nodes with their ranks, switches, links and their traffic; None for clusters too large to draw.
+    """Nodes with their ranks, switches, and links with their traffic; None for clusters too large to draw.
 
-    Links without a cycle are drawn as a tree from left to right, others as a graph.
+    Links without cycles are drawn as a tree from left to right, others as a graph.
     """
     import networkx
 
@@ -78,7 +78,7 @@ def _ranks(cluster: ClusterSpec, name: str) -> str:
 
 @dataclass
 class _Box:
-    """A place in the tree: its column, and the rows that it spans."""
+    """A box in the tree: its column, and the rows that it spans."""
 
     column: int
     top: float
@@ -92,7 +92,7 @@ class _Box:
 def _draw_tree(cluster: ClusterSpec, graph: Any, traffic: Traffic) -> Any:
     import networkx
 
-    # A switch in the middle is the root; of several, the one that is linked to most.
+    # The root is a switch in the centre of the tree, if there is one; of several, the one with most links.
     middle = networkx.center(graph)
     root = max(middle, key=lambda name: (name in cluster.switches, graph.degree(name), name))
     boxes: dict[str, _Box] = {}
@@ -111,7 +111,7 @@ def _draw_tree(cluster: ClusterSpec, graph: Any, traffic: Traffic) -> Any:
 
 
 def _place(graph: Any, name: str, parent: str | None, column: int, row: int, boxes: dict[str, _Box]) -> int:
-    """Place ``name`` and all below it, beginning at ``row``; returns the first free row."""
+    """Place ``name`` and its subtree, starting at ``row``; returns the first free row."""
     children = [child for child in graph.neighbors(name) if child != parent]
     free = row
     for child in children:
@@ -153,7 +153,7 @@ def _draw_box(axes: Axes, cluster: ClusterSpec, name: str, box: _Box) -> None:
 def _draw_branch(
     axes: Axes, cluster: ClusterSpec, boxes: Mapping[str, _Box], link: Link, ends: tuple[str, str], traffic: Traffic
 ) -> None:
-    """Two arrows between the boxes of a parent and its child: there, and back below."""
+    """Draw two arrows between the boxes of a parent and its child: downstream above, upstream below."""
     parent, child = ends
     start = boxes[parent].column + (_SWITCH if parent in cluster.switches else _BOX)
     end, row = boxes[child].column, boxes[child].middle

@@ -29,7 +29,7 @@ Look = tuple[str, str, tuple[float, ...]]
 
 
 def _looks(cases: Sequence[Case]) -> Mapping[str, Look]:
-    """A look for each sampler, the same in all pictures."""
+    """The look of each sampler, which is the same in all pictures."""
     names = dict.fromkeys(group.sampler for case in cases for group in case.groups)
     count = len(SERIES)
     return {name: (SERIES[i % count], MARKERS[i % count], DASHES[i % count]) for i, name in enumerate(names)}
@@ -37,7 +37,7 @@ def _looks(cases: Sequence[Case]) -> Mapping[str, Look]:
 
 @styled
 def speeds_picture(cases: Sequence[Case]) -> Picture:
-    """The best so far of each run as a thin line, the median of a sampler's runs as a thick one within their range."""
+    """Best plans so far: a thin line for each run, and for each sampler the median as a thick line with the range."""
     columns = 1 if len(cases) == 1 else 2
     rows = -(-len(cases) // columns)
     figure = new_figure(0.5 + 3.4 * rows)
@@ -83,14 +83,14 @@ def _draw_speeds(axes: Axes, case: Case, styles: Mapping[str, Look]) -> None:
 
 
 def _floor(case: Case) -> float:
-    """Where the axis of speeds begins: a little below the lowest speed of a plan."""
+    """Lower limit of the axis of speeds: a little below the lowest speed of a plan."""
     known = [value for group in case.groups for speeds in group.speeds for value in speeds if value > 0]
     return min(0.95, *(0.97 * value for value in known)) if known else 0.0
 
 
 @styled
 def outcomes_picture(cases: Sequence[Case]) -> Picture:
-    """Speedups over the best DDP and the best builder, as measured in the last comparison; a mark a run."""
+    """Speedups over the best DDP and the best builder in the final comparison, with one mark per run."""
 
     def over(run: TuningRun, opponent: str | None) -> float | None:
         return None if run.final is None or opponent is None else run.final.speedup(opponent).median
@@ -121,7 +121,7 @@ def _dots(
     words: str,
     level: float,
 ) -> Picture:
-    """Rows of cases and samplers; in each column a mark a run, and the median as a tick."""
+    """Rows of cases and samplers; each column has one mark per run, and a tick at the median."""
     rows = [(case, group) for case in cases for group in case.groups]
     styles = _looks(cases)
     figure = new_figure(0.9 + 0.34 * len(rows) + 0.22 * len(cases))
@@ -160,7 +160,7 @@ def _dots(
 
 
 def _places(cases: Sequence[Case]) -> list[float]:
-    """A height for each row, with room for a title above the first one of each case."""
+    """[rows] heights of the rows, with room for a title above the first row of each case."""
     places, height = [], 0.0
     for case in cases:
         height += 0.75

@@ -1,4 +1,4 @@
-"""A hybrid plan as a picture: where ranks sit in the mesh, and how each layer is split along its dimensions."""
+"""A picture of a hybrid plan: the ranks in the mesh, and the signature of each layer along each dimension."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _MOST_LAYERS = 40
 
 @styled
 def mesh_picture(plan: HybridPlan, cluster: ClusterSpec | None) -> Picture:
-    """Left: the ranks at their places in the mesh, a colour a node. Right: each layer, a colour a signature."""
+    """Left: the ranks at their places in the mesh, coloured by node. Right: the layers, coloured by signature."""
     rows = alike_layers(plan.layers)[:_MOST_LAYERS]
     figure = new_figure(max(2.2, 1.1 + 0.3 * len(rows)))
     left, right = figure.subplots(1, 2, width_ratios=[1.0, 1.4 + 0.3 * len(plan.mesh)])
@@ -61,7 +61,7 @@ def mesh_picture(plan: HybridPlan, cluster: ClusterSpec | None) -> Picture:
 
 
 def _draw_ranks(axes: Axes, plan: HybridPlan, cluster: ClusterSpec | None) -> None:
-    """The last dimension runs to the right; the others, one after the other, downwards."""
+    """Draw the ranks: the last dimension runs to the right, all other dimensions together run downwards."""
     places = plan.rank_array.reshape(-1, plan.mesh[-1])
     for (row, column), rank in numpy.ndenumerate(places):
         node = 0 if cluster is None else cluster.rank_nodes[int(rank)]
@@ -112,7 +112,7 @@ def _short(name: str, most: int = 34) -> str:
 
 @styled
 def predictions_picture(trials: Sequence[HybridTrial]) -> Picture | None:
-    """Measured seconds of a step over predicted ones; None where fewer than two plans have both."""
+    """Measured over predicted seconds of a step; None if fewer than two plans have both."""
     known = [trial for trial in trials if trial.seconds is not None and trial.predicted is not None]
     if len(known) < 2:
         return None

@@ -1,4 +1,4 @@
-"""Pictures of reports: their look, and figures as SVG elements whose text is text and whose marks have tooltips."""
+"""Pictures of reports: their look, and their export as SVG elements with real text and with tooltips for marks."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ VARIABLES = {
     OCHRE: "--ochre",
     GREY: "--grey",
 }
-"""The page's custom property for each colour of a figure, so that pages can be light or dark."""
+"""CSS custom property of the page for each colour of a figure, so that pages can be light or dark."""
 SERIES = (BLUE, ORANGE, GREEN, PURPLE, RED, TEAL, OCHRE, GREY)
 MARKERS = ("o", "s", "^", "D", "v", "P", "p", "h")
 DASHES: tuple[tuple[float, ...], ...] = ((), (5, 2), (1, 1.5), (6, 2, 1, 2), (3, 1), (8, 3), (2, 3), (9, 2, 2, 2))
 WIDTH = 9.6
-"""Inches of a figure as wide as the page's text; a page shows about 100 pixels an inch."""
+"""Inches of a figure as wide as the page's text; a page shows about 100 pixels per inch."""
 _PIXELS = 104
-"""Of a page for each inch of a figure."""
+"""Pixels of a page for each inch of a figure."""
 _LINE = 0.19
-"""Inches that a line of text needs."""
+"""Height of a line of text in inches."""
 _PARAMETERS: dict[Any, Any] = {
     "figure.facecolor": "none",
     "axes.facecolor": "none",
@@ -79,7 +79,7 @@ _PARAMETERS: dict[Any, Any] = {
     "font.size": 10,
     "hatch.linewidth": 0.7,
     "svg.fonttype": "none",
-    "text.parse_math": False,  # names of variables may contain dollars
+    "text.parse_math": False,  # names of variables may contain dollar signs
 }
 _SVG = "{http://www.w3.org/2000/svg}"
 _XLINK = "{http://www.w3.org/1999/xlink}href"
@@ -88,14 +88,14 @@ _FONT = re.compile(r"(font(?:-family)?: *(?:[^;']*?px)?)[^;]*'[^;]*")
 
 
 def report_style() -> AbstractContextManager[None]:
-    """Within the block new figures have the look of reports."""
+    """Give new figures within the block the look of reports."""
     from matplotlib import rc_context
 
     return rc_context(_PARAMETERS)
 
 
 def styled(draw: Callable[Arguments, Drawn]) -> Callable[Arguments, Drawn]:
-    """Decorates a function that makes a figure: the figure gets the look of reports."""
+    """Decorate a function that makes a figure, so that the figure has the look of reports."""
 
     @wraps(draw)
     def with_style(*arguments: Arguments.args, **options: Arguments.kwargs) -> Drawn:
@@ -106,7 +106,7 @@ def styled(draw: Callable[Arguments, Drawn]) -> Callable[Arguments, Drawn]:
 
 
 def new_figure(height: float, width: float = WIDTH) -> Figure:
-    """An empty figure of that many inches with automatic layout."""
+    """An empty figure of this size in inches, with automatic layout."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -116,7 +116,7 @@ def new_figure(height: float, width: float = WIDTH) -> Figure:
 
 
 def label_ends(axes: Axes, lines: Sequence[tuple[str, float, str]]) -> None:
-    """Write (text, y value, colour) right of the axes, each at its value, moved apart where labels would overlap.
+    """Write labels (text, y value, colour) to the right of the axes, each at its value; overlapping ones move apart.
 
     Call it when the limits of the axes are final.
     """
@@ -129,7 +129,7 @@ def label_ends(axes: Axes, lines: Sequence[tuple[str, float, str]]) -> None:
 
 
 def spread(places: Sequence[float], gap: float) -> list[float]:
-    """Places moved as little as one pass needs so that neighbours are at least ``gap`` apart, within 0 to 1."""
+    """Places, moved so that neighbours are at least ``gap`` apart and none is above 1."""
     order = sorted(range(len(places)), key=lambda index: places[index])
     made = list(places)
     for before, after in pairwise(order):
@@ -142,7 +142,7 @@ def spread(places: Sequence[float], gap: float) -> list[float]:
 
 
 def _height(axes: Axes, value: float) -> float:
-    """The place of a value on the y axis, from 0 to 1."""
+    """The position of a value on the y axis, from 0 to 1."""
     low, high = axes.get_ylim()
     if axes.get_yscale() == "log":
         low, high, value = math.log(low), math.log(high), math.log(value)
@@ -154,10 +154,10 @@ class Picture:
     """A figure for a page.
 
     Attributes:
-        name: unique on the page; ids inside begin with it.
-        figure: of matplotlib.
-        description: what it shows, for readers who do not see it.
-        tooltips: by the ``gid`` of a collection of marks, a line for each of its marks.
+        name: name, unique on the page; prefix of all ids in the SVG.
+        figure: matplotlib figure.
+        description: text alternative for readers who cannot see the picture.
+        tooltips: texts for the marks of a collection, by the collection's ``gid``.
     """
 
     name: str
@@ -188,20 +188,20 @@ class Picture:
         element = ElementTree.Element(f"{_SVG}desc", {"id": f"{self.name}-description"})
         element.text = self.description
         root.insert(0, element)
-        # As wide as the page allows, but with text no larger than in other figures.
+        # The figure scales with the page, but its text must not become larger than in other figures.
         root.set("style", f"max-width: {_PIXELS * self.figure.get_figwidth():.0f}px")
         root.set("role", "img")
         root.set("aria-labelledby", f"{self.name}-description")
 
 
 def _add_tooltips(root: ElementTree.Element, mark_group: str, lines: Sequence[str]) -> None:
-    """Add SVG's own tooltips: a ``<title>`` inside each mark.
+    """Add SVG tooltips: a ``<title>`` inside each mark.
 
     Raises:
-        ValueError: there are not as many marks as lines.
+        ValueError: the numbers of marks and lines differ.
     """
     group = next((element for element in root.iter(f"{_SVG}g") if element.get("id") == mark_group), None)
-    # A collection's shared shape is a path inside <defs>, and no mark.
+    # Matplotlib defines the shape of a collection once, as a path inside <defs>; that path is not a mark.
     shared = {id(child) for element in root.iter(f"{_SVG}defs") for child in element.iter()}
     found = [] if group is None else list(group.iter())
     marks = [one for one in found if one.tag in _MARKS and id(one) not in shared]
@@ -212,7 +212,7 @@ def _add_tooltips(root: ElementTree.Element, mark_group: str, lines: Sequence[st
 
 
 def _adapt_to_page(root: ElementTree.Element, name: str) -> None:
-    """Remove what a page does not need, use the page's colours and fonts, and make ids unique on the page."""
+    """Remove redundant attributes, use the page's colours and fonts, and make ids unique on the page."""
     for metadata in root.findall(f"{_SVG}metadata"):
         root.remove(metadata)
     for attribute in ("width", "height", "version"):

@@ -1,4 +1,4 @@
-"""A plan as a picture: which gradients travel together and how, and which ranks reduce them."""
+"""A picture of a plan: the messages with their gradients and methods, and the ranks that reduce them."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 MOST_ROWS = 48
-"""Messages that are drawn; of more, the largest."""
+"""Largest number of messages in the picture; the largest messages are drawn."""
 _MOST_RANKS_WITH_NUMBERS = 16
 _FEW = 16
-"""Up to so many messages, rows are high enough to read at a glance."""
+"""Largest number of messages for which rows have the full height."""
 
 
 def method_of(group: Group) -> str:
-    """How a group travels, in a few words."""
+    """The method of a group in a few words: topology, local aggregation and compressor."""
     words = find(group.topology).words(group.architecture)
     if group.local_aggregation:
         words += ", summed in the node first"
@@ -39,7 +39,7 @@ def method_of(group: Group) -> str:
 
 
 def reducers(message: Message, ranks: int) -> list[float]:
-    """[ranks] the share of a message that each rank sums; equal shares for a native collective."""
+    """[ranks] share of a message that each rank sums; equal shares for a native collective."""
     shares = [0.0] * ranks
     for transfer in message.rounds[0].transfers:
         for rank, elements in _summed_elements(transfer, ranks):
@@ -59,7 +59,7 @@ def _summed_elements(transfer: Transfer, ranks: int) -> list[tuple[int, float]]:
 
 
 def shown_groups(plan: SyncPlan, workload: Workload) -> list[int]:
-    """Indices of the groups that a picture has room for, in the order in which backward begins to fill them."""
+    """Indices of the groups in the picture, in the order in which backward computes their first gradients."""
     place = {name: number for number, name in enumerate(workload.ready_order)}
     sizes = [sum(workload.variable(name).bytes for name in group.variables) for group in plan.groups]
     largest = sorted(range(len(sizes)), key=lambda index: -sizes[index])[:MOST_ROWS]
@@ -68,7 +68,7 @@ def shown_groups(plan: SyncPlan, workload: Workload) -> list[int]:
 
 @styled
 def plan_picture(plan: SyncPlan, schedule: Schedule, workload: Workload) -> Picture:
-    """Left: the messages over backward's order of gradients, a colour and hatch a method. Right: who reduces them."""
+    """Left: messages over the gradients in backward order, coloured by method. Right: the ranks that reduce them."""
     shown = shown_groups(plan, workload)
     figure = new_figure(1.5 + (0.27 if len(shown) <= _FEW else 0.18) * len(shown))
     ranks = schedule.world_size
@@ -114,7 +114,7 @@ def _draw_messages(axes: Axes, plan: SyncPlan, workload: Workload, shown: Sequen
 
 
 def _first(method: str, plan: SyncPlan, shown: Sequence[int], index: int) -> str:
-    """The method for the first message that has it, so that the legend names it once."""
+    """The legend label: the method for the first message with it, else ``_``, which matplotlib leaves out."""
     first = next(one for one in shown if method_of(plan.groups[one]) == method)
     return method if first == index else "_"
 

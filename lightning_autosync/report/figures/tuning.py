@@ -1,4 +1,4 @@
-"""Pictures of one tuning run: the tuning curve, proposals, predictions, contenders, importances."""
+"""Pictures of one tuning run: tuning curve, hit rate, predictions, contenders, importances."""
 
 from __future__ import annotations
 
@@ -43,20 +43,20 @@ KINDS: Mapping[str, tuple[str, str, str]] = {
 """Colour, marker and name of each kind of contender."""
 _BASELINE_LOOK = (GREY, "s")
 _LOOKS = ((BLUE, "o"), (TEAL, "^"), (PURPLE, "D"), (OCHRE, "v"), (INK, "P"), (BLUE, "h"), (TEAL, "p"))
-"""Colours and markers of origins, unlike the lines of DDP and builders and the crosses of failed trials."""
+"""Colours and markers of origins, distinct from the lines of DDP and builders and the crosses of failed trials."""
 _SCALE = 1.35
-"""The scale of the tuning curve ends at so many times the slowest of best, DDP and builder."""
+"""Upper end of the tuning curve's axis, as a multiple of the slowest of best plan, DDP and builder."""
 _STRIP = 0.925
-"""Height, as a share of the axes, at which slower trials are drawn."""
+"""Height at which slower trials are drawn, as a share of the axes."""
 _WINDOW = 20
-"""Proposals of the moving hit rate."""
+"""Number of proposals in the moving hit rate."""
 _EDGE = 14
-"""Percents beyond 0 and 100 at which the proposals themselves are drawn."""
+"""Percentage points below 0 and above 100 at which the proposals themselves are drawn."""
 _MIN_PREDICTED = 3
 
 
 def origin_looks(origins: Sequence[str]) -> Mapping[str, tuple[str, str]]:
-    """A colour and a marker for each origin, in their order; builders' plans always look the same."""
+    """A colour and a marker for each origin, in the given order; builders' plans always look the same."""
     others = [origin for origin in dict.fromkeys(origins) if origin != BASELINE]
     made = {BASELINE: _BASELINE_LOOK} if BASELINE in origins else {}
     return made | {origin: _LOOKS[number % len(_LOOKS)] for number, origin in enumerate(others)}
@@ -75,7 +75,7 @@ def _tooltip(trial: TrialRecord) -> str:
 
 @styled
 def tuning_curve(run: TuningRun) -> Picture:
-    """Every trial as a mark by origin and state, the best so far as a line, the opponents and the bound."""
+    """Every trial as a mark by origin and state; the best so far, the opponents and the bound as lines."""
     figure = new_figure(4.6)
     axes = figure.add_subplot()
     limit = _limit(run)
@@ -101,7 +101,7 @@ def tuning_curve(run: TuningRun) -> Picture:
 
 
 def _limit(run: TuningRun) -> float:
-    """Milliseconds at which the scale ends. Slower trials are drawn in a strip above, so that the others have room."""
+    """Upper end of the axis in milliseconds. Slower trials are drawn in a strip above, so that the others have room."""
     times = [seconds for trial in run.trials if (seconds := run.seconds(trial)) is not None]
     levels = [seconds for seconds in (run.ddp_seconds, run.builder_seconds) if seconds is not None]
     levels += [seconds for seconds in run.best_so_far if math.isfinite(seconds)][-1:]
@@ -111,7 +111,7 @@ def _limit(run: TuningRun) -> float:
 
 
 def _draw_trials(axes: Axes, run: TuningRun, limit: float) -> Iterator[tuple[str, list[str]]]:
-    """Yields the name of each collection of marks, and a tooltip for each mark."""
+    """Draw the trials; yields the name of each collection of marks and the tooltips of its marks."""
     strip = axes.get_xaxis_transform()
     for origin, (color, marker) in origin_looks([trial.origin for trial in run.trials]).items():
         for state in ("complete", "pruned"):
@@ -141,7 +141,7 @@ def _draw_trials(axes: Axes, run: TuningRun, limit: float) -> Iterator[tuple[str
 
 
 def _draw_failed(axes: Axes, run: TuningRun) -> Iterator[tuple[str, list[str]]]:
-    """Failed trials, as crosses along the upper edge."""
+    """Draw failed trials as crosses along the upper edge; yields as `_draw_trials`."""
     found = [trial for trial in run.trials if trial.seconds is None or trial.state == "failed"]
     if found:
         numbers = [trial.number for trial in found]
@@ -173,7 +173,7 @@ def _draw_opponents(axes: Axes, run: TuningRun) -> Iterator[tuple[str, float, st
 
 @styled
 def hit_rate(run: TuningRun) -> Picture | None:
-    """The share of proposals that beat the best builder: of all so far, and of the last few; None without proposals."""
+    """The share of proposals that beat the best builder, overall and in a moving window; None without a hit rate."""
     if run.hit_rate is None:
         return None
     hits = [run.hit(trial) for trial in run.proposals]
@@ -202,7 +202,7 @@ def hit_rate(run: TuningRun) -> Picture | None:
 
 
 def _draw_hits(axes: Axes, proposals: Sequence[TrialRecord], hits: Sequence[bool]) -> Iterator[tuple[str, list[str]]]:
-    """A tick for each proposal: hits along the upper edge, misses along the lower."""
+    """Draw a tick for each proposal: hits along the upper edge, misses along the lower; yields as `_draw_trials`."""
     for name, wanted, color, level in (("hits", True, GREEN, 100 + _EDGE), ("misses", False, GREY, -_EDGE)):
         chosen = [trial for trial, hit in zip(proposals, hits, strict=True) if hit == wanted]
         if chosen:
@@ -252,7 +252,7 @@ def predictions_picture(run: TuningRun) -> Picture | None:
 
 
 def kendall(run: TuningRun) -> float | None:
-    """Kendall's tau between predicted and measured seconds of complete trials; None where it is not defined."""
+    """Kendall's tau between predicted and measured seconds of complete trials; None if it is undefined."""
     from scipy.stats import kendalltau
 
     if not (found := _predicted(run)):
@@ -263,7 +263,7 @@ def kendall(run: TuningRun) -> float | None:
 
 @styled
 def contenders_picture(final: FinalComparison, bound: float | None) -> Picture:
-    """A row a contender, fastest first: every round a mark, the median a tick, and the ratio to the best DDP."""
+    """One row per contender, fastest first: a mark per round, a tick at the median, and the ratio to the best DDP."""
     compared = final.compared()
     figure = new_figure(1.3 + 0.36 * len(compared))
     axes = figure.add_subplot()
@@ -294,7 +294,7 @@ def contenders_picture(final: FinalComparison, bound: float | None) -> Picture:
 
 @styled
 def importance_picture(importance: Importance) -> Picture:
-    """A bar a parameter, the most important first."""
+    """One bar per parameter, the most important first."""
     shown = importance.shown
     figure = new_figure(0.9 + 0.29 * len(shown), width=7.2)
     axes = figure.add_subplot()
@@ -308,7 +308,7 @@ def importance_picture(importance: Importance) -> Picture:
 
 
 def _label_rows(axes: Axes, names: Sequence[str], margin: float) -> None:
-    """Names of rows from the top, an x axis from 0, and a ``margin`` for text at its end."""
+    """Name the rows from the top, start the x axis at 0, and leave a ``margin`` for text at its end."""
     axes.set_yticks(range(len(names)), names)
     axes.set_ylim(len(names) - 0.5, -0.5)
     axes.set_xlim(left=0)

@@ -1,4 +1,4 @@
-"""Functions that work on a rank's part of a value, by the objects that torch hands to ``__torch_function__``."""
+"""Handlers of functions that work on a rank's part of a value, by the objects that ``__torch_function__`` gets."""
 
 from __future__ import annotations
 
@@ -16,5 +16,5 @@ HANDLERS: dict[Any, Handler] = {
     **attention.HANDLERS,
     **reductions.HANDLERS,
 }
-"""A handler gets the function, its arguments and keyword arguments, and returns ``NotImplemented`` where it cannot work
-on parts."""
+"""Handlers by function. A handler gets the function, its arguments and its keyword arguments, and returns
+``NotImplemented`` if it cannot work on parts."""

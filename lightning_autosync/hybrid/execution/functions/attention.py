@@ -1,4 +1,4 @@
-"""Products over heads: attention whose heads lie whole on ranks."""
+"""Batched products and attention, with whole heads on each rank."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _attend(
 
 
 def _batched(*values: Any) -> Layout | None:
-    """The layout in which products of the last two axes can be taken; None if these are cut, or values differ."""
+    """The layout for products over the last two axes; None if one of these is cut or the values do not match."""
     first = values[0]
     if not all(isinstance(value, Activation) and value.dim() == first.dim() for value in values):
         return None

@@ -1,4 +1,4 @@
-"""Functions of one element, or of elements at the same place."""
+"""Element-wise functions of one or more operands."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _PLACES = (torch, F, Tensor)
 
 
 def elementwise(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
-    """Compute on a rank's part, in the layout that the operands have in common."""
+    """Compute on a rank's part, in a common layout of the operands."""
     leaves, structure = tree_flatten((args, dict(kwargs)))
     values = [leaf for leaf in leaves if isinstance(leaf, Activation)]
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -65,7 +65,7 @@ def elementwise(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) ->
 
 
 def _elementwise_no_change(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
-    """For functions that can be told to change their argument: the argument takes the result's place instead."""
+    """Handle functions with an argument ``inplace``: compute out of place, then let the argument become the result."""
     bound = _signature(func).bind(*args, **kwargs)
     changes = bound.arguments.get("inplace", False)
     if "inplace" in bound.arguments:
@@ -78,7 +78,7 @@ def _elementwise_no_change(func: Callable[..., Any], args: tuple[Any, ...], kwar
 
 
 def _random(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
-    """Draws agree on ranks that hold the same values, and differ on others."""
+    """Handle random functions: draws agree on ranks with the same values and differ between others."""
     value = next((leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Activation)), None)
     assert value is not None
     with value.surroundings.streams.shared(value.placement.states):
@@ -91,7 +91,7 @@ def _signature(func: Callable[..., Any]) -> inspect.Signature:
 
 
 def _changing(plain: Callable[..., Any], handler: Callable[..., Any]) -> Callable[..., Any]:
-    """The handler of a function that changes its first argument, by the one that does not."""
+    """The handler of an in-place function, made from the handler of its out-of-place form."""
 
     def change(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
         if not isinstance(args[0], Activation):

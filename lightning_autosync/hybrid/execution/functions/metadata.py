@@ -1,4 +1,4 @@
-"""What a value tells about itself: as it would be at home."""
+"""Metadata of a value, such as its shape, as in the home layout."""
 
 from __future__ import annotations
 

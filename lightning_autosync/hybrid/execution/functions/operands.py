@@ -1,4 +1,4 @@
-"""Bringing several operands of one function into one layout."""
+"""Converts several operands of a function to a common layout."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_autosync.hybrid.execution.layouts import Layout, State
 
 
 def common_layout(values: Sequence[Activation]) -> tuple[Layout, torch.Size] | None:
-    """The layout and the home shape of what an elementwise function makes of values; None if there is none."""
+    """The layout and the home shape of an element-wise function's result; None if there is no common layout."""
     shape = torch.broadcast_shapes(*(value.shape for value in values))
     first = max(values, key=lambda value: (value.placement.rows is not None, value.dim()))
     found = first.placement
@@ -39,7 +39,7 @@ def common_layout(values: Sequence[Activation]) -> tuple[Layout, torch.Size] | N
 
 
 def unify(layouts: Sequence[Layout]) -> tuple[State, ...]:
-    """States that all layouts can be brought into; where they differ, the cheaper one to compute in."""
+    """States to which all layouts can be converted; where they differ, the state with the least computation."""
     found: list[State] = []
     for states in zip(*(layout.states for layout in layouts), strict=True):
         found.append(states[0] if len(set(states)) == 1 else "batch" if "batch" in states else "features")
@@ -51,18 +51,18 @@ def _from_right(value: Activation, dimensions: int) -> int:
 
 
 def _reaches(value: Tensor, axis: int, shape: torch.Size) -> bool:
-    """Whether a value, aligned to the right, has the full size along an axis of the common shape."""
+    """Whether a value, aligned at the last axis, has the full size along an axis of the common shape."""
     own = axis - (len(shape) - value.dim())
     return own >= 0 and value.shape[own] == shape[axis]
 
 
 def local_operand(value: Tensor, layout: Layout, shape: torch.Size, around: Activation) -> Tensor | None:
-    """A rank's part of an operand, for a function that computes in ``layout``; None if it has to be done at home.
+    """A rank's part of an operand, for a function that computes in ``layout``; None if it must use the home layout.
 
     Args:
         value: an activation or a plain tensor, broadcast to ``shape``.
-        layout: that of the result.
-        shape: of the result, at home.
+        layout: layout of the result.
+        shape: shape of the result in the home layout.
         around: any activation of the model.
     """
     offset = len(shape) - value.dim()
@@ -84,17 +84,17 @@ def _own_layout(value: Tensor, layout: Layout, shape: torch.Size, offset: int, a
     rows = None if layout.rows is None else layout.rows - offset
     if rows is not None and rows >= 0 and value.shape[rows] == shape[rows + offset]:
         return surroundings.home(rows)
-    # Without an axis of samples it has to be the same on all ranks, which only the model's own tensors and what is
-    # computed of no data are known to be.
+    # A tensor without an axis of samples must be equal on all ranks. This is assumed only for the model's own tensors
+    # and for tensors without floating-point values, such as masks.
     known = isinstance(value, nn.Parameter) or not value.dtype.is_floating_point or is_own(value)
     return surroundings.home(None) if known else None
 
 
 def is_own(value: Tensor) -> bool:
-    """Whether a tensor is a part of a buffer or parameter, and not made of data."""
+    """Whether a tensor is a buffer of the model or a view of one, and so does not depend on data."""
     base = value._base if value._is_view() else value
     return getattr(base, OWN, False)
 
 
 OWN = "_autosync_of_model"
-"""The attribute that marks a model's buffers."""
+"""Attribute that marks the buffers of a model."""

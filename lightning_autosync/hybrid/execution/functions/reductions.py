@@ -1,4 +1,4 @@
-"""Functions over axes that are not cut: pooling over places, means over positions."""
+"""Functions over axes that are not cut: pooling over image positions, means and sums."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Functions that give a value another shape, or take a part of it."""
+"""Functions that change the shape of a value or take a part of it."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def _reshape(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> An
 
 
 def reshaped(before: Sequence[int], after: Sequence[int], layout: Layout, sizes: Sequence[int]) -> Layout | None:
-    """The layout of a value after a reshape; None if parts would have to change ranks.
+    """The layout of a value after a reshape; None if elements would have to move between ranks.
 
-    An axis that is cut must come first among those that are merged, and its cut stays in the first of those that it
-    is divided into.
+    If axes are merged, an axis that is cut must be the first of them. If an axis that is cut is divided, the cut goes
+    to the first of the new axes.
     """
     ranks = prod(sizes[k] for k in layout.by_features)
     rows, features, parts = layout.rows, layout.features, layout.parts
@@ -62,7 +62,7 @@ def reshaped(before: Sequence[int], after: Sequence[int], layout: Layout, sizes:
 
 
 def _blocks(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[int], list[int]]]:
-    """The smallest runs of axes, before and after, that hold the same elements."""
+    """The smallest groups of adjacent axes, before and after a reshape, that contain the same elements."""
     found: list[tuple[list[int], list[int]]] = []
     i = j = 0
     while i < len(before) or j < len(after):
@@ -91,7 +91,7 @@ def _blocks(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[int]
 
 def _permute(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
     value = args[0]
-    # Of a tensor whose sizes are all 2, the strides tell the axes apart.
+    # Derive the order of the axes from the strides of a tensor with sizes 2, in which every axis has its own stride.
     strides = func(torch.empty([2] * value.dim(), device="meta"), *args[1:], **kwargs).stride()
     order = [value.dim() - 1 - (stride.bit_length() - 1) for stride in strides]
     rows = None if value.placement.rows is None else order.index(value.placement.rows)
@@ -126,7 +126,7 @@ def _unbind(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any
 
 
 def _take(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
-    """``value[...]``, where no cut axis is touched."""
+    """``value[...]``, if the index leaves the axis of samples and cut axes whole."""
     value, index = args
     index = index if isinstance(index, tuple) else (index,)
     if not all(item is None or item is Ellipsis or isinstance(item, int | slice) for item in index):
@@ -160,7 +160,7 @@ def _take(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
 def _concatenate(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
     tensors = args[0] if args else kwargs["tensors"]
     axis = kwargs.get("dim", args[1] if len(args) > 1 else 0)
-    # An empty vector may stand for "nothing yet".
+    # torch.cat ignores empty vectors, which some code uses as an initial value.
     values = [tensor for tensor in tensors if isinstance(tensor, Activation) or tensor.dim() != 1 or tensor.numel()]
     if not all(isinstance(value, Activation) for value in values):
         return NotImplemented
