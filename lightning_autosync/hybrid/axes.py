@@ -142,13 +142,14 @@ def _viewed(node: fx.Node, operands: Sequence[Operand], output: tuple[int, ...])
 def _place(axis: int | None, shape: tuple[int, ...], output: tuple[int, ...]) -> int | None:
     """The axis of the output that has the outermost part of an axis; None if there is no such axis.
 
-    It is the axis before which the sizes have the same product.
+    It is the axis before which the sizes have the same product. An axis of size 1, as that of a single sample, stays
+    where it is if it can: before it and after it the products are equal.
     """
     if axis is None:
         return None
     before, product = math.prod(shape[:axis]), 1
     for place, extent in enumerate(output):
-        if product == before and extent != 1:
+        if product == before and (extent != 1 or shape[axis] == 1):
             return place
         product *= extent
     return None

@@ -137,6 +137,15 @@ def test_samples_may_lie_along_another_axis() -> None:
     assert graph.operators[0].output.batch_axis == 1
 
 
+@pytest.mark.parametrize("model", [bert, gpt2])
+def test_a_single_sample_lies_where_several_do(model: Callable[[], nn.Module]) -> None:
+    one, several = (capture(model(), TOKENS[:count]) for count in (1, 4))
+    for single, known in zip(one.operators, several.operators, strict=True):
+        # A table of positions without samples looks like one of a single sample.
+        if known.output.batch_axis is not None:
+            assert single.output.batch_axis == known.output.batch_axis, known.name
+
+
 def test_unknown_modules_are_named() -> None:
     class Recurrent(nn.Module):
         def __init__(self) -> None:
