@@ -14,7 +14,7 @@ from lightning_autosync.measure.emulation import netns
 from lightning_autosync.measure.emulation.network import Network, Port
 
 NOTICEABLE_LATENCY = 1e-3
-BURST = "128kb"  # holds a segmentation-offloaded packet of 64 KiB, which tbf would drop otherwise, and is soon spent
+BURST = "128kb"  # large enough for a segmentation-offloaded packet of 64 KiB, small enough to be used up soon
 QUEUE = "100ms"
 KERNEL_PARAMETERS: dict[str, str | int] = {
     "ipv4/ip_forward": 1,
@@ -119,7 +119,7 @@ class EmulatedLaunch:
             netns.set_kernel_parameters(KERNEL_PARAMETERS, namespace)
             netns.configure("ip", self._interface_lines(place), namespace)
             netns.configure("tc", [_shaping_line(port) for port in self.network.ports_of(place)], namespace)
-        # The kernel accepts a route only if the ports at both ends of its link are up, so routes follow in a second loop.
+        # The kernel accepts a route only if the ports at both ends of its link are up, so routes need a second loop.
         for place, namespace in enumerate(self.namespaces):
             netns.configure("ip", self._route_lines(place), namespace)
 

@@ -5,5 +5,5 @@
 `constants` fits the replay's constants, and `table` prints.
 
 Rates are measured in each direction. Latencies are halves of round trips over idle links, since the clocks of two hosts
-cannot be compared. The delay under load is measured in each direction, by round trips while only that direction is full.
+cannot be compared. The delay under load is measured in each direction, by round trips while only that one is full.
 """

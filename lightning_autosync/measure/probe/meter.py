@@ -25,7 +25,7 @@ _DATAGRAM = 1472
 """Payload bytes that fill an Ethernet frame of 1514 bytes."""
 _FRAME = 1514
 _UNDER_WAY = 512 * 1024
-"""Bytes in flight in a flow beyond its bandwidth-delay product: they keep links busy while processes wait for a core."""
+"""Bytes in flight of a flow beyond its bandwidth-delay product, to keep links busy while processes wait for a core."""
 _QUEUED = 0.08
 """Limit on the bytes in flight, in seconds of the flow's rate. More could overflow a queue, and TCP would pause."""
 _LEAST_UNDER_WAY = 32 * 1024

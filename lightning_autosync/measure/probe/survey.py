@@ -213,7 +213,7 @@ def _fans(meter: Rates, full: Floats, flows: Sequence[Flow]) -> tuple[list[float
 
 
 def _most(meter: Rates, flows: Sequence[Flow], found: float, expected: float) -> float:
-    """The total rate of flows: the one ``found`` so far or, if it is less than expected, the best of longer measurements.
+    """The total rate of flows in bytes/s, measured again for longer if ``found`` is less than ``expected``.
 
     A disturbance can only make flows slower, so the best measurement counts.
     """
