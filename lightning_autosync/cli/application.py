@@ -167,6 +167,7 @@ def _flush_output() -> None:
     try:
         sys.stdout.flush()
     except OSError as cause:
+        # Discard the rest of the buffer, so that the flush at exit succeeds.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise UnwritableError(f"standard output: {cause.strerror}") from None
 

@@ -157,6 +157,7 @@ def _measure_plan(
     workload: dict[str, Any], cluster: dict[str, Any], plan: dict[str, Any], budget: StepBudget, timeout: float
 ) -> list[float]:
     with _paced(workload, cluster, plan, timeout) as replica:
+        # The slowest rank decides, since all ranks must make the same number of steps.
         last = torch.tensor(replica.run(budget.warm_up)[-1], dtype=torch.float64)
         dist.all_reduce(last, dist.ReduceOp.MAX)
         return replica.run(budget.steps(float(last)))

@@ -111,6 +111,7 @@ def encode_samples(
         processes: number of processes; None means one per core.
         progress: called with the number of further samples that are done.
     """
+    # Sort by workload and cluster, so that the samples of a chunk share cached contexts.
     order = numpy.argsort(number_pairs(samples), kind="stable")
     found: list[Any] = [None] * len(samples)
     chunks = [order[start : start + _CHUNK] for start in range(0, len(order), _CHUNK)]

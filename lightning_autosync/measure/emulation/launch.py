@@ -55,6 +55,7 @@ class EmulatedLaunch:
         emulation = next(_emulations)
         self.namespaces = [netns.namespace_name(emulation, place) for place in range(len(self.network.places))]
         _held.update(self.namespaces)
+        # The janitor starts before the network exists, so that a kill during set-up leaves nothing behind.
         janitor = netns.Janitor(self.namespaces)
         self._finalizer = weakref.finalize(self, _take_down, self.namespaces, janitor, os.getpid())
         try:

@@ -248,7 +248,7 @@ def _bounce(transport: Transport, own: int, meet: Callable[[], None]) -> tuple[f
     if not done.wait(_TIMEOUT) or receiver.error is not None:
         raise receiver.error or ExchangeError("probe: a rank does not answer")
     core = (time.process_time() - start) / _BOUNCES
-    return sorted(times[1:])[_BOUNCES // 10] / 2, core / 2
+    return sorted(times[1:])[_BOUNCES // 10] / 2, core / 2  # the first interval includes the start of either end
 
 
 def _make_sum(transport: Transport, own: int, channel: int, pieces: int, size: int) -> TreeExchange:

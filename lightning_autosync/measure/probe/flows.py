@@ -106,7 +106,10 @@ class _Watch:
             self._opening = self._arrived
 
     def mark(self) -> None:
-        """Record the kernel's byte count: at the beginning, the middle and the end of the window."""
+        """Record the kernel's byte count: at the beginning, the middle and the end of the window.
+
+        Unlike the bytes read so far, it includes bytes that this process was too late to read.
+        """
         self._marks.append((time.perf_counter(), bytes_received(self._connection)))
 
     def arrival(self) -> Arrival:

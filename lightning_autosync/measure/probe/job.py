@@ -173,7 +173,7 @@ def probe_ranks(
     """
     begin = time.perf_counter()
     _go_first()
-    small = {"none": measure_collectives()} if constants else {}
+    small = {"none": measure_collectives()} if constants else {}  # before the ranks switch to SCHED_BATCH
     meter = Meter(head, window, timeout)
     answer: dict[str, Any] = {"format": FORMAT, **measure_links(meter, name, every_pair, addresses), "constants": None}
     if constants:

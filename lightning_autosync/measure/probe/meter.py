@@ -183,7 +183,7 @@ class Meter:
             if begins:
                 time.sleep(self._head)
                 times = ping_for(connection, self._window, self._timeout)
-                connection.shutdown(socket.SHUT_WR)
+                connection.shutdown(socket.SHUT_WR)  # ends `echo` at the other end
             else:
                 echo(connection)
             flowing.result()

@@ -22,11 +22,13 @@ from lightning_autosync.cluster import ClusterSpec, LinkGraph
 Flow = tuple[int, int]
 """Source and target, as indices of nodes."""
 _FULL = 1 - 1e-9
+"""Tolerance in `fair_rates`, so that channels that fill up at the same time are found despite rounding."""
 _NEARLY = 0.99
+"""Share of its capacity from which on a channel counts as one that flows could fill."""
 
 
 def fair_rates(routes: Sequence[Sequence[int]], capacities: Sequence[float]) -> list[float]:
-    """Max-min fair rates of simultaneous flows, in bytes/s.
+    """Max-min fair rates of simultaneous flows by progressive filling, in bytes/s.
 
     Args:
         routes: by flow, the channels that it crosses.
@@ -97,7 +99,7 @@ def candidate_groups(contrast: NDArray[numpy.float64]) -> Iterator[tuple[int, ..
             Flows through a common bottleneck get less than 1 and leave more for the others.
     """
     nodes = len(contrast)
-    if nodes < 4:
+    if nodes < 4:  # with fewer than two nodes inside and outside, it is one node's link
         return
     logarithm = numpy.log(numpy.maximum(contrast, 1e-3))
     nearness = (logarithm + logarithm.T) / 2

@@ -139,6 +139,7 @@ class JobPool:
         number, store = self._number, self._rank.store
         self._number += 1
         others = range(1, self.world_size)
+        # Publish the order before executing it here: it may be collective, so that rank 0 waits for the others.
         store.set(f"order/{number}", json.dumps({**order, "for": addressed}))
         replies = {0: self._rank.answer(order if 0 in addressed else _NOTHING)}
         keys = {rank: f"reply/{number}/{rank}" for rank in others}

@@ -133,6 +133,7 @@ def main() -> None:
         print("SCHED_BATCH is not available here", file=sys.stderr)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     stream, replies_to = take_standard_streams()
+    # A thread reads orders, so that the end of the pipe ends this process even while it is inside a collective.
     orders: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
     threading.Thread(target=follow_orders, args=(stream, orders), name="orders", daemon=True).start()
 

@@ -95,7 +95,7 @@ class AutoSyncSampler(BaseSampler):
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        del state["_lock"]
+        del state["_lock"]  # a lock cannot be pickled or copied
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:

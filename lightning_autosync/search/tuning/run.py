@@ -121,12 +121,13 @@ class TuningRun:
                 tuner.run()
                 final = self._compare(session, trials, opponents)
             except KeyboardInterrupt:
+                # A second Ctrl-C must not lose the result before the caller has written it.
                 self._saving.enter_context(uninterrupted())
                 _log.warning("interrupted")
                 interrupted = True
             except AutoSyncError as error:
                 if isinstance(error, StorageError):
-                    trials.freeze()
+                    trials.freeze()  # the reads below would fail as well
                 if not ranked(trials.records(), trials.own):
                     raise
                 failure = reason(error)

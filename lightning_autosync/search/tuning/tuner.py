@@ -132,6 +132,8 @@ class Tuner:
             raise
 
     def _ask(self, batch: Batch) -> None:
+        # A Ctrl-C between asking and noting the trial would leave it running in the study. But it may interrupt
+        # `prepare`, which may take minutes and writes nothing.
         with uninterrupted():
             trial = self._trials.ask()
             batch.asked.append(trial)
