@@ -87,7 +87,7 @@ def _of_collectives(
     - ``message_cost``: core-seconds for sending or receiving one piece of a small ring all-reduce, without the launch.
       Over n ranks the ring takes 2 (n - 1) consecutive steps. Each step sends and receives `PIECES` pieces.
     - ``message_delay``: seconds for each piece of a step beyond the links' latency and the cores' time.
-    - ``pair_cost``: core-seconds for each pair in an all-to-all of one number per pair, without the launch.
+    - ``pair_cost``: core-seconds for sending or receiving one pair's number in an all-to-all, without the launch.
     """
     ring, exchange = (costs["small_collectives"][scheduling][kind] for kind in ("ring", "all_to_all"))
     launch, steps = costs["launch_core"], 2 * (ranks - 1)
