@@ -229,6 +229,7 @@ class _Training:
         self._rank = dist.get_rank()
         self._end = TrainingEnd(store, self._rank, method.synchronous, budget.steps)
         self._inputs, self._labels = task.training()
+        # A factor above any number of ranks, so that no two pairs of seed and rank draw the same mini-batches.
         self._generator = torch.Generator().manual_seed(1_000_003 * seed + self._rank)
         self._passed = 0
         self._next_evaluation = 0.0

@@ -92,6 +92,7 @@ class WorkerPool:
         self._lock = threading.Lock()
         self._generation = 0
         self._workers: list[WorkerProcess] = []
+        # The finalizer gets the list and not the pool, since a reference to the pool would keep it alive.
         self._finalizer = weakref.finalize(self, _end_all, self._workers, os.getpid())
         command = _worker_command(timeout, threads, scheduling)
         try:
@@ -188,6 +189,7 @@ class WorkerPool:
             self._send(ranks, line, deadline)
             self._gather(ranks, replies, deadline)
         except BaseException:
+            # Close: an unread reply would be taken for the answer to the next order.
             self.close()
             raise
         failed = [rank for rank, reply in replies.items() if "error" in reply]

@@ -48,7 +48,7 @@ def end_with_parent() -> None:
 
 def end_now() -> NoReturn:
     """End this process and its children, even while another thread is inside a collective."""
-    if os.getpgrp() == os.getpid():
+    if os.getpgrp() == os.getpid():  # else the process group includes processes that are not ours
         os.killpg(0, signal.SIGKILL)
     os._exit(0)
 

@@ -78,7 +78,7 @@ class ErrorModel:
             return numpy.zeros(len(features)), numpy.sqrt(prior)
         across = _KernelParts.between(features, numpy.zeros(len(features)), *self._known).kernel(self._scales)
         explained = solve_triangular(self._factor, across.T, lower=True)
-        variance = numpy.maximum(prior - (explained**2).sum(axis=0), 1e-8)
+        variance = numpy.maximum(prior - (explained**2).sum(axis=0), 1e-8)  # rounding may make it negative
         return across @ self._weights, numpy.sqrt(variance)
 
 
@@ -105,6 +105,7 @@ class _KernelParts:
 def _factor(scales: Scales, parts: _KernelParts) -> Floats:
     """The lower Cholesky factor of the covariance of measured errors."""
     covariance = parts.kernel(scales)
+    # The last term keeps the matrix positive definite despite rounding, where plans have equal features.
     covariance[numpy.diag_indices_from(covariance)] += scales.noise**2 + 1e-9
     factor: Floats = cholesky(covariance, lower=True, overwrite_a=True, check_finite=False)
     return factor

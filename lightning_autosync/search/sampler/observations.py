@@ -22,7 +22,7 @@ from lightning_autosync.search.trial_attributes import (
 )
 
 CHOICE = "autosync:choice"
-"""System attribute of a trial: the point chosen for it, which other processes can see before its parameters are set."""
+"""System attribute of a trial: the point chosen for it. Other processes can read it before the parameters are set."""
 _DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 
 Point = dict[str, Value]
