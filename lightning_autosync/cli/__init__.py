@@ -1,4 +1,4 @@
-"""The command ``autosync``: one file a verb."""
+"""The command ``autosync``, with one file per verb."""
 
 from __future__ import annotations
 

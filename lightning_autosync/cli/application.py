@@ -28,17 +28,17 @@ VERBS = {
     "train": "train a LightningModule by any way to synchronize",
     "validate": "measure random plans and compare with predictions",
 }
-"""Each verb and its purpose. Its function is in ``cli/VERB.py``, its config in ``conf/VERB.yaml``."""
+"""The verbs and their purposes. A verb's function is in ``cli/VERB.py``, its configuration in ``conf/VERB.yaml``."""
 
 FULL_ERROR = "HYDRA_FULL_ERROR"
 TORCHRUN = "hydra/launcher=autosync_torchrun"
-"""The launcher that starts this command again; it has to know how."""
+"""The launcher that starts this command again in each rank, for which it needs the command line."""
 
 
 def main() -> None:
-    """Run the verb that the command line names; the rest of the line is Hydra's.
+    """Run the verb that the command line names. Hydra reads the rest of the line.
 
-    Slow imports come after a Ctrl-C is handled.
+    Slow imports follow only after the handler for Ctrl-C is installed.
     """
     interrupts.end_at_once()
     if len(sys.argv) < 2 or sys.argv[1] in ("-h", "--help"):
@@ -49,13 +49,13 @@ def main() -> None:
         print(f"autosync: '{verb}' is not a verb\n\n{usage()}", file=sys.stderr)
         sys.exit(2)
     sys.argv = [f"autosync {verb}", *sys.argv[2:]]
-    logging.raiseExceptions = False  # no traceback for each line of a log on a full disk
+    logging.raiseExceptions = False  # else a full disk causes a traceback for each line of the log
     try:
         run_verb(verb)
         _flush_output()
     except (AutoSyncError, OSError) as error:
         sys.exit(f"autosync {verb}: {_one_line(error)}")
-    except KeyboardInterrupt:  # verbs that keep their results say so themselves
+    except KeyboardInterrupt:  # verbs that save results after a Ctrl-C handle it and print a message themselves
         _exit_interrupted(verb)
     except Exception:
         if not interrupts.received():
@@ -72,7 +72,7 @@ def _exit_interrupted(verb: str) -> NoReturn:
 
 
 def usage() -> str:
-    """The verbs, one a line."""
+    """The usage with one verb per line."""
     lines = [f"  {verb:10} {purpose}" for verb, purpose in VERBS.items()]
     return "\n".join(["usage: autosync VERB key=value ...", "", *lines, "", "autosync VERB --help lists the keys."])
 
@@ -119,14 +119,14 @@ def _run(verb: str) -> None:
         except SystemExit as ended:
             if ended.code or not _is_reported(hydra_configuration):
                 raise
-            return None  # a rank that follows rank 0 ended well, which its launcher has to learn
+            return None  # a rank that follows rank 0 ended well; returning lets the callback report it to the launcher
         except (AutoSyncError, OSError) as error:
             if hydra_configuration.mode is RunMode.MULTIRUN or _is_reported(hydra_configuration):
-                raise  # the sweeper reports failed trials
-            # Hydra would print the overrides first.
+                raise  # the sweeper or the callback reports the failure
+            # Exit here, since Hydra would print the overrides before the message.
             sys.exit(f"autosync {verb}: {_one_line(error)}")
 
-    # Hydra shall raise errors, such as a full disk, and not print a traceback and exit.
+    # This variable makes Hydra raise errors, such as a full disk, instead of printing a traceback and exiting.
     given = os.environ.get(FULL_ERROR)
     os.environ[FULL_ERROR] = given or "1"
     try:
@@ -146,7 +146,7 @@ def _run(verb: str) -> None:
 
 
 def _one_line(error: AutoSyncError | OSError) -> str:
-    """The message of an error and its file, without passwords of databases."""
+    """The message of an error with its file, without passwords of databases."""
     text = str(error)
     if isinstance(error, OSError) and error.strerror is not None:
         where = error.filename2 or error.filename or "standard output or a file of the run directory"
@@ -159,20 +159,21 @@ def _one_line(error: AutoSyncError | OSError) -> str:
 
 
 def _flush_output() -> None:
-    """Flush standard output here: at its end Python would print an error of its own.
+    """Flush standard output, since Python would print its own error message for a failed flush at exit.
 
     Raises:
-        UnwritableError: it cannot be written.
+        UnwritableError: standard output cannot be written.
     """
     try:
         sys.stdout.flush()
     except OSError as cause:
+        # Discard the rest of the buffer, so that the flush at exit succeeds.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise UnwritableError(f"standard output: {cause.strerror}") from None
 
 
 def _is_reported(configuration: Any) -> bool:
-    """Whether this is a torchrun job of a sweep, where a callback reports how each rank ended."""
+    """Whether this is a torchrun job of a sweep, in which a callback reports how each rank ended."""
     return "autosync_report" in (configuration.callbacks or {})
 
 

@@ -1,4 +1,4 @@
-"""The command line before Hydra reads it: keys that were renamed, files of clusters, several ``--config-dir``."""
+"""Prepares the command line for Hydra: renamed keys, cluster files and several ``--config-dir`` options."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ RENAMED_KEYS: Mapping[str, Mapping[str, str]] = {
         "search.failures": "search.max_failures",
     },
 }
-"""By verb, keys that had another name in an earlier release. Files may have the old names, because the classes of
-configurations know them (`Configuration.RENAMED`). Hydra refuses old names on the command line: they are replaced."""
+"""By verb, keys that were renamed since an earlier release. Files may use old names, since the configuration classes
+accept them (`Configuration.RENAMED`). But Hydra rejects old names on the command line, so they are replaced there."""
 _FILES = (".yaml", ".yml", ".json")
 _DIRECTORY = ("--config-dir", "-cd")
 _SEARCH_PATH = "hydra.searchpath"
 _CLUSTER_PATH = re.compile(r"[+~]*cluster(?:@[^=]*)?=.*(?:\.\.|(?<=[\s'\"(\[,=])/|\.(?:ya?ml|json)\b)")
-"""An override of the group of clusters whose value has a path that leads out of the group, or a file's ending."""
+"""An override of the cluster group whose value has a path out of the group's folder, or a file's suffix."""
 _INTERPOLATION = re.compile(r"(\\*)\$\{")
-"""How an interpolation of OmegaConf begins, with the backslashes before it."""
+"""The beginning of an OmegaConf interpolation, with preceding backslashes."""
 
 
 def with_todays_keys(verb: str, arguments: Sequence[str]) -> list[str]:
-    """The arguments with today's names of keys that were renamed; each old name is told on standard error."""
+    """The arguments with old keys renamed; prints a notice for each to standard error."""
     return [_with_todays_key(verb, argument) for argument in arguments]
 
 
@@ -50,13 +50,13 @@ def _with_todays_key(verb: str, argument: str) -> str:
 
 
 def prepared(arguments: Sequence[str], folder: Path) -> list[str]:
-    """The arguments with options in ``folder`` for files given as ``cluster=FILE``, and one ``--config-dir`` at most.
+    """The arguments for Hydra. Cluster files (``cluster=FILE``) become options that are written to ``folder``.
 
-    Hydra heeds the last ``--config-dir`` alone. All others go to its search path.
+    Hydra uses only the last ``--config-dir``, so the others move to its search path.
 
     Raises:
-        DocumentError: a file is missing or no cluster, files cannot be told apart by name, a directory is missing, or
-            the command line sets Hydra's search path as well.
+        DocumentError: a file is missing or not a cluster, files have no distinct names, a directory is missing, or the
+            command line also sets Hydra's search path.
     """
     directories, others = _split(arguments)
     made = [_with_options(argument, directories, folder) for argument in others]
@@ -76,14 +76,14 @@ def prepared(arguments: Sequence[str], folder: Path) -> list[str]:
 
 
 def with_override(arguments: Sequence[str], override: str) -> list[str]:
-    """The arguments and one more override, beside the others: Hydra's parser takes overrides of one place only."""
+    """The arguments with a further override beside the others: Hydra's parser needs all overrides in one place."""
     places = (place for place, word in enumerate(arguments) if word[0:1] == "~" or (word[0:1] != "-" and "=" in word))
     place = next(places, 0)
     return [*arguments[:place], override, *arguments[place:]]
 
 
 def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The directories of options, and all other arguments."""
+    """The values of ``--config-dir``, and all other arguments."""
     directories, others = [], []
     words = iter(arguments)
     for word in words:
@@ -101,7 +101,7 @@ def _quoted(text: str) -> str:
 
 
 def _with_options(argument: str, directories: Sequence[str], folder: Path) -> str:
-    """``cluster=FILE,...`` with the name of an option in ``folder`` for each file; other arguments as they are."""
+    """``cluster=FILE,...`` with each file replaced by an option in ``folder``; other arguments are unchanged."""
     key, _, value = argument.partition("=")
     choices = value.split(",") if key == "cluster" else []
     files = {choice: Path(os.path.abspath(choice)) for choice in choices if choice.endswith(_FILES)}
@@ -119,7 +119,7 @@ def _with_options(argument: str, directories: Sequence[str], folder: Path) -> st
 
 
 def _refuse_paths(argument: str) -> None:
-    """Refuse a path that Hydra would take for an option: it would run what a file from elsewhere names."""
+    """Refuse a path that Hydra would load as an option: an untrusted file could name targets that Hydra then runs."""
     if _CLUSTER_PATH.match(argument):
         raise DocumentError(
             f"'{argument}': a path; give a file as cluster=FILE, several as cluster=FILE,FILE with -m, with a name "
@@ -128,9 +128,9 @@ def _refuse_paths(argument: str) -> None:
 
 
 def _names(paths: set[Path], taken: set[str]) -> dict[Path, str]:
-    """A name for each file: its own, behind the names of as many folders as tell it from all others.
+    """A unique name for each file: its own name, prefixed with as many names of parent folders as necessary.
 
-    Hydra takes the first option of a name that it finds, so names must not be shared with other options.
+    Hydra uses the first option of a name that it finds, so names must also differ from those of other options.
     """
     names = {path: path.stem for path in paths}
     for depth in range(2, max(len(path.parts) for path in paths) + 1):
@@ -148,18 +148,18 @@ def _alike(names: dict[Path, str], taken: set[str]) -> Iterator[Path]:
 
 
 def _write_option(choice: str, option: Path) -> None:
-    """Write the checked values of a file, and nothing else: Hydra obeys directives and targets in files of groups."""
+    """Write only the checked values of a file, since Hydra obeys directives and targets in files of groups."""
     path = Path(choice)
     if not path.is_file():
         raise DocumentError(f"cluster: there is no file {choice}")
     data = read_data(path, ClusterError)
     with naming_lines(path):
         ClusterSpec.from_dict(data, choice)
-    write_text(option, json.dumps(_without_interpolation(data)))  # YAML holds JSON too, and Hydra reads only *.yaml
+    write_text(option, json.dumps(_without_interpolation(data)))  # JSON is valid YAML, and Hydra reads only *.yaml
 
 
 def _without_interpolation(data: Any) -> Any:
-    """Plain data in which OmegaConf finds nothing to replace: each ``${`` stays as it is written."""
+    """Plain data with each ``${`` escaped, so that OmegaConf does not interpolate it."""
     if isinstance(data, dict):
         return {key: _without_interpolation(value) for key, value in data.items()}
     if isinstance(data, list):

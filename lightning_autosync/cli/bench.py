@@ -1,4 +1,4 @@
-"""``autosync bench``: measure contenders side by side, print the table, leave result and pictures."""
+"""``autosync bench``: measure contenders side by side, print the table, write result and figures."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from lightning_autosync.workload import Workload
 
 _WITHOUT_COMPUTE = ("flat", "paced")
 _FILE_WIDTH = 130
-"""Columns of the table where it does not go to a terminal."""
+"""Width of the table in characters if the output is not a terminal."""
 
 
 def bench(configuration: dict[str, Any], directory: Path) -> BenchResult:
-    """Run one bench; ``result.json`` and ``result.png`` appear in ``directory``. Returns what was found.
+    """Run one bench, and write ``result.json`` and ``result.png`` to ``directory``; returns the result.
 
-    After each round ``result.json`` holds the result so far, in case the run is cut short. Where it cannot be written,
-    the bench goes on, prints its result, and then fails. With ``timeline`` a step of the fastest exact plan is drawn
-    beside the predicted one: ``timeline.svg``, ``timeline.png``, ``trace.json`` and ``timelines.json`` appear too.
+    ``result.json`` is rewritten after each round, in case the run is interrupted. If it cannot be written, the bench
+    continues, prints its result, and then fails. With ``timeline`` a step of the fastest exact plan is drawn beside the
+    predicted step, in ``timeline.svg``, ``timeline.png``, ``trace.json`` and ``timelines.json``.
 
     Raises:
         AutoSyncError: a setting is wrong, or a worker failed.
@@ -67,7 +67,7 @@ def bench(configuration: dict[str, Any], directory: Path) -> BenchResult:
 
 
 def _check_timeline(settings: BenchSettings) -> None:
-    """Raise `DocumentError` before anything is measured if no timeline can be drawn."""
+    """Raise `DocumentError` if no timeline can be drawn, before anything is measured."""
     if settings.model.kind not in _WITHOUT_COMPUTE:
         raise DocumentError(
             f"timeline: it shows models that compute by the clock ({' or '.join(_WITHOUT_COMPUTE)}), "
@@ -81,7 +81,7 @@ def _check_timeline(settings: BenchSettings) -> None:
 
 def _draw_timeline(result: BenchResult, constants: Constants, directory: Path) -> None:
     name, settings = result.best_exact, result.settings
-    assert name is not None  # there is one, as was checked
+    assert name is not None  # `_check_timeline` made sure
     order, cluster = result.preparation.orders[name], result.cluster
     plan, workload = SyncPlan.from_dict(order["plan"]), Workload.from_dict(order["workload"])
     scheduling = None if settings.scheduling == "none" else settings.scheduling

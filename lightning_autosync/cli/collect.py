@@ -1,4 +1,4 @@
-"""``autosync collect``: a dataset of plans and their measured step times."""
+"""``autosync collect``: measure a dataset of plans and their step times."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ FORMAT = "autosync-collection/1"
 
 
 def collect(configuration: dict[str, Any], directory: Path) -> None:
-    """Draw plans and measure those that the dataset does not have yet; an interrupted run goes on when called again.
+    """Draw plans and measure those that the dataset lacks; the same command resumes an interrupted run.
 
-    What was measured beside too much other load is measured again then, too.
+    Pairs that were measured beside too much other load are measured again.
 
-    The dataset's folder gets Parquet parts, ``manifest.json`` and ``README.md``; ``result.json`` appears in
+    Parquet parts, ``manifest.json`` and ``README.md`` are written to the dataset's folder, ``result.json`` to
     ``directory``.
 
     Raises:

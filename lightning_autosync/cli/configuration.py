@@ -1,4 +1,4 @@
-"""Help on a verb's configuration, and one clear line for each wrong key or option."""
+"""Help for a verb's configuration, and a clear message for each wrong key or option."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from lightning_autosync.errors import DocumentError
 
 WIDTH = 120
 _OF_VERBS = re.compile(r"\((\w+(?:, \w+)*)\) ")
-"""The beginning of an option's first comment if it is for some verbs only: ``# (converge, train) What it is.``"""
+"""The beginning of an option's first comment if it is only for some verbs: ``# (converge, train) What it is.``"""
 _WRONG_KEY = re.compile(r"Could not (?:override|append to config|delete from config)[^']*'([^']+)'")
 
 
 def help_text(verb: str, purpose: str) -> str:
-    """Usage, the config groups with their options, and the keys with the config's comments on them."""
+    """The usage, the configuration groups with their options, and the keys with their comments."""
     directory = configuration_directory()
     text = (directory / f"{verb}.yaml").read_text()
     data = yaml.safe_load(text)
@@ -40,17 +40,17 @@ def help_text(verb: str, purpose: str) -> str:
 
 
 def check_overrides(verb: str, arguments: Sequence[str]) -> None:
-    """Compose the configuration once to check it; for a sweep, every value once.
+    """Compose the configuration to check it; for a sweep, with every value at least once.
 
     Raises:
-        DocumentError: a key or an option does not exist; the message names those that do.
+        DocumentError: a key or an option does not exist; the message names the existing ones.
     """
     from hydra import initialize_config_dir
     from hydra.errors import HydraException
     from omegaconf import OmegaConf
 
     if any(argument.startswith(("--config", "-c")) for argument in arguments):
-        return  # only Hydra itself knows options from other directories
+        return  # `compose` does not see options of other directories, so leave the check to Hydra
     overrides = [argument for argument in arguments if not argument.startswith("-")]
     with initialize_config_dir(str(configuration_directory()), version_base="1.3"):
         try:
@@ -64,7 +64,7 @@ def check_overrides(verb: str, arguments: Sequence[str]) -> None:
 
 
 def _check_verb(verb: str, overrides: Sequence[str]) -> None:
-    """Refuse an option that is for other verbs; the message names those for this verb."""
+    """Refuse an option that is only for other verbs; the message names the options for this verb."""
     for group, _, option in (override.lstrip("+").partition("=") for override in overrides):
         if option == "null" and group and _has_group(verb, group):
             raise DocumentError(f"{group}: null is no option; leave it out, or drop the default by ~{group}")
@@ -76,7 +76,7 @@ def _check_verb(verb: str, overrides: Sequence[str]) -> None:
 
 
 def _options(verb: str, group: str) -> list[str]:
-    """The options of a group that are for the verb."""
+    """The options of a group for the verb."""
     paths = sorted((configuration_directory() / group).glob("*.yaml"))
     return [path.stem for path in paths if _is_for(verb, path)]
 
@@ -87,13 +87,13 @@ def _is_for(verb: str, path: Path) -> bool:
 
 
 def _verbs_of(path: Path) -> list[str]:
-    """The verbs that an option is for; empty if it is for all."""
+    """The verbs of an option; empty if it is for all verbs."""
     found = _OF_VERBS.match(_remark(path))
     return found[1].split(", ") if found else []
 
 
 def _remark(path: Path) -> str:
-    """The first comment of a file, apart from those for Hydra (``# @package``)."""
+    """The first comment of a file that is not a directive for Hydra (``# @package``)."""
     comments = (line[1:].strip() for line in path.read_text().splitlines() if line.startswith("#"))
     return next((comment for comment in comments if not comment.startswith("@")), "")
 
@@ -104,7 +104,7 @@ def _option_line(path: Path) -> str:
 
 
 def _keys(text: str) -> list[str]:
-    """The lines of a config between its defaults list and its settings for Hydra."""
+    """The lines of a configuration between its defaults list and its settings for Hydra."""
     lines = text.partition("\nhydra:")[0].splitlines()
     start = next((index for index, line in enumerate(lines) if line.startswith("defaults:")), -1) + 1
     while start < len(lines) and lines[start].startswith(" "):
@@ -113,7 +113,7 @@ def _keys(text: str) -> list[str]:
 
 
 def _combinations(overrides: Sequence[str]) -> Iterator[list[str]]:
-    """Overrides without sweeps: the first value of every key, then each other value beside the first of other keys."""
+    """Overrides without sweeps: first values of all keys, then each other value with first values of other keys."""
     from hydra.core.global_hydra import GlobalHydra
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.core.override_parser.types import IntervalSweep, Override

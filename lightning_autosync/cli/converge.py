@@ -1,6 +1,6 @@
-"""``autosync converge``: train by several methods, print the tables, leave result and picture.
+"""``autosync converge``: train with several methods, print the tables, write result and figure.
 
-With ``isolation`` nothing trains: how groups form is simulated, and there is no picture.
+With ``isolation`` it only simulates how groups form: nothing trains, and there is no figure.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from lightning_autosync.lab.convergence.output import draw, remarks, result_tabl
 from lightning_autosync.lab.convergence.settings import ConvergenceSettings
 
 FILE_WIDTH = 160
-"""Columns of the tables where they do not go to a terminal."""
+"""Width of the tables in characters if the output is not a terminal."""
 
 
 def converge(configuration: dict[str, Any], directory: Path) -> None:
-    """Run one comparison; ``result.json`` and ``result.png`` appear in ``directory``.
+    """Run one comparison, and write ``result.json`` and ``result.png`` to ``directory``.
 
     Raises:
         AutoSyncError: a setting is wrong, or a worker failed.

@@ -1,4 +1,4 @@
-"""``autosync fit``: trains a simulator on measured plans, and judges it beside the others on what they did not see."""
+"""``autosync fit``: train a simulator on measured plans, and compare simulators on unseen plans."""
 
 from __future__ import annotations
 
@@ -30,13 +30,14 @@ _log = logging.getLogger(__name__)
 
 
 def fit(configuration: dict[str, Any], directory: Path) -> None:
-    """Fit one simulator to a whole dataset, after all have been judged on parts of it.
+    """Compare simulators on parts of a dataset, then fit one simulator to the whole dataset.
 
-    The fitted simulator is the folder ``simulator`` in ``directory``, beside ``runs.jsonl`` (unless the settings name a
-    file) and ``result.json``.
+    The fitted simulator is written to the folder ``simulator`` in ``directory``, beside ``runs.jsonl`` (unless the
+    settings name a file) and ``result.json``.
 
     Raises:
-        AutoSyncError: a setting is wrong, a part of the dataset cannot be read, or the runs in the file are of others.
+        AutoSyncError: a setting is wrong, a part of the dataset cannot be read, or the file has runs with other
+            settings.
     """
     settings = FitSettings.parse(configuration)
     samples, cores = _load(settings)
@@ -64,7 +65,7 @@ def fit(configuration: dict[str, Any], directory: Path) -> None:
 
 
 def _load(settings: FitSettings) -> tuple[list[Sample], set[float]]:
-    """The samples that a simulator can learn from, those of plans with a schedule, and the cores that ranks shared."""
+    """The samples of plans with a schedule, from which simulators can learn, and the numbers of cores ranks shared."""
     dataset = Dataset.load(settings.dataset)
     samples = [sample for sample in dataset if sample.plan.has_schedule]
     if not samples:
@@ -78,11 +79,14 @@ def _load(settings: FitSettings) -> tuple[list[Sample], set[float]]:
 
 
 def _start(settings: FitSettings, cores: set[float]) -> tuple[LearnedEstimator | None, Constants]:
-    """The simulator to train further, if there is one, and the constants of all.
+    """The simulator to train further, if there is one, and the constants for all simulators.
 
     Args:
-        settings: of the fit.
-        cores: that ranks shared where the samples were measured.
+        settings: settings of the fit.
+        cores: numbers of cores that ranks shared when the samples were measured.
+
+    Raises:
+        DocumentError: the samples have different numbers of cores, or settings contradict the given simulator.
     """
     if settings.start is None:
         if settings.constants is None and settings.cores is None and len(cores) > 1:
@@ -118,7 +122,7 @@ def _compare(
     start: LearnedEstimator | None,
     progress: Progress,
 ) -> list[FitRun]:
-    """All runs."""
+    """All runs of the comparison."""
     total = settings.seeds * len(settings.splits) * len(set(settings.compare))
     task = progress.add_task("comparing", total=total)
     runs = []
@@ -131,7 +135,7 @@ def _compare(
 def _fit(
     settings: FitSettings, samples: Sequence[Sample], encoded: Mapping[str, Examples], simulator: Simulator
 ) -> Simulator:
-    """Train on all samples; each network is kept from some, by which its epoch is chosen."""
+    """Train on all samples; each network holds out some, by which its epoch is chosen."""
     if isinstance(simulator, LearnedEstimator):
         _log.info("training %d networks on all %d samples", simulator.members, len(samples))
         split = for_all(samples, settings.seed, simulator.members)

@@ -1,4 +1,4 @@
-"""``autosync predict``: what a step under a plan takes and why, without a cluster."""
+"""``autosync predict``: predict the time of a step under a plan, and explain it, without a cluster."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ _FILES = (".yaml", ".yml", ".json")
 
 
 class PredictSettings(Configuration):
-    """What is predicted.
+    """What to predict.
 
     Attributes:
-        plan: path of a plan file, or the name of a builder.
-        arguments: of the builder.
-        workload: path of a workload file, or the name of a model of the catalogue.
-        model: arguments of the model, ``batch_size`` for example.
-        cluster: a cluster document, the path of its file, or the name of a shipped one.
-        constants: path of a file of the hosts' constants, from a probe; None takes the defaults.
-        module: the model of a plan that splits operators, in place of a workload.
-        rates: for such a plan, path of a file of rates, from a tuning run; None takes the defaults.
+        plan: path of a plan file, or name of a builder.
+        arguments: arguments of the builder.
+        workload: path of a workload file, or name of a model in the catalogue.
+        model: arguments of the model, for example ``batch_size``.
+        cluster: cluster document, path of its file, or name of a shipped cluster.
+        constants: file of the hosts' constants, from a probe; None uses the defaults.
+        module: model for a plan that splits operators, instead of a workload.
+        rates: file of rates for such a plan, from a tuning run; None uses the defaults.
     """
 
     plan: str
@@ -50,10 +50,10 @@ class PredictSettings(Configuration):
 
 
 def predict(configuration: dict[str, Any], directory: Path) -> None:
-    """Print a prediction; write pictures, a trace and ``result.json`` to ``directory``.
+    """Print a prediction; write figures, a trace and ``result.json`` to ``directory``.
 
     Raises:
-        AutoSyncError: a setting is wrong, or plan, workload and cluster do not fit each other.
+        AutoSyncError: a setting is wrong, or plan, workload and cluster do not match.
     """
     settings = PredictSettings.parse(configuration)
     if settings.plan.endswith(_FILES) and is_hybrid(settings.plan):

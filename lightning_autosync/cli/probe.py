@@ -1,4 +1,4 @@
-"""``autosync probe``: measure a job's links and hosts; leave ``cluster.yaml`` and ``constants.yaml``."""
+"""``autosync probe``: measure a job's links and hosts; write ``cluster.yaml`` and ``constants.yaml``."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from lightning_autosync.measure.workers.pool import WorkerPool
 from lightning_autosync.replay.constants import Constants
 
 FILE_WIDTH = 110
-"""Columns of the tables where they do not go to a terminal."""
+"""Width of the tables in characters if the output is not a terminal."""
 
 
 def probe(configuration: dict[str, Any], directory: Path) -> None:
-    """Run one probe; ``cluster.yaml``, ``constants.yaml`` and ``result.json`` appear in ``directory``.
+    """Run one probe, and write ``cluster.yaml``, ``constants.yaml`` and ``result.json`` to ``directory``.
 
     Within a job only rank 0 writes and prints.
 
@@ -62,7 +62,7 @@ def probe(configuration: dict[str, Any], directory: Path) -> None:
 
 
 def run_probe(settings: ProbeSettings) -> dict[str, Any]:
-    """Start the ranks, probe, and end them; what :func:`probe_ranks` returns."""
+    """Start the ranks, probe, and end them; returns the result of :func:`probe_ranks`."""
     assert isinstance(settings.launch, LaunchSettings)
     where = settings.named_cluster()
     with (
@@ -74,7 +74,7 @@ def run_probe(settings: ProbeSettings) -> dict[str, Any]:
 
 
 def _within_job(settings: ProbeSettings) -> dict[str, Any] | None:
-    """Probe as one rank of a job that is there already; None on all ranks but the first."""
+    """Probe as a rank of a running job; returns None on all ranks except rank 0."""
     require_torchrun("probe")
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -86,11 +86,11 @@ def _within_job(settings: ProbeSettings) -> dict[str, Any] | None:
 
 
 def _arguments(settings: ProbeSettings) -> dict[str, Any]:
-    """Those of `probe_ranks`."""
+    """The arguments of `probe_ranks`."""
     if settings.head + settings.window > settings.timeout:
         raise DocumentError("timeout: shorter than one transfer, which takes head and window")
     fields = ("name", "scheduling", "head", "window", "every_pair", "constants", "accelerated", "timeout")
-    # Addresses of emulated or loopback links are of no use to a job.
+    # Addresses of emulated or loopback links are useless for later jobs.
     return {
         **{name: getattr(settings, name) for name in fields},
         "addresses": settings.launch.kind in ("ssh", "torchrun"),

@@ -1,4 +1,4 @@
-"""``autosync rehearse``: which sampler finds the fastest plans, with a replay in place of the wire?"""
+"""``autosync rehearse``: compare how well samplers find fast plans, with a replay instead of measurements."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _log = logging.getLogger(__name__)
 
 
 def rehearse(configuration: dict[str, Any], directory: Path) -> None:
-    """Run every sampler on every pair as often as there are seeds, and print how they stand.
+    """Run every sampler on every pair with every seed, and print the standings.
 
-    ``runs.jsonl`` (unless the settings name a file), ``result.json``, ``curves.png`` and ``curves.svg`` appear in
+    ``runs.jsonl`` (unless the settings name a file), ``result.json``, ``curves.png`` and ``curves.svg`` are written to
     ``directory``.
 
     Raises:
-        AutoSyncError: a setting is wrong, or the file's runs were made with others.
+        AutoSyncError: a setting is wrong, or the file has runs with other settings.
     """
     settings = RehearsalSettings.parse(configuration)
     optuna.logging.set_verbosity(optuna.logging.WARNING)

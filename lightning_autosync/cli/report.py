@@ -1,4 +1,4 @@
-"""``autosync report``: what tuning runs found, as one HTML file."""
+"""``autosync report``: write the results of tuning runs as one HTML file."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ FORMAT = "autosync-report/1"
 
 
 class ReportSettings(Configuration):
-    """What is reported: either ``run`` or ``runs``.
+    """What to report: either ``run`` or ``runs``.
 
     Attributes:
         run: directory of one tuning run.
-        runs: directories of several to compare, or directories that contain some, such as a sweep's.
-        file: of the report; None is ``report.html`` in the directory of ``run``, or of ``runs`` if that is one.
+        runs: directories of several runs to compare, or directories that contain runs, such as a sweep's.
+        file: path of the report; None is ``report.html`` in ``run``, in ``runs`` if that is one directory, else in this
+            command's run directory.
     """
 
     run: str | None = None
@@ -41,10 +42,10 @@ class ReportSettings(Configuration):
 
 
 def report(configuration: dict[str, Any], directory: Path) -> None:
-    """Write the report of one tuning run, or one that compares several, and ``result.json`` with a row a run.
+    """Write a report of one tuning run, or one that compares several, and ``result.json`` with a row per run.
 
     Raises:
-        DocumentError: (or a subclass) a setting is wrong, or a run is missing, cut off or of another format.
+        DocumentError: a setting is wrong, or a run is missing, truncated or of another format.
     """
     settings = ReportSettings.parse(configuration)
     optuna.logging.set_verbosity(optuna.logging.WARNING)

@@ -1,4 +1,4 @@
-"""``autosync serve``: a process that keeps and updates parameters for workers elsewhere."""
+"""``autosync serve``: run a parameter server for workers on other nodes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning_autosync.relaxed.transport.heartbeat import read_heartbeat
 
 
 class ServeSettings(Record):
-    """``conf/serve.yaml`` as data."""
+    """The settings of ``conf/serve.yaml``."""
 
     host: Annotated[str, Field(min_length=1)]
     port: Annotated[Integer, Field(gt=0, lt=65536)]
@@ -29,7 +29,7 @@ class ServeSettings(Record):
 
     @classmethod
     def parse(cls, configuration: dict[str, Any]) -> ServeSettings:
-        """Check a composed configuration.
+        """Settings from a composed configuration.
 
         Raises:
             DocumentError: a value is missing or not allowed.
@@ -48,10 +48,10 @@ def serve(configuration: dict[str, Any], directory: Path) -> None:
 
     Raises:
         DocumentError: a setting is wrong.
-        ExchangeError: the job could not be met, or the server could not go on.
+        ExchangeError: the server could not join the job, or could not continue.
     """
     settings = ServeSettings.parse(configuration)
-    # The own address is the one that faces the job, unless it is given.
+    # By default the server's own address is that of the interface with the route to MASTER_ADDR.
     os.environ.setdefault("MASTER_ADDR", settings.host)
     secret = required_secret("autosync serve: the job's secret is missing")
     who = f"rank {settings.rank} of {settings.size}"

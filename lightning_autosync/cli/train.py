@@ -1,4 +1,4 @@
-"""``autosync train``: train a LightningModule, leave ``result.json``."""
+"""``autosync train``: train a LightningModule, write ``result.json``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def train(configuration: dict[str, Any], directory: Path) -> float | None:
     """Train once; returns the value of the objective, for sweeps.
 
     Raises:
-        AutoSyncError: a setting is wrong, ranks cannot be started, or some failed.
+        AutoSyncError: a setting is wrong, ranks cannot be started, or ranks failed.
     """
     settings = TrainingSettings.parse(configuration)
     check_target("model", settings.module)
@@ -30,7 +30,7 @@ def train(configuration: dict[str, Any], directory: Path) -> float | None:
 
 
 def summary(result: dict[str, Any]) -> list[str]:
-    """What was found, in a few lines."""
+    """The result in a few lines."""
     plan, median = result["plan"], result["median_step_seconds"]
     lines = [
         f"{result['strategy']}, {result['world_size']} ranks, {result['steps']} steps in {result['seconds']:.1f} s"
@@ -48,10 +48,10 @@ def _topologies(plan: dict[str, Any]) -> list[str]:
 
 
 def objective(result: dict[str, Any], name: str) -> float | None:
-    """The number of that name.
+    """The metric of that name, or the median step time for ``step_seconds``.
 
     Raises:
-        DocumentError: nothing of that name was logged.
+        DocumentError: no metric of that name was logged.
     """
     if name == "step_seconds":
         median: float | None = result["median_step_seconds"]

@@ -1,4 +1,4 @@
-"""``autosync tune``: search for the fastest plan by live trials; leave the plan, the study, the result and a report."""
+"""``autosync tune``: search for the fastest plan by live trials; write the plan, the study, the result and a report."""
 
 from __future__ import annotations
 
@@ -39,28 +39,28 @@ _log = logging.getLogger(__name__)
 
 
 class Interrupted(SystemExit):
-    """A Ctrl-C ended the run; what was found until then is written."""
+    """A Ctrl-C ended the run; the results so far are written."""
 
     def __init__(self) -> None:
         super().__init__(STATUS)
 
 
 def tune(configuration: dict[str, Any], directory: Path) -> TuningOutcome | HybridTuningResult:
-    """Run the search; with ``parallel=hybrid`` that of `tune_hybrid`.
+    """Run the search; with ``parallel=hybrid`` the search of `tune_hybrid`.
 
-    ``directory`` gets ``plan.yaml``, ``workload.yaml`` and ``cluster.yaml`` (for ``autosync predict``),
-    ``result.json``, the finalists' plans, the study and ``report.html``. Where the model is paced on links whose rates
-    are known, a step of the best plan is traced on the workers and drawn beside the predicted one (``timeline.svg``,
+    It writes ``plan.yaml``, ``workload.yaml`` and ``cluster.yaml`` (for ``autosync predict``), ``result.json``, the
+    finalists' plans, the study and ``report.html`` to ``directory``. If the model is paced and the rates of the links
+    are known, a step of the best plan is traced on the workers and drawn beside the predicted step (``timeline.svg``,
     ``timeline.png``, ``trace.json``, ``timelines.json``). The same command with the same directory resumes an earlier
-    run. Within a job all ranks call this; only rank 0 returns, and the others end.
+    run. Within a job all ranks call this; only rank 0 returns, and the others exit.
 
     Raises:
         AutoSyncError: a setting is wrong, workers cannot be started, or too many trials failed.
         UnwritableError: a file cannot be written; the best plan is printed, and the message says where it is.
-        TuningError: the run could not go on; all files were written for the trials that have a time.
-        Interrupted: by a Ctrl-C, after all files were written for what was found until then.
+        TuningError: the run could not continue; all files were written for the trials that have a time.
+        Interrupted: a Ctrl-C ended the run; all files were written for the results so far.
     """
-    optuna.logging.set_verbosity(optuna.logging.WARNING)  # every trial is shown by the progress bar already
+    optuna.logging.set_verbosity(optuna.logging.WARNING)  # the progress bar already shows every trial
     settings = TuningSettings.parse(configuration)
     if settings.within_job:
         require_torchrun("tune")
@@ -90,7 +90,7 @@ def tune(configuration: dict[str, Any], directory: Path) -> TuningOutcome | Hybr
 
 
 def _run(settings: TuningSettings, directory: Path, console: Console) -> TuningOutcome:
-    """Search, print the result and write it, while no other process works on the directory."""
+    """Search, print the result and write it, with a lock on the directory."""
     refusal = TuningError(f"{directory}: another process is at work on this run; let it end first")
     with held(directory / _LOCK, refusal), ExitStack() as saving:
         try:
@@ -113,7 +113,7 @@ def _run(settings: TuningSettings, directory: Path, console: Console) -> TuningO
 
 
 def _write(outcome: TuningOutcome, directory: Path) -> list[str]:
-    """Write the files, the most important first; returns the names of the main ones."""
+    """Write the files, the most important first in case one fails; returns the names of the main files."""
     plan = outcome.plan
     if plan is not None:
         plan.save(directory / PLAN)
@@ -139,7 +139,7 @@ def _keep_elsewhere(outcome: TuningOutcome, error: UnwritableError, console: Con
 
 
 def _how_to_resume(directory: Path, what: str) -> str:
-    """What happened, and the override with which the same command resumes; in a sweep that of the whole sweep."""
+    """A message with the override that resumes the run with the same command; in a sweep, the whole sweep."""
     override = f"hydra.run.dir={shlex.quote(str(directory))}"
     if HydraConfig.initialized() and HydraConfig.get().mode is RunMode.MULTIRUN:
         override = f"hydra.sweep.dir={shlex.quote(str(HydraConfig.get().sweep.dir))}"
@@ -147,7 +147,7 @@ def _how_to_resume(directory: Path, what: str) -> str:
 
 
 def _trace(outcome: TuningOutcome, directory: Path) -> None:
-    """Measure a step of the best plan and draw it beside the predicted one, where that is possible."""
+    """Measure a step of the best plan and draw it beside the predicted step, if that is possible."""
     job, plan, settings = outcome.job, outcome.plan, outcome.job.settings
     if plan is None or not job.cluster.measured or not settings.is_paced or settings.within_job:
         return

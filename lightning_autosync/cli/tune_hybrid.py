@@ -1,4 +1,4 @@
-"""``autosync tune parallel=hybrid``: search plans that may split operators; leave the plan, the study and a report."""
+"""``autosync tune parallel=hybrid``: search plans that may split operators; write the plan, the study and a report."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _LOCK = ".tune.lock"
 
 
 def tune_hybrid(settings: TuningSettings, directory: Path, console: Console) -> HybridTuningResult:
-    """Run the search; ``directory`` gets ``plan.yaml``, ``rates.yaml``, ``result.json``, the study and ``report.html``.
+    """Run the search; write ``plan.yaml``, ``rates.yaml``, ``result.json``, the study and ``report.html``.
 
-    The same command with the same directory resumes an earlier run.
+    All files are in ``directory``. The same command with the same directory resumes an earlier run.
 
     Raises:
         AutoSyncError: a setting is wrong, workers cannot be started, or nothing ran.

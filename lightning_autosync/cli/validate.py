@@ -1,4 +1,4 @@
-"""``autosync validate``: are the replay's prices what steps take? Random plans, measured and priced."""
+"""``autosync validate``: compare measured step times of random plans with the replay's predictions."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from lightning_autosync.replay import Constants, Replay
 
 FORMAT = "autosync-validation/1"
 FILE_WIDTH = 110
-"""Columns of the tables where they do not go to a terminal."""
+"""Width of the tables in characters if the output is not a terminal."""
 PAIR = "pair"
-"""The table of each workload on each cluster, too long to print whole."""
+"""Name of the table by workload and cluster, which is too long to print."""
 _WORST = 8
-"""Cases that are named."""
+"""Number of cases with the largest errors to print."""
 
 
 def validate(configuration: dict[str, Any], directory: Path) -> None:
-    """Draw cases, measure those that are not measured yet, price all, and print how well both agree.
+    """Draw cases, measure those without measurement, predict all, and print how well both agree.
 
-    ``measurements.jsonl`` (unless the settings name a file) and ``result.json`` appear in ``directory``.
+    ``measurements.jsonl`` (unless the settings name a file) and ``result.json`` are written to ``directory``.
 
     Raises:
         AutoSyncError: a setting is wrong, links cannot be emulated here, or a worker failed.
@@ -58,7 +58,7 @@ def validate(configuration: dict[str, Any], directory: Path) -> None:
 
 
 def price(cases: list[Case], constants_of: Callable[[Case], Constants]) -> dict[str, float]:
-    """Seconds of a step of each case, by key."""
+    """Predicted seconds of a step of each case, by key."""
     replays: dict[tuple[str, str, str], Replay] = {}
     seconds = {}
     for case in cases:
@@ -72,7 +72,7 @@ def price(cases: list[Case], constants_of: Callable[[Case], Constants]) -> dict[
 
 
 def hosts_of(measurement: CaseMeasurement, default: Constants) -> Constants:
-    """As probed when it was measured."""
+    """The constants that were probed with a measurement, else the default."""
     return default if measurement.hosts is None else Constants.from_dict(measurement.hosts, source="hosts")
 
 
@@ -120,7 +120,7 @@ def _accuracy_table(name: str, rows: Mapping[str, ReplayAccuracy]) -> Table:
 
 
 def order_lines(pairs: Mapping[str, ReplayAccuracy]) -> list[str]:
-    """How well the plans for each workload on each cluster are put in order: the least tau, and how many are low."""
+    """Lines on the order of plans for each workload on each cluster: the least tau, and how many are low."""
     lines = []
     for title, field in (
         ("Kendall tau", "tau"),

@@ -1,1 +1,1 @@
-"""Comparisons that reproduce papers and tables. Nothing in the product imports this package."""
+"""Comparisons that reproduce papers and tables. No other part of the package but the CLI imports this one."""

@@ -1,1 +1,1 @@
-"""What the step time of a plan is: live workers, launches, emulated links, the probe, interleaved rounds."""
+"""Measures the step time of plans: live workers, launches, emulated links, the probe and interleaved rounds."""

@@ -1,4 +1,4 @@
-"""Conditions of a measurement: machines, settings of the kernel, bytes sent, and how much other processes disturb."""
+"""Conditions of a measurement: the machine, kernel settings and the load of other processes."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ POLICIES = {
     if hasattr(os, name)
 }
 BUSY = 0.1
-"""Cores used by other processes from which on a bench backs no claim."""
+"""Number of cores used by other processes above which a bench backs no claim."""
 
 
 def usable_cores() -> int:
-    """Cores that this process and its children may run on: a container or a job may have less than the machine."""
+    """Cores on which this process and its children may run: in a container or a job, perhaps not all of the machine."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def machine() -> tuple[str, str]:
-    """What tells this machine from others, until it is booted anew, and its name."""
+    """An id of this machine, valid until it reboots, and its name."""
     identity = Path("/proc/sys/kernel/random/boot_id")
     name = socket.gethostname()
     return identity.read_text().strip() if identity.exists() else name, name
 
 
 def load_average() -> tuple[float, float, float]:
-    """Processes that ran or waited on this machine: means over 1, 5 and 15 minutes."""
+    """Mean numbers of running or waiting processes on this machine over 1, 5 and 15 minutes."""
     return os.getloadavg()
 
 
 def describe_worker() -> dict[str, str | int | None]:
-    """What may change speed: the machine, versions, threads, TCP algorithm, scheduling policy."""
+    """Facts that may affect speed: the machine, versions, threads, TCP algorithm, scheduling policy."""
     facts: dict[str, str | int | None] = {
         "machine": socket.gethostname(),
         "cores": usable_cores(),
@@ -59,10 +59,10 @@ def describe_worker() -> dict[str, str | int | None]:
 
 
 class LoadMeter:
-    """Counts, from its creation on, the processor time that other processes use on this machine.
+    """Counts the processor time that other processes use on this machine, from the meter's creation on.
 
     Args:
-        pids: the workers, which run on this machine and count as little as this process does.
+        pids: process ids of the workers on this machine. Neither they nor this process count as other processes.
     """
 
     def __init__(self, pids: Sequence[int]) -> None:
@@ -70,9 +70,9 @@ class LoadMeter:
         self._start = self._read()
 
     def foreign_cores(self) -> float | None:
-        """Cores that others kept busy on average since the start; None where the kernel does not tell.
+        """Mean number of cores that other processes kept busy since the start; None if the kernel does not count.
 
-        The kernel counts in ticks of 10 ms, so a short turn tells little by itself.
+        The kernel counts in ticks of 10 ms, so the value of a short turn is imprecise.
         """
         now = self._read()
         if self._start is None or now is None:
@@ -81,7 +81,7 @@ class LoadMeter:
         return max(0.0, foreign / elapsed)
 
     def _read(self) -> tuple[float, float] | None:
-        """The time, and processor seconds of everybody else since the machine started."""
+        """The time, and processor seconds of all other processes since the machine started."""
         try:
             machine = machine_ticks(Path("/proc/stat").read_text())
             workers = sum(process_ticks(Path(f"/proc/{pid}/stat").read_text()) for pid in self._pids)
@@ -92,12 +92,12 @@ class LoadMeter:
 
 
 def machine_ticks(table: str) -> int:
-    """User, nice and system time of all cores, from a text in the form of ``/proc/stat``."""
+    """User, nice and system ticks of all cores, from the text of ``/proc/stat``."""
     user, nice, system = table.split("\n", 1)[0].split()[1:4]
     return int(user) + int(nice) + int(system)
 
 
 def process_ticks(line: str) -> int:
-    """User and system time of a process, from a text in the form of ``/proc/PID/stat``."""
+    """User and system ticks of a process, from the text of ``/proc/PID/stat``."""
     user, system = line.rpartition(")")[2].split()[11:13]  # the name, in parentheses, may contain blanks
     return int(user) + int(system)

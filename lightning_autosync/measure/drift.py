@@ -1,9 +1,9 @@
-"""Drift: the speed of a machine changes over time, which a reference plan shows that is measured with every batch.
+"""Drift: changes of a machine's speed over time, seen by a reference plan that is measured with every batch.
 
-A single plan can be slow for a while although the machine is not: on emulated clusters, the trials beside the reference
-share hardly any of its usual deviations. So only that share of its deviations is corrected which the trials have, too.
-To find the share, the time of each trial is compared with the replay's price. A sampler's prediction would not do,
-since the sampler learns from the same times.
+A single plan can be slow for a while although the machine is not: on emulated clusters, trials share hardly any of the
+reference's usual deviations. So the correction uses only the share of these deviations that trials have too. To find
+the share, the time of each trial is compared with the replay's prediction. A sampler's prediction would not do, since
+the sampler learns from the same times.
 """
 
 from __future__ import annotations
@@ -19,23 +19,25 @@ from typing import Any, NamedTuple
 THRESHOLD = 0.05
 """Times are corrected if the smoothed reference varies by more than this share."""
 WINDOW = 5
-"""Turns of the reference in its running median, so that a single slow turn is no drift."""
+"""Turns in the running median of the reference. A median ignores a single slow turn."""
 DOUBT = 0.5
-"""Weight of the assumption that trials do not follow the reference: a sum of deviations in logarithms. Trials that all
-follow it outweigh this if they are two beside a reference that is a third slower than usual, or eleven beside one that
-is 5% slower."""
+"""Weight of the prior assumption that trials do not follow the reference, as a sum of deviations in logarithms.
+
+Two trials that follow a reference that is a third slower than usual outweigh it, as do eleven trials at 5% slower.
+"""
 
 
 class DriftObservation(NamedTuple):
-    """What a trial says about drift; fields are None where unknown.
+    """The facts of a trial that matter for drift; fields are None where unknown.
 
     Attributes:
-        run: to which the trial belongs.
-        number, batch: of the trial, and of the first trial of its batch.
-        reference: seconds of a step of the reference beside that batch.
-        seconds: of a step of the trial's plan.
-        price: of the same step, by the replay.
-        baseline: whether the plan is a builder's.
+        run: run of the trial.
+        number: number of the trial.
+        batch: number of the first trial in its batch.
+        reference: seconds of a step of the reference, measured with that batch.
+        seconds: measured seconds of a step of the trial's plan.
+        price: predicted seconds of the same step, by the replay.
+        baseline: whether a builder made the plan.
     """
 
     run: str | None
@@ -52,8 +54,8 @@ class Drift:
     """Drift during one run.
 
     Attributes:
-        turns: seconds of a step of the reference, by the number of the trial that it was measured with, ascending.
-        share: share of the reference's deviations (in logarithms) that other plans have, too: from 0 to 1.
+        turns: seconds of a step of the reference by the number of the trial measured with it, ascending.
+        share: share of the reference's deviations (in logarithms) that other plans have too, from 0 to 1.
     """
 
     turns: Mapping[int, float]
@@ -66,7 +68,7 @@ class Drift:
 
     @cached_property
     def spread(self) -> float:
-        """How much slower plans were when the machine was slowest than when it was fastest; 0.1 is 10%."""
+        """How much slower plans were at the machine's slowest than at its fastest; 0.1 means 10%."""
         smooth = list(self._smooth.values())
         return self._shared(max(smooth) / min(smooth)) - 1 if smooth else 0.0
 
@@ -76,7 +78,7 @@ class Drift:
         return self.spread > THRESHOLD
 
     def corrected(self, number: int, seconds: float) -> float:
-        """The seconds of a trial as they would have been at the reference's `level`; unchanged without drift."""
+        """The seconds of a trial, converted to the reference's `level`; unchanged without drift."""
         if not self.seen:
             return seconds
         level = self.level
@@ -86,7 +88,7 @@ class Drift:
     def expected(self, seconds: float) -> float:
         """The inverse of `corrected` at the latest turn of the reference.
 
-        The result is at least what that turn alone says, so that a plan is pruned only if it is slow by both measures.
+        The result is at least the value by that turn alone, so that a plan is pruned only if it is slow by both.
         """
         if self.level is None:
             return seconds
@@ -97,10 +99,10 @@ class Drift:
         return seconds * max(alone, self._shared(self._at(latest) / self.level))
 
     def convert(self, other: Drift, number: int, seconds: float) -> float:
-        """Seconds that were measured in another run with the same reference, as they would have been in this one.
+        """Seconds measured in another run with the same reference, converted to this run.
 
-        They are corrected within the other run, and then scaled from its level to this one's if these differ by more
-        than `THRESHOLD`.
+        They are first corrected within the other run, then scaled from its level to this run's level if these differ by
+        more than `THRESHOLD`.
         """
         found = other.corrected(number, seconds)
         if self.level is None or other.level is None:
@@ -121,12 +123,12 @@ class Drift:
         }
 
     def _at(self, number: int) -> float:
-        """The smoothed reference at a trial: at the last turn before it, or at the first turn."""
+        """The smoothed reference at a trial: at the latest turn up to it, else at the first turn."""
         turns = list(self._smooth)
         return self._smooth[turns[max(0, bisect_right(turns, number) - 1)]]
 
     def _shared(self, ratio: float) -> float:
-        """The ratio of other plans' seconds that goes with a ratio of the reference's."""
+        """The ratio of other plans' seconds that corresponds to a ratio of the reference's seconds."""
         return float(ratio**self.share)
 
     @cached_property
@@ -136,7 +138,7 @@ class Drift:
 
 
 def run_with_turns(observations: Sequence[DriftObservation], wanted: str | None) -> str | None:
-    """The wanted run if the reference was measured in it; else the first run in which it was, if there is one."""
+    """The wanted run if the reference was measured in it or in no run; else the first run with a reference."""
     runs = [
         observation.run
         for observation in observations
@@ -146,12 +148,12 @@ def run_with_turns(observations: Sequence[DriftObservation], wanted: str | None)
 
 
 class DriftCorrection:
-    """Converts seconds of trials of several runs to those of one run, by the reference that all of them measure.
+    """Converts seconds of trials in several runs to one run, by the reference that all runs measure.
 
     Args:
-        turns: by run, the seconds of the reference, as of `Drift`.
-        run: to which seconds are converted.
-        share: as of `Drift`, for all runs.
+        turns: by run, the seconds of the reference, as in `Drift`.
+        run: target run of the conversion.
+        share: as in `Drift`, for all runs.
     """
 
     def __init__(self, turns: Mapping[str | None, Mapping[int, float]], run: str | None, share: float = 1.0) -> None:
@@ -163,12 +165,12 @@ class DriftCorrection:
     def of(
         cls, observations: Iterable[DriftObservation], run: str | None, now: Mapping[int, float] | None = None
     ) -> DriftCorrection:
-        """From what trials say.
+        """The correction from observed trials.
 
         Args:
             observations: the trials.
-            run: to which seconds are converted.
-            now: further turns of that run, as those of a batch that is being measured.
+            run: target run of the conversion.
+            now: further turns of that run, such as those of a batch that is being measured.
         """
         seen, turns = list(observations), {run: dict[int, float]()}
         for observation in seen:
@@ -178,16 +180,16 @@ class DriftCorrection:
         return cls(turns, run, _share(seen))
 
     def convert(self, run: str | None, number: int, seconds: float) -> float:
-        """The seconds that a trial of some run would have taken in this one; unchanged if that has no reference."""
+        """Seconds of a trial in ``run``, converted to the target run; unchanged if that run has no reference."""
         return self.base.convert(self._runs.get(run, Drift({}, self._share)), number, seconds)
 
 
 def _share(observations: Sequence[DriftObservation]) -> float:
-    """Which share of the reference's deviations trials have, too; 1 where no trial has a price.
+    """The share of the reference's deviations that trials have too, from 0 to 1; 1 if no trial has a price.
 
-    It is the slope of a regression by least absolute deviations, to which badly priced plans contribute little. Both
-    sides are logarithms less their medians: of a trial's seconds over its price, and of the reference. `DOUBT` is the
-    weight of a slope of 0. Builders' plans have medians of their own, since their prices are off by another factor.
+    It is the slope of a regression by least absolute deviations, which is robust against badly priced plans. The
+    variables are logarithms minus their medians: of a trial's seconds over its price, and of the reference. `DOUBT` is
+    the weight of slope 0. Builders' plans have their own medians, since their prices are off by another factor.
     """
     kinds: dict[bool, list[tuple[float, float]]] = {}
     for observation in observations:
@@ -207,7 +209,7 @@ def _off_medians(pairs: Sequence[tuple[float, float]]) -> Iterator[tuple[float, 
 
 
 def _weighted_median(weighted: Iterable[tuple[float, float]]) -> float:
-    """The value at which half of the weight is reached; pairs are of a value and its weight."""
+    """The value at which half of the total weight is reached, from pairs of value and weight."""
     ordered = sorted(weighted)
     half, reached = sum(weight for _, weight in ordered) / 2, 0.0
     for value, weight in ordered:
@@ -218,6 +220,6 @@ def _weighted_median(weighted: Iterable[tuple[float, float]]) -> float:
 
 
 def _around(values: Sequence[float], place: int) -> float:
-    """The median of the window around a place, shorter at the ends."""
+    """The median of the window around a place; the window is shorter at the ends."""
     half = WINDOW // 2
     return statistics.median(values[max(0, place - half) : place + half + 1])

@@ -1,4 +1,4 @@
-"""Errors of workers, and of the places where they run."""
+"""Errors of workers and of launches."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ class WorkerError(AutoSyncError, RuntimeError):
     """A worker raised, died, or did not answer.
 
     Attributes:
-        rank: the rank where the trouble began, as far as can be told.
-        traceback: the traceback text of that rank's exception; empty if it died or kept silent.
-        kind: the name of that exception's class, likewise.
-        reason: its message.
+        rank: rank that failed first, as far as known.
+        traceback: traceback text of that rank's exception; empty if it died or did not answer.
+        kind: class name of that exception; empty likewise.
+        reason: message of that exception; empty likewise.
     """
 
     def __init__(self, message: str, rank: int, traceback: str = "", kind: str = "", reason: str = "") -> None:
@@ -24,8 +24,8 @@ class WorkerError(AutoSyncError, RuntimeError):
 
 
 class InputError(WorkerError):
-    """The input of a call is wrong; the message says all, without a traceback."""
+    """The input of a call is wrong; the message explains it without a traceback."""
 
 
 class LaunchError(AutoSyncError, RuntimeError):
-    """Workers cannot be started in the way asked for."""
+    """Workers cannot be started in the requested way."""

@@ -1,4 +1,4 @@
-"""Figures as files."""
+"""Saves figures to files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def save_figure(figure: Figure, path: str | os.PathLike[str], dpi: int) -> None:
-    """Write a figure whole or not at all; the ending of ``path`` says in which format."""
+    """Write a figure atomically, in the format of the suffix of ``path``."""
     content = io.BytesIO()
     figure.savefig(content, format=Path(path).suffix.removeprefix("."), dpi=dpi)
     write_bytes(path, content.getvalue())

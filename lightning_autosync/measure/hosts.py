@@ -1,4 +1,4 @@
-"""Constants of hosts for the replay and the bound, by where the ranks of a job run."""
+"""Host constants for the replay and the bound, depending on where the ranks of a job run."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from lightning_autosync.replay import least_step as least_step_of_links
 from lightning_autosync.workload import Workload
 
 _BURST = 1024 * int(BURST.removesuffix("kb"))
-"""Bytes, as the emulated links' token buckets are set."""
+"""Bytes of a burst, as configured in the token buckets of emulated links."""
 
 
 def probed_hosts(pool: Pool, cluster: ClusterSpec, scheduling: str) -> Constants:
-    """The constants of a pool's hosts, probed now; constants of links are those of `emulated_hosts`.
+    """Probe the constants of a pool's hosts; the constants of links are those of `emulated_hosts`.
 
     Raises:
         WorkerError: a worker failed.
@@ -31,12 +31,12 @@ def probed_hosts(pool: Pool, cluster: ClusterSpec, scheduling: str) -> Constants
 
 
 def emulated_hosts(path: str | None = None, cores: float | None = None) -> Constants:
-    """The constants in a probe's file, or the defaults on ``cores`` (None: all of this machine's) and emulated links.
+    """Constants for emulated links: from a probe's file, or defaults with ``cores`` (None: all of this machine's).
 
-    Paced computation occupies no core, like that of an accelerator.
+    Paced computation occupies no core, like computation on an accelerator.
 
     Raises:
-        DocumentError: the file is not one of constants.
+        DocumentError: the file does not contain constants.
     """
     if path is not None:
         return Constants.load(path).model_copy(update={"accelerated": True})
@@ -44,15 +44,15 @@ def emulated_hosts(path: str | None = None, cores: float | None = None) -> Const
 
 
 def job_hosts(launch: str, paced: bool, path: str | None = None) -> Constants:
-    """Constants with which a job is replayed.
+    """Constants for the replay of a job.
 
     Args:
         launch: kind of the launch. Ranks on this machine share its cores; only emulated links let bursts pass.
-        paced: whether computation is paced, and so occupies no core, like that of an accelerator.
-        path: a file of constants from a probe; None takes the defaults.
+        paced: whether computation is paced, so that it occupies no core, like computation on an accelerator.
+        path: file of constants from a probe; None uses the defaults.
 
     Raises:
-        DocumentError: the file is not one of constants.
+        DocumentError: the file does not contain constants.
     """
     if path is not None:
         known = Constants.load(path)
@@ -67,8 +67,8 @@ def least_step(workload: Workload, cluster: ClusterSpec) -> Bound:
     """`lightning_autosync.replay.least_step` on a cluster's emulated links.
 
     Their rates include framing. After a pause each direction of a link lets a burst of 128 KiB pass at once. The bound
-    subtracts the burst in every step, so that it holds for a single step whatever its links did before. That is 10 ms
-    of the 715 ms of ``experiment=fat_star_4``, and the whole time of a message of some KiB, which hosts limit.
+    subtracts the burst in every step, so that it holds for a single step whatever the links did before. The burst is
+    10 ms of the 715 ms of ``experiment=fat_star_4``, but the whole time of a message of some KiB, which hosts limit.
     """
     links = emulated_hosts()
     return least_step_of_links(workload, cluster, links.framing, links.burst)

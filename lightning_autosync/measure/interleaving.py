@@ -1,4 +1,4 @@
-"""Contenders take turns, so that a machine whose speed drifts treats all alike; those that lose get few turns."""
+"""Contenders take turns, so that drift of the machine's speed affects all alike. Clear losers get few turns."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from lightning_autosync.measure.step_time import Steps, relative_error, slowest_
 
 State = Literal["running", "complete", "pruned", "failed"]
 _MIN_TURNS = 3
-"""Turns before a plan is judged; the first is a single step."""
+"""Turns before a plan is judged; the first turn is a single step."""
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 
 
 def alternating_rounds(running: Callable[[], Sequence[_T]]) -> Iterator[Sequence[_T]]:
-    """Who takes turns in each round: A B C, C B A, A B C, ...
+    """The order of turns in each round: A B C, C B A, A B C, ...
 
-    So whoever goes first in one round goes last in the next, and a steady drift favours nobody.
+    The first in one round is the last in the next, so a steady drift favours nobody.
 
     Args:
-        running: asked before each round who takes part; the rounds end when it is nobody.
+        running: returns the participants of the next round; the rounds end when it returns none.
     """
     number = 0
     while names := running():
@@ -38,18 +38,18 @@ def alternating_rounds(running: Callable[[], Sequence[_T]]) -> Iterator[Sequence
 
 
 class TrialSettings(Configuration):
-    """How long a plan is measured.
+    """How long to measure a plan.
 
     Attributes:
-        warm_up: steps that do not count.
-        min_steps: a plan has at least so many steps, unless it is pruned.
-        max_steps: a plan has at most so many steps.
-        error: relative standard error of the median at which a plan is done before it has ``max_steps``.
-        turn: about how many seconds a plan's turn lasts before the next plan of its batch has its turn.
-        prune_after: steps after which a plan may be pruned as slower than the best.
-        margin: a plan is pruned then if even its fastest step is slower by more than this share.
-        max_slowdown: a plan is pruned at once if its fastest step takes more than so many times the best, or the
-            reference before there is a best.
+        warm_up: number of steps that are not counted.
+        min_steps: least number of counted steps of a plan, unless it is pruned.
+        max_steps: maximum number of counted steps of a plan.
+        error: relative standard error of the median at which a plan is complete before ``max_steps``.
+        turn: approximate seconds of a plan's turn, after which the next plan of its batch has its turn.
+        prune_after: number of steps after which a plan may be pruned as slower than the best.
+        margin: relative slowdown of a plan's fastest step, compared with the best, above which it is pruned then.
+        max_slowdown: ratio of a plan's fastest step to the best above which it is pruned at once. As long as there is
+            no best, the reference stands in for it.
     """
 
     RENAMED: ClassVar[Mapping[str, str]] = {"least": "min_steps", "most": "max_steps", "hopeless": "max_slowdown"}
@@ -71,7 +71,7 @@ class TrialSettings(Configuration):
 
 
 class Session(Protocol):
-    """What is asked of live workers here; `MeasurementSession` has it."""
+    """The methods of `MeasurementSession` that are used here."""
 
     def measure(self, contender: Contender, steps: int) -> Steps: ...
 
@@ -85,13 +85,13 @@ class TrialMeasurement:
     """The measurement of one contender, turn by turn.
 
     Attributes:
-        contender: as workers know it.
+        contender: contender to measure.
         steps: seconds of the steps so far, by rank.
-        turns: that it had.
+        turns: number of turns so far.
         state: ``running`` until it is decided.
-        why: the reason why it failed or was pruned.
-        elapsed: seconds of the run that it took.
-        apart: it is not compared with others: it is never pruned, and others are not pruned for being slower than it.
+        why: reason why the contender failed or was pruned.
+        elapsed: seconds of the run spent on it.
+        apart: whether it is not compared with others: it is never pruned, and never counts as the best.
     """
 
     contender: Contender
@@ -109,12 +109,12 @@ class TrialMeasurement:
 
     @property
     def seconds(self) -> float | None:
-        """Seconds of a step, as of `step_time`; None without a step."""
+        """Seconds of a step, as by `step_time`; None before the first step."""
         return statistics.median(self.slowest) if self.count else None
 
     @property
     def count(self) -> int:
-        """Steps so far."""
+        """Number of steps so far."""
         return len(self.slowest)
 
     def add(self, found: Steps) -> None:
@@ -123,20 +123,20 @@ class TrialMeasurement:
         self.steps = [[*before, *new] for before, new in zip(self.steps or [[] for _ in found], found, strict=True)]
 
     def end(self, state: State, why: str | None = None) -> None:
-        """Decide it."""
+        """End the measurement in this state."""
         self.state, self.why = state, why
 
 
 class StoppingRule:
-    """When a measurement is done.
+    """Decides when a measurement is done.
 
-    Nothing is decided after one turn, since other processes may have disturbed all of it; unless one step takes as long
-    as a turn.
+    Nothing is decided after a single turn, since other processes may have disturbed all of it. The exception is a step
+    that takes as long as a turn.
 
     Args:
-        settings: numbers of steps, and the wanted precision.
+        settings: numbers of steps and the wanted precision.
         best: seconds of the fastest plan so far; None if there is none.
-        reference: seconds of the reference plan. Until there is a best plan, plans are compared with it.
+        reference: seconds of the reference plan, with which plans are compared until there is a best plan.
     """
 
     def __init__(self, settings: TrialSettings, best: float | None = None, reference: float | None = None) -> None:
@@ -146,11 +146,11 @@ class StoppingRule:
 
     @property
     def turn_seconds(self) -> float:
-        """About how long a turn lasts."""
+        """Approximate seconds of a turn."""
         return self._settings.turn
 
     def turn(self, measurement: TrialMeasurement) -> int:
-        """Steps of its next turn: one in the first turn, then as many as fill a turn."""
+        """Number of steps in the next turn: one in the first turn, then as many as fill a turn."""
         if measurement.seconds is None:
             return 1
         wanted = math.ceil(self._settings.turn / measurement.seconds)
@@ -169,17 +169,17 @@ class StoppingRule:
                 self.best = seconds if self.best is None else min(self.best, seconds)
 
     def far_slower(self, seconds: float) -> bool:
-        """Whether a step of so many seconds is far slower than the best, or than the reference."""
+        """Whether a step of ``seconds`` is far slower than the best, or than the reference if there is no best."""
         return seconds > self._settings.max_slowdown * self._possible
 
     @property
     def _possible(self) -> float:
-        """Seconds of the best plan, or of the reference; infinite where neither is known."""
+        """Seconds of the best plan, else of the reference; infinite if neither is known."""
         known = self._reference if self.best is None else self.best
         return math.inf if known is None else known
 
     def _lost(self, measurement: TrialMeasurement) -> str | None:
-        """Why it is pruned; None if it is not."""
+        """Why the contender is pruned; None if it is not."""
         if measurement.apart:
             return None
         fastest, chosen = min(measurement.slowest), self._settings
@@ -198,13 +198,13 @@ class StoppingRule:
 def measure_in_turns(
     session: Session, measurements: Sequence[TrialMeasurement], rule: StoppingRule, warm_up: int
 ) -> None:
-    """Measure until each contender is decided. One that fails is ``failed``; the others go on with their steps.
+    """Measure until every contender is decided. If one fails, the others keep their steps and continue.
 
     Args:
         session: the workers.
-        measurements: those that are decided already are left alone.
-        rule: when each is done.
-        warm_up: steps after each set-up that do not count.
+        measurements: measurements to make; those that are decided already are skipped.
+        rule: decides when each is done.
+        warm_up: number of steps after each set-up that are not counted.
 
     Raises:
         LaunchError: workers cannot be started again.
@@ -230,7 +230,7 @@ def _take_turn(session: Session, measurement: TrialMeasurement, rule: StoppingRu
 
 
 def _warm_up(session: Session, measurement: TrialMeasurement, rule: StoppingRule, steps: int) -> None:
-    """Steps that do not count, one by one; of a plan that seems far slower than the best, one is enough."""
+    """Make uncounted steps one by one; a plan that seems far slower than the best makes only one."""
     for _ in range(steps):
         found = max(of_rank[0] for of_rank in session.measure(measurement.contender, 1))
         if not measurement.apart and rule.far_slower(found) and found > rule.turn_seconds:

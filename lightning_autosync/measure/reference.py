@@ -1,4 +1,4 @@
-"""The reference plan is measured again and again, so that its times show how fast the machine is at the moment."""
+"""The reference plan: repeated measurements of it show the current speed of the machine."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from lightning_autosync.measure.session import Contender, ContenderError, reason
 from lightning_autosync.plan import SyncPlan
 
 _STEPS = 2
-"""Steps of a turn beside a batch of trials."""
+"""Number of steps of a turn beside a batch of trials."""
 _TRIES = 3
-"""Plans that are tried in turn where the one before does not run."""
+"""Maximum number of plans that are tried until one runs."""
 _FAILURES = 2
-"""Failures in a row after which the reference is not measured any more: a hanging one takes a time-out each."""
+"""Consecutive failures after which the reference is no longer measured, since each hang costs a timeout."""
 _log = logging.getLogger(__name__)
 
 
 class ReferencePlan:
-    """One plan on live workers. Without one that runs, nothing is known of drift.
+    """The reference plan on live workers. If no plan runs, drift stays unknown.
 
     Args:
         session: the workers.
-        order: from a plan to the arguments of `lightning_autosync.measure.replica_calls.set_up`, without the name.
-        warm_up: steps after each set-up that do not count.
+        order: maps a plan to the arguments of `lightning_autosync.measure.replica_calls.set_up`, without the name.
+        warm_up: number of steps after each set-up that are not counted.
     """
 
     def __init__(self, session: Session, order: Callable[[SyncPlan], Mapping[str, Any]], warm_up: int) -> None:
@@ -36,13 +36,13 @@ class ReferencePlan:
         self._failures = 0
 
     def take(self, plan: SyncPlan) -> None:
-        """Take this plan from now on."""
+        """Make ``plan`` the reference from now on."""
         self.take_down()
         self._failures = 0
         self._contender = Contender("reference", self._order(plan))
 
     def take_first_that_runs(self, plans: Sequence[SyncPlan]) -> SyncPlan | None:
-        """Take the first plan that runs, and return it; None if the first few do not run.
+        """Make the first plan that runs the reference and return it; None if none of the first few runs.
 
         Raises:
             LaunchError: workers cannot be started.
@@ -56,7 +56,7 @@ class ReferencePlan:
         return None
 
     def measure(self) -> float | None:
-        """Seconds of a step just now; None if it failed, or if there is no reference."""
+        """Measure the current seconds of a step; None if this failed or there is no reference."""
         measurement = self.measurement()
         if measurement is None:
             return None
@@ -74,12 +74,12 @@ class ReferencePlan:
         return measurement.seconds
 
     def measurement(self) -> TrialMeasurement | None:
-        """A new measurement of it, to be made in turns beside others; None if there is no reference."""
+        """A new measurement of the reference, to be made in turns with others; None if there is no reference."""
         if self._contender is None or self._failures >= _FAILURES:
             return None
         return TrialMeasurement(self._contender, apart=True)
 
     def take_down(self) -> None:
-        """Let the workers forget it until it is measured again."""
+        """Remove the reference from the workers until it is measured again."""
         if self._contender is not None:
             self._session.take_down(self._contender)

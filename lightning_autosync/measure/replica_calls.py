@@ -1,6 +1,6 @@
-"""Functions that a measurement session calls in workers. Documents and settings come as plain data.
+"""Functions that a measurement session calls in workers. Documents and settings are passed as plain data.
 
-Contenders live side by side under names (`set_up` to `tear_down`), or one after the other in a single call
+Contenders live side by side under names (`set_up` to `tear_down`), or run one after the other in a single call
 (`measure_plans`, `trace`).
 """
 
@@ -42,14 +42,17 @@ def set_up(
     workload: dict[str, Any] | None = None,
     hybrid: dict[str, Any] | None = None,
 ) -> None:
-    """Make a contender: DDP with the arguments ``ddp``, ``plan`` for ``workload``, or a ``hybrid`` plan.
+    """Create a contender: DDP with the arguments ``ddp``, ``plan`` for ``workload``, or a ``hybrid`` plan.
 
     Args:
-        name: under which it lives.
-        model: the recipe of the module.
-        sparse: whether its embeddings make sparse gradients.
-        cluster: the machines, whose nodes may compute at different speeds.
-        timeout: seconds that exchanges of a plan wait for other ranks.
+        name: name of the contender.
+        model: recipe of the module.
+        sparse: whether the module's embeddings have sparse gradients.
+        cluster: the machines; nodes may compute at different speeds.
+        timeout: seconds for which exchanges of a plan wait for other ranks.
+        ddp: fields of `DDPOptions`.
+        plan, workload: a `SyncPlan` and its `Workload`.
+        hybrid: a `HybridPlan`.
     """
     described = ClusterSpec.from_dict(cluster)
     training = Training.of(model_of(model), sparse, described)
@@ -63,7 +66,7 @@ def set_up(
 
 
 def tear_down(name: str) -> None:
-    """End a contender; nothing happens if there is none of that name."""
+    """Close a contender; does nothing if there is none of that name."""
     _kept_gradients.pop(name, None)
     replica = _live.pop(name, None)
     if replica is not None:
@@ -71,7 +74,7 @@ def tear_down(name: str) -> None:
 
 
 def forget() -> None:
-    """End every contender, whatever state it is in."""
+    """Close every contender and ignore errors, since any may be broken."""
     for name in list(_live):
         with suppress(Exception):
             tear_down(name)
@@ -83,14 +86,14 @@ def measure(name: str, steps: int) -> list[float]:
 
 
 def keep_gradients(name: str) -> None:
-    """Keep the gradients of a contender's first batch, with which `deviation` compares those of others."""
+    """Keep the gradients of a contender's first batch for `deviation`, which compares those of others with them."""
     _kept_gradients[name] = _gradients(_live[name])
 
 
 def deviation(name: str, reference: str) -> float:
-    """How far a contender's gradients are from the kept ones of a reference: length of the difference over length.
+    """Relative L2 distance of a contender's gradients from the kept gradients of a reference.
 
-    Both must be at the same weights, as before their first step, and see the first batch.
+    Both are computed on the first batch. The weights must be the same, as they are before the first step.
     """
     found, expected = _gradients(_live[name]), _kept_gradients[reference]
     difference = sum(float((a - b).square().sum()) for a, b in zip(found, expected, strict=True))
@@ -99,7 +102,7 @@ def deviation(name: str, reference: str) -> float:
 
 
 def _gradients(replica: Replica) -> list[Tensor]:
-    torch.manual_seed(SEED + dist.get_rank())  # so that dropout drops the same for each contender
+    torch.manual_seed(SEED + dist.get_rank())  # so that dropout draws the same masks for each contender
     replica.backward()
     gradients = replica.gradients()
     replica.module.zero_grad()
@@ -108,14 +111,14 @@ def _gradients(replica: Replica) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class StepBudget:
-    """How many steps of a plan are measured, depending on what a step takes.
+    """Number of steps of a plan to measure, depending on the seconds of a step.
 
     Attributes:
-        warm_up: steps that are not counted, at least one.
-        seconds: the counted steps take about so long together, ...
-        min_steps: ... but there are at least so many ...
-        max_steps: ... and at most so many.
-        single_beyond: seconds of a step beyond which a single one is counted; None for no limit.
+        warm_up: number of steps that are not counted, at least one.
+        seconds: approximate seconds of all counted steps together.
+        min_steps: least number of counted steps.
+        max_steps: maximum number of counted steps.
+        single_beyond: seconds of a step above which only one step is counted; None for no limit.
     """
 
     warm_up: int
@@ -125,7 +128,7 @@ class StepBudget:
     single_beyond: float | None = None
 
     def steps(self, seconds: float) -> int:
-        """How many steps to count where one takes so long."""
+        """Number of steps to count if a step takes ``seconds``."""
         if self.single_beyond is not None and seconds > self.single_beyond:
             return 1
         return min(self.max_steps, max(self.min_steps, math.ceil(self.seconds / seconds)))
@@ -142,10 +145,10 @@ def measure_plans(
 
     Args:
         budget: fields of a `StepBudget`.
-        timeout: seconds that exchanges wait for other ranks.
+        timeout: seconds for which exchanges wait for other ranks.
 
     Returns:
-        By plan the seconds of each counted step on this rank; all ranks count equally many.
+        By plan, seconds of each counted step on this rank. All ranks count the same number of steps.
     """
     return [_measure_plan(workload, cluster, plan, StepBudget(**budget), timeout) for plan in plans]
 
@@ -154,6 +157,7 @@ def _measure_plan(
     workload: dict[str, Any], cluster: dict[str, Any], plan: dict[str, Any], budget: StepBudget, timeout: float
 ) -> list[float]:
     with _paced(workload, cluster, plan, timeout) as replica:
+        # The slowest rank decides, since all ranks must make the same number of steps.
         last = torch.tensor(replica.run(budget.warm_up)[-1], dtype=torch.float64)
         dist.all_reduce(last, dist.ReduceOp.MAX)
         return replica.run(budget.steps(float(last)))
@@ -162,14 +166,14 @@ def _measure_plan(
 def trace(
     workload: dict[str, Any], cluster: dict[str, Any], plan: dict[str, Any], warm_up: int, steps: int, timeout: float
 ) -> list[dict[str, Any]]:
-    """The `StepTrace` of each of ``steps`` steps on this rank as plain data, after ``warm_up`` others."""
+    """The `StepTrace` of each of ``steps`` steps on this rank as plain data, after ``warm_up`` untraced steps."""
     with _paced(workload, cluster, plan, timeout) as replica:
         recorder, traces = Recorder(len(replica.schedule.messages)), []
         replica.run(warm_up)
         if steps:
             replica.engine.trace(recorder)
         for _ in range(steps):
-            dist.barrier()  # so that all ranks count from one moment
+            dist.barrier()  # so that the traces of all ranks start at the same moment
             recorder.begin()
             replica.step(recorder)
             traces.append(asdict(recorder.end()))
@@ -180,11 +184,11 @@ def trace(
 def _paced(
     workload: dict[str, Any], cluster: dict[str, Any], plan: dict[str, Any], timeout: float
 ) -> Iterator[PlanReplica]:
-    """A plan with paced compute, for as long as the block runs."""
+    """A replica of a plan with paced compute, open while the block runs."""
     described = Workload.from_dict(workload), ClusterSpec.from_dict(cluster)
     key = digest([workload, cluster])
     if key not in _paced_trainings:
-        # One is kept, since many plans for one workload follow each other, and making its module takes long.
+        # Making the module takes long, and consecutive plans often share a workload. So the last module is kept.
         _paced_trainings.clear()
         _paced_trainings[key] = Training.paced(*described)
     replica = PlanReplica(_paced_trainings[key], SyncPlan.from_dict(plan), *described, timeout)

@@ -1,6 +1,7 @@
-"""Replicas of a model in a worker: DDP, or the engine that follows a plan, in one and the same training loop.
+"""Replicas of a model in a worker: DDP, or the engine that follows a plan, in the same training loop.
 
-Annotations are not postponed here: DDP compares those of a communication hook with the types themselves.
+This module does not import ``annotations`` from ``__future__``: DDP compares the annotations of a communication hook
+with types, and postponed annotations are strings.
 """
 
 import time
@@ -38,17 +39,17 @@ from lightning_autosync.workload import Workload, variable_names
 
 SEED = 0
 _FIRST_HOOKED_STEP = 2
-"""The first step with a hook that keeps state by bucket: DDP makes its buckets anew after the first step."""
+"""First step of hooks that keep state by bucket, since DDP rebuilds its buckets after the first step."""
 
 
 @dataclass(frozen=True)
 class Training:
-    """What this rank trains, however it synchronizes.
+    """What this rank trains, independent of synchronization.
 
     Attributes:
-        module: called with a batch, it returns the loss.
-        batches: taken in turn.
-        step_optimizer: makes the optimizer's step; None where there is no optimizer.
+        module: module that returns the loss of a batch.
+        batches: batches, used in turn.
+        step_optimizer: makes the optimizer's step; None if there is no optimizer.
     """
 
     module: nn.Module
@@ -57,20 +58,20 @@ class Training:
 
     @classmethod
     def of(cls, model: Model, sparse: bool, cluster: ClusterSpec) -> Self:
-        """From a recipe; modules of all contenders and ranks start with the same weights."""
+        """From a recipe; the modules of all contenders and ranks start with the same weights."""
         torch.manual_seed(SEED)
         module = model.module(sparse, _speed(cluster))
         return cls(module, model.batches(dist.get_rank()), model.optimizer(module))
 
     @classmethod
     def paced(cls, workload: Workload, cluster: ClusterSpec) -> Self:
-        """Paced compute as a workload says."""
+        """Paced compute with a workload's times."""
         module = PacedModule(workload, _speed(cluster))
         return cls(module, [(torch.tensor(dist.get_rank()),)], module.step_optimizer)
 
 
 def _speed(cluster: ClusterSpec) -> float:
-    """How fast this rank's node computes."""
+    """Relative compute speed of this rank's node."""
     return cluster.nodes[cluster.rank_nodes[dist.get_rank()]].speed
 
 
@@ -91,7 +92,7 @@ class Replica(ABC):
         """The module that is called for the loss."""
 
     def run(self, steps: int) -> list[float]:
-        """Seconds of each of so many steps; collective, since ranks begin together."""
+        """Seconds of each of ``steps`` steps; collective, since a barrier lets all ranks start together."""
         dist.barrier()
         times = [time.perf_counter()]
         for _ in range(steps):
@@ -107,19 +108,19 @@ class Replica(ABC):
             self._step_optimizer()
         if self._after_step is not None:
             self._after_step()
-        # Module.zero_grad would walk through the modules, which costs 3 us a parameter.
+        # Module.zero_grad would walk through the modules, which costs 3 us per parameter.
         for parameter in self._parameters:
             parameter.grad = None
 
     def backward(self, batch: int = 0, recorder: Recorder | None = None) -> None:
-        """Forward and backward of one batch; gradients hold the mean over ranks afterwards."""
+        """Forward and backward pass of one batch; afterwards gradients are means over ranks."""
         loss = self.synchronized(*self._batches[batch])
         if recorder is not None:
             recorder.end_forward()
         loss.backward()
 
     def gradients(self) -> list[Tensor]:
-        """The whole gradients of all parameters, copied; collective."""
+        """Copies of the whole gradients of all parameters; collective."""
         return [_dense(parameter) for parameter in self._parameters]
 
     def close(self) -> None:  # noqa: B027 - DDP has nothing to close
@@ -127,7 +128,7 @@ class Replica(ABC):
 
 
 class DDPReplica(Replica):
-    """``DistributedDataParallel``; a bucket cap of ``default`` leaves DDP its own rule."""
+    """``DistributedDataParallel``; a bucket cap of ``default`` keeps DDP's own rule."""
 
     def __init__(self, training: Training, options: DDPOptions, cluster: ClusterSpec) -> None:
         super().__init__(training)
@@ -136,7 +137,7 @@ class DDPReplica(Replica):
             bucket_cap_mb=None if options.bucket_cap_mb == "default" else options.bucket_cap_mb,
             gradient_as_bucket_view=options.gradient_as_bucket_view,
             static_graph=options.static_graph,
-            init_sync=False,  # all ranks start from one seed
+            init_sync=False,  # all ranks draw the same weights from one seed
         )
         self._after_step = _install_hook(self._wrapped, options, cluster)
 
@@ -146,13 +147,13 @@ class DDPReplica(Replica):
 
 
 class PlanReplica(Replica):
-    """The engine that follows a plan; buffers follow rank 0 before each forward pass, as with DDP.
+    """The engine that follows a plan. Rank 0 broadcasts its buffers before each forward pass, as in DDP.
 
     Args:
         timeout: seconds to wait for other ranks.
 
     Raises:
-        AutoSyncError: plan, workload and cluster do not fit each other.
+        AutoSyncError: plan, workload and cluster do not match.
     """
 
     def __init__(
@@ -176,13 +177,13 @@ class PlanReplica(Replica):
 
 
 class HybridReplica(Replica):
-    """Operators that are split over ranks, as a hybrid plan states; gradients of replicas go through the engine.
+    """A model whose operators a hybrid plan splits over ranks; the engine reduces the gradients of replicas.
 
     Args:
         timeout: seconds to wait for other ranks.
 
     Raises:
-        AutoSyncError: the plan does not fit the module or the cluster.
+        AutoSyncError: the plan does not match the module or the cluster.
     """
 
     def __init__(self, training: Training, plan: HybridPlan, cluster: ClusterSpec, timeout: float) -> None:
@@ -222,7 +223,7 @@ def _dense(parameter: nn.Parameter) -> Tensor:
 def _install_hook(
     wrapped: DistributedDataParallel, options: DDPOptions, cluster: ClusterSpec
 ) -> Callable[[], None] | None:
-    """Give DDP the communication hook of ``options``; returns what to call after every step of the optimizer."""
+    """Register the communication hook of ``options`` with DDP; returns what to call after every optimizer step."""
     if options.hook == "fp16":
         wrapped.register_comm_hook(None, fp16_compress_hook)
     elif options.hook == "bf16":
@@ -239,14 +240,14 @@ def _install_hook(
 
 
 def _bf16_hook(group: dist.ProcessGroup | None, bucket: dist.GradBucket) -> Future[Tensor]:
-    """The all-reduce in bfloat16; torch's own ``bf16_compress_hook`` raises a TypeError on gloo."""
+    """All-reduce in bfloat16, used because torch's own ``bf16_compress_hook`` raises a TypeError on gloo."""
     narrow = bucket.buffer().to(torch.bfloat16).div_(dist.get_world_size(group))
     reduced = dist.all_reduce(narrow, group=group, async_op=True).get_future()
     return reduced.then(lambda done: bucket.buffer().copy_(done.value()[0]))
 
 
 def _node_group(cluster: ClusterSpec) -> dist.ProcessGroup:
-    """This rank's group of the ranks that share its node; of itself alone where all ranks share one node."""
+    """The process group of this rank's node; if all ranks share one node, a group of this rank alone."""
     nodes = [list(cluster.ranks_of(index)) for index in range(len(cluster.nodes))]
     groups = nodes if len(nodes) > 1 else [[rank] for rank in range(cluster.world_size)]
     group, _ = dist.new_subgroups_by_enumeration(groups)

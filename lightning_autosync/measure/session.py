@@ -1,4 +1,4 @@
-"""Live workers that measure contenders: these are set up, take turns, and are taken down; a crash costs a restart."""
+"""Live workers that measure contenders. Contenders are set up, take turns and are removed; a crash costs a restart."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _log = logging.getLogger(__name__)
 
 
 class ContenderError(WorkerError):
-    """A worker failed while a contender was set up or measured. Wrong input is reported in its own words.
+    """A worker failed while a contender was set up or measured. For wrong input the message is that of the failure.
 
     Attributes:
-        contender: its name.
-        failure: the error of the workers.
+        contender: name of the contender.
+        failure: error of the workers.
     """
 
     def __init__(self, contender: str, failure: WorkerError) -> None:
@@ -46,9 +46,9 @@ class Contender:
     """One way to synchronize, set up in workers under a name.
 
     Attributes:
-        name: one contender at a time has it.
+        name: unique name among the contenders that are set up.
         order: arguments of `lightning_autosync.measure.replica_calls.set_up`, without the name.
-        life: number of the pool in which it is set up, from 1 on; 0 if it is not set up.
+        life: number of the pool in which the contender is set up, counted from 1; 0 if it is not set up.
     """
 
     name: str
@@ -59,18 +59,18 @@ class Contender:
 class MeasurementSession:
     """A pool of workers and the contenders that are set up on it.
 
-    The pool starts when it is first needed. After an error the state of the workers is unknown, so the pool is ended.
-    The next call starts another one, and contenders are set up again when they are measured next.
+    The pool starts when it is first needed. After an error the state of the workers is unknown, so the pool is closed.
+    The next call starts a new pool, and contenders are set up again when they are measured next.
 
     Args:
-        cluster: whose links are emulated, if the launch says so.
+        cluster: cluster on which workers run; an emulated launch emulates its links.
         launch: where workers run.
-        timeout: seconds that one call may take.
+        timeout: maximum seconds of one call.
         scheduling: the kernel's scheduling policy for the workers.
-        within_job: the workers are the ranks of the torchrun job that this process is rank 0 of.
+        within_job: whether the workers are the ranks of a torchrun job, of which this process is rank 0.
 
     Attributes:
-        links: the measured rates of emulated links.
+        links: measured rates of emulated links.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class MeasurementSession:
 
     @property
     def restarts(self) -> int:
-        """Pools that were started after the first one."""
+        """Number of pools that were started after the first one."""
         return max(0, self._life - 1)
 
     @property
@@ -118,12 +118,12 @@ class MeasurementSession:
         """The live pool.
 
         Raises:
-            LaunchError: workers cannot be started here, or did not start twice.
+            LaunchError: workers cannot be started here, or failed to start twice.
         """
         if self._pool is None:
             try:
                 self._pool = self._start()
-            except WorkerError as error:  # on a busy machine a worker may be too late once
+            except WorkerError as error:  # a busy machine may delay a worker beyond the timeout once
                 _log.warning("workers did not start: %s; once more", reason(error))
                 try:
                     self._pool = self._start()
@@ -133,7 +133,7 @@ class MeasurementSession:
         return self._pool
 
     def restart(self) -> None:
-        """End the workers. The next call starts others."""
+        """Close the pool. The next call starts a new one."""
         if self._pool is not None:
             with suppress(WorkerError):
                 self._pool.close()
@@ -142,7 +142,7 @@ class MeasurementSession:
     def run(
         self, function: Callable[..., Any], /, *, ranks: Iterable[int] | None = None, **arguments: Any
     ) -> list[Any]:
-        """As `WorkerPool.run`; an error ends the workers."""
+        """Like `WorkerPool.run`, but an error closes the pool."""
         pool = self.pool
         try:
             return pool.run(function, ranks=ranks, **arguments)
@@ -151,8 +151,8 @@ class MeasurementSession:
             raise
 
     def set_up(self, contender: Contender) -> None:
-        """Make a contender in the workers, where it is not made yet. Raises as `call`."""
-        pool = self.pool  # starting workers is nobody's turn
+        """Create a contender in the workers unless it is live. Raises the same errors as `call`."""
+        pool = self.pool  # outside the turn, so that an error at the start of workers is not the contender's
         if self.live(contender):
             return
         with self._turn_of(contender):
@@ -160,7 +160,7 @@ class MeasurementSession:
             contender.life = self._life
 
     def call(self, contender: Contender, function: Callable[..., Any], **arguments: Any) -> list[Any]:
-        """Call a function of `replica_calls` for a contender on all ranks; the contender is set up first if need be.
+        """Call a function of `replica_calls` for a contender on all ranks; sets the contender up if necessary.
 
         Raises:
             ContenderError: a worker failed, died or did not answer in time.
@@ -171,16 +171,16 @@ class MeasurementSession:
             return self.pool.run(function, name=contender.name, **arguments)
 
     def measure(self, contender: Contender, steps: int) -> Steps:
-        """Seconds of each step by rank. Raises as `call`."""
+        """Seconds of each step by rank. Raises the same errors as `call`."""
         found: Steps = self.call(contender, replica_calls.measure, steps=steps)
         return found
 
     def live(self, contender: Contender) -> bool:
-        """Whether it is set up on the present workers."""
+        """Whether the contender is set up on the current workers."""
         return self._pool is not None and contender.life == self._life
 
     def take_down(self, contender: Contender) -> None:
-        """Let the workers forget a contender."""
+        """Remove a contender from the workers."""
         if not self.live(contender):
             return
         contender.life = 0
@@ -190,7 +190,7 @@ class MeasurementSession:
             _log.warning("%s could not be taken down: %s; the workers are ended", contender.name, reason(error))
 
     def watch_load(self) -> LoadMeter | None:
-        """Count from now on what other processes use of this machine; None if workers run elsewhere."""
+        """Start to count the load of other processes on this machine; None if workers run elsewhere."""
         return LoadMeter(self.pool.pids) if self._is_here else None
 
     @contextmanager
@@ -203,12 +203,12 @@ class MeasurementSession:
 
     @cached_property
     def machines(self) -> list[tuple[str, str]]:
-        """Identity and name of each machine that workers run on."""
+        """Id and name of each machine on which workers run."""
         return sorted({(identity, name) for identity, name in self.run(machine)})
 
     @cached_property
     def _is_here(self) -> bool:
-        # Over ssh even workers of this machine are no children of this process, which therefore cannot count them.
+        # Over ssh, workers are not children of this process even on this machine, so their load cannot be subtracted.
         return self._launch_settings.kind != "ssh" and self.machines == [machine()]
 
     def _start(self) -> Pool:

@@ -1,4 +1,4 @@
-"""What a step takes: from the ranks' times to one number, and from rounds to ratios."""
+"""Step times: from the times of ranks to one number, and from rounds to ratios."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Steps = Sequence[Sequence[float]]
 
 @dataclass(frozen=True)
 class Interval:
-    """A median and its bootstrap interval at the level ``CONFIDENCE``."""
+    """A median and its bootstrap confidence interval at the level ``CONFIDENCE``."""
 
     median: float
     low: float
@@ -27,7 +27,7 @@ class Interval:
 
 
 def slowest_rank(steps: Steps, mean: bool = False) -> Sequence[float]:
-    """The steps of the rank with the longest median (or mean) step; empty if there are none."""
+    """The steps of the rank with the longest median (or mean) step; empty if there are no ranks."""
     average = statistics.fmean if mean else statistics.median
     return max(steps, key=average, default=())
 
@@ -35,23 +35,23 @@ def slowest_rank(steps: Steps, mean: bool = False) -> Sequence[float]:
 def step_time(steps: Steps, mean: bool = False) -> float:
     """Seconds of a step of a plan: the median step of the slowest rank.
 
-    A synchronous job goes at the pace of its slowest rank, and a median ignores single steps that were disturbed.
+    A synchronous job runs at the speed of its slowest rank, and a median ignores single disturbed steps.
 
     Args:
-        steps: seconds by rank and step, one step or more.
-        mean: take the mean instead, for methods whose steps differ by design.
+        steps: seconds by rank and step, at least one step.
+        mean: use the mean instead, for methods whose steps differ by design.
     """
     slowest = slowest_rank(steps, mean)
     return statistics.fmean(slowest) if mean else statistics.median(slowest)
 
 
 def relative_error(steps: Sequence[float]) -> float:
-    """Standard error of the median over the median; infinite with fewer than two steps."""
+    """Standard error of the median, relative to the median; infinite with fewer than two steps."""
     return step_noise(steps) if len(steps) > 1 else math.inf
 
 
 def relative_medians(times: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """For each contender the median over rounds of its time over the median time of that round's contenders."""
+    """For each contender, the median over rounds of its time relative to the median of all contenders in the round."""
     names = list(times)
     by_round = numpy.asarray([times[name] for name in names])
     relative = by_round / numpy.median(by_round, axis=0)
@@ -59,13 +59,12 @@ def relative_medians(times: Mapping[str, Sequence[float]]) -> dict[str, float]:
 
 
 def paired_ratio(times: Sequence[float], reference: Sequence[float], seed: int = 0) -> Interval:
-    """The median over rounds of ``times / reference``, round by round.
+    """The median over rounds of ``times / reference``, paired by round.
 
-    The interval is the percentile bootstrap's (Efron, 1979): the medians of as many rounds, drawn with
-    replacement.
+    The interval is a percentile bootstrap (Efron, 1979): quantiles of the medians of resampled rounds.
 
     Raises:
-        ValueError: there is no round, or the numbers of rounds differ.
+        ValueError: there are no rounds, or the numbers of rounds differ.
     """
     if not times or len(times) != len(reference):
         raise ValueError(f"ratios are paired by round: got {len(times)} and {len(reference)} rounds")

@@ -1,4 +1,4 @@
-"""What the kernel (Linux only) counts of TCP connections. Whoever reads it late still reads it right."""
+"""Counters of TCP connections in the kernel (Linux only). They stay exact however late a process reads them."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ _BYTES_RECEIVED, _BYTES_SENT, _ROUND_TRIP = 128, 200, 68
 
 
 def bytes_received(connection: socket.socket) -> int:
-    """Payload bytes that have arrived over a connection since it was made."""
+    """Payload bytes received over a connection since it was opened."""
     return _read(connection, _BYTES_RECEIVED, "Q")
 
 
 def smoothed_round_trip(connection: socket.socket) -> float:
-    """Seconds there and back, as TCP estimates them so far."""
+    """TCP's current estimate of the round-trip time, in seconds."""
     return _read(connection, _ROUND_TRIP, "I") * 1e-6
 
 
 def bytes_sent() -> int | None:
-    """Payload bytes that this process sent so far over the TCP connections that it has open.
+    """Payload bytes sent so far over all open TCP connections of this process; None if the kernel does not count.
 
-    The kernel counts by socket, so neither framing nor other processes are included. None where it does not count.
+    The kernel counts by socket, so neither framing nor other processes are included.
     """
     if sys.platform != "linux":
         return None
@@ -43,7 +43,7 @@ def _read(connection: socket.socket, offset: int, kind: str) -> int:
 
 
 def _shared_socket(descriptor: int) -> socket.socket:
-    """The socket of a descriptor that somebody else owns and that stays open when this one is closed."""
+    """A socket on a duplicate of a descriptor, so that closing it leaves the owner's socket open."""
     copy = os.dup(descriptor)
     try:
         return socket.socket(fileno=copy)

@@ -1,1 +1,1 @@
-"""Search: an Optuna sampler over plans, studies that say what they are about, live trials, transfer."""
+"""Search: an Optuna sampler over plans, self-describing studies, live trials and transfer."""

@@ -1,4 +1,4 @@
-"""Optuna's journal file, without a wait for the disk at every line, and without locks that dead processes left."""
+"""Optuna's journal file, but without a disk sync for every line and without stale locks of dead processes."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from lightning_autosync.documents import Record, append_lines, checked
 from lightning_autosync.errors import DocumentError
 
 LOCK_TIMEOUT = 60.0
-"""Seconds for which another process may hold the lock; it needs a few milliseconds."""
+"""Maximum seconds to wait for another process that holds the lock, which it needs for a few milliseconds."""
 
 
 class _Line(Record):
-    """The fields of a line that Optuna does not check: a wrong one would show only when somebody reads it."""
+    """The fields of a line that Optuna does not check. A wrong value would fail only later, when it is used."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -39,12 +39,12 @@ class _Line(Record):
 class Journal(JournalFileBackend):
     """A journal that survives the end of any process, but not a crash of the machine.
 
-    A trial of a plan space writes some seventy lines, one for each parameter. Optuna waits until each is on the disk,
-    which takes longer than many a trial. Here the operating system decides when to write. The form of the file and its
-    lock are Optuna's, but the lock ends with the process that holds it.
+    A trial of a plan space writes some seventy lines, one for each parameter. Optuna syncs each line to the disk, which
+    can take longer than a trial. Here the operating system decides when to write. File format and lock are Optuna's,
+    but the lock ends with the process that holds it.
 
     Args:
-        path: of the file; made where there is none.
+        path: path of the file, which is created if it does not exist.
     """
 
     def __init__(self, path: str) -> None:
@@ -56,7 +56,7 @@ class Journal(JournalFileBackend):
         """The lines from a number on.
 
         Raises:
-            DocumentError: a line is not one of a journal.
+            DocumentError: a line is not a valid line of a journal.
         """
         number = log_number_from
         try:
@@ -69,7 +69,7 @@ class Journal(JournalFileBackend):
             raise DocumentError(f"{self._path}:{number + 1}: not a line of a journal: {error}") from None
 
     def append_logs(self, logs: list[dict[str, Any]]) -> None:
-        """Append lines after the last whole line; a part of a line that a killed process left is dropped."""
+        """Append lines after the last whole line. A partial line of a killed process is dropped."""
         lines = "".join(json.dumps(log, separators=(",", ":")) + "\n" for log in logs)
         self._lock.acquire()
         try:
@@ -79,13 +79,14 @@ class Journal(JournalFileBackend):
 
 
 class JournalLock(JournalFileSymlinkLock):
-    """Optuna's lock (a symbolic link), which other Optuna programs respect, and a kernel lock beside it for ours.
+    """Optuna's lock, a symbolic link that other Optuna programs respect, and a kernel lock between our processes.
 
-    Optuna removes a link only after 30 s, because it cannot know whether the process that made it lives. Ours has a
-    second name. Whoever holds the kernel's lock and finds that second name knows that its maker is dead.
+    Optuna removes a stale link only after 30 s, because it cannot know whether the link's creator is alive. Our link
+    has a second name (a hard link). It exists only while its creator holds the kernel lock, which ends with the
+    process. So a process that gets the kernel lock and finds a second name knows that the creator is dead.
 
     Args:
-        path: of the journal.
+        path: path of the journal.
     """
 
     def __init__(self, path: str) -> None:
@@ -128,10 +129,10 @@ class JournalLock(JournalFileSymlinkLock):
                 file.close()
 
     def _lock_in_kernel(self, file: IO[bytes]) -> bool:
-        """Take the kernel's lock; False where the file system has none, so that Optuna's own has to do.
+        """Take the kernel lock; False if the file system does not support it, so that only Optuna's lock is left.
 
         Raises:
-            TimeoutError: another process held it for too long; it may be stopped.
+            TimeoutError: another process held the lock for too long; it may be stopped.
         """
         deadline, pause = time.monotonic() + LOCK_TIMEOUT, 0.001
         while True:
@@ -151,13 +152,13 @@ class JournalLock(JournalFileSymlinkLock):
                 return True
 
     def _replace_link(self) -> None:
-        """Make the link, after removing that of a dead process; only with the kernel's lock."""
+        """Create the link after removing that of a dead process. The caller must hold the kernel lock."""
         try:
             self._remove_link()
             try:
                 os.symlink(self._lock_target_file, self._second_name)
                 os.link(self._second_name, self._lock_file, follow_symlinks=False)
-            except OSError:  # another Optuna program holds it, or the file system has no such links
+            except OSError:  # another Optuna program holds the lock, or the file system has no links to links
                 with suppress(FileNotFoundError):
                     os.unlink(self._second_name)
                 super().acquire()
@@ -166,7 +167,7 @@ class JournalLock(JournalFileSymlinkLock):
             raise
 
     def _remove_link(self) -> None:
-        """Remove our link, or that of a dead process of ours, and its second name; links of others stay."""
+        """Remove our link, or that of a dead process of ours, and its second name; other programs' links stay."""
         with suppress(FileNotFoundError):
             ours = os.lstat(self._second_name)
             with suppress(FileNotFoundError):

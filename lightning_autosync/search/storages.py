@@ -1,4 +1,4 @@
-"""Storages of Optuna studies: journal files and databases, and one error for all that they raise."""
+"""Storages of Optuna studies, journal files and databases, and a common error for all that they raise."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ _JOURNALS = (".journal", ".log", ".jsonl")
 
 
 class StudyError(DocumentError):
-    """A study cannot be opened, or is not about what it should be."""
+    """A study cannot be opened, or is of another job."""
 
 
 class StorageError(StudyError):
-    """The storage of a study does not answer, or stopped answering."""
+    """The storage of a study does not answer."""
 
 
 def open_storage(storage: str | os.PathLike[str]) -> optuna.storages.BaseStorage:
-    """Open a database (a URL) or a journal file (a path; the file is made where there is none).
+    """Open a database (a URL) or a journal file (a path; the file is created if it does not exist).
 
     Raises:
-        StudyError: it cannot be opened.
+        StudyError: the storage cannot be opened.
     """
     text = os.fspath(storage)
     try:
         if "://" in text:
-            # A connection that the database dropped is opened again and does not end the run.
+            # Databases drop idle connections. With the ping SQLAlchemy reconnects, so that this does not end the run.
             return optuna.storages.get_storage(RDBStorage(text, engine_kwargs={"pool_pre_ping": True}))
         if Path(text).suffix not in _JOURNALS:
             raise StudyError(f"{text}: a storage is a URL, or a journal file named *{', *'.join(_JOURNALS)}")
@@ -45,7 +45,7 @@ def open_storage(storage: str | os.PathLike[str]) -> optuna.storages.BaseStorage
         return optuna.storages.JournalStorage(Journal(text))
     except StudyError:
         raise
-    except Exception as error:  # drivers of databases and readers of journals raise errors of all kinds
+    except Exception as error:  # database drivers and journal readers have no common error class
         raise StudyError(
             f"{without_password(text)}: cannot be opened as a storage of studies: {one_line(error)}"
         ) from None
@@ -53,7 +53,7 @@ def open_storage(storage: str | os.PathLike[str]) -> optuna.storages.BaseStorage
 
 @contextmanager
 def storage_errors() -> Iterator[None]:
-    """Errors of databases and file systems within the block become one of ours.
+    """Turn errors of databases and file systems within the block into a `StorageError`.
 
     Raises:
         StorageError: the storage did not answer.
@@ -67,10 +67,10 @@ def storage_errors() -> Iterator[None]:
 
 
 def missing_file(storage: str) -> str | None:
-    """The file of a storage, if it should be in one that does not exist. Opening SQLite's would create it."""
+    """The file of a storage if it does not exist, else None. Opening a missing SQLite file would create it."""
     if "://" not in storage:
         return None if Path(storage).is_file() else storage
-    with suppress(ArgumentError, ValueError):  # opening it tells what is wrong
+    with suppress(ArgumentError, ValueError):  # for a wrong URL, opening it gives a better message
         url = make_url(storage)
         path = url.database or ":memory:"
         if url.get_backend_name() == "sqlite" and not path.startswith((":memory:", "file:")):
@@ -79,5 +79,5 @@ def missing_file(storage: str) -> str | None:
 
 
 def one_line(error: Exception) -> str:
-    """An error's type and message in one line, without passwords."""
+    """An error's type and message in one line of at most 300 characters, without passwords."""
     return without_passwords(" ".join(f"{type(error).__name__}: {error}".split()))[:300]

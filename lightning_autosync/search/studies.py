@@ -1,7 +1,7 @@
-"""Optuna studies of plans: what they are about, their points, and their trials as samples.
+"""Optuna studies of plans: their descriptions, their points, and their trials as samples.
 
-A study carries its workload, its cluster and the level of semantics as user attributes. So plans and samples can be
-made from its trials' parameters by anybody who opens it.
+A study stores its workload, its cluster and the level of semantics as user attributes. So any program that opens it can
+build plans and samples from its trials' parameters.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ FORMAT = "autosync-study/2"
 SPACE, WORKLOAD, CLUSTER, SEMANTICS = "autosync:space", "autosync:workload", "autosync:cluster", "autosync:semantics"
 """User attributes of a study: format, fingerprint and sizes of its space, and its documents as JSON text."""
 MOST_RUNS, MOST_LONE = 64, 1024
-"""Limits of a study's space; `PlanSpace` makes 4 and 6 by default."""
+"""Maximum sizes of a study's space; `PlanSpace` uses 4 and 6 by default."""
 _DESCRIBE_TIMEOUT = 5.0
-"""Seconds in which the process that made a study must describe it; after that it is taken for dead."""
+"""Seconds within which the creator of a study must describe it. After that it counts as dead."""
 _POLL_INTERVAL = 0.05
 
 
@@ -59,12 +59,12 @@ class Suggesting(Protocol):
 
 
 def distributions(space: PlanSpace) -> dict[str, CategoricalDistribution]:
-    """The parameters of a space as Optuna knows them: categorical, fixed, in a fixed order."""
+    """The parameters of a space for Optuna: categorical, in a fixed order."""
     return {name: CategoricalDistribution(domain) for name, domain in space.parameters.items()}
 
 
 def suggest(trial: Suggesting, space: PlanSpace) -> dict[str, Value]:
-    """A point of the space from a trial. It asks for every parameter, always in the same order."""
+    """Suggest a point of the space for a trial. Every parameter is suggested, always in the same order."""
     return {name: trial.suggest_categorical(name, domain) for name, domain in space.parameters.items()}
 
 
@@ -78,20 +78,20 @@ def open_study(
     pruner: optuna.pruners.BasePruner | None = None,
     first: Sequence[Genome] = (),
 ) -> optuna.Study:
-    """Create a study of this space, or open the one of that name.
+    """Create a study of this space, or open the existing study of that name.
 
-    If several processes begin a study at once, the one that makes it describes it. The others are refused if their
+    If several processes start a study at once, the process that creates it describes it. The others raise if their
     space differs.
 
     Args:
-        storage: as `open_storage` takes it, or an open one.
-        name: of the study.
-        space: whose points the trials are.
-        sampler, pruner: as Optuna takes them.
+        storage: address for `open_storage`, or an open storage.
+        name: name of the study.
+        space: space of the trials' points.
+        sampler, pruner: Optuna's sampler and pruner.
         first: points of baselines that a new study measures first.
 
     Raises:
-        StudyError: the storage cannot be opened, or the study is of another space or no study of plans.
+        StudyError: the storage cannot be opened, or the study is of another space or not a study of plans.
         StorageError: the storage does not answer.
     """
     opened = storage if isinstance(storage, optuna.storages.BaseStorage) else open_storage(storage)
@@ -108,10 +108,10 @@ def open_study(
 
 @storage_errors()
 def load_study(storage: str | os.PathLike[str], name: str | None = None) -> optuna.Study:
-    """Open an existing study to read it; ``name`` may be left out if the storage has one study only.
+    """Open an existing study to read it; ``name`` may be None if the storage has a single study.
 
     Raises:
-        StudyError: there is no such storage or study, or it is not one of plans.
+        StudyError: there is no such storage or study, or it is not a study of plans.
         StorageError: the storage does not answer.
     """
     text = os.fspath(storage)
@@ -129,22 +129,22 @@ def load_study(storage: str | os.PathLike[str], name: str | None = None) -> optu
 
 
 def describe(study: optuna.Study, space: PlanSpace, first: Sequence[Genome] = ()) -> None:
-    """Write into a study what it is about, and enqueue the baselines that it measures first."""
+    """Store the description of a space in a study, and enqueue the baselines that it measures first."""
     study.set_user_attr(WORKLOAD, json.dumps(space.workload.to_dict()))
     study.set_user_attr(CLUSTER, json.dumps(space.cluster.to_dict()))
     study.set_user_attr(SEMANTICS, space.semantics)
     enqueue(study, first, BASELINE)
-    # Last: whoever sees it finds the others too.
+    # Written last: other processes wait for this attribute, and then need all the others.
     study.set_user_attr(
         SPACE, {"format": FORMAT, "fingerprint": space.fingerprint, "runs": space.runs, "lone": space.lone}
     )
 
 
 def check(study: optuna.Study, space: PlanSpace) -> None:
-    """Check that a study is about the same workload, cluster and blocks as a space. Domains may differ (`space_of`).
+    """Check that a study has the same workload, cluster and blocks as a space. Domains may differ (see `space_of`).
 
     Raises:
-        StudyError: it is not.
+        StudyError: they differ.
     """
     sizes = _sizes(study)
     ours = {
@@ -174,7 +174,7 @@ def check(study: optuna.Study, space: PlanSpace) -> None:
 
 
 def _other_times(study: optuna.Study, space: PlanSpace) -> str:
-    """A hint, if a study is of the same variables but of another workload."""
+    """A hint for the message if a study has the same variables but another workload; else empty."""
     known, own = workload_of(study), space.workload
     if known.fingerprint == own.fingerprint or known.variables_fingerprint != own.variables_fingerprint:
         return ""
@@ -190,7 +190,7 @@ def _create_or_load(
     sampler: optuna.samplers.BaseSampler | None,
     pruner: optuna.pruners.BasePruner | None,
 ) -> tuple[optuna.Study, bool]:
-    """The study of that name, and whether this process made it."""
+    """The study of that name, and whether this process created it."""
     kept: dict[str, Any] = {"storage": storage, "study_name": name, "sampler": sampler, "pruner": pruner}
     try:
         try:
@@ -202,7 +202,7 @@ def _create_or_load(
 
 
 def _wait_for_description(study: optuna.Study) -> None:
-    """Wait until the process that made a study has described it, unless that process seems dead."""
+    """Wait until the creator of a study has described it, unless the creator seems dead."""
     deadline = time.monotonic() + _DESCRIBE_TIMEOUT
     while SPACE not in study.user_attrs and time.monotonic() < deadline:
         if WORKLOAD not in study.user_attrs and study.get_trials(deepcopy=False):
@@ -211,12 +211,12 @@ def _wait_for_description(study: optuna.Study) -> None:
 
 
 def workload_of(study: optuna.Study) -> Workload:
-    """The workload that a study is about."""
+    """The workload of a study."""
     return Workload.from_dict(_document(study, WORKLOAD), _where(study, WORKLOAD))
 
 
 def cluster_of(study: optuna.Study) -> ClusterSpec:
-    """The cluster that a study is about."""
+    """The cluster of a study."""
     return ClusterSpec.from_dict(_document(study, CLUSTER), _where(study, CLUSTER))
 
 
@@ -229,10 +229,10 @@ def _where(study: optuna.Study, name: str | None = None) -> str:
 
 
 def space_of(study: optuna.Study) -> PlanSpace:
-    """The space of a study by its attributes, with the domains that its trials have.
+    """The space of a study from its attributes, with the domains of its trials.
 
     Raises:
-        StudyError: the study is not one of plans, or its trials have other parameters than its workload asks for.
+        StudyError: it is not a study of plans, or its trials' parameters do not match its workload.
     """
     sizes = _sizes(study)
     if sizes.runs < 1:
@@ -251,7 +251,7 @@ def space_of(study: optuna.Study) -> PlanSpace:
 
 
 def _recorded_domains(study: optuna.Study) -> dict[str, tuple[Value, ...]]:
-    """The domains of parameters when the study began: builders and topologies may have come or gone since.
+    """The domains of parameters when the study began, since builders and topologies may have been added or removed.
 
     Empty before the first trial.
     """
@@ -265,7 +265,7 @@ def _recorded_domains(study: optuna.Study) -> dict[str, tuple[Value, ...]]:
 
 @storage_errors()
 def enqueue(study: optuna.Study, points: Sequence[Genome], origin: str) -> None:
-    """Enqueue points, except those that the study has or has enqueued already. Interrupted trials do not count.
+    """Enqueue points that the study has not measured or enqueued yet. Interrupted trials do not count.
 
     Raises:
         StorageError: the study's storage does not answer.
@@ -289,7 +289,7 @@ def samples_of(study: optuna.Study) -> list[Sample]:
     """The measured trials of a study, complete or pruned. Steps are corrected to the speed of one of its runs.
 
     Raises:
-        StudyError: the study is not one of plans, or its trials are not points of its space.
+        StudyError: it is not a study of plans, or its trials are not points of its space.
     """
     space, correction = space_of(study), drift_correction(study)
     samples = []
@@ -305,7 +305,7 @@ def samples_of(study: optuna.Study) -> list[Sample]:
 
 
 def drift_correction(study: optuna.Study) -> DriftCorrection:
-    """The correction to the run of the study's first trial, or to the first run that measured the reference."""
+    """The correction to the run of the first trial, or if that has no reference, to the first run that has one."""
     observed = [drift_observation(trial) for trial in study.get_trials(deepcopy=False)]
     return DriftCorrection.of(observed, run_with_turns(observed, observed[0].run if observed else None))
 

@@ -1,4 +1,4 @@
-"""Transfer: earlier results of other models, other clusters, or both, which a search starts from."""
+"""Transfer: a search starts from earlier results of other models, other clusters, or both."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class StudySource(Record):
     """An earlier study.
 
     Attributes:
-        storage: file of its journal, or the URL of a database.
-        name: of the study; None where the storage has one only.
-        model: name of the workload that it is about; None does not check.
-        cluster: name of the cluster that it is about; None does not check.
+        storage: path of a journal file, or URL of a database.
+        name: name of the study; None if the storage has only one.
+        model: required name of its workload; None does not check.
+        cluster: required name of its cluster; None does not check.
     """
 
     storage: Text
@@ -47,11 +47,11 @@ class DatasetSource(Record):
 
     Attributes:
         path: folder of the dataset.
-        models: names of the workloads that are taken; empty takes all.
-        clusters: names of the clusters that are taken; empty takes all.
-        relation: which of these are taken: ``any``; ``other_model``, on the search's cluster; ``other_cluster``, of the
-            search's model; or ``both_other``. Models are the same if their variables have the same names and shapes.
-            Clusters are the same if their machines and links are. Names do not count.
+        models: names of workloads to use; empty for all.
+        clusters: names of clusters to use; empty for all.
+        relation: which of these samples to use: ``any``; ``other_model``, on the search's cluster; ``other_cluster``,
+            of the search's model; or ``both_other``. Models are equal if their variables have the same names and
+            shapes. Clusters are equal if their machines and links are. Names of models and clusters do not matter.
     """
 
     path: Text
@@ -64,8 +64,8 @@ class TransferSettings(Configuration):
     """The sources of a search (``conf/transfer``). The user gives each source a name.
 
     Attributes:
-        studies: they train the simulator, and their best points are measured again.
-        datasets: their samples train the simulator.
+        studies: studies that train the simulator, and whose best points are measured again.
+        datasets: datasets that train the simulator.
         simulator: directory of a fitted simulator; None keeps the search's own.
     """
 
@@ -75,10 +75,10 @@ class TransferSettings(Configuration):
 
     @classmethod
     def parse(cls, data: Any) -> TransferSettings:
-        """Settings from plain data; None and an empty mapping name no source.
+        """Settings from plain data; None or an empty mapping means no source.
 
         Raises:
-            DocumentError: the first thing wrong, by field.
+            DocumentError: a field is wrong; the message names it.
         """
         try:
             return super().parse(data or {})
@@ -88,12 +88,12 @@ class TransferSettings(Configuration):
 
 @dataclass(frozen=True)
 class Transfer:
-    """Opened sources, as `AutoSyncSampler` takes them.
+    """Opened sources for `AutoSyncSampler`.
 
     Attributes:
-        studies: of other models or clusters.
+        studies: studies of other models or clusters.
         samples: measured plans.
-        estimator: a fitted simulator; None if no source is one.
+        estimator: fitted simulator; None without one.
     """
 
     studies: Sequence[optuna.Study] = ()
@@ -104,10 +104,10 @@ class Transfer:
 def load_transfer(
     settings: TransferSettings, workload: Workload, cluster: ClusterSpec, semantics: Semantics = "exact"
 ) -> Transfer:
-    """Open all sources of a search for a workload on a cluster, with plans of this level of semantics at most.
+    """Open all sources of a search for a workload on a cluster, with plans up to this level of semantics.
 
     Raises:
-        DocumentError: a source is missing or damaged, or is of another model or cluster than the settings say; the
+        DocumentError: a source is missing or damaged, or has another model or cluster than the settings require; the
             message begins with the source's name.
     """
     estimator = None
@@ -134,7 +134,7 @@ def _named(name: str, load: Any, source: Any) -> Any:
 
 def _study(source: StudySource, workload: Workload, cluster: ClusterSpec, semantics: Semantics) -> optuna.Study:
     study = load_study(source.storage, source.name)
-    space = space_of(study)  # refuses one whose points cannot be read
+    space = space_of(study)  # raises if the study's points cannot be read
     if cluster.measured:
         space.cluster.require_measured()
     own = workload.fingerprint, cluster.fingerprint, semantics
@@ -190,10 +190,10 @@ class _Own:
         return sample.workload.variables_fingerprint == self._variables
 
     def has_cluster(self, sample: Sample) -> bool:
-        """Computed once for each cluster of a dataset: many samples share one."""
+        """Whether a sample has the search's cluster; cached by cluster, since many samples share one."""
         identity = id(sample.cluster)
         if identity not in self._known:
-            # Keep the cluster, so that no other object can get the same identity.
+            # Keep a reference to the cluster, so that no other object can get the same id.
             self._known[identity] = sample.cluster, _machines(sample.cluster) == self._machines
         return self._known[identity][1]
 
@@ -210,14 +210,14 @@ def _names(samples: Sequence[Sample]) -> str:
 
 
 MAX_BEST_POINTS = 12
-"""Points of a source study that are measured again."""
+"""Maximum number of points of a source study that are measured again."""
 
 
 def best_points(study: optuna.Study, space: PlanSpace, count: int = MAX_BEST_POINTS) -> list[dict[str, Value]]:
-    """The best points of a study of another model or cluster, each once, mapped to ``space``.
+    """The best distinct points of a study of another model or cluster, mapped to ``space``, fastest first.
 
     Raises:
-        StudyError: the study is not one of plans.
+        StudyError: it is not a study of plans.
     """
     source, correction = space_of(study), drift_correction(study)
     trials = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
@@ -237,8 +237,8 @@ def best_points(study: optuna.Study, space: PlanSpace, count: int = MAX_BEST_POI
 def mapped_point(genome: Mapping[str, Value], source: PlanSpace, target: PlanSpace) -> dict[str, Value]:
     """The point of ``target`` that treats every block like the block of ``source`` at the same place of backward.
 
-    A value that a domain of the target does not have becomes the domain's first. A builder that does not fit the target
-    becomes the first value of that domain: composed.
+    A value that is not in the target's domain becomes the first value of the domain. So a builder that does not fit the
+    target becomes ``composed``.
     """
     genome = source.normal(genome)
     point: dict[str, Value] = {name: domain[0] for name, domain in target.parameters.items()}
@@ -258,7 +258,7 @@ def mapped_point(genome: Mapping[str, Value], source: PlanSpace, target: PlanSpa
 def _mapped_value(
     genome: Mapping[str, Value], name: str, source: PlanSpace, domain: tuple[Value, ...], aspect: str
 ) -> Value | None:
-    """The source's value, if the target's domain has it; sizes of buckets by their index in the domain."""
+    """The source's value if the target's domain has it; bucket sizes are mapped by their index in the domain."""
     if name in genome:
         if aspect == "bucket":
             return domain[min(source.parameters[name].index(genome[name]), len(domain) - 1)]
@@ -268,7 +268,7 @@ def _mapped_value(
 
 
 def _places(space: PlanSpace) -> dict[str, float]:
-    """The place of each block in backward: the share of bytes before its middle variable."""
+    """The place of each block in backward, from 0 to 1: the share of bytes before its middle variable."""
     workload = space.workload
     before: dict[str, float] = {}
     passed = 0
@@ -279,7 +279,7 @@ def _places(space: PlanSpace) -> dict[str, float]:
 
 
 def _nearest(block: Block, place: float, source: PlanSpace, places: Mapping[str, float]) -> str:
-    """The source's block of the same kind (dense or row-wise, one variable or several) that is nearest in place."""
+    """The nearest block of the source, preferably of the same kind (dense or row-wise, one variable or several)."""
 
     def distance(other: Block) -> tuple[bool, bool, float]:
         differs_in_count = (len(other.variables) == 1) != (len(block.variables) == 1)

@@ -1,4 +1,4 @@
-"""What a trial of a study carries: its plan, its steps, how its point came about."""
+"""The attributes of a trial: its plan, its steps, the origin of its point."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from lightning_autosync.plan.space import BUILDER, COMPOSED, Genome, PlanSpace
 from lightning_autosync.search.storages import StudyError
 
 ORIGIN, PREDICTED, STEPS, PLAN = "autosync:origin", "autosync:predicted", "autosync:steps", "autosync:plan"
-"""User attributes of a trial: how its point came about, seconds of a step as estimated when it was chosen, seconds of
-each measured step (a list a rank), and the fingerprint of its plan."""
+"""User attributes of a trial: origin of its point, predicted seconds of a step when it was proposed, measured seconds
+of each step (a list for each rank), and fingerprint of its plan."""
 REFINED = "autosync:refined"
-"""The document of a plan that refines the trial's point and is measured in its place, as JSON text."""
+"""The document of a plan that refines the trial's point and is measured instead of it, as JSON text."""
 ERROR, INTERRUPTED = "autosync:error", "autosync:interrupted"
-"""Why a trial failed or was stopped early; whether the cause lay outside its plan, as with a Ctrl-C."""
+"""Why a trial failed or was stopped early; whether the cause was outside its plan, such as a Ctrl-C."""
 CTRL_C = "interrupted"
 """The `ERROR` of a trial that a Ctrl-C ended."""
 RUN, BATCH, REFERENCE, PRICE = "autosync:run", "autosync:batch", "autosync:reference", "autosync:price"
-"""The run (the name of its directory), the number of the first trial of the batch, seconds of a step of the study's
-reference plan beside that batch, and seconds of the trial's plan by the replay."""
+"""The run (name of its directory), the number of the batch's first trial, seconds of a step of the study's reference
+plan measured with that batch, and seconds of the trial's plan predicted by the replay."""
 SECONDS, ELAPSED, OWNER = "autosync:seconds", "autosync:elapsed", "autosync:owner"
-"""The median step, the seconds that the trial took in all, and the process that it belongs to."""
+"""Median seconds of a step, total seconds of the trial, and the process that owns it."""
 BASELINE, BUILT = "baseline", "builder"
-"""Origins of points that stand for a builder's plan: of those enqueued first, and of those that a sampler proposes."""
+"""Origins of points that represent a builder's plan: enqueued first, or proposed by a sampler."""
 _TYPES: dict[str, Any] = {
     **dict.fromkeys((ORIGIN, PLAN, REFINED, ERROR, RUN), str),
     **dict.fromkeys((PREDICTED, REFERENCE, PRICE), Taken),
@@ -54,20 +54,20 @@ class TrialLike(Protocol):
 
 
 def attribute(trial: TrialLike, name: str) -> Any:
-    """One of the attributes above, but for `SECONDS`, `ELAPSED` and `OWNER`; None if the trial does not have it.
+    """One of the attributes above except `SECONDS`, `ELAPSED` and `OWNER`; None if the trial does not have it.
 
     Raises:
-        StudyError: it is of another type.
+        StudyError: the attribute has a wrong type.
     """
     value = trial.user_attrs.get(name)
     return None if value is None else checked(_TYPES[name], value, f"trial {trial.number}: {name}", StudyError)
 
 
 def plan_of(trial: TrialLike, space: PlanSpace) -> SyncPlan:
-    """The plan of a trial: the one that refines its point, if it carries one, else the point's own.
+    """The plan of a trial: its `REFINED` plan if it has one, else the plan of its point.
 
     Raises:
-        StudyError: its parameters are not those of the space, or the plan that it carries cannot be read.
+        StudyError: its parameters do not match the space, or its `REFINED` plan cannot be read.
     """
     try:
         refined = trial.user_attrs.get(REFINED)
@@ -77,16 +77,16 @@ def plan_of(trial: TrialLike, space: PlanSpace) -> SyncPlan:
 
 
 def refined_plan(text: str) -> SyncPlan:
-    """The plan that a trial carries as `REFINED`.
+    """The plan from a `REFINED` attribute.
 
     Raises:
-        PlanError: the text is no plan.
+        PlanError: the text is not a plan.
     """
     return SyncPlan.from_dict(parse_json(text, REFINED, PlanError), REFINED)
 
 
 def drift_observation(trial: FrozenTrial) -> DriftObservation:
-    """What a trial tells of drift."""
+    """The facts of a trial that matter for drift."""
     steps = measured_steps(trial) if trial.state.is_finished() else ()
     return DriftObservation(
         run=attribute(trial, RUN),
@@ -100,13 +100,13 @@ def drift_observation(trial: FrozenTrial) -> DriftObservation:
 
 
 def step_time(value: Any) -> float | None:
-    """A value from a study, if it can be the seconds of a step; else None."""
+    """A value from a study if it is valid as seconds of a step; else None."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return float(value) if is_number and 0 < value <= LONGEST else None
 
 
 def measured_steps(trial: FrozenTrial) -> tuple[float, ...]:
-    """Seconds of each measured step of the slowest rank; the value alone of a trial without; empty if it has none."""
+    """Seconds of each measured step of the slowest rank; without steps only the trial's value; else empty."""
     if by_rank := [steps for steps in attribute(trial, STEPS) or () if steps]:
         return tuple(max(by_rank, key=statistics.median))
     value = trial.value if trial.state == TrialState.COMPLETE else None
@@ -118,7 +118,7 @@ def measured_steps(trial: FrozenTrial) -> tuple[float, ...]:
 
 
 def seconds_of(trial: FrozenTrial) -> float | None:
-    """Seconds of a step of a trial's plan: its value, or the median of the steps of a pruned trial; None without."""
+    """Seconds of a step of a trial's plan: its value, or the median step of a pruned trial; None if unknown."""
     if trial.state == TrialState.COMPLETE and trial.value is not None:
         return step_time(trial.value)
     if trial.state == TrialState.PRUNED and (steps := measured_steps(trial)):
@@ -127,22 +127,22 @@ def seconds_of(trial: FrozenTrial) -> float | None:
 
 
 def is_composed(trial: FrozenTrial) -> bool:
-    """Whether a trial's parameters alone determine its plan: it is no builder's, and refines no point."""
+    """Whether a trial's composed parameters determine its plan: it is neither a builder's nor a refined plan."""
     return REFINED not in trial.user_attrs and trial.params.get(BUILDER, COMPOSED) == COMPOSED
 
 
 def was_interrupted(trial: FrozenTrial) -> bool:
-    """Whether a trial ended before its plan was measured, so that the plan may be measured again."""
+    """Whether a trial failed for a reason outside its plan, so that the plan may be measured again."""
     return trial.state == TrialState.FAIL and bool(trial.user_attrs.get(INTERRUPTED))
 
 
 def enqueued_point(trial: FrozenTrial) -> Genome:
-    """The point that a trial was enqueued with, or else its parameters."""
+    """The point with which a trial was enqueued, else its parameters."""
     found = trial.system_attrs.get("fixed_params")
     return found if isinstance(found, dict) else trial.params
 
 
 def kind_of(trial: FrozenTrial) -> str:
-    """The name of the builder whose plan a trial measures, or else how its point came about."""
+    """The name of the builder whose plan a trial measures, else the origin of its point."""
     origin = str(attribute(trial, ORIGIN) or "drawn")
     return str(trial.params.get(BUILDER, origin)) if origin in (BASELINE, BUILT) else origin

@@ -1,4 +1,4 @@
-"""The data card: what a dataset holds and how it came about, as README.md beside it."""
+"""The data card of a dataset: its contents and its origin, as README.md in its folder."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _schema() -> str:
 
 
 def _counts(frame: Any) -> str:
-    """Pairs by workload and cluster, and by kind."""
+    """Numbers of pairs by workload and cluster, and by kind."""
     counts = frame.pivot_table(
         index="workload_name", columns="cluster_name", values="seconds", aggfunc="count", fill_value=0
     )
@@ -79,7 +79,7 @@ def _counts(frame: Any) -> str:
 
 
 def _quality(frame: Any) -> str:
-    """Noise of samples, drift of the reference plans, and how far the replay was off."""
+    """Noise of samples, drift of the reference plans, and errors of the replay."""
     quiet = frame[~frame["disturbed"]]
     if not len(quiet):
         return ""

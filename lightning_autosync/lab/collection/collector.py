@@ -1,4 +1,4 @@
-"""The collection itself: combination by combination, batch by batch, into the dataset."""
+"""The collection: measures batches of plans for each combination and writes them to the dataset."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ _log = logging.getLogger(__name__)
 
 
 _FAR = 3.0
-"""Times the budget of all steps of a plan: where a single step takes longer, one is counted."""
+"""Factor on the seconds budgeted for all steps of a plan. If a single step takes longer, only one is counted."""
 _PACKAGES = ("lightning-autosync", "torch", "numpy")
 
 
 @dataclass(frozen=True)
 class Batch:
-    """What a batch of plans took.
+    """The measurement of a batch of plans.
 
     Attributes:
         steps: by plan, seconds of each step of the slowest rank.
-        foreign_cores: cores that other processes kept busy meanwhile; None where unknown.
+        foreign_cores: number of cores that other processes kept busy; None if unknown.
     """
 
     steps: Sequence[Sequence[float]]
@@ -50,15 +50,15 @@ class Batch:
 
 @dataclass
 class Progress:
-    """What a run did so far.
+    """The progress of a run.
 
     Attributes:
-        measured: pairs.
-        disturbed: of these, beside too much other load.
-        failed: plans that no engine would run, with the error.
+        measured: number of measured pairs.
+        disturbed: number of these that were measured beside too much other load.
+        failed: plans that failed, with their errors.
         drawing: seconds spent on drawing plans.
-        measuring: seconds in orders to workers.
-        stepping: of these, in steps, the warm-up too.
+        measuring: seconds spent in calls to workers.
+        stepping: seconds of these spent in steps, warm-up included.
     """
 
     measured: int = 0
@@ -70,12 +70,12 @@ class Progress:
 
 
 class Collector:
-    """Measures the pairs that a dataset has not yet, or only disturbed.
+    """Measures the pairs that a dataset lacks or has only with disturbed measurements.
 
     Args:
-        settings: of the collection.
-        constants: of the hosts, for the replay.
-        writer: of the dataset.
+        settings: settings of the collection.
+        constants: constants of the hosts, for the replay.
+        writer: writer of the dataset.
     """
 
     def __init__(self, settings: CollectionSettings, constants: Constants, writer: Writer) -> None:
@@ -87,7 +87,7 @@ class Collector:
         self._environment: dict[str, Any] | None = None
 
     def run(self, combinations: Sequence[Combination]) -> None:
-        """Visit all combinations, cluster by cluster, as often as the settings say.
+        """Visit all combinations, cluster by cluster, ``passes`` times.
 
         Raises:
             LaunchError: links cannot be emulated here.
@@ -107,7 +107,7 @@ class Collector:
         return MeasurementSession(cluster, LaunchSettings(kind="emulated"), timeout, settings.scheduling)
 
     def _visit(self, session: MeasurementSession, combination: Combination, turn: int) -> None:
-        """Measure this turn's part of a combination's plans, as far as it is not measured undisturbed yet."""
+        """Measure this turn's part of a combination's plans, without those that have an undisturbed measurement."""
         drafts = self._draw(combination)
         keys = self._writer.keys
         missing = [draft for draft in drafts[turn :: self._settings.passes] if draft.key not in keys]
@@ -142,7 +142,7 @@ class Collector:
             self._environment = describe_environment(session.run(describe_worker, ranks=[0])[0])
         entries = list(self._entries(combination, drafts, batch, self._environment))
         self._writer.append(entries)
-        # The writer's count would be wrong: it skips pairs that were disturbed again, and may add the reference plan.
+        # The writer's count differs: it skips pairs that were disturbed again, and may add the reference plan.
         self.progress.measured += len(missing)
         self.progress.disturbed += len(missing) * entries[0].conditions.disturbed
 
@@ -170,7 +170,7 @@ class Collector:
     def _entries(
         self, combination: Combination, drafts: list[DrawnPlan], batch: Batch, environment: dict[str, Any]
     ) -> Iterator[Entry]:
-        """The samples of a batch, that of the reference plan first."""
+        """The samples of a batch, the reference plan's first."""
         foreign = batch.foreign_cores
         conditions = Conditions(
             environment=environment,
@@ -203,7 +203,7 @@ class Collector:
 
 
 def describe_environment(worker: dict[str, Any]) -> dict[str, Any]:
-    """The machine and the software as plain data; ``worker`` is what a worker says of itself."""
+    """The machine and the software as plain data; ``worker`` is the result of `describe_worker`."""
     return {
         **worker,
         "system": platform.system(),
@@ -218,7 +218,7 @@ def describe_environment(worker: dict[str, Any]) -> dict[str, Any]:
 
 
 def _processor() -> str:
-    """The model name of the first core, as Linux has it."""
+    """The model name of the first core from ``/proc/cpuinfo``, if there is one."""
     table = Path("/proc/cpuinfo")
     lines = table.read_text().splitlines() if table.exists() else []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))

@@ -1,4 +1,4 @@
-"""What a collection measures: workloads on clusters, and plans, drawn in several ways and priced by the replay."""
+"""Draws what a collection measures: workloads on clusters, and plans of several kinds, priced by the replay."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _BATCH = {"batch_size": 8}
 
 @dataclass(frozen=True)
 class Combination:
-    """A workload on a cluster, and how many plans are drawn for it."""
+    """A workload on a cluster, and the number of plans to draw for it."""
 
     workload: Workload
     cluster: ClusterSpec
@@ -38,7 +38,7 @@ class Combination:
 
     @property
     def name(self) -> str:
-        """Workload and cluster, for people."""
+        """A readable name of workload and cluster."""
         return f"{self.workload.name} on {self.cluster.name}"
 
 
@@ -46,8 +46,8 @@ def draw_combinations(settings: CollectionSettings) -> list[Combination]:
     """Every workload on every cluster, cluster by cluster.
 
     Raises:
-        ClusterError: there is no such cluster.
-        WorkloadError: there is no such model.
+        ClusterError: a cluster does not exist.
+        WorkloadError: a model does not exist.
         DocumentError: two clusters or two families have the same name.
     """
     clusters = [scaled_cluster(name, settings.rate, settings.fastest_link) for name in settings.clusters]
@@ -64,9 +64,9 @@ def draw_combinations(settings: CollectionSettings) -> list[Combination]:
 
 
 def scaled_cluster(cluster: str | dict[str, Any], rate: float, fastest: float) -> ClusterSpec:
-    """A cluster brought to a rate of synchronization, or as near to it as its fastest link may; without latency.
+    """A cluster scaled to a rate of synchronization, as far as ``fastest`` (bytes/s of a link) allows; without latency.
 
-    So that a workload takes a like time on each; what clusters differ in is the shape.
+    So a workload takes a similar time on all clusters, which then differ only in shape.
     """
     named = cluster if isinstance(cluster, str) else ClusterSpec.from_dict({"format": ClusterSpec.FORMAT, **cluster})
     shape = emulable(resolve_cluster(named), math.inf)
@@ -76,7 +76,7 @@ def scaled_cluster(cluster: str | dict[str, Any], rate: float, fastest: float) -
 
 
 def draw_workload(settings: CollectionSettings, model: str | dict[str, Any], variant: int) -> Workload:
-    """A model of the catalogue in another size and with another share of computation."""
+    """A model of the catalogue with a random size and a random share of computation."""
     arguments = {"family": model} if isinstance(model, str) else dict(model)
     family = arguments.pop("family", None)
     if not isinstance(family, str):
@@ -90,14 +90,14 @@ def draw_workload(settings: CollectionSettings, model: str | dict[str, Any], var
 
 
 def without_light(workload: Workload, share: float) -> Workload:
-    """The workload without its dense variables of less than a share of all bytes."""
+    """The workload without dense variables that have less than ``share`` of all bytes."""
     least = share * workload.bytes
     kept = [variable for variable in workload.variables if variable.kind != "dense" or variable.bytes >= least]
     return workload.model_copy(update={"variables": tuple(kept)})
 
 
 def _draw(random: Random, limits: Range) -> float:
-    """Between both limits, evenly in the logarithm."""
+    """A log-uniform value between both limits."""
     least, most = limits
     return math.exp(random.uniform(math.log(least), math.log(most)))
 
@@ -111,18 +111,18 @@ def _check_names(field: str, names: Sequence[str]) -> None:
 _FOUNDERS = 24
 _PARENTS = 8
 _CHILDREN = 3
-"""For each point that is wanted."""
+"""Number of children for each wanted point."""
 _CROSSOVER = 0.3
 
 
 def evolve(space: PlanSpace, price: Callable[[SyncPlan], float], random: Random, count: int) -> list[Genome]:
-    """At most ``count`` different points: half of them the best, half from what was passed on the way to them.
+    """At most ``count`` distinct points from an evolutionary search: half of them the best, half random others.
 
     Args:
-        space: of the points.
-        price: seconds of a step.
-        random: decides.
-        count: how many are wanted.
+        space: space of the points.
+        price: predicts the seconds of a step.
+        random: random generator.
+        count: number of wanted points.
     """
     found: dict[tuple[object, ...], tuple[float, Genome]] = {}
 
@@ -155,9 +155,9 @@ def _child(space: PlanSpace, parents: list[Genome], random: Random) -> Genome:
 
 REFERENCE = "reference"
 _TRIES = 12
-"""Draws for each plan that is wanted; most are lost to plans drawn before."""
+"""Maximum number of draws for each wanted plan. Most draws repeat earlier plans."""
 _REFUSALS = 2
-"""Of a builder's plans for their price; there is always one that is not refused, the best of all."""
+"""Number of a builder's plans refused for their price after which it is skipped. The best builder is never refused."""
 
 
 @dataclass(frozen=True)
@@ -165,10 +165,10 @@ class DrawnPlan:
     """A plan to measure.
 
     Attributes:
-        key: of the pair.
-        kind: how it was drawn.
-        text: the plan as canonical JSON, which is a small part of a `SyncPlan`'s memory.
-        replayed: seconds of a step, as priced.
+        key: key of the pair.
+        kind: how the plan was drawn.
+        text: plan as canonical JSON, which needs far less memory than a `SyncPlan`.
+        replayed: seconds of a step, as predicted by the replay.
     """
 
     key: str
@@ -183,9 +183,9 @@ class DrawnPlan:
 
 
 def draw_plans(settings: CollectionSettings, constants: Constants, combination: Combination) -> list[DrawnPlan]:
-    """The plans of a combination in random order, but for the reference plan, which comes first.
+    """The plans of a combination: first the reference plan, then the others in random order.
 
-    The same settings draw the same plans. There are fewer than asked for if the space has no more.
+    The same settings draw the same plans. There are fewer than requested if the space has no more.
     """
     return _Drawer(settings, constants, combination).draw()
 
@@ -195,7 +195,7 @@ def kinds(random: Random, mixture: Mixture, count: int) -> list[str]:
     shares = dict(mixture)
     drawn: dict[str, int] = dict.fromkeys(shares, 0)
     for _ in range(count):
-        # Whoever is furthest behind its share is next.
+        # The kind that is furthest behind its share is next.
         following = min((kind for kind in shares if shares[kind]), key=lambda kind: (drawn[kind] + 1) / shares[kind])
         drawn[following] += 1
     made = list(chain.from_iterable([kind] * number for kind, number in drawn.items()))
@@ -236,7 +236,7 @@ class _Drawer:
         }
 
     def _add(self, kind: str, source: Iterator[tuple[str, SyncPlan]]) -> None:
-        """One plan of that kind that is new and not too slow; a point of the space where there is none any more."""
+        """Add a plan of that kind that is new and not too slow, else a random point of the space."""
         for drawn in islice(source, _TRIES):
             if self._take(*drawn):
                 return
@@ -258,7 +258,7 @@ class _Drawer:
         return True
 
     def _coarse_price(self, plan: SyncPlan) -> float:
-        """Seconds of a step in little time: messages flow as a whole, and one of too many of them has no price."""
+        """A fast prediction of a step's seconds by the fluid replay; infinite for a plan with too many messages."""
         if len(plan.groups) > self._settings.messages:
             return math.inf
         schedule = compile_plan(plan, self._combination.workload, self._combination.cluster)
@@ -267,7 +267,7 @@ class _Drawer:
         return price
 
     def _price(self, plan: SyncPlan, text: str) -> float:
-        """Seconds of a step; the same plan may come again, and one of many messages takes long to price."""
+        """Predicted seconds of a step; cached, since plans repeat and those with many messages take long to price."""
         if text not in self._prices:
             schedule = compile_plan(plan, self._combination.workload, self._combination.cluster)
             self._prices[text] = self._replay.predict(schedule).step_time
@@ -282,12 +282,12 @@ class _Drawer:
         return self._space.plan(self._space.draw(self._random))
 
     def _defaults(self) -> Iterator[tuple[str, SyncPlan]]:
-        """What builders make of their own accord."""
+        """The builders' plans with default arguments."""
         for point in self._space.baselines():
             yield str(point[BUILDER]), self._space.plan(point)
 
     def _built(self) -> Iterator[tuple[str, SyncPlan]]:
-        """Of all builders in turn, but for those whose plans are too slow here again and again."""
+        """Builders' plans with random arguments, without builders whose plans are repeatedly too slow here."""
         while any(self._refused[builder] < _REFUSALS for builder in BUILDERS):
             for builder in self._random.sample(BUILDERS, len(BUILDERS)):
                 if self._refused[builder] < _REFUSALS:
@@ -295,7 +295,7 @@ class _Drawer:
                     yield builder, plan
 
     def _evolve(self, count: int) -> list[tuple[str, SyncPlan]]:
-        """Evolved at once, so that the best price is known before other plans are refused for theirs."""
+        """Evolved points, computed before any plan is refused, since refusals depend on the best price."""
         points = evolve(self._space, self._coarse_price, self._random, count)
         return [("evolved", self._space.plan(point)) for point in points]
 

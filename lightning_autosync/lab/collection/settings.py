@@ -1,4 +1,4 @@
-"""Settings of a collection: how many pairs, of which workloads, clusters and plans, and how to measure them."""
+"""Settings of a collection: the number of pairs, their workloads, clusters and plans, and how to measure them."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ Range = tuple[PositiveFloat, PositiveFloat]
 
 
 class Mixture(Record):
-    """How many plans of each kind there are for each of the others.
+    """Relative numbers of plans of each kind.
 
     Attributes:
-        buckets: DDP's way, buckets of a random size.
-        built: builders, first with their defaults, then with random arguments.
-        free: every aspect of every message drawn by itself.
+        buckets: DDP's method with buckets of a random size.
+        built: builders' plans, first with default arguments, then with random ones.
+        free: plans in which every aspect of every message is drawn independently.
         drawn: uniform points of the `PlanSpace`.
-        evolved: its points after selection, mutation and crossover with the replay as price.
+        evolved: points of the `PlanSpace` after selection, mutation and crossover, with the replay as price.
     """
 
     buckets: NonNegativeFloat = 1.0
@@ -40,36 +40,38 @@ class CollectionSettings(Configuration):
     """One collection.
 
     Attributes:
-        dataset: folder of the dataset; what it has undisturbed is not measured again.
-        seed: of the draw; the same seed draws the same workloads and plans.
-        pairs: how many plans there are, dealt evenly to all combinations of a workload and a cluster.
-        clusters: names of shipped clusters, paths, or clusters in short form, as ``{name: a, star: {...}}``.
-        families: models of the catalogue, or with arguments, as ``{family: bert_base, layers: 3}``; ``name``
-            tells two of a family apart.
-        variants: workloads of each family, of different size and share of computation.
-        lightest: a dense variable with less than this share of all bytes is left out of a workload: each gradient costs
-            the cores that all ranks share, and steps should show links.
-        rate: bytes/s of synchronization to which a cluster is scaled, all of its links alike ...
-        fastest_link: ... unless a link would carry more bytes/s than this.
-        bytes: of a workload's gradients, least and most; drawn evenly in the logarithm.
-        ratio: computation of a workload over its least synchronization at ``rate``, least and most; drawn likewise.
+        dataset: folder of the dataset; pairs with an undisturbed measurement are not measured again.
+        seed: seed of the draw; the same seed draws the same workloads and plans.
+        pairs: number of plans, spread evenly over all combinations of a workload and a cluster.
+        clusters: names of shipped clusters, paths, or clusters in short form, such as ``{name: a, star: {...}}``.
+        families: models of the catalogue, also with arguments, such as ``{family: bert_base, layers: 3}``; ``name``
+            distinguishes two of a family.
+        variants: number of workloads of each family, with different sizes and shares of computation.
+        lightest: share of all bytes below which a dense variable is left out of a workload. Each gradient costs time on
+            the cores that all ranks share, but steps should depend on links.
+        rate: bytes/s of synchronization to which all links of a cluster are scaled in proportion ...
+        fastest_link: ... unless a link would exceed this rate in bytes/s.
+        bytes: least and greatest bytes of a workload's gradients, drawn log-uniformly.
+        ratio: least and greatest ratio of a workload's computation to its fastest synchronization at ``rate``, drawn
+            log-uniformly.
         mixture: how plans are drawn.
-        slowest: a plan that the replay prices at more than this many times the best price of its workload and cluster
-            is not measured, and another one drawn.
-        messages: a plan of more messages than this is not measured either.
-        passes: how often every combination is visited, so that an early end leaves part of each.
-        batch: plans of one order to the workers; before each, the reference plan (DDP's default) is measured again.
-        warm_up: steps of a plan that are not counted.
-        seconds: how long the counted steps of a plan take together, within ``steps``; of one that takes far longer, one
-            step is counted.
-        steps: of a plan, least and most.
-        quiet: cores that others may keep busy; samples beside more are marked as disturbed, and the next run measures
-            them again.
-        failures: plans that may fail before the collection gives up.
-        scheduling: the kernel's policy for the workers.
-        constants: file of the hosts' constants, from a probe; None takes the defaults on ``cores``.
-        cores: cores that all ranks share; None takes those of this machine. Only without ``constants``.
-        timeout: seconds that one plan may take.
+        slowest: ratio of a plan's predicted time to the best prediction for its workload and cluster above which the
+            plan is replaced by another.
+        messages: maximum number of messages of a plan.
+        passes: number of visits to every combination, so that an interrupted run has measured a part of each.
+        batch: number of plans in one call to the workers. Before each, the reference plan (DDP's default) is measured
+            again.
+        warm_up: number of steps of a plan that are not counted.
+        seconds: approximate seconds of all counted steps of a plan, within ``steps``. If a step takes far longer, only
+            one is counted.
+        steps: least and greatest number of counted steps of a plan.
+        quiet: number of cores that other processes may keep busy. Samples beside more load are marked as disturbed, and
+            the next run measures them again.
+        failures: number of plans that may fail before the collection stops.
+        scheduling: the kernel's scheduling policy for the workers.
+        constants: file of the hosts' constants, from a probe; None uses the defaults with ``cores``.
+        cores: number of cores that all ranks share; None uses this machine's. Only without ``constants``.
+        timeout: maximum seconds of one plan.
     """
 
     dataset: str

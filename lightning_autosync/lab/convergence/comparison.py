@@ -1,4 +1,4 @@
-"""The comparison itself: learning rates first, then all methods in turn with each seed, in the same live workers."""
+"""The comparison: chooses learning rates, then trains with all methods in turn for each seed in the same workers."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from lightning_autosync.relaxed.grouping import BOUND, windows_apart
 from lightning_autosync.workload import Workload, describe
 
 TUNING_SEED = 1000
-"""The first seed by which learning rates are chosen; those that count begin at 0."""
+"""First seed of trainings that choose learning rates. The seeds of the compared trainings begin at 0."""
 _log = logging.getLogger(__name__)
 
 
 def compare(settings: ConvergenceSettings) -> ConvergenceResult:
-    """Train by every method under all speeds.
+    """Train with every method under all speeds.
 
     Raises:
-        DocumentError: a method is wrong.
+        DocumentError: cluster and workers do not match, a method is wrong, or a learning rate is missing.
         WorkerError: a worker failed.
     """
     workload, cluster, plans = prepare(settings)
@@ -60,7 +60,7 @@ def compare(settings: ConvergenceSettings) -> ConvergenceResult:
 
 
 class Prepared(NamedTuple):
-    """What is trained, where, and by what plan; plans by method."""
+    """The workload, the cluster, and the plan of each method."""
 
     workload: Workload
     cluster: ClusterSpec
@@ -71,7 +71,7 @@ def prepare(settings: ConvergenceSettings) -> Prepared:
     """Check everything that can be checked before a worker starts.
 
     Raises:
-        DocumentError: cluster and workers do not fit each other, or a method is wrong.
+        DocumentError: cluster and workers do not match, or a method is wrong.
     """
     workload = describe(settings.task.module(), name=settings.task.kind)
     cluster = make_cluster(settings)
@@ -99,7 +99,7 @@ class _Comparison:
         self._count = 0
 
     def tune(self, name: str) -> list[TrainingRun]:
-        """Trainings with each learning rate of a method's grid."""
+        """Train with each learning rate of a method's grid."""
         settings = self._settings
         return [
             self.run(name, settings.tuning_speed, TUNING_SEED + number, rate)
@@ -108,7 +108,7 @@ class _Comparison:
         ]
 
     def run(self, name: str, speed: str, seed: int, rate: float) -> TrainingRun:
-        """One training."""
+        """Train once."""
         settings = self._settings
         self._count += 1
         load = self._session.watch_load()
@@ -156,7 +156,7 @@ def _joined(
     target: float | None,
     foreign_cores: float | None,
 ) -> TrainingRun:
-    """One run from what its ranks say."""
+    """One run from the results of its ranks."""
     judged = sorted(pair for rank in found for pair in zip(rank["moments"], rank["scores"], strict=True))
     moments, scores = [moment for moment, _ in judged], [score for _, score in judged]
     steps = [rank["steps"] for rank in found]
@@ -190,7 +190,7 @@ def _plan(name: str, method: MethodSettings, workload: Workload, cluster: Cluste
 
 
 def _joined_groups(found: list[dict[str, Any]], bound: int) -> Groups | None:
-    """The groups of a run while all workers took part, in the order in which they formed."""
+    """The groups of a run that formed while all workers were active, in the order of forming."""
     told = {group["generation"]: group for rank in found for group in rank["groups"]}
     formed = [told[generation] for generation in sorted(told) if told[generation]["active"] == len(found)]
     if not formed:

@@ -1,7 +1,7 @@
-"""Averages of groups as partial reduces make them, beside those of gloo process groups that are made once and kept.
+"""Compares group averages of partial reduces with those of cached gloo process groups.
 
-``python -m lightning_autosync.lab.convergence.groups`` measures both in turns among live processes of this machine,
-on its loopback interface, and prints a table; with a rate, as ``1Gbit/s``, each process is behind an emulated link.
+``python -m lightning_autosync.lab.convergence.groups`` measures both in turns between processes on this machine, over
+the loopback interface, and prints a table. With a rate, such as ``1Gbit/s``, each process is behind an emulated link.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ SIZES = (2, 4)
 MEGABYTES = (1.0, 25.0)
 ROUNDS = 25
 WARM_UP = 3
-"""Rounds that do not count: in them connections and groups are made."""
+"""Rounds that are not counted, since they open connections and create groups."""
 _TIMEOUT = timedelta(seconds=60)
 
 
 def main(rate: str | None = None) -> None:
-    """Measure and print; ``rate`` is that of the emulated links, None measures on loopback."""
+    """Measure and print; ``rate`` is the rate of emulated links, None means loopback."""
     cluster = ClusterSpec.uniform(RANKS, bandwidth=rate)
     where = LaunchSettings(kind="local" if rate is None else "emulated")
     with where.open(cluster) as launch, WorkerPool(RANKS, launch) as pool:
@@ -62,7 +62,7 @@ def main(rate: str | None = None) -> None:
 
 
 def compare(pool: WorkerPool, size: int, megabytes: float, rounds: int, key: str) -> list[tuple[float, float]]:
-    """For each round the seconds until the last member had the mesh's average, and until it had gloo's."""
+    """For each round, the seconds of the slowest member for the mesh's average and for gloo's."""
     found = pool.run(measure, size=size, megabytes=megabytes, rounds=rounds, key=key)
     return [
         (max(rank[number][0] for rank in found), max(rank[number][1] for rank in found)) for number in range(rounds)
@@ -70,12 +70,13 @@ def compare(pool: WorkerPool, size: int, megabytes: float, rounds: int, key: str
 
 
 def measure(size: int, megabytes: float, rounds: int, key: str) -> list[list[float]]:
-    """In a worker: for each round the seconds of this rank's part in either average, 0 where it is no member.
+    """In a worker: for each round, this rank's seconds in the mesh's and in gloo's average; 0 if it is no member.
 
     Args:
-        size: members of a group; each round has another group.
-        megabytes: of the model, in single precision.
-        key: unique in the life of the process group.
+        size: number of members of a group; each round has another group.
+        megabytes: size of the model in MB, in single precision.
+        rounds: number of counted rounds.
+        key: unique key in the life of the process group.
 
     Raises:
         ExchangeError: the two averages differ.
@@ -87,9 +88,9 @@ def measure(size: int, megabytes: float, rounds: int, key: str) -> list[list[flo
     model = torch.randn(int(megabytes * 1e6 / 4), generator=torch.Generator().manual_seed(rank))
     found = []
     for number, turns in zip(range(WARM_UP + rounds), alternating_rounds(lambda: (0, 1)), strict=False):
-        # All pairs of neighbours in turn, as groups change all the time.
+        # Neighbouring ranks in turn, since the groups of partial reduces change all the time.
         members = sorted((number + place) % ranks for place in range(size))
-        results: list[Tensor] = []  # of both ways, or none
+        results: list[Tensor] = []  # of both ways, or empty if this rank is no member
         seconds = [0.0, 0.0]
         for way in turns:
             dist.barrier()
@@ -117,7 +118,7 @@ class _MeshWay:
 
 
 class _GlooWay:
-    """A process group for each set of members, made when it is first needed."""
+    """A process group for each set of members, created on first use."""
 
     def __init__(self, store: dist.Store, rank: int) -> None:
         @cache
@@ -137,7 +138,7 @@ class _GlooWay:
 
 
 if __name__ == "__main__":
-    # Workers import functions of this module by its own name, which is not that of a script.
+    # Workers import functions of this module by name, which `__main__` is not. So run the imported module.
     from lightning_autosync.lab.convergence import groups
 
     groups.main(*sys.argv[1:2])

@@ -1,4 +1,4 @@
-"""Whether the groups of partial reduces connect all workers, and what that costs: simulated, nothing trains."""
+"""Simulates whether the groups of partial reduces connect all workers, and what that costs. Nothing trains."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from lightning_autosync.relaxed.grouping import BOUND, Grouped, Grouping, Isolat
 
 @dataclass(frozen=True)
 class SimulatedGroups:
-    """What would happen.
+    """The result of a simulation.
 
     Attributes:
-        groups: in the order of forming.
-        steps: of each worker.
-        duration: seconds.
-        idle: share of the workers' time that is spent waiting for a group to form.
+        groups: groups in the order of forming.
+        steps: number of steps of each worker.
+        duration: simulated seconds.
+        idle: share of the workers' time spent waiting for a group to form.
     """
 
     groups: tuple[Grouped, ...]
@@ -37,20 +37,20 @@ class SimulatedGroups:
 
     @property
     def bridging(self) -> float:
-        """Share of the groups that had to connect workers that were apart."""
+        """Share of the groups that had to connect isolated workers."""
         return sum(group.bridging for group in self.groups) / len(self.groups)
 
 
 def simulate(
     grouping: Grouping, compute: Sequence[Callable[[], float]], groups: int, exchange: float = 0.0
 ) -> SimulatedGroups:
-    """Let workers step until ``groups`` groups have formed.
+    """Simulate workers until ``groups`` groups have formed.
 
     Args:
-        grouping: fresh; it is used up.
-        compute: for each worker, the seconds of its next step, drawn anew at each call.
-        groups: how many to form.
-        exchange: seconds that a group's average takes.
+        grouping: rules of grouping; a fresh object, which the simulation changes.
+        compute: for each worker, a function that draws the seconds of its next step.
+        groups: number of groups to form.
+        exchange: seconds of a group's average.
     """
     active = range(len(compute))
     steps, waited, since = [0] * len(compute), 0.0, [0.0] * len(compute)
@@ -81,13 +81,13 @@ FORMAT = "autosync-isolation/1"
 
 @dataclass(frozen=True)
 class GroupStatistics:
-    """How groups formed, over all seeds.
+    """Statistics of groups over all seeds.
 
     Attributes:
-        bridging: share of the groups that had to connect workers that were apart.
-        windows: spans of twice as many models as are to connect all workers, one from each group on.
-        apart: how many of those left workers apart.
-        idle: share of the workers' time that was spent waiting for a group to form, mean over seeds.
+        bridging: share of the groups that had to connect isolated workers, mean over seeds.
+        windows: number of windows of twice the bound on isolation, one starting at each group.
+        apart: number of these windows whose groups did not connect all workers.
+        idle: share of the workers' time spent waiting for a group to form, mean over seeds.
     """
 
     bridging: float
@@ -98,12 +98,12 @@ class GroupStatistics:
 
 @dataclass(frozen=True)
 class IsolationRow:
-    """A method under some speeds.
+    """The statistics of a method under some speeds.
 
     Attributes:
-        speed, method: their names.
-        ruled: with the rule that groups must connect all workers.
-        free: without it, first come first served.
+        speed, method: names of the speeds and of the method.
+        ruled: statistics with the rule that groups must connect all workers.
+        free: statistics without the rule: first come, first served.
     """
 
     speed: str
@@ -114,13 +114,13 @@ class IsolationRow:
 
 @dataclass(frozen=True)
 class IsolationResult:
-    """What was asked, and a row for each speed and method."""
+    """The settings, and a row for each speed and method."""
 
     settings: ConvergenceSettings
     rows: Sequence[IsolationRow]
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, as plain data."""
+        """The whole result as plain data."""
         return {
             "format": FORMAT,
             "settings": self.settings.model_dump(mode="json"),
@@ -133,7 +133,7 @@ def simulate_groups(settings: ConvergenceSettings) -> IsolationResult:
     """Simulate how workers form groups, for all speeds and methods, with the rules of real runs.
 
     Raises:
-        DocumentError: a method is no partial reduce.
+        DocumentError: a method is not a partial reduce.
     """
     plans = prepare(settings).plans
     for name, plan in plans.items():
@@ -176,7 +176,7 @@ def _rehearsal(
 
 
 def _steps(settings: ConvergenceSettings, speed: str, seed: int, rank: int) -> Callable[[], float]:
-    """Seconds of a worker's next step."""
+    """A function that draws the seconds of a worker's next step."""
     assert settings.isolation is not None
     assert settings.pace is not None
     pace, jitter = settings.pace, settings.isolation.jitter
@@ -186,7 +186,7 @@ def _steps(settings: ConvergenceSettings, speed: str, seed: int, rank: int) -> C
 
 
 def survey_table(survey: IsolationResult) -> Table:
-    """One row a method and speed."""
+    """One row per method and speed."""
     settings = survey.settings
     assert settings.isolation is not None
     table = Table(title=f"{settings.isolation.groups} groups of {settings.workers} workers, {settings.seeds} seeds")

@@ -1,4 +1,4 @@
-"""Inside a worker: all ways to synchronize have one interface, so that one loop trains by any of them."""
+"""Inside a worker: a common interface of all synchronization methods, so that one loop trains with any of them."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from lightning_autosync.workload import Workload, variable_names
 
 
 class SyncMethod(ABC):
-    """A replica and its synchronization with the others.
+    """A replica and its synchronization with the other replicas.
 
     Attributes:
-        synchronous: whether all workers must take equally many steps.
-        forward: the module that is called for the logits.
-        optimizer: of the replica.
-        groups: those of a partial reduce in which this replica took part.
+        synchronous: whether all workers must make the same number of steps.
+        forward: module that computes the logits.
+        optimizer: optimizer of the replica.
+        groups: groups of a partial reduce in which this replica took part.
     """
 
     synchronous: bool
@@ -46,17 +46,17 @@ class SyncMethod(ABC):
 
     @abstractmethod
     def step(self, samples: int) -> None:
-        """Update the parameters; call it after the backward pass of a mini-batch of so many samples."""
+        """Update the parameters after the backward pass of a mini-batch with this number of samples."""
 
     @abstractmethod
     def finish(self) -> None:
-        """Call it after this worker's last step: the replica then holds the common model."""
+        """Obtain the common model after this worker's last step."""
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of optimizer state on this rank, including those of an outer optimizer and of a server in this process.
+        """Bytes of optimizer state on this rank, including an outer optimizer and a server in this process.
 
-        Read it after `finish`, when the server does not change it any more.
+        Read it after `finish`, when a server no longer changes it.
         """
         return tensor_bytes(self.optimizer.state.values())
 
@@ -70,7 +70,7 @@ class SyncMethod(ABC):
 
 
 class SynchronousMethod(SyncMethod):
-    """Gradients are averaged in each step. Replicas start equal, by a common seed, and stay equal."""
+    """Averages gradients in each step. Replicas start equal, from a common seed, and stay equal."""
 
     synchronous = True
 
@@ -85,7 +85,7 @@ class SynchronousMethod(SyncMethod):
 
 
 class DDPMethod(SynchronousMethod):
-    """``DistributedDataParallel``; with ``zero`` the ranks share out the optimizer's state."""
+    """``DistributedDataParallel``; with ``zero`` the optimizer's state is partitioned over ranks."""
 
     def __init__(self, module: nn.Module, rate: float, momentum: float, zero: bool) -> None:
         self.forward = DistributedDataParallel(module, init_sync=False)
@@ -109,7 +109,7 @@ class DDPMethod(SynchronousMethod):
 
 
 class PlanMethod(SynchronousMethod):
-    """The engine executes a synchronous plan."""
+    """A synchronous plan that the engine executes."""
 
     def __init__(
         self,
@@ -181,7 +181,7 @@ class RelaxedMethod(SyncMethod):
         self._mesh.close()
 
     def abandon(self) -> None:
-        # The mesh is closed first, so that a server in this process sees that its workers are gone, and ends.
+        # Close the mesh first, so that a server in this process notices that its workers are gone, and ends.
         self._mesh.close()
         self._synchronizer.close()
 
@@ -197,17 +197,17 @@ def open_method(
     store: dist.Store,
     timeout: float,
 ) -> SyncMethod:
-    """Make the replica that a method trains; collective.
+    """Open the method that trains a replica; collective.
 
     Args:
-        method: of the comparison.
+        method: settings of the method.
         module: the replica.
         rate: learning rate.
-        momentum: of the SGD.
-        plan: the method's plan; not used by those of kind ``ddp`` and ``zero``.
+        momentum: momentum of the SGD.
+        plan: plan of the method; kinds ``ddp`` and ``zero`` do not use it.
         workload: variables of the module.
-        cluster: where the ranks are.
-        store: for this training only.
+        cluster: cluster of the ranks.
+        store: store for this training only.
         timeout: seconds to wait for other ranks.
     """
     if method.kind != "plan":

@@ -1,4 +1,4 @@
-"""The tables and the picture of a comparison."""
+"""The tables and the figure of a comparison."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from lightning_autosync.lab.convergence.result import ConvergenceResult, Summary
 from lightning_autosync.measure.figures import save_figure
 
 FEW = 5
-"""Times that are shown one by one; of more, the shortest and the longest."""
+"""Maximum number of times that are shown one by one. Of more times, only the shortest and the longest are shown."""
 BUSY = 0.1
-"""Cores used by other processes from which on a remark says so."""
+"""Number of cores used by other processes above which a remark warns."""
 
 
 def result_table(result: ConvergenceResult, speed: str) -> Table:
-    """One row a method under some speeds; the reference stands out."""
+    """One row per method under some speeds; the reference is bold."""
     timed = result.settings.target is not None
     table = Table(title=title(result, speed))
     table.add_column("method", no_wrap=True)
@@ -86,7 +86,7 @@ def remarks(result: ConvergenceResult) -> list[str]:
 
 
 def _group_remarks(result: ConvergenceResult) -> list[str]:
-    """For each partial reduce whether its groups connected all workers."""
+    """For each partial reduce, whether its groups connected all workers."""
     lines = []
     for speed in result.settings.chosen_speeds:
         for name in result.settings.chosen_methods:
@@ -112,7 +112,7 @@ def _time_cells(summary: Summary) -> tuple[str, str, str]:
 
 
 def draw(result: ConvergenceResult, path: str | os.PathLike[str]) -> None:
-    """Write the picture; the ending of ``path`` says whether PNG, SVG or PDF."""
+    """Write the figure; the suffix of ``path`` selects PNG, SVG or PDF."""
     speeds = result.settings.chosen_speeds
     figure = Figure(figsize=(6 * len(speeds), 4.5), layout="constrained")
     panels = figure.subplots(1, len(speeds), squeeze=False, sharey=True)[0]

@@ -1,4 +1,4 @@
-"""What a comparison found: every training, and what follows from them."""
+"""The result of a comparison: every training, and summaries of them."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ FORMAT = "autosync-convergence/1"
 
 @dataclass(frozen=True)
 class Groups:
-    """The groups of a partial reduce that formed while all workers took part.
+    """The groups of a partial reduce that formed while all workers were active.
 
     Attributes:
-        members: of each group, in the order in which they formed.
-        bridging: how many had to connect workers that were apart, and waited for that.
-        windows: spans of twice as many models as are to connect all workers, one from each group on.
-        apart: how many of those left workers apart.
+        members: members of each group, in the order of forming.
+        bridging: number of groups that had to wait to connect isolated workers.
+        windows: number of windows of twice the bound on isolation, one starting at each group.
+        apart: number of these windows whose groups did not connect all workers.
     """
 
     members: Sequence[Sequence[int]]
@@ -41,22 +41,21 @@ class TrainingRun:
     Attributes:
         method: name of the method.
         speed: name of the speeds.
-        seed: of weights, mini-batches and pauses.
+        seed: seed of weights, mini-batches and pauses.
         rate: learning rate.
-        final: validation metric of the model with which all left, in percent.
-        reached: seconds until the average of all replicas reached the target; None if it did not, or there is none.
-        seconds: that the training took.
-        steps: by rank.
-        waiting: share of the time that went by between computation and the next step, by rank: exchange, waiting, and
-            the optimizer's step. Of methods in step it begins with backward, in which they exchange already.
-        sent: bytes that a rank sent for one of its steps, the mean over them, by rank; None where they cannot be
-            counted.
-        state_bytes: bytes of optimizer state at the end, by rank; it grows in the first step and stays. What exchanges
-            need for a while is not counted.
-        moments: seconds at which the average of all replicas was judged.
-        scores: its validation metric then, in percent.
-        foreign_cores: cores that other processes kept busy meanwhile; None where unknown.
-        groups: of a partial reduce.
+        final: validation metric of the common final model, in percent.
+        reached: seconds until the average of all replicas reached the target; None if it did not or there is no target.
+        seconds: seconds of the training.
+        steps: number of steps, by rank.
+        waiting: share of the time between a rank's computation and its next step, by rank: exchange, waiting and the
+            optimizer's step. For synchronous methods it includes backward, which overlaps with the exchange.
+        sent: mean bytes that a rank sent per step, by rank; None if they cannot be counted.
+        state_bytes: bytes of optimizer state at the end, by rank, without temporary buffers of exchanges. The state
+            grows in the first step and stays.
+        moments: seconds at which the average of all replicas was evaluated.
+        scores: validation metric at these moments, in percent.
+        foreign_cores: number of cores that other processes kept busy; None if unknown.
+        groups: groups of a partial reduce; None for other methods.
     """
 
     method: str
@@ -78,26 +77,25 @@ class TrainingRun:
 
 @dataclass(frozen=True)
 class Summary:
-    """A method under some speeds, beside the reference.
+    """The runs of a method under some speeds, compared with the reference.
 
     Attributes:
-        runs: how many trainings there were.
+        runs: number of trainings.
         final: mean of the final metric, in percent.
-        deviation: its standard deviation over seeds; 0 for a single one.
-        difference: mean less the reference's, in points.
-        reached: median of the seconds to the target, infinite if half the trainings or more missed it; None without
-            target.
-        times: all of them, ascending, those that reached it.
-        faster: the reference's median over this one; None where one of them is not finite.
-        steps: mean over runs of all workers' steps a second.
-        waiting: mean share of time that a worker waited or exchanged; see `TrainingRun`.
-        sent: bytes that the median rank sent for a step, mean over runs; None where they cannot be counted.
-        sent_most: the same of the rank that sent most.
-        state_bytes: of optimizer state on the median rank, the largest of all runs.
-        state_most: the same on the rank that has most.
-        bridging: share of the groups that had to connect workers; None where there are no groups.
-        windows: spans of groups that should have connected all workers.
-        apart: how many of them did not.
+        deviation: standard deviation of the final metric over seeds; 0 for a single seed.
+        difference: ``final`` minus the reference's, in percentage points.
+        reached: median seconds to the target; infinite if half of the trainings or more missed it, None without target.
+        times: seconds to the target of the trainings that reached it, ascending.
+        faster: speedup to the target over the reference; None if either median is not finite.
+        steps: steps per second of all workers together, mean over runs.
+        waiting: mean share of time in which a worker waited or exchanged; see `TrainingRun`.
+        sent: bytes that the median rank sent per step, mean over runs; None if they cannot be counted.
+        sent_most: the same for the rank that sent most.
+        state_bytes: bytes of optimizer state on the median rank, maximum over runs.
+        state_most: bytes of optimizer state on the rank that has most, maximum over runs.
+        bridging: share of the groups that had to connect isolated workers; None without groups.
+        windows: number of windows of groups that should have connected all workers.
+        apart: number of these windows that did not.
     """
 
     runs: int
@@ -123,12 +121,12 @@ class ConvergenceResult:
     """One comparison.
 
     Attributes:
-        settings: what was asked.
-        model_bytes: size of the model's parameters.
-        rates: the learning rate of each method.
-        runs: the trainings that count.
-        tuning: those by which learning rates were chosen.
-        conditions: versions, load, policies.
+        settings: settings of the comparison.
+        model_bytes: bytes of the model's parameters.
+        rates: learning rate of each method.
+        runs: compared trainings.
+        tuning: trainings that chose learning rates.
+        conditions: versions, load and policies.
     """
 
     settings: ConvergenceSettings
@@ -143,7 +141,7 @@ class ConvergenceResult:
         return [run for run in self.runs if (run.method, run.speed) == (method, speed)]
 
     def summary(self, method: str, speed: str) -> Summary:
-        """What the runs of a method under some speeds come to."""
+        """A summary of the runs of a method under some speeds."""
         runs, reference = self.of(method, speed), self.of(self.settings.reference, speed)
         finals = [run.final for run in runs]
         reached, compared = median_time(runs), median_time(reference)
@@ -172,12 +170,12 @@ class ConvergenceResult:
 
     @property
     def ring_bytes(self) -> float:
-        """Bytes that a rank must send in a step for an all-reduce: 2 (n - 1) / n times the model."""
+        """Bytes that a rank sends per step in a ring all-reduce: 2 (n - 1) / n times the model."""
         workers = self.settings.workers
         return 2 * (workers - 1) / workers * self.model_bytes
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, as plain data."""
+        """The whole result as plain data."""
         settings = self.settings
         return {
             "format": FORMAT,
@@ -197,12 +195,12 @@ class ConvergenceResult:
 
 
 def median_time(runs: Sequence[TrainingRun]) -> float:
-    """The median of the seconds to the target; those that missed it count as infinite."""
+    """The median of the seconds to the target; runs that missed it count as infinite."""
     return statistics.median(math.inf if run.reached is None else run.reached for run in runs)
 
 
 def best_rate(runs: Sequence[TrainingRun]) -> float:
-    """The learning rate that reached the target soonest (median over seeds), or else with the best final metric."""
+    """The learning rate that reached the target first (median over seeds); ties are broken by the best final metric."""
 
     def quality(rate: float) -> tuple[float, float]:
         of_rate = [run for run in runs if run.rate == rate]
@@ -216,7 +214,7 @@ class _Task(Record, extra="ignore"):
 
 
 class _Footing(Record, extra="ignore"):
-    """What a learning rate is good for."""
+    """The settings on which a learning rate depends."""
 
     task: _Task
     workers: int
@@ -232,11 +230,11 @@ def load_rates(path: str, settings: ConvergenceSettings) -> dict[str, float]:
     """The learning rates that an earlier comparison chose.
 
     Args:
-        path: its result file.
-        settings: of the comparison that is to use them.
+        path: result file of the earlier comparison.
+        settings: settings of the comparison that uses the rates.
 
     Raises:
-        DocumentError: the file is not a result, or one of another task, number of workers or momentum.
+        DocumentError: the file is not a result, or has another task, number of workers or momentum.
     """
     data = read_data(path, finite=False)  # a training that diverged has no final metric
     check_format(data.get("format") if isinstance(data, dict) else None, FORMAT, path, DocumentError)
@@ -255,6 +253,6 @@ def load_rates(path: str, settings: ConvergenceSettings) -> dict[str, float]:
 
 
 def _plain(summary: Summary) -> dict[str, Any]:
-    """JSON knows no infinity."""
+    """The summary as plain data; an infinite time becomes None, since JSON has no infinity."""
     missed = summary.reached is not None and not math.isfinite(summary.reached)
     return {**asdict(summary), "reached": None if missed else summary.reached}

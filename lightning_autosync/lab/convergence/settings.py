@@ -21,12 +21,12 @@ class MethodSettings(Record):
     """One way to synchronize.
 
     Attributes:
-        kind: ``plan``; or beside it ``ddp``, and ``zero``, DDP with PyTorch's ``ZeroRedundancyOptimizer``.
+        kind: ``plan``, ``ddp``, or ``zero``, which is DDP with PyTorch's ``ZeroRedundancyOptimizer``.
         builder: name of the builder of the plan.
-        arguments: of the builder.
-        consistency: consistency of the plan, in place of the builder's.
-        rates: learning rates to choose from, in place of the common ones.
-        seeds: trainings, if they shall be fewer than the common number.
+        arguments: arguments of the builder.
+        consistency: consistency of the plan; None keeps the builder's.
+        rates: learning rates to choose from; None uses the common ones.
+        seeds: maximum number of trainings; None uses the common number.
     """
 
     kind: Literal["plan", "ddp", "zero"] = "plan"
@@ -45,12 +45,12 @@ class Only(Record):
 
 
 class Simulation(Record):
-    """How groups of partial reduces form is simulated; nothing trains.
+    """Settings of a simulation of how groups of partial reduces form. Nothing trains.
 
     Attributes:
-        groups: how many form.
-        exchange: seconds that a group's average takes.
-        jitter: share by which a step's computation varies at random, up and down.
+        groups: number of groups to form.
+        exchange: seconds of a group's average.
+        jitter: maximum relative deviation of a step's computation, in either direction.
     """
 
     groups: Count = 1000
@@ -62,31 +62,31 @@ class ConvergenceSettings(Configuration):
     """One comparison.
 
     Attributes:
-        task: what is learned.
+        task: task to learn.
         launch: where the workers run: ``local``, or ``emulated`` behind the links of the cluster.
-        cluster: a cluster document; None is one machine.
-        cluster_scale: factor on every rate of it.
-        cluster_fastest: bytes/s that its fastest link shall have, in place of the factor.
-        rank_order: of the ranks on its nodes, as for a bench.
-        workers: number of workers; those of the cluster, if there is one.
-        methods: by name.
-        reference: the method that the others are compared with.
-        speeds: who is slow and when, by name; a learning rate is chosen under the first, and used under all.
-        only: which of them to run.
-        pace: seconds that a step's computation takes, by the clock; None lets it take what it takes.
+        cluster: cluster document; None is one machine.
+        cluster_scale: factor on every rate of the cluster.
+        cluster_fastest: bytes/s of the fastest link, to which all rates are scaled; instead of ``cluster_scale``.
+        rank_order: order of ranks on nodes, as for a bench.
+        workers: number of workers; must match the cluster if there is one.
+        methods: methods by name.
+        reference: method with which the others are compared.
+        speeds: slowdowns of workers by name. A learning rate is chosen under the first, and used under all.
+        only: methods and speeds to run.
+        pace: seconds of a step's computation, reached by sleeping; None does not sleep.
         steps: steps of each worker; None trains until the time limit or the target.
-        limit: seconds of a training, if its steps are not given.
-        target: validation metric whose time is taken, in percent.
-        patience: evaluations in a row in which rank 0's own model must reach the target to end a training early.
+        limit: maximum seconds of a training without fixed steps.
+        target: validation metric, in percent, whose time is measured.
+        patience: number of consecutive evaluations in which rank 0's own model must reach the target to end a training.
         interval: minimum seconds between evaluations.
         rates: learning rates to choose from.
-        rates_of: result file of an earlier comparison whose chosen rates are taken; None chooses.
-        momentum: of the SGD.
-        seeds: trainings of each method under each speed, with seeds from 0.
-        tuning_seeds: trainings by which a learning rate is chosen, with other seeds.
-        scheduling: the kernel's policy for the workers.
-        timeout: seconds that one training may take, with all that belongs to it.
-        isolation: in place of trainings, how groups form is simulated under all speeds: whether they connect all
+        rates_of: result file of an earlier comparison whose chosen rates are used; None chooses rates.
+        momentum: momentum of the SGD.
+        seeds: number of trainings of each method under each speed, with seeds from 0.
+        tuning_seeds: number of trainings per learning rate to choose from, with other seeds.
+        scheduling: the kernel's scheduling policy for the workers.
+        timeout: maximum seconds of one training, including its set-up and evaluation.
+        isolation: settings to simulate, instead of training, how groups form under all speeds: whether they connect all
             workers, and what that costs. None trains.
     """
 
@@ -155,7 +155,7 @@ class ConvergenceSettings(Configuration):
 
     @property
     def ranks(self) -> int | None:
-        """The number of workers, where no cluster says it."""
+        """The number of workers if there is no cluster, else None."""
         return None if self.cluster is not None else self.workers
 
     @property
@@ -179,9 +179,9 @@ class ConvergenceSettings(Configuration):
         return next(iter(self.speeds))
 
     def grid(self, method: str) -> tuple[float, ...]:
-        """The learning rates that a method may choose from."""
+        """The learning rates to choose from for a method."""
         return self.methods[method].rates or self.rates
 
     def seeds_of(self, method: str) -> int:
-        """How many trainings a method has under each speed."""
+        """The number of trainings of a method under each speed."""
         return min(self.seeds, self.methods[method].seeds or self.seeds)

@@ -1,4 +1,4 @@
-"""What is learned: two small real tasks whose data ship with the package's own dependencies and with Python."""
+"""Two small real tasks whose data come with the package's dependencies and with Python."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HELD_OUT = 0.2
 
 
 class Task(Record):
-    """A classification task: a model, samples, and accuracy on those held out.
+    """A classification task: a model, samples, and accuracy on held-out samples.
 
     Attributes:
         batch: samples in a batch of one rank.
@@ -28,7 +28,7 @@ class Task(Record):
 
     @abstractmethod
     def module(self) -> nn.Module:
-        """A new module that maps inputs to logits; its weights come from torch's generator."""
+        """A new module that maps inputs to logits, with weights from torch's global generator."""
 
     @abstractmethod
     def samples(self) -> tuple[Tensor, Tensor]:
@@ -41,7 +41,7 @@ class Task(Record):
         return inputs[:kept], labels[:kept]
 
     def accuracy(self, module: nn.Module) -> float:
-        """Share of the held-out samples that ``module`` gets right, in percent."""
+        """Accuracy of ``module`` on the held-out samples, in percent."""
         inputs, labels = self.samples()
         kept = len(inputs) - int(HELD_OUT * len(inputs))
         with torch.no_grad():
@@ -70,12 +70,12 @@ class DigitsTask(Task):
 
 
 class CharactersTask(Task):
-    """The next character of Python's own reference text, from those before it (Bengio et al., 2003).
+    """Predicts the next character of Python's own reference text from the previous ones (Bengio et al., 2003).
 
     Attributes:
-        context: characters that the model sees.
-        width: features of a character.
-        hidden: features of the hidden layer.
+        context: number of previous characters that the model sees.
+        width: number of features of a character.
+        hidden: number of features of the hidden layer.
     """
 
     kind: Literal["characters"]
@@ -100,7 +100,7 @@ AnyTask = Annotated[DigitsTask | CharactersTask, Field(discriminator="kind")]
 
 _ALPHABET = "\n !\"#'()*+,-./0123456789:;<=>[]_`abcdefghijklmnopqrstuvwxyz"
 _TEXT = 60_000
-"""Characters of the text that are used, its last part for validation."""
+"""Number of characters of the text that are used."""
 
 
 def loss(module: nn.Module, inputs: Tensor, labels: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
-"""Inside a worker: one training by one method.
+"""Inside a worker: one training with one method.
 
-The metric over time is found after the training. Evaluating during training would slow the rank that does it, and the
+The metric over time is evaluated after the training. Evaluation during training would slow down a rank, and the
 replicas of relaxed methods differ. So each rank keeps copies of its parameters with their times, and the average over
-ranks is evaluated in the end.
+ranks is evaluated at the end.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class ParameterHistory:
     """Copies of one rank's parameters over time.
 
     Args:
-        module: whose parameters are kept; some ten thousand elements, so that a copy takes microseconds.
+        module: module whose parameters are copied. A copy takes microseconds for some ten thousand elements.
         interval: minimum seconds between copies.
     """
 
@@ -49,19 +49,19 @@ class ParameterHistory:
         self._keep(0.0)
 
     def look(self) -> None:
-        """Call it after a step: keeps a copy if the interval is over."""
+        """Keep a copy if the interval is over; call this after each step."""
         now = time.perf_counter() - self._begin
         if now >= self._times[-1] + self._interval:
             self._keep(now)
 
     def end(self) -> float:
-        """Keep the last copy; seconds since `begin`."""
+        """Keep the last copy; returns the seconds since `begin`."""
         now = time.perf_counter() - self._begin
         self._keep(now)
         return now
 
     def averages(self, moments: Sequence[float]) -> Tensor:
-        """The mean over ranks of each rank's latest copy at every moment: [moments, parameters]; collective."""
+        """[moments, parameters] mean over ranks of each rank's latest copy at every moment; collective."""
         places = torch.searchsorted(torch.tensor(self._times), torch.tensor(moments), right=True) - 1
         found = torch.stack([self._copies[place] for place in places.tolist()])
         dist.all_reduce(found)
@@ -73,7 +73,7 @@ class ParameterHistory:
 
 
 def judge(module: nn.Module, vectors: Tensor, metric: Callable[[nn.Module], float]) -> list[float]:
-    """The metric of ``module`` with each of the parameter vectors; the module keeps the last."""
+    """The metric of ``module`` with each of the parameter ``vectors``; the module keeps the last vector."""
     scores = []
     for vector in vectors:
         vector_to_parameters(vector, module.parameters())
@@ -90,16 +90,17 @@ _LAST = "last"
 
 
 class TrainingEnd:
-    """Decides on one rank when its training ends; ask it before each step.
+    """Decides on one rank when its training ends; consulted before each step.
 
-    Rank 0 announces its current step as the last one. With synchronous methods the other ranks take that step too,
-    since no rank can finish it without rank 0. With others they stop as soon as they read the announcement.
+    Rank 0 announces its current step as the last. With synchronous methods the other ranks make that step too: none can
+    be further, since no rank can finish the step without rank 0. With other methods they stop as soon as they read the
+    announcement.
 
     Args:
-        store: for this training only.
-        rank: of this process.
-        synchronous: whether all ranks must take equally many steps.
-        steps: number of steps of each rank; None leaves the end to rank 0.
+        store: store for this training only.
+        rank: rank of this process.
+        synchronous: whether all ranks must make the same number of steps.
+        steps: number of steps of each rank; None lets rank 0 decide.
     """
 
     def __init__(self, store: dist.Store, rank: int, synchronous: bool, steps: int | None) -> None:
@@ -107,13 +108,13 @@ class TrainingEnd:
         self._last: int | None = None
 
     def announce(self, step: int) -> None:
-        """Make a step (from 0) the last one; rank 0 calls it before that step."""
+        """Make ``step`` (counted from 0) the last; rank 0 calls this before that step."""
         if self._last is None:
             self._last = step
             self._store.set(_LAST, str(step))
 
     def reached(self, step: int) -> bool:
-        """Whether the training is over before step ``step`` (from 0)."""
+        """Whether the training is over before ``step`` (counted from 0)."""
         if self._steps is not None:
             return step >= self._steps
         if self._rank != 0 and self._last is None and self._store.check([_LAST]):
@@ -131,12 +132,12 @@ class TrainingBudget:
     """How long to train, and how fast.
 
     Attributes:
-        pace: seconds that a step's computation is made to last; None does not slow it.
-        steps: of each worker; None trains until ``limit`` or ``target``.
-        limit: seconds.
-        target: metric at which a training without fixed steps may end, in percent.
-        patience: evaluations in a row in which rank 0's own model must reach the target.
-        interval: seconds between evaluations.
+        pace: seconds of a step's computation, reached by sleeping; None does not sleep.
+        steps: number of steps of each worker; None trains until ``limit`` or ``target``.
+        limit: maximum seconds.
+        target: metric, in percent, at which a training without fixed steps may end.
+        patience: number of consecutive evaluations in which rank 0's own model must reach the target.
+        interval: minimum seconds between evaluations.
     """
 
     pace: float | None
@@ -164,9 +165,9 @@ def train(
     """Train once.
 
     Args:
-        straggler: which ranks are slow; their pauses are drawn with ``seed`` too.
-        seed: of the initial weights, and with the rank of the mini-batches.
-        key: unique in the life of the process group.
+        straggler: which ranks are slow; ``seed`` also draws their pauses.
+        seed: seed of the initial weights and, together with the rank, of the mini-batches.
+        key: unique key in the life of the process group.
     """
     made = _TASK.validate_python(task)
     torch.manual_seed(seed)
@@ -206,13 +207,13 @@ def _run_or_abandon(method: SyncMethod, training: _Training) -> dict[str, Any]:
     try:
         return training.run()
     except BaseException:
-        # The other ranks may be anywhere in their training, so nothing may wait for them.
+        # The other ranks may be anywhere in their training, so waiting for them could hang.
         method.abandon()
         raise
 
 
 class _Training:
-    """The loop of one rank."""
+    """The training loop of one rank."""
 
     def __init__(
         self,
@@ -228,6 +229,7 @@ class _Training:
         self._rank = dist.get_rank()
         self._end = TrainingEnd(store, self._rank, method.synchronous, budget.steps)
         self._inputs, self._labels = task.training()
+        # A factor above any number of ranks, so that no two pairs of seed and rank draw the same mini-batches.
         self._generator = torch.Generator().manual_seed(1_000_003 * seed + self._rank)
         self._passed = 0
         self._next_evaluation = 0.0
@@ -260,7 +262,7 @@ class _Training:
         }
 
     def common_moments(self) -> list[float]:
-        """Times at which to judge the average, from 0 to when the last rank ended; the same on all ranks."""
+        """Times at which to evaluate the average, from 0 to the end of the last rank; collective."""
         longest = torch.tensor(self._seconds, dtype=torch.float64)
         dist.all_reduce(longest, dist.ReduceOp.MAX)
         looks = int(float(longest) / self._budget.interval)
@@ -275,7 +277,7 @@ class _Training:
         self._method.optimizer.zero_grad()
         chosen = torch.randint(len(self._inputs), (self._task.batch,), generator=self._generator)
         value = loss(self._method.forward, self._inputs[chosen], self._labels[chosen])
-        # With paced computation the evaluation takes no time of its own: it happens within the step's pause.
+        # With paced computation the evaluation costs no extra time: it happens within the step's pause.
         if self._rank == 0 and self._budget.limit is not None:
             self._evaluate(number)
         if self._budget.pace is not None:
@@ -283,13 +285,13 @@ class _Training:
         computed = time.perf_counter()
         value.backward()
         if not self._method.synchronous:
-            computed = time.perf_counter()  # this backward pass exchanged nothing
+            computed = time.perf_counter()  # backward without exchange counts as computation
         self._method.step(self._task.batch)
         self._exchange += time.perf_counter() - computed
         self.history.look()
 
     def _evaluate(self, step: int) -> None:
-        """On rank 0: announce the end if the time is over or the target is reached."""
+        """On rank 0: announce the end if the time limit or the target is reached."""
         elapsed = time.perf_counter() - self._begin
         assert self._budget.limit is not None
         if elapsed >= self._budget.limit:

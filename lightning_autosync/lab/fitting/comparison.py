@@ -1,4 +1,4 @@
-"""Trains every simulator on every division of the samples, and tests it on what it did not see."""
+"""Trains every simulator on every division of the samples, and tests it on unseen samples."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ from lightning_autosync.run_files import RunFile
 
 @dataclass(frozen=True)
 class SimulatorAccuracy:
-    """Of one simulator on one test part.
+    """The accuracy of one simulator on one test part.
 
     Attributes:
-        ranking: share of the pairs of plans, of one workload on one cluster, in the right order; of equal predictions,
-            half. Pairs that differ by less than the noise of their measurements are left out; between batches, by
-            which a collection measures, that includes the machine's drift.
+        ranking: share of pairs of plans for the same workload and cluster that are predicted in the right order. Equal
+            predictions count half. Pairs whose times differ by less than their measurement noise are left out; for
+            plans of different batches the noise includes the machine's drift.
         left_out: share of the pairs that were left out.
-        tau: Kendall's tau-b, the mean over workloads and clusters, nothing left out.
-        median, p90: of the relative errors of the seconds.
+        tau: Kendall's tau-b over all pairs, the mean over workloads and clusters.
+        median, p90: median and 90th percentile of the relative errors of step times.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = PLAIN
@@ -53,10 +53,10 @@ class SimulatorAccuracy:
 
     @classmethod
     def of(cls, examples: Examples, seconds: NDArray[numpy.float64]) -> SimulatorAccuracy:
-        """Compare predicted ``seconds`` [samples] with the measured ones.
+        """Compare predicted ``seconds`` [samples] with measured seconds.
 
         Raises:
-            DocumentError: no two of the measured times can be told apart.
+            DocumentError: all measured times are equal within noise.
         """
         predicted = numpy.log(seconds)
         right = counted = pairs = 0.0
@@ -92,7 +92,7 @@ METRICS = tuple(field.name for field in fields(SimulatorAccuracy))
 
 
 def summary(runs: list[SimulatorAccuracy]) -> dict[str, Any]:
-    """For each metric every run, their mean and their standard deviation."""
+    """For each metric, its values in all runs, their mean and their standard deviation."""
     columns = {metric: [asdict(run)[metric] for run in runs] for metric in METRICS}
     return {
         metric: {
@@ -109,15 +109,15 @@ FORMAT = "autosync-fit-runs/1"
 
 @dataclass(frozen=True)
 class FitRun:
-    """One simulator on one division.
+    """The result of one simulator on one division.
 
     Attributes:
         split: how samples were divided.
-        division: its number, from 0 on; its networks are of the base seed and so many.
-        simulator: its kind.
+        division: number of the division, counted from 0; the seed of its networks is the base seed plus this number.
+        simulator: kind of the simulator.
         unseen: clusters and families that only the test part has.
-        accuracy: on the test part.
-        seconds: of training.
+        accuracy: accuracy on the test part.
+        seconds: seconds of training and test.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = PLAIN
@@ -131,7 +131,7 @@ class FitRun:
 
     @property
     def key(self) -> tuple[str, int, str]:
-        """Which of the runs it is."""
+        """Split, division and simulator."""
         return self.split, self.division, self.simulator
 
 
@@ -139,12 +139,12 @@ def run_file(path: Path, settings: FitSettings, constants: Constants) -> RunFile
     """The file of a comparison's runs.
 
     Args:
-        path: of the file.
-        settings: of the fit.
-        constants: of the hosts.
+        path: path of the file.
+        settings: settings of the fit.
+        constants: constants of the hosts.
 
     Raises:
-        DocumentError: its runs are of other samples or simulators, or it is something else.
+        DocumentError: its runs are of other samples or simulators, or it is not a file of runs.
     """
     parts = [part.sha256 for folder in settings.dataset for part in load_manifest(Path(folder)).parts]
     common = {
@@ -165,20 +165,21 @@ def compare(
     file: RunFile[FitRun],
     start: LearnedEstimator | None = None,
 ) -> Iterator[FitRun]:
-    """Run after run: all simulators on a division, then the next division; on as many cores as there are.
+    """All runs: all simulators on a division, then the next division; on several cores.
 
-    Runs that are in the file are read, the others added to it.
+    Runs in the file are read, new runs are added to it.
 
     Args:
-        settings: of the fit.
-        samples: that are divided.
-        encoded: what each kind sees of them.
-        constants: of the hosts.
-        file: of runs of the same samples and simulators.
-        start: of its kind, which is trained further in place of an untrained one.
+        settings: settings of the fit.
+        samples: samples to divide.
+        encoded: samples as encoded for each kind of simulator.
+        constants: constants of the hosts.
+        file: file of runs with the same samples and simulators.
+        start: trained simulator that replaces the untrained one of its kind.
 
     Raises:
-        DocumentError: samples cannot be divided so, or no two measured times of a test part can be told apart.
+        DocumentError: samples cannot be divided in this way, or all measured times of a test part are equal within
+            noise.
     """
     numbers = range(settings.seeds) if settings.compare else ()
     divisions = [
@@ -232,7 +233,7 @@ class _Judge:
 
 
 def judge(simulator: Simulator, examples: Examples, split: Split) -> SimulatorAccuracy:
-    """Train a simulator on one part and test it on the other."""
+    """Train a simulator on the training part and test it on the test part."""
     test = examples.part(split.test)
     if not isinstance(simulator, LearnedEstimator):
         return SimulatorAccuracy.of(test, numpy.exp(test.base))
@@ -243,7 +244,7 @@ def judge(simulator: Simulator, examples: Examples, split: Split) -> SimulatorAc
 
 
 def tabulate(runs: Sequence[FitRun]) -> dict[str, dict[str, Any]]:
-    """For each split and simulator the summary of its runs."""
+    """For each split and simulator, the summary of its runs."""
     made: dict[str, dict[str, Any]] = {}
     for run in runs:
         row = made.setdefault(run.split, {})
@@ -263,7 +264,7 @@ _COLUMNS = {"ranking": "ranking accuracy", "tau": "Kendall tau", "median": "medi
 
 
 def tables(comparison: Mapping[str, Mapping[str, Any]]) -> Iterator[Table]:
-    """One table a split, one row a simulator, the best of each column in bold; mean and deviation over divisions."""
+    """One table per split with one row per simulator: mean and deviation over divisions, the best in bold."""
     for split, rows in comparison.items():
         first = next(iter(rows.values()))
         left_out, count = first["left_out"]["mean"], len(first["left_out"]["runs"])

@@ -29,19 +29,19 @@ def spread(
     work: Sequence[Piece],
     processes: int | None = None,
 ) -> Iterator[Made]:
-    """What ``make(*arguments)`` answers to every piece of work, in their order.
+    """Map ``make(*arguments)`` over pieces of work on several processes; results come in the order of ``work``.
 
     Args:
-        make: makes the one who does the work, once in each process.
-        arguments: for it; what all pieces need, sent to each process once.
-        work: the pieces.
-        processes: that share them; None takes one a core. A single one is this process itself.
+        make: makes the function to map, once in each process.
+        arguments: its arguments, which are sent to each process once.
+        work: arguments of the mapped function.
+        processes: number of processes; None means one per core. With a single one, this process does the work.
     """
     count = min(processes or usable_cores(), len(work))
     if count <= 1:
         yield from map(make(*arguments), work)
         return
-    # A fork would copy torch's threads half-way through whatever they do.
+    # A fork copies torch's locks but not its threads, which may hold them. So processes are spawned.
     context = multiprocessing.get_context("spawn")
     others = set(multiprocessing.active_children())
     with ProcessPoolExecutor(count, context, _prepare, (make, arguments)) as pool:
@@ -51,14 +51,17 @@ def spread(
             yield from answers
         except BaseException:
             for process in set(multiprocessing.active_children()) - others:
-                process.terminate()  # an interrupted command does not finish the pieces that were begun
+                process.terminate()  # the pool's shutdown would wait for pieces that have begun
             pool.shutdown(cancel_futures=True)
             raise
 
 
 @contextmanager
 def _without_interrupts() -> Iterator[None]:
-    """Processes started in the block never hear of a Ctrl-C, which is for the one that started them; it does after."""
+    """Block SIGINT, so that child processes that start in the block inherit the mask and never see a Ctrl-C.
+
+    This process receives it after the block, and then ends the children.
+    """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -79,11 +82,14 @@ def _answer(piece: Any) -> Any:
 
 
 _CHUNK = 64
-"""Samples of a piece of work."""
+"""Number of samples in a piece of work."""
 
 
 class _Encoded(NamedTuple):
-    """One sample: for each kind what it sees, and the logarithm of the seconds to which it adds."""
+    """An encoded sample: the replay's prediction, and for each kind of simulator the encoding and its base prediction.
+
+    Predictions are logarithms of seconds. A simulator adds its output to the base.
+    """
 
     replayed: float
     kinds: dict[str, tuple[Any, float]]
@@ -96,15 +102,16 @@ def encode_samples(
     processes: int | None = None,
     progress: Callable[[int], None] = lambda count: None,
 ) -> dict[str, Examples]:
-    """What each kind sees of samples; for ``replay``, whose items are empty, ``base`` is what it says.
+    """Encode samples for each kind of simulator. For ``replay``, items are empty and ``base`` is its prediction.
 
     Args:
         samples: measured plans.
-        constants: costs of the hosts.
-        kinds: names of simulators.
-        processes: that share the work; None takes one a core.
-        progress: told how many more samples are done.
+        constants: constants of the hosts.
+        kinds: kinds of simulators.
+        processes: number of processes; None means one per core.
+        progress: called with the number of further samples that are done.
     """
+    # Sort by workload and cluster, so that the samples of a chunk share cached contexts.
     order = numpy.argsort(number_pairs(samples), kind="stable")
     found: list[Any] = [None] * len(samples)
     chunks = [order[start : start + _CHUNK] for start in range(0, len(order), _CHUNK)]
@@ -124,7 +131,7 @@ def encode_samples(
 
 
 class _Encoder:
-    """Keeps the contexts of what it encoded before."""
+    """Encodes samples and caches the contexts of their workloads and clusters."""
 
     def __init__(self, constants: Constants, kinds: Sequence[str]) -> None:
         self._contexts = Contexts(constants)

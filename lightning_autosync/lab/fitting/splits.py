@@ -1,4 +1,4 @@
-"""What `autosync fit` is told, and how it divides samples for training and tests."""
+"""Settings of `autosync fit`, and how it divides samples into training and test parts."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ class FitSettings(Configuration):
     """One run of ``autosync fit``.
 
     Attributes:
-        dataset: parts of a dataset, or folders of them.
-        simulator: what is fitted to the whole dataset and saved; each of its networks is kept from some samples, by
-            which its epoch is chosen.
-        start: folder of a fitted simulator to train further, by ``simulator.tuning``, in place of an untrained one; its
-            members and sizes are its own. None for none.
-        constants: file of the hosts' constants, from a probe; None takes the defaults on ``cores``.
-        cores: cores that all ranks of a sample shared; None takes those that the dataset names. Only without
+        dataset: parts of a dataset, or folders of parts.
+        simulator: simulator that is fitted to the whole dataset and saved. Each of its networks holds out some samples,
+            by which its epoch is chosen.
+        start: folder of a fitted simulator to train further with ``simulator.tuning`` instead of an untrained one. It
+            keeps its own members and sizes. None starts untrained.
+        constants: file of the hosts' constants, from a probe; None uses the defaults with ``cores``.
+        cores: number of cores that all ranks of a sample shared; None uses the number in the dataset. Only without
             ``constants``.
-        compare: simulators that are judged side by side; none skips it.
-        splits: how samples are divided: ``trial`` keeps plans for the test, ``cluster`` whole clusters, ``model`` whole
-            families of models, ``both`` what is on such a cluster and of such a family.
-        seeds: divisions of each kind, each with networks of its own. Their tests are the blocks of a cross-validation:
-            a plan, cluster or family is tested once before any is tested again (see `divide`).
-        seed: by which plans, clusters and families are shuffled, and of the networks of the first division.
-        processes: that encode samples and train; None takes one a core.
-        runs: file of the comparison's runs, to read and to go on with; None takes ``runs.jsonl`` in the run directory.
+        compare: simulators to compare; empty skips the comparison.
+        splits: what the test part holds out: ``trial`` plans, ``cluster`` whole clusters, ``model`` whole families of
+            models, ``both`` samples whose cluster and family are both unseen.
+        seeds: number of divisions of each kind, each with its own networks. Their test parts are the blocks of a
+            cross-validation: each plan, cluster or family is tested once before any is tested again (see `divide`).
+        seed: seed that shuffles plans, clusters and families, and of the networks of the first division.
+        processes: number of processes that encode samples and train; None means one per core.
+        runs: file of the comparison's runs, to read and to continue; None uses ``runs.jsonl`` in the run directory.
     """
 
     dataset: Annotated[tuple[str, ...], Field(min_length=1)]
@@ -60,7 +60,7 @@ class FitSettings(Configuration):
 
     @property
     def simulators(self) -> dict[str, SimulatorSettings]:
-        """Those that can be compared, by kind: as shipped, but for the one that is fitted."""
+        """Settings of all simulators by kind: shipped settings, except for the simulator that is fitted."""
         return {kind: SimulatorSettings.shipped(kind) for kind in SIMULATORS} | {self.simulator.kind: self.simulator}
 
     @field_validator("dataset", mode="before")
@@ -77,22 +77,22 @@ class FitSettings(Configuration):
 Integers = NDArray[numpy.int64]
 
 BLOCKS = 5
-"""Parts of the plans, or of the clusters or families, of which each division keeps another for the test."""
+"""Number of blocks of plans, clusters or families. Each division tests another block."""
 HELD_OUT = 0.15
-"""Share of the plans, or of the clusters or families, that is kept from each network."""
+"""Share of the plans, clusters or families that each network holds out."""
 _TURNS = 4
-"""Parts of what is trained on of which each network is kept from one."""
+"""Number of held-out parts of the training samples; networks use them in turn."""
 
 
 @dataclass(frozen=True)
 class Split:
-    """Places of samples, ascending.
+    """Ascending indices of samples in each part.
 
     Attributes:
-        train: to learn from.
-        held_out: parts of these; each network of an ensemble is kept from one, by which its epoch is chosen.
-        test: none of them is in ``train``.
-        unseen: names of the clusters and families that only the test has.
+        train: training samples.
+        held_out: subsets of ``train``. Each network of an ensemble holds out one, by which its epoch is chosen.
+        test: test samples, disjoint from ``train``.
+        unseen: names of the clusters and families that only the test part has.
     """
 
     train: Integers
@@ -102,13 +102,13 @@ class Split:
 
 
 def family(sample: Sample) -> str:
-    """The family of a sample's model: ``bert`` of bert_base and bert_large, ``resnet`` of resnet50."""
+    """The family of a sample's model, for example ``bert`` for bert_base and bert_large."""
     found = re.match(r"[a-z]+", sample.workload.name.lower())
     return found[0] if found else sample.workload.name
 
 
 def cluster(sample: Sample) -> str:
-    """The name of a sample's cluster, whatever its rates were scaled by."""
+    """The name of a sample's cluster, which does not depend on the scale of its rates."""
     return sample.cluster.name
 
 
@@ -123,19 +123,18 @@ _NAMES: Mapping[SplitName, tuple[Callable[[Sample], str], ...]] = {
 def divide(samples: Sequence[Sample], how: SplitName, seed: int, number: int = 0) -> Split:
     """One division of a grouped cross-validation.
 
-    Plans, or clusters or families, are shuffled and cut into `BLOCKS` blocks, or one for each name where there are
-    fewer; division after division tests the next block. So none tests what another has tested, until each block had
-    its turn; then they are shuffled anew. With ``both``, a block of clusters meets one of families: each block is
-    tested in its turn, but not each pair of them.
+    Plans, clusters or families are shuffled and cut into `BLOCKS` blocks, or into one per name if there are fewer
+    names. Each division tests the next block. After the last block, they are shuffled anew. With ``both``, the test is
+    the intersection of a block of clusters and a block of families: each block has its turn, but not each pair.
 
     Args:
-        samples: what is divided.
-        how: what the test part has alone.
-        seed: of the shuffling, the same for all divisions that belong together.
-        number: of the division, from 0 on.
+        samples: samples to divide.
+        how: what only the test part has.
+        seed: seed of the shuffling, the same for all divisions of a comparison.
+        number: number of the division, counted from 0.
 
     Raises:
-        DocumentError: there are too few clusters or families to keep some for the test.
+        DocumentError: there are too few clusters or families to hold out some for the test.
     """
     if _NAMES[how]:
         made = _by_names(samples, _NAMES[how], f"{how} {seed}", number)
@@ -145,10 +144,10 @@ def divide(samples: Sequence[Sample], how: SplitName, seed: int, number: int = 0
 
 
 def for_all(samples: Sequence[Sample], seed: int, members: int) -> Split:
-    """No test: samples of all clusters are trained on.
+    """A division without a test part: all samples are for training.
 
-    The networks of an ensemble are kept from some clusters each; a single one, or where there are fewer than three
-    clusters, from some plans of all.
+    Each network of an ensemble holds out some clusters. A single network holds out some plans of all clusters, as do
+    all networks if there are fewer than three clusters.
     """
     names = {cluster(sample) for sample in samples}
     several = members > 1 and len(names) > 2
@@ -157,12 +156,12 @@ def for_all(samples: Sequence[Sample], seed: int, members: int) -> Split:
 
 
 def _by_trial(samples: Sequence[Sample], seed: str, number: int | None = None) -> Split:
-    """Plans of every workload and cluster; what does the same stays together. Without a number, no test."""
+    """Divide by plans. Plans that do the same stay in one part. Without a number there is no test part."""
     shuffles, block = divmod(number or 0, BLOCKS)
     random = Random(f"{seed} {shuffles}")
     drawn: dict[str, float] = {}
     shares = numpy.array([drawn.setdefault(signature(sample.plan), random.random()) for sample in samples])
-    shares = (shares - block / BLOCKS) % 1  # the block comes first
+    shares = (shares - block / BLOCKS) % 1  # rotate, so that the block to test is the interval that starts at 0
     test = 0.0 if number is None else 1 / BLOCKS
     edges = [test + turn * HELD_OUT for turn in range(_TURNS + 1)]
     held_out = [(shares >= low) & (shares < high) for low, high in pairwise(edges)]
@@ -172,7 +171,11 @@ def _by_trial(samples: Sequence[Sample], seed: str, number: int | None = None) -
 def _by_names(
     samples: Sequence[Sample], names: Sequence[Callable[[Sample], str]], seed: str, number: int | None = None
 ) -> Split:
-    """Whole clusters or families. With both, both are unseen in the test, and what has one of them is left out."""
+    """Divide by whole clusters or families.
+
+    With both, the test part has samples whose cluster and family are both unseen. Samples with only one unseen name are
+    in no part.
+    """
     found = [numpy.array([name(sample) for sample in samples]) for name in names]
     kinds = [sorted(set(of.tolist())) for of in found]
     drawn = [_draw(of, name.__name__, seed, number) for of, name in zip(kinds, names, strict=True)]
@@ -188,7 +191,7 @@ def _by_names(
 
 
 def _draw(names: Sequence[str], what: str, seed: str, number: int | None) -> tuple[set[str], list[set[str]]]:
-    """Those for the test, and for each turn those that are held out; the latter come again if there are too few."""
+    """Names for the test, and names to hold out in each turn; the latter repeat if there are too few."""
     if len(names) < 3:
         raise DocumentError(
             f"splits: samples of {len(names)} {what} names are too few to keep some unseen ({', '.join(names)}); at "
@@ -211,7 +214,11 @@ def _places(mask: NDArray[numpy.bool_]) -> Integers:
 
 
 def _checked(split: Split, count: int, tested: bool = True) -> Split:
-    """The split if no part is empty; of parts to hold out those that are something and leave something."""
+    """The split without held-out parts that are empty or all of ``train``.
+
+    Raises:
+        DocumentError: no held-out part remains, or the test part is empty.
+    """
     held_out = tuple(part for part in split.held_out if 0 < len(part) < len(split.train))
     if not held_out or (tested and not len(split.test)):
         raise DocumentError(f"splits: {count} samples are too few to train, to choose and to test on; collect more")

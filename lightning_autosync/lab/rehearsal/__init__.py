@@ -1,1 +1,1 @@
-"""Rehearsals: samplers compared with a replay in place of the wire, whose constants and links they do not know."""
+"""Rehearsals compare samplers on simulated step times, with constants and links that the samplers do not know."""

@@ -1,4 +1,4 @@
-"""Runs of samplers with a budget in a world, and the file that keeps them."""
+"""Runs of samplers in a world with a budget of trials, and the file of runs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from lightning_autosync.search.tuning.settings import SearchSettings
 
 FORMAT = "autosync-rehearsal-runs/3"
 _FREE = frozenset({"pairs", "samplers", "seeds", "source", "runs"})
-"""Settings that say which runs there are, and not what comes out of one; a run's own source is in its line."""
+"""Settings that select runs but do not affect their results. A run's own source is stored with the run."""
 
 Key = tuple[str, str, int]
 """Pair, sampler and seed."""
@@ -39,17 +39,17 @@ Key = tuple[str, str, int]
 
 @dataclass(frozen=True)
 class SamplerRun:
-    """What a sampler did in a world.
+    """The run of a sampler in a world.
 
     Attributes:
-        pair, sampler, seed: what was run.
-        seconds: true seconds of a step of each trial, in order.
-        measured: the same as measured, with noise.
-        origins: how each point came about.
-        best: least seconds of all plans that were priced by the truth in its world until it ended.
-        builder: seconds of the best builder's plan.
-        overhead: seconds that the sampler took for each trial.
-        source: pair whose study it started from; None for none.
+        pair, sampler, seed: key of the run.
+        seconds: true step time of each trial in seconds, in order.
+        measured: the same with measurement noise.
+        origins: origin of each trial's point.
+        best: least true step time of all plans priced in this world by the end of the run.
+        builder: true step time of the best builder's plan.
+        overhead: seconds that the sampler needed for each trial.
+        source: pair whose study the sampler started from; None for none.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = PLAIN
@@ -67,19 +67,19 @@ class SamplerRun:
 
     @property
     def key(self) -> Key:
-        """Which of the runs it is."""
+        """Pair, sampler and seed."""
         return self.pair, self.sampler, self.seed
 
     @cached_property
     def incumbents(self) -> numpy.ndarray[Any, Any]:
-        """True seconds, after each trial, of the plan that was measured to be the fastest until then."""
+        """[trials] true seconds, after each trial, of the plan with the least measured time so far."""
         best = numpy.minimum.accumulate(self.measured)
         holders = [self.measured.index(value) for value in best]
         return numpy.asarray(self.seconds)[holders]
 
     @property
     def proposed(self) -> list[float]:
-        """True seconds of the plans that are no builder's."""
+        """True seconds of the plans that the sampler proposed, without builders' plans."""
         return [value for value, origin in zip(self.seconds, self.origins, strict=True) if origin != BASELINE]
 
     @property
@@ -92,7 +92,7 @@ def run_file(path: Path, settings: RehearsalSettings) -> RunFile[SamplerRun]:
     """The file of a rehearsal's runs.
 
     Raises:
-        DocumentError: its runs were made with other settings, or it is something else.
+        DocumentError: its runs were made with other settings, or it is not a file of runs.
     """
     fixed = settings.model_dump(mode="json", exclude=set(_FREE))
     file = RunFile(path, FORMAT, "a rehearsal", fixed, SamplerRun)
@@ -112,7 +112,7 @@ def _check_trials(run: SamplerRun, path: Path) -> None:
 
 
 def _check_source(run: SamplerRun, settings: RehearsalSettings, path: Path) -> None:
-    """A run of ``transfer`` that is asked for again must have started from where it would now."""
+    """Refuse a requested run of ``transfer`` in the file that started from another source than it would now."""
     if run.sampler != "transfer" or "transfer" not in settings.samplers or run.pair not in settings.pairs:
         return
     wanted = settings.source_of(run.pair)
@@ -123,7 +123,7 @@ def _check_source(run: SamplerRun, settings: RehearsalSettings, path: Path) -> N
 
 
 class Contest:
-    """Runs samplers; worlds and the studies that are transferred from are made once."""
+    """Runs samplers. Worlds and source studies are made once."""
 
     def __init__(self, settings: RehearsalSettings) -> None:
         self._settings = settings
@@ -131,11 +131,11 @@ class Contest:
         self._sources: dict[str, optuna.Study] = {}
 
     def runs(self, path: Path) -> Iterator[tuple[SamplerRun, bool]]:
-        """All runs of the settings and whether they are new; those in the file are read, the others added to it.
+        """All runs of the settings, and whether each is new. Runs in the file are read, new runs are added to it.
 
         Raises:
-            DocumentError: a pair is not known, the runs in the file were made with other settings, it is something
-                else, or another process is adding to it.
+            DocumentError: a pair is unknown, the file has runs with other settings or is not a file of runs, or another
+                process is writing to it.
         """
         self._check_pairs()
         with alone(path):
@@ -148,7 +148,7 @@ class Contest:
                 yield run, is_new
 
     def _check_pairs(self) -> None:
-        """Before the first run, so that nobody waits for a word about the last pair."""
+        """Check all pairs before the first run, so that a wrong last pair is not reported hours later."""
         settings = self._settings
         named = [("pairs", pair) for pair in settings.pairs]
         if "transfer" in settings.samplers and settings.source is not None:
@@ -163,7 +163,7 @@ class Contest:
         return product(self._settings.pairs, self._settings.samplers, range(self._settings.seeds))
 
     def run(self, pair: str, sampler: str, seed: int) -> SamplerRun:
-        """One run."""
+        """Run a sampler on a pair with a seed."""
         world = self._world(pair)
         space = BucketSpace(world.space.workload, world.space.cluster) if sampler == "horovod" else world.space
         study = optuna.create_study(sampler=self._sampler(world, space, sampler, seed))
@@ -209,7 +209,7 @@ class Contest:
         )
 
     def _source(self, pair: str) -> optuna.Study:
-        """The study of another pair, by autosync with a seed of its own."""
+        """The study of another pair, by autosync with a seed that no run uses."""
         if pair not in self._sources:
             world = self._world(pair)
             study = optuna.create_study(sampler=self._sampler(world, world.space, "autosync", 1_000_003))

@@ -1,4 +1,4 @@
-"""What a rehearsal shows, as a table and a picture."""
+"""The results of a rehearsal as a table and a figure."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from lightning_autosync.measure.figures import save_figure
 from lightning_autosync.search.trial_attributes import BASELINE
 
 NEARLY = 0.98
-"""Share of the best known speed that counts as found."""
+"""Share of the best known speed at which a plan counts as nearly the best."""
 _SHOWN = (15, 50)
-"""Trials after which the table shows regrets."""
+"""Numbers of trials after which the table shows regrets."""
 
 
 @dataclass(frozen=True)
 class Standing:
-    """A sampler on a pair, over its runs.
+    """The results of a sampler on a pair over its runs.
 
     Attributes:
-        pair, sampler: what was run.
-        best: seconds of a step of the fastest plan known on the pair, by any run.
-        builder: seconds of the best builder's plan.
-        runs: those of the sampler.
+        pair, sampler: pair and sampler of the runs.
+        best: step time in seconds of the fastest plan known on the pair, from any run.
+        builder: step time in seconds of the best builder's plan.
+        runs: runs of the sampler on the pair.
     """
 
     pair: str
@@ -42,22 +42,22 @@ class Standing:
 
     @property
     def regrets(self) -> numpy.ndarray[Any, Any]:
-        """Share by which the incumbent is slower than the best known, [runs, trials]."""
+        """[runs, trials] relative slowdown of the incumbent compared with the best known plan."""
         return numpy.array([run.incumbents for run in self.runs]) / self.best - 1
 
     @property
     def ratios(self) -> list[float]:
-        """Of each run, the best builder's time over that of the plan found."""
+        """For each run, the speedup of the plan found over the best builder's plan."""
         return [self.builder / float(run.incumbents[-1]) for run in self.runs]
 
     @property
     def trials(self) -> list[int | None]:
-        """Of each run, the trials until nearly the best; None if it was not found."""
+        """For each run, the number of trials until a plan was nearly the best; None if none was."""
         return [_first(run.incumbents <= self.best / NEARLY) for run in self.runs]
 
     @property
     def proposals(self) -> list[int | None]:
-        """The same without the builders' plans."""
+        """The same as `trials`, without builders' plans."""
         counts = []
         for run, trials in zip(self.runs, self.trials, strict=True):
             built = run.origins[:trials].count(BASELINE) if trials is not None else 0
@@ -100,7 +100,7 @@ def standings(runs: Iterable[SamplerRun]) -> list[Standing]:
 
 
 def table(found: Sequence[Standing]) -> Table:
-    """A row for each standing: medians over runs."""
+    """One row per standing, with medians over runs."""
     afters = [f"regret {count}" for count in _SHOWN]
     names = ("pair", "sampler", "runs", "vs builder", "least", *afters, "regret end", "proposals to 98%")
     made = Table(*names, "hit rate", "s/proposal")
@@ -142,11 +142,11 @@ COLOURS = {
     "oracle": "#5d6675",
 }
 _LEAST = 1e-3
-"""Regret below which the logarithmic axis ends."""
+"""Least regret on the logarithmic axis."""
 
 
 def draw(found: Sequence[Standing], path: str | os.PathLike[str]) -> None:
-    """Write the picture; the ending of ``path`` says whether PNG, SVG or PDF."""
+    """Write the figure; the suffix of ``path`` selects PNG, SVG or PDF."""
     pairs = list(dict.fromkeys(one.pair for one in found))
     figure = Figure(figsize=(5 * min(3, len(pairs)), 3.4 * -(-len(pairs) // 3) + 2.4), layout="constrained")
     grid = figure.add_gridspec(-(-len(pairs) // 3) + 1, min(3, len(pairs)))

@@ -1,4 +1,4 @@
-"""What a rehearsal is told: the pairs, the samplers, and how far the hidden truth is from what they know."""
+"""Settings of a rehearsal: the pairs, the samplers, and how far the hidden truth deviates from what samplers know."""
 
 from __future__ import annotations
 
@@ -28,29 +28,30 @@ class RehearsalSettings(Configuration):
 
     Attributes:
         pairs: workloads of the catalogue and clusters, as ``MODEL@CLUSTER``.
-        samplers: ``autosync``; ``transfer``, which is the same with the study of ``source`` to start from and without
-            the builders' plans in front; ``random``, ``tpe``, ``gp`` of Optuna on the same space; ``horovod``, a
-            Gaussian process over the size of buckets; ``oracle``, autosync with the truth for a simulator, which shows
-            what there is to be found.
-        seeds: runs of each sampler on each pair.
-        budget: trials of a run, the builders' plans included.
-        batch: trials that are proposed at once.
+        samplers: samplers to compare. ``transfer`` is ``autosync`` that starts from the study of ``source`` instead of
+            the builders' plans. ``random``, ``tpe`` and ``gp`` are Optuna's on the same space. ``horovod`` is a
+            Gaussian process over the bucket size. ``oracle`` is autosync with the truth as its simulator, and shows
+            what can be found.
+        seeds: number of runs of each sampler on each pair.
+        budget: number of trials of a run, builders' plans included.
+        batch: number of trials that are proposed at once.
         noise: standard deviation of the logarithm of a measured time.
-        misjudged: of the logarithm of each of the hosts' constants, true over known; the hosts are those of all pairs.
-        links: of the logarithm of each link's rate, true over known.
-        quirk: of the logarithm of a plan's time, by what no constant explains.
-        truth: seed of these errors; they are the same for all runs on a pair.
-        detail: of the true replay; ``fluid`` is tens of times faster than the replay that the sampler asks, and differs
-            from it by some per cent a plan.
-        bound: seconds that the least synchronization of a workload takes.
-        compute: forward and backward in units of ``bound``.
-        fastest_link: bytes/s to which faster clusters are slowed down.
-        cores: that all ranks share.
-        source: pair whose study ``transfer`` starts from, none of ``pairs``; None takes the pair before in ``pairs``.
-        source_budget: trials of that study.
-        options: sizes that `AutoSyncSampler` takes as arguments, such as ``population``.
-        runs: file of finished runs, one a line, to read and to go on with; it must be of the same settings but for
-            ``pairs``, ``samplers`` and ``seeds``. None starts one in the run directory.
+        misjudged: standard deviation of the logarithm of true over known for each host constant. All pairs have the
+            same hosts.
+        links: standard deviation of the logarithm of true over known for each link's rate.
+        quirk: standard deviation of the logarithm of a plan's time that no constant explains.
+        truth: seed of these deviations, which are the same for all runs on a pair.
+        detail: detail of the true replay. ``fluid`` is tens of times faster than the replay that the sampler uses, and
+            differs from it by some percent per plan.
+        bound: seconds of the fastest possible synchronization of a workload.
+        compute: seconds of forward and backward, in units of ``bound``.
+        fastest_link: bytes/s of the fastest link, to which faster clusters are slowed down.
+        cores: number of cores that all ranks share.
+        source: pair whose study ``transfer`` starts from, none of ``pairs``; None uses the previous pair in ``pairs``.
+        source_budget: number of trials of that study.
+        options: sizes that `AutoSyncSampler` accepts as arguments, such as ``population``.
+        runs: file of finished runs, one per line, to read and to continue. Its settings must be the same except for
+            ``pairs``, ``samplers`` and ``seeds``. None starts a file in the run directory.
     """
 
     pairs: Annotated[tuple[str, ...], Field(min_length=1)] = PAIRS
@@ -91,7 +92,7 @@ class RehearsalSettings(Configuration):
 
     @property
     def _transfers(self) -> bool:
-        """Whether any run would start from a source, if it were of ``transfer``."""
+        """Whether the settings name a source or the sampler ``transfer``."""
         return self.source is not None or "transfer" in self.samplers
 
     def source_of(self, pair: str) -> str:

@@ -1,4 +1,4 @@
-"""A world: a workload and a cluster as they are known, and the truth, which is another."""
+"""A world: a workload and a cluster as samplers know them, and a hidden truth that differs."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ _COSTS = (
 
 
 class World:
-    """Measures plans by the true replay.
+    """Measures plans with a replay of the hidden truth.
 
     Args:
         pair: ``MODEL@CLUSTER``.
-        settings: sizes, and how far the truth is from what is known.
+        settings: sizes, and how far the truth deviates from what is known.
 
     Attributes:
-        space: of plans, on the cluster as it is known.
-        known: constants as they are known.
-        hidden, links: constants and the cluster as they are.
+        space: space of plans on the known cluster.
+        known: known constants.
+        hidden, links: true constants and true cluster.
     """
 
     def __init__(self, pair: str, settings: RehearsalSettings) -> None:
@@ -60,17 +60,17 @@ class World:
         self._quirk = settings.quirk
         self._detail = settings.detail
         self._secret = f"{settings.truth} {pair}"
-        # All pairs run on the same hosts, and all on a cluster have its links: what was learned of them serves others.
+        # The seeds let all pairs share hosts, and all pairs on a cluster share links, so that knowledge can transfer.
         self.hidden = _misjudge(self.known, Random(f"{settings.truth}"), settings.misjudged)
         self.links = _other_links(cluster, Random(f"{settings.truth} {cluster.name}"), settings.links)
         self._replay = Replay(workload, self.links, self.hidden)
         self._seconds: dict[str, float] = {}
 
     def seconds(self, plan: SyncPlan) -> float:
-        """The true seconds of a step."""
+        """True seconds of a step."""
         name = signature(plan)
         if name not in self._seconds:
-            # Trees and shares follow the links as they are known; only what a step takes follows the true ones.
+            # Plans are compiled for the known cluster, as in reality. Only the step time follows the true links.
             schedule = compile_plan(plan, self.space.workload, self.space.cluster)
             quirk = math.exp(Random(f"{self._secret} {name}").gauss(0.0, self._quirk))
             self._seconds[name] = self._replay.predict(schedule, self._detail).step_time * quirk
@@ -78,11 +78,11 @@ class World:
 
     @property
     def best(self) -> float:
-        """The least seconds that any plan measured here takes."""
+        """Least true seconds of the plans measured so far."""
         return min(self._seconds.values())
 
     def best_builder(self) -> float:
-        """Seconds of the fastest builder's plan."""
+        """True seconds of the fastest builder's plan."""
         return min(self.seconds(self.space.plan(point)) for point in self.space.baselines())
 
 
@@ -94,26 +94,26 @@ class Oracle:
         self.constants = world.known
 
     def estimate(self, workload: Workload, cluster: ClusterSpec, plans: Sequence[SyncPlan]) -> Estimate:
-        """The truth, for the world's own workload and cluster."""
+        """True seconds of plans; only for the world's own workload and cluster."""
         seconds = numpy.array([self._world.seconds(plan) for plan in plans])
         return Estimate(seconds, numpy.zeros(len(plans)))
 
     def fit(self, samples: Sequence[Any]) -> None:
-        """Nothing is left to learn."""
+        """Does nothing: an oracle need not learn."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Oracle:
-        """Itself: it does not change, and its world is large."""
+        """Returns itself: the oracle never changes, and its world is large."""
         return self
 
 
 def _misjudge(constants: Constants, random: Random, deviation: float) -> Constants:
-    """Constants, each off by a factor of its own."""
+    """The constants, each multiplied by a random factor."""
     changes = {name: getattr(constants, name) * math.exp(random.gauss(0.0, deviation)) for name in _COSTS}
     return constants.model_copy(update=changes)
 
 
 def _other_links(cluster: ClusterSpec, random: Random, deviation: float) -> ClusterSpec:
-    """The cluster with rates that are each off by a factor of its own, each direction by the same."""
+    """The cluster with the rates of each link multiplied by a random factor, the same in both directions."""
     data = cluster.to_dict()
     links = []
     for link in data.get("links", []):

@@ -1,4 +1,4 @@
-"""How far predictions are from measurements, and whether they put plans in the right order."""
+"""Errors of predictions, and whether predictions rank plans in the right order."""
 
 from __future__ import annotations
 
@@ -15,16 +15,20 @@ from lightning_autosync.lab.validation.cases import Case
 from lightning_autosync.learned.training import told_apart
 
 RANKED = 0.8
-"""Kendall's tau that the plans for one workload on one cluster shall have."""
+"""Kendall's tau that predictions for one workload on one cluster should reach."""
 _LEAST_RANKED = 3
-"""Cases of a pair from which on their order says anything."""
+"""Least number of cases of a pair for which their order is judged."""
 
 
 @dataclass(frozen=True)
 class Priced:
-    """A case with its two times, seconds a step, and the cores that others kept busy meanwhile.
+    """A case with its measured and its predicted step time.
 
-    ``noise`` is the standard error of the measured time over it.
+    Attributes:
+        case: the case.
+        measured, predicted: seconds of a step.
+        foreign_cores: number of cores that other processes kept busy during the measurement; None if unknown.
+        noise: standard error of the measured time, relative to it.
     """
 
     case: Case
@@ -35,11 +39,11 @@ class Priced:
 
     @property
     def error(self) -> float:
-        """Predicted over measured, less 1."""
+        """Relative error of the prediction; positive if it is too long."""
         return self.predicted / self.measured - 1
 
     def to_dict(self) -> dict[str, Any]:
-        """The case in plain data, its documents by fingerprint."""
+        """The case and its times as plain data."""
         case = self.case
         return {
             "key": case.key,
@@ -57,12 +61,12 @@ class Priced:
 
 @dataclass(frozen=True)
 class Order:
-    """Of the plans for one workload on one cluster; see `ReplayAccuracy`.
+    """How well the plans for one workload on one cluster are ranked.
 
     Attributes:
-        tau, tau_apart: as there.
-        twos: how many two plans there are.
-        apart: of these, that are told apart.
+        tau, tau_apart: as in `ReplayAccuracy`.
+        twos: number of pairs of plans.
+        apart: number of these whose times differ by more than noise.
     """
 
     tau: float
@@ -77,7 +81,7 @@ class Order:
             numpy.array([getattr(one, field) for one in ranked]) for field in ("measured", "predicted", "noise")
         )
         upper = numpy.triu_indices(len(ranked), 1)
-        # No reference is measured beside the cases, so nothing is known of a drift between them.
+        # No reference is measured beside the cases, so drift between them is unknown and taken as none.
         steady, together = numpy.zeros(len(ranked)), numpy.zeros(len(ranked), dtype=numpy.int64)
         apart = told_apart(numpy.log(measured), noise, steady, together)[upper]
         signs = [numpy.sign(times[upper[0]] - times[upper[1]])[apart] for times in (measured, predicted)]
@@ -91,18 +95,18 @@ class Order:
 
 @dataclass(frozen=True)
 class ReplayAccuracy:
-    """Of a set of cases.
+    """The accuracy of predictions for a set of cases.
 
     Attributes:
-        cases: how many.
-        median: of the relative errors, without sign.
-        p90: the same, not exceeded by nine of ten cases.
-        bias: median of the relative errors with their sign; above 0 predictions are too long.
-        tau: Kendall's tau-b of measured and predicted times of one workload on one cluster, the mean over those with
-            at least three plans; None without.
-        tau_apart: the same over those two plans of which the times differ by more than the noise of their measurements,
-            nothing else having an order to predict; None where there are none.
-        within_noise: share of any two plans that it leaves out; None without two.
+        cases: number of cases.
+        median: median of the absolute relative errors.
+        p90: 90th percentile of the absolute relative errors.
+        bias: median of the signed relative errors; positive if predictions are too long.
+        tau: Kendall's tau-b of measured and predicted times, the mean over workloads and clusters with at least three
+            plans; None if there are none.
+        tau_apart: the same over pairs of plans whose times differ by more than their measurement noise, since others
+            have no order to predict; None if there are none.
+        within_noise: share of pairs of plans that ``tau_apart`` leaves out; None without pairs.
     """
 
     cases: int
@@ -143,7 +147,7 @@ def by(priced: Iterable[Priced], what: Callable[[Priced], str]) -> dict[str, Rep
 
 
 def _pairs(priced: Sequence[Priced]) -> list[list[Priced]]:
-    """The cases of each workload on each cluster, where they are enough to have an order."""
+    """The cases of each workload on each cluster with enough cases to judge their order."""
     pairs: dict[str, list[Priced]] = defaultdict(list)
     for one in priced:
         pairs[one.case.pair].append(one)
@@ -156,6 +160,6 @@ def _mean(taus: Sequence[float | None]) -> float | None:
 
 
 def kendall_tau(measured: Sequence[float], predicted: Sequence[float]) -> float:
-    """Kendall's tau-b; 0 where one side does not tell the plans apart."""
+    """Kendall's tau-b; 0 if all times on one side are equal."""
     tau = float(kendalltau(measured, predicted).statistic)
     return 0.0 if numpy.isnan(tau) else tau

@@ -1,4 +1,4 @@
-"""Cases: which plan, for which workload, on which cluster; drawn from a seed."""
+"""Cases of a validation: plans for workloads on clusters, drawn from a seed."""
 
 from __future__ import annotations
 
@@ -36,23 +36,23 @@ BUILDERS = (
     "random_axis_partitioned_all_reduce",
     "uneven_partitioned_ps",
 )
-"""Builders of exact plans for any cluster; named here, so that a seed keeps its meaning when builders are added."""
+"""Builders of exact plans for any cluster. The list is fixed, so that new builders do not change a seed's cases."""
 _SMALLEST_BUCKET = 64 * 1024
 
 
 def draw_buckets(random: Random, workload: Workload, cluster: ClusterSpec) -> SyncPlan:
-    """DDP's way: native all-reduces of buckets of a random size."""
+    """DDP's method: native all-reduces of buckets of a random size."""
     return builders.all_reduce(workload, cluster, **_arguments(builders.all_reduce, random, workload, cluster, False))
 
 
 def draw_built(random: Random, workload: Workload, cluster: ClusterSpec, builder: str) -> SyncPlan:
-    """The plan of a builder, each of its arguments drawn."""
+    """The plan of a builder with random arguments."""
     function = builders.find(builder)
     return function(workload, cluster, **_arguments(function, random, workload, cluster, builder != "packed_trees"))
 
 
 def draw_free(random: Random, workload: Workload, cluster: ClusterSpec) -> SyncPlan:
-    """An exact plan in which every aspect of every message is drawn by itself."""
+    """An exact plan in which every aspect of every message is drawn independently."""
     pending = [workload.variable(name) for name in workload.ready_order]
     limit = _bucket_bytes(random, workload)
     groups: list[Group] = []
@@ -89,7 +89,7 @@ def _draw_group(random: Random, name: str, members: list[Variable], ranks: int) 
 
 
 def _draw_tree(random: Random, ranks: int) -> WeightedTree:
-    """Each rank but the first of a random order hangs on one before it."""
+    """A random tree: ranks in random order, each a child of a random earlier rank."""
     order = random.sample(range(ranks), ranks)
     parents = [-1] * ranks
     for place in range(1, ranks):
@@ -98,14 +98,14 @@ def _draw_tree(random: Random, ranks: int) -> WeightedTree:
 
 
 def _bucket_bytes(random: Random, workload: Workload) -> int:
-    """Between a twentieth of the model and all of it, evenly in the logarithm."""
+    """A log-uniform number of bytes between a twentieth of the model and the whole model."""
     return max(_SMALLEST_BUCKET, int(workload.bytes * 20 ** -random.random()))
 
 
 def _arguments(
     builder: Callable[..., SyncPlan], random: Random, workload: Workload, cluster: ClusterSpec, topologies: bool
 ) -> dict[str, Any]:
-    """A value for each argument that the builder takes and a draw makes sense for."""
+    """Random values for those parameters of the builder that can be drawn."""
     ranks = cluster.world_size
     draws: dict[str, Callable[[], Any]] = {
         "bucket_bytes": lambda: _bucket_bytes(random, workload),
@@ -121,20 +121,20 @@ def _arguments(
 
 
 _ARGUMENTS: dict[str, dict[str, Any]] = {"ncf": {"batch_size": 1024, "users": 8000, "items": 2000}}
-"""Of the catalogue's models: a recommender's step touches a good part of tables that a worker can hold."""
+"""Arguments of the catalogue's models. The recommender's tables fit into a worker, and a step touches many rows."""
 _OTHERS = {"batch_size": 8}
 _DRAWS = 200
-"""How often a plan is drawn anew until the cores can carry it."""
+"""Maximum number of draws until the cores can carry a plan."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One step to measure and to price.
+    """One step to measure and to predict.
 
     Attributes:
-        cluster: the machines, as emulated.
-        family: the model of the catalogue.
-        workload: the model, scaled down.
+        cluster: cluster as emulated links show it.
+        family: model of the catalogue.
+        workload: workload of the scaled model.
         kind: how the plan was drawn: ``buckets``, the name of a builder, or ``free``.
         plan: an exact plan.
     """
@@ -147,7 +147,7 @@ class Case:
 
     @property
     def pair(self) -> str:
-        """Cluster and family; the cases of one pair have the same workload too."""
+        """Name of cluster and family. The cases of one pair have the same workload."""
         return f"{self.cluster.name}, {self.family}"
 
     @cached_property
@@ -160,9 +160,9 @@ def draw_cases(settings: ValidationSettings) -> list[Case]:
     """The cases of a seed, cluster by cluster.
 
     Raises:
-        ClusterError: there is no such cluster.
-        WorkloadError: there is no such model.
-        DocumentError: the cores of this machine can carry no plan of a workload.
+        ClusterError: a cluster does not exist.
+        WorkloadError: a model does not exist.
+        DocumentError: no new plan for a workload was found that leaves enough cores free.
     """
     pairs = [(cluster, family) for cluster in settings.clusters for family in settings.families]
     cases: list[Case] = []
@@ -201,9 +201,9 @@ def _draw_carried(
     settings: ValidationSettings,
     drawn: Set[str],
 ) -> tuple[str, SyncPlan]:
-    """A plan that this machine's cores can carry, and how it was drawn: if need be by another builder.
+    """A plan that the cores can carry, and how it was drawn. If a builder's plans do not fit, other builders are tried.
 
-    It is none of those ``drawn`` already, which would be one measurement counted twice.
+    Plans in ``drawn`` are skipped, since their measurement would count twice.
     """
     for _ in range(_DRAWS):
         plan = _draw_plan(random, kind, workload, cluster)
@@ -219,7 +219,7 @@ def _draw_carried(
 
 
 def _kinds(random: Random, count: int) -> list[str]:
-    """Of seven plans one is DDP's, four are of different builders, and two are free."""
+    """Kinds of plans: in every seven one of DDP, four of different builders and two free ones."""
     others = random.sample(BUILDERS, len(BUILDERS))
     kinds = []
     for place in range(count):

@@ -1,4 +1,4 @@
-"""Measures cases one after the other on emulated links, and keeps every measurement at once."""
+"""Measures cases one after the other on emulated links, and saves every measurement immediately."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class CaseMeasurement:
-    """What a case took.
+    """The measurement of a case.
 
     Attributes:
-        key: that of the case.
+        key: key of the case.
         steps: seconds of each step, by rank.
-        foreign_cores: cores that other processes kept busy meanwhile; None where unknown.
-        scheduling: the kernel's policy for the workers.
-        warm_up: steps before the first that counts.
-        hosts: the hosts' constants of the time as a document; None where they were not probed.
+        foreign_cores: number of cores that other processes kept busy; None if unknown.
+        scheduling: the kernel's scheduling policy for the workers.
+        warm_up: number of steps that were not counted.
+        hosts: constants of the hosts, probed around that time, as a document; None if not probed.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = PLAIN
@@ -52,20 +52,20 @@ class CaseMeasurement:
 
     @property
     def seconds(self) -> float:
-        """Seconds of a step, as of `step_time`."""
+        """Seconds of a step, as by `step_time`."""
         return step_time(self.steps)
 
     @property
     def noise(self) -> float:
-        """Standard error of `seconds` over `seconds`, from how much the steps of that rank differ."""
+        """Standard error of `seconds`, relative to it, from the spread of the slowest rank's steps."""
         return step_noise(slowest_rank(self.steps))
 
 
 def load_measurements(path: Path) -> dict[str, CaseMeasurement]:
-    """The measurements in a file, by key; none if there is no file. A last line cut off by an interruption is left out.
+    """The measurements in a file by key; empty if there is no file. A last line that was cut off is skipped.
 
     Raises:
-        DocumentError: a line is something else.
+        DocumentError: a line is not a measurement.
     """
     found: dict[str, CaseMeasurement] = {}
     for where, line in whole_lines(path):
@@ -78,15 +78,15 @@ def load_measurements(path: Path) -> dict[str, CaseMeasurement]:
 
 
 def measure_cases(cases: Iterable[Case], settings: ValidationSettings, path: Path) -> dict[str, CaseMeasurement]:
-    """Measure the cases that ``path`` does not have yet; returns all by key.
+    """Measure the cases that the file at ``path`` lacks; returns all measurements by key.
 
     Args:
-        cases: of one cluster after the other.
+        cases: cases, sorted by cluster.
         settings: how to measure.
-        path: file to which every measurement is added as soon as it is there.
+        path: file to which every measurement is appended immediately.
 
     Raises:
-        DocumentError: the file holds something else, or what was measured in another way.
+        DocumentError: the file has other contents, or measurements with other settings.
         LaunchError: links cannot be emulated here.
         WorkerError: a worker failed.
     """
@@ -124,7 +124,7 @@ def _measure(case: Case, session: MeasurementSession, settings: ValidationSettin
         cluster=case.cluster.to_dict(),
         plans=[case.plan.to_dict()],
         budget=asdict(StepBudget(settings.warm_up, settings.seconds, _MIN_STEPS, _MAX_STEPS)),
-        timeout=settings.timeout / 2,  # so that ranks can say what they waited for
+        timeout=settings.timeout / 2,  # less than for the call, so that ranks can report what they await
     )
     foreign = None if load is None else load.foreign_cores()
     return CaseMeasurement(case.key, [plans[0] for plans in by_rank], foreign, settings.scheduling, settings.warm_up)

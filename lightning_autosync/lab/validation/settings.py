@@ -1,4 +1,4 @@
-"""Settings of a validation: how many cases to draw, of which clusters and models, and how long to measure each."""
+"""Settings of a validation: the number of cases, their clusters and models, and how long to measure each."""
 
 from __future__ import annotations
 
@@ -27,24 +27,25 @@ class ValidationSettings(Configuration):
     """One validation run.
 
     Attributes:
-        seed: of the draw; the same seed draws the same cases.
-        cases: how many cases there are, dealt evenly to all pairs of a cluster and a family.
-        clusters: names of shipped clusters or paths.
+        seed: seed of the draw; the same seed draws the same cases.
+        cases: number of cases, spread evenly over all pairs of a cluster and a family.
+        clusters: names of shipped clusters, or paths.
         families: models of the catalogue, scaled down.
-        fastest_link: bytes/s to which a cluster is slowed down, all of its links alike, if one of them is faster.
-        bound: seconds, least and most, that the least synchronization of a drawn workload takes.
-        most_cores: share of a step, by the replay with its default constants, in which the shared cores may be busy for
-            synchronization; a plan that asks for more is drawn anew. The ranks of a cluster have cores of their own;
-            here all share a few, and beyond that share a step would tell of their scheduler alone.
-        cores: how many cores that share is of. A number, so that a seed draws the same cases on every machine.
-        warm_up: steps of a case that are not counted.
-        seconds: how long the steps of a case may take together, as predicted; at least three are measured.
-        scheduling: the kernel's policy for the workers.
-        constants: file of the hosts' constants, from a probe; None probes the hosts among the measurements, for a
-            machine that has neighbours is not always equally fast.
-        probe_every: cases from one such probe to the next.
-        measurements: file of measurements, one a line, to read and to go on with; None starts one in the run directory.
-        timeout: seconds that one case may take.
+        fastest_link: bytes/s of the fastest link, to which all links of a faster cluster are slowed down in proportion.
+        bound: least and greatest seconds of the fastest synchronization of a drawn workload.
+        most_cores: maximum share of a step in which the shared cores are busy with synchronization, by the replay with
+            default constants. A plan that needs more is drawn again. In a real cluster every node has its own cores.
+            Here all ranks share a few, and above this share a step would depend mainly on the kernel's scheduler.
+        cores: number of shared cores for ``most_cores``. It is fixed, so that a seed draws the same cases on every
+            machine.
+        warm_up: number of steps of a case that are not counted.
+        seconds: approximate seconds of all counted steps of a case; at least three steps are counted.
+        scheduling: the kernel's scheduling policy for the workers.
+        constants: file of the hosts' constants, from a probe. None probes the hosts between measurements, since the
+            speed of a shared machine varies.
+        probe_every: number of cases between two such probes.
+        measurements: file of measurements, one per line, to read and to continue; None starts one in the run directory.
+        timeout: maximum seconds of one case.
     """
 
     seed: Index = 0

@@ -1,4 +1,4 @@
-"""The table and the picture of a bench run."""
+"""The table and the figure of a bench run."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from lightning_autosync.measure.emulation.launch import NOTICEABLE_LATENCY
 from lightning_autosync.measure.figures import save_figure
 
 EXACT = 1e-4
-"""Relative deviation of gradients that the order of floating-point sums explains."""
+"""Largest relative deviation of gradients that the order of floating-point sums explains."""
 
 
 def result_table(result: BenchResult) -> Table:
-    """One row for each contender; the best DDP is bold."""
+    """One row per contender; the best DDP is bold."""
     table = Table(title=title(result))
     table.add_column("contender", no_wrap=True)
     mixed = len(set(result.classes.values())) > 1
@@ -39,7 +39,7 @@ def result_table(result: BenchResult) -> Table:
 
 
 def by_class(result: BenchResult) -> list[str]:
-    """The contenders, those of one class together."""
+    """The contenders, grouped by class."""
     return sorted(result.measurements, key=lambda name: get_args(Exactness).index(result.classes[name]))
 
 
@@ -95,7 +95,7 @@ def _latencies(result: BenchResult) -> list[str]:
 
 
 def _best_of_sparse_ddp(result: BenchResult) -> list[str]:
-    """The best exact plan beside DDP with sparse gradients of embeddings, which is not among the opponents."""
+    """Compares the best exact plan with DDP with sparse gradients of embeddings, which is not among the opponents."""
     contenders = result.settings.all_contenders()
     sparse = [name for name, one in contenders.items() if one.ddp is not None and one.embeddings == "sparse"]
     if result.best_exact is None or not sparse:
@@ -127,7 +127,7 @@ DDP_COLOUR, BEST_COLOUR, PLAN_COLOUR = "#b8bec8", "#5d6675", "#2a7fb8"
 
 
 def draw(result: BenchResult, path: str | os.PathLike[str]) -> None:
-    """Write the picture; the ending of ``path`` says whether PNG, SVG or PDF."""
+    """Write the figure; the suffix of ``path`` selects PNG, SVG or PDF."""
     names = by_class(result)
     figure = Figure(figsize=(8, 1.6 + 0.32 * len(names)), layout="constrained")
     axes = figure.add_subplot()

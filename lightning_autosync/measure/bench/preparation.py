@@ -1,4 +1,4 @@
-"""From settings to what workers set up; errors of contenders show before any worker starts."""
+"""From settings to what workers set up. Wrong contenders are reported before any worker starts."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class Preparation:
     """What is set up in workers.
 
     Attributes:
-        cluster: the machines, scaled and with ranks in order; as emulated links show it, if links are emulated.
-        workload: of the model; gradients of embedding tables are row-sparse.
-        orders: by contender, the arguments of `lightning_autosync.measure.replica_calls.set_up` but for the name.
+        cluster: the machines, scaled and in the chosen rank order; as emulated links show them, if links are emulated.
+        workload: workload of the model, with row-sparse gradients of embedding tables.
+        orders: by contender, the arguments of `lightning_autosync.measure.replica_calls.set_up` without the name.
         classes: exactness of each contender.
-        reasons: why a function chose its plan, by contender, where it says so.
+        reasons: by contender, why a function chose its plan, if it returned a reason.
     """
 
     cluster: ClusterSpec
@@ -42,10 +42,10 @@ class Preparation:
 
 
 def prepare(settings: BenchSettings) -> Preparation:
-    """Make every contender's plan and check that it compiles.
+    """Build every contender's plan and check that it compiles.
 
     Raises:
-        DocumentError: (or a subclass) a contender, the cluster or a plan is wrong; the message names it.
+        DocumentError: a contender, the cluster or a plan is wrong; the message names it.
     """
     cluster = make_cluster(settings)
     if settings.emulated:
@@ -65,7 +65,7 @@ def prepare(settings: BenchSettings) -> Preparation:
 
 
 class ClusterChoice(Protocol):
-    """Settings of a verb that say where its ranks are; see `BenchSettings`."""
+    """The settings of a verb that define its cluster; see `BenchSettings`."""
 
     @property
     def cluster(self) -> dict[str, Any] | None: ...
@@ -106,14 +106,14 @@ def make_cluster(settings: ClusterChoice) -> ClusterSpec:
 
 
 def interleaved(cluster: ClusterSpec) -> ClusterSpec:
-    """The cluster with ranks that alternate between its first and its second half."""
+    """The cluster with ranks that alternate between the first and the second half of its devices."""
     names = [cluster.nodes[node].name for node in cluster.rank_nodes]
     half = (len(names) + 1) // 2
     return cluster.with_rank_order([names[rank // 2 + half * (rank % 2)] for rank in range(len(names))])
 
 
 def _rates(cluster: ClusterSpec) -> Iterator[tuple[float, float]]:
-    """Rates of both directions of every link that has them."""
+    """Rates of both directions of every link with known rates."""
     for link in cluster.links:
         if link.bandwidth is not None and link.reverse_bandwidth is not None:
             yield link.bandwidth, link.reverse_bandwidth
@@ -150,7 +150,7 @@ def _prepared(
 
 
 def _hybrid_plan(path: str, model: Model, cluster: ClusterSpec) -> HybridPlan:
-    """A plan that splits operators, which is checked against the model's module."""
+    """Load a plan that splits operators, and check it against the model's module."""
     plan = HybridPlan.load(path)
     with torch.device("meta"):
         module = model.module()
@@ -171,7 +171,7 @@ def plan_class(plan: SyncPlan | HybridPlan) -> Exactness:
 
 
 def _check_hook(options: DDPOptions, workload: Workload) -> None:
-    """Refuse PowerSGD with several buckets, since it hangs or aborts on gloo then."""
+    """Refuse PowerSGD with several buckets, since these make it hang or abort on gloo."""
     if options.hook != "powersgd":
         return
     needed = math.ceil(workload.bytes / MIB) + 1
@@ -182,7 +182,7 @@ def _check_hook(options: DDPOptions, workload: Workload) -> None:
 def _plan(
     contender: ContenderSettings, workload: Workload, cluster: ClusterSpec, shares_cores: bool
 ) -> tuple[SyncPlan, str]:
-    """The plan and the reason for it, if there is one. Functions with an argument ``shares_cores`` get it."""
+    """The plan and the reason for it (empty if none). Only functions with a parameter ``shares_cores`` get it."""
     if contender.plan is not None:
         return SyncPlan.load(contender.plan), ""
     assert contender.builder is not None
@@ -218,5 +218,5 @@ def _builder(name: str) -> Callable[..., Any]:
 
 
 def _arguments(build: Callable[..., Any]) -> list[str] | None:
-    """Names of the parameters after workload and cluster; None for this package's builders, which check them."""
+    """Names of the parameters after workload and cluster; None for this package's builders, which check themselves."""
     return None if isinstance(build, partial) else list(inspect.signature(build).parameters)[2:]

@@ -21,15 +21,15 @@ FORMAT = "autosync-bench/1"
 
 @dataclass(frozen=True)
 class ContenderMeasurement:
-    """One contender.
+    """The measurement of one contender.
 
     Attributes:
-        rounds: seconds, by round, rank and step.
-        sent: bytes on the wire per step and rank, by round; None where they cannot be counted.
-        foreign_cores: cores that other processes kept busy meanwhile, by round; None where unknown.
-        deviation: relative difference of its first gradients to those of the first DDP contender. It means nothing for
-            hooks that begin with exact steps, so the result document leaves it out for them.
-        periodic: whether its steps differ by design, so that a round's time is their mean and not their median.
+        rounds: seconds by round, rank and step.
+        sent: by round, payload bytes that a rank sent per step; None if they cannot be counted.
+        foreign_cores: by round, number of cores that other processes kept busy; None if unknown.
+        deviation: relative difference of its first gradients from those of the first DDP contender. It is meaningless
+            for hooks that begin with exact steps, so the result document omits it for them.
+        periodic: whether steps differ by design, so that a round's time is their mean and not their median.
     """
 
     rounds: Sequence[Steps]
@@ -40,7 +40,7 @@ class ContenderMeasurement:
 
     @cached_property
     def times(self) -> list[float]:
-        """Seconds a step, by round."""
+        """Seconds of a step, by round."""
         return [step_time(steps_by_rank, mean=self.periodic) for steps_by_rank in self.rounds]
 
     @property
@@ -49,7 +49,7 @@ class ContenderMeasurement:
 
     @property
     def bytes_per_step(self) -> float | None:
-        """Bytes that a rank sent in a step, the median over rounds."""
+        """Payload bytes that a rank sent per step, the median over rounds."""
         return statistics.median(self.sent) if self.sent is not None else None
 
 
@@ -58,11 +58,11 @@ class BenchResult:
     """One bench run.
 
     Attributes:
-        settings: of the run.
-        preparation: cluster, workload and plans as they were used.
-        bound: the least time of a step on emulated links; None where links are not emulated, or computation is real.
-        conditions: versions, load, policies, all of rank 0's machine; names of all machines; how bytes were counted.
-        measurements: by contender, DDP first.
+        settings: settings of the run.
+        preparation: cluster, workload and plans that were used.
+        bound: least time of a step on emulated links; None if links are not emulated or computation is real.
+        conditions: versions, load and policies of rank 0's machine; names of all machines; how bytes were counted.
+        measurements: measurements by contender, DDP first.
     """
 
     settings: BenchSettings
@@ -81,17 +81,17 @@ class BenchResult:
 
     @cached_property
     def best_ddp(self) -> str:
-        """The setting of the DDP sweep that was fastest, each round's times taken relative to their median.
+        """The fastest setting of the DDP sweep.
 
-        So a time of load by other processes does not decide which one it is. Contenders with hooks or sparse embeddings
-        train differently and do not count.
+        Times are relative to the median of their round, so that temporary load by other processes does not decide.
+        Contenders with hooks or sparse embeddings train differently and do not count.
         """
         times = {options.name: self.measurements[options.name].times for options in self.settings.ddp.options()}
         return self._fastest(times)
 
     @property
     def best_exact(self) -> str | None:
-        """The fastest exact plan for the same module (not one with sparse embeddings); None if there is none."""
+        """The fastest exact plan for the same module (so without sparse embeddings); None if there is none."""
         contenders = self.settings.all_contenders()
         plans = [name for name, one in contenders.items() if one.ddp is None and one.embeddings != "sparse"]
         names = [name for name in plans if self.classes[name] == "exact"]
@@ -112,24 +112,24 @@ class BenchResult:
 
     @property
     def foreign_cores(self) -> float | None:
-        """Cores that other processes kept busy, the mean over all turns; None where unknown."""
+        """Number of cores that other processes kept busy, the mean over all turns; None if unknown."""
         found = [measurement.foreign_cores for measurement in self.measurements.values()]
         known = [cores for rounds in found if rounds is not None for cores in rounds]
         return statistics.mean(known) if known else None
 
     @property
     def meets_protocol(self) -> bool:
-        """Whether the run may back a claim: it is long and complete, and other processes did not disturb it."""
+        """Whether the run may back a claim: it is long enough, complete and undisturbed by other processes."""
         whole = all(len(one.rounds) == self.settings.rounds for one in self.measurements.values())
         return self.settings.long_enough and whole and (self.foreign_cores or 0.0) <= BUSY
 
     def ratio(self, name: str, reference: str | None = None) -> Interval:
-        """A contender's time over the reference's (the best DDP's), paired by round; below 1 is faster."""
+        """A contender's time relative to the reference (default: the best DDP), paired by round; below 1 is faster."""
         other = self.measurements[reference or self.best_ddp]
         return paired_ratio(self.measurements[name].times, other.times)
 
     def bound_share(self, name: str) -> float | None:
-        """The bound over the median of an exact contender; None for others, or without a bound."""
+        """The bound relative to the median of an exact contender; None for other contenders or without a bound."""
         if self.bound is None or self.classes[name] != "exact":
             return None
         return self.bound.seconds / self.measurements[name].median
@@ -139,7 +139,7 @@ class BenchResult:
         return options is not None and options.begins_otherwise
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, as plain data."""
+        """The whole result as plain data."""
         return {
             "format": FORMAT,
             "settings": self.settings.model_dump(mode="json"),

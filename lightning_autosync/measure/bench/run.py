@@ -25,13 +25,13 @@ def run_bench(settings: BenchSettings, keep: Callable[[BenchResult], None] | Non
     """Measure every contender.
 
     Args:
-        settings: the run.
-        keep: called after each round but the last with the result so far.
+        settings: settings of the run.
+        keep: receives the result so far after each round except the last.
 
     Raises:
         DocumentError: a contender, the cluster or a plan is wrong.
-        LaunchError: the workers cannot be started in the way asked for.
-        WorkerError: a worker failed; in the turn of a contender a `ContenderError`.
+        LaunchError: the workers cannot be started in the requested way.
+        WorkerError: a worker failed; during a contender's turn, this is a `ContenderError`.
     """
     preparation = prepare(settings)
     with MeasurementSession(preparation.cluster, settings.launch, settings.timeout, settings.scheduling) as session:
@@ -44,16 +44,16 @@ def play(
     session: MeasurementSession,
     keep: Callable[[BenchResult], None] | None = None,
 ) -> BenchResult:
-    """Measure every contender in a session that is open already.
+    """Measure every contender in an open session.
 
     Args:
-        settings: the run.
-        preparation: of these settings.
+        settings: settings of the run.
+        preparation: preparation of these settings.
         session: the workers.
-        keep: as for `run_bench`.
+        keep: as in `run_bench`.
 
     Raises:
-        WorkerError: as for `run_bench`.
+        WorkerError: as in `run_bench`.
     """
     load_before = session.run(conditions.load_average, ranks=[0])[0]
     bench = _Bench(settings, preparation, session)
@@ -78,7 +78,7 @@ def play(
 
 
 class _Bench:
-    """The contenders of one run and what was measured of them so far."""
+    """The contenders of one run and their measurements so far."""
 
     def __init__(self, settings: BenchSettings, preparation: Preparation, session: MeasurementSession) -> None:
         self._settings = settings
@@ -91,10 +91,10 @@ class _Bench:
         self._foreign: dict[str, list[float | None]] = {name: [] for name in preparation.orders}
 
     def set_up(self) -> None:
-        """Make all contenders, check that they compute the same gradients, and warm each up.
+        """Create all contenders, compare their gradients, and warm each up.
 
-        The check comes before any step: later, weights that differ in their last digits may lead to gradients that
-        differ by more, as where a ReLU is on in one replica and off in the other.
+        Gradients are compared before any step. Later, weights that differ in their last digits may lead to larger
+        differences of gradients, for example where a ReLU is active in only one of two replicas.
         """
         _log.info("warming up %d contenders on %d ranks", len(self._contenders), self._session.pool.world_size)
         for contender in self._contenders:
@@ -109,7 +109,7 @@ class _Bench:
             self._session.measure(contender, self._settings.warm_up)
 
     def play_rounds(self) -> Iterator[int]:
-        """One turn for each contender and round; yields the number of rounds after each."""
+        """Give each contender one turn per round; yields the number of completed rounds after each round."""
         rounds = islice(alternating_rounds(lambda: self._contenders), self._settings.rounds)
         for number, turns in enumerate(rounds, start=1):
             for contender in turns:
@@ -119,7 +119,7 @@ class _Bench:
             yield number
 
     def measurements(self) -> dict[str, ContenderMeasurement]:
-        """What was measured so far."""
+        """The measurements so far."""
         return {
             name: ContenderMeasurement(
                 rounds=rounds,
@@ -139,7 +139,7 @@ class _Bench:
         self._sent[contender.name].append(self._per_step(before, self._bytes_sent()))
 
     def _bytes_sent(self) -> int | None:
-        """Bytes that all ranks together sent."""
+        """Total payload bytes that all ranks have sent; None if one cannot count."""
         counts = self._session.run(tcp_info.bytes_sent)
         return None if None in counts else sum(counts)
 
@@ -151,7 +151,7 @@ class _Bench:
 
 @contextmanager
 def _turn_of(contender: Contender) -> Iterator[None]:
-    """Errors within the block are the contender's, also of calls that are not about it."""
+    """Attribute worker errors within the block to the contender, including errors of calls that do not name it."""
     try:
         yield
     except ContenderError:

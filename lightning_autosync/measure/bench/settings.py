@@ -15,7 +15,7 @@ from lightning_autosync.measure.models.recipes import AnyModel, Embeddings
 BucketCap = Annotated[PositiveFloat | Literal["default"], Field(union_mode="left_to_right")]
 Hook = Literal["fp16", "bf16", "powersgd", "post_local_sgd"]
 Exactness = Literal["exact", "low precision", "relaxed or lossy"]
-"""Contenders of different exactness are not compared, since they do not compute the same."""
+"""Contenders of different exactness are not compared, since they compute different gradients."""
 
 HOOK_CLASSES: dict[Hook, Exactness] = {
     "fp16": "low precision",
@@ -24,9 +24,9 @@ HOOK_CLASSES: dict[Hook, Exactness] = {
     "post_local_sgd": "relaxed or lossy",
 }
 LEAST_WARM_UP, LEAST_ROUNDS, LEAST_STEPS = 5, 5, 8
-"""Least warm-up steps, rounds, and steps of a round of a run that may back a claim."""
+"""Least numbers of warm-up steps, rounds, and steps per round of a run that may back a claim."""
 LEAST_STEADY_WARM_UP, LEAST_STEADY_STEPS = 2, 2
-"""The same where computation is paced, so that only buckets and connections have to settle."""
+"""The same for paced computation, for which only buckets and connections have to settle."""
 
 
 class DDPOptions(Record):
@@ -34,9 +34,9 @@ class DDPOptions(Record):
 
     Attributes:
         bucket_cap_mb: MiB of a bucket; ``default`` is DDP's own rule: 25, and 1 for the first bucket.
-        hook: a communication hook; None is the exact all-reduce.
-        rank: of PowerSGD's factors.
-        period: steps between the averages of post-local SGD; between them gradients stay in their node.
+        hook: communication hook; None is the exact all-reduce.
+        rank: rank of PowerSGD's factors.
+        period: steps between parameter averages of post-local SGD. In between, gradients are reduced within nodes only.
     """
 
     bucket_cap_mb: BucketCap = "default"
@@ -54,7 +54,7 @@ class DDPOptions(Record):
 
     @property
     def begins_otherwise(self) -> bool:
-        """Whether its first steps are exact all-reduces, unlike those that follow."""
+        """Whether the first steps are exact all-reduces, unlike later steps."""
         return self.hook in ("powersgd", "post_local_sgd")
 
     @property
@@ -63,14 +63,14 @@ class DDPOptions(Record):
 
 
 class DDPSweep(Record):
-    """Values of DDP's arguments; all combinations of them are the opponents."""
+    """Values of DDP's arguments. All combinations of them are opponents."""
 
     bucket_cap_mb: Annotated[tuple[BucketCap, ...], Field(min_length=1)] = ("default",)
     gradient_as_bucket_view: Annotated[tuple[bool, ...], Field(min_length=1)] = (False,)
     static_graph: Annotated[tuple[bool, ...], Field(min_length=1)] = (False,)
 
     def options(self) -> list[DDPOptions]:
-        """One for each combination."""
+        """DDP's arguments in each combination."""
         return [
             DDPOptions(bucket_cap_mb=cap, gradient_as_bucket_view=view, static_graph=static)
             for cap, view, static in product(self.bucket_cap_mb, self.gradient_as_bucket_view, self.static_graph)
@@ -81,13 +81,13 @@ class ContenderSettings(Record):
     """One way to synchronize: DDP, a builder's plan, or a plan file.
 
     Attributes:
-        ddp: DDP with these arguments.
-        builder: name of a builder, or ``package.module:function`` of one's own, called with workload and cluster,
-            that returns a plan, or a plan and a sentence on why; the fields beside it that are not named here are
-            its ``arguments``.
-        plan: path of a plan file, of a hybrid one too.
-        embeddings: gradients of embeddings are ``dense``, ``sparse`` (``nn.Embedding(sparse=True)``), or
-            ``rows``: dense, of which only the touched rows travel (plans only).
+        ddp: arguments of DDP.
+        builder: name of a builder, or ``package.module:function`` of a user's function. It is called with workload and
+            cluster, and returns a plan, or a plan and a sentence that explains it.
+        arguments: further arguments of the builder. Unknown fields beside ``builder`` are added to them.
+        plan: path of a plan file, hybrid plans included.
+        embeddings: gradients of embeddings: ``dense``, ``sparse`` (``nn.Embedding(sparse=True)``), or ``rows``, which
+            are dense but only touched rows are sent (plans only).
     """
 
     ddp: DDPOptions | None = None
@@ -116,7 +116,7 @@ class ContenderSettings(Record):
 
     @property
     def periodic(self) -> int | None:
-        """Period of its steps; None where all steps are alike."""
+        """Number of steps after which their kinds repeat; None if all steps are alike."""
         return self.ddp.period if self.ddp is not None and self.ddp.hook == "post_local_sgd" else None
 
 
@@ -124,23 +124,24 @@ class BenchSettings(Configuration):
     """One bench run.
 
     Attributes:
-        model: what is trained.
+        model: model to train.
         launch: where the ranks run.
-        cluster: a cluster document; None is one machine with ``ranks`` devices.
+        cluster: cluster document; None is one machine with ``ranks`` devices.
         cluster_scale: factor on every rate of the cluster.
-        cluster_fastest: bytes/s of the fastest link, to which all rates are scaled in proportion; excludes the factor.
-        rank_order: ranks on nodes as the cluster has them, or alternating between the first and the second
-            half of the nodes (the worst order for two racks).
-        ranks: number of ranks; None takes the cluster's.
-        scheduling: the kernel's policy for every contender alike.
-        warm_up: steps of each contender before the first round.
-        rounds: how often each contender has its turn.
-        steps: steps in one turn.
-        timeout: seconds that one turn may take.
-        timeline: a step of the fastest exact plan is drawn after the table, measured beside predicted.
-        constants: for that, the path of a file of the hosts' constants, from a probe; None takes the defaults.
-        ddp: the opponents.
-        contenders: everything else, by name.
+        cluster_fastest: bytes/s of the fastest link, to which all rates are scaled in proportion. It cannot be combined
+            with ``cluster_scale``.
+        rank_order: ``natural`` keeps the cluster's order of ranks; ``interleaved`` alternates between the first and the
+            second half of the nodes, the worst order for two racks.
+        ranks: number of ranks; None uses the cluster's.
+        scheduling: the kernel's scheduling policy for all contenders.
+        warm_up: number of steps of each contender before the first round.
+        rounds: number of turns of each contender.
+        steps: number of steps in one turn.
+        timeout: maximum seconds of one turn.
+        timeline: whether to draw a step of the fastest exact plan, measured beside predicted, after the table.
+        constants: file of the hosts' constants for the timeline, from a probe; None uses the defaults.
+        ddp: settings of DDP, the opponents.
+        contenders: other contenders by name.
     """
 
     model: AnyModel
@@ -187,7 +188,7 @@ class BenchSettings(Configuration):
 
     @property
     def exchange_timeout(self) -> float:
-        """Seconds until a plan's exchanges time out: before a turn does, so that ranks can tell what they wait for."""
+        """Seconds until a plan's exchanges time out: less than for a turn, so that ranks can report what they await."""
         return self.timeout / 2
 
     @property

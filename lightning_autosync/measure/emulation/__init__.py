@@ -1,1 +1,1 @@
-"""Links of a cluster emulated on one Linux machine."""
+"""Emulates the links of a cluster on one Linux machine."""

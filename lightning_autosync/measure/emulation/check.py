@@ -30,7 +30,7 @@ from lightning_autosync.measure.errors import LaunchError
 from lightning_autosync.measure.launches.launch import Launch
 from lightning_autosync.measure.tcp_info import bytes_received
 
-BURST = 256 * 1024  # passes before the clock starts, so that the token bucket is empty by then
+BURST = 256 * 1024  # bytes that pass before the clock starts, so that the token bucket is empty by then
 SECONDS = 0.25
 LEAST = 512 * 1024
 POLL = 0.002
@@ -45,9 +45,9 @@ class LinkCheck:
     """One direction of a link.
 
     Attributes:
-        source, target: the names of its ends.
-        setting: bytes/s that it is set to, framing included.
-        measured: bytes/s that passed: payload and the framing that goes with it.
+        source, target: names of the link's ends.
+        setting: configured rate in bytes/s, framing included.
+        measured: measured rate in bytes/s, framing included.
     """
 
     source: str
@@ -57,18 +57,18 @@ class LinkCheck:
 
     @property
     def deviation(self) -> float:
-        """How far the measured rate is above the setting, as a share of it."""
+        """How far the measured rate is above the setting, relative to the setting."""
         return self.measured / self.setting - 1
 
 
 def check_links(launch: EmulatedLaunch) -> list[LinkCheck]:
-    """Send over every link, one direction after the other, between its two ends and nobody else.
+    """Measure every link between its two ends, one direction after the other.
 
-    A link that seems too slow is tried again, and the best try counts: a machine that is busy elsewhere
-    can only make a link seem slower than it is.
+    A link that seems too slow is measured again, and the best measurement counts: other load on the machine can only
+    make a link seem slower than it is.
 
     Raises:
-        LaunchError: hardly anything passes a link; the message names it.
+        LaunchError: hardly any bytes pass a link; the message names it.
     """
     return [_check_channel(launch, channel) for channel in range(len(launch.network.ports))]
 
@@ -90,7 +90,7 @@ def _check_channel(launch: EmulatedLaunch, channel: int) -> LinkCheck:
 def _measure(launch: EmulatedLaunch, sender: Port, receiver: Port) -> float:
     """Bytes/s on the wire from one port to the other.
 
-    The kernel counts what arrives, so that it does not matter when this process gets to run.
+    The kernel counts the received bytes, so delays in scheduling this process do not distort the rate.
     """
     amount = max(LEAST, round(sender.rate * SECONDS))
     patience = TIMEOUT + 2 * (BURST + amount) / sender.rate
@@ -112,7 +112,11 @@ def _measure(launch: EmulatedLaunch, sender: Port, receiver: Port) -> float:
 
 
 def _wait_for(target: socket.socket, amount: int, patience: float) -> tuple[int, float]:
-    """How many bytes have arrived, once it is ``amount``, and when that was; `TimeoutError` after so many seconds."""
+    """Wait until ``amount`` bytes have arrived; returns the number of bytes and the time of the count.
+
+    Raises:
+        TimeoutError: fewer bytes arrived within ``patience`` seconds.
+    """
     deadline = time.monotonic() + patience
     while True:
         received, now = bytes_received(target), time.perf_counter()
@@ -125,7 +129,7 @@ def _wait_for(target: socket.socket, amount: int, patience: float) -> tuple[int,
 
 @contextmanager
 def _connection(launch: EmulatedLaunch, sender: Port, receiver: Port) -> Iterator[tuple[socket.socket, socket.socket]]:
-    """A TCP connection between two ports, held to their link whatever the routes say."""
+    """A TCP connection between two ports, bound to their interfaces so that it takes their link whatever the routes."""
     with _socket_at(launch, receiver) as listener, _socket_at(launch, sender) as source:
         listener.bind((receiver.address, 0))
         listener.listen()
@@ -145,7 +149,7 @@ def _socket_at(launch: EmulatedLaunch, port: Port) -> socket.socket:
 
 def _send(source: socket.socket) -> None:
     chunk = bytes(CHUNK)
-    with suppress(OSError):  # the measurement is over
+    with suppress(OSError):  # `_measure` shuts the socket down when it is done
         while True:
             source.sendall(chunk)
 
@@ -162,7 +166,7 @@ MEGABIT = 1e6 / 8
 
 
 def links_table(cluster: ClusterSpec, checks: list[LinkCheck]) -> Table:
-    """A table of the rates in Mbit/s; links off by more than ``ALLOWED_DEVIATION`` stand out."""
+    """A table of rates in Mbit/s; links that deviate by more than ``ALLOWED_DEVIATION`` stand out."""
     table = Table(title=f"{cluster.name}: emulated links", caption="Mbit/s on the wire, framing included")
     for heading in ("from", "to"):
         table.add_column(heading)
@@ -180,12 +184,12 @@ def links_table(cluster: ClusterSpec, checks: list[LinkCheck]) -> Table:
 
 
 def measured_links(launch: Launch) -> list[LinkCheck]:
-    """What each emulated link carries, half a second and more for each; none where links are not emulated.
+    """Measure each emulated link, for half a second or more; empty if links are not emulated.
 
-    Warns if some are off: it takes a busy or slow machine.
+    Warns if links deviate from their settings, which happens on a busy or slow machine.
 
     Raises:
-        LaunchError: nothing passes a link.
+        LaunchError: hardly any bytes pass a link.
     """
     if not isinstance(launch, EmulatedLaunch):
         return []
@@ -202,7 +206,7 @@ def measured_links(launch: Launch) -> list[LinkCheck]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print the table; 0 if every link is as set, 1 if one is off, 2 if the links cannot be made."""
+    """Print the table; returns 0 if every link is as set, 1 if one deviates, 2 if the links cannot be created."""
     parser = argparse.ArgumentParser(description="Emulate a cluster on this machine and measure its links.")
     parser.add_argument("cluster", metavar="cluster=NAME", help="a shipped cluster's name, or a file's path")
     parser.add_argument(

@@ -1,4 +1,4 @@
-"""A cluster's links emulated on one Linux machine, by network namespaces and token buckets."""
+"""Emulates a cluster's links on one Linux machine with network namespaces and token buckets."""
 
 from __future__ import annotations
 
@@ -14,36 +14,35 @@ from lightning_autosync.measure.emulation import netns
 from lightning_autosync.measure.emulation.network import Network, Port
 
 NOTICEABLE_LATENCY = 1e-3
-BURST = "128kb"  # large enough for one segmentation-offloaded packet of 64 KiB, small enough to be soon spent
+BURST = "128kb"  # large enough for a segmentation-offloaded packet of 64 KiB, small enough to be used up soon
 QUEUE = "100ms"
 KERNEL_PARAMETERS: dict[str, str | int] = {
     "ipv4/ip_forward": 1,
-    "ipv4/conf/all/rp_filter": 0,  # routes there and back may differ
+    "ipv4/conf/all/rp_filter": 0,  # the two directions of a route may differ, and the filter would drop such packets
     "ipv4/conf/default/rp_filter": 0,
     "ipv4/tcp_congestion_control": "reno",  # BBR's probing is unsteady on a token bucket
 }
 
 _emulations = itertools.count()
 _held: set[str] = set()
-"""Namespaces of this process's networks."""
+"""Names of the namespaces of this process's live networks."""
 
 
 class EmulatedLaunch:
-    """Ranks on this machine that reach each other over emulated links of a cluster.
+    """Runs ranks on this machine that reach each other over emulated links of a cluster.
 
-    Every node and every switch is a network namespace, and every link a pair of virtual Ethernet ports
-    of which each sends at its rate through a token bucket (``tc tbf``). Rates count TCP/IP framing: of a
-    link's bytes 1448 in 1514 are payload. Up to the burst of 128 KiB passes at once after a pause.
-    Ranks of one node share its namespace and reach each other at the speed of this machine, whatever
-    ``local_bandwidth`` says. Latency is that of this machine.
+    Every node and every switch is a network namespace. Every link is a pair of virtual Ethernet ports, each of which
+    sends at its rate through a token bucket (``tc tbf``). Rates include TCP/IP framing: 1448 of 1514 bytes on a link
+    are payload. After a pause, up to 128 KiB (the burst) pass at once. Ranks of one node share its namespace and reach
+    each other at the speed of this machine, whatever ``local_bandwidth`` states. Latencies are not emulated.
 
-    The network is there when the constructor returns, for any number of pools, and is taken down by
-    :meth:`close`, at the end of a ``with`` block, when no longer referenced, and when this process ends
-    in whatever way. Networks do not see each other nor the machine's own. What is left of processes that are no
-    more, on a machine that ended even what cleans up after them, is deleted first.
+    The constructor creates the network, which any number of pools can use. It is removed by :meth:`close`, at the end
+    of a ``with`` block, when it is no longer referenced, and when this process ends, even by SIGKILL. Networks are
+    isolated from each other and from the machine's own network. The constructor first deletes networks that ended
+    processes left behind, whose janitors were killed too.
 
     Raises:
-        LaunchError: this is not Linux, not root, or ``ip`` or ``tc`` is missing or fails.
+        LaunchError: the system is not Linux, the user is not root, or ``ip`` or ``tc`` is missing or fails.
         ClusterError: the rates of the cluster are unknown.
     """
 
@@ -56,6 +55,7 @@ class EmulatedLaunch:
         emulation = next(_emulations)
         self.namespaces = [netns.namespace_name(emulation, place) for place in range(len(self.network.places))]
         _held.update(self.namespaces)
+        # The janitor starts before the network exists, so that a kill during set-up leaves nothing behind.
         janitor = netns.Janitor(self.namespaces)
         self._finalizer = weakref.finalize(self, _take_down, self.namespaces, janitor, os.getpid())
         try:
@@ -87,7 +87,7 @@ class EmulatedLaunch:
         }
 
     def close(self) -> None:
-        """Take the network down; may be called again."""
+        """Remove the network; may be called again."""
         self._finalizer()
 
     def __enter__(self) -> EmulatedLaunch:
@@ -120,7 +120,7 @@ class EmulatedLaunch:
             netns.set_kernel_parameters(KERNEL_PARAMETERS, namespace)
             netns.configure("ip", self._interface_lines(place), namespace)
             netns.configure("tc", [_shaping_line(port) for port in self.network.ports_of(place)], namespace)
-        # A route needs the ports at both ends of its link to be up.
+        # The kernel accepts a route only if the ports at both ends of its link are up, so routes need a second loop.
         for place, namespace in enumerate(self.namespaces):
             netns.configure("ip", self._route_lines(place), namespace)
 
@@ -131,9 +131,9 @@ class EmulatedLaunch:
         return lines
 
     def _route_lines(self, place: int) -> list[str]:
-        """Routes for all sources in the main table; those for one source in a table with its number."""
+        """Commands that add routes: those for all sources to the main table, those for one source to its own table."""
         lines = []
-        # A node has an address on each port, but the others know the way to the first one only.
+        # A node has an address on each port, but the other nodes have routes to the first one only.
         origin = f" src {self.network.address(place)}" if place < len(self.cluster.nodes) else ""
         tables: dict[str, int] = {}
         for route in self.network.routes_of(place):
@@ -153,7 +153,7 @@ def _shaping_line(port: Port) -> str:
 
 
 def _take_down(namespaces: Sequence[str], janitor: netns.Janitor, owner: int) -> None:
-    if os.getpid() != owner:  # a forked copy of the caller must not take down the original's network
+    if os.getpid() != owner:  # a forked copy of this process must not remove its parent's network
         return
     left = netns.delete(namespaces)
     _held.difference_update(set(namespaces) - set(left))

@@ -1,4 +1,4 @@
-"""Linux network namespaces: thin calls of ``ip`` and ``tc``, and clean-up that cannot be forgotten."""
+"""Linux network namespaces: thin wrappers of ``ip`` and ``tc``, and clean-up that survives even SIGKILL."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ CLONE_NEWNET = 0x40000000
 TOOLS = ("ip", "tc")
 NAME = re.compile(r"as(\d+)-\d+-\d+")
 
-# Waits for the end of its input, which comes when the process that holds the other end closes it or ends
-# in whatever way. A half-finished set-up may add more after a look, as the `ip` that it started outlives it. So the
-# janitor looks until three looks in a row, a second apart, found nothing; sixty times at most.
+# Waits for the end of its input, which comes when this process closes it or ends, even by SIGKILL. If this process ends
+# during set-up, an `ip` that it started may outlive it and add namespaces later. So the janitor looks once a second
+# until it has found nothing three times in a row, at most sixty times.
 JANITOR = """
 cat > /dev/null
 calm=0 looks=0
@@ -38,12 +38,12 @@ done
 
 
 def namespace_name(emulation: int, place: int) -> str:
-    """The name of a namespace of this process: it tells whose it is, for :func:`remove_stale`."""
+    """The name of a namespace of this process. It contains the process id, which :func:`remove_stale` reads."""
     return f"as{os.getpid()}-{emulation}-{place}"
 
 
 def require_namespaces() -> None:
-    """Raise ``LaunchError`` unless this process can make network namespaces."""
+    """Raise ``LaunchError`` unless this process can create network namespaces."""
     if sys.platform != "linux":
         reason = f"they need Linux, this is {sys.platform}"
     elif os.geteuid() != 0:
@@ -56,7 +56,7 @@ def require_namespaces() -> None:
 
 
 def configure(tool: str, lines: Iterable[str], namespace: str | None = None) -> None:
-    """Run one ``ip`` or ``tc`` with a batch of commands, one a line, in a namespace if one is named.
+    """Run ``ip`` or ``tc`` once with a batch of commands, one per line, in a namespace if one is given.
 
     Raises:
         LaunchError: one of the commands failed.
@@ -69,18 +69,18 @@ def configure(tool: str, lines: Iterable[str], namespace: str | None = None) -> 
 
 
 def set_kernel_parameters(parameters: Mapping[str, str | int], namespace: str) -> None:
-    """Write entries of ``/proc/sys/net`` (``ipv4/ip_forward``) of a namespace."""
+    """Write entries of ``/proc/sys/net`` (such as ``ipv4/ip_forward``) in a namespace."""
     script = "".join(f"echo {value} > /proc/sys/net/{name}\n" for name, value in parameters.items())
     _check(["ip", "netns", "exec", namespace, "sh", "-e"], script)
 
 
 def list_namespaces() -> list[str]:
-    """The names of the namespaces that this package made, for any process."""
+    """The names of all namespaces that this package created, in any process."""
     return sorted(path.name for path in DIRECTORY.glob("as*") if NAME.fullmatch(path.name))
 
 
 def delete(names: Iterable[str]) -> list[str]:
-    """Delete namespaces; those already gone are passed over. Returns the names of those that are still there."""
+    """Delete namespaces, ignoring those that do not exist; returns the names of those that could not be deleted."""
     names = list(names)
     for name in names:
         subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
@@ -88,10 +88,10 @@ def delete(names: Iterable[str]) -> list[str]:
 
 
 def remove_stale(held: Collection[str]) -> None:
-    """Delete the namespaces of processes that are no more, whose janitors were ended too.
+    """Delete the namespaces of ended processes whose janitors were killed too.
 
-    One of them may have had this process's number, as in a container that was started again: of that number only those
-    that are ``held`` stay.
+    An ended process may have had this process's id, as in a restarted container. So of the namespaces with this id only
+    those in ``held`` are kept.
     """
     own = os.getpid()
     delete(
@@ -100,7 +100,7 @@ def remove_stale(held: Collection[str]) -> None:
 
 
 class Janitor:
-    """A process that deletes namespaces once this one ends, even by SIGKILL."""
+    """A child process that deletes namespaces once this process ends, even by SIGKILL."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._process = subprocess.Popen(
@@ -108,22 +108,22 @@ class Janitor:
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            start_new_session=True,  # a Ctrl-C at the terminal is not for it
+            start_new_session=True,  # so that a Ctrl-C at the terminal does not end it
         )
 
     def dismiss(self) -> None:
-        """End it: there is nothing left to delete."""
+        """End the janitor when there is nothing left to delete."""
         self._process.kill()
         self._process.communicate()
 
     def release(self) -> None:
-        """Let it begin although this process goes on."""
+        """Let the janitor begin while this process continues."""
         assert self._process.stdin is not None
         self._process.stdin.close()
 
 
 def socket_in(namespace: str) -> socket.socket:
-    """A new TCP socket that lives in a namespace, for use from anywhere in this process."""
+    """A new TCP socket in a namespace, usable from any thread of this process."""
     made: list[socket.socket | OSError] = []
     thread = threading.Thread(target=_make_socket, args=(namespace, made))
     thread.start()
@@ -135,7 +135,7 @@ def socket_in(namespace: str) -> socket.socket:
 
 
 def _make_socket(namespace: str, made: list[socket.socket | OSError]) -> None:
-    """Enter the namespace with the calling thread, which must end after this, and make a socket."""
+    """Create a socket in a namespace. The calling thread enters the namespace for good, so it must end afterwards."""
     library = ctypes.CDLL(None, use_errno=True)
     try:
         handle = os.open(DIRECTORY / namespace, os.O_RDONLY)

@@ -1,9 +1,9 @@
 """A cluster as a routed network: the addresses, interfaces and routes that make packets take its links.
 
-Nodes and switches alike become places that forward. Each link is a point-to-point line with two ports;
-port ``c`` sends what travels on channel ``c`` of :class:`~lightning_autosync.cluster.link_graph.LinkGraph`
-and port ``c ^ 1`` receives it. Packets take exactly the routes of the topology, so any graph of links can
-be built, switches in a circle and nodes that pass on what is not for them included.
+Nodes and switches are places that forward packets. Each link is a point-to-point line with two ports. Port ``c`` sends
+the traffic of channel ``c`` of :class:`~lightning_autosync.cluster.link_graph.LinkGraph`, and port ``c ^ 1`` receives
+it. Packets take exactly the routes of the topology. So any graph of links works, including rings of switches and nodes
+that forward.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class Port:
     """One end of a link.
 
     Attributes:
-        place: the index of the place that it belongs to.
-        interface: its name there.
-        address: its address; the two ends of a link share a network of two addresses.
-        rate: bytes/s that it sends.
+        place: index of the place to which the port belongs.
+        interface: name of the interface there.
+        address: IP address; the two ends of a link share a network of two addresses (/31).
+        rate: sending rate in bytes/s.
     """
 
     place: int
@@ -39,13 +39,13 @@ class Port:
 
 @dataclass(frozen=True)
 class Route:
-    """A place's next hop to a node, for all packets or only for those from one node.
+    """A place's next hop to a node, for all packets or only for packets from one node.
 
     Attributes:
-        destination: the node's address.
-        gateway: the address of the neighbouring port.
-        interface: the port to send from.
-        source: the address of the node that sent the packet; None for packets from anywhere.
+        destination: address of the node.
+        gateway: address of the neighbouring port.
+        interface: interface from which to send.
+        source: address of the node that sent the packet; None for packets from anywhere.
     """
 
     destination: str
@@ -55,11 +55,11 @@ class Route:
 
 
 class Network:
-    """The plan of the network for a cluster.
+    """The ports and routes of the network for a cluster.
 
     Attributes:
-        places: the names of the nodes, then of the switches.
-        ports: two for each link: that of its end ``a``, which sends at ``bandwidth``, then that of ``b``.
+        places: names of the nodes, then of the switches.
+        ports: two ports for each link: first that of its end ``a``, which sends at ``bandwidth``, then that of ``b``.
 
     Raises:
         ClusterError: the rates of the cluster are unknown.
@@ -76,7 +76,7 @@ class Network:
         self._routes = self._find_routes()
 
     def address(self, node: int) -> str:
-        """The address of a node: that of its first port, or the loopback address if it is alone."""
+        """The address of a node: that of its first port, or the loopback address if it has no link."""
         return self._uplinks[node].address if node in self._uplinks else LOOPBACK
 
     def interface(self, node: int) -> str:
@@ -88,18 +88,19 @@ class Network:
         return [port for port in self.ports if port.place == place]
 
     def routes_of(self, place: int) -> list[Route]:
-        """The routes that a place needs; one for a single source goes before one for all."""
+        """The routes of a place; routes for a single source come before the route for all."""
         return self._routes[place]
 
     def _find_routes(self) -> dict[int, list[Route]]:
-        """Routes by destination, and by source too where the topology's routes part."""
+        """Routes by destination, and also by source where the topology sends sources over different links."""
         hops: dict[tuple[int, int], dict[int, int]] = defaultdict(dict)
         for source, target, channels in self._paths():
             for channel in channels:
                 hops[self.ports[channel].place, target][source] = channel
         routes: dict[int, list[Route]] = {place: [] for place in range(len(self.places))}
         for (place, target), by_source in hops.items():
-            # What a place sends itself gets its address only after routing, so it follows the common route.
+            # The kernel picks the source address of a place's own packets only after routing, so rules by source cannot
+            # match them. So the route for all sources must be the one for the place's own packets.
             common = by_source.get(place, Counter(by_source.values()).most_common(1)[0][0])
             routes[place] += [
                 self._route(channel, target, source) for source, channel in by_source.items() if channel != common
@@ -136,6 +137,6 @@ def _ports(cluster: ClusterSpec, places: tuple[str, ...]) -> Iterator[Port]:
 
 
 def emulable(cluster: ClusterSpec, fastest: float) -> ClusterSpec:
-    """The cluster slowed down until no link carries more than ``fastest`` bytes/s, and as emulated links show it."""
+    """The cluster as emulated links show it, slowed down so that no link exceeds ``fastest`` bytes/s."""
     rates = [rate for link in cluster.links for rate in (link.bandwidth, link.reverse_bandwidth) if rate is not None]
     return cluster.scaled(min(1.0, fastest / max(rates, default=1.0))).as_emulated()

@@ -1,1 +1,1 @@
-"""What splitting operators costs on live workers."""
+"""Measures the costs of split operators on live workers."""

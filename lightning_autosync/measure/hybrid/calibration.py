@@ -19,18 +19,18 @@ from lightning_autosync.measure.hybrid import rate_calls
 from lightning_autosync.measure.session import MeasurementSession
 
 SIZES = (4096, 1 << 18, 1 << 21)
-"""Bytes that a rank puts into a collective."""
+"""Input bytes per rank of the measured collectives."""
 REPETITIONS = 5
 _log = logging.getLogger(__name__)
 
 
 def calibrate(session: MeasurementSession, cluster: ClusterSpec, sizes: Sequence[int] = SIZES) -> HybridRates:
-    """The rates of a job's ranks, all of which work at once.
+    """Measure the rates of a job's ranks while all of them work.
 
     Args:
         session: live workers.
-        cluster: their links, whose rates are known.
-        sizes: bytes that a rank puts into each collective, two or more.
+        cluster: their cluster, with known rates of links.
+        sizes: input bytes per rank of each collective, two or more values.
 
     Raises:
         WorkerError: a worker failed.
@@ -38,7 +38,7 @@ def calibrate(session: MeasurementSession, cluster: ClusterSpec, sizes: Sequence
     """
     links, ranks = Links(cluster), near_order(cluster)
     timings: dict[Collective, list[Timing]] = defaultdict(list)
-    # One mesh of each number of dimensions has groups of small and of all ranks.
+    # One mesh for each number of dimensions suffices: together they have small groups and the group of all ranks.
     for mesh in {len(shape): shape for shape in shapes(cluster.world_size)}.values():
         _log.info("measuring collectives on a mesh of %s", " x ".join(map(str, mesh)))
         for kind, timing in _timings(session, links, mesh, ranks, sizes):

@@ -1,6 +1,6 @@
 """Functions that a calibration calls in workers.
 
-All ranks call them at once, so that they share links and cores as in a step.
+All ranks call them at once, so that they share links and cores as they do in a step.
 """
 
 from __future__ import annotations
@@ -19,22 +19,25 @@ from lightning_autosync.hybrid.execution.live_mesh import Line, LiveMesh
 from lightning_autosync.hybrid.plan import HybridPlan, LayerPlan
 
 _WORDS = 4
-"""Bytes of an element."""
+"""Bytes of a float32 element."""
 _TINY_LAYERS = 20
 _SUSTAINED = 0.2
-"""Seconds for which something is computed again and again."""
+"""Seconds for which a computation is repeated."""
 
 
 def collective_seconds(
     mesh: Sequence[int], places: Sequence[int], sizes: Sequence[int], repetitions: int
 ) -> list[tuple[int, str, int, float]]:
-    """Dimension, collective, bytes that this rank puts in, and the median of its seconds.
+    """Time collectives along each dimension of a mesh.
 
     Args:
         mesh: sizes of the dimensions.
-        places: the rank at each place of the mesh, row by row.
-        sizes: bytes that a rank puts in, about.
-        repetitions: of each collective.
+        places: rank at each place of the mesh, in row-major order.
+        sizes: approximate input bytes per rank.
+        repetitions: number of repetitions of each collective.
+
+    Returns:
+        Rows of dimension, collective, input bytes of this rank, and median seconds.
     """
     layer = LayerPlan(module="", signature=tuple("dp" for _ in mesh))
     live = LiveMesh(HybridPlan(mesh=tuple(mesh), ranks=tuple(places), layers=(layer,)))
@@ -59,8 +62,12 @@ _CALLS: dict[str, Callable[[Tensor, Line], Tensor]] = {
 
 
 def compute_rates() -> dict[str, float]:
-    """Rates of this rank while all compute: ``flops`` and ``memory`` (bytes) a second, seconds of an ``operation`` and
-    of a ``layer`` beyond its operations, bytes of parameters that SGD updates a second (``update``)."""
+    """Rates of this rank while all ranks compute.
+
+    Returns:
+        ``flops`` (1/s), ``memory`` (bytes/s), ``operation`` (seconds of a tiny operation), ``layer`` (seconds of a
+        layer beyond its operations) and ``update`` (bytes/s of parameters that SGD updates).
+    """
     left, right = torch.randn(64, 1024), torch.randn(1024, 1024)
     product = _sustained(lambda: left @ right)
     large = torch.randn(1 << 21)
@@ -80,7 +87,7 @@ def compute_rates() -> dict[str, float]:
 
 
 def _layer_seconds() -> float:
-    """Forward and backward of a layer that computes next to nothing."""
+    """Seconds of the forward and backward pass of a layer with almost no computation."""
     layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(_TINY_LAYERS)))
     inputs = torch.randn(4, 8)
 
@@ -91,7 +98,10 @@ def _layer_seconds() -> float:
 
 
 def _sustained(call: Callable[[], object]) -> float:
-    """Seconds of a call while all ranks make it again and again: longer than the kernel lets one process run alone."""
+    """Mean seconds of a call that all ranks repeat at once.
+
+    `_SUSTAINED` exceeds the kernel's time slices, so that ranks that share a core cannot run one after the other.
+    """
     call()
     dist.barrier()
     start, count = time.perf_counter(), 0
@@ -102,12 +112,12 @@ def _sustained(call: Callable[[], object]) -> float:
 
 
 def _median(call: Callable[[], object], repetitions: int) -> float:
-    """Of the seconds of a call; ranks begin each together."""
+    """Median seconds of a call; a barrier lets all ranks begin each call together."""
     seconds = []
     for number in range(repetitions + 1):
         dist.barrier()
         start = time.perf_counter()
         call()
-        if number:  # the first one opens connections
+        if number:  # the first call opens connections, so it does not count
             seconds.append(time.perf_counter() - start)
     return statistics.median(seconds)

@@ -1,1 +1,1 @@
-"""Where ranks run beside this machine: nodes that ssh reaches, a job that SLURM starts."""
+"""Where ranks run: on this machine, on nodes over ssh, or in a job of torchrun or SLURM."""

@@ -1,4 +1,4 @@
-"""Where the processes of a pool run: on this machine, over ssh, or in a job that is there already."""
+"""Launches: where the processes of a pool run, on this machine or over ssh; and checks for torchrun and SLURM jobs."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from lightning_autosync.measure.errors import LaunchError
 
 
 class Launch(Protocol):
-    """A place for workers: how to start one there, and how the ranks find each other.
+    """Where workers run: how to start one there, and how ranks find each other.
 
     Attributes:
-        address: the address at which the other ranks reach rank 0.
-        world_size: the number of ranks that the place is made for; None if it takes any.
+        address: address at which other ranks reach rank 0.
+        world_size: required number of ranks; None for any number.
     """
 
     @property
@@ -31,20 +31,20 @@ class Launch(Protocol):
     def command(
         self, rank: int, command: Sequence[str], variables: Mapping[str, str]
     ) -> tuple[list[str], dict[str, str]]:
-        """What to run on this machine so that ``command`` runs in the place of ``rank``, and with what environment.
+        """The command and the environment to use on this machine, so that ``command`` runs where ``rank`` runs.
 
-        There ``variables`` are added to the environment, standard input and outputs are passed on, and no shell
-        or other process is left between, so that ending the one ends the other.
+        ``variables`` are added to the environment there. Standard streams are passed on. No shell or other process
+        stays in between, so that ending the local process ends the worker.
         """
         ...
 
     def environment(self, rank: int) -> dict[str, str]:
-        """Environment variables of ``rank`` there: gloo's interface, local rank, node rank."""
+        """Environment variables of ``rank``: gloo's interface, local rank, node rank."""
         ...
 
 
 class LocalLaunch:
-    """All ranks on this machine, talking over the loopback interface."""
+    """All ranks run on this machine and communicate over the loopback interface."""
 
     address = "127.0.0.1"
     world_size = None
@@ -60,21 +60,21 @@ class LocalLaunch:
 
 
 SSH = ("ssh", "-o", "BatchMode=yes")
-"""Never asks for a password, for nobody would see the question."""
+"""Batch mode never asks for a password, since nobody would see the prompt."""
 
 
 class SshLaunch:
-    """One process a device on every node of a cluster, started over connections to the nodes' addresses.
+    """One process per device on every node of a cluster, started over ssh connections to the nodes' addresses.
 
-    Orders, answers and output travel over these connections. A worker ends when its connection does, so that
-    ending the local ends of them, or this process, ends everything.
+    Orders, answers and output travel over these connections. A worker ends with its connection, so ending the local
+    ssh processes, or this process, ends all workers.
 
     Args:
-        cluster: its nodes have addresses; rank 0 is reached at its node's.
-        command: started with a node's address and one line for a shell there as its last two arguments.
-        python: the interpreter on the nodes, with this package; None is this process's path, and its import path.
-        directory: the working directory there; None is this process's.
-        interface: the network interface there for gloo; None leaves the choice to it.
+        cluster: cluster whose nodes have addresses; ranks reach rank 0 at the address of its node.
+        command: command that starts a process on a node; a node's address and a shell line are appended to it.
+        python: interpreter on the nodes that has this package; None uses this process's path and import path.
+        directory: working directory on the nodes; None uses this process's.
+        interface: gloo's network interface on the nodes; None lets gloo choose.
 
     Raises:
         ClusterError: a node has no address.
@@ -122,7 +122,7 @@ class SshLaunch:
             f"cd {shlex.quote(self._directory)} || {{ echo {shlex.quote(why)} >&2; exit 1; }}; "
             f"exec {shlex.join(['env', *assignments, *command])}"
         )
-        # The user's shell there may be any, of which each has its own `||` and `>&2`.
+        # The user's login shell on the node may be any, and some have another syntax for `||` and `>&2`. So run sh.
         return [*self._command, address, f"exec sh -c {shlex.quote(script)}"], dict(os.environ)
 
     def environment(self, rank: int) -> dict[str, str]:
@@ -142,7 +142,7 @@ def _addresses(cluster: ClusterSpec) -> list[str]:
 
 
 _SPECIAL_STEPS = 0xFFFFFFF0
-"""From here on SLURM numbers what srun has not started: batch scripts, allocations, daemons' own."""
+"""From this number on, SLURM's step ids denote steps that srun did not start: batch scripts, allocations, daemons."""
 
 
 def require_torchrun(verb: str) -> None:
@@ -157,7 +157,7 @@ def require_torchrun(verb: str) -> None:
 
 
 def refuse_within_torchrun(launch: str) -> None:
-    """Raise ``LaunchError`` if torchrun started this process: each of its ranks would start a job of its own."""
+    """Raise ``LaunchError`` if torchrun started this process, since each of its ranks would start its own job."""
     from torch.distributed import is_torchelastic_launched
 
     if is_torchelastic_launched():
@@ -167,8 +167,8 @@ def refuse_within_torchrun(launch: str) -> None:
 def is_slurm_task() -> bool:
     """Whether srun started this process as one of several.
 
-    A batch script has the number of the job's tasks and a place among them, too, though it is none of them: of a step
-    it has nothing, or what stands for no step of srun's, by name or as a number out of range.
+    A batch script is not a task, but its environment also has the job's number of tasks and a task id. Only its step id
+    tells: it is missing, a name, or a number from `_SPECIAL_STEPS` on.
     """
     step = os.environ.get("SLURM_STEP_ID", "batch")
     by_srun = step.isdecimal() and int(step) < _SPECIAL_STEPS

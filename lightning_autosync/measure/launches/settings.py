@@ -1,4 +1,4 @@
-"""The config group ``launch``: where a verb's workers run."""
+"""The config group ``launch``: where the workers of a verb run."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from lightning_autosync.measure.launches.launch import SSH, Launch, LocalLaunch,
 
 
 class LaunchSettings(Record):
-    """Where workers run that a verb starts and gives orders to.
+    """Where a verb runs the workers that it starts.
 
     Attributes:
         kind: ``local`` puts all ranks on the loopback interface, ``emulated`` behind emulated links of the cluster,
             ``ssh`` on the cluster's nodes.
-        command, python, directory, interface: of `SshLaunch`.
+        command, python, directory, interface: arguments of `SshLaunch`.
     """
 
     kind: Literal["local", "emulated", "ssh"] = "local"
@@ -43,11 +43,11 @@ class LaunchSettings(Record):
 
     @contextmanager
     def open(self, cluster: ClusterSpec | None) -> Iterator[Launch]:
-        """The place, for as long as the block runs.
+        """The launch, open while the block runs.
 
         Raises:
             DocumentError: the launch needs a cluster, or addresses of its nodes.
-            LaunchError: workers cannot be started so here; the message says what can be done.
+            LaunchError: workers cannot be started in this way here; the message suggests a remedy.
         """
         if self.kind == "local":
             yield LocalLaunch()
@@ -67,17 +67,17 @@ class LaunchSettings(Record):
 
 
 class TorchrunSettings(Record):
-    """The ranks are there already: this process is one of a job that torchrun started."""
+    """The ranks run already: this process is a rank of a job that torchrun started."""
 
     kind: Literal["torchrun"]
 
 
 class SlurmSettings(Record):
-    """The ranks are tasks of a SLURM job: of the one that this process is in, else of one that is submitted.
+    """The ranks are tasks of a SLURM job: the current job if there is one, else a job that is submitted.
 
     Attributes:
-        parameters: of submitit's executor, as ``slurm_partition``, ``timeout_min``, ``gpus_per_node``.
-        wait: stay until the job has ended.
+        parameters: parameters of submitit's executor, such as ``slurm_partition``, ``timeout_min``, ``gpus_per_node``.
+        wait: whether to wait until the job has ended.
     """
 
     kind: Literal["slurm"]

@@ -1,4 +1,4 @@
-"""A job that SLURM starts: submitted with submitit, one task a rank."""
+"""SLURM jobs: submitted with submitit, one task per rank."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from lightning_autosync.interrupts import signals_as_exceptions
 from lightning_autosync.measure.errors import LaunchError
 
 KILL_ALL = ["--kill-on-bad-exit=1"]
-"""srun would let the other tasks of a job wait for one that has failed."""
+"""Without this option srun lets the other tasks of a job wait for one that has failed."""
 _REMARK = "You can check full logs"
-"""What submitit says below a task's traceback."""
+"""Submitit's text below a task's traceback."""
 
 
 def tasks_of(cluster: ClusterSpec) -> tuple[int, int]:
-    """Nodes, and tasks on each.
+    """The number of nodes, and of tasks per node.
 
     Raises:
-        ClusterError: nodes differ in their devices, which SLURM's count of tasks a node cannot express, or ranks
-            are not node by node, as SLURM numbers its tasks.
+        ClusterError: nodes have different numbers of devices, which SLURM's tasks per node cannot express, or ranks are
+            not numbered node by node, as SLURM numbers its tasks.
     """
     devices = {node.devices for node in cluster.nodes}
     if len(devices) > 1:
@@ -43,15 +43,15 @@ def submit(
     tasks_per_node: int,
     parameters: Mapping[str, Any],
 ) -> Any:
-    """Submit a job of which every task calls ``function(**arguments)``; returns submitit's job.
+    """Submit a job in which every task calls ``function(**arguments)``; returns submitit's job.
 
     Args:
-        function: importable on the nodes.
-        arguments: its arguments.
-        folder: for the batch script, logs and results; on a file system that the nodes share.
-        nodes: how many.
-        tasks_per_node: ranks on each.
-        parameters: further ones of submitit's executor, as ``slurm_partition`` or ``timeout_min``.
+        function: function that the nodes can import.
+        arguments: arguments of the function.
+        folder: folder for the batch script, logs and results, on a file system that the nodes share.
+        nodes: number of nodes.
+        tasks_per_node: number of ranks on each node.
+        parameters: further parameters of submitit's executor, such as ``slurm_partition`` or ``timeout_min``.
 
     Raises:
         LaunchError: submitit or SLURM is missing, a parameter is unknown, or SLURM refuses the job.
@@ -76,11 +76,11 @@ def submit(
 
 
 def results(job: Any) -> list[Any]:
-    """Wait for every task of a job; what each returned. A signal that ends the wait cancels the job.
+    """Wait for every task of a job and return their results. A signal that ends the wait cancels the job.
 
     Raises:
-        LaunchError: a task failed; each that did is named, with the end of its traceback.
-        KeyboardInterrupt, SystemExit: SIGINT, or SIGTERM or SIGHUP, came meanwhile.
+        LaunchError: tasks failed; the message names each with the last line of its traceback.
+        KeyboardInterrupt, SystemExit: SIGINT, or SIGTERM or SIGHUP, arrived during the wait.
     """
     with signals_as_exceptions() as signals:
         try:
@@ -109,7 +109,7 @@ def _collected(job: Any) -> list[Any]:
 
 
 def _cancelled(job: Any) -> str:
-    """Cancel a job; what came of that, in words."""
+    """Cancel a job; returns a message about the outcome."""
     try:
         job.cancel()
     except (OSError, subprocess.CalledProcessError) as error:

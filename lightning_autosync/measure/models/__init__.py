@@ -1,1 +1,1 @@
-"""The models that contenders train: real modules, and paced ones whose passes use no core."""
+"""The models that contenders train: real modules, and paced modules whose passes use no core."""

@@ -1,4 +1,4 @@
-"""The real modules among the models of a bench; each returns its loss."""
+"""The real modules among the models of a bench. Each returns its loss."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class FlatVector(nn.Module):
 
 
 class _ConstantGradient(torch.autograd.Function):
-    """Zero, with ``scale`` as the derivative by every element."""
+    """Returns zero; the gradient of every element of ``vector`` is ``scale``."""
 
     @staticmethod
     def forward(context: Any, vector: Tensor, scale: Tensor) -> Tensor:
@@ -87,7 +87,7 @@ class Perceptron(nn.Module):
 
 
 class ImageClassifier(nn.Module):
-    """Convolutions and a classifier of wide layers, which hold most weights, as in VGG."""
+    """Convolutions and a classifier of wide layers, which have most of the weights, as in VGG."""
 
     def __init__(self, size: int, channels: Sequence[int], hidden: int, classes: int) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class ImageClassifier(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """A decoder-only Transformer; it predicts each token from those before it."""
+    """A decoder-only Transformer that predicts each token from the previous tokens."""
 
     places: Tensor
 

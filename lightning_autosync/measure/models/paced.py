@@ -1,8 +1,8 @@
-"""Paced compute: a module with a workload's parameters whose passes last as profiled but occupy no core.
+"""Paced compute: a module with a workload's parameters whose passes take the profiled times but occupy no core.
 
 Forward, backward and the optimizer's step sleep. Each gradient appears at its ready time, counted from the start of the
-backward pass, so that errors of single sleeps do not add up. While the module waits for the next gradient, hooks of the
-last one go on, as beside an accelerator.
+backward pass, so that errors of single sleeps do not add up. While the module waits for the next gradient, the
+communication of earlier gradients continues, as beside an accelerator.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from lightning_autosync.workload import Variable, Workload
 
 
 class PacedModule(nn.Module):
-    """A module made from a workload; called with a seed, it returns a loss of zero.
+    """A module built from a workload. Called with a seed, it returns a loss of zero.
 
-    Parameters have the workload's names, shapes and dtypes, and are zero. Gradients are random: those of dense
-    variables are drawn once, with the first seed. For ``row_sparse`` and ``sparse`` variables each step draws the
-    touched rows from its seed. A gradient is not copied to ``parameter.grad``. So DDP writes the mean to the memory of
-    which the next step's gradient is made; the means of all ranks are equal, so that the mean stays as it is.
+    Parameters have the workload's names, shapes and dtypes, and are zero. Gradients are random. Those of dense
+    variables are drawn once, from the first seed. For ``row_sparse`` and ``sparse`` variables each step draws the
+    touched rows from its seed. Gradients are not copied to ``parameter.grad`` but share their memory with it. So DDP's
+    mean overwrites the gradient that the next step returns. Then all ranks have the same gradient, and its mean does
+    not change any more.
 
     Args:
         workload: variables and times; an unknown time is 0. The gradient of a variable without ready time appears at
@@ -33,7 +34,7 @@ class PacedModule(nn.Module):
         speed: relative speed of this rank's node; the workload's times are divided by it.
 
     Raises:
-        WorkloadError: a variable's name cannot be that of a parameter, or a table's number of touched rows is unknown.
+        WorkloadError: a variable's name is not valid for a parameter, or a table's number of touched rows is unknown.
     """
 
     def __init__(self, workload: Workload, speed: float = 1.0) -> None:
@@ -53,18 +54,18 @@ class PacedModule(nn.Module):
         self._chain: Tensor | None = None
 
     def forward(self, seed: Tensor) -> Tensor:
-        """A forward pass for the batch that the integer ``seed`` stands for."""
+        """A forward pass for the batch that the integer ``seed`` represents."""
         self._pace.restart()
         self._pace.seed = int(seed)
-        # The chain does not depend on the pass and saves no tensors, so it serves all passes. To make it in each pass
-        # would occupy a core for 20 us a gradient, which a job on an accelerator does not need.
+        # The chain does not depend on the pass and saves no tensors, so all passes share it. Building it in each pass
+        # would occupy a core for 20 us per gradient, which a job on an accelerator does not need.
         if self._chain is None:
             self._chain = self._make_chain()
         self._pace.until(self._forward_time)
         return _Restart.apply(self._chain, self._pace)
 
     def step_optimizer(self) -> None:
-        """The optimizer's step: its time passes, and parameters stay zero."""
+        """The optimizer's step: waits for its time; parameters stay zero."""
         self._pace.restart()
         self._pace.until(self._optimizer_time)
 
@@ -77,7 +78,7 @@ class PacedModule(nn.Module):
 
 
 class _Pace:
-    """Deadlines counted from one moment, and the seed of the pass that is under way."""
+    """Deadlines relative to a common start, and the seed of the current pass."""
 
     seed = 0
 
@@ -85,14 +86,14 @@ class _Pace:
         self._origin = time.monotonic()
 
     def until(self, seconds: float) -> None:
-        """Return ``seconds`` after the start, or at once if that has passed."""
+        """Sleep until ``seconds`` after the start."""
         left = self._origin + seconds - time.monotonic()
         if left > 0:
             time.sleep(left)
 
 
 class _Dense:
-    """One buffer, drawn once."""
+    """A dense gradient in a buffer that is drawn once."""
 
     def __init__(self, variable: Variable) -> None:
         self._shape = variable.shape
@@ -103,11 +104,11 @@ class _Dense:
         if self._buffer is None:
             self._buffer = torch.empty(self._shape, dtype=self._dtype)
             self._buffer.uniform_(-1, 1, generator=_generator(seed))
-        return self._buffer.detach()  # a tensor of its own on the same memory, which autograd takes as it is
+        return self._buffer.detach()  # a new tensor on the same memory, which autograd takes over without a copy
 
 
 class _Rows:
-    """The touched rows of each seed and their values, drawn once, since drawing takes longer than using them."""
+    """The touched rows and their values for each seed, cached because drawing takes longer than using them."""
 
     def __init__(self, variable: Variable) -> None:
         if variable.rows is None:
@@ -127,7 +128,7 @@ class _Rows:
 
 
 class _DenseRows(_Rows):
-    """A dense table of zeros but for the touched rows."""
+    """A dense table that is zero except in the touched rows."""
 
     def __init__(self, variable: Variable) -> None:
         super().__init__(variable)
@@ -135,13 +136,13 @@ class _DenseRows(_Rows):
 
     def draw(self, seed: int) -> Tensor:
         chosen, values = self.rows(seed)
-        self._table.zero_()  # all of it, since the mean that was written here has rows of other ranks
+        self._table.zero_()  # the whole table, since the mean written to it also has the rows of other ranks
         self._table[chosen] = values
         return self._table.detach()
 
 
 class _SparseRows(_Rows):
-    """The touched rows alone, as of ``nn.Embedding(sparse=True)``."""
+    """A sparse tensor of the touched rows, as from ``nn.Embedding(sparse=True)``."""
 
     def draw(self, seed: int) -> Tensor:
         chosen, values = self.rows(seed)
@@ -160,7 +161,7 @@ def _gradient(variable: Variable) -> _Dense | _DenseRows | _SparseRows:
 
 
 class _Stage:
-    """Variables whose gradients are ready at the same time."""
+    """Variables whose gradients become ready at the same time."""
 
     def __init__(self, ready: float, members: list[tuple[nn.Parameter, _Dense | _DenseRows | _SparseRows]]) -> None:
         self.ready = ready
@@ -169,7 +170,7 @@ class _Stage:
 
 
 class _Gradients(torch.autograd.Function):
-    """Passes a number through; its backward waits for the stage's time and hands out the stage's gradients."""
+    """An identity whose backward waits for the stage's time and returns the stage's gradients."""
 
     @staticmethod
     def forward(context: Any, value: Tensor, pace: _Pace, stage: _Stage, *parameters: Tensor) -> Tensor:
@@ -185,7 +186,7 @@ class _Gradients(torch.autograd.Function):
 
 
 class _Until(torch.autograd.Function):
-    """Passes a number through; its backward waits for a time."""
+    """An identity whose backward waits for a time."""
 
     @staticmethod
     def forward(context: Any, value: Tensor, pace: _Pace, seconds: float) -> Tensor:
@@ -200,7 +201,7 @@ class _Until(torch.autograd.Function):
 
 
 class _Restart(torch.autograd.Function):
-    """Passes a number through; its backward starts the count of time."""
+    """An identity whose backward restarts the clock."""
 
     @staticmethod
     def forward(context: Any, value: Tensor, pace: _Pace) -> Tensor:
@@ -215,7 +216,7 @@ class _Restart(torch.autograd.Function):
 
 
 def _place(root: nn.Module, variable: Variable) -> None:
-    """Put a parameter where its name says, into modules made on the way."""
+    """Register a parameter under its dotted name, and create the modules on the path."""
     *path, leaf = variable.name.split(".")
     owner = root
     try:
@@ -232,7 +233,7 @@ def _place(root: nn.Module, variable: Variable) -> None:
 
 
 def _holder(variable: Variable, leaf: str) -> nn.Module:
-    """The module that holds a parameter; DDP takes sparse gradients of sparse embeddings only."""
+    """The module of a parameter; an embedding for sparse gradients, since DDP accepts them of embeddings only."""
     if variable.kind != "sparse":
         return nn.Module()
     if leaf != "weight" or len(variable.shape) != 2:

@@ -1,4 +1,4 @@
-"""What replicas train: recipes of real modules, paced ones and a user's own, with batches that differ between ranks."""
+"""Recipes of what replicas train: real modules, paced modules and a user's own, with different batches on each rank."""
 
 from __future__ import annotations
 
@@ -50,37 +50,37 @@ class Model(Record):
     """A recipe of a module and its batches.
 
     Attributes:
-        learning_rate: of plain SGD, for all parameters; None leaves the optimizer out.
+        learning_rate: learning rate of plain SGD for all parameters; None for no optimizer.
     """
 
     learning_rate: PositiveFloat | None = 0.01
 
     @abstractmethod
     def module(self, sparse: bool = False, speed: float = 1.0) -> nn.Module:
-        """A new module; called with a batch, it returns the loss.
+        """A new module that returns the loss of a batch.
 
         Args:
-            sparse: that of its embeddings.
-            speed: of the rank's node, for paced computation; what really computes takes its time.
+            sparse: whether embeddings have sparse gradients.
+            speed: relative speed of the rank's node; only paced computation uses it.
         """
 
     def optimizer(self, module: nn.Module) -> Callable[[], object] | None:
-        """What makes the optimizer's step for a module made here; None where there is no optimizer."""
+        """A function that makes the optimizer's step for such a module; None if there is no optimizer."""
         if self.learning_rate is None:
             return None
         return torch.optim.SGD(module.parameters(), self.learning_rate).step
 
     @abstractmethod
     def batches(self, rank: int) -> list[Batch]:
-        """The batches that ``rank`` takes in turn."""
+        """The batches that ``rank`` uses in turn."""
 
     @property
     def title(self) -> str:
-        """What people call it."""
+        """A short name for people."""
         return type(self).__name__.lower()
 
     def workload(self, embeddings: Embeddings) -> Workload:
-        """What it asks of synchronization, its embeddings' gradients as told; no memory is spent on its parameters."""
+        """The workload with this kind of embedding gradients; parameters are on the meta device and need no memory."""
         with torch.device("meta"):
             module = self.module(sparse=embeddings == "sparse")
         tables = {f"{name}.weight" for name, part in module.named_modules() if isinstance(part, nn.Embedding)}
@@ -92,8 +92,8 @@ class Layers(Model):
     """Residual blocks of one linear layer each: half of the tensors are matrices, half are vectors.
 
     Attributes:
-        tensors: parameter tensors, two a layer.
-        width: features of every layer.
+        tensors: number of parameter tensors, two per layer.
+        width: number of features of every layer.
         batch: samples in a batch of one rank.
     """
 
@@ -119,11 +119,11 @@ class Layers(Model):
 
 
 class Recommender(Model):
-    """Embeddings of items, two a sample, and a small multilayer perceptron on them (as in NCF).
+    """Embeddings of two items per sample, and a small multilayer perceptron on them (as in NCF).
 
     Attributes:
-        rows: rows of the table.
-        width: features of a row.
+        rows: number of rows of the table.
+        width: number of features of a row.
         batch: samples in a batch of one rank.
     """
 
@@ -143,7 +143,7 @@ class Recommender(Model):
 
 
 class Flat(Model):
-    """One vector whose backward costs next to nothing: a step is one synchronization, without optimizer.
+    """One vector whose backward costs almost nothing: a step is one synchronization, without optimizer.
 
     Attributes:
         mib: size of the vector in MiB of float32.
@@ -164,7 +164,7 @@ class Digits(Model):
     """A small convolutional network on scikit-learn's digits.
 
     Attributes:
-        channels: of the first convolution.
+        channels: output channels of the first convolution.
         batch: samples in a batch of one rank.
     """
 
@@ -190,7 +190,7 @@ class PerceptronModel(Model):
     """A multilayer perceptron: each sample is a vector, and so is its target.
 
     Attributes:
-        widths: of the input, of each layer, and of the output.
+        widths: widths of the input, of each hidden layer, and of the output.
         batch: samples in a batch of one rank.
     """
 
@@ -209,13 +209,13 @@ class PerceptronModel(Model):
 
 
 class VggModel(Model):
-    """A convolutional network most of whose weights are in its classifier.
+    """A convolutional network with most of its weights in the classifier.
 
     Attributes:
         size: width and height of an image.
-        channels: of each convolution, after which width and height are halved.
-        hidden: width of the classifier.
-        classes: how many there are.
+        channels: output channels of each convolution, after which width and height are halved.
+        hidden: width of the classifier's hidden layers.
+        classes: number of classes.
         batch: samples in a batch of one rank.
     """
 
@@ -240,11 +240,11 @@ class TransformerModel(Model):
     """A decoder-only Transformer on random tokens.
 
     Attributes:
-        vocabulary: different tokens.
-        width: features of a token.
-        heads: of attention.
-        layers: blocks.
-        length: tokens of a sample.
+        vocabulary: number of distinct tokens.
+        width: number of features of a token.
+        heads: number of attention heads.
+        layers: number of blocks.
+        length: number of tokens of a sample.
         batch: samples in a batch of one rank.
     """
 
@@ -266,16 +266,18 @@ class TransformerModel(Model):
 
 
 class Paced(Model):
-    """A workload's true variables under paced compute: passes last as its profile says, and use no core.
+    """A workload's variables under paced compute: passes take the times of its profile and use no core.
+
+    Exactly one of ``catalogue`` and ``workload_file`` is given.
 
     Attributes:
-        name: what people call it; the workload's own name by default.
-        catalogue: a model of the catalogue; or
-        workload_file: path of a workload document, as ``capture`` makes them.
-        arguments: what is chosen of the catalogue's model (batch_size, layers, ...).
-        scale: factor on bytes and work: widths and table rows are multiplied by its root.
-        flops_per_second: sustained rate of the imagined device, from which the catalogue's times follow.
-        compute: seconds that forward and backward take together; None leaves what the rate or the file gives.
+        name: short name for people; None uses the workload's own name.
+        catalogue: name of a model in the catalogue.
+        workload_file: path of a workload document, as ``capture`` writes it.
+        arguments: arguments of the catalogue's model (batch_size, layers, ...).
+        scale: factor on bytes and work: widths and table rows are multiplied by its square root.
+        flops_per_second: sustained rate of the imagined device, which determines the catalogue's times.
+        compute: seconds of forward and backward together; None keeps those of the rate or the file.
     """
 
     kind: Literal["paced"]
@@ -329,24 +331,25 @@ class Paced(Model):
 
 
 def with_kind(workload: Workload, tables: set[str], kind: Kind) -> Workload:
-    """The workload with the gradients of ``tables`` of that kind; a dense one touches all rows."""
+    """The workload with gradients of ``tables`` of the given kind; dense gradients touch all rows."""
     update: dict[str, Any] = {"kind": kind, **({"rows": None} if kind == "dense" else {})}
     variables = (v.model_copy(update=update) if v.name in tables else v for v in workload.variables)
     return workload.model_copy(update={"variables": tuple(variables)})
 
 
 class Imported(Model):
-    """A class or function that makes a module, by its name, and batches for it; computation is real.
+    """A user's module, made by a class or function that is imported by name, and its batches; computation is real.
 
-    The loss is what ``training_step`` returns, of a module that has one; else that of ``loss``; else what the module
-    itself returns. Optimizers are plain SGD for all contenders alike, whatever ``configure_optimizers`` says.
+    The loss comes from ``loss`` if given, else from the module's ``training_step`` if it has one, else from the module
+    itself. All contenders use plain SGD, whatever ``configure_optimizers`` returns.
 
     Attributes:
-        target: ``package.module.Class``; fields beside those named here are its ``arguments``. In a document it is
-            ``_target_``, as for Hydra, and arguments may be made by a ``_target_`` of their own.
-        data: the same for what gives batches: a LightningDataModule, a DataLoader, or any iterable. None takes the
-            module's own ``train_dataloader``.
-        loss: ``package.module.function`` of the module's output and the last part of a batch.
+        target: ``package.module.Class``. In a document the field is ``_target_``, as for Hydra.
+        arguments: arguments of the target, which may contain a ``_target_`` of their own. Unknown fields beside the
+            target are added to them.
+        data: the same for the batches: a LightningDataModule, a DataLoader, or any iterable. None uses the module's own
+            ``train_dataloader``.
+        loss: ``package.module.function``, called with the module's output and the last part of a batch.
     """
 
     model_config = ConfigDict(populate_by_name=True)
@@ -408,7 +411,7 @@ class Imported(Model):
         why = ""
         try:
             found = loader() if loader is not None else None
-        except Exception as error:  # Lightning's own raises its own class where nobody overrides it
+        except Exception as error:  # if not overridden, Lightning's hook raises Lightning's own exception class
             found, why = None, f": {error}"
         if found is None:
             raise DocumentError(
@@ -419,9 +422,9 @@ class Imported(Model):
 
 
 class _Loss:
-    """Stands for a module's forward: called with a batch, it returns the loss.
+    """Replaces a module's forward: called with a batch, it returns the loss.
 
-    As Lightning does it, the module's own forward is back while the step runs, which calls it.
+    The module's own forward is restored while the step runs, since the step calls it. Lightning does the same.
     """
 
     def __init__(self, module: nn.Module, loss: Any) -> None:
@@ -430,7 +433,7 @@ class _Loss:
         self._step = getattr(module, "training_step", None)
 
     def install(self) -> None:
-        """Put it in place of the module's forward, and mute logging, for there is no trainer."""
+        """Replace the module's forward, and disable its logging, which would need a trainer."""
         if self._step is not None:
             vars(self._module).update(log=_nothing, log_dict=_nothing)
         vars(self._module)["forward"] = self
@@ -462,7 +465,7 @@ def _nothing(*_: Any, **__: Any) -> None:
 
 
 def _kind_of_target(value: Any) -> Any:
-    """What says what to import need not say its kind, so that configs made for Hydra's ``instantiate`` serve here."""
+    """Let ``_target_`` imply the kind, so that configs for Hydra's ``instantiate`` work here."""
     return {"kind": "imported", **value} if isinstance(value, dict) and "_target_" in value else value
 
 
@@ -475,5 +478,5 @@ _MODEL: TypeAdapter[Model] = TypeAdapter(AnyModel)
 
 
 def model_of(data: dict[str, Any]) -> Model:
-    """The model that plain data, as of ``model_dump``, describes."""
+    """The model from plain data, as from ``model_dump``."""
     return _MODEL.validate_python(data)

@@ -1,4 +1,4 @@
-"""Workers that are slowed on purpose, to measure on equal machines what unequal ones cost."""
+"""Workers that are slowed down on purpose, to measure the cost of unequal machines on equal ones."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from lightning_autosync.documents import Index, Record
 
 
 class Slowdown(Record):
-    """Some ranks are slower for some time.
+    """Some ranks are slower for some steps.
 
     Attributes:
-        ranks: who; None means all.
-        factor: a step's computation takes this many times as long.
-        pause_probability: how likely a step is to pause beside.
-        pause: mean seconds of a pause; its length is drawn from an exponential distribution.
-        begin: first step (from 0) that it holds for.
-        end: first step that it no longer holds for; None means for ever.
+        ranks: slow ranks; None means all.
+        factor: factor on the seconds of a step's computation.
+        pause_probability: probability of an additional pause in a step.
+        pause: mean seconds of a pause, which is drawn from an exponential distribution.
+        begin: first slow step, counted from 0.
+        end: first step that is no longer slow; None for no end.
     """
 
     ranks: Annotated[tuple[Index, ...], Field(min_length=1)] | None = None
@@ -47,11 +47,11 @@ class Slowdown(Record):
 
 
 class StragglerSettings(Record):
-    """Which ranks are slow, when, and by how much; factors of several slowdowns multiply, and their pauses add up.
+    """Which ranks are slow, when, and by how much. Factors of several slowdowns multiply, and their pauses add up.
 
     Attributes:
-        slowdowns: in any order.
-        seed: of the pauses; every rank draws its own.
+        slowdowns: slowdowns in any order.
+        seed: seed of the pauses; every rank draws its own.
     """
 
     slowdowns: tuple[Slowdown, ...] = ()
@@ -59,12 +59,12 @@ class StragglerSettings(Record):
 
 
 class Straggler:
-    """Slows one rank; call it once a step, with the seconds that its computation took.
+    """Slows down one rank. Call it once per step with the seconds of the step's computation.
 
     Args:
-        settings: the same on all ranks.
-        rank: whose.
-        sleep: how to spend seconds; for tests.
+        settings: settings, the same on all ranks.
+        rank: this rank.
+        sleep: function that waits for some seconds; tests replace it.
     """
 
     def __init__(self, settings: StragglerSettings, rank: int, sleep: Callable[[float], object] = time.sleep) -> None:
@@ -75,10 +75,10 @@ class Straggler:
         self._step = 0
 
     def __call__(self, compute: float) -> float:
-        """Sleep for as long as this step shall be slower; returns these seconds.
+        """Sleep for the delay of this step; returns its seconds.
 
         Args:
-            compute: seconds that the step's computation took.
+            compute: seconds of the step's computation.
         """
         delay = self.delay(compute)
         if delay > 0:
@@ -86,10 +86,10 @@ class Straggler:
         return delay
 
     def delay(self, compute: float) -> float:
-        """Seconds by which the next step shall be slower; counts the step."""
+        """Seconds of the next step's delay; counts the step."""
         factor, pauses = 1.0, 0.0
         for slowdown in self._slowdowns:
-            # Drawn even if not used, so that a rank's pauses do not depend on when other slowdowns begin.
+            # Draw even if unused, so that a rank's pauses do not depend on when other slowdowns begin.
             chance, length = self._random.random(), self._random.expovariate(1.0)
             if slowdown.holds(self._rank, self._step):
                 factor *= slowdown.factor

@@ -1,9 +1,9 @@
-"""``autosync probe``: the links and hosts of a live job, measured, as a cluster and as constants of the replay.
+"""``autosync probe``: measures the links and hosts of a live job, as a cluster and as constants of the replay.
 
-`settings` says what to do, `job` runs inside every rank. `links` measures the network: `meter` (with `stream` for rates
-and `trips` for latencies) measures flows between nodes, `survey` decides which (with `groups`), `shape` makes a
-`ClusterSpec` of them. `costs` measures hosts and `constants` fits. `command` starts the ranks and `table` prints.
+`settings` describes a probe and `job` runs inside every rank. `meter` measures rates and round trips between nodes with
+`flows`, `survey` decides what to measure, and `shape` builds a `ClusterSpec` from it. `costs` measures hosts,
+`constants` fits the replay's constants, and `table` prints.
 
-Rates are told apart by direction. Latencies are halves of round trips, on idle links: the clocks of two hosts cannot be
-compared. What load adds is told by direction again, by round trips while one way is full and the other is not.
+Rates are measured in each direction. Latencies are halves of round trips over idle links, since the clocks of two hosts
+cannot be compared. The delay under load is measured in each direction, by round trips while only that one is full.
 """

@@ -1,4 +1,4 @@
-"""The replay's constants fitted to micro-measurements, none of which is a plan."""
+"""Fits the replay's constants to micro-measurements. No plan is measured."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from lightning_autosync.replay.constants import CodecRates, Constants
 def fit_constants(
     probe: Mapping[str, Any], scheduling: str, machines: int, devices: Sequence[int], accelerated: bool
 ) -> Constants:
-    """The constants of a probe's measurements, under its scheduling policy; each comes from one measurement.
+    """Constants from a probe's measurements. Each constant comes from one measurement.
 
     Args:
         probe: the probe's answer.
-        scheduling: which of the small messages count.
-        machines: number of different machines.
-        devices: ranks of each node.
-        accelerated: what the job says.
+        scheduling: the scheduling policy whose measurements of small collectives are used.
+        machines: number of distinct machines.
+        devices: number of ranks on each node.
+        accelerated: whether the job computes its gradients on an accelerator.
     """
     costs, ranks = probe["costs"], sum(devices)
     constants = Constants(
@@ -39,12 +39,13 @@ def fit_constants(
 
 
 def _of_cores(costs: Mapping[str, Any], shared: bool) -> dict[str, Any]:
-    """What a core does by itself.
+    """Constants of a core's local work.
 
-    - ``copy_rate``, ``scan_rate``, ``reduce_rate``, ``encode``, ``decode``: buffers of some MiB on every rank at once.
-    - ``merge_cost``: core-seconds of each of several small sets of rows merged.
-    - ``cores``: those that the system lets a rank use; only where all ranks share one machine.
-    - ``collectives``: threads of the backend.
+    - ``copy_rate``, ``scan_rate``, ``reduce_rate``, ``encode``, ``decode``: bytes/s over buffers of some MiB, measured
+      on all ranks at once.
+    - ``merge_cost``: core-seconds for each small set of rows in a merge of several.
+    - ``cores``: number of cores that a rank may use; None unless all ranks share one machine.
+    - ``collectives``: number of threads of the backend.
     """
     return {
         "copy_rate": costs["copy_rate"],
@@ -59,11 +60,10 @@ def _of_cores(costs: Mapping[str, Any], shared: bool) -> dict[str, Any]:
 
 
 def _of_links(probe: Mapping[str, Any]) -> dict[str, Any]:
-    """What links let through.
+    """Constants of the links.
 
-    - ``sharing_loss``: everybody sends to everybody; what full links are short of their rates, for each further full
-      link on the way.
-    - ``burst``: bytes at the beginning of a flow that came above its rate.
+    - ``sharing_loss``: loss of full links for each further full link on a flow's route, while all nodes send to all.
+    - ``burst``: bytes at the beginning of a flow that arrived in excess of its rate.
     """
     return {
         "framing": FRAMING,
@@ -73,7 +73,7 @@ def _of_links(probe: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _latency(probe: Mapping[str, Any]) -> float:
-    """Seconds of the longest way: half of a round trip, less what threads need to wake."""
+    """One-way seconds between the most distant nodes: half a round trip, without the wake-up time of threads."""
     trips = [pair["round_trip"]["least"] for pair in probe["pairs"]]
     return max(0.0, max(trips) - probe["own_trip"]) / 2 if trips else 0.0
 
@@ -81,13 +81,13 @@ def _latency(probe: Mapping[str, Any]) -> float:
 def _of_collectives(
     costs: Mapping[str, Any], scheduling: str, ranks: int, crowd: float, latency: float
 ) -> dict[str, float]:
-    """What the backend's messages cost.
+    """Costs of the backend's collectives.
 
     - ``collective_cost``: core-seconds of the main thread for one more collective in a backward pass.
-    - ``message_cost``: core-seconds of a small all-reduce, without its launch. Over n ranks it is 2 (n - 1) steps one
-      after the other, each of them two pieces that are sent and received.
-    - ``message_delay``: what a step of it takes beyond the links' latency and the cores' time, for each piece.
-    - ``pair_cost``: core-seconds of an all-to-all of one number a pair, without its launch.
+    - ``message_cost``: core-seconds for sending or receiving one piece of a small ring all-reduce, without the launch.
+      Over n ranks the ring takes 2 (n - 1) consecutive steps. Each step sends and receives `PIECES` pieces.
+    - ``message_delay``: seconds for each piece of a step beyond the links' latency and the cores' time.
+    - ``pair_cost``: core-seconds for sending or receiving one pair's number in an all-to-all, without the launch.
     """
     ring, exchange = (costs["small_collectives"][scheduling][kind] for kind in ("ring", "all_to_all"))
     launch, steps = costs["launch_core"], 2 * (ranks - 1)
@@ -102,11 +102,11 @@ def _of_collectives(
 
 
 def _of_frames(costs: Mapping[str, Any], latency: float) -> dict[str, float]:
-    """What the transport's frames cost.
+    """Costs of the transport's frames.
 
-    - ``frame_cost``: core-seconds of each of many small frames under way on a tree.
-    - ``wake_up``: what a lone frame takes beyond the link's latency and the cores' time.
-    - ``host_cost``: core-seconds a byte of large frames on a tree, less those of the frames and of adding up.
+    - ``frame_cost``: core-seconds for each small frame when many are in flight on a tree.
+    - ``wake_up``: seconds that a single frame takes beyond the link's latency and the cores' time.
+    - ``host_cost``: core-seconds for each byte of large frames on a tree, without the cost of frames and additions.
     """
     return {
         "frame_cost": costs["frame_core"],
@@ -116,7 +116,7 @@ def _of_frames(costs: Mapping[str, Any], latency: float) -> dict[str, float]:
 
 
 def _sharing_loss(sharing: Mapping[str, float] | None) -> float:
-    """By stretch = 1 + loss x (full links - 1); nothing is lost where no flow crosses two."""
+    """The loss in ``stretch = 1 + loss * (full links - 1)``; 0 where no flow crosses two full links."""
     if sharing is None or "everybody" not in sharing or sharing["crowding"] <= 1:
         return 0.0
     return max(0.0, (1 / sharing["everybody"] - 1) / (sharing["crowding"] - 1))

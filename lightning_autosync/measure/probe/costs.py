@@ -1,4 +1,4 @@
-"""What a host adds to the cost of bytes: micro-measurements, none of them a plan. All are collective."""
+"""Micro-measurements of what hosts add to the cost of communication. No plan is measured. All are collective."""
 
 from __future__ import annotations
 
@@ -31,27 +31,27 @@ from lightning_autosync.plan.trees import Tree
 from lightning_autosync.workload import Variable, Workload, variable_names
 
 PIECES = 2
-"""Pieces in which the backend cuts even the smallest part of a ring."""
+"""Number of pieces into which the backend cuts each part of a ring, however small."""
 _ROUNDS = 60
 _ELEMENTS = 1 << 20
-"""Of a buffer of 4 MiB: larger than a core's own caches, as gradients are."""
+"""Elements of a 4 MiB float32 buffer. Like gradients, it is larger than a core's private caches."""
 _SMALL_FRAMES, _SMALL_ELEMENTS = 512, 64
 _LARGE_FRAMES, _LARGE_ELEMENTS = 16, 1 << 16
 _BOUNCES = 200
 _TIMEOUT = 60.0
 _NUMBERS = 64
-"""Of each piece of a small all-reduce; empty ones would not be sent."""
+"""Elements in each piece of a small all-reduce. The backend would not send empty pieces."""
 _SETS, _WIDTH = 8, 32
 _TRIES = 3
 _CODECS = ("fp16", "bf16", "int8", "topk")
 
 
 def measure_collectives() -> dict[str, dict[str, float]]:
-    """Small collectives, one after the other: ``ring``, an all-reduce of so many numbers that each of its pieces has
-    some, and ``all_to_all`` of one number a pair.
+    """Time small collectives: ``ring``, an all-reduce with no empty piece, and ``all_to_all`` of one number per pair.
 
-    Of each the ``seconds``, the least of the slowest rank in a tenth of the rounds, as others can only disturb
-    it; and ``core``, the core-seconds of a rank, mean over ranks.
+    Returns:
+        For each collective ``seconds`` (the fastest tenth of rounds, slowest rank) and ``core`` (core-seconds of a
+        rank, mean over ranks). Other processes can only slow a round down, so the fast rounds count.
     """
     numbers = torch.zeros(_NUMBERS * PIECES * dist.get_world_size())
     sources, targets = torch.zeros(dist.get_world_size()), torch.zeros(dist.get_world_size())
@@ -76,10 +76,10 @@ def _time_collective(collective: Callable[[], object]) -> dict[str, float]:
 
 
 def measure_costs(leaders: Sequence[int]) -> dict[str, Any]:
-    """Copying, adding, coding, rows, frames and bytes of the transport, and cores; in SI units, rates in bytes/s.
+    """Measure memory, codecs, rows, the transport and the engine, in SI units; rates are in bytes/s.
 
-    What a core does by itself is measured on all ranks at once, in core-seconds: beside busy neighbours a core does
-    less in a second of its own, and synchronization has such neighbours.
+    Local work is measured in core-seconds on all ranks at once. A core does less per second of its own time while its
+    neighbours are busy, and during synchronization they are.
     """
     one, other = (leaders[0], leaders[1]) if len(leaders) > 1 else (0, 1)
     costs: dict[str, Any] = {}
@@ -93,20 +93,20 @@ def measure_costs(leaders: Sequence[int]) -> dict[str, Any]:
 
 
 def _backend_threads() -> int:
-    """How many collectives the backend runs at once: it has a thread for each."""
+    """How many collectives the backend runs at once: each needs one of its threads."""
     backend = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
     return int(backend.options._threads)  # type: ignore[attr-defined]
 
 
 def _mean(found: Sequence[Any]) -> Any:
-    """The mean over ranks of a number, or of each in nested mappings."""
+    """The mean over ranks of a number, or of each number in nested mappings."""
     if isinstance(found[0], dict):
         return {key: _mean([one[key] for one in found]) for key in found[0]}
     return statistics.mean(found)
 
 
 def _core_seconds(action: Callable[[], object], repeats: int = 7) -> float:
-    """What an action takes of this thread's core, the median of some."""
+    """Core-seconds of this thread for an action, the median of ``repeats`` runs."""
     times = []
     for _ in range(repeats):
         start = time.thread_time()
@@ -116,7 +116,7 @@ def _core_seconds(action: Callable[[], object], repeats: int = 7) -> float:
 
 
 def _rate(action: Callable[[], object], size: float) -> float:
-    """Bytes/s of a core in an action over ``size`` bytes."""
+    """Bytes per core-second of an action over ``size`` bytes."""
     return size / _core_seconds(action)
 
 
@@ -127,7 +127,7 @@ def _memory() -> dict[str, Any]:
 
 
 def _rows() -> dict[str, float]:
-    """Finding the touched rows of a table, bytes/s; and core-seconds of each small set of rows among some merged."""
+    """Bytes/s when finding the touched rows of a table; core-seconds for each small set of rows in a merge."""
     table = torch.zeros(_ELEMENTS // _WIDTH, _WIDTH)
     table[:: _ELEMENTS // _WIDTH // _SETS] = 1.0
     wires = [Rows(torch.arange(_SETS) * (place + 1), torch.ones(_SETS, _WIDTH), 1).packed() for place in range(_SETS)]
@@ -162,7 +162,7 @@ def _coding() -> dict[str, Any]:
 
 
 class _Echo:
-    """Receives frames and, if told so, sends each back."""
+    """Receives frames and calls ``answer`` for each."""
 
     completed = 0
 
@@ -186,18 +186,19 @@ class _Echo:
 
 
 def _frames(one: int, other: int, reduce_rate: float) -> dict[str, float]:
-    """Two ranks' transports.
+    """Measure the transports of two ranks.
 
-    ``lone``: seconds of the way of a frame to a rank that waits for it, and ``lone_core`` its core-seconds at either
-    end. ``frame_core``: core-seconds at either end of each of many small frames under way on a tree; ``byte_core``: of
-    each byte of large frames.
+    Returns:
+        ``lone`` (one-way seconds of a frame for which the receiver waits), ``lone_core`` (core-seconds of it at either
+        end), ``frame_core`` (core-seconds at either end for each small frame when many are in flight on a tree) and
+        ``byte_core`` (the same for each byte of large frames).
     """
     rank = dist.get_rank()
     sockets = connect_pairs([(min(one, other), max(one, other))], None, None, 30.0)
     ends: dict[str, float] = {}
     if rank in (one, other):
         (connection,) = sockets.values()
-        own = int(rank == other)  # the two are a small world of their own
+        own = int(rank == other)  # within this transport, the two ranks are ranks 0 and 1
         transport = Transport({1 - own: connection})
         peer = other if rank == one else one
         lone, lone_core = _bounce(transport, own, lambda: _meet(peer, rank == one))
@@ -210,14 +211,14 @@ def _frames(one: int, other: int, reduce_rate: float) -> dict[str, float]:
     if rank in (one, other):
         transport.close()
     mean = {key: (found[one][key] + found[other][key]) / 2 for key in found[one]}
-    # One of the four ends of a piece also adds it up, which is a cost of its own.
+    # A piece travels there and back, so it has four ends. One of them also adds, which is a separate constant.
     size = _LARGE_ELEMENTS * 4
     byte = (mean.pop("large_core") - mean["frame_core"]) / size - 1 / reduce_rate / 4
     return {**mean, "byte_core": max(0.0, byte)}
 
 
 def _bounce(transport: Transport, own: int, meet: Callable[[], None]) -> tuple[float, float]:
-    """Seconds of a lone frame's way, half of a round trip of the fastest tenth; core-seconds of it at either end."""
+    """One-way seconds of a single frame (half a round trip, fastest tenth), and its core-seconds at either end."""
     begins, peer = own == 0, 1 - own
     payload = memoryview(bytearray(1))
     times: list[float] = []
@@ -247,11 +248,11 @@ def _bounce(transport: Transport, own: int, meet: Callable[[], None]) -> tuple[f
     if not done.wait(_TIMEOUT) or receiver.error is not None:
         raise receiver.error or ExchangeError("probe: a rank does not answer")
     core = (time.process_time() - start) / _BOUNCES
-    return sorted(times[1:])[_BOUNCES // 10] / 2, core / 2
+    return sorted(times[1:])[_BOUNCES // 10] / 2, core / 2  # the first interval includes the start of either end
 
 
 def _make_sum(transport: Transport, own: int, channel: int, pieces: int, size: int) -> TreeExchange:
-    """A sum over two ranks: ``pieces`` frames of ``size`` elements there and back, all under way at once."""
+    """A tree sum over two ranks: ``pieces`` frames of ``size`` elements there and back, all in flight at once."""
     tree = Tree((-1, 0))
     whole = Round(pieces * size, (TreeTransfer(0, pieces * size, tree, tree, size),))
     message = Message(0, "probe", ("probe",), pieces * size, "float32", 0, 1, Compressor(), 0, (whole,))
@@ -259,7 +260,7 @@ def _make_sum(transport: Transport, own: int, channel: int, pieces: int, size: i
 
 
 def _core(exchange: TreeExchange) -> float:
-    """Core-seconds of a step on this rank, the least of some."""
+    """Core-seconds of a step on this rank, the least of ``_TRIES``."""
     best = float("inf")
     for _ in range(_TRIES):
         start = time.process_time()
@@ -270,7 +271,7 @@ def _core(exchange: TreeExchange) -> float:
 
 
 def _meet(peer: int, begins: bool) -> None:
-    """Both ends have registered their channel."""
+    """Wait until both ends have registered their channels, since a frame for an unknown channel would be an error."""
     token = torch.zeros(1)
     if begins:
         dist.send(token, peer)
@@ -286,11 +287,11 @@ _TIMEOUT = 60.0
 
 
 def measure_engine() -> dict[str, float]:
-    """Core-seconds of the main thread: ``gradient_core`` for each gradient, with autograd around its hook;
-    ``launch_core`` for each collective. Collective.
+    """Measure core-seconds of the main thread: ``gradient_core`` and ``launch_core``. Collective.
 
-    They are differences between steps of tiny gradients: many against few in one message, and many messages
-    against one. Gradients come without a pause, as they do where cores are short and their cost matters.
+    ``gradient_core`` is the cost of each gradient, including autograd around its hook; ``launch_core`` that of each
+    collective. They are differences between steps with tiny gradients: many gradients against few in one message, and
+    many messages against one. Gradients come without pauses, as they do where cores are scarce and the cost matters.
     """
     few, many, apart = _step(_FEW, 1), _step(_MANY, 1), _step(_MANY, _MANY)
     return {
@@ -300,8 +301,8 @@ def measure_engine() -> dict[str, float]:
 
 
 def _step(gradients: int, messages: int) -> float:
-    """Core-seconds of the main thread in a backward pass, the median of some; mean over ranks."""
-    # Times of their own keep the gradients apart in autograd, as those of layers are.
+    """Core-seconds of the main thread in a backward pass: the median over steps, then the mean over ranks."""
+    # Distinct ready times make autograd produce the gradients one by one, as it does for layers.
     variables = [Variable(name=f"v{number}", shape=(16,), ready=number * 1e-9) for number in range(gradients)]
     workload = Workload(name="probe", variables=tuple(variables), backward_time=gradients * 1e-9)
     cluster = ClusterSpec.uniform(dist.get_world_size(), bandwidth=1e9, name="probe")

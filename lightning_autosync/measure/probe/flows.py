@@ -1,4 +1,4 @@
-"""One rank's part in flows and round trips between ranks, over TCP connections."""
+"""One rank's part in flows and round trips over TCP connections between ranks."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from lightning_autosync.measure.tcp_info import bytes_received
 
 CHUNK = 128 * 1024
 TAIL = 0.08
-"""Seconds that senders go on after the window, so that the windows of ranks that began late have full load, too."""
+"""Seconds for which senders continue after the window, so that ranks that began late measure under full load too."""
 OPENING = 512 * 1024
-"""Payload bytes at the beginning of a flow from which its burst is computed."""
+"""Payload bytes at the beginning of a flow that determine its burst."""
 _RESET = struct.pack("ii", 1, 0)
-"""``struct linger``: close at once and discard what is not sent yet."""
+"""``struct linger``: close at once and discard unsent data, so that it does not load the links of the next transfer."""
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """What came from one peer.
+    """What arrived from one peer.
 
     Attributes:
         rate: bytes/s on the wire during the window.
-        halves: the same during each half of it.
-        burst: bytes on the wire that came above that rate at the very beginning; None where too few came.
+        halves: bytes/s on the wire during each half of the window.
+        burst: bytes on the wire that arrived in excess of that rate at the very beginning; None if too few arrived.
     """
 
     rate: float
@@ -45,9 +45,9 @@ class Arrival:
 def stream(
     sockets: Mapping[int, socket.socket], targets: Iterable[int], sources: Iterable[int], head: float, window: float
 ) -> dict[int, Arrival]:
-    """Send to ``targets`` and receive from ``sources`` for ``head + window`` seconds; arrivals by source.
+    """Send to ``targets`` and receive from ``sources`` for ``head + window`` seconds; returns arrivals by source.
 
-    The head is not counted: in it the token buckets' bursts pass and TCP finds its pace. The sockets are used up.
+    The head is not counted: in it the token buckets' bursts pass and TCP finds its rate. The sockets are closed.
     """
     watches = {source: _Watch(sockets[source]) for source in sources}
     chunk, buffer = memoryview(bytes(CHUNK)), bytearray(CHUNK)
@@ -72,7 +72,7 @@ def stream(
                         watches[key.data].count(connection.recv_into(buffer))
                 except BlockingIOError:
                     continue
-                except ConnectionError:  # the peer's time is over
+                except ConnectionError:  # the peer has finished and reset the connection
                     selector.unregister(connection)
             if time.perf_counter() >= deadlines[0]:
                 deadlines.pop(0)
@@ -86,7 +86,7 @@ def stream(
 
 
 class _Watch:
-    """Counts of one incoming flow."""
+    """Byte counts of one incoming flow."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -96,7 +96,7 @@ class _Watch:
         self._opened: float | None = None
 
     def count(self, amount: int) -> None:
-        """Some bytes were read."""
+        """Record that ``amount`` bytes were read."""
         now = time.perf_counter()
         if self._arrived == 0:
             self._first = now
@@ -106,7 +106,10 @@ class _Watch:
             self._opening = self._arrived
 
     def mark(self) -> None:
-        """The window begins, is half over, or ends."""
+        """Record the kernel's byte count: at the beginning, the middle and the end of the window.
+
+        Unlike the bytes read so far, it includes bytes that this process was too late to read.
+        """
         self._marks.append((time.perf_counter(), bytes_received(self._connection)))
 
     def arrival(self) -> Arrival:
@@ -125,24 +128,24 @@ def _rate(earlier: tuple[float, int], later: tuple[float, int]) -> float:
 
 _PING = b"\0" * 8
 _INTERVAL = 0.02
-"""Seconds between messages over a full way. Few enough are under way at once that TCP holds none of them back."""
+"""Seconds between messages over a loaded route: rare enough that TCP holds none of them back."""
 
 
 @dataclass(frozen=True)
 class RoundTrip:
-    """Seconds there and back of a few bytes: the least and the median."""
+    """Round-trip seconds of a few bytes: the least and the median."""
 
     least: float
     median: float
 
     @classmethod
     def of(cls, times: Sequence[float]) -> RoundTrip:
-        """Of at least one."""
+        """From the seconds of at least one trip."""
         return cls(min(times), statistics.median(times))
 
 
 def ping(connection: socket.socket, count: int, begins: bool) -> list[float]:
-    """Seconds of each of ``count`` trips, one after the other; the other end calls this too and does not begin."""
+    """Seconds of each of ``count`` consecutive trips. Both ends call this, one of them with ``begins``."""
     times: list[float] = []
     for _ in range(count):
         start = time.perf_counter()
@@ -156,10 +159,10 @@ def ping(connection: socket.socket, count: int, begins: bool) -> list[float]:
 
 
 def ping_for(connection: socket.socket, seconds: float, timeout: float) -> list[float]:
-    """Seconds of each trip of messages sent at even intervals for so long, at least one; the other end calls `echo`.
+    """Round-trip seconds of messages sent at even intervals for ``seconds``, at least one. The other end calls `echo`.
 
     Raises:
-        LaunchError: no answer came for ``timeout`` seconds, or the other end is gone.
+        LaunchError: no answer came for ``timeout`` seconds, or the other end closed the connection.
     """
     times: list[float] = []
     sent: deque[float] = deque()
@@ -182,13 +185,13 @@ def ping_for(connection: socket.socket, seconds: float, timeout: float) -> list[
 
 
 def echo(connection: socket.socket) -> None:
-    """Send back whatever comes until the other end has no more."""
+    """Send back everything received until the other end has no more to send."""
     while part := connection.recv(1024):
         connection.sendall(part)
 
 
 def loop(count: int) -> list[float]:
-    """Seconds of trips between two threads over the loopback interface: what it takes them to wake, without a wire."""
+    """Round-trip seconds between two threads over the loopback interface: their wake-up time, without a wire."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         near = socket.create_connection(server.getsockname())
         far, _ = server.accept()
@@ -203,7 +206,7 @@ def loop(count: int) -> list[float]:
 
 
 def send_at_once(connection: socket.socket) -> None:
-    """Let small messages leave without waiting for others."""
+    """Disable Nagle's algorithm, so that small messages leave at once."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 

@@ -1,4 +1,4 @@
-"""The probe inside a job: every rank calls `probe_ranks` and all get the same answer."""
+"""The probe inside a job: every rank calls `probe_ranks`, and all get the same answer."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from lightning_autosync.measure.probe.shape import Hosts, make_cluster
 from lightning_autosync.measure.probe.survey import FairCluster, Flow, Survey, take_survey
 
 SMALL = 4
-"""Nodes up to which every pair is measured alone unless the settings say otherwise."""
+"""Largest number of nodes for which every pair is measured alone unless the settings say otherwise."""
 
 
 def measure_links(meter: Meter, name: str, every_pair: bool | None, addresses: bool) -> dict[str, Any]:
-    """Measure; collective.
+    """Measure the links of a job; collective.
 
     Args:
-        meter: of the job.
-        name: of the cluster found.
-        every_pair: as in `Settings`.
-        addresses: whether the nodes' addresses belong into the cluster.
+        meter: meter of the job.
+        name: name for the cluster.
+        every_pair: as in `ProbeSettings`.
+        addresses: whether the cluster includes the nodes' addresses.
 
     Returns:
-        Plain data: ``cluster`` (the document), ``nodes`` (bytes/s up and down, alone and while everybody sends),
-        ``own_trip`` (seconds that a round trip takes without a wire), ``pairs`` (see `_pairs`), ``sharing`` and
-        ``burst``.
+        Plain data: ``cluster`` (the document), ``nodes`` (bytes/s up and down, alone and while all nodes send),
+        ``own_trip`` (seconds of a round trip without a wire), ``pairs`` (see `_pair`), ``sharing`` (see `_sharing`) and
+        ``burst`` (bytes).
     """
     count = len(meter.nodes)
     trips = _idle_trips(meter)
@@ -58,7 +58,7 @@ def measure_links(meter: Meter, name: str, every_pair: bool | None, addresses: b
 
 
 def _idle_trips(meter: Meter) -> dict[Flow, RoundTrip]:
-    """Between each two nodes, the lower first, while nobody else sends."""
+    """Round trips of each pair of nodes, the lower first, while nobody else sends."""
     leaders = [members[0] for members in meter.nodes]
     pairs = [(i, j) for i in range(len(leaders)) for j in range(i + 1, len(leaders))]
     trips = meter.round_trips((leaders[i], leaders[j]) for i, j in pairs)
@@ -66,7 +66,7 @@ def _idle_trips(meter: Meter) -> dict[Flow, RoundTrip]:
 
 
 def _hosts(meter: Meter, addresses: bool) -> Hosts:
-    """Names, and what two ranks of one node make of its memory."""
+    """Names and addresses of the nodes, and rate and latency between two ranks of one node."""
     several = next((members for members in meter.nodes if len(members) > 1), None)
     bandwidth, latency = None, 0.0
     if several is not None:
@@ -81,9 +81,10 @@ def _hosts(meter: Meter, addresses: bool) -> Hosts:
 def _sharing(meter: Meter, survey: Survey | None, cluster: ClusterSpec) -> dict[str, float] | None:
     """How well flows use the links that they share.
 
-    ``everybody``: used share of the links that are full while all nodes send to all others; ``crowding``: such links
-    on the way of a flow; both means. Rates in sum over those of flows alone: ``opposite``, two flows that face each
-    other; ``fan``, one node to all others, over its fastest flow.
+    - ``everybody``: used share of the full links while all nodes send to all others, mean over links.
+    - ``crowding``: number of such links on a flow's route, mean over flows.
+    - ``opposite``: total rate of two opposite flows, relative to their rates alone.
+    - ``fan``: total rate of one node to all others, relative to its fastest single flow.
     """
     if survey is None:
         return None
@@ -119,8 +120,11 @@ def _nodes(survey: Survey | None, cluster: ClusterSpec) -> list[dict[str, Any]]:
 
 
 def _pair(survey: Survey, pair: Flow, idle: RoundTrip, loaded: Mapping[Flow, RoundTrip]) -> dict[str, Any]:
-    """A pair of nodes: the round trip while nobody else sends; and for each way, the lower node's first, the rate alone
-    and while everybody sends to everybody, and the round trip while that way is full. None where not measured.
+    """Plain data about a pair of nodes.
+
+    ``round_trip`` is measured while nobody else sends. The other lists have an entry for each direction, the lower
+    node's first: ``alone`` (bytes/s alone), ``loaded`` (bytes/s while all nodes send to all) and ``round_trip_loaded``
+    (while this direction is full). Entries are None where not measured.
     """
     ways = pair, pair[::-1]
     trips = [loaded.get(way) for way in ways]
@@ -139,7 +143,7 @@ def _rounded(rates: Sequence[float]) -> list[float]:
 
 FORMAT = "autosync-probe/1"
 _PRIORITY = -10
-"""Niceness of a probe's ranks. Other processes could only make links look slower and hosts more expensive."""
+"""Niceness of a probe's ranks. Other processes can only make links look slower and hosts more expensive."""
 
 
 def probe_ranks(
@@ -156,19 +160,20 @@ def probe_ranks(
     """Measure links and hosts of the default process group; collective.
 
     Args:
-        name: of the cluster found.
-        scheduling: ``batch`` puts the ranks under SCHED_BATCH once links are measured, for which ranks must wake soon.
-        head, window, every_pair, constants, accelerated: as in `Settings`.
-        addresses: whether the nodes' addresses belong into the cluster.
-        timeout: seconds in which two ranks must reach each other.
+        name: name for the cluster.
+        scheduling: ``batch`` puts the ranks under SCHED_BATCH, but only after the links are measured: round trips need
+            ranks that wake at once.
+        head, window, every_pair, constants, accelerated: as in `ProbeSettings`.
+        addresses: whether the cluster includes the nodes' addresses.
+        timeout: seconds within which two ranks must reach each other.
 
     Returns:
-        Plain data: what `measure_links` returns, ``constants`` (the document; None unless asked for) with the ``costs``
-        that they come from, and the effort.
+        Plain data: what `measure_links` returns, ``constants`` (the document; None unless requested) with the ``costs``
+        from which they are fitted, and the number of ``transfers`` and ``seconds`` of the probe.
     """
     begin = time.perf_counter()
     _go_first()
-    small = {"none": measure_collectives()} if constants else {}
+    small = {"none": measure_collectives()} if constants else {}  # before the ranks switch to SCHED_BATCH
     meter = Meter(head, window, timeout)
     answer: dict[str, Any] = {"format": FORMAT, **measure_links(meter, name, every_pair, addresses), "constants": None}
     if constants:
@@ -183,14 +188,14 @@ def probe_ranks(
 
 
 def probe_hosts(leaders: Sequence[int], scheduling: str) -> dict[str, Any]:
-    """What the hosts of the default process group cost, without a look at its links; collective.
+    """Measure the hosts of the default process group but not its links; collective.
 
     Args:
-        leaders: the first rank of each node.
-        scheduling: the policy that the ranks are under.
+        leaders: first rank of each node.
+        scheduling: scheduling policy under which the ranks run.
 
     Returns:
-        What `fit_constants` takes for a probe, of links without latency.
+        A probe's answer for `fit_constants`, with links that have no latency.
     """
     costs = measure_costs(leaders)
     small = {scheduling: measure_collectives()}
@@ -198,6 +203,6 @@ def probe_hosts(leaders: Sequence[int], scheduling: str) -> dict[str, Any]:
 
 
 def _go_first() -> None:
-    """Give the probe priority over other processes of this machine, if the kernel allows it."""
+    """Give the probe priority over other processes on this machine, if the kernel allows it."""
     with suppress(PermissionError):
         os.setpriority(os.PRIO_PROCESS, 0, _PRIORITY)

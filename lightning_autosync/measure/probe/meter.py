@@ -1,4 +1,4 @@
-"""`Meter`: measurements between the nodes of a live job; all its methods are collective."""
+"""`Meter`: measurements between the nodes of a live job. All its methods are collective."""
 
 from __future__ import annotations
 
@@ -25,40 +25,42 @@ _DATAGRAM = 1472
 """Payload bytes that fill an Ethernet frame of 1514 bytes."""
 _FRAME = 1514
 _UNDER_WAY = 512 * 1024
-"""Bytes under way in a flow, in addition to what the distance holds: enough to keep links busy while processes wait for
-a core."""
+"""Bytes in flight of a flow beyond its bandwidth-delay product, to keep links busy while processes wait for a core."""
 _QUEUED = 0.08
-"""Seconds of a flow's rate that may be under way: few enough to overflow no queue, after which TCP would pause."""
+"""Limit on the bytes in flight, in seconds of the flow's rate. More could overflow a queue, and TCP would pause."""
 _LEAST_UNDER_WAY = 32 * 1024
 _TRIES = 5
 _AGREEMENT = 0.02
 _STEADY = 0.04
-"""Share by which the halves of a window may differ."""
+"""Relative difference that is allowed between the halves of a window."""
 _PACKET = 64 * 1024
-"""Bytes that arrive at once where hosts merge packets."""
+"""Bytes that arrive at once where hosts merge packets (receive offload)."""
 _SETTLE = 0.05
-"""Seconds between the barrier and the first byte, so that early ranks do not delay others in the barrier."""
+"""Seconds between the barrier and the first byte, so that early ranks do not slow down others in the barrier."""
 _SCOUT = 0.5
-"""Part of head and window that a first look at a flow's rate takes."""
+"""Factor on head and window for a first estimate of a flow's rate."""
 _FASTEST = 1.25e9
-"""Bytes/s of the fastest link that a single flow is expected to fill at a distance."""
+"""Bytes/s of the fastest distant link that a single flow is expected to fill."""
 
 
 class Meter:
-    """Rates, round trips and the like between ranks, one rank a node where nodes are meant.
+    """Measures rates and round trips between ranks. The first rank of a node measures for the node.
 
     Args:
-        head: seconds of each transfer that are not counted.
-        window: seconds that are.
-        timeout: seconds in which ranks must reach each other.
+        head: seconds at the beginning of each transfer that are not counted.
+        window: seconds of each transfer that are counted.
+        timeout: seconds within which ranks must reach each other.
 
     Attributes:
-        nodes: the ranks of each node, both in order of first rank; ranks of one network namespace share a node.
-        hosts: the host name of each node.
-        machines: how many different machines (kernels) there are.
+        nodes: ranks of each node, sorted by first rank. Ranks of one network namespace share a node.
+        hosts: host name of each node.
+        addresses: address of each node.
+        machines: number of distinct machines (kernels).
+        transfers: number of transfers so far.
+        bursts: bytes of the burst of each single flow measured.
 
     Raises:
-        LaunchError: on every rank, where the kernel does not count what arrives.
+        LaunchError: on every rank, if the system is not Linux, whose kernel counts received bytes.
     """
 
     def __init__(self, head: float, window: float, timeout: float) -> None:
@@ -78,15 +80,15 @@ class Meter:
         self.bursts: list[float] = []
 
     def rates(self, flows: Sequence[Flow], factor: float = 1.0) -> list[float]:
-        """Bytes/s on the wire of flows between nodes that run at the same time, for ``factor`` windows."""
+        """Bytes/s on the wire of simultaneous flows between nodes, measured for ``factor`` windows."""
         leaders = [members[0] for members in self.nodes]
         return self.rank_rates([(leaders[i], leaders[j]) for i, j in flows], factor)
 
     def rank_rates(self, flows: Sequence[Flow], factor: float = 1.0) -> list[float]:
-        """The same between ranks.
+        """Bytes/s on the wire of simultaneous flows between ranks, measured for ``factor`` windows.
 
-        Whatever disturbs a transfer, a busy core or a lost packet, makes it slower. So it is repeated until the best
-        one was as fast in both of its halves and another agrees with it, and the best counts.
+        Disturbances, such as a busy core or a lost packet, only make a transfer slower. So the best transfer counts.
+        Transfers are repeated until the best was equally fast in both halves of its window and another agrees with it.
         """
         found = self._run(flows, [_UNDER_WAY // len(flows)] * len(flows), _SCOUT, _SCOUT)
         limits = [min(_UNDER_WAY, round(_QUEUED * arrival.rate)) for arrival in found]
@@ -102,7 +104,7 @@ class Meter:
         return [arrival.rate for arrival in best]
 
     def _run(self, flows: Sequence[Flow], limits: Sequence[int], head: float, window: float) -> list[Arrival]:
-        """Each flow, with at most ``limits`` bytes of it under way. Shares of head and window."""
+        """Run all flows at once, each with at most ``limits`` bytes in flight; head and window are factors."""
         sockets = self._connect(flows)
         outgoing = {j: limit for (i, j), limit in zip(flows, limits, strict=True) if i == self.rank}
         for peer, limit in outgoing.items():
@@ -116,7 +118,10 @@ class Meter:
         return [Arrival(**found[j][str(i)]) for i, j in flows]
 
     def pace(self, node: int) -> float:
-        """Bytes/s at which a node's own port sends, whatever its peers can take: datagrams that the port holds up."""
+        """Bytes/s at which a node's own port sends, whatever its peers can receive.
+
+        It sends datagrams, which only the node's own port slows down: UDP has no flow control.
+        """
         with socket.socket(_family(self.addresses[node]), socket.SOCK_DGRAM) as own:
             own.bind((self.addresses[self._node], 0))
             ports = gather_json(own.getsockname()[1])
@@ -126,7 +131,7 @@ class Meter:
             return float(gather_json(pace)[leaders[node]])
 
     def round_trips(self, pairs: Iterable[Flow], count: int = 100) -> dict[Flow, RoundTrip]:
-        """Tiny messages there and back between pairs of ranks, one pair after the other."""
+        """Round trips of tiny messages between pairs of ranks, one pair after the other."""
         pairs = sorted(pairs)
         sockets = self._connect(pairs)
         own: dict[str, list[float]] = {}
@@ -146,8 +151,10 @@ class Meter:
         return _gather_trips(own, pairs)
 
     def loaded_trips(self, flows: Iterable[Flow]) -> dict[Flow, RoundTrip]:
-        """The same from node to node and back while the first sends the second all it can, as any program would: not
-        bound in what it has under way, so that what stands in front of the narrowest link counts; one after the other.
+        """Round trips from node to node while the first node sends to the second at full rate, one flow at a time.
+
+        Unlike in `rates`, the bytes in flight are not limited, as in any program. So the round trips include the queue
+        in front of the narrowest link.
         """
         flows = sorted(flows)
         own: dict[str, list[float]] = {}
@@ -158,7 +165,7 @@ class Meter:
         return _gather_trips(own, flows)
 
     def _ping_beside(self, flow: Flow) -> list[float]:
-        """Seconds of trips beside a flow between ranks, on the rank that it comes from; none on others."""
+        """Round-trip seconds beside a flow between ranks, on the rank that sends it; empty on other ranks."""
         pings, streams = self._connect([flow]), self._connect([flow])
         dist.barrier()
         time.sleep(_SETTLE)
@@ -176,14 +183,14 @@ class Meter:
             if begins:
                 time.sleep(self._head)
                 times = ping_for(connection, self._window, self._timeout)
-                connection.shutdown(socket.SHUT_WR)
+                connection.shutdown(socket.SHUT_WR)  # ends `echo` at the other end
             else:
                 echo(connection)
             flowing.result()
         return times
 
     def own_trip(self, count: int = 200) -> float:
-        """Seconds there and back of a few bytes within rank 0: what threads need to wake, without a wire; the least."""
+        """Least round-trip seconds of a few bytes within rank 0: the wake-up time of threads, without a wire."""
         least = min(loop(count)) if self.rank == 0 else 0.0
         return float(gather_json(least)[0])
 
@@ -210,7 +217,7 @@ class Meter:
 
 
 def _gather_trips(own: Mapping[str, Sequence[float]], flows: Iterable[Flow]) -> dict[Flow, RoundTrip]:
-    """Round trips by flow, of which every rank brings the times that it measured."""
+    """Round trips by flow, gathered from the ranks that measured them."""
     found = {key: times for rank in gather_json(own) for key, times in rank.items()}
     return {(i, j): RoundTrip.of(found[f"{i} {j}"]) for i, j in flows}
 
@@ -220,13 +227,16 @@ def _total(found: Sequence[Arrival]) -> float:
 
 
 def _is_steady(found: Sequence[Arrival], half: float) -> bool:
-    """Whether neither half of the window, of so many seconds, was disturbed; a packet of each flow may be in either."""
+    """Whether neither half of the window (``half`` seconds each) was disturbed.
+
+    The last merged packet of each flow may fall into either half, so it is allowed for.
+    """
     first, second = (sum(arrival.halves[part] for arrival in found) for part in range(2))
     return abs(first - second) < _STEADY * max(first, second) + len(found) * _PACKET / half
 
 
 def _limit(connection: socket.socket, amount: int) -> None:
-    """Bound what a flow has under way, beyond what the distance to the peer holds."""
+    """Limit a flow's bytes in flight to ``amount`` beyond the bandwidth-delay product of the route."""
     distance = round(_FASTEST * smoothed_round_trip(connection))
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, max(_LEAST_UNDER_WAY, amount) + distance)
 
@@ -236,10 +246,10 @@ def _family(address: str) -> socket.AddressFamily:
 
 
 def _machine() -> str:
-    """The same in all containers of a machine until it is booted anew."""
+    """An id that all containers of a machine share until it reboots."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def _namespace() -> str:
-    """Ranks of one network namespace share its links; others reach each other through a network."""
+    """An id of the network namespace. Its ranks share its links, and reach other ranks through a network."""
     return str(os.stat("/proc/self/ns/net").st_ino)

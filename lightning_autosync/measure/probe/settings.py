@@ -1,4 +1,4 @@
-"""Settings of a probe: where the ranks are, and how long to measure."""
+"""Settings of a probe: where the ranks run, and how long to measure."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ class ProbeSettings(Configuration):
     """One probe.
 
     Attributes:
-        name: of the cluster that is written.
+        name: name of the cluster that is written.
         launch: ``local``, ``emulated``, ``ssh`` or ``torchrun``.
-        cluster: what to emulate; with ``ssh`` the nodes, of which only addresses and devices count.
-        cluster_scale: factor on every rate of it.
-        ranks: how many there are on this machine with ``launch=local``.
-        scheduling: the kernel's policy for the ranks; constants are those under it.
-        head: seconds at the beginning of each transfer that do not count.
-        window: seconds of each transfer that do.
-        every_pair: each pair of nodes is measured alone, both ways; None does so for up to four nodes.
-        constants: measure what the hosts cost, too.
-        accelerated: the job computes its gradients on an accelerator and not on the core that packs them.
-        timeout: seconds that the probe may take.
+        cluster: cluster to emulate; with ``ssh`` the nodes, of which only addresses and devices are used.
+        cluster_scale: factor on every rate of the cluster.
+        ranks: number of ranks on this machine with ``launch=local``.
+        scheduling: the kernel's scheduling policy for the ranks, under which constants are measured.
+        head: seconds at the beginning of each transfer that are not counted.
+        window: seconds of each transfer that are counted.
+        every_pair: whether to measure each pair of nodes alone, in both directions; None does so for up to four nodes.
+        constants: whether to measure the constants of the hosts too.
+        accelerated: whether the job computes its gradients on an accelerator, not on the core that packs them.
+        timeout: maximum seconds of the probe.
     """
 
     name: str = "probed"

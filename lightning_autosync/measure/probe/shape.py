@@ -1,4 +1,4 @@
-"""From a survey to a `ClusterSpec`: the links that explain what was measured."""
+"""From a survey to a `ClusterSpec`: the links that explain the measurements."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from lightning_autosync.cluster import ClusterSpec, LinkGraph
 from lightning_autosync.measure.probe.survey import Flow, Survey
 
 DIGITS = 4
-"""That a measured rate or time is worth."""
+"""Significant digits of a measured rate or time."""
 
 
 @dataclass(frozen=True)
 class Hosts:
-    """What the ranks say about where they run.
+    """What the ranks report about their hosts.
 
     Attributes:
-        ranks: of each node, in order of first rank.
-        names: of each node.
-        addresses: of each node; None where others could not use them.
-        local_bandwidth: bytes/s between two ranks of one node; None where no node has two.
-        local_latency: seconds between them, one way.
+        ranks: ranks of each node, sorted by first rank.
+        names: name of each node.
+        addresses: address of each node; None where others could not use them.
+        local_bandwidth: bytes/s between two ranks of one node; None if no node has two ranks.
+        local_latency: one-way seconds between two ranks of one node.
     """
 
     ranks: Sequence[Sequence[int]]
@@ -36,7 +36,14 @@ class Hosts:
 
 
 def make_cluster(name: str, hosts: Hosts, survey: Survey | None, latencies: Mapping[Flow, float]) -> ClusterSpec:
-    """The cluster; ``latencies`` are half of round trips, in seconds, between nodes. One node needs no survey."""
+    """The cluster that explains a survey.
+
+    Args:
+        name: its name.
+        hosts: its nodes.
+        survey: the measured rates; None for a single node.
+        latencies: one-way seconds between pairs of nodes.
+    """
     data: dict[str, Any] = {
         "format": ClusterSpec.FORMAT,
         "name": name,
@@ -71,7 +78,7 @@ def _links(survey: Survey, names: Sequence[str]) -> tuple[list[str], list[dict[s
         return [], [_link(names[i], names[j], alone[i, j], alone[j, i]) for i, j in survey.mesh]
     groups = list(survey.trunks)
     switches = [f"rack{number}" for number in range(len(groups))]
-    # With one up-link, what is not behind it is a rack as well, and the two are linked directly.
+    # With a single up-link, the other nodes form a rack as well, and the two racks are linked directly.
     core = {0: "switch", 1: "rack1"}.get(len(groups), "core")
     links = [_link(rack, core, *survey.trunks[group]) for rack, group in zip(switches, groups, strict=True)]
     switch_of = {node: rack for rack, group in zip(switches, groups, strict=True) for node in group}
@@ -79,8 +86,8 @@ def _links(survey: Survey, names: Sequence[str]) -> tuple[list[str], list[dict[s
     for node, name in enumerate(names):
         up, down = survey.up[node], survey.down[node]
         if node in survey.paces:
-            # What the others can neither send nor take is out of sight, and of no use either; most links are equal
-            # both ways.
+            # The other nodes together cannot fill this link, so its rates were only bounded from below. The port's own
+            # pace gives the rate up, and most links are equally fast in both directions.
             up = max(up, survey.paces[node])
             down = max(down, up) if _never_drained(survey, node) else down
         access.append(_link(name, switch_of.get(node, core), up, down))
@@ -98,7 +105,7 @@ def _link(a: str, b: str, up: float, down: float) -> dict[str, Any]:
 
 
 def _set_latencies(data: dict[str, Any], hosts: Hosts, latencies: Mapping[Flow, float]) -> None:
-    """Latencies of the links that come closest to those of the paths, none below zero."""
+    """Set the links' latencies that best explain those of the routes: non-negative least squares."""
     spec = ClusterSpec.from_dict(data, source="probe")
     topology = LinkGraph(spec)
     crosses = numpy.zeros((len(latencies), len(spec.links)))

@@ -1,8 +1,8 @@
-"""The measurements from which the shape and the rates of a network are told.
+"""The measurements that reveal the shape and the rates of a network.
 
-Their number grows with the nodes, not with their pairs: one node to all others fills its up-link, all to one its
-down-link, and everybody to everybody shows who shares more than these two. Sums over full links are exact however
-unfairly TCP divides them, so every rate of a link is such a sum.
+Their number grows with the number of nodes, not of pairs. One node that sends to all others fills its up-link; all
+others that send to one fill its down-link; all-to-all traffic shows which nodes share further links. TCP may divide a
+full link unfairly between flows, but their sum is exact. So every rate of a link is such a sum.
 """
 
 from __future__ import annotations
@@ -20,13 +20,20 @@ from scipy.spatial.distance import squareform
 from lightning_autosync.cluster import ClusterSpec, LinkGraph
 
 Flow = tuple[int, int]
-"""Source and target: indices of nodes."""
+"""Source and target, as indices of nodes."""
 _FULL = 1 - 1e-9
+"""Tolerance in `fair_rates`, so that channels that fill up at the same time are found despite rounding."""
 _NEARLY = 0.99
+"""Share of its capacity from which on a channel counts as one that flows could fill."""
 
 
 def fair_rates(routes: Sequence[Sequence[int]], capacities: Sequence[float]) -> list[float]:
-    """Bytes/s of each route, the channels of which carry ``capacities`` bytes/s."""
+    """Max-min fair rates of simultaneous flows by progressive filling, in bytes/s.
+
+    Args:
+        routes: by flow, the channels that it crosses.
+        capacities: by channel, bytes/s.
+    """
     crosses = numpy.zeros((len(routes), len(capacities)))
     for flow, route in enumerate(routes):
         crosses[flow, list(route)] = 1
@@ -45,7 +52,7 @@ def fair_rates(routes: Sequence[Sequence[int]], capacities: Sequence[float]) -> 
 
 
 class FairCluster:
-    """Fair rates between the nodes of a cluster (not its ranks)."""
+    """Fair rates of flows between the nodes (not the ranks) of a cluster."""
 
     def __init__(self, cluster: ClusterSpec) -> None:
         self._topology = LinkGraph(cluster)
@@ -54,20 +61,19 @@ class FairCluster:
         self._capacities = self._topology.capacities.tolist()
 
     def route(self, flow: Flow) -> list[int]:
-        """The channels of links that a flow takes; those within nodes are left out."""
+        """The channels of links that a flow takes, without those within nodes."""
         channels = self._topology.route(self._ranks[flow[0]], self._ranks[flow[1]])
         return [channel for channel in channels if channel < self._links]
 
     def rates(self, flows: Sequence[Flow]) -> list[float]:
-        """Bytes/s of flows that run at the same time."""
+        """Bytes/s of simultaneous flows."""
         return fair_rates([self.route(flow) for flow in flows], self._capacities)
 
     def full(self, flows: Sequence[Flow], rates: Sequence[float]) -> tuple[float, float]:
-        """What ``rates`` make of links that several flows share and could fill.
+        """How measured ``rates`` (bytes/s) use the links that several flows share and could fill.
 
         Returns:
-            The share of such a link that is used, the mean over links; and how many of them are on a flow's way, the
-            mean over flows.
+            The used share of such links, mean over links; and their number on a flow's route, mean over flows.
         """
         routes = [self.route(flow) for flow in flows]
         capacities = numpy.array(self._capacities)
@@ -82,18 +88,18 @@ class FairCluster:
 
 
 LEAST_STEP = 0.05
-"""Of the logarithm of rates, between the merge that makes a group and the one that takes it up."""
+"""Least gap, in logarithms of rates, between the merge that forms a group and the merge that absorbs it."""
 
 
 def candidate_groups(contrast: NDArray[numpy.float64]) -> Iterator[tuple[int, ...]]:
-    """Groups of nodes worth a test, parts before the whole; by average linkage.
+    """Groups of nodes that may share an up-link, smaller groups first; by average-linkage clustering.
 
     Args:
-        contrast: [nodes, nodes] what each pair got while everybody sent to everybody, relative to what it would get
-            on one switch. Pairs behind a common bottleneck get less, and leave more to the others.
+        contrast: [nodes, nodes] rate of each pair in all-to-all traffic, relative to its rate on a single switch.
+            Flows through a common bottleneck get less than 1 and leave more for the others.
     """
     nodes = len(contrast)
-    if nodes < 4:
+    if nodes < 4:  # with fewer than two nodes inside and outside, it is one node's link
         return
     logarithm = numpy.log(numpy.maximum(contrast, 1e-3))
     nearness = (logarithm + logarithm.T) / 2
@@ -112,42 +118,42 @@ def candidate_groups(contrast: NDArray[numpy.float64]) -> Iterator[tuple[int, ..
 Floats = NDArray[numpy.float64]
 
 TRUNK = 0.85
-"""A group sends less than this share of what its nodes could: it has an up-link of its own."""
+"""A group that sends less than this share of what its nodes could send has an up-link of its own."""
 ALONE = 0.75
-"""One flow gets less than this share of what two nodes can send and receive: there is no switch between them."""
+"""If a flow gets less than this share of what its two nodes can send and receive, no switch connects them."""
 SLOWED = 0.85
-"""A flow gets less than this share of its rate when alone: another one is in its way."""
+"""If a flow gets less than this share of its rate alone, another flow shares a link with it."""
 FULL_WINDOWS = 3.0
-"""Windows for which everybody sends to everybody, as many flows take longer to find their pace."""
+"""Windows of all-to-all traffic: many flows take longer to find their rates."""
 
 DECISIVE_WINDOWS = 2.0
-"""Windows of the measurements on which a surprising finding depends, and how many there are of them at most."""
+"""Windows of each measurement that confirms a surprising finding, and the maximum number of such measurements."""
 DECISIVE_TRIES = 2
 UNLIKE = 0.95
-"""Most links are equal both ways: a node that sends less than this share of what it receives is measured again."""
+"""A node that sends less than this share of what it receives is measured again: most links are equal both ways."""
 
 
 class Rates(Protocol):
-    """Something that measures flows between nodes that run at the same time, in bytes/s."""
+    """Measures simultaneous flows between nodes, in bytes/s."""
 
     def rates(self, flows: Sequence[Flow], factor: float = 1.0) -> list[float]: ...
 
     def pace(self, node: int) -> float:
-        """Bytes/s at which the node's own port sends, whatever its peers can take."""
+        """Bytes/s at which the node's own port sends, whatever its peers can receive."""
         ...
 
 
 @dataclass
 class Survey:
-    """What was measured, in bytes/s on the wire.
+    """Measured rates, in bytes/s on the wire.
 
     Attributes:
-        up, down: [nodes] sums with all others.
-        full: [nodes, nodes] everybody to everybody.
-        alone: flows that had the network to themselves.
-        trunks: for each group of nodes with an up-link of its own, its rates up and down.
+        up, down: [nodes] total rates of each node to and from all others.
+        full: [nodes, nodes] rate of each flow in all-to-all traffic; NaN on the diagonal.
+        alone: rates of flows that had the network to themselves.
+        trunks: rates up and down for each group of nodes with an up-link of its own.
         mesh: direct links, if nodes are cabled without a switch.
-        paces: of nodes that the others together could not fill.
+        paces: rates of the ports of nodes whose links the other nodes together could not fill.
     """
 
     up: list[float]
@@ -164,7 +170,13 @@ class Survey:
 
 
 def take_survey(meter: Rates, nodes: int, every_pair: bool) -> Survey:
-    """Measure; ``every_pair`` alone too, not only from each node to one other."""
+    """Measure a network.
+
+    Args:
+        meter: measures the flows.
+        nodes: number of nodes.
+        every_pair: measure every pair alone, not only one flow from each node.
+    """
     flows = [(i, j) for i in range(nodes) for j in range(nodes) if i != j]
     full = numpy.full((nodes, nodes), numpy.nan)
     for (i, j), rate in zip(flows, meter.rates(flows, FULL_WINDOWS), strict=True):
@@ -189,8 +201,10 @@ def take_survey(meter: Rates, nodes: int, every_pair: bool) -> Survey:
 
 
 def _fans(meter: Rates, full: Floats, flows: Sequence[Flow]) -> tuple[list[float], list[float]]:
-    """What each node sends to all others and receives from them; again where the two differ, or one of
-    them is less than while everybody sends."""
+    """The total rates of each node to and from all others.
+
+    They are measured again where the two differ, or where one is less than in all-to-all traffic.
+    """
     up, down = [], []
     for node in range(len(full)):
         out, back = [flow for flow in flows if flow[0] == node], [flow for flow in flows if flow[1] == node]
@@ -201,9 +215,9 @@ def _fans(meter: Rates, full: Floats, flows: Sequence[Flow]) -> tuple[list[float
 
 
 def _most(meter: Rates, flows: Sequence[Flow], found: float, expected: float) -> float:
-    """What flows carry in sum, found so far; if it is less than expected, the most of some longer measurements too.
+    """The total rate of flows in bytes/s, measured again for longer if ``found`` is less than ``expected``.
 
-    It may have been a disturbance, which can only make flows slower.
+    A disturbance can only make flows slower, so the best measurement counts.
     """
     for _ in range(DECISIVE_TRIES):
         if found >= expected:
@@ -213,7 +227,7 @@ def _most(meter: Rates, flows: Sequence[Flow], found: float, expected: float) ->
 
 
 def _matrix_of_expected(survey: Survey, flows: Sequence[Flow]) -> Floats:
-    """[nodes, nodes] what everybody would send to everybody on one switch, as no up-link is known yet."""
+    """[nodes, nodes] rates of all-to-all traffic through a single switch, since no up-link is known yet."""
     rates = numpy.ones_like(survey.full)
     for (i, j), rate in zip(flows, expected_rates(survey, flows), strict=True):
         rates[i, j] = rate
@@ -221,7 +235,7 @@ def _matrix_of_expected(survey: Survey, flows: Sequence[Flow]) -> Floats:
 
 
 def expected_rates(survey: Survey, flows: Sequence[Flow]) -> list[float]:
-    """Bytes/s of flows if nothing but the nodes' own links and the known up-links were in their way."""
+    """Bytes/s of flows that only the nodes' own links and the known up-links limit."""
     nodes = survey.nodes
     capacities = [*survey.up, *survey.down, *(rate for trunk in survey.trunks.values() for rate in trunk)]
     routes = []
@@ -235,13 +249,13 @@ def expected_rates(survey: Survey, flows: Sequence[Flow]) -> list[float]:
 
 
 def _no_switch(survey: Survey, nearest: Sequence[Flow]) -> bool:
-    """Most nodes send more to several others than to that one alone to which the way is shared the least."""
+    """Whether most nodes send more to several nodes than to the one node with the least shared route."""
     short = [survey.alone[i, j] < ALONE * min(survey.up[i], survey.down[j]) for i, j in nearest]
     return sum(short) > survey.nodes / 2
 
 
 def _direct_links(meter: Rates, survey: Survey) -> list[Flow]:
-    """The pairs whose flows no third node passes on; the likeliest others too, until all nodes are linked."""
+    """The pairs whose flows no third node forwards, and then the likeliest other pairs until all nodes are linked."""
     pairs = [(i, j) for i in range(survey.nodes) for j in range(i + 1, survey.nodes)]
     scores = {pair: _directness(meter, survey, pair) for pair in pairs}
     graph = networkx.Graph()
@@ -253,9 +267,10 @@ def _direct_links(meter: Rates, survey: Survey) -> list[Flow]:
 
 
 def _directness(meter: Rates, survey: Survey, pair: Flow) -> float:
-    """What share of its rate the faster of two legs over a third node keeps beside the pair's flow, at least.
+    """How directly a pair of nodes is linked, from 0 to 1.
 
-    Where the third node passes on what the pair sends, the flow is in the way of both legs.
+    If a third node forwards the pair's flow, the flow slows down both legs over that node. So the score is the share of
+    its rate alone that the faster leg keeps beside the flow, least over third nodes.
     """
     i, j = pair
     kept = [1.0]
@@ -268,10 +283,10 @@ def _directness(meter: Rates, survey: Survey, pair: Flow) -> float:
 
 
 def _test_trunk(meter: Rates, survey: Survey, group: tuple[int, ...]) -> None:
-    """Keep the group's rates up and down if it sends or receives less than what is known so far lets it.
+    """Keep the group's rates up and down if it sends or receives less than the known links allow.
 
-    Several racks together send what their up-links let them, which is known when they are tested; a rack sends less
-    than a part of it that was taken for one and the rest of its nodes, and takes that part's place.
+    A group of several racks passes: it is tested after its racks, and sends what their known up-links allow. A part of
+    a rack may have been taken for a rack. The whole rack then sends less than expected, and replaces the part.
     """
     others = tuple(node for node in range(survey.nodes) if node not in group)
     flows = _pairing(group, others)
@@ -285,11 +300,11 @@ def _test_trunk(meter: Rates, survey: Survey, group: tuple[int, ...]) -> None:
 
 
 def _pairing(group: Sequence[int], others: Sequence[int]) -> list[Flow]:
-    """Every node of either side at least once."""
+    """Flows from one side to the other in which every node of either side takes part."""
     return [(group[k % len(group)], others[k % len(others)]) for k in range(max(len(group), len(others)))]
 
 
 def _never_filled(survey: Survey, node: int) -> bool:
-    """Whether all others together receive as much as the node sends: its own link may carry more."""
+    """Whether the node sends about as much as all others together can receive, so that its link may carry more."""
     others = sum(rate for other, rate in enumerate(survey.down) if other != node)
     return survey.up[node] > TRUNK * others

@@ -1,4 +1,4 @@
-"""The tables that a probe prints, with the settings of emulated links beside what was found."""
+"""The tables that a probe prints. Settings of emulated links stand beside the measured rates."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.measure.emulation.check import ALLOWED_DEVIATION, MEGABIT
 
 Cut = tuple[frozenset[int], frozenset[int]]
-"""Ranks on the sending and on the receiving side of a link, one direction."""
+"""Ranks on the sending and on the receiving side of one direction of a link."""
 
 
 def settings_of(found: ClusterSpec, truth: ClusterSpec) -> list[tuple[float | None, float | None]]:
-    """For each link found the rates it is set to, each way; None where nothing like it was set.
+    """For each link found, the rates that were set in each direction; None where no such link was set.
 
-    Links are the same if they part the ranks alike: links in a row with nobody between them are, to whoever
-    measures from the ends, one link of the least rate. Links that part nothing, as in a ring, are told by their ends.
+    Links are the same if they separate the same ranks. Links in a row without ranks between them cannot be told apart
+    by measurements, so they count as one link of the least rate. Links that separate nothing, as in a ring, are
+    identified by their ends.
     """
     rates: dict[Cut, float] = {}
     for cut, rate in _cuts(truth):
@@ -29,7 +30,7 @@ def settings_of(found: ClusterSpec, truth: ClusterSpec) -> list[tuple[float | No
 
 
 def _cuts(cluster: ClusterSpec) -> Iterator[tuple[Cut, float]]:
-    """For each link its cut and its rate, there and back."""
+    """For each link and direction its cut and its rate."""
     graph = networkx.Graph([(link.a, link.b) for link in cluster.links])
     bridges = {frozenset(bridge) for bridge in networkx.bridges(graph)}
     ranks = {node.name: frozenset(cluster.ranks_of(index)) for index, node in enumerate(cluster.nodes)}
@@ -54,7 +55,7 @@ def _members(places: set[str], ranks: dict[str, frozenset[int]]) -> frozenset[in
 
 
 def nodes_table(answer: dict[str, Any], cluster: ClusterSpec) -> Table:
-    """One row a node: ranks, and what it sends and receives, alone and while everybody sends."""
+    """One row per node: ranks, and rates sent and received, alone and while all nodes send."""
     table = Table(title=f"{cluster.name}: nodes", caption="Mbit/s on the wire, framing included")
     table.add_column("node")
     for heading in ("ranks", "sends", "loaded", "receives", "loaded"):
@@ -67,7 +68,7 @@ def nodes_table(answer: dict[str, Any], cluster: ClusterSpec) -> Table:
 
 
 def pairs_table(answer: dict[str, Any]) -> Table:
-    """One row for each way between two nodes that was measured alone: rates and round trips, idle and loaded."""
+    """One row per direction between two nodes that was measured alone: rates and round trips, idle and loaded."""
     caption = "Mbit/s alone, and while everybody sends; median ms there and back, idle, and while the way there is full"
     table = Table(title="pairs of nodes", caption=caption)
     for heading in ("from", "to"):
@@ -85,7 +86,7 @@ def pairs_table(answer: dict[str, Any]) -> Table:
 
 
 def links_table(cluster: ClusterSpec, truth: ClusterSpec | None) -> Table:
-    """One row for each direction of a link; those far from what they are set to stand out."""
+    """One row per direction of a link; directions that are far from their settings stand out."""
     table = Table(title=f"{cluster.name}: links", caption="latencies are halves of idle round trips")
     for heading in ("from", "to"):
         table.add_column(heading)
@@ -102,9 +103,9 @@ def links_table(cluster: ClusterSpec, truth: ClusterSpec | None) -> Table:
 
 
 def link_rows(cluster: ClusterSpec, truth: ClusterSpec | None) -> list[dict[str, Any]]:
-    """Each direction of a link as plain data: from, to, rate, latency; with a ``truth`` setting and deviation too.
+    """Each direction of a link as plain data: from, to, rate, latency; with ``truth`` also setting and deviation.
 
-    Setting and deviation are None where no link of the truth is like it.
+    Setting and deviation are None where ``truth`` has no such link.
     """
     rows: list[dict[str, Any]] = []
     settings = settings_of(cluster, truth) if truth is not None else []

@@ -1,4 +1,4 @@
-"""Live worker processes that take orders."""
+"""Live worker processes that execute orders."""
 
 from __future__ import annotations
 

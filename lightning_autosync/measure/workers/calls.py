@@ -1,4 +1,4 @@
-"""A call of a function in workers: its name on the way there, and its errors on the way back."""
+"""Function calls in workers: how functions are named, and how errors come back."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from lightning_autosync.measure.errors import InputError
 
 
 def function_name(function: Callable[..., Any]) -> str:
-    """``package.module:name`` of a function, by which workers find it.
+    """The name ``package.module:name`` by which workers import a function.
 
     Raises:
-        TypeError: workers cannot import it under that name.
+        TypeError: workers cannot import the function under that name.
     """
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
     found = f"{module}:{name}"
@@ -25,7 +25,7 @@ def function_name(function: Callable[..., Any]) -> str:
 
 
 def find_function(name: str) -> Callable[..., Any]:
-    """The function that `function_name` named."""
+    """Import a function by a name from `function_name`."""
     module, _, function = name.partition(":")
     found: Callable[..., Any] = getattr(import_module(module), function)
     return found
@@ -39,9 +39,9 @@ def _leads_to(name: str, function: Callable[..., Any]) -> bool:
 
 
 def describe(error: BaseException) -> dict[str, Any]:
-    """The error that is being handled, as plain data: ``type``, ``message``, ``traceback``, and ``input``.
+    """The exception that is being handled as plain data: ``type``, ``message``, ``traceback`` and ``input``.
 
-    ``input`` says whether the user's input is wrong, so that the message alone explains the error.
+    ``input`` is true if the user's input is wrong, so that the message alone explains the error.
     """
     return {
         "type": type(error).__name__,
@@ -52,10 +52,10 @@ def describe(error: BaseException) -> dict[str, Any]:
 
 
 def wrong_input(errors: Mapping[int, Mapping[str, Any]], asked: Collection[int]) -> InputError | None:
-    """The error to raise if all ranks that failed say that the input is wrong; None if not. Equal messages come once.
+    """The error to raise if all failed ranks report wrong input; else None. Equal messages are merged.
 
     Args:
-        errors: by rank, as `describe` made them, one or more.
+        errors: by rank, errors as from `describe`, at least one.
         asked: all ranks that were called. If only some failed, the message names them.
     """
     if not all(error["input"] for error in errors.values()):

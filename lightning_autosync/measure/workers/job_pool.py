@@ -21,7 +21,7 @@ from lightning_autosync.measure.launches.launch import require_torchrun
 from lightning_autosync.measure.workers.calls import describe, find_function, function_name, wrong_input
 
 _IDLE = timedelta(seconds=5)
-"""How long a rank waits for a call before it waits again."""
+"""Timeout of a single wait for a call, which a rank repeats."""
 _END, _RENEW = "end", "renew"
 _NOTHING = {"action": "call", "function": f"{__name__}:do_nothing", "arguments": {}}
 
@@ -30,8 +30,8 @@ class JobRank:
     """This process as a rank of the job.
 
     Args:
-        timeout: seconds that a call or a collective may take.
-        batch: run under SCHED_BATCH.
+        timeout: maximum seconds of a call or a collective.
+        batch: whether to run under SCHED_BATCH.
     """
 
     def __init__(self, timeout: float, batch: bool) -> None:
@@ -46,7 +46,7 @@ class JobRank:
         self._join()
 
     def answer(self, order: dict[str, Any]) -> dict[str, Any]:
-        """Carry out one call; returns its result, or the error that it raised."""
+        """Execute one call; returns its result or the error that it raised."""
         try:
             if order["action"] == _RENEW:
                 return {"result": self._renew()}
@@ -55,8 +55,8 @@ class JobRank:
             return {"error": describe(error)}
 
     def follow(self) -> None:
-        """Carry out rank 0's calls until it ends the job."""
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for rank 0, which ends the job in order
+        """Execute rank 0's calls until it ends the job."""
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 handles a Ctrl-C and ends the job in order
         number = 0
         while True:
             key = f"order/{number}"
@@ -75,7 +75,7 @@ class JobRank:
         dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.world_size, timeout=self.timeout)
 
     def _renew(self) -> list[str | int]:
-        """Make a new process group, after all contenders of the old one are closed."""
+        """Close all contenders of the old process group, then make a new group."""
         from lightning_autosync.measure.replica_calls import forget
 
         forget()
@@ -86,7 +86,7 @@ class JobRank:
 
 
 class JobPool:
-    """Has the interface of a `WorkerPool`, but the ranks run already; only their process group can be made again.
+    """A `Pool` of ranks that run already, so that only their process group can be renewed.
 
     Raises:
         LaunchError: this process is not rank 0 of a job.
@@ -101,10 +101,10 @@ class JobPool:
         self.pids: list[int] = []
 
     def renew(self) -> None:
-        """Make the process group again, at the start and after a failure.
+        """Renew the process group, at the start and after a failure.
 
         Raises:
-            LaunchError: a rank does not answer any more.
+            LaunchError: a rank no longer answers.
         """
         try:
             where = self._exchange({"action": _RENEW}, list(range(self.world_size)))
@@ -115,10 +115,11 @@ class JobPool:
     def run(
         self, function: Callable[..., Any], /, *, ranks: Iterable[int] | None = None, **arguments: Any
     ) -> list[Any]:
-        """As `WorkerPool.run`.
+        """Like `WorkerPool.run`.
 
         Raises:
-            WorkerError: a rank raised, or did not answer in time; what was wrong input is an `InputError`.
+            WorkerError: a rank raised or did not answer in time.
+            InputError: all failed ranks report wrong input.
         """
         addressed = list(range(self.world_size) if ranks is None else ranks)
         return self._exchange(
@@ -126,10 +127,10 @@ class JobPool:
         )
 
     def close(self) -> None:
-        """Does nothing: the ranks go on, and `renew` closes what is left."""
+        """Does nothing: the ranks continue, and `renew` closes remaining contenders."""
 
     def end(self) -> None:
-        """End the other ranks."""
+        """End the other ranks' loops."""
         self._rank.store.set(f"order/{self._number}", json.dumps({"action": _END}))
         with suppress(Exception):
             dist.destroy_process_group()
@@ -138,6 +139,7 @@ class JobPool:
         number, store = self._number, self._rank.store
         self._number += 1
         others = range(1, self.world_size)
+        # Publish the order before executing it here: it may be collective, so that rank 0 waits for the others.
         store.set(f"order/{number}", json.dumps({**order, "for": addressed}))
         replies = {0: self._rank.answer(order if 0 in addressed else _NOTHING)}
         keys = {rank: f"reply/{number}/{rank}" for rank in others}
@@ -159,11 +161,11 @@ def _raised(rank: int, error: dict[str, Any]) -> WorkerError:
 
 
 def do_nothing() -> None:
-    """The call for ranks that are not addressed."""
+    """The call for ranks that are not addressed, since every rank answers every order."""
 
 
 def serve(timeout: float, batch: bool) -> None:
-    """Carry out rank 0's calls until the run is over, and then end this process."""
+    """Execute rank 0's calls until the run is over, then exit this process."""
     JobRank(timeout, batch).follow()
     dist.destroy_process_group()
     sys.exit(0)

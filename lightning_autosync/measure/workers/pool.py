@@ -1,4 +1,4 @@
-"""A pool of live worker processes: started once, they call one function after another."""
+"""A pool of live worker processes that are started once and call one function after another."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from lightning_autosync.measure.workers.process import WorkerProcess
 
 GRACE = 5.0  # seconds for the other ranks to answer after one has raised
 RENEWAL = 15.0  # seconds for all ranks to meet in a new process group
-POLL = 0.25  # seconds between looks at whether a silent worker still lives
-DRAIN = 1.0  # seconds, at most, to read what a worker printed before its answer
+POLL = 0.25  # seconds between checks that silent workers are alive
+DRAIN = 1.0  # maximum seconds to read what a worker printed before its answer
 STACK_DUMP = 0.3  # seconds for a silent worker to write its stacks
 
 
@@ -43,28 +43,28 @@ class Pool(Protocol):
 
 
 class WorkerPool:
-    """``world_size`` processes in one gloo process group, which call functions on request.
+    """``world_size`` processes in one gloo process group that call functions on request.
 
-    The processes start at once and meet before the constructor returns. They are killed, with their
-    children, by :meth:`close`, at the end of a ``with`` block, when the pool is no longer referenced,
-    and when this process ends in whatever way.
+    The processes start and join the group before the constructor returns. They are killed with their children by
+    :meth:`close`, at the end of a ``with`` block, when the pool is no longer referenced, and when this process ends in
+    any way.
 
     Args:
-        world_size: the number of ranks.
-        launch: where the processes run.
-        timeout: seconds that the start, one call or a collective may take.
-        threads: torch's threads for one operator in each process.
-        environment: environment variables to add for the workers.
-        extra_paths: folders from which workers import, beside everything this process can import.
+        world_size: number of ranks.
+        launch: where the processes run; None means this machine.
+        timeout: maximum seconds of the start, of one call and of a collective.
+        threads: torch's intra-operator threads in each process.
+        environment: additional environment variables of the workers.
+        extra_paths: additional folders from which workers import, beside everything that this process can import.
         scheduling: ``"batch"`` puts the workers under ``SCHED_BATCH``
             (see :func:`lightning_autosync.engine.cpu_scheduling.set_batch_scheduling`).
-        order_timeout: seconds that one call may take, if not ``timeout``; ``math.inf`` for no limit.
-        meet: make the process group. With False the called functions make one, by ``env://`` as under torchrun, and an
-            error ends the pool.
-        echo: pass on what rank 0 prints to this process's stderr.
+        order_timeout: maximum seconds of one call if they differ from ``timeout``; ``math.inf`` for no limit.
+        meet: whether to make the process group. If False, the called functions make one with ``env://`` as under
+            torchrun, and an error closes the pool.
+        echo: whether to copy what rank 0 prints to this process's stderr.
 
     Raises:
-        LaunchError: the launch is made for another number of ranks.
+        LaunchError: the launch requires another number of ranks, or ``scheduling`` is unknown.
         WorkerError: a worker did not start or could not join the group.
     """
 
@@ -92,6 +92,7 @@ class WorkerPool:
         self._lock = threading.Lock()
         self._generation = 0
         self._workers: list[WorkerProcess] = []
+        # The finalizer gets the list and not the pool, since a reference to the pool would keep it alive.
         self._finalizer = weakref.finalize(self, _end_all, self._workers, os.getpid())
         command = _worker_command(timeout, threads, scheduling)
         try:
@@ -115,7 +116,7 @@ class WorkerPool:
 
     @property
     def closed(self) -> bool:
-        """Whether the processes have been ended, by :meth:`close` or because one of them broke."""
+        """Whether the processes have ended, by :meth:`close` or because one of them failed."""
         return not self._finalizer.alive
 
     @property
@@ -128,20 +129,19 @@ class WorkerPool:
     ) -> list[Any]:
         """Call a function with ``arguments`` on every rank, or on ``ranks`` only.
 
-        Workers import the function under its name, so it is one of a module, at its top level.
-
-        The default process group is there when the function starts. Arguments and results travel
-        as JSON, so tuples come out as lists.
+        Workers import the function by name, so it must be at the top level of a module. The default process group
+        exists when the function starts, unless ``meet`` is False. Arguments and results are sent as JSON, so tuples
+        become lists.
 
         Returns:
-            What each addressed rank returned, in the order of ``ranks``.
+            The result of each addressed rank, in the order of ``ranks``.
 
         Raises:
             TypeError: workers cannot import the function, or an argument is not JSON.
-            WorkerError: a rank raised. If every rank answered, the pool lives on, in a new process
-                group (subgroups made before are gone). Else, as when a rank died or did not answer
-                within ``timeout`` seconds, the pool is closed.
-            InputError: what is wrong is what the ranks were given.
+            WorkerError: a rank raised. If every rank answered, the pool continues with a new process group, without
+                earlier subgroups. Otherwise, for example if a rank died or did not answer within ``timeout`` seconds,
+                the pool is closed.
+            InputError: all failed ranks report wrong input.
         """
         with self._lock:
             if self.closed:
@@ -176,19 +176,20 @@ class WorkerPool:
         self._exchange(list(range(self.world_size)), order, deadline)
 
     def _renew(self) -> None:
-        """Make a new process group, since collectives may be half done in the old one."""
+        """Make a new process group, since collectives may be unfinished in the old one."""
         self._generation += 1
-        with suppress(WorkerError):  # the pool is closed then, and the caller has the first error to tell
+        with suppress(WorkerError):  # this closes the pool; the caller raises the original error
             self._join(time.monotonic() + RENEWAL)
 
     def _exchange(self, ranks: list[int], order: dict[str, Any], deadline: float) -> list[Any]:
-        """Send ``ranks`` a request and return their results."""
+        """Send ``ranks`` an order and return their results."""
         line = json.dumps(order).encode() + b"\n"
         replies: dict[int, dict[str, Any]] = {}
         try:
             self._send(ranks, line, deadline)
             self._gather(ranks, replies, deadline)
         except BaseException:
+            # Close: an unread reply would be taken for the answer to the next order.
             self.close()
             raise
         failed = [rank for rank, reply in replies.items() if "error" in reply]
@@ -276,7 +277,7 @@ class WorkerPool:
 
 
 def _end_all(workers: list[WorkerProcess], owner: int) -> None:
-    if os.getpid() != owner:  # a forked copy of the caller must not end the original's workers
+    if os.getpid() != owner:  # a forked copy of this process must not end its parent's workers
         return
     for worker in workers:
         worker.end()
@@ -287,19 +288,19 @@ def _worker_command(timeout: float, threads: int, scheduling: str | None) -> lis
     command += ["--timeout", str(timeout), "--threads", str(threads)]
     if scheduling == "batch":
         command.append("--batch")
-    # The kernel's "parent ended" means the thread that started the child, so that a pool made in a
-    # passing thread would lose its workers; the end of the orders pipe serves there.
+    # PR_SET_PDEATHSIG fires when the thread that started the child ends. A pool made in a short-lived thread would lose
+    # its workers, so there only the end of the orders pipe ends them.
     if threading.current_thread() is threading.main_thread():
         command.append("--end-with-parent")
     return command
 
 
 def _common_environment(threads: int, extra_paths: Sequence[str | os.PathLike[str]]) -> dict[str, str]:
-    """Environment of all workers: the import path of this process, and thread counts."""
+    """Common environment of all workers: the import path of this process, and thread counts."""
     paths = [*(os.fspath(path) for path in extra_paths), *(path or os.getcwd() for path in sys.path)]
     return {
         "PYTHONPATH": os.pathsep.join(str(Path(path).absolute()) for path in paths),
-        "PYTHONSAFEPATH": "1",  # the working directory only where this process imports from it
+        "PYTHONSAFEPATH": "1",  # do not import from the working directory unless this process does
         "PYTHONUNBUFFERED": "1",
         "OMP_NUM_THREADS": str(threads),
     }

@@ -1,4 +1,4 @@
-"""One worker process as its caller sees it: start it, write orders, read replies, end it."""
+"""One worker process from its caller's side: start it, write orders, read replies, end it."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class OutputTail:
     """The last few kilobytes that a process wrote to stdout and stderr.
 
     Args:
-        stream: where it writes.
-        echo: pass everything on to this process's stderr, too.
+        stream: the process's output.
+        echo: whether to copy everything to this process's stderr.
     """
 
     def __init__(self, stream: IO[bytes], echo: bool = False) -> None:
@@ -53,7 +53,7 @@ class OutputTail:
                 self._size -= len(self._chunks.popleft())
 
     def finish(self, timeout: float) -> None:
-        """Wait until the process's last words are read, for at most ``timeout`` seconds."""
+        """Wait until the output of an ended process is read, for at most ``timeout`` seconds."""
         self._thread.join(timeout)
 
     def drain(self, timeout: float) -> None:
@@ -66,22 +66,22 @@ class OutputTail:
                 time.sleep(0.005)
 
     def text(self) -> str:
-        """What is kept, at most ``TAIL_BYTES`` of it."""
+        """The kept output, at most ``TAIL_BYTES``."""
         with self._lock:
             return b"".join(self._chunks)[-TAIL_BYTES:].decode(errors="replace").strip()
 
 
 class WorkerProcess:
-    """A child process that takes orders on its stdin and answers on its stdout, both in JSON lines.
+    """A child process that reads orders from its stdin and answers on its stdout, both as JSON lines.
 
-    These two pass through any command that starts another, on this machine or elsewhere. Whatever the worker
-    prints goes to its stderr, so that it stays apart.
+    Commands that start other commands, such as ssh, pass these two streams on, even to another machine. Whatever the
+    worker prints goes to its stderr and so does not mix with answers.
 
     Args:
-        rank: its rank.
-        command: the command to run.
-        environment: its whole environment.
-        echo: whether what it prints is passed on to this process's stderr.
+        rank: rank of the worker.
+        command: command to run.
+        environment: whole environment of the command.
+        echo: whether to copy what the worker prints to this process's stderr.
     """
 
     def __init__(self, rank: int, command: list[str], environment: Mapping[str, str], echo: bool = False) -> None:
@@ -94,7 +94,7 @@ class WorkerProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            start_new_session=True,  # so that it can be ended together with its own children
+            start_new_session=True,  # a new process group, so that `end` can kill the worker with its own children
         )
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -110,25 +110,25 @@ class WorkerProcess:
         return self._process.pid
 
     def fileno(self) -> int:
-        """The descriptor that becomes readable with a reply, or with the worker's end."""
+        """The descriptor that becomes readable when a reply arrives or the worker ends."""
         return self._replies
 
     def alive(self) -> bool:
         return self._process.poll() is None
 
     def send(self, line: bytes, deadline: float) -> None:
-        """Write one order, given as an encoded JSON line; ``deadline`` (``time.monotonic()``) may be ``math.inf``.
+        """Write one order, an encoded JSON line, before ``deadline`` (of ``time.monotonic()``, may be ``math.inf``).
 
         Raises:
-            EOFError: the worker is gone.
-            TimeoutError: it did not take the order before ``deadline``.
+            EOFError: the worker has ended.
+            TimeoutError: it did not read the order before ``deadline``.
         """
         rest = memoryview(line)
         while rest:
             try:
                 rest = rest[os.write(self._orders, rest) :]
             except BlockingIOError:
-                # `select` takes no infinite time; None is without limit.
+                # `select` does not accept an infinite timeout; None means no limit.
                 patience = None if math.isinf(deadline) else max(0.0, deadline - time.monotonic())
                 if not select.select([], [self._orders], [], patience)[1]:
                     raise TimeoutError from None
@@ -136,10 +136,10 @@ class WorkerProcess:
                 raise EOFError from None
 
     def receive(self) -> dict[str, Any] | None:
-        """The next reply, or None if what is readable does not complete one.
+        """The next reply, or None if the readable data does not complete one.
 
         Raises:
-            EOFError: the worker closed its end: it is gone or about to be.
+            EOFError: the worker closed its stdout, so it has ended or is about to.
         """
         chunk = os.read(self._replies, READ_BYTES)
         if not chunk:
@@ -147,17 +147,17 @@ class WorkerProcess:
         self._buffer += chunk
         while b"\n" in self._buffer:
             line, _, self._buffer = self._buffer.partition(b"\n")
-            if line.startswith(b"{"):  # else it is what a remote shell prints at its start
+            if line.startswith(b"{"):  # skips what a remote shell prints when it starts
                 return json.loads(line)
         return None
 
     def dump_stacks(self) -> None:
-        """Ask the worker to write where each of its threads is to its output."""
+        """Ask the worker to write the stacks of all its threads to its output."""
         if self.alive():
             os.kill(self.pid, signal.SIGUSR1)
 
     def fate(self) -> str:
-        """How the process ended, in words."""
+        """A description of how the process ended."""
         try:
             status = self._process.wait(timeout=1.0)
         except subprocess.TimeoutExpired:
@@ -168,7 +168,7 @@ class WorkerProcess:
         return f"exit status {status}"
 
     def end(self) -> None:
-        """Kill the process and its children, collect it, and close the pipes; may be called again."""
+        """Kill the process and its children, reap it, and close the pipes; may be called again."""
         if self._ended:
             return
         self._ended = True
@@ -178,6 +178,6 @@ class WorkerProcess:
             assert stream is not None
             with suppress(BrokenPipeError):
                 stream.close()
-        # Under another user (sudo) it cannot be killed, but it ends when its orders do.
+        # A process of another user (sudo) cannot be killed, but it ends when its stdin is closed.
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(_PARTING)

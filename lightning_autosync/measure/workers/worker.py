@@ -48,13 +48,13 @@ def end_with_parent() -> None:
 
 def end_now() -> NoReturn:
     """End this process and its children, even while another thread is inside a collective."""
-    if os.getpgrp() == os.getpid():
+    if os.getpgrp() == os.getpid():  # else the process group includes processes that are not ours
         os.killpg(0, signal.SIGKILL)
     os._exit(0)
 
 
 def take_standard_streams() -> tuple[IO[bytes], int]:
-    """Orders and the descriptor for answers, neither for children; from now on what is printed goes to stderr."""
+    """The stream of orders and the descriptor for answers; children inherit neither. Redirects printing to stderr."""
     orders, replies = os.dup(0), os.dup(1)
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
@@ -63,14 +63,14 @@ def take_standard_streams() -> tuple[IO[bytes], int]:
 
 
 def follow_orders(stream: IO[bytes], orders: queue.SimpleQueue[dict[str, Any]]) -> None:
-    """Move orders from the pipe to the queue; the pipe's end means that nobody needs this process."""
+    """Move orders from the pipe to the queue; at the end of the pipe, end this process, since its caller is gone."""
     for line in stream:
         orders.put(json.loads(line))
     end_now()
 
 
 class Member:
-    """This process as a rank: its rendezvous store, its process group, and what it can be told."""
+    """This process as a rank: its rendezvous store, its process group, and a method for each order."""
 
     def __init__(self, timeout: float) -> None:
         import torch.distributed as dist
@@ -82,11 +82,11 @@ class Member:
         self._store: dist.TCPStore | None = None
 
     def serve(self) -> int:
-        """Open the store on a port that the system chooses, and return it."""
+        """Open the store on a port that the system chooses, and return the port."""
         return self._connect(0).port
 
     def join(self, port: int, group: int) -> None:
-        """Enter process group number ``group``; every rank must."""
+        """Join process group number ``group``; collective."""
         os.environ["MASTER_PORT"] = str(port)
         if self._dist.is_initialized():
             self._dist.destroy_process_group()
@@ -96,12 +96,12 @@ class Member:
         )
 
     def announce(self, port: int) -> None:
-        """Set what torchrun sets, so that the next ``init_process_group`` of each rank meets at the store."""
+        """Set the variables of torchrun, so that the next ``init_process_group`` of each rank meets at the store."""
         os.environ |= {
             "MASTER_PORT": str(port),
             "TORCHELASTIC_RUN_ID": "autosync",
             "TORCHELASTIC_RESTART_COUNT": "0",
-            "TORCHELASTIC_USE_AGENT_STORE": "True",  # rank 0 has no store to open
+            "TORCHELASTIC_USE_AGENT_STORE": "True",  # rank 0 must not open a store, since it is open already
         }
 
     def call(self, function: str, arguments: dict[str, Any]) -> Any:
@@ -116,7 +116,7 @@ class Member:
 
 
 def answer(member: Member, order: dict[str, Any]) -> bytes:
-    """Carry out one order; the JSON line to send back."""
+    """Execute one order; returns the JSON line to send back."""
     action = order.pop("action")
     try:
         reply = json.dumps({"result": getattr(member, action)(**order)})
@@ -133,6 +133,7 @@ def main() -> None:
         print("SCHED_BATCH is not available here", file=sys.stderr)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     stream, replies_to = take_standard_streams()
+    # A thread reads orders, so that the end of the pipe ends this process even while it is inside a collective.
     orders: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
     threading.Thread(target=follow_orders, args=(stream, orders), name="orders", daemon=True).start()
 
@@ -145,7 +146,7 @@ def main() -> None:
 
 
 def write_all(descriptor: int, data: bytes) -> None:
-    """Write the whole of ``data``: one ``write`` may take only a part of it."""
+    """Write all of ``data``; a single ``write`` may accept only a part of it."""
     rest = memoryview(data)
     while rest:
         rest = rest[os.write(descriptor, rest) :]

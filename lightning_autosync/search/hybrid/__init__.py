@@ -1,1 +1,1 @@
-"""Plans that split operators, found by prediction and judged by live trials."""
+"""Search for plans that split operators: found by prediction, judged by live trials."""

@@ -1,4 +1,4 @@
-"""``autosync-hybrid-tuning/1``: what a tuning run found that may split operators."""
+"""``autosync-hybrid-tuning/1``: the result of a tuning run that may split operators."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ Origin = Literal["search", "megatron", "builder", "ddp"]
 
 
 class HybridTrial(Record):
-    """One way to run the model, as it was predicted and measured.
+    """One way to run the model, as predicted and measured.
 
     Attributes:
-        number: of its trial in the study.
-        name: by which the last comparison knows it.
+        number: number of its trial in the study.
+        name: name in the last comparison.
         origin: ``search``, ``megatron``, a ``builder`` of synchronization plans, or a setting of ``ddp``.
-        state: ``complete``, ``pruned`` (it was clearly slower), or ``failed``.
-        seconds: median of a step; None if there is none.
-        predicted: seconds of a step by the cost model; None of what it does not price.
+        state: ``complete``, ``pruned`` (clearly slower), or ``failed``.
+        seconds: median seconds of a step; None if it was not measured.
+        predicted: seconds of a step by the cost model; None if it has no price.
         memory: predicted bytes of a rank.
-        bytes: predicted bytes that a rank sends in a step.
-        deviation: how far its first gradients are from DDP's; None where they were not compared.
-        why: it failed or was pruned.
-        plan: its document; None of DDP.
+        bytes: predicted bytes that a rank sends per step.
+        deviation: relative difference of its first gradients from DDP's; None if not compared.
+        why: why it failed or was pruned.
+        plan: document of the plan; None for DDP.
     """
 
     model_config = LENIENT
@@ -54,19 +54,19 @@ class HybridTrial(Record):
 
 
 class HybridTuningResult(Document):
-    """What the run found.
+    """The result of a run.
 
     Attributes:
-        settings: of the run, as plain data.
+        settings: settings of the run, as plain data.
         cluster, rates: documents, as plain data.
-        model: what people call it.
-        weight_bytes: of its parameters.
-        search_seconds: that the search by prediction took.
-        notes: what the model's graph says of it.
-        trials: all, in order.
-        final: the last comparison, as plain data that `FinalComparison` reads; None if there was none.
-        winner: the fastest of the last comparison.
-        interrupted: whether somebody ended the run.
+        model: title of the model.
+        weight_bytes: bytes of its parameters.
+        search_seconds: seconds of the search by prediction.
+        notes: notes of the captured graph about the model.
+        trials: all trials, in order.
+        final: last comparison, as plain data for `FinalComparison`; None if there was none.
+        winner: name of the fastest in the last comparison.
+        interrupted: whether a Ctrl-C ended the run.
     """
 
     FORMAT: ClassVar[str] = "autosync-hybrid-tuning/1"
@@ -91,12 +91,12 @@ class HybridTuningResult(Document):
         return self
 
     def to_dict(self) -> dict[str, Any]:
-        """The result as plain data, its format line first; fields at their default are there, too."""
+        """The result as plain data with the format first, including fields at their defaults."""
         return {"format": self.FORMAT, **self.model_dump(mode="json")}
 
     @property
     def best(self) -> HybridTrial | None:
-        """The winner of the last comparison; without one, the fastest plan that ran to its end."""
+        """The winner of the last comparison; without a winner, the fastest complete plan."""
         if self.winner is not None:
             return next(one for one in self.trials if one.name == self.winner and one.seconds is not None)
         ran = [
@@ -106,7 +106,7 @@ class HybridTuningResult(Document):
 
     @property
     def plan(self) -> AnyPlan | None:
-        """The plan of the best."""
+        """The plan of the best trial."""
         return None if self.best is None else plan_of(self.best)
 
     @cached_property
@@ -151,10 +151,10 @@ class HybridTuningResult(Document):
 
 
 def plan_of(trial: HybridTrial) -> AnyPlan | None:
-    """The plan of a trial; None of DDP.
+    """The plan of a trial; None for DDP.
 
     Raises:
-        PlanError: it cannot be read.
+        PlanError: the plan cannot be read.
     """
     if trial.plan is None:
         return None
@@ -166,7 +166,7 @@ def read_hybrid_result(directory: Path) -> HybridTuningResult:
     """The result of the run in ``directory``.
 
     Raises:
-        DocumentError: there is none, or it is damaged or of something else.
+        DocumentError: there is no result, or it is damaged or of another kind of run.
     """
     path = directory / RESULT
     if not path.is_file():
@@ -180,7 +180,7 @@ def read_hybrid_result(directory: Path) -> HybridTuningResult:
 
 
 def is_hybrid_run(directory: Path) -> bool:
-    """Whether ``directory`` has the result of a run that may split operators."""
+    """Whether ``directory`` has the result of a tuning run with ``parallel=hybrid``."""
     path = directory / RESULT
     if not path.is_file():
         return False

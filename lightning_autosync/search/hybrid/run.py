@@ -1,7 +1,7 @@
 """A tuning run that may split operators: search by prediction, measure the best few live, compare, keep the fastest.
 
-The opponents are DDP with each of its settings, the builders' synchronization plans on the ordinary engine, and the
-Megatron alternation. All are trials of one Optuna study.
+The opponents are DDP with each of its settings, the builders' synchronization plans on the ordinary engine, and
+Megatron's alternation of splits. All are trials of one Optuna study.
 """
 
 from __future__ import annotations
@@ -42,21 +42,21 @@ from lightning_autosync.search.tuning.settings import TuningSettings
 RATES = "rates.yaml"
 JOURNAL = "study.journal"
 ABOUT, TRIAL = "autosync:hybrid", "autosync:hybrid-trial"
-"""User attributes: of a study, a digest of what its times depend on; of a trial, what `HybridTrial` has, as JSON."""
+"""User attributes: of a study, a digest of what its times depend on; of a trial, its `HybridTrial` as JSON text."""
 PARAMETERS: dict[str, BaseDistribution] = {
     "origin": CategoricalDistribution(["search", "megatron", "builder", "ddp"]),
     "place": IntDistribution(0, 1023),
 }
-"""Of a trial: where its plan comes from, and its place among those, the best by prediction first."""
+"""Parameters of a trial: origin of its plan, and its place among the plans of that origin, best prediction first."""
 RIVALS = 2
-"""Settings of DDP, and builders' plans, that come to the last comparison."""
+"""Maximum numbers of DDP settings, and of builders' plans, in the last comparison."""
 _SGD = StepSettings(slots=0)
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class _Entry:
-    """What is to be measured."""
+    """A contender to measure."""
 
     name: str
     origin: Origin
@@ -71,8 +71,8 @@ class HybridTuningRun:
     """One run.
 
     Args:
-        settings: with ``parallel.kind`` ``hybrid``.
-        directory: of the run; with the same one, a run goes on.
+        settings: settings with ``parallel.kind`` ``hybrid``.
+        directory: directory of the run; that of an earlier run resumes it.
 
     Raises:
         DocumentError: the model, the cluster or a file is wrong.
@@ -92,7 +92,7 @@ class HybridTuningRun:
         self._search_seconds = 0.0
 
     def run(self) -> HybridTuningResult:
-        """Tune; an interruption ends the run with what was found until then.
+        """Tune. After a Ctrl-C the result has what was found so far.
 
         Raises:
             TuningError: nothing ran.
@@ -130,7 +130,7 @@ class HybridTuningRun:
         return capture(module, *model.batches(0)[0])
 
     def _rates(self, session: MeasurementSession) -> HybridRates:
-        """Those of a file, of this run so far, or measured now."""
+        """The rates of the given file, those that this run saved earlier, or new measurements."""
         path, given = self._directory / RATES, self._settings.parallel.rates
         if given is not None or path.exists():
             return HybridRates.load(given or path)
@@ -150,11 +150,11 @@ class HybridTuningRun:
                 entries.append(_Entry(name, "builder", place, job.plan_order(plan), plan, found.data_parallel))
         else:
             _log.info("data parallelism does not fit into %.0f MB a rank", chosen.memory / 1e6)
-            entries = entries[:1]  # whose gradients the others are compared with
+            entries = entries[:1]  # keep one DDP, since gradients of all plans are compared with its gradients
         return entries + self._split(found, rates)
 
     def _split(self, found: Found, rates: HybridRates) -> list[_Entry]:
-        """Entries of the plans that split operators."""
+        """Entries of plans that split operators."""
         plans: dict[str, tuple[str, Origin, Candidate]] = {}
         if found.megatron is not None:
             plans[found.megatron.plan.fingerprint] = "megatron", "megatron", found.megatron
@@ -185,7 +185,7 @@ class HybridTuningRun:
 
     @storage_errors()
     def _trials(self, study: optuna.Study) -> list[HybridTrial]:
-        """The finished trials, of each contender the last one."""
+        """The finished trials; for each contender only the last one."""
         found: dict[str, HybridTrial] = {}
         for trial in study.get_trials(deepcopy=False):
             if TRIAL in trial.user_attrs and trial.state.is_finished():
@@ -220,9 +220,9 @@ class HybridTuningRun:
     def _deviations(
         self, session: MeasurementSession, reference: _Entry, batch: Sequence[_Entry]
     ) -> dict[str, float | str]:
-        """How far gradients of what splits operators are from DDP's, or why that is not known.
+        """Relative deviations of gradients of split plans from DDP's, or why they are unknown.
 
-        No plan is accepted that computes something else.
+        The caller rejects plans with other gradients, since they would train another model.
         """
         found: dict[str, float | str] = {}
         against = Contender("gradients", reference.order)
@@ -275,7 +275,7 @@ class HybridTuningRun:
             study.tell(trial, state=TrialState.FAIL)
 
     def _compare(self, session: MeasurementSession, trials: Sequence[HybridTrial]) -> dict[str, Any]:
-        """The best of each kind take turns."""
+        """The last comparison, in which the best of each kind take turns, as plain data."""
         fastest = sorted((one for one in trials if one.seconds is not None), key=lambda one: one.seconds or 0.0)
         plans: dict[str, AnyPlan] = {}
         for origin, most in (("builder", RIVALS), ("megatron", 1), ("search", self._settings.finalists)):

@@ -1,4 +1,4 @@
-"""Whether a tuning run may split operators, and how."""
+"""Settings that allow a tuning run to split operators."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ class ParallelSettings(Record):
     """What a tuning run may change.
 
     Attributes:
-        kind: ``data``: how gradients are synchronized. ``hybrid``: also how operators are split over a mesh of ranks.
-        memory: bytes that a rank may use, for ``hybrid``; None for any number.
-        rates: path of a file of rates that an earlier run left; None measures them on the live workers.
-        trials: plans that split operators and are measured.
+        kind: ``data`` tunes how gradients are synchronized. ``hybrid`` also tunes how operators are split over a mesh.
+        memory: maximum bytes of a rank, for ``hybrid``; None for no limit.
+        rates: file of rates from an earlier run; None measures them on the live workers.
+        trials: number of plans with split operators to measure.
     """
 
     kind: Literal["data", "hybrid"] = "data"

@@ -1,4 +1,4 @@
-"""`AutoSyncSampler`: an Optuna sampler that prices a population of plans before it proposes one."""
+"""`AutoSyncSampler`: an Optuna sampler that predicts the times of a population of plans before it proposes one."""
 
 from __future__ import annotations
 

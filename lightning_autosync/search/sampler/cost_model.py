@@ -1,4 +1,4 @@
-"""The cost model: how long plans take, by the simulator and by the errors that it made on measured plans."""
+"""The cost model: estimates times of plans from the simulator and its errors on measured plans."""
 
 from __future__ import annotations
 
@@ -21,20 +21,21 @@ from lightning_autosync.search.sampler.population import Candidate
 from lightning_autosync.workload import Workload
 
 FOLDS = 3
-"""Parts of the plans for cross-fitting: more make the copies more like the simulator, and training slower."""
+"""Number of folds for cross-fitting. With more folds, copies are closer to the simulator, but training is slower."""
 MAX_SAMPLES_OF_SOURCE = 48
-"""Samples of one source whose errors are used; the simulator has to estimate each."""
+"""Maximum number of samples of one source whose errors are used, since the simulator has to estimate each."""
 MAX_SAMPLES = 480
-"""The same of all sources together, but at least two of each: the work of a proposal grows with the cube."""
+"""The same for all sources together, but at least two of each: the cost of a proposal grows with the cube."""
 
 
 class CrossFit:
-    """Trains a simulator, and copies of it that never see one part of the plans (cross-fitting).
+    """Trains a simulator, and copies of it that never see one fold of the plans (cross-fitting).
 
-    A simulator errs less on plans that it was trained on. The copy that never saw a plan errs on it as on a new one.
+    A simulator has smaller errors on its training plans than on new plans. The copy that never saw a plan shows the
+    error for a new plan.
 
     Args:
-        estimator: trained in place; its copies start as it is now.
+        estimator: simulator to train in place; copies start from its current state.
         sources: samples of other models and clusters, which are part of every training.
     """
 
@@ -44,14 +45,14 @@ class CrossFit:
         self._sources = [(sample, _fold(sample.plan)) for sample in sources]
 
     def fit(self, own: Sequence[Sample]) -> None:
-        """Train all of them on the sources and on samples of the search itself."""
+        """Train the simulator and its copies on the sources and on the search's own samples."""
         samples = [*self._sources, *((sample, _fold(sample.plan)) for sample in own)]
         self._estimator.fit([sample for sample, _ in samples])
         for number, one in enumerate(self._copies):
             one.fit([sample for sample, fold in samples if fold != number])
 
     def unseen(self, workload: Workload, cluster: ClusterSpec, plans: Sequence[SyncPlan]) -> Floats:
-        """[n] logarithms of the seconds of plans, each estimated by the copy that never saw it."""
+        """[n] logarithms of seconds of plans, each estimated by the copy that never saw the plan."""
         logs = numpy.zeros(len(plans))
         folds = [_fold(plan) for plan in plans]
         for number, one in enumerate(self._copies):
@@ -62,13 +63,13 @@ class CrossFit:
 
 
 def _fold(plan: SyncPlan) -> int:
-    """The part that a plan belongs to: the same for all workloads and clusters and in every process."""
+    """The fold of a plan: the same for all workloads and clusters and in every process."""
     return int(signature(plan), 16) % FOLDS
 
 
 @dataclass(frozen=True)
 class CostEstimate:
-    """Of some candidates, arrays [n]: mean and standard deviation of the logarithm of their seconds."""
+    """Estimates for n candidates: [n] mean and [n] standard deviation of the logarithm of their seconds."""
 
     mean: Floats
     deviation: Floats
@@ -78,9 +79,9 @@ class CostModel:
     """Estimates the step time of plans for one workload on one cluster.
 
     Args:
-        workload: of the search.
-        cluster: of the search.
-        estimator: the simulator; None where the rates of the links are unknown. All plans are equal then at first.
+        workload: workload of the search.
+        cluster: cluster of the search.
+        estimator: simulator; None if the rates of the links are unknown. Then all plans are equal at first.
         sources: samples of other workloads or clusters, which show the simulator's errors.
     """
 
@@ -99,10 +100,10 @@ class CostModel:
         self._shift = 0.0
 
     def use_trained(self, cross_fit: CrossFit, measured: Sequence[Candidate]) -> None:
-        """Forget all estimates: the simulator was trained on the sources and on the ``measured`` candidates."""
+        """Discard all estimates after the simulator was trained on the sources and the ``measured`` candidates."""
         self._simulated.clear()
         self._source_errors = None
-        self._errors.forget_scales()  # the trained simulator makes other errors
+        self._errors.forget_scales()  # errors of the trained simulator have other scales
         self._cross_fit = cross_fit
         logs = cross_fit.unseen(self._workload, self._cluster, [one.plan for one in measured])
         self._unseen = dict(zip((one.signature for one in measured), logs.tolist(), strict=True))
@@ -112,7 +113,7 @@ class CostModel:
         return candidate.signature in self._simulated
 
     def simulate(self, candidates: Sequence[Candidate]) -> CostEstimate:
-        """The simulator's own estimate; it is asked once about each plan."""
+        """The simulator's own estimate, cached by plan."""
         new = {one.signature: one.plan for one in candidates if one.signature not in self._simulated}
         if new:
             logs, deviations = self._ask(self._workload, self._cluster, list(new.values()))
@@ -122,7 +123,7 @@ class CostModel:
         return CostEstimate(known[:, 0], known[:, 1])
 
     def learn(self, measured: Mapping[str, tuple[Candidate, float]]) -> None:
-        """Learn the errors on measured plans: by signature a candidate and the logarithm of its seconds."""
+        """Learn the simulator's errors on ``measured``: by signature, a candidate and the logarithm of its seconds."""
         candidates = [candidate for candidate, _ in measured.values()]
         simulated = self.simulate(candidates).mean
         expected = [self._unseen.get(one.signature, log) for one, log in zip(candidates, simulated, strict=True)]
@@ -136,18 +137,18 @@ class CostModel:
             self._errors.fit(*joined)
 
     def estimate(self, candidates: Sequence[Candidate]) -> CostEstimate:
-        """The simulator's estimate, corrected by the errors that it made so far."""
+        """The simulator's estimate, corrected by its errors so far."""
         simulated = self.simulate(candidates)
         return self._corrected(candidates, simulated.mean, simulated.deviation)
 
     def rough(self, candidates: Sequence[Candidate]) -> CostEstimate:
-        """The same without asking the simulator: candidates that it never saw have their rough prices, scaled."""
+        """The same as `estimate`, but with calibrated rough prices where the simulator has no estimate yet."""
         known = [self._simulated.get(one.signature, (one.rough + self._shift, 0.0)) for one in candidates]
         logs, deviations = numpy.array(known).reshape(-1, 2).T
         return self._corrected(candidates, logs, deviations)
 
     def calibrate(self, candidates: Sequence[Candidate]) -> None:
-        """Scale rough prices to the simulator's, by the candidates that have both."""
+        """Fit the offset between rough prices and the simulator's, from candidates that have both."""
         both = [one for one in candidates if one.signature in self._simulated]
         if both:
             self._shift = float(numpy.median([self._simulated[one.signature][0] - one.rough for one in both]))
@@ -163,7 +164,7 @@ class CostModel:
         return numpy.log(estimate.seconds), numpy.asarray(estimate.deviation)
 
     def source_errors(self) -> tuple[Floats, Floats, Floats] | None:
-        """Features, errors and task numbers of the sources, computed once a training; None without sources."""
+        """Features, errors and task numbers of the sources, computed once per training; None without sources."""
         if self._source_errors is None and self._sources:
             tasks: dict[tuple[str, str], list[Sample]] = {}
             for sample in self._sources:
@@ -189,7 +190,7 @@ class CostModel:
 
 
 def _fastest_and_others(samples: Sequence[Sample], limit: int) -> list[Sample]:
-    """Up to ``limit`` samples: the fastest, and as many of the others, drawn with a fixed seed."""
+    """Up to ``limit`` samples: the fastest, and the same number of others, drawn with a fixed seed."""
     ordered = sorted(samples, key=lambda sample: sample.seconds)
     half = limit // 2
     others = ordered[half:]

@@ -18,12 +18,12 @@ _OFFSET = 3.0
 
 @dataclass(frozen=True)
 class Scales:
-    """Hyperparameters of the process; deviations are of the logarithm of a time.
+    """Hyperparameters of the process; deviations are standard deviations of the logarithm of a time.
 
     Attributes:
         shares: deviation of the linear part, over the shares of bytes that each method carries.
         local: deviation of the part that only similar plans share.
-        reach: distance over which plans are similar.
+        reach: distance over which plans are similar (length scale).
         noise: deviation of a measurement.
         task_correlation: correlation of the same plan's errors on different workloads or clusters.
     """
@@ -38,8 +38,8 @@ class Scales:
 class ErrorModel:
     """A Gaussian process over plan features with a linear and a local part. The evidence chooses its scales on a grid.
 
-    Errors on other workloads and clusters (tasks) count as much as they correlated with this one's so far, so that
-    misleading sources lose their influence.
+    Errors on other workloads and clusters (tasks) count according to their correlation with this task's errors so far.
+    So misleading sources lose their influence.
     """
 
     def __init__(self) -> None:
@@ -53,11 +53,12 @@ class ErrorModel:
         """Condition on observed errors.
 
         Args:
-            features: [n, features] of the plans; n is at least 1.
+            features: [n, features] features of the plans; n is at least 1.
             errors: [n] logarithms of measured over estimated seconds.
-            tasks: [n] number of the workload and cluster of each; 0 is the task of the search.
+            tasks: [n] number of each plan's workload and cluster; 0 is the task of the search.
         """
         parts = _KernelParts.between(features, tasks, features, tasks)
+        # The grid costs a Cholesky factorization for each point, so choose scales only after enough new errors.
         if abs(len(errors) - self._fitted_to) >= max(4, self._fitted_to // 8):
             grid = _grid(len(set(tasks.tolist())) > 1)
             self._scales = max(grid, key=lambda scales: _evidence(scales, parts, errors))
@@ -67,7 +68,7 @@ class ErrorModel:
         self._weights = cho_solve((self._factor, True), errors)
 
     def forget_scales(self) -> None:
-        """Choose the scales again at the next `fit`, even if few errors were added."""
+        """Choose scales again at the next `fit`, even after few new errors."""
         self._fitted_to = 0
 
     def predict(self, features: Floats) -> tuple[Floats, Floats]:
@@ -77,13 +78,13 @@ class ErrorModel:
             return numpy.zeros(len(features)), numpy.sqrt(prior)
         across = _KernelParts.between(features, numpy.zeros(len(features)), *self._known).kernel(self._scales)
         explained = solve_triangular(self._factor, across.T, lower=True)
-        variance = numpy.maximum(prior - (explained**2).sum(axis=0), 1e-8)
+        variance = numpy.maximum(prior - (explained**2).sum(axis=0), 1e-8)  # rounding may make it negative
         return across @ self._weights, numpy.sqrt(variance)
 
 
 @dataclass(frozen=True)
 class _KernelParts:
-    """What the kernel is computed from, arrays [n, m]: inner products, squared distances, and equality of tasks."""
+    """The inputs of the kernel, arrays [n, m]: inner products, squared distances, and equality of tasks."""
 
     products: Floats
     distances: Floats
@@ -104,6 +105,7 @@ class _KernelParts:
 def _factor(scales: Scales, parts: _KernelParts) -> Floats:
     """The lower Cholesky factor of the covariance of measured errors."""
     covariance = parts.kernel(scales)
+    # The last term keeps the matrix positive definite despite rounding, where plans have equal features.
     covariance[numpy.diag_indices_from(covariance)] += scales.noise**2 + 1e-9
     factor: Floats = cholesky(covariance, lower=True, overwrite_a=True, check_finite=False)
     return factor

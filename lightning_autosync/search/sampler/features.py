@@ -1,4 +1,4 @@
-"""Plans as vectors: the share of the bytes, at each place of the backward pass, that each method carries."""
+"""Plans as feature vectors: the share of bytes at each place of the backward pass that each method carries."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from lightning_autosync.workload import Workload
 Floats = NDArray[numpy.float64]
 
 PLACES = 8
-"""Equal parts of the bytes, in the order of backward."""
+"""Number of equal parts of the bytes, in the order of backward."""
 _METHODS = ("native", "server", "shared_memory", "ring", "tree", "star", "hierarchical", "packed")
 _COMPRESSORS = ("fp16", "bf16", "int8", "topk", "powersgd")
 _SIZES = (1 / 2, 1 / 8, 1 / 32)
-"""Least share of all bytes of a message of the first class, of the second class, and so on."""
+"""Least shares of all bytes for the size classes of messages, largest class first."""
 _SMALL_SEGMENT = 64 * 1024
 _CHANNELS = (
     *_METHODS,
@@ -38,7 +38,7 @@ POOLED = len(_CHANNELS) + 1
 
 
 class PlanFeatures:
-    """Makes vectors of plans for one workload. Vectors of plans for different workloads can be compared."""
+    """Makes feature vectors of plans for one workload. Vectors of different workloads are comparable."""
 
     def __init__(self, workload: Workload) -> None:
         order = [workload.variable(name) for name in workload.ready_order]
@@ -52,11 +52,11 @@ class PlanFeatures:
         self._row = {variable.name: row for row, variable in enumerate(order)}
 
     def __call__(self, plan: SyncPlan) -> Floats:
-        """The vector of a plan, [channels x (places + 1) + 1].
+        """[channels * (places + 1) + 1] feature vector of a plan.
 
-        It begins with the sum over places (`POOLED` numbers): shares of all bytes, then the logarithm of the number of
-        messages. Then follow the shares of each place's bytes, scaled so that the squared distance of two plans is the
-        mean over places.
+        The first `POOLED` numbers are sums over places: for each channel its share of all bytes, then the logarithm of
+        the number of messages. Then follow the shares of each place's bytes, scaled so that the squared distance of two
+        plans is the mean over places.
         """
         shares = numpy.zeros((PLACES, len(_CHANNELS)))
         for group in plan.groups:
@@ -68,12 +68,12 @@ class PlanFeatures:
 
 
 def similarity(vectors: Floats, other: Floats) -> Floats:
-    """[n, m] similarity of plans, 0 to 1, of vectors [n, features] and [m, features]."""
+    """[n, m] similarity of plans, from 0 to 1, for vectors [n, features] and [m, features]."""
     return numpy.exp(-2 * squared_distance(vectors, other))
 
 
 def squared_distance(vectors: Floats, other: Floats) -> Floats:
-    """[n, m] squared distances between the parts that are not summed over places."""
+    """[n, m] squared distances between the parts of vectors that are not summed over places."""
     one, two = vectors[:, POOLED:], other[:, POOLED:]
     squares = (one**2).sum(axis=1)[:, None] + (two**2).sum(axis=1)[None, :] - 2 * one @ two.T
     distances: Floats = numpy.maximum(squares, 0.0)

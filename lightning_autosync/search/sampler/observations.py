@@ -1,4 +1,4 @@
-"""What a study knows so far: which points were measured, and which are being measured."""
+"""The trials of a study as observations: measured points, and points that are being measured."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lightning_autosync.search.trial_attributes import (
 )
 
 CHOICE = "autosync:choice"
-"""System attribute of a trial: the point that was chosen for it. It is there before the trial's parameters are."""
+"""System attribute of a trial: the point chosen for it. Other processes can read it before the parameters are set."""
 _DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 
 Point = dict[str, Value]
@@ -32,8 +32,8 @@ class Choice(NamedTuple):
     """What a trial measures.
 
     Attributes:
-        point: of the space.
-        refined: the document of a plan that refines the point, as JSON text; None for the point's own plan.
+        point: point of the space.
+        refined: document of a plan that refines the point, as JSON text; None for the point's own plan.
     """
 
     point: Point
@@ -46,11 +46,11 @@ class Observations:
 
     Attributes:
         measured: trials with a time, complete or pruned: number, choice, and the logarithm of the seconds.
-        steps: by number of these, seconds of each step; the time alone of a trial without steps.
+        steps: by number of these trials, seconds of each step; for a trial without steps, only its time.
         pending: choices that are being measured now.
-        failed: choices of trials that failed by themselves. Interrupted ones may be measured again.
-        choosing: numbers of the running trials whose choice is not known yet.
-        correction: that corrected the seconds for drift.
+        failed: choices of failed trials, without interrupted trials, which may be measured again.
+        choosing: numbers of running trials whose choice is unknown yet.
+        correction: drift correction that was applied to the seconds.
     """
 
     measured: list[tuple[int, Choice, float]] = field(default_factory=list)
@@ -62,9 +62,9 @@ class Observations:
 
     @classmethod
     def of(cls, trials: Sequence[FrozenTrial], space: PlanSpace, own: int) -> Observations:
-        """Sort all trials but the one numbered ``own``; trials with other parameters are left out.
+        """The observations from all trials except number ``own``. Trials with other parameters are skipped.
 
-        Where runs measure a reference, seconds are corrected to the speed of the run that ``own`` belongs to.
+        If runs measure a reference, seconds are corrected to the speed of the run of trial ``own``.
         """
         found = cls(correction=_correction(trials, own))
         for trial in trials:
@@ -97,7 +97,7 @@ def _correction(trials: Sequence[FrozenTrial], own: int) -> DriftCorrection:
 
 
 def point_of(trial: FrozenTrial, space: PlanSpace) -> Point | None:
-    """The point of a trial: its parameters, those that it was given, or those chosen for it; None if it is unknown."""
+    """The point of a trial from its own, its given and its chosen parameters; None if incomplete."""
     fixed = trial.system_attrs.get("fixed_params")
     choice = trial.system_attrs.get(CHOICE)
     chosen = decode(str(choice), space) if choice is not None else {}
@@ -108,12 +108,12 @@ def point_of(trial: FrozenTrial, space: PlanSpace) -> Point | None:
 
 
 def encode(point: Mapping[str, Value], space: PlanSpace) -> str:
-    """A point as one character a parameter: short enough for every storage."""
+    """A point as text with one character per parameter, short enough for every storage."""
     return "".join(_DIGITS[domain.index(point[name])] for name, domain in space.parameters.items())
 
 
 def decode(text: str, space: PlanSpace) -> Point | None:
-    """The point that `encode` made a text of; None if it is of another space."""
+    """The point of a text from `encode`; None if it does not match the space."""
     domains = space.parameters
     if len(text) != len(domains):
         return None

@@ -1,4 +1,4 @@
-"""Candidates: points of a space with their plans, priced roughly, and evolved towards low prices."""
+"""Candidates: points of a space with their plans and rough prices, evolved towards low prices."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lightning_autosync.search.sampler.observations import Choice
 from lightning_autosync.search.trial_attributes import BUILT, refined_plan
 
 Score = Callable[[Sequence["Candidate"]], Floats]
-"""[n] numbers of n candidates, lower for better ones: for example logarithms of estimated seconds."""
+"""Maps n candidates to [n] numbers, lower for better candidates, such as logarithms of estimated seconds."""
 _MAX_NEIGHBOURS = 200
 
 
@@ -28,14 +28,14 @@ class Candidate:
     """A plan that may be proposed.
 
     Attributes:
-        genome: its point, in normal form.
-        origin: how it came about.
-        plan: what is measured.
-        signature: of the plan. Plans with the same signature do the same.
-        features: [features] of the plan.
-        rough: logarithm of the step's seconds by a fluid replay, in which messages flow as a whole; 0 where the rates
-            of the links are unknown.
-        refined: whether the plan refines the point and is not the point's own plan.
+        genome: point of the plan, in normal form.
+        origin: how the candidate was generated.
+        plan: plan to measure.
+        signature: signature of the plan. Plans with the same signature do the same.
+        features: [features] feature vector of the plan.
+        rough: logarithm of a step's seconds by a fluid replay, in which messages flow as a whole; 0 if the rates of the
+            links are unknown.
+        refined: whether the plan refines the point instead of being the point's own plan.
     """
 
     genome: Mapping[str, Value]
@@ -48,12 +48,12 @@ class Candidate:
 
 
 class Population:
-    """The candidates of one space. A plan that does not compile never becomes one.
+    """The candidates of one space. A plan that does not compile never becomes a candidate.
 
     Args:
-        space: of the points.
-        constants: of the hosts, for the replay.
-        size: points that are priced before the first proposal; half of them are the first generation.
+        space: space of the points.
+        constants: constants of the hosts, for the replay.
+        size: number of points to price before the first proposal; half of them are the first generation.
     """
 
     def __init__(self, space: PlanSpace, constants: Constants, size: int) -> None:
@@ -69,7 +69,7 @@ class Population:
         self._refinement = Refinement(space.workload, space.cluster)
 
     def of(self, choice: Choice) -> Candidate | None:
-        """The candidate that a trial measures; None if its plan does not compile."""
+        """The candidate of a trial's choice; None if its plan does not compile."""
         if choice.refined is None:
             return self.add(choice.point, "measured")
         if choice.refined not in self._by_document:
@@ -95,13 +95,14 @@ class Population:
         except DocumentError:
             return None
         there = self.candidates.get(made.signature)
-        # A point's own plan replaces an equal refinement of another point: it can be a parent, and be given.
+        # A point's own plan replaces an equal refinement of another point, since only points can be parents and match
+        # given parameters.
         made = made if there is None or there.refined else there
         self.candidates[made.signature] = made
         return made
 
     def _add_refined(self, point: Mapping[str, Value], plan: SyncPlan) -> Candidate | None:
-        """The candidate of a plan that refines a point; an equal one may be there already."""
+        """The candidate of a plan that refines a point, or an existing candidate with the same signature."""
         name = signature(plan)
         if name not in self.candidates:
             try:
@@ -116,7 +117,7 @@ class Population:
         return Candidate(point, origin, plan, signature(plan), self._features(plan), rough)
 
     def start(self, rng: Random, seeds: Iterable[Genome] = ()) -> None:
-        """The first generation: ``seeds`` from elsewhere, builders, points that treat all alike, and random points."""
+        """The first generation: transferred ``seeds``, builders, points that treat all blocks alike, random points."""
         for genome in seeds:
             self.add(genome, "transferred")
         for genome in self.space.baselines():
@@ -128,7 +129,7 @@ class Population:
             self.add(self.space.draw(rng), "drawn")
 
     def grow(self, count: int, score: Score, rng: Random) -> None:
-        """Price up to ``count`` new points: half of them neighbours of the best ones, the others their children."""
+        """Price up to ``count`` new points: half of them neighbours, the others children of the best points."""
         target = len(self._by_point) + count
         half = len(self._by_point) + count // 2
         for _ in range(count):
@@ -141,7 +142,7 @@ class Population:
             self.add(self._child(parents, rng), "evolved")
 
     def refine(self, count: int, score: Score, rng: Random) -> None:
-        """Price up to ``count`` plans that refine good ones; better plans are refined more often."""
+        """Price up to ``count`` refinements of good plans; better plans are refined more often."""
         best = self.best(score, max(8, self._size // 20))
         for _ in range(count if best else 0):
             parent = _good_one(best, rng)
@@ -150,21 +151,21 @@ class Population:
                 self._add_refined(parent.genome, plan)
 
     def trim(self, keep: int, score: Score, always: Iterable[str]) -> None:
-        """Forget all but the best ``keep`` candidates and those with the signatures ``always``."""
+        """Discard all but the best ``keep`` candidates and those with signatures in ``always``."""
         if len(self.candidates) <= 2 * keep:
             return
         kept = {candidate.signature for candidate in self.best(score, keep)} | set(always)
         self.candidates = {name: one for name, one in self.candidates.items() if name in kept}
 
     def best(self, score: Score, count: int, refined: bool = True) -> list[Candidate]:
-        """The best candidates, best first; without those that refine a point unless ``refined``."""
+        """The best ``count`` candidates, best first; ``refined`` includes refinements of points."""
         everyone = [one for one in self.candidates.values() if refined or not one.refined]
         if not everyone:
             return []
         return [everyone[index] for index in numpy.argsort(score(everyone), kind="stable")[:count]]
 
     def _expand(self, score: Score, until: int) -> bool:
-        """Add the neighbours of the best candidate that has not been expanded; False if there is none."""
+        """Add neighbours of the best candidate that has not been expanded; returns False if there is none."""
         best = next((one for one in self.best(score, 16, refined=False) if one.signature not in self._expanded), None)
         if best is None:
             return False
@@ -177,7 +178,7 @@ class Population:
         return True
 
     def _child(self, parents: Sequence[Candidate], rng: Random) -> dict[str, Value]:
-        """A mutation of a good parent, or of a crossover of two."""
+        """A mutation of a good parent, or of a crossover of two good parents."""
         genome = _good_one(parents, rng).genome
         if rng.random() < 0.5:
             genome = self.space.crossover(genome, _good_one(parents, rng).genome, rng)
@@ -185,5 +186,5 @@ class Population:
 
 
 def _good_one(ordered: Sequence[Candidate], rng: Random) -> Candidate:
-    """One of some candidates, best first: the better, the likelier."""
+    """A random one of ``ordered`` candidates (best first), more likely a better one."""
     return ordered[min(rng.randrange(len(ordered)), rng.randrange(len(ordered)))]

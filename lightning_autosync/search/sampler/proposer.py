@@ -1,4 +1,4 @@
-"""The next plan to measure: a generation of candidates every few proposals, and one choice among them for each."""
+"""Proposes the next plan to measure: a generation of candidates every few proposals, and one choice for each."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ from lightning_autosync.search.studies import samples_of
 from lightning_autosync.search.transfer import best_points
 
 _EVOLVED = 12
-"""New points that are priced roughly, for each proposal of a batch."""
+"""New points with rough prices for each proposal of a batch."""
 _FIRST_GENERATIONS = 4
-"""Generations before the first proposal; they make half of the first population."""
+"""Number of generations before the first proposal, which make half of the first population."""
 _REFINED = 6
-"""New plans that refine the best, for each proposal of a batch."""
+"""New refinements of the best plans for each proposal of a batch."""
 _SIMULATED = 1
-"""New candidates that the simulator estimates, for each proposal of a batch."""
+"""New candidates that the simulator estimates for each proposal of a batch."""
 _MAX_DRAWS = 50
-"""Random points in search of a plan that was not measured."""
+"""Maximum number of random points to find a plan that was not measured."""
 _MAX_CHOOSING = 60.0
-"""Seconds after which a worker without a choice is taken for dead, by our own clock."""
+"""Seconds, by this process's clock, after which a trial without a choice counts as dead."""
 _KEPT = 400
-"""Candidates that are kept from one generation to the next."""
+"""Number of candidates to keep between generations."""
 _OPTIMISM = 1.0
-"""Standard deviations below the mean at which a candidate is valued (lower confidence bound)."""
+"""Number of standard deviations below the mean in a candidate's lower confidence bound."""
 _SIMILARITY_COST = 0.03
-"""Logarithm of seconds that a candidate loses for being equal to one that is being measured."""
+"""Penalty of a candidate, in logarithms of seconds, for being equal to one that is being measured."""
 _FIRST_SIMILARITY_COST = 0.2
-"""The same among the first trials: unlike plans show where the simulator errs."""
+"""The same among the first trials, higher because diverse plans show where the simulator errs."""
 _log = logging.getLogger(__name__)
 
 
@@ -53,10 +53,10 @@ class Proposal:
     """A plan to measure.
 
     Attributes:
-        point: in normal form.
-        origin: how it came about.
+        point: point in normal form.
+        origin: how the candidate was generated.
         predicted: estimated seconds of a step.
-        refined: the plan to measure, if it refines the point; None for the point's own plan.
+        refined: plan to measure if it refines the point; None for the point's own plan.
     """
 
     point: Mapping[str, Value]
@@ -67,10 +67,10 @@ class Proposal:
 
 @dataclass(frozen=True)
 class SamplerSizes:
-    """How many candidates there are and how often the simulator is trained; arguments of `AutoSyncSampler`.
+    """Numbers of candidates, and how often the simulator is trained; see the arguments of `AutoSyncSampler`.
 
     Raises:
-        ValueError: a size is not a whole number, or is below 1.
+        ValueError: a size is not an integer of at least 1.
     """
 
     population: int = 384
@@ -88,10 +88,10 @@ class SamplerSizes:
 
     @classmethod
     def check(cls, options: Mapping[str, Any]) -> None:
-        """Check names and values of some of the sizes.
+        """Check names and values of some sizes.
 
         Raises:
-            ValueError: one is wrong.
+            ValueError: a name is unknown or a value is wrong.
         """
         names = [one.name for one in fields(cls)]
         for name in options:
@@ -105,8 +105,8 @@ class TransferredData:
     """Results of other models and clusters.
 
     Attributes:
-        samples: measured plans, those of studies included.
-        points: of the space: the best points of the studies, mapped to it.
+        samples: measured plans, including those of studies.
+        points: best points of the studies, mapped to the space.
     """
 
     samples: Sequence[Sample]
@@ -117,7 +117,7 @@ class TransferredData:
         """From studies and further samples.
 
         Raises:
-            StudyError: one is not a study of plans.
+            StudyError: a study is not a study of plans.
         """
         of_studies = [sample for study in studies for sample in samples_of(study)]
         points = [point for study in studies for point in best_points(study, space)]
@@ -128,7 +128,7 @@ class TransferredData:
 
 
 class Proposer:
-    """Proposes points of one space; its arguments are explained at `AutoSyncSampler`."""
+    """Proposes points of one space; see `AutoSyncSampler` for the arguments."""
 
     def __init__(
         self,
@@ -157,7 +157,7 @@ class Proposer:
 
     @property
     def is_slow(self) -> bool:
-        """Whether a proposal may take long: a simulator learns, or there are samples of other models to estimate."""
+        """Whether a proposal may take long, because a simulator learns or there are transferred samples to estimate."""
         return self._cross_fit is not None or bool(self._transferred.samples)
 
     def is_prepared(self, number: int) -> bool:
@@ -165,7 +165,7 @@ class Proposer:
         return self._prepared_for == number
 
     def prepare(self, observations: Observations, number: int) -> None:
-        """Do the slow part of a trial's proposal: train the simulator if that is due, and estimate the sources."""
+        """Do the slow part of a trial's proposal: train the simulator if it is time, and estimate the sources."""
         if not self._population.candidates:
             self._population.start(self._rng, self._transferred.points)
         self._train(observations)
@@ -176,9 +176,10 @@ class Proposer:
         """The next point to measure.
 
         Args:
-            observations: what the study knows.
-            number: of the trial that asks. While k earlier trials are still choosing, it takes the k+1st best plan.
-            given: values of some parameters that are decided already; then the plan is the point's own.
+            observations: observations of the study.
+            number: number of the trial. While k earlier trials are still choosing, it gets the plan on place k + 1, so
+                that processes that choose at the same time do not choose the same plan.
+            given: fixed values of some parameters; then the plan is the point's own.
         """
         if not self.is_prepared(number):
             self.prepare(observations, number)
@@ -202,13 +203,13 @@ class Proposer:
         return _chosen(ready, self._cost.estimate(ready), pending, place, _SIMILARITY_COST)
 
     def _alive(self, choosing: Sequence[int]) -> list[int]:
-        """The trials without a choice whose workers may still be about it."""
+        """The trials without a choice whose processes may still be choosing."""
         now = time.monotonic()
         self._choosing_since = {number: self._choosing_since.get(number, now) for number in choosing}
         return [number for number, since in self._choosing_since.items() if now - since < _MAX_CHOOSING]
 
     def _measured(self, observations: Observations) -> dict[str, tuple[Candidate, float]]:
-        """By signature a candidate and the mean of the logarithms of its times."""
+        """By signature, a candidate and the mean of the logarithms of its times."""
         times: dict[str, tuple[Candidate, list[float]]] = {}
         for _, choice, seconds in observations.measured:
             if (candidate := self._population.of(choice)) is not None:
@@ -220,7 +221,7 @@ class Proposer:
         return [candidate for candidate in found if candidate is not None]
 
     def _train(self, observations: Observations) -> None:
-        """Train a simulator that learns: on the sources at first, then after every ``refit`` further plans."""
+        """Train a simulator that learns: first on the sources, then after every ``refit`` further measured plans."""
         if self._cross_fit is None:
             return
         measured = self._measured(observations)
@@ -236,7 +237,7 @@ class Proposer:
         self._trained = len(measured)
 
     def _samples(self, observations: Observations) -> list[Sample]:
-        """A sample for each measured plan with all its steps, which show the noise."""
+        """A sample for each measured plan with all its steps, whose spread shows the noise."""
         steps: dict[str, tuple[Candidate, list[float]]] = {}
         for number, choice, _ in observations.measured:
             if (candidate := self._population.of(choice)) is not None:
@@ -247,11 +248,11 @@ class Proposer:
         ]
 
     def _generate(self, taken: set[str], measured: int) -> None:
-        """Evolve candidates by rough estimates and let the simulator estimate the best of them.
+        """Evolve candidates by rough estimates, and let the simulator estimate the best of them.
 
-        Points are bred by their lower confidence bounds. With plain estimates, kinds of plans that the simulator
-        wrongly takes for slow would never be measured, and the error never found. Only plans that are estimated to be
-        the fastest are refined.
+        Evolution selects points by their lower confidence bounds. By plain estimates, kinds of plans that the simulator
+        wrongly predicts as slow would never be measured, and the error would never be found. Refinement selects plans
+        by plain estimates.
         """
         population, cost = self._population, self._cost
         first = self._proposed == 0
@@ -270,7 +271,7 @@ class Proposer:
         return lower_bound(self._cost.rough(candidates))
 
     def _ready(self, taken: set[str], count: int, given: Mapping[str, Value]) -> list[Candidate]:
-        """Candidates to choose from: simulated ones; else any; where all plans were measured, measured ones again."""
+        """Candidates to choose from: simulated ones if enough, else any; measured ones again if no others are left."""
         free = self._free(taken)
         simulated = [one for one in free if self._cost.is_simulated(one)]
         if len(simulated) >= count:
@@ -293,7 +294,7 @@ class Proposer:
 
 
 def _has_values(candidate: Candidate, given: Mapping[str, Value]) -> bool:
-    """Whether a candidate is a point's own plan, and the point has these values."""
+    """Whether a candidate is a point's own plan and the point has the ``given`` values."""
     return not candidate.refined and all(candidate.genome.get(name, value) == value for name, value in given.items())
 
 
@@ -306,16 +307,16 @@ def lower_bound(cost: CostEstimate) -> Floats:
 def pick(
     cost: CostEstimate, features: Floats, chosen: Floats, count: int, similarity_cost: float = _SIMILARITY_COST
 ) -> list[int]:
-    """Indices of the best ``count`` candidates in order, each unlike ``chosen`` and those picked before.
+    """Indices of the best ``count`` candidates in order, each dissimilar to ``chosen`` and to those picked before.
 
     Greedy for low time and low similarity (AutoSync, section 4); uncertainty counts as in `lower_bound`.
 
     Args:
-        cost: of n candidates.
-        features: [n, features] of theirs.
-        chosen: [m, features] of plans that are being measured.
-        count: how many are wanted; at most n are returned.
-        similarity_cost: logarithm of seconds that being equal to a chosen one costs.
+        cost: estimates of n candidates.
+        features: [n, features] features of the candidates.
+        chosen: [m, features] features of plans that are being measured.
+        count: number of candidates to pick; at most n are returned.
+        similarity_cost: penalty for being equal to a chosen plan, in logarithms of seconds.
     """
     value = lower_bound(cost)
     likeness = similarity(features, chosen).max(axis=1) if len(chosen) else numpy.zeros(len(features))
@@ -332,7 +333,7 @@ def pick(
 def _chosen(
     ready: Sequence[Candidate], cost: CostEstimate, others: Sequence[Candidate], place: int, similarity_cost: float
 ) -> Proposal:
-    """The candidate at some ``place`` in the order of `pick`."""
+    """The candidate at ``place`` in the order of `pick`."""
     features = numpy.array([one.features for one in ready])
     index = pick(cost, features, numpy.array([one.features for one in others]), place + 1, similarity_cost)[-1]
     best, seconds = ready[index], math.exp(float(cost.mean[index]))

@@ -1,4 +1,4 @@
-"""`AutoSyncSampler`: the Optuna side of the sampler. Trials in, points out."""
+"""`AutoSyncSampler`: the interface of the sampler to Optuna. Trials in, points out."""
 
 from __future__ import annotations
 
@@ -26,44 +26,46 @@ from lightning_autosync.search.studies import distributions
 from lightning_autosync.search.trial_attributes import ORIGIN, PREDICTED, REFINED
 
 _GENERIC_STARTUP = 10
-"""Without a space: random trials before the first child."""
+"""Without a space: number of random trials before the first child."""
 _GENERIC_PARENTS = 0.25
-"""Without a space: share of the trials, the best of them, that have children; at least four."""
+"""Without a space: share of the best trials that have children; at least four trials."""
 
 
 class AutoSyncSampler(BaseSampler):
-    """Proposes plans as AutoSync does: simulators price a population of plans, and the most promising are measured.
+    """Proposes plans like AutoSync: simulators predict times of a population of plans, and the best are measured.
 
     The replay prices a population of points roughly. Evolution and moves between neighbours add more points. The
     simulator prices the best of them, and a Gaussian process learns its errors from every trial. The sampler proposes
-    plans that are estimated to be fast, or are uncertain, and unlike those being measured. It proposes no plan twice.
+    plans that are predicted to be fast or uncertain, and that differ from plans being measured. It proposes no plan
+    twice as long as there are others.
 
-    All that the sampler knows of a study it reads from the storage. So several threads, processes and machines may
-    work on one study, and an interrupted study can be resumed. A trial may have some of its parameters given
-    (``study.enqueue_trial``); the sampler proposes the others to match. Parameters that are not in the space are drawn
-    at random. Without a space the sampler evolves the best trials, whatever their parameters are.
+    The sampler reads the whole state of a study from its storage. So several threads, processes and machines may work
+    on one study, and an interrupted study can be resumed. A trial may have some fixed parameters
+    (``study.enqueue_trial``); the sampler proposes matching values for the others. Parameters that are not in the space
+    are drawn at random. Without a space the sampler evolves the best trials, whatever their parameters are.
 
     Args:
-        space: whose points the trials of a study are; see `lightning_autosync.search.studies.suggest`.
-        estimator: the simulator. It is trained further as trials come in, and so are copies of it (made by
-            ``copy.deepcopy``). None takes the replay, or no simulator where the rates of the links are unknown.
-        source_studies: studies of other models or clusters. They train the simulator, their errors tell about this
-            study's, and their best points are tried here. They are not changed.
+        space: space of the trials' points; see `lightning_autosync.search.studies.suggest`.
+        estimator: simulator. The sampler trains it and copies of it (by ``copy.deepcopy``) on new trials. None uses the
+            replay, or no simulator if the rates of the links are unknown.
+        source_studies: studies of other models or clusters, which are not changed. They train the simulator, the error
+            model learns from them, and their best points are tried here.
         source_samples: measured steps of other models or clusters, used in the same way.
-        seed: of all random draws; None takes one from the system.
-        population: points that are priced before the first proposal.
-        batch: proposals between two generations. Each generation prices ``12 * batch`` new points.
-        startup: trials that are chosen by the simulator's price and dissimilarity alone, where there are no sources.
-        refit: trials after which a learned simulator is trained again.
-        refine: number of measured trials after which plans are proposed, too, that no point stands for: the best plans,
-            changed message by message and parameter by parameter. Such a trial has the parameters of the point that is
-            refined and carries the plan itself: get plans of trials by
-            `lightning_autosync.search.trial_attributes.plan_of`. None proposes points alone.
-        constants: of the hosts, for rough prices; None takes the estimator's.
+        seed: seed of all random draws; None draws one.
+        population: number of points to price before the first proposal.
+        batch: number of proposals between two generations. Each generation prices ``12 * batch`` new points.
+        startup: number of first trials that are chosen only by the simulator's price and by dissimilarity; without
+            effect if there are sources.
+        refit: number of trials after which a learned simulator is trained again.
+        refine: number of measured trials after which refined plans are proposed too. They change the best plans message
+            by message, so that no point of the space represents them. Such a trial has the parameters of the refined
+            point and stores the plan; `lightning_autosync.search.trial_attributes.plan_of` returns it. None proposes
+            only points.
+        constants: constants of the hosts for rough prices; None uses the estimator's.
 
     Raises:
         StudyError: a source is not a study of plans.
-        ValueError: a size is not a whole number, or is below 1.
+        ValueError: a size is not an integer of at least 1.
     """
 
     def __init__(
@@ -93,7 +95,7 @@ class AutoSyncSampler(BaseSampler):
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        del state["_lock"]
+        del state["_lock"]  # a lock cannot be pickled or copied
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -101,12 +103,12 @@ class AutoSyncSampler(BaseSampler):
         self._lock = threading.Lock()
 
     def reseed_rng(self) -> None:
-        """Draw other numbers from now on: copies of a sampler must not propose the same."""
+        """Reseed the random generators, so that copies of a sampler do not propose the same plans."""
         self._rng.seed()
         self._random.reseed_rng()
 
     def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
-        """The whole space from the first trial on; without a space, what all trials so far have in common."""
+        """The whole space from the first trial on; without a space, the common parameters of all trials so far."""
         if self._space is not None:
             return dict(distributions(self._space))
         common = intersection_search_space(study.get_trials(deepcopy=False))
@@ -115,11 +117,11 @@ class AutoSyncSampler(BaseSampler):
     def sample_relative(
         self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
     ) -> dict[str, Any]:
-        """A point. It is published as a system attribute of the trial before it is returned.
+        """A point. It is stored as a system attribute of the trial first, so that other processes avoid it.
 
         Raises:
-            ValueError: the study has several objectives or maximizes its objective, which is a time; or only some of
-                the space's parameters are asked for.
+            ValueError: the study has several objectives, maximizes a time, or asks for only some of the space's
+                parameters.
         """
         self._raise_error_if_multi_objective(study)
         if self._proposer is None or not search_space.keys() <= self._proposer.space.parameters.keys():
@@ -136,7 +138,7 @@ class AutoSyncSampler(BaseSampler):
             )
         with self._lock:
             if self._proposer.is_slow and not self._proposer.is_prepared(trial.number):
-                # The study is read again afterwards, because others may have gone on for minutes.
+                # Read the study again afterwards, because other processes may have added trials in the meantime.
                 self._proposer.prepare(self._observed(study, trial.number), trial.number)
             observations, given = self._observed(study, trial.number), trial.system_attrs.get("fixed_params", {})
             proposal = self._proposer.propose(observations, trial.number, given)
@@ -144,14 +146,14 @@ class AutoSyncSampler(BaseSampler):
         return dict(proposal.point)
 
     def prepare(self, trials: Sequence[FrozenTrial], number: int) -> None:
-        """Do the slow part of one trial's proposal: train the simulator, where that is due, and estimate the sources.
+        """Do the slow part of one trial's proposal: train the simulator if it is time, and estimate the sources.
 
-        The proposal would do so itself. Call this first where signals are held back during the proposal: with thousands
-        of samples from elsewhere, training takes minutes. Nothing is written to the study.
+        The proposal would do this itself. Call this first if signals are blocked during the proposal: with thousands of
+        transferred samples, training takes minutes. Nothing is written to the study.
 
         Args:
-            trials: all of the study.
-            number: of the trial; nothing is done for one whose parameters are all given.
+            trials: all trials of the study.
+            number: number of the trial. Nothing is done if all its parameters are fixed.
         """
         if self._proposer is None or not self._proposer.is_slow:
             return
@@ -165,7 +167,7 @@ class AutoSyncSampler(BaseSampler):
     def sample_independent(
         self, study: Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
     ) -> Any:
-        """A random value, for parameters that are not in the space or not in all trials."""
+        """A random value for parameters that are not in the space or not in all trials."""
         self._raise_error_if_multi_objective(study)
         return self._random.sample_independent(study, trial, param_name, param_distribution)
 
@@ -195,8 +197,8 @@ def _publish(study: Study, trial: FrozenTrial, proposal: Proposal, space: PlanSp
         notes[REFINED] = json.dumps(proposal.refined.to_dict(), separators=(",", ":"))
     for name, value in notes.items():
         storage.set_trial_user_attr(trial._trial_id, name, value)
-        trial.user_attrs[name] = value  # a live trial keeps its own copy, as `Trial.set_user_attr` knows
-    # Last: whoever sees the choice finds the others too.
+        trial.user_attrs[name] = value  # a live trial has its own copy, which `Trial.set_user_attr` updates as well
+    # Written last: a process that sees the choice must find the other attributes too.
     storage.set_trial_system_attr(trial._trial_id, CHOICE, encode(proposal.point, space))
 
 
@@ -206,7 +208,7 @@ def _evolved(
     rng: Random,
     draw: Callable[[str, BaseDistribution], Any],
 ) -> dict[str, Any]:
-    """A child of two of the best trials: each parameter from either. On average one parameter is drawn anew."""
+    """A child of two of the best trials: each parameter from either parent. On average one parameter is redrawn."""
     if len(ranked) < _GENERIC_STARTUP:
         return {name: draw(name, distribution) for name, distribution in search_space.items()}
     best = ranked[: max(4, math.ceil(_GENERIC_PARENTS * len(ranked)))]
@@ -221,7 +223,7 @@ def _evolved(
 def _ranked(
     trials: Sequence[FrozenTrial], direction: StudyDirection, search_space: Mapping[str, BaseDistribution]
 ) -> list[FrozenTrial]:
-    """Trials that have all parameters, best first. Running ones count as the worst value seen (constant liar)."""
+    """Trials that have all parameters, best first. Running trials count as the worst value so far (constant liar)."""
     sign = -1.0 if direction == StudyDirection.MAXIMIZE else 1.0
     known = [trial for trial in trials if search_space.keys() <= trial.params.keys()]
     values = {

@@ -1,1 +1,1 @@
-"""Live trials: a study of plans on workers that stay alive, and the best of them beside builders and DDP."""
+"""Live trials: a study of plans on live workers, and a comparison of the best plans with builders and DDP."""

@@ -1,8 +1,8 @@
 """The last comparison of a run: the best plans, the best builder and the best of DDP take turns, as in a bench.
 
-The fastest of several is partly the luckiest of the rounds in which it was chosen. So the first half of the rounds
-chooses the winner, and the builder and the setting of DDP that it is compared with. The second half judges: only its
-ratios count.
+The fastest of several plans is partly the luckiest one in the rounds that chose it (selection bias). So the first half
+of the rounds chooses the winner, and the builder and the setting of DDP with which it is compared. Only the second half
+counts for the ratios.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from lightning_autosync.search.tuning.records import LENIENT
 
 AnyPlan = SyncPlan | HybridPlan
 MIN_ROUNDS = 5
-"""Judging rounds that a claim needs: four rounds all fall on one side by chance too often."""
+"""Least number of judging rounds for a claim. Four rounds all fall on one side by chance too often."""
 _log = logging.getLogger(__name__)
 
 
@@ -42,9 +42,9 @@ class ComparedContender(Record):
     """One contender of the judging rounds.
 
     Attributes:
-        kind: ``plan`` (the winner), the best ``builder``, another ``finalist``, ``ddp``, or another ``contender``.
+        kind: ``plan`` (the winner), ``builder`` (the best), ``finalist``, ``ddp``, or ``contender`` (any other).
         exactness: ``exact``, ``low precision`` or ``relaxed or lossy``.
-        rounds: seconds a step, by round.
+        rounds: seconds of a step, by round.
     """
 
     model_config = LENIENT
@@ -59,7 +59,7 @@ class ComparedContender(Record):
 
 
 class ComparedOpponents(Record):
-    """Names of the contenders that the winner is compared with; no builder if none ran or all were left out."""
+    """Names of the contenders with which the winner is compared; no builder if none ran or all were left out."""
 
     model_config = LENIENT
 
@@ -68,13 +68,13 @@ class ComparedOpponents(Record):
 
 
 class FinalComparison(Record):
-    """The judging rounds, as a result has them.
+    """The judging rounds in a result.
 
     Attributes:
-        contenders: by name.
-        winner: the plan to run; it may be the builder's.
-        opponents: the best DDP and the best builder of the choosing rounds.
-        left_out: why plans failed in it, by name.
+        contenders: contenders by name.
+        winner: name of the plan to run, which may be a builder's.
+        opponents: best DDP and best builder of the choosing rounds.
+        left_out: by name, why plans failed in the comparison.
     """
 
     model_config = LENIENT
@@ -86,7 +86,7 @@ class FinalComparison(Record):
 
     @classmethod
     def read(cls, data: Mapping[str, Any], where: str) -> FinalComparison:
-        """From the plain data that `judged` makes.
+        """From plain data of `judged`.
 
         Raises:
             DocumentError: a field is missing or wrong.
@@ -117,15 +117,15 @@ class FinalComparison(Record):
         return self.contenders[self.winner].median
 
     def ratio(self, name: str) -> Interval:
-        """The winner's time over that of another contender, paired by round."""
+        """The winner's time relative to another contender's, paired by round."""
         return paired_ratio(self.contenders[self.winner].rounds, self.contenders[name].rounds)
 
     def speedup(self, name: str) -> Interval:
-        """The time of another contender over the winner's, paired by round."""
+        """The winner's speedup over another contender, paired by round."""
         return paired_ratio(self.contenders[name].rounds, self.contenders[self.winner].rounds)
 
     def gains(self, name: str) -> bool:
-        """Whether the winner may be claimed to be faster than another: the ratio's whole interval is below 1."""
+        """Whether the winner may be claimed to be faster than another: the whole interval of the ratio is below 1."""
         return self.has_enough_rounds and self.ratio(name).high < 1
 
     @property
@@ -133,7 +133,7 @@ class FinalComparison(Record):
         return self.rounds >= MIN_ROUNDS
 
     def compared(self) -> list[tuple[str, ComparedContender, Interval]]:
-        """Name, contender and its time over that of the best DDP, paired by round; fastest first."""
+        """Name, contender and its time relative to the best DDP, paired by round; fastest first."""
         reference = self.contenders[self.ddp].rounds
         ordered = sorted(self.contenders.items(), key=lambda item: item[1].median)
         return [(name, one, paired_ratio(one.rounds, reference)) for name, one in ordered]
@@ -142,19 +142,19 @@ class FinalComparison(Record):
 def compare(
     job: TuningJob, session: MeasurementSession, plans: Mapping[str, AnyPlan], rivals: Sequence[str], directory: Path
 ) -> dict[str, Any]:
-    """Measure plans and settings of DDP in turns, once more where a worker fails.
+    """Measure plans and settings of DDP in turns, again after a worker fails.
 
     A plan that fails twice, or that workers refuse, is left out.
 
     Args:
-        job: what is tuned; its settings say how many rounds judge, and as many before them choose.
-        session: its live workers.
-        plans: the finalists by name; those of builders have the builder's name.
+        job: job to tune. Its settings give the number of judging rounds; the number of choosing rounds is the same.
+        session: live workers of the job.
+        plans: finalists by name; a builder's plan has the builder's name.
         rivals: names of one or more settings of DDP.
-        directory: of the run; gets ``finalists/NAME.yaml``.
+        directory: directory of the run, in which ``finalists/NAME.yaml`` are written.
 
     Returns:
-        The comparison as plain data, as of `judged`.
+        The comparison as plain data, as from `judged`.
 
     Raises:
         TuningError: workers failed twice outside the plans' turns, or no plan is left.
@@ -179,7 +179,7 @@ def compare(
     while left:
         contenders = {name: ContenderSettings(plan=str(paths[name]), embeddings="rows") for name in left}
         settings = own.model_copy(update={"contenders": {**own.contenders, **contenders}})
-        # Plans are set up for the job's own workload, whose times may be measured.
+        # Plans are set up for the job's own workload, which may have measured times, unlike the prepared one.
         preparation = replace(
             prepared,
             cluster=job.cluster,
@@ -200,8 +200,8 @@ class _Failures:
     """Failures of workers in a last comparison: one is allowed for each plan, and one outside the plans' turns.
 
     Attributes:
-        left_out: why plans are left out, by name.
-        last: the last failure.
+        left_out: by name, why plans are left out.
+        last: message of the last failure.
     """
 
     def __init__(self) -> None:
@@ -210,10 +210,10 @@ class _Failures:
         self._seen: set[str | None] = set()
 
     def note(self, error: WorkerError, plans: dict[str, AnyPlan]) -> None:
-        """Remove the plan whose turn failed from ``plans``, if another try cannot help.
+        """Note a failure. Remove the plan whose turn failed from ``plans`` if another try is useless.
 
         Raises:
-            TuningError: it is the second failure outside the plans' turns.
+            TuningError: this is the second failure outside the plans' turns.
         """
         self.last = reason(error)
         name: str | None = None
@@ -237,14 +237,15 @@ def judged(
     rivals: Sequence[str],
     left_out: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """A bench, half of whose rounds choose, as plain data for `FinalComparison.read`: the bench's judging rounds, the
-    kind of each contender, and the winner's ratios to its opponents.
+    """Judge a bench, whose first half of rounds chooses; returns plain data for `FinalComparison.read`.
+
+    The data contain the bench's judging rounds, the kind of each contender, and the winner's ratios to its opponents.
 
     Args:
         played: all rounds.
-        plans: those that can win, by name.
+        plans: by name, plans that can win.
         rivals: names of one or more settings of DDP.
-        left_out: why plans failed, by name.
+        left_out: by name, why plans failed.
     """
     half = played.settings.rounds // 2
     choice, result = _Choice(_rounds(played, 0, half), plans, rivals), _rounds(played, half, 2 * half)
@@ -269,7 +270,7 @@ def judged(
 
 
 class _Choice:
-    """What the choosing rounds choose."""
+    """The winner and its opponents by the choosing rounds."""
 
     def __init__(self, result: BenchResult, plans: Mapping[str, AnyPlan], rivals: Sequence[str]) -> None:
         self.result = result
@@ -282,13 +283,13 @@ class _Choice:
 
     @cached_property
     def builder(self) -> str | None:
-        """The fastest builder's plan; None if there is none."""
+        """Name of the fastest builder's plan; None if there is none."""
         built = [name for name in self._plans if name in builders.names()]
         return self._fastest([name for name in built if name in self._sound] or built) if built else None
 
     @cached_property
     def winner(self) -> str:
-        """The fastest plan, if it beats the best builder's; else that."""
+        """Name of the fastest plan if it is faster than the best builder's, else of the builder's."""
         fastest = self._fastest(self._sound)
         if self.builder in self._sound and self.result.ratio(fastest, self.builder).median >= 1:
             return self.builder
@@ -304,13 +305,13 @@ class _Choice:
         return "ddp" if self.result.settings.all_contenders()[name].ddp is not None else "contender"
 
     def _fastest(self, names: Sequence[str]) -> str:
-        """Of some contenders, each time relative to its round."""
+        """The fastest of some contenders, with times relative to their rounds."""
         times = relative_medians({name: self.result.measurements[name].times for name in names})
         return min(times, key=times.__getitem__)
 
 
 def _rounds(played: BenchResult, start: int, end: int) -> BenchResult:
-    """Some rounds of a bench, as a bench of their own."""
+    """Some rounds of a bench as a bench result of their own."""
 
     def cut(values: Any) -> Any:
         return None if values is None else values[start:end]

@@ -1,4 +1,4 @@
-"""The job that is tuned: model, cluster and workload, and what is known before its first trial."""
+"""The job to tune: model, cluster and workload, and prior knowledge before its first trial."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ _Facts = dict[str, Any]
 
 @dataclass(frozen=True)
 class TuningJob:
-    """The job that is tuned.
+    """The job to tune.
 
     Attributes:
-        settings: of the run.
-        cluster: the machines, scaled and ordered.
-        workload: the model's variables; embedding tables as those of which rows travel.
+        settings: settings of the run.
+        cluster: the machines, scaled and in the chosen rank order.
+        workload: variables of the model, with row-sparse gradients of embedding tables.
     """
 
     settings: TuningSettings
@@ -49,7 +49,7 @@ class TuningJob:
 
     @classmethod
     def of(cls, settings: TuningSettings) -> TuningJob:
-        """The job that settings describe.
+        """The job of the settings.
 
         Raises:
             DocumentError: the model, the cluster or a further contender is wrong.
@@ -60,22 +60,22 @@ class TuningJob:
         return cls(settings, prepared.cluster, prepared.workload)
 
     def session(self) -> MeasurementSession:
-        """Workers for the job, by its settings."""
+        """A session of workers for the job."""
         chosen = self.settings
         return MeasurementSession(self.cluster, chosen.launch, chosen.timeout, chosen.scheduling, chosen.within_job)
 
     def profiled(self, session: MeasurementSession) -> TuningJob:
-        """The job with the measured times of its slowest rank, while all ranks compute."""
+        """The job with times of its slowest rank, measured while all ranks compute."""
         found = session.run(replica_calls.profile, model=self.settings.model.model_dump())
         workloads = [Workload.from_dict(data, "profile") for data in found]
         return replace(self, workload=max(workloads, key=lambda one: one.forward_time + one.backward_time))
 
     @storage_errors()
     def claim(self, study: optuna.Study) -> None:
-        """Check that a study's times are of jobs like this one, and note in the study what they depend on.
+        """Check that a study's times are comparable with this job's, and store in the study what they depend on.
 
         Raises:
-            StudyError: they are of another model or launch, or of workers with another scheduling policy.
+            StudyError: the study has another model, launch or scheduling policy of workers.
             StorageError: the study's storage does not answer.
         """
         settings = self.settings
@@ -106,19 +106,19 @@ class TuningJob:
         return {"model": model, "sparse": False, "cluster": self.cluster.to_dict(), "timeout": timeout}
 
     def bench_settings(self, **changes: Any) -> bench.BenchSettings:
-        """The settings of a bench of this job, some fields changed."""
+        """The settings of a bench of this job, with some fields changed."""
         kept = {name: getattr(self.settings, name) for name in bench.BenchSettings.model_fields}
         return bench.BenchSettings.model_validate({**kept, **changes})
 
 
 @dataclass(frozen=True)
 class PriorKnowledge:
-    """What a run knows before its first trial.
+    """The knowledge of a run before its first trial.
 
     Attributes:
-        estimator: prices plans; None where the rates of the links are unknown.
-        constants: of the hosts.
-        studies: of other models and clusters.
+        estimator: predicts times of plans; None if the rates of the links are unknown.
+        constants: constants of the hosts.
+        studies: studies of other models and clusters.
         samples: measured steps of other models and clusters.
     """
 
@@ -129,7 +129,7 @@ class PriorKnowledge:
 
     @classmethod
     def of(cls, job: TuningJob) -> PriorKnowledge:
-        """By the job's settings.
+        """From the job's settings.
 
         Raises:
             DocumentError: a source of transfer or a fitted simulator cannot be used.

@@ -1,4 +1,4 @@
-"""Opponents of the plans: DDP with each of its settings, builders where they are no trials, and the reference plan."""
+"""Opponents of the plans: DDP with each of its settings, builders if they are no trials, and the reference plan."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from lightning_autosync.search.tuning.result import Opponent
 OPPONENTS = "autosync:opponents"
 """User attribute of a study, followed by a digest of the run: the measured opponents as JSON text."""
 REFERENCE = "autosync:reference-plan"
-"""User attribute of a study: the reference plan, as JSON text. All sessions and processes use the same one, since times
-relative to one plan cannot be compared with times relative to another."""
+"""User attribute of a study: the reference plan, as JSON text. All sessions and processes use the same plan, since
+times relative to different plans cannot be compared."""
 Kind = Literal["ddp", "builder"]
 _log = logging.getLogger(__name__)
 _PLURAL: Mapping[Kind, str] = {"ddp": "ddp", "builder": "builders"}
@@ -38,14 +38,14 @@ _PLURAL: Mapping[Kind, str] = {"ddp": "ddp", "builder": "builders"}
 
 @dataclass(frozen=True)
 class MeasuredOpponent:
-    """One opponent as it was measured.
+    """The measurement of one opponent.
 
     Attributes:
-        kind, name: which one.
-        batch: number of the batch that it was measured in, from 0 on.
+        kind, name: kind and name of the opponent.
+        batch: number of its batch, counted from 0.
         state: ``complete``, ``pruned`` or ``failed``.
-        seconds: of a step, without correction; None without a step.
-        why: it failed or was pruned.
+        seconds: uncorrected seconds of a step; None without a step.
+        why: why it failed or was pruned.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = PLAIN
@@ -66,16 +66,16 @@ class _Stored(Record):
 
 
 class Opponents:
-    """Opponents are measured before the trials and like them: in batches beside the reference plan, with pruning.
+    """Measures opponents before the trials and in the same way: in batches beside the reference plan, with pruning.
 
-    The study stores the results, so that a resumed run has them.
+    The study stores the results for resumed runs.
 
     Args:
-        job: what is tuned.
-        session: its live workers.
-        reference: shows the drift of the machine.
-        study: stores the results.
-        run: of these opponents; None if the study has one run only.
+        job: job to tune.
+        session: live workers of the job.
+        reference: reference plan, which shows the drift of the machine.
+        study: study that stores the results.
+        run: run of these opponents; None if the study has only one run.
     """
 
     def __init__(
@@ -98,10 +98,10 @@ class Opponents:
         self._measured, self._turns = list(stored.measured), dict(stored.reference_by_batch)
 
     def measure(self, builders: Mapping[str, SyncPlan]) -> None:
-        """Measure every setting of DDP and the plans of ``builders``, except those that are known already.
+        """Measure every setting of DDP and the plans of ``builders``, except those measured already.
 
         Raises:
-            DocumentError: none of them ran; the message says why.
+            DocumentError: none of one kind ran; the message gives the reasons.
             LaunchError: workers cannot be started.
         """
         job = self._job
@@ -110,7 +110,7 @@ class Opponents:
             self._measure_new("builder", {name: job.plan_order(plan) for name, plan in builders.items()})
 
     def fastest(self, kind: Kind, drift: Drift) -> list[Opponent]:
-        """Complete ones, fastest first, corrected to the trials whose ``drift`` this is."""
+        """Complete opponents of a kind, fastest first, with seconds corrected to the trials with this ``drift``."""
         names = {options.name for options in self._job.settings.ddp.options()}  # an earlier session may have had others
         stretch = Drift(self._turns, drift.share)
         found = [
@@ -122,7 +122,7 @@ class Opponents:
         return sorted(found, key=lambda one: one.seconds)
 
     def to_dict(self) -> dict[str, Any]:
-        """All measurements without correction, and the reference beside each batch, as plain data."""
+        """All uncorrected measurements, and the reference beside each batch, as plain data."""
         return {
             "measured": [asdict(one) for one in self._measured],
             "reference_by_batch": {str(batch): seconds for batch, seconds in self._turns.items()},
@@ -142,13 +142,13 @@ class Opponents:
             raise DocumentError(f"{_PLURAL[kind]}: none of them ran; {reasons}")
 
     def _known(self, kind: Kind, orders: Mapping[str, Any]) -> set[str]:
-        """Names of those that need not be measured again: complete ones, and pruned ones if any is complete."""
+        """Names of opponents that need not be measured again: complete ones, and pruned ones if any is complete."""
         found = [one for one in self._measured if one.kind == kind and one.name in orders]
         ran = {one.name for one in found if one.state == "complete"}
         return ran | {one.name for one in found if one.state == "pruned"} if ran else ran
 
     def _play(self, kind: Kind, orders: Mapping[str, Mapping[str, Any]]) -> None:
-        """Measure one batch. It is not pruned by results of other batches: the machine may have drifted since."""
+        """Measure one batch. Results of other batches do not prune it, since the machine may have drifted since."""
         measurements = [TrialMeasurement(Contender(name, order)) for name, order in orders.items()]
         reference = self._reference.measurement()
         beside = [] if reference is None else [reference]
@@ -181,7 +181,7 @@ def builder_plans(job: TuningJob) -> dict[str, SyncPlan]:
 
 
 def settle_reference(reference: ReferencePlan, study: optuna.Study, plans: Sequence[SyncPlan]) -> None:
-    """Take the study's reference plan. If it has none, take the first of ``plans`` that runs, and store it.
+    """Use the study's reference plan. If it has none, use the first of ``plans`` that runs, and store it.
 
     Raises:
         LaunchError: workers cannot be started.
@@ -205,7 +205,7 @@ def _stored_reference(study: optuna.Study) -> SyncPlan | None:
 @uninterrupted()
 @storage_errors()
 def _store_reference(study: optuna.Study, plan: SyncPlan) -> SyncPlan:
-    """The plan, or that of another process that stored one in the meantime."""
+    """Store the reference plan; returns the stored plan, which may be that of another process that was faster."""
     if (stored := _stored_reference(study)) is not None:
         return stored
     study.set_user_attr(REFERENCE, json.dumps(plan.to_dict()))

@@ -1,4 +1,4 @@
-"""Trials of a run as records of its result, and their ranking on one speed of the machine."""
+"""Trials as records of a result, and their ranking at a common speed of the machine."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from lightning_autosync.search.trial_attributes import (
 )
 
 LENIENT = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
-"""For parts of results: later releases may write more fields."""
+"""Configuration for parts of results: unknown fields are ignored, since later releases may write more."""
 State = Literal["complete", "pruned", "failed"]
 STATES: Mapping[TrialState, State] = {
     TrialState.COMPLETE: "complete",
@@ -47,21 +47,21 @@ class TrialRecord(Record):
     """A finished trial in ``autosync-tuning/1``.
 
     Attributes:
-        number: in the order in which plans were proposed, from 0.
+        number: number of the trial in the order of proposals, counted from 0.
         origin: ``baseline`` (a builder's plan, enqueued), ``evolved``, ``refined``, ...
-        state: ``pruned`` was stopped early because it was clearly slower; ``failed`` has no time.
-        seconds: median of a step; None if there is none.
-        predicted: seconds that the simulator estimated when it was proposed.
-        steps: seconds of each measured step, by rank (earlier releases: of the slowest rank).
-        elapsed: seconds that the trial took in all.
+        state: ``complete``; ``pruned``, stopped early because it was clearly slower; or ``failed``, without a time.
+        seconds: median seconds of a step; None if it was not measured.
+        predicted: seconds of a step, predicted by the simulator at the proposal.
+        steps: seconds of each measured step, by rank (in earlier releases only of the slowest rank).
+        elapsed: total seconds of the trial.
         error: why it failed or was stopped.
-        builder: name of the builder whose plan it is.
-        plan: fingerprint of its plan.
-        reference: seconds of the reference plan beside its batch.
+        builder: name of the builder if it is a builder's plan.
+        plan: fingerprint of the plan.
+        reference: seconds of a step of the reference plan, measured with its batch.
         batch: number of the first trial of its batch.
         run: name of the run that measured it.
-        interrupted: whether it ended for a reason outside its plan, so that the plan may be measured again.
-        price: seconds by the replay.
+        interrupted: whether it failed for a reason outside its plan, so that the plan may be measured again.
+        price: seconds of a step, predicted by the replay.
         corrected: ``seconds`` at the speed of the machine during this run; None in results of earlier releases.
     """
 
@@ -89,7 +89,7 @@ class TrialRecord(Record):
         """The record of a finished trial of a study.
 
         Raises:
-            StudyError: one of its attributes is of another type.
+            StudyError: an attribute has a wrong type.
         """
         builder = COMPOSED if REFINED in trial.user_attrs else trial.params.get(BUILDER, COMPOSED)
         # The attributes are checked one by one, so they need no validation here; long studies have many steps.
@@ -113,7 +113,7 @@ class TrialRecord(Record):
 
 
 def of_run(records: Sequence[TrialRecord], run: str | None) -> list[TrialRecord]:
-    """The records of one run; all where ``run`` is None."""
+    """The records of one run; all records if ``run`` is None."""
     return [record for record in records if run is None or record.run == run]
 
 
@@ -123,9 +123,9 @@ def correction_of(
     """The correction of seconds to the speed of one run, by the reference plan beside each batch.
 
     Args:
-        records: of the study.
-        run: None takes all trials to be of one run.
-        now: further measurements of the reference in that run, by trial, of a batch without finished trials.
+        records: records of the study.
+        run: target run; None treats all trials as one run.
+        now: by trial, further seconds of the reference in that run, of a batch without finished trials.
     """
     observed = (
         DriftObservation(
@@ -143,7 +143,7 @@ def correction_of(
 
 
 def drift_of(records: Sequence[TrialRecord], run: str | None = None) -> Drift:
-    """The drift of the machine during one run; during all trials where ``run`` is None."""
+    """The drift of the machine during one run; during all trials if ``run`` is None."""
     return correction_of(records, run).base
 
 
@@ -155,13 +155,13 @@ def ranked(
 ) -> list[tuple[TrialRecord, float]]:
     """Trials with their corrected seconds, fastest first.
 
-    For a plan that was measured several times, the median counts, and its first trial represents it.
+    A plan that was measured several times has the median of its times and is represented by its first trial.
 
     Args:
-        records: of the study.
-        run: to whose speed the seconds are corrected. None takes all trials to be of one run.
-        now: as of `correction_of`.
-        states: of the trials that are ranked.
+        records: records of the study.
+        run: run to whose speed seconds are corrected; None treats all trials as one run.
+        now: as in `correction_of`.
+        states: states of trials to rank.
     """
     correction = correction_of(records, run, now)
     by_plan: dict[str, list[tuple[TrialRecord, float]]] = {}

@@ -1,4 +1,4 @@
-"""``autosync-tuning/1``: what a tuning run found. `TuningResult` writes it, reads it and prints it."""
+"""``autosync-tuning/1``: the result of a tuning run. `TuningResult` writes, reads and prints it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RESULT = "result.json"
 
 
 class Opponent(Record):
-    """The best setting of DDP or the best builder; ``seconds`` of a step are corrected like those of trials."""
+    """The best setting of DDP or the best builder; ``seconds`` of a step are drift-corrected like those of trials."""
 
     model_config = LENIENT
 
@@ -28,12 +28,12 @@ class Opponent(Record):
 
 
 class OpponentRecords(Record):
-    """The opponents before or during the search.
+    """The opponents, measured before or during the search.
 
     Attributes:
-        ddp, builder: the best ones; None where none ran.
-        measured: all of them, as they were measured.
-        reference_by_batch: seconds of the reference plan beside each batch of them.
+        ddp, builder: best opponent of each kind; None if none ran.
+        measured: all measurements of opponents, uncorrected.
+        reference_by_batch: by batch of opponents, seconds of a step of the reference plan.
     """
 
     model_config = LENIENT
@@ -45,14 +45,14 @@ class OpponentRecords(Record):
 
 
 class Best(Record):
-    """The answer.
+    """The best plan.
 
     Attributes:
-        number: of its trial; None for a builder's plan that was no trial.
-        origin: how it came about.
-        seconds: of a step, in the last comparison if there was one.
-        builder: whose plan it is; None for a plan of the search.
-        plan: the document of the plan.
+        number: number of its trial; None for a builder's plan that was no trial.
+        origin: origin of its point.
+        seconds: seconds of a step, from the last comparison if there was one.
+        builder: name of its builder; None for a plan of the search.
+        plan: document of the plan.
     """
 
     model_config = LENIENT
@@ -65,7 +65,7 @@ class Best(Record):
 
 
 class StudyAddress(Record):
-    """Where the study is: its name, and its storage (a journal file, or a URL without a password)."""
+    """The address of the study: its name, and its storage (a journal file, or a URL without password)."""
 
     model_config = LENIENT
 
@@ -74,14 +74,15 @@ class StudyAddress(Record):
 
 
 class Timing(Record):
-    """How fast the last session of the search was.
+    """Timing of the last session of the search.
 
     Attributes:
-        trials_per_minute: with set-up, warm-up and the reference; None without a trial.
-        sampler_seconds: of all proposals together.
-        sampler_seconds_by_proposal: from asking for each plan to telling its result.
-        wall_seconds: of the session, with opponents, last comparison and start of workers.
-        restarts: how often workers were started again.
+        trials_per_minute: trials per minute, with set-up, warm-up and the reference; None without a trial.
+        sampler_seconds: total seconds of the sampler.
+        sampler_seconds_by_proposal: for each proposal, seconds of the sampler from asking for the plan to telling its
+            result.
+        wall_seconds: seconds of the session, with opponents, last comparison and start of workers.
+        restarts: number of times that workers were started again.
     """
 
     model_config = LENIENT
@@ -94,11 +95,11 @@ class Timing(Record):
 
 
 class DriftRecord(Record):
-    """How the speed of the machine drifted; results have more fields, which follow from these.
+    """Drift of the machine's speed. Results have more fields, which are derived from these.
 
     Attributes:
-        reference_by_trial: seconds of the reference plan, by the trial that it was measured with.
-        share: of its deviations, in logarithms, that other plans have too.
+        reference_by_trial: seconds of a step of the reference plan, by the number of the trial measured with it.
+        share: share of the reference's deviations (in logarithms) that other plans have too.
     """
 
     model_config = ConfigDict(frozen=True, extra="allow", allow_inf_nan=False)
@@ -108,22 +109,22 @@ class DriftRecord(Record):
 
 
 class TuningResult(Document):
-    """What a tuning run found.
+    """The result of a tuning run.
 
     Attributes:
-        settings: of the run, as plain data.
+        settings: settings of the run, as plain data.
         cluster, workload: documents, as plain data.
-        semantics: the highest level that plans could have.
-        study: where the study is.
-        best: the winner; None if no plan has a time.
-        opponents: DDP and builders before or during the search.
-        trials: all, in order.
-        final: the last comparison, as plain data that `FinalComparison` reads; None if there was none.
+        semantics: highest level of semantics that plans could have.
+        study: address of the study.
+        best: best plan; None if no plan has a time.
+        opponents: DDP and builders, measured before or during the search.
+        trials: all trials, in order.
+        final: last comparison, as plain data for `FinalComparison`; None if there was none.
         emulated: whether ``links`` were emulated and ``compute`` was paced.
         drift: measurements of the reference plan.
-        timing: pace of the search.
-        interrupted: whether somebody ended the run.
-        failure: why it could not go on; None if it came to its end.
+        timing: timing of the search.
+        interrupted: whether a Ctrl-C ended the run.
+        failure: why the run ended early; None if it did not.
         environment: versions, cores, load and other conditions.
     """
 
@@ -147,7 +148,7 @@ class TuningResult(Document):
     environment: dict[str, Any] = Field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """The result as plain data, its format line first; fields at their default are there, too."""
+        """The result as plain data with the format first, including fields at their defaults."""
         return {"format": self.FORMAT, **self.model_dump(mode="json")}
 
     def __float__(self) -> float:
@@ -195,7 +196,7 @@ class TuningResult(Document):
 
 
 def _claims(final: FinalComparison) -> Iterator[str]:
-    """The winner beside its opponents. A gain is claimed only where the interval shows it."""
+    """Lines that compare the winner with its opponents. A gain is claimed only if the interval shows it."""
     for what, name in (("best DDP", final.ddp), ("best builder", final.builder)):
         if name is None or name == final.winner:
             continue
@@ -214,7 +215,7 @@ def read_result(directory: Path) -> TuningResult:
     """The result of the tuning run in ``directory``.
 
     Raises:
-        DocumentError: the directory or the file is missing, or the file is damaged or of something else.
+        DocumentError: the directory or the file is missing, or the file is damaged or of another kind.
     """
     path = directory / RESULT
     if not directory.is_dir():

@@ -44,18 +44,18 @@ from lightning_autosync.search.tuning.tuner import Tuner
 
 JOURNAL = "study.journal"
 MAX_RIVALS = 3
-"""Settings of DDP in the last comparison. Its choosing rounds decide which of them is the opponent."""
+"""Maximum number of DDP settings in the last comparison, whose choosing rounds select the opponent among them."""
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class TuningOutcome:
-    """A run that has ended.
+    """A finished run.
 
     Attributes:
-        job: that was tuned.
-        result: what was found.
-        storage: of the study, with a password if it has one.
+        job: the tuned job.
+        result: result of the run.
+        storage: address of the study's storage, including any password.
     """
 
     job: TuningJob
@@ -64,7 +64,7 @@ class TuningOutcome:
 
     @property
     def plan(self) -> SyncPlan | None:
-        """The best plan; None if none has a time."""
+        """The best plan; None if no plan has a time."""
         return None if self.result.best is None else SyncPlan.from_dict(self.result.best.plan)
 
     def __float__(self) -> float:
@@ -75,9 +75,9 @@ class TuningRun:
     """One tuning run.
 
     Args:
-        settings: of the run.
-        directory: of the run; with the directory of an earlier run, that is resumed.
-        saving: after an interruption it holds back further ones, until the caller has written the result.
+        settings: settings of the run.
+        directory: directory of the run; that of an earlier run resumes it.
+        saving: stack that blocks further interrupts after a first Ctrl-C, until the caller has written the result.
 
     Raises:
         DocumentError: the model, the cluster, the simulator or a source of transfer is wrong.
@@ -96,8 +96,8 @@ class TuningRun:
     def run(self) -> TuningOutcome:
         """Tune.
 
-        An interruption, or an error after some trials have a time, ends the search early, and the result says so. If
-        the study's storage stops answering, the result has what was read from it last. If the budget is spent already,
+        A Ctrl-C, or an error after some trials have a time, ends the search early, as the result states. If the study's
+        storage stops answering, the result has the trials that were read from it last. If the budget is spent already,
         only the last comparison is made.
 
         Raises:
@@ -121,12 +121,13 @@ class TuningRun:
                 tuner.run()
                 final = self._compare(session, trials, opponents)
             except KeyboardInterrupt:
+                # A second Ctrl-C must not lose the result before the caller has written it.
                 self._saving.enter_context(uninterrupted())
                 _log.warning("interrupted")
                 interrupted = True
             except AutoSyncError as error:
                 if isinstance(error, StorageError):
-                    trials.freeze()
+                    trials.freeze()  # the reads below would fail as well
                 if not ranked(trials.records(), trials.own):
                     raise
                 failure = reason(error)
@@ -142,7 +143,7 @@ class TuningRun:
         return TuningOutcome(self._job, result.model_copy(update=ended), self._storage)
 
     def _with_times(self, session: MeasurementSession) -> TuningJob:
-        """The job with the times of its model: those of the study, or measured now."""
+        """The job with the times of its model: from the study if it has them, else measured now."""
         if self._settings.is_paced:
             return self._job
         with suppress(StudyError):
@@ -158,8 +159,8 @@ class TuningRun:
 
     def _open(self, space: Space) -> Trials:
         settings = self._settings
-        described: Any = space  # a space of buckets has all that a study needs of a space of plans
-        # The baseline of a space of buckets is Horovod's default, and no builder's plan.
+        described: Any = space  # a `BucketSpace` has all attributes that a study needs of a `PlanSpace`
+        # The baseline of a `BucketSpace` is Horovod's default, not a builder's plan, so it is always a trial.
         first = space.baselines() if settings.search.tries_builders or isinstance(space, BucketSpace) else []
         study = studies.open_study(self._storage, settings.study.name, described, first=first)
         if isinstance(space, PlanSpace):
@@ -171,11 +172,11 @@ class TuningRun:
         study.sampler = make_sampler(self._seeded(trials), space, self._prior)
         if count := trials.end_interrupted():
             _log.info("%d trials of an interrupted session have failed; their plans may be tried again", count)
-        studies.enqueue(study, first, BASELINE)  # those that were interrupted once more
+        studies.enqueue(study, first, BASELINE)  # again those baselines whose trials were interrupted
         return trials
 
     def _seeded(self, trials: Trials) -> SearchSettings:
-        """The settings of the search with a seed of this session: other sessions must not draw the same plans."""
+        """The settings of the search with a seed of this session, since sessions must not draw the same plans."""
         search, finished = self._settings.search, len(trials.records())
         if search.seed is None or (trials.alone and not finished):
             return search
@@ -183,7 +184,7 @@ class TuningRun:
         return search.model_copy(update={"seed": own})
 
     def _by_price(self, builders: Mapping[str, SyncPlan]) -> list[SyncPlan]:
-        """Builders' plans, by estimated seconds where they can be estimated."""
+        """Builders' plans, sorted by estimated seconds if there is an estimator."""
         plans = list(builders.values())
         if self._prior.estimator is None:
             return plans
@@ -191,9 +192,9 @@ class TuningRun:
         return [plans[place] for place in seconds.argsort(kind="stable")]
 
     def _best_builder(self, trials: Trials, opponents: Opponents) -> Opponent | None:
-        """The best builder among the trials, or among those measured before them.
+        """The best builder among the trials, or among the opponents measured before them.
 
-        Pruned trials count, too: a plan of the search in the same batch may have been faster than all builders.
+        Pruned trials count too, since a plan of the search in the same batch may have been faster than all builders.
         """
         records = trials.records()
         if not self._settings.search.tries_builders:
@@ -246,7 +247,7 @@ class TuningRun:
         )
 
     def _best(self, trials: Trials, final: dict[str, Any] | None) -> Best | None:
-        """The winner of the last comparison, or else the fastest trial."""
+        """The winner of the last comparison, else the fastest trial."""
         records = trials.records()
         if final is None:
             fastest = ranked(records, trials.own)

@@ -1,4 +1,4 @@
-"""Samplers by name; what those of Optuna learn from; the space of Horovod's autotuning."""
+"""Samplers by name, drift correction for Optuna's samplers, and the space of Horovod's autotuning."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ from lightning_autosync.workload import Workload
 BUCKET = "bucket_mib"
 """The parameter of a `BucketSpace`."""
 MAX_BUCKET = 64.0
-"""MiB at the end of the range, and default, as in Horovod; or the size of all gradients, if that is less."""
+"""Largest bucket size in MiB and the default, as in Horovod; or the size of all gradients if that is less."""
 MIN_BUCKET, MAX_BUCKETS = 1 / 16, 1024
-"""MiB at the beginning of the range (in Horovod 0), or this part of all gradients, if that is less."""
+"""Smallest bucket size in MiB (0 in Horovod); or the size of all gradients over `MAX_BUCKETS` if that is less."""
 
 
 class BucketSpace:
-    """Plans of native all-reduces in buckets of one size, with all that a study needs of a space.
+    """A space of plans with native all-reduces in buckets of one size, with all attributes that a study needs.
 
     Attributes:
-        workload: the variables.
-        cluster: where they are synchronized.
+        workload: workload of the plans.
+        cluster: cluster of the plans.
         semantics: always ``exact``.
     """
 
@@ -56,13 +56,13 @@ class BucketSpace:
 
     @property
     def range(self) -> tuple[float, float]:
-        """Smallest and largest size in MiB; other sizes give the same plans."""
+        """Smallest and largest bucket size in MiB."""
         whole = self.workload.bytes / MIB
         return min(MIN_BUCKET, whole / MAX_BUCKETS), min(MAX_BUCKET, whole)
 
     @property
     def distributions(self) -> dict[str, BaseDistribution]:
-        """The parameter as Optuna knows it."""
+        """The parameter for Optuna."""
         return {BUCKET: FloatDistribution(*self.range, log=True)}
 
     def suggest(self, trial: Trial) -> dict[str, Any]:
@@ -85,13 +85,13 @@ Space = PlanSpace | BucketSpace
 def make_sampler(settings: SearchSettings, space: Space, prior: PriorKnowledge) -> BaseSampler:
     """The sampler that the settings name.
 
-    Optuna's samplers propose composed plans only. Builders' plans are measured anyway, and would be eleven of the
+    Optuna's samplers propose only composed plans. Builders' plans are measured anyway, and would be eleven of the
     twelve values of one parameter.
 
     Args:
-        settings: its name, its seed and, for ``autosync``, further arguments.
-        space: of the points that it proposes.
-        prior: used by ``autosync`` alone.
+        settings: name and seed of the sampler and, for ``autosync``, further arguments.
+        space: space of the points to propose.
+        prior: prior knowledge; only ``autosync`` uses it.
 
     Raises:
         DocumentError: a source cannot be used, or the rates of the cluster's links are unknown.
@@ -120,14 +120,14 @@ def make_sampler(settings: SearchSettings, space: Space, prior: PriorKnowledge) 
 class CorrectedSampler(BaseSampler):
     """A sampler of Optuna that learns from a corrected copy of the study.
 
-    Some samplers learn from complete trials alone, and all would take the time of a builder's plan for that of the
+    Some samplers learn only from complete trials, and all would mistake the time of a builder's plan for that of the
     composed plan with the same parameters. In the copy, pruned trials are complete, seconds are corrected for drift,
     and trials whose parameters do not determine the plan are left out.
 
     Args:
-        base: the sampler.
-        distributions: of all parameters of the study.
-        fixed: values of parameters that it does not choose.
+        base: sampler of Optuna.
+        distributions: distributions of all parameters of the study.
+        fixed: values of parameters that the sampler does not choose.
     """
 
     def __init__(

@@ -20,7 +20,7 @@ from lightning_autosync.search.transfer import TransferSettings
 
 SamplerName = Literal["autosync", "random", "tpe", "gp", "horovod"]
 PACED = ("paced", "flat")
-"""Kinds of models whose times are known: they compute by the clock, or not at all."""
+"""Kinds of models whose times are known: their computation is paced or empty."""
 _NONE = TransferSettings()
 
 
@@ -29,15 +29,15 @@ class SearchSettings(Configuration):
 
     Attributes:
         sampler: ``autosync``; ``random``, ``tpe`` or ``gp`` of Optuna on the same space; or ``horovod``, a Gaussian
-            process over the size of DDP's buckets alone, as in Horovod's autotuning.
-        budget: trials of the study, with those of builders, failed ones and those of earlier sessions, but without
-            interrupted ones.
-        batch: trials that are proposed at once and measured in turns.
-        seed: of the sampler in the first session of a run with its own journal. Other sessions must not draw the same
-            plans again, and derive their seeds from it.
-        baselines: the builders' plans are the first trials. Else they are measured before the trials, as DDP is; so
-            they are with ``horovod``, because they are no points of its space.
-        max_failures: the run ends after so many failed trials in a row.
+            process over only the size of DDP's buckets, as in Horovod's autotuning.
+        budget: number of trials of the study, including builders, failed trials and earlier sessions, but without
+            interrupted trials.
+        batch: number of trials that are proposed at once and measured in turns.
+        seed: seed of the sampler in the first session of a run with its own journal. Other sessions must not draw the
+            same plans again, so they derive other seeds from it.
+        baselines: whether the builders' plans are the first trials. Otherwise they are measured before the trials, like
+            DDP. They always are with ``horovod``, since they are not points of its space.
+        max_failures: number of consecutive failed trials after which the run ends.
         options: arguments of `AutoSyncSampler`: ``population``, ``batch``, ``startup``, ``refit`` and ``refine``.
     """
 
@@ -68,10 +68,10 @@ class SearchSettings(Configuration):
 
 
 class StudySettings(Record):
-    """Where the study is kept.
+    """The address of the study.
 
     Attributes:
-        name: of the study.
+        name: name of the study.
         storage: path of a journal file, or URL of a database; None is a journal file in the run directory.
     """
 
@@ -83,16 +83,16 @@ class TuningSettings(bench.BenchSettings):
     """One tuning run. The settings of a bench (warm-up, rounds, steps, contenders) are for its last comparison.
 
     Attributes:
-        rounds: of the last comparison that judge the winner; as many before them choose it.
-        semantics: the highest level of semantics that plans may have.
-        finalists: plans of the study that are measured again at the end, beside the best builder and the best DDP.
+        rounds: number of rounds of the last comparison that judge the winner. The same number before them chooses it.
+        semantics: highest level of semantics that plans may have.
+        finalists: number of the study's plans in the last comparison, beside the best builder and the best DDP.
         search: how plans are proposed.
-        trial: how long each is measured.
-        study: where trials are kept.
-        simulator: prices plans and learns from the trials.
-        transfer: earlier studies, datasets, or a fitted simulator in place of ``simulator``.
-        within_job: the ranks are those of the torchrun job of this process (``launch=torchrun``).
-        parallel: whether operators may be split, too.
+        trial: how long each plan is measured.
+        study: address of the study.
+        simulator: simulator that predicts times of plans and learns from the trials.
+        transfer: earlier studies, datasets, or a fitted simulator instead of ``simulator``.
+        within_job: whether the ranks are those of this process's torchrun job (``launch=torchrun``).
+        parallel: whether operators may be split too.
         timeline: not supported.
     """
 
@@ -132,7 +132,7 @@ class TuningSettings(bench.BenchSettings):
 
     @model_validator(mode="after")
     def _check_names(self) -> TuningSettings:
-        """Names of contenders must differ from those of finalists, which are called by their builders or trials."""
+        """Names of contenders must differ from names of finalists, which are those of builders or trials."""
         for name in self.contenders:
             if name in (*builders.names(), "megatron") or re.fullmatch(r"trial_\d+|split_[0-9a-f]{6}", name):
                 raise ValueError(f"contenders: '{name}' is what a finalist may be called; take another name")
@@ -141,8 +141,10 @@ class TuningSettings(bench.BenchSettings):
     @model_validator(mode="before")
     @classmethod
     def _take_groups(cls, value: Any) -> Any:
-        """Adapt config groups to these fields: ``data`` belongs to the imported model, ``launch=torchrun`` starts no
-        workers, and ``transfer`` may be null."""
+        """Adapt config groups to these fields.
+
+        ``data`` belongs to the imported model, ``launch=torchrun`` starts no workers, and ``transfer`` may be null.
+        """
         if not isinstance(value, dict):
             return value
         kept = {name: field for name, field in value.items() if name != "data"}

@@ -1,4 +1,4 @@
-"""The study of a run: its trials are asked for, told, and read back as records."""
+"""The study of a run: asks for trials, tells their results, and reads them back as records."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ from lightning_autosync.search.tuning.samplers import BucketSpace, Space
 
 @dataclass
 class Trials:
-    """The trials of one run in its study. Methods raise `StorageError` where the study's storage does not answer.
+    """The trials of one run in its study. Methods raise `StorageError` if the study's storage does not answer.
 
     Attributes:
-        study: of the trials.
-        space: of their points.
-        sampler: name of the sampler, the origin of trials for which it names none.
-        run: the name of the run's directory (`lightning_autosync.documents.identity`).
-        alone: whether nobody else works on the study, so that every running trial was left by an interruption.
-        proposals: seconds of each proposal, from asking for a plan to telling its result.
+        study: study of the trials.
+        space: space of their points.
+        sampler: name of the sampler, used as origin of trials without one.
+        run: name of the run's directory (`lightning_autosync.documents.identity`).
+        alone: whether nobody else works on the study, so that every running trial is a leftover of an interruption.
+        proposals: for each proposal, seconds of the sampler from asking for the plan to telling its result.
     """
 
     study: optuna.Study
@@ -63,12 +63,12 @@ class Trials:
 
     @property
     def own(self) -> str | None:
-        """The run whose trials count as this one's; None if all do."""
+        """The run whose trials count as this run's; None if all do."""
         return None if self.alone else self.run
 
     @storage_errors()
     def end_interrupted(self) -> int:
-        """End running trials that an interruption of this run or a dead process left; returns their number."""
+        """End running trials left by an interruption of this run or by a dead process; returns their number."""
         running = self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
         left = [trial for trial in running if self._was_left(trial)]
         for trial in left:
@@ -88,7 +88,7 @@ class Trials:
     def prepare(self, trial: optuna.Trial) -> None:
         """Do the slow part of `suggest`: training a simulator may take minutes.
 
-        Nothing is written to the study, so that a Ctrl-C need not wait for it.
+        It writes nothing to the study, so a Ctrl-C may interrupt it.
         """
         if isinstance(self.study.sampler, AutoSyncSampler):
             with self._proposing():
@@ -121,7 +121,14 @@ class Trials:
 
     @storage_errors()
     def tell(self, trial: optuna.Trial, measurement: TrialMeasurement, batch: int, reference: float | None) -> None:
-        """Store a measurement and end its trial; ``reference``: seconds of the reference plan beside the ``batch``."""
+        """Store a measurement and end its trial.
+
+        Args:
+            trial: trial of the measurement.
+            measurement: measurement of the trial's plan.
+            batch: number of the first trial of the batch.
+            reference: seconds of a step of the reference plan, measured with the batch; None if unknown.
+        """
         trial.set_user_attr(BATCH, batch)
         trial.set_user_attr(ELAPSED, measurement.elapsed)
         trial.set_user_attr(STEPS, [list(steps) for steps in measurement.steps])
@@ -149,14 +156,14 @@ class Trials:
 
     @storage_errors()
     def interrupt(self, trial: optuna.Trial | FrozenTrial, why: str = CTRL_C) -> None:
-        """End a trial for a reason outside its plan, which may be measured again."""
+        """Fail a trial for a reason outside its plan, so that the plan may be measured again."""
         with suppress(optuna.exceptions.UpdateFinishedTrialError):  # another process has ended it
             for name, value in ((ERROR, why), (INTERRUPTED, True)):
                 self.study._storage.set_trial_user_attr(trial._trial_id, name, value)
             self.study.tell(trial.number, state=TrialState.FAIL, skip_if_finished=True)
 
     def freeze(self) -> None:
-        """From now on use the trials that were read last, because the storage does not answer."""
+        """Use the trials that were read last from now on, because the storage does not answer."""
         self._is_frozen = True
 
     @uninterrupted()
@@ -168,7 +175,7 @@ class Trials:
         return self._last
 
     def records(self) -> list[TrialRecord]:
-        """The same, as records."""
+        """The finished trials as records."""
         return [TrialRecord.of(trial) for trial in self.finished()]
 
     def _was_left(self, trial: FrozenTrial) -> bool:
@@ -176,7 +183,7 @@ class Trials:
         return mine or has_ended(str(trial.user_attrs.get(OWNER, "")))
 
     def _end(self, trial: optuna.Trial, state: TrialState, value: float | None = None) -> None:
-        """End a trial; the sampler's work on it is part of its proposal."""
+        """End a trial. The sampler's work in `tell` counts as part of the proposal."""
         with self._proposing():
             self.study.tell(trial, value, state=state)
 
@@ -187,7 +194,7 @@ class Trials:
 
     @contextmanager
     def _proposing(self) -> Iterator[None]:
-        """The time of the block is part of the last proposal."""
+        """Add the time of the block to the last proposal."""
         begin = time.perf_counter()
         try:
             yield
@@ -197,12 +204,12 @@ class Trials:
 
 
 def this_process() -> str:
-    """A name of this process, by which others on this machine can tell whether it still runs."""
+    """An id of this process, by which other processes on this machine can tell whether it still runs."""
     return f"{os.getpid()}.{_start_time(os.getpid())}@{_pid_space()}"
 
 
 def has_ended(process: str) -> bool:
-    """Whether the process of that name has ended; False if it ran on another machine or before the last boot."""
+    """Whether the process with this id has ended; False if it ran on another machine or before the last boot."""
     number, _, place = process.partition("@")
     pid, _, start = number.partition(".")
     if place != _pid_space() or not pid.isdigit():
@@ -213,21 +220,21 @@ def has_ended(process: str) -> bool:
         return True
     except OSError:  # it runs, as another user
         return False
-    return start not in ("", _start_time(int(pid)))  # the kernel reuses process ids
+    return start not in ("", _start_time(int(pid)))  # another start time means that the kernel reused the process id
 
 
 def _start_time(pid: int) -> str:
-    """When a process started, by the kernel's clock; empty where there is no ``/proc``."""
+    """Start time of a process by the kernel's clock; empty without ``/proc``."""
     with suppress(OSError):
-        # The name is in parentheses and may hold anything. The start is the twentieth field after it.
+        # The name is in parentheses and may contain anything. The start time is the twentieth field after it.
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     return ""
 
 
 def _pid_space() -> str:
-    """Where process ids mean the same: the machine since its boot, and the namespace of the container.
+    """An id of the space of process ids: the machine since its boot, and the container's namespace.
 
-    Machines may share a name and the number of their first namespace. The random id that Linux draws at boot differs.
+    Machines may have the same name and the same number of their first namespace. Linux's random boot id differs.
     """
     boot = namespace = ""
     with suppress(OSError):

@@ -1,4 +1,4 @@
-"""`Tuner`: batches of trials on live workers until the budget is spent, and a progress bar."""
+"""`Tuner`: measures batches of trials on live workers until the budget is spent, with a progress bar."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ class Batch:
     """Trials that are proposed at once and measured in turns.
 
     Attributes:
-        asked: all of them.
-        pending: those whose plans compile.
-        reference: seconds of the reference plan just before them; None if there is none.
+        asked: all trials.
+        pending: trials whose plans compile.
+        reference: seconds of a step of the reference plan just before the batch; None if unknown.
     """
 
     asked: list[optuna.Trial] = field(default_factory=list)
@@ -55,12 +55,12 @@ class Tuner:
     """Asks the study for plans, measures them, and tells the study their times.
 
     Args:
-        job: what is tuned.
-        session: its live workers.
-        trials: of the study.
-        opponents: the progress bar shows the best DDP.
-        reference: shows the drift of the machine.
-        replay: prices each plan before it is measured; None where rates are unknown.
+        job: job to tune.
+        session: live workers of the job.
+        trials: trials of the study.
+        opponents: opponents; the progress bar shows the best DDP.
+        reference: reference plan, which shows the drift of the machine.
+        replay: predicts the time of each plan before it is measured; None if the rates of the links are unknown.
     """
 
     def __init__(
@@ -83,19 +83,19 @@ class Tuner:
 
     @property
     def trials_per_minute(self) -> float | None:
-        """Of this session; None before its first trial."""
+        """Trials per minute of this session; None before its first trial."""
         return 60 * self._count / self._seconds if self._count else None
 
     def run(self) -> None:
         """Spend the budget. Interrupted trials do not count.
 
         Running trials of other processes do not count either, because they may never end. So each of several processes
-        on one study may begin a last batch.
+        on one study may start a last batch.
 
         Raises:
-            TuningError: too many trials failed in a row.
+            TuningError: too many consecutive trials failed.
             LaunchError: workers cannot be started.
-            KeyboardInterrupt: a Ctrl-C; trials under way have failed, and their plans may be measured again.
+            KeyboardInterrupt: a Ctrl-C. Running trials are marked as interrupted; their plans may be measured again.
         """
         search = self._job.settings.search
         spent = self._spent()
@@ -120,7 +120,8 @@ class Tuner:
             for _ in range(count):
                 self._ask(batch)
             batch.reference = self._reference.measure() if batch.pending else None
-            # The reference is a builder's plan. Where builders are trials, some trial should be as fast.
+            # The reference is a builder's plan. If builders are trials, some trial should be as fast, so plans that are
+            # far slower than the reference can be pruned before there is a best trial.
             reference = batch.reference if self._job.settings.search.tries_builders else None
             rule = StoppingRule(self._job.settings.trial, self._best_so_far(batch), reference)
             measurements = [one.measurement for one in batch.pending]
@@ -131,6 +132,8 @@ class Tuner:
             raise
 
     def _ask(self, batch: Batch) -> None:
+        # A Ctrl-C between asking and noting the trial would leave it running in the study. But it may interrupt
+        # `prepare`, which may take minutes and writes nothing.
         with uninterrupted():
             trial = self._trials.ask()
             batch.asked.append(trial)
@@ -147,7 +150,7 @@ class Tuner:
 
     @uninterrupted()
     def _end_early(self, batch: Batch, error: BaseException) -> None:
-        """End the trials of a batch after an interruption or an error; those that are decided are told as they are."""
+        """End the trials of a batch after an interruption or an error. Decided measurements are stored as they are."""
         ended = {record.number for record in self._trials.records()}
         decided = [one for one in batch.pending if one.measurement.state != "running" and one.trial.number not in ended]
         self._tell(batch, decided)
@@ -158,7 +161,7 @@ class Tuner:
                 self._trials.interrupt(trial, why)
 
     def _prepared(self, trial: optuna.Trial) -> PendingTrial | None:
-        """A trial whose plan is checked and priced; None where the plan does not compile, so that the trial failed."""
+        """A trial whose plan is checked and priced; None if the plan does not compile, which fails the trial."""
         try:
             plan = self._trials.plan(trial)
             compile_plan(plan, self._job.workload, self._job.cluster)
@@ -169,7 +172,7 @@ class Tuner:
         return PendingTrial(trial, TrialMeasurement(Contender(f"trial {trial.number}", self._job.plan_order(plan))))
 
     def _price(self, trial: optuna.Trial, plan: SyncPlan) -> None:
-        """Note the replay's price of a plan. It is also the prediction, if the sampler made none."""
+        """Store the replay's price of a plan, also as the prediction if the sampler made none."""
         if self._replay is None:
             return
         estimate = self._replay.estimate(self._job.workload, self._job.cluster, [plan])
@@ -177,10 +180,10 @@ class Tuner:
             self._trials.note(trial, name, float(estimate.seconds[0]))
 
     def _best_so_far(self, batch: Batch) -> float | None:
-        """Seconds that plans of a batch are compared with: those of the fastest trial at present; None without one.
+        """Seconds with which plans of a batch are compared: those of the fastest trial so far; None if there is none.
 
-        DDP does not count: where it is faster than all plans, the best plan still has to be found. Trials of other runs
-        count once this run has trials, which show how much slower its machine is.
+        DDP does not count: if it is faster than all plans, the best plan still has to be found. Trials of other runs
+        count only after this run has trials, which show the relative speed of its machine.
         """
         records, own = self._trials.records(), self._trials.own
         if not of_run(records, own):
@@ -190,7 +193,7 @@ class Tuner:
         return correction_of(records, own, now).base.expected(best[0][1]) if best else None
 
     def _state(self, records: Sequence[TrialRecord]) -> tuple[tuple[int, float] | None, int, float]:
-        """Number and seconds of the fastest trial, failed trials of this run, and seconds of the best DDP."""
+        """Number and seconds of the fastest trial, number of failed trials of this run, and seconds of the best DDP."""
         own = self._trials.own
         best = ranked(records, own)
         failed = sum(record.state == "failed" for record in of_run(records, own))
@@ -198,7 +201,7 @@ class Tuner:
         return (best[0][0].number, best[0][1]) if best else None, failed, ddp[0].seconds
 
     def _check_failures(self, records: Sequence[TrialRecord]) -> None:
-        """Only trials of this run count: the machine of another may be broken."""
+        """Raise after too many consecutive failures of this run; another run's machine may be broken."""
         limit = self._job.settings.search.max_failures
         last = of_run(records, self._trials.own)[-limit:]
         if len(last) == limit and all(record.state == "failed" for record in last):
@@ -209,9 +212,9 @@ class TuningProgress:
     """A progress bar with the best trial so far and the time left; without a terminal, a log line for each batch.
 
     Args:
-        budget: trials in all.
-        done: trials of earlier sessions.
-        console: None is standard error.
+        budget: total number of trials.
+        done: number of trials of earlier sessions.
+        console: console to draw on; None is standard error.
     """
 
     def __init__(self, budget: int, done: int, console: Console | None = None) -> None:
@@ -238,7 +241,14 @@ class TuningProgress:
         self._bar.stop()
 
     def show(self, done: int, best: tuple[int, float] | None, failed: int, ddp: float) -> None:
-        """Show the number of trials; ``best``: number and seconds of the fastest; ``ddp``: seconds of DDP."""
+        """Show the progress.
+
+        Args:
+            done: number of trials so far.
+            best: number and seconds of the fastest trial; None if no trial has a time.
+            failed: number of failed trials.
+            ddp: seconds of the best DDP.
+        """
         text = "no plan has a time yet"
         if best is not None:
             number, seconds = best
