@@ -25,7 +25,7 @@ class Keyed(Protocol):
 Run = TypeVar("Run", bound=Keyed)
 
 _Fields = dict[str, Any]
-REMEDY = "go on with the settings that the file has, or give another file as runs=FILE"
+REMEDY = "use the settings that the file has, or give another file as runs=FILE"
 
 
 class RunFile(Generic[Run]):

@@ -17,15 +17,15 @@ from lightning_autosync.errors import AutoSyncError, UnwritableError
 VERBS = {
     "bench": "measure contenders side by side on this machine",
     "collect": "measure drawn plans, for simulators to learn from",
-    "converge": "compare methods by what they learn, and how soon",
-    "fit": "train a simulator on measured plans, judge it beside others",
-    "probe": "measure the links and hosts of a job, write its cluster",
-    "predict": "what a step under a plan takes and why, without a cluster",
-    "rehearse": "compare samplers on a replay in place of the wire",
-    "serve": "keep parameters for workers on other nodes",
-    "report": "what tuning runs found, as one HTML file",
+    "converge": "compare methods by the metric they reach, and how soon",
+    "fit": "train simulators on measured plans and compare them",
+    "probe": "measure the links and hosts of a job and write a cluster file",
+    "predict": "predict the time of a step under a plan, without a cluster",
+    "rehearse": "compare samplers on the replay instead of live trials",
+    "serve": "run a parameter server for workers on other nodes",
+    "report": "write what tuning runs found as one HTML file",
     "tune": "search for the fastest plan by live trials",
-    "train": "train a LightningModule by any way to synchronize",
+    "train": "train a LightningModule with any synchronization",
     "validate": "measure random plans and compare with predictions",
 }
 """The verbs and their purposes. A verb's function is in ``cli/VERB.py``, its configuration in ``conf/VERB.yaml``."""

@@ -45,7 +45,7 @@ def _with_todays_key(verb: str, argument: str) -> str:
     new = RENAMED_KEYS.get(verb, {}).get(name)
     if new is None:
         return argument
-    print(f"autosync {verb}: {name} is called {new} now; a later release drops the old name", file=sys.stderr)
+    print(f"autosync {verb}: {name} is now called {new}; a later release will drop the old name", file=sys.stderr)
     return f"{key.removesuffix(name)}{new}{equals}{value}"
 
 
@@ -138,7 +138,7 @@ def _names(paths: set[Path], taken: set[str]) -> dict[Path, str]:
             names[path] = re.sub(r"[^\w.-]", "_", "_".join(path.with_suffix("").parts[-depth:]))
     clash = next(_alike(names, taken), None)
     if clash is not None:
-        raise DocumentError(f"cluster: {clash}: another one goes by the name of '{names[clash]}', too; rename the file")
+        raise DocumentError(f"cluster: {clash}: another cluster also has the name '{names[clash]}'; rename the file")
     return names
 
 

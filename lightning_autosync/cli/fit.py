@@ -60,7 +60,7 @@ def fit(configuration: dict[str, Any], directory: Path) -> None:
     for table in tables(result["comparison"]):
         console.print(table)
     if start is not None and any(run.simulator == start.kind.KIND for run in runs):
-        console.print(f"{start.kind.KIND} went on from {settings.start}, which may have seen some of the test before")
+        console.print(f"{start.kind.KIND} started from {settings.start}, which may have seen some of the test data")
     console.print(f"{fitted}, {directory / 'result.json'}", soft_wrap=True, highlight=False)
 
 

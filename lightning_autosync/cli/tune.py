@@ -85,13 +85,13 @@ def tune(configuration: dict[str, Any], directory: Path) -> TuningOutcome | Hybr
     if outcome.result.interrupted:
         raise Interrupted
     if outcome.result.failure is not None:
-        raise TuningError(f"{outcome.result.failure}; what was found until then is written")
+        raise TuningError(f"{outcome.result.failure}; results so far are written")
     return outcome
 
 
 def _run(settings: TuningSettings, directory: Path, console: Console) -> TuningOutcome:
     """Search, print the result and write it, with a lock on the directory."""
-    refusal = TuningError(f"{directory}: another process is at work on this run; let it end first")
+    refusal = TuningError(f"{directory}: another process is working on this run; wait until it ends")
     with held(directory / _LOCK, refusal), ExitStack() as saving:
         try:
             outcome = TuningRun(settings, directory, saving).run()
@@ -143,7 +143,7 @@ def _how_to_resume(directory: Path, what: str) -> str:
     override = f"hydra.run.dir={shlex.quote(str(directory))}"
     if HydraConfig.initialized() and HydraConfig.get().mode is RunMode.MULTIRUN:
         override = f"hydra.sweep.dir={shlex.quote(str(HydraConfig.get().sweep.dir))}"
-    return f"{what}; to go on, give the same command with {override}"
+    return f"{what}; to resume, give the same command with {override}"
 
 
 def _trace(outcome: TuningOutcome, directory: Path) -> None:

@@ -64,7 +64,7 @@ class SimulatorSettings(Record):
     def _check(self) -> Self:
         if self.kind not in KINDS:
             if self.network:
-                raise ValueError(f"network: '{self.kind}' is no network; leave it out")
+                raise ValueError(f"network: '{self.kind}' is not a neural network; leave it out")
             return self
         KINDS[self.kind].sized(self.network)
         for name, settings in (("training", self.training), ("tuning", self.tuning)):

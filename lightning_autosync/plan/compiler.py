@@ -71,7 +71,8 @@ def check_variables(plan: SyncPlan, workload: Workload, source: str) -> None:
                 raise PlanError(f"{source}: groups[{index}].variables: the model has no trainable parameter '{name}'")
     if missing := [variable.name for variable in workload.variables if variable.name not in planned]:
         raise PlanError(
-            f"{source}: groups: parameter '{missing[0]}' is in no group ({len(missing)} such); every one must be"
+            f"{source}: groups: parameter '{missing[0]}' is in no group ({len(missing)} such in all); "
+            "each must be in one"
         )
     if plan.workload is not None and plan.workload != workload.variables_fingerprint:
         raise PlanError(

@@ -193,7 +193,8 @@ class Periodic(AveragingWorker):
         kept = [update.state for update in self._outer]
         if _shapes(kept) != _shapes(given):
             warnings.warn(
-                "the checkpoint's outer state is of another consistency.outer or consistency.fragments: it begins anew",
+                "the checkpoint's outer state is for another consistency.outer or consistency.fragments: it starts "
+                "again",
                 stacklevel=2,
             )
             return

@@ -133,7 +133,7 @@ class Replay:
             )
         for message in schedule.messages:
             if foreign := set(message.variables) - self._numel.keys():
-                raise PlanError(f"schedule: '{min(foreign)}' is no variable of workload '{self._workload.name}'")
+                raise PlanError(f"schedule: '{min(foreign)}' is not a parameter of workload '{self._workload.name}'")
             if message.numel != (numel := sum(self._numel[name] for name in message.variables)):
                 raise PlanError(
                     f"schedule: message '{message.name}' has {message.numel} elements, its variables in workload "

@@ -62,7 +62,7 @@ def bound_share(run: TuningRun) -> float | None:
 def _result(run: TuningRun) -> Iterator[str]:
     best, final = run.result.best, run.final
     if best is None:
-        yield "No trial came to a step time, so there is no plan."
+        yield "No trial was measured to its end, so there is no plan."
         return
     source = f"builder {best.builder}" if best.builder else f"trial {best.number} ({best.origin})"
     yield f"The best plan, of {source}, takes {milliseconds(run.best_seconds)} a step."
@@ -85,7 +85,7 @@ def _claims(final: FinalComparison) -> Iterator[str]:
     if final.builder == final.winner:
         yield "In the rounds before, which choose, no plan that was searched beat this builder's."
     for name, why in final.left_out.items():
-        yield f"{name} failed at that and was left out: {why}."
+        yield f"{name} failed in this comparison and was left out: {why}."
 
 
 def _loose_times(run: TuningRun) -> Iterator[str]:

@@ -62,7 +62,7 @@ def storage_errors() -> Iterator[None]:
         yield
     except (OptunaError, SQLAlchemyError, OSError) as error:
         raise StorageError(
-            f"the study's storage does not answer: {one_line(error)}; once it does, the same command goes on"
+            f"the study's storage does not answer: {one_line(error)}; once it does, the same command resumes"
         ) from error
 
 

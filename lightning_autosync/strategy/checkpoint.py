@@ -96,7 +96,7 @@ def own_state(entry: Any, group: dist.ProcessGroup | None = None) -> ParameterSt
     if (found, entry.get("world_size")) != (FORMAT, world_size):
         rank_zero_warn(
             f"the checkpoint holds compressor state of {shown(entry.get('world_size'))} ranks ({shortened(found)}); "
-            f"this job has {world_size} ({FORMAT}), so compressors start anew"
+            f"this job has {world_size} ({FORMAT}), so compressors start without it"
         )
         return {}
     variables, rank = checked(_ExactEntry, entry, f"checkpoint: {KEY}", PlanError).variables, dist.get_rank(group)
@@ -179,7 +179,7 @@ class _RelaxedEntry(Record):
     @classmethod
     def _check_ranks(cls, ranks: dict[int, _Rank]) -> dict[int, _Rank]:
         if 0 not in ranks:
-            raise ValueError("rank 0 is missing, as which ranks go on that are not in it")
+            raise ValueError("rank 0 is missing; ranks that the checkpoint lacks need its state")
         return ranks
 
 
@@ -277,7 +277,7 @@ class RelaxedCheckpoint:
         kind = "" if entry is None else format_of(entry)
         if entry is not None and kind != RELAXED_FORMAT and kind.startswith(RELAXED_FORMAT.split("/")[0] + "/"):
             raise PlanError(
-                f"checkpoint: its state is '{shortened(kind)}', and this version reads '{RELAXED_FORMAT}'; go on with "
+                f"checkpoint: its state is '{shortened(kind)}', and this version reads '{RELAXED_FORMAT}'; resume with "
                 "the version that made it, or load its weights alone"
             )
         found, ranks = "a plan in step, exact or compressed", dict[int, Any]()
@@ -294,7 +294,7 @@ class RelaxedCheckpoint:
         else:
             rank_zero_warn(
                 f"the checkpoint was made under '{found}': every rank goes on from its model and its optimizer's "
-                f"state, and the rest of what '{self._mode}' keeps begins anew"
+                f"state, and the rest of the state of '{self._mode}' starts again"
             )
 
     def _entry(self, ranks: dict[int, Any]) -> dict[str, Any]:

@@ -57,18 +57,18 @@ def choose_plan(
     alone = shares_cores and len(cluster.nodes) == 1
     if alone and not sharing_fault:
         summed = serve_rows(builders.shared_memory(workload, cluster, **sizes), workload)
-        return summed, "sums in shared memory, for all ranks compute on the cores of one machine"
+        return summed, "sums in shared memory, because all ranks run on one machine"
     if alone and bucket_bytes is None:
         large = builders.all_reduce(
             workload, cluster, bucket_bytes=ONE_MACHINE_BUCKET, first_bucket_bytes=ONE_MACHINE_BUCKET
         )
         return serve_rows(large, workload), (
-            f"large native all-reduces, for all ranks share the cores of one machine, but not memory: {sharing_fault}"
+            f"large native all-reduces, because all ranks run on one machine but cannot share memory: {sharing_fault}"
         )
     if not known:
-        return fused, "fused native all-reduce, for no cluster is described"
+        return fused, "fused native all-reduce, because no cluster is described"
     if not cluster.measured:
-        return fused, f"fused native all-reduce, for the rates of cluster '{cluster.name}' are unknown"
+        return fused, f"fused native all-reduce, because the rates of cluster '{cluster.name}' are unknown"
     native = ring_time(cluster, workload.bytes)
     contenders: dict[str, tuple[float, Callable[..., SyncPlan]]] = {
         "bandwidth-proportional shards": (shards_time(cluster, workload.bytes), builders.byteps),

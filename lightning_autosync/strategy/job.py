@@ -144,7 +144,8 @@ def _meet_at_store(found: Resolution, settings: StrategySettings, rank: int) -> 
     size = found.plan.world_size
     if dist.get_world_size() != size:
         raise ExchangeError(
-            f"the job has {size} ranks, of which {dist.get_world_size()} are left from its last training; start it anew"
+            f"the job has {size} ranks, of which {dist.get_world_size()} are left from its last training; "
+            "start the job again"
         )
     own: dist.TCPStore | None = None
     host, fault = "", ""
@@ -190,6 +191,6 @@ def _check_same(job: dict[str, str], own: dict[str, str]) -> None:
     for name, value in own.items():
         if job.get(name) != value:
             raise PlanError(
-                f"{name}: the job that this rank comes back to has another ({job.get(name)}, not {value}); start it "
+                f"{name}: the job that this rank rejoins has {job.get(name)}, not {value}; start this rank "
                 "with what the others were started with"
             )

@@ -102,7 +102,7 @@ class JobMembers:
         if absent != self._absent:
             self._absent = absent
             ranks = ", ".join(map(str, sorted(absent)))
-            gone = f"without {'rank' if len(absent) == 1 else 'ranks'} {ranks}, which did not come, the others go on"
+            gone = f"without {'rank' if len(absent) == 1 else 'ranks'} {ranks}, which did not come, the others continue"
             rank_zero_warn(gone if absent else "all ranks are back")
         if not self._needs_all and drain.starts != self._starts:
             self._starts = drain.starts
@@ -119,8 +119,8 @@ class JobMembers:
         if self._lost and self._needs_all:
             # Lightning's checkpoint callback makes a collective call before it writes, so a checkpoint may be missing.
             raise ExchangeError(
-                f"{what} needs all ranks: {_listed(self._lost)}; a checkpoint that is due now may be missing: go on "
-                "from the last that there is"
+                f"{what} needs all ranks: {_listed(self._lost)}; a checkpoint that is due now may be missing: resume "
+                "from the last one that exists"
             )
 
     def collective(self, what: str) -> AbstractContextManager[None]:

@@ -177,11 +177,11 @@ def check_shared_epoch(trainer: Any) -> None:
         )
     if trainer.max_steps != -1:
         raise PlanError(
-            f"max_steps: {trainer.max_steps}: {why}, so none knows when all have made them; allowed: max_epochs"
+            f"max_steps: {trainer.max_steps}: {why}, so no rank knows when all have made them; allowed: max_epochs"
         )
     if trainer.min_steps:
         raise PlanError(
-            f"min_steps: {trainer.min_steps}: {why}, so none knows when all have made them; allowed: min_epochs"
+            f"min_steps: {trainer.min_steps}: {why}, so no rank knows when all have made them; allowed: min_epochs"
         )
 
 
@@ -213,8 +213,8 @@ def check_rejoin(trainer: Any) -> None:
         within = within or bool(every or interval)
     if within:
         raise PlanError(
-            "this rank cannot come back: ranks meet within an epoch, for validation or checkpoints, of which it would "
-            "have missed some; allowed: both at the end of epochs (val_check_interval=1.0, no every_n_train_steps)"
+            "this rank cannot rejoin: ranks wait for each other within an epoch, for validation or checkpoints, and it "
+            "missed some of these; allowed: both at the end of epochs (val_check_interval=1.0, no every_n_train_steps)"
         )
 
 

@@ -37,7 +37,7 @@ def with_compute(workload: Workload, seconds: float) -> Workload:
     _check_above_zero("compute", seconds)
     known = workload.forward_time + workload.backward_time
     if known <= 0:
-        raise WorkloadError(f"workload '{workload.name}': its times are unknown, so they cannot be brought to another")
+        raise WorkloadError(f"workload '{workload.name}': its times are unknown, so they cannot be scaled")
     factor = seconds / known
     variables = tuple(variable.model_copy(update=_later(variable, factor)) for variable in workload.variables)
     return _with_times(workload, variables, factor)

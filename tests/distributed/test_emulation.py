@@ -318,7 +318,7 @@ def test_a_namespace_that_cannot_be_deleted_is_told_and_tried_again(undeletable)
     stubborn = launch.namespaces[1]
     netns.delete([stubborn])
     (netns.DIRECTORY / stubborn).mkdir()
-    with pytest.warns(UserWarning, match=rf"{stubborn} cannot be deleted; a process in the background tries on"):
+    with pytest.warns(UserWarning, match=rf"{stubborn} cannot be deleted; a process in the background keeps trying"):
         launch.close()
     assert own_namespaces() == sorted([stubborn, undeletable])
     assert janitors()

@@ -109,7 +109,7 @@ def test_a_wait_that_is_interrupted_cancels_the_job(slurm: Path, name: str, stat
 def test_a_job_that_cannot_be_cancelled_is_told(slurm: Path) -> None:
     ended = wait_and_be_told(slurm, "SIGTERM", STAND_IN_REFUSAL="1")
     assert ended.returncode == 143, ended.stderr
-    assert "interrupted; SLURM job 4242 goes on, for it could not be cancelled: Command" in ended.stderr
+    assert "interrupted; SLURM job 4242 continues, because it could not be cancelled: Command" in ended.stderr
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,9 @@ def test_only_srun_makes_tasks(monkeypatch: pytest.MonkeyPatch, step: dict[str, 
 def test_without_slurm_it_says_where_to_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("submitit")
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    with pytest.raises(LaunchError, match="launch=slurm: 'sbatch' is not there; start this on a machine that submits"):
+    with pytest.raises(
+        LaunchError, match="launch=slurm: 'sbatch' is not installed; start this on a machine that submits"
+    ):
         run_job(TrainingSettings.parse({**QUICK, "launch": {"kind": "slurm"}}), tmp_path)
 
 

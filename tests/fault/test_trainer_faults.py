@@ -89,7 +89,7 @@ def test_a_rank_does_not_come_back_where_ranks_meet_within_an_epoch(tmp_path: Pa
         crew.kill(VICTIM)
         crew.start(VICTIM)
         error = crew.result(VICTIM, 80.0)["error"]
-    assert error.startswith("PlanError: this rank cannot come back: ranks meet within an epoch")
+    assert error.startswith("PlanError: this rank cannot rejoin: ranks wait for each other within an epoch")
 
 
 @pytest.mark.slow

@@ -78,7 +78,7 @@ def test_ranks_of_one_machine_sum_in_shared_memory_in_few_large_messages() -> No
     assert "shared memory" in reason
     plan, reason = choose_plan(large, cluster, False, shares_cores=True, sharing_fault="rank 1 is elsewhere")
     assert [group.topology for group in plan.groups] == ["native"] * 2
-    assert "share the cores of one machine, but not memory: rank 1 is elsewhere" in reason
+    assert "run on one machine but cannot share memory: rank 1 is elsewhere" in reason
     assert len(choose_plan(large, cluster, False, 25 * 2**20, shares_cores=True)[0].groups) == 5
     assert len(choose_plan(large, cluster, False, shares_cores=False)[0].groups) > 2
     assert len(choose_plan(large, ClusterSpec.uniform(2), False, shares_cores=True)[0].groups) > 2

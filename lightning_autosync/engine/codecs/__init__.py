@@ -30,7 +30,7 @@ def register(name: str, codec: type[Codec]) -> None:
     """
     where = f"codec '{name}': {codec.__module__}.{codec.__name__}"
     if name in _registered:
-        raise PlanError(f"{where}: {_registered[name].__module__}.{_registered[name].__name__} has taken the name")
+        raise PlanError(f"{where}: {_registered[name].__module__}.{_registered[name].__name__} already has this name")
     for method in ("__init__", "encode", "decode"):
         if fault := mismatch(getattr(codec, method, lambda: None), getattr(Codec, method)):
             raise PlanError(f"{where}: {method}: {fault}")

@@ -17,7 +17,7 @@ MANIFEST = "manifest.json"
 Table = Literal["samples", "documents"]
 TABLES: tuple[Table, ...] = get_args(Table)
 _REMEDIES = {
-    "samples": "restore it from a copy, or take its entry out of {manifest} and go on without its {rows} samples",
+    "samples": "restore it from a copy, or take its entry out of {manifest} to continue without its {rows} samples",
     "documents": "restore it from a copy; the samples that name its {rows} documents cannot be read without it",
 }
 
@@ -93,7 +93,7 @@ def load_manifest(directory: Path) -> Manifest:
     if parts:
         # Never create a new manifest in this case: it would leave out all samples of the existing parts.
         raise DocumentError(
-            f"{path}: missing, though there are parts that it named ({len(parts)}, the first {parts[0]}); restore it "
+            f"{path}: missing, but files of its parts exist ({len(parts)}, the first {parts[0]}); restore it "
             "from a copy, or use another folder"
         )
     raise DocumentError(f"{directory}: no dataset: it has no {MANIFEST}; `autosync collect dataset=DIR` makes one")

@@ -163,6 +163,6 @@ def _take_down(namespaces: Sequence[str], janitor: netns.Janitor, owner: int) ->
     janitor.release()
     warnings.warn(
         f"emulated links: the network namespaces {', '.join(left)} cannot be deleted; a process in the background "
-        "tries on for a minute, and `ip netns delete NAME` tells why",
+        "keeps trying for a minute, and `ip netns delete NAME` tells why",
         stacklevel=2,
     )

@@ -62,7 +62,7 @@ def submit(
         raise LaunchError("launch=slurm: submitit is missing; pip install 'lightning-autosync[slurm]'") from None
     for tool in ("sbatch", "srun"):
         if shutil.which(tool) is None:
-            raise LaunchError(f"launch=slurm: '{tool}' is not there; start this on a machine that submits to SLURM")
+            raise LaunchError(f"launch=slurm: '{tool}' is not installed; start this on a machine that submits to SLURM")
     try:
         executor = submitit.AutoExecutor(folder, cluster="slurm")
         shape = {"name": "autosync", "nodes": nodes, "tasks_per_node": tasks_per_node}
@@ -113,5 +113,5 @@ def _cancelled(job: Any) -> str:
     try:
         job.cancel()
     except (OSError, subprocess.CalledProcessError) as error:
-        return f"interrupted; SLURM job {job.job_id} goes on, for it could not be cancelled: {error}"
+        return f"interrupted; SLURM job {job.job_id} continues, because it could not be cancelled: {error}"
     return f"interrupted; SLURM job {job.job_id} is cancelled"

@@ -49,7 +49,7 @@ class ProbeSettings(Configuration):
                 example = "fat_node_star" if self.launch.kind == "emulated" else "FILE, with an address of every node"
                 raise ValueError(f"cluster: missing; launch={self.launch.kind} needs one, as in cluster={example}")
         elif self.cluster is not None:
-            raise ValueError(f"cluster: what is there is measured with launch={self.launch.kind}; leave it out")
+            raise ValueError(f"cluster: launch={self.launch.kind} measures the cluster that is there; leave it out")
         return self
 
     def emulated_cluster(self) -> ClusterSpec | None:

@@ -59,7 +59,7 @@ def register(*, relaxed: bool = False, takes_topology: bool = True) -> Callable[
     def add(builder: Function) -> Function:
         where = f"builder '{builder.__name__}' of {builder.__module__}"
         if other := {**_registered, **_relaxed}.get(builder.__name__):
-            raise PlanError(f"{where}: {other.__module__} has taken the name")
+            raise PlanError(f"{where}: {other.__module__} already has this name")
         pattern: Any = Builder if takes_topology and not relaxed else _FixedBuilder
         # Compare with a bound method, because builders have no `self`.
         if fault := mismatch(builder, pattern.__call__.__get__(object())):

@@ -31,7 +31,7 @@ def register(codec: CodecFormat) -> None:
     source = f"{type(codec).__module__}.{type(codec).__name__}"
     if other := _registered.get(codec.name):
         raise PlanError(
-            f"codec '{codec.name}' of {source}: {type(other).__module__}.{type(other).__name__} has taken the name"
+            f"codec '{codec.name}' of {source}: {type(other).__module__}.{type(other).__name__} already has this name"
         )
     own = type(codec).__module__.startswith(f"{__name__}.")
     if not own and codec.encoded_as not in _registered:

@@ -158,7 +158,7 @@ class TuningResult(Document):
             ValueError: no plan has a time.
         """
         if self.best is None:
-            raise ValueError("no plan came to a time")
+            raise ValueError("no plan was measured to its end")
         return self.best.seconds
 
     @cached_property
@@ -173,7 +173,7 @@ class TuningResult(Document):
     def lines(self) -> Iterator[str]:
         """The result for a terminal."""
         if self.best is None:
-            yield "no plan came to a time"
+            yield "no plan was measured to its end"
         else:
             where = f"builder {self.best.builder}" if self.best.builder else f"trial {self.best.number}"
             yield f"best plan: {where} ({self.best.origin}), {1e3 * self.best.seconds:.2f} ms a step"
@@ -203,12 +203,12 @@ def _claims(final: FinalComparison) -> Iterator[str]:
         ratio = final.ratio(name)
         share = f"{ratio.median:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]"
         few = "" if final.has_enough_rounds else ", in too few rounds to tell"
-        claim = "" if final.gains(name) else ", which is no gain"
+        claim = "" if final.gains(name) else ", not a gain"
         yield f"it takes {share} of the time of the {what}, {name}{few or claim}"
     if final.winner == final.builder:
         yield "no plan that was searched beats this builder's in the rounds that choose"
     for name, why in final.left_out.items():
-        yield f"{name} failed at that and was left out: {why}"
+        yield f"{name} failed in this comparison and was left out: {why}"
 
 
 def read_result(directory: Path) -> TuningResult:

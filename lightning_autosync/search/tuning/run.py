@@ -215,7 +215,7 @@ class TuningRun:
             plans[record.builder or f"trial_{record.number}"] = trials.plan_of(record.number)
         if not plans:
             last = (records[-1].error or "no reason") if records else "there was none"
-            raise TuningError(f"none of {len(records)} trials came to a time; the last: {last}")
+            raise TuningError(f"none of {len(records)} trials was measured to its end; the last: {last}")
         rivals = [one.name for one in opponents.fastest("ddp", drift_of(records, trials.own))[:MAX_RIVALS]]
         _log.info("%d plans and %s in twice %d rounds", len(plans), ", ".join(rivals), self._settings.rounds)
         self._finalists = plans

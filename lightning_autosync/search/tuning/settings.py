@@ -127,7 +127,7 @@ class TuningSettings(bench.BenchSettings):
         if name != "autosync":
             for field, unused in (("simulator", self.simulator.kind != "replay"), ("transfer", self.transfer != _NONE)):
                 if unused:
-                    raise ValueError(f"{field}: is for the sampler 'autosync'; '{name}' asks none")
+                    raise ValueError(f"{field}: only the sampler 'autosync' uses it, not '{name}'")
         return self
 
     @model_validator(mode="after")
@@ -135,7 +135,7 @@ class TuningSettings(bench.BenchSettings):
         """Names of contenders must differ from names of finalists, which are those of builders or trials."""
         for name in self.contenders:
             if name in (*builders.names(), "megatron") or re.fullmatch(r"trial_\d+|split_[0-9a-f]{6}", name):
-                raise ValueError(f"contenders: '{name}' is what a finalist may be called; take another name")
+                raise ValueError(f"contenders: '{name}' is a name that finalists may have; choose another name")
         return self
 
     @model_validator(mode="before")

@@ -63,7 +63,7 @@ def test_one_file_given_in_two_ways_is_one_option(tmp_path: Path) -> None:
 def test_files_that_no_folder_tells_apart_are_refused(tmp_path: Path) -> None:
     one = cluster_file(tmp_path / "net.yaml", "one")
     other = cluster_file(tmp_path / "net.json", "other")
-    with pytest.raises(DocumentError, match=r"cluster: .*net\.\w+: another one goes by the name of '.*net', too"):
+    with pytest.raises(DocumentError, match=r"cluster: .*net\.\w+: another cluster also has the name '.*net'"):
         prepared([f"cluster={one},{other}"], tmp_path)
 
 
@@ -123,7 +123,7 @@ def test_an_old_name_of_a_key_is_replaced_and_told(
     line = ["-m", "trial.least=3,4", "++trial.least=5", "~trial.least", "trial.least_of_all=1"]
     expected = ["-m", "trial.min_steps=3,4", "++trial.min_steps=5", "~trial.min_steps", "trial.least_of_all=1"]
     assert with_todays_keys("tune", line) == expected
-    told = "autosync tune: trial.least is called trial.min_steps now; a later release drops the old name\n"
+    told = "autosync tune: trial.least is now called trial.min_steps; a later release will drop the old name\n"
     assert capsys.readouterr().err == 3 * told
     assert with_todays_keys("bench", line) == line
 

@@ -463,7 +463,7 @@ def test_a_lost_manifest_is_not_made_anew(tmp_path: Path, journaled: bool, lost:
     (tmp_path / f"{lost}-00000.parquet").unlink(missing_ok=True)
     there = parts_of(tmp_path)
     count = 2 if lost == "neither" else 1
-    message = rf"manifest.json: missing, though there are parts that it named \({count}, .*; restore it from a copy, or"
+    message = rf"manifest.json: missing, but files of its parts exist \({count}, .*; restore it from a copy, or"
     for reader in (Dataset.load, Writer):
         with pytest.raises(DocumentError, match=message) as told:
             reader(tmp_path)

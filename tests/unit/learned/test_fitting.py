@@ -497,7 +497,10 @@ def _weights(simulator: LearnedEstimator) -> Sequence[Any]:
             r"simulator: network\.heads: unknown field; 'recurrent' takes hidden, state, layers",
         ),
         ({"simulator": {"kind": "linear", "network": {"hidden": 4}}}, "'linear' takes no sizes"),
-        ({"simulator": {"kind": "replay", "network": {"hidden": 4}}}, "simulator: network: 'replay' is no network"),
+        (
+            {"simulator": {"kind": "replay", "network": {"hidden": 4}}},
+            "simulator: network: 'replay' is not a neural network",
+        ),
         ({"simulator": {"kind": "linear", "training": {"sharpness": 5}}}, "simulator: training.sharpness: .*'linear'"),
         ({"compare": ["oracle"]}, "compare: 'oracle' is not known"),
         ({"splits": ["moon"]}, r"splits\[0\]"),

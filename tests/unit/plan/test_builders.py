@@ -209,7 +209,7 @@ def _needy(workload: Workload, cluster: ClusterSpec, *, topology: str = "native"
         (_without_cluster, "it takes 1 positional arguments, needed are workload, cluster"),
         (_untyped, "argument 'speed' has no type"),
         (_needy, "its keyword 'speed' has no default"),
-        (builders.ps, "builder 'ps' of .*parameter_server has taken the name"),
+        (builders.ps, "builder 'ps' of .*parameter_server already has this name"),
     ],
 )
 def test_what_is_no_builder_is_refused(builder: Any, message: str) -> None:

@@ -212,7 +212,7 @@ REST = {"bias": {"variables": ["bias"]}, "table": {"variables": ["table"]}}
 @pytest.mark.parametrize(
     ("groups", "fields", "expected"),
     [
-        ([{"variables": ["weight"]}], {}, "groups: parameter 'bias' is in no group (2 such)"),
+        ([{"variables": ["weight"]}], {}, "groups: parameter 'bias' is in no group (2 such in all)"),
         ([{"variables": ["gone"]}], {}, "groups[0].variables: the model has no trainable parameter 'gone'"),
         ([{"variables": ["weight"]}], {"world_size": 3}, "world_size: the plan is for 3 ranks"),
         (

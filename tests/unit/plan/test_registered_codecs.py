@@ -157,7 +157,7 @@ class _Unlike(CodecFormat):
 
 @pytest.mark.parametrize(
     ("codec", "message"),
-    [(_Nameless(), "codec 'int8' .*Int8 has taken the name"), (_Unlike(), "encoded_as is 'zip'; allowed: .*int8")],
+    [(_Nameless(), "codec 'int8' .*Int8 already has this name"), (_Unlike(), "encoded_as is 'zip'; allowed: .*int8")],
 )
 def test_what_may_not_be_declared(codec: CodecFormat, message: str) -> None:
     codecs.names()
@@ -182,7 +182,7 @@ class _Short(BaseCodec):
     [
         ("new", _NoDecode, "codec 'new': .*_NoDecode: decode: it takes 0 positional arguments, needed are"),
         ("new", _Short, "_Short: encode: it takes 2 positional arguments, needed are self, values, wire"),
-        ("int8", _Short, "codec 'int8': .*_Short: .*Int8Codec has taken the name"),
+        ("int8", _Short, "codec 'int8': .*_Short: .*Int8Codec already has this name"),
     ],
 )
 def test_what_may_not_execute_codecs(name: str, codec: type[BaseCodec], message: str) -> None:

@@ -101,7 +101,7 @@ def test_a_resumed_plan_has_its_own_period_unless_that_adapts(mesh) -> None:
 @pytest.mark.parametrize("changed", [{"outer": "slowmo"}, {"outer": "averaging"}, {"outer": "diloco", "fragments": 2}])
 def test_another_outer_update_begins_anew(mesh, changed) -> None:
     state = train_on(mesh, outer="diloco")
-    with pytest.warns(UserWarning, match=r"another consistency\.outer or consistency\.fragments: it begins anew"):
+    with pytest.warns(UserWarning, match=r"another consistency\.outer or consistency\.fragments: it starts again"):
         found = train_on(mesh, state, **changed)
     assert found["iteration"] == 2
     for fragment in found["outer"]:

@@ -161,7 +161,7 @@ def test_schedules_for_other_ranks_are_refused() -> None:
 
 
 def test_schedules_of_other_models_are_refused() -> None:
-    with pytest.raises(PlanError, match="schedule: 'p' is no variable of workload 'many'"):
+    with pytest.raises(PlanError, match="schedule: 'p' is not a parameter of workload 'many'"):
         replay(compiled("all_reduce", BIG, CLUSTERS["equal"]), MANY, CLUSTERS["equal"])
 
 

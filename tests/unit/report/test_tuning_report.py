@@ -217,7 +217,7 @@ def test_a_builder_that_wins_is_told(changed: Changed) -> None:
 
 def test_a_plan_that_was_left_out_is_told(changed: Changed) -> None:
     said = words(changed(lambda data: data["final"].update(left_out={"trial_9": "rank 1 died"})))
-    assert "trial_9 failed at that and was left out: rank 1 died." in said
+    assert "trial_9 failed in this comparison and was left out: rank 1 died." in said
     assert "left out" not in words(changed(lambda data: None))
 
 
@@ -249,7 +249,7 @@ def test_a_run_without_any_time_has_a_report(changed: Changed) -> None:
     directory = changed(fail)
     write_report(TuningRun.load(directory), directory / "report.html")
     found = Page((directory / "report.html").read_text())
-    assert "No trial came to a step time, so there is no plan." in found.text
+    assert "No trial was measured to its end, so there is no plan." in found.text
     assert "No hit rate" in found.text
 
 

@@ -232,7 +232,7 @@ def test_a_study_of_another_format_is_refused(storage: Path) -> None:
 
 def test_what_a_storage_raises_is_one_error_of_ours() -> None:
     with (
-        pytest.raises(storages.StorageError, match=r"does not answer: OSError: .* the same command goes on"),
+        pytest.raises(storages.StorageError, match=r"does not answer: OSError: .* the same command resumes"),
         storage_errors(),
     ):
         raise OSError(28, "No space left on device")

@@ -175,13 +175,13 @@ WRONG = [
     ({"search": {"options": {"batch": 2.5}}}, "search: options: batch: must be a whole number from 1 on, got 2.5"),
     (
         {"search": {"sampler": "gp"}, "transfer": {"simulator": "x"}},
-        "transfer: is for the sampler 'autosync'; 'gp'",
+        "transfer: only the sampler 'autosync' uses it, not 'gp'",
     ),
     (
         {"search": {"sampler": "tpe"}, "simulator": {"kind": "linear"}},
-        "simulator: is for the sampler 'autosync'",
+        "simulator: only the sampler 'autosync' uses it",
     ),
-    ({"contenders": {"ps": {"builder": "ps"}}}, "contenders: 'ps' is what a finalist may be called"),
+    ({"contenders": {"ps": {"builder": "ps"}}}, "contenders: 'ps' is a name that finalists may have"),
     ({"trial": {"min_steps": 9, "max_steps": 3}}, "trial: max_steps: 3 is below min_steps, 9"),
     ({"trial": {"max_slowdown": 1}}, "trial.max_slowdown: .*greater than 1"),
     ({"semantics": "relaxed"}, "semantics: .*'exact' or 'compressed'"),

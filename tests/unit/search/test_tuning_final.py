@@ -134,7 +134,7 @@ def test_the_lines_claim_no_gain_that_was_not_shown():
     assert lines[0] == "best plan: trial 7 (evolved), 1300.00 ms a step"
     assert lines[1].startswith("it takes 0.371 [")
     assert lines[1].endswith("of the time of the best DDP, ddp_view")
-    assert lines[2].endswith("of the time of the best builder, ps, which is no gain")
+    assert lines[2].endswith("of the time of the best builder, ps, not a gain")
     _, single = final_of({name: (chosen[:1], judged[:1]) for name, (chosen, judged) in TIMES.items()})
     lines = list(result_of(job, best=best_of(7, single), final=single).lines())
     assert lines[1].endswith("of the time of the best DDP, ddp_view, in too few rounds to tell")
@@ -228,7 +228,7 @@ def test_a_plan_that_fails_twice_is_left_out_of_the_last_comparison(tmp_path, mo
     assert set(found["contenders"]) == {"ddp", "ps", "sound"}
     assert found["left_out"] == {"hanging": "rank 1 died"}
     lines = list(result_of(job, best=best_of(7, found), final=found).lines())
-    assert "hanging failed at that and was left out: rank 1 died" in lines
+    assert "hanging failed in this comparison and was left out: rank 1 died" in lines
     without = compare(job, None, {"hanging": plan, "sound": plan}, ["ddp"], tmp_path)
     assert (without["winner"], without["opponents"]["builder"]) == ("sound", None)
 
