@@ -21,6 +21,7 @@ from lightning_autosync.errors import AutoSyncError
 from lightning_autosync.hybrid.execution.boxing import change_layout
 from lightning_autosync.hybrid.execution.layouts import Layout, State, home_shape
 from lightning_autosync.hybrid.execution.live_mesh import LiveMesh
+from lightning_autosync.hybrid.execution.pass_record import PassRecord
 from lightning_autosync.hybrid.execution.random_streams import RandomStreams
 
 
@@ -30,12 +31,14 @@ class Surroundings:
     Attributes:
         mesh: the mesh of the ranks.
         streams: the ranks' random numbers.
+        record: what the current pass did, to be compared between ranks.
         home_states: states of the home layout.
     """
 
     def __init__(self, mesh: LiveMesh, streams: RandomStreams) -> None:
         self.mesh = mesh
         self.streams = streams
+        self.record = PassRecord()
         self.home_states: tuple[State, ...] = tuple("batch" for _ in mesh.sizes)
         self._changed: Any = WeakTensorKeyDictionary()
 
@@ -44,11 +47,16 @@ class Surroundings:
         return Layout(self.home_states, rows)
 
     def change(self, value: Tensor, source: Layout, states: Sequence[State]) -> Tensor:
-        """`change_layout`, but once for all layers that need the same value in the same layout."""
+        """`convert`, but once for all layers that need the same value in the same layout."""
         goal = tuple(states)
         if goal == source.states:
             return value
-        return self._once(value, (source, goal), lambda: change_layout(value, source, goal, self.mesh))
+        return self._once(value, (source, goal), lambda: self.convert(value, source, goal))
+
+    def convert(self, value: Tensor, source: Layout, states: Sequence[State]) -> Tensor:
+        """`change_layout`, and a note in the record of the pass."""
+        self.record.note(tuple(value.shape), source, states)
+        return change_layout(value, source, states, self.mesh)
 
     def autocast(self, value: Tensor) -> Tensor:
         """The value in the dtype of products under autocast, if autocast is enabled."""

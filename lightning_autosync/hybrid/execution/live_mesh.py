@@ -8,6 +8,7 @@ from datetime import timedelta
 from math import prod
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 
 from lightning_autosync.errors import PlanError
@@ -77,6 +78,13 @@ class LiveMesh:
     def group(self, dimensions: Sequence[int]) -> dist.ProcessGroup:
         """The process group of `peers`."""
         return self._groups[frozenset(dimensions)][self._place(dimensions)]
+
+    def all_have(self, number: int, device: torch.device) -> bool:
+        """Whether the number is the same on all ranks; collective."""
+        # The maximum of a number and that of its negative show it without a gather.
+        extremes = torch.tensor([number, -number], device=device)
+        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=self.group(self.dimensions))
+        return int(extremes[0]) == -int(extremes[1])
 
     def _place(self, dimensions: Sequence[int]) -> tuple[int, ...]:
         return tuple(sorted(self.members[rank] for rank in self.peers(dimensions)))

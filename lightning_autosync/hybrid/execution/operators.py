@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_autosync.hybrid.execution.activation import Activation, Surroundings
-from lightning_autosync.hybrid.execution.boxing import change_layout
 from lightning_autosync.hybrid.execution.layouts import Layout, State
 from lightning_autosync.hybrid.plan import LayerPlan
 from lightning_autosync.hybrid.signatures import Rule, feature_axis, kind_of, rules_of
@@ -78,8 +77,9 @@ class SplitOperator:
 
     def give(self, local: Tensor, rows: int | None) -> Tensor:
         """The output in the layout of the plan."""
+        self.around.record.note(self.layer.module)
         layout = Layout(self.makes, rows, self._axis % max(local.dim(), 1), self.layer.parts)
-        local = change_layout(local, layout, self.hands_on, self.around.mesh)
+        local = self.around.convert(local, layout, self.hands_on)
         return self.around.wrap(local, layout.with_states(self.hands_on))
 
     def bias_once(self, bias: Tensor | None) -> Tensor | None:
@@ -254,7 +254,7 @@ class SplitAttention(SplitOperator):
         else:
             states: list[State] = ["features" if state == "partial" else state for state in self.makes]
             layout = Layout(tuple(states), 0, features=1)
-        return change_layout(weights, layout, self.around.home_states, mesh)
+        return self.around.convert(weights, layout, self.around.home_states)
 
 
 def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,0 +1,83 @@
+"""Models between whose split layers ranks do unlike things, and what the workers of the pools do with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_autosync.errors import AutoSyncError
+from lightning_autosync.hybrid import HybridPlan, LayerPlan
+from lightning_autosync.hybrid.execution.activation import bring_home
+from lightning_autosync.hybrid.execution.live_mesh import LiveMesh, mesh_groups
+from lightning_autosync.hybrid.execution.split_model import SplitModel
+
+INPUTS, HIDDEN, OUTPUTS = 8, 32, 4
+
+
+class Between(nn.Module):
+    """Columns, something that depends on the input, then rows."""
+
+    def __init__(self, between: str) -> None:
+        super().__init__()
+        self.up, self.other, self.down = (
+            nn.Linear(INPUTS, HIDDEN),
+            nn.Linear(INPUTS, HIDDEN),
+            nn.Linear(HIDDEN, OUTPUTS),
+        )
+        self.between = BETWEEN[between]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.relu(self.between(self, self.up(x), x)))
+
+
+def _either(module: Between, value: Tensor, x: Tensor) -> Tensor:
+    return value + (module.other if x.sum() > 0 else module.up)(x)
+
+
+BETWEEN: dict[str, Callable[[Between, Tensor, Tensor], Tensor]] = {
+    "number": lambda module, value, x: value * float((x > 0).sum()),
+    "layer": _either,
+}
+PLAN = HybridPlan(
+    mesh=(2,),
+    layers=(
+        LayerPlan(module="up", signature=("col",)),
+        LayerPlan(module="other", signature=("col",)),
+        LayerPlan(module="down", signature=("row",), output=("batch",)),
+    ),
+)
+
+
+def make_split(module: nn.Module) -> SplitModel:
+    split = SplitModel(module, PLAN, LiveMesh(PLAN, members=range(2)))
+    split.split()
+    return split
+
+
+def make_inputs(alike: bool) -> Tensor:
+    """Samples of a rank, of which those of rank 1 have a larger sum unless they are alike."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(2, INPUTS, generator=generator, dtype=torch.float64)
+    return inputs.abs() if dist.get_rank() and not alike else -inputs.abs() + 0.1
+
+
+def second_pass(between: str, alike: bool) -> str:
+    """What ranks are told in a second pass; empty if nothing."""
+    if dist.get_rank() >= 2:
+        mesh_groups(PLAN, range(2))
+        return ""
+    torch.manual_seed(1)
+    module = Between(between).double()
+    split = make_split(module)
+    for _ in range(2):
+        inputs = make_inputs(alike)
+        try:
+            with split.forward(inputs):
+                bring_home(module(inputs))
+        except AutoSyncError as error:
+            return f"{type(error).__name__}: {error}"
+    return ""
