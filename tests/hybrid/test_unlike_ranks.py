@@ -9,6 +9,11 @@ import pytest
 from hybrid import unlike
 
 
+@pytest.mark.parametrize("between", ["count", "mask", "own mask"])
+def test_masks_and_counts_of_own_samples(pool: Any, between: str) -> None:
+    assert max(pool.run(unlike.distance, between=between)) < 1e-12
+
+
 @pytest.mark.parametrize(
     ("between", "told"),
     [

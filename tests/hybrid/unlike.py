@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import torch
@@ -13,6 +14,7 @@ from lightning_autosync.errors import AutoSyncError
 from lightning_autosync.hybrid import HybridPlan, LayerPlan
 from lightning_autosync.hybrid.execution.activation import bring_home
 from lightning_autosync.hybrid.execution.live_mesh import LiveMesh, mesh_groups
+from lightning_autosync.hybrid.execution.reduction import GradientReduction
 from lightning_autosync.hybrid.execution.split_model import SplitModel
 
 INPUTS, HIDDEN, OUTPUTS = 8, 32, 4
@@ -23,11 +25,9 @@ class Between(nn.Module):
 
     def __init__(self, between: str) -> None:
         super().__init__()
-        self.up, self.other, self.down = (
-            nn.Linear(INPUTS, HIDDEN),
-            nn.Linear(INPUTS, HIDDEN),
-            nn.Linear(HIDDEN, OUTPUTS),
-        )
+        self.up, self.other = nn.Linear(INPUTS, HIDDEN), nn.Linear(INPUTS, HIDDEN)
+        self.down = nn.Linear(HIDDEN, OUTPUTS)
+        self.register_buffer("pattern", torch.arange(HIDDEN) % 3)
         self.between = BETWEEN[between]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -39,6 +39,9 @@ def _either(module: Between, value: Tensor, x: Tensor) -> Tensor:
 
 
 BETWEEN: dict[str, Callable[[Between, Tensor, Tensor], Tensor]] = {
+    "count": lambda module, value, x: value / (x > -1).sum(),
+    "mask": lambda module, value, x: value.masked_fill((x > 0).all(0).repeat(HIDDEN // INPUTS), 0.0),
+    "own mask": lambda module, value, x: value.masked_fill(module.pattern == 1, 0.0),
     "number": lambda module, value, x: value * float((x > 0).sum()),
     "layer": _either,
 }
@@ -63,6 +66,34 @@ def make_inputs(alike: bool) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(2, INPUTS, generator=generator, dtype=torch.float64)
     return inputs.abs() if dist.get_rank() and not alike else -inputs.abs() + 0.1
+
+
+def distance(between: str) -> float:
+    """How far a rank's output and its parts of the gradients are from those under data parallelism."""
+    if dist.get_rank() >= 2:
+        mesh_groups(PLAN, range(2))
+        return 0.0
+    torch.manual_seed(1)
+    module, inputs = Between(between).double(), make_inputs(alike=False)
+    alone = copy.deepcopy(module)
+    split = make_split(module)
+    expected = alone(inputs)
+    expected.square().mean().backward()
+    reduction = GradientReduction(split)
+    with split.forward(inputs):
+        found = bring_home(module(inputs))
+    with reduction.backward():
+        found.square().mean().backward()
+    reduction.close()
+    group = split.mesh.group((0,))
+    far = [float((found - expected).detach().abs().max())]
+    for name, parameter in alone.named_parameters():
+        if parameter.grad is not None:
+            dist.all_reduce(parameter.grad, group=group)
+            own = split.parts[name].parameter.grad
+            assert own is not None
+            far.append(float((own - split.parts[name].shard.take(parameter.grad / 2)).abs().max()))
+    return max(far)
 
 
 def second_pass(between: str, alike: bool) -> str:

@@ -9,6 +9,7 @@ results are correct.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -51,12 +52,23 @@ class Surroundings:
         goal = tuple(states)
         if goal == source.states:
             return value
-        return self._once(value, (source, goal), lambda: self.convert(value, source, goal))
+        found: Tensor = self._once(value, (source, goal), lambda: self.convert(value, source, goal))
+        return found
 
     def convert(self, value: Tensor, source: Layout, states: Sequence[State]) -> Tensor:
         """`change_layout`, and a note in the record of the pass."""
         self.record.note(tuple(value.shape), source, states)
         return change_layout(value, source, states, self.mesh)
+
+    def alike(self, value: Tensor) -> bool:
+        """Whether a plain tensor is the same on all ranks; collective."""
+
+        def compare() -> bool:
+            data = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+            return self.mesh.all_have(zlib.crc32(data, zlib.crc32(repr(value.shape).encode())), value.device)
+
+        found: bool = self._once(value, ("alike",), compare)
+        return found
 
     def autocast(self, value: Tensor) -> Tensor:
         """The value in the dtype of products under autocast, if autocast is enabled."""
@@ -64,13 +76,14 @@ class Surroundings:
         if not (torch.is_autocast_enabled(kind) and value.dtype is torch.float32):
             return value
         dtype = torch.get_autocast_dtype(kind)
-        return self._once(value, (dtype,), lambda: value.to(dtype))
+        found: Tensor = self._once(value, (dtype,), lambda: value.to(dtype))
+        return found
 
     def forget(self) -> None:
-        """Clear the cache of converted values."""
+        """Clear the cache of converted and compared values."""
         self._changed.clear()
 
-    def _once(self, value: Tensor, what: tuple[object, ...], make: Callable[[], Tensor]) -> Tensor:
+    def _once(self, value: Tensor, what: tuple[object, ...], make: Callable[[], Any]) -> Any:
         # Activation checkpointing runs a part of the forward pass again during backward. It must not reuse cached
         # values of the first run, which belong to that run's autograd graph.
         if torch._C._current_graph_task_id() != -1:
