@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import zlib
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from lightning_autosync.engine.collectives import gather_json
 from lightning_autosync.errors import ExchangeError, PlanError
@@ -101,11 +100,12 @@ class SplitModel:
         """Context of a forward pass and the loss. Values that leave it must be converted by `bring_home`.
 
         Args:
-            inputs: the batch, whose tensors must have the same shapes on all ranks.
+            inputs: the batch, in sequences, mappings and dataclasses; tensors must have the same shapes on all ranks.
             number: number of the pass, on which its random numbers depend; None takes the next one.
 
         Raises:
-            ExchangeError: shapes or trained parameters differ between ranks; raised on every rank.
+            ExchangeError: shapes, trained parameters or the last pass differ between ranks, or the batch has no
+                tensors; raised on every rank.
         """
         if self.is_split:
             self._agree(inputs)
@@ -195,11 +195,31 @@ class SplitModel:
     def _agree(self, inputs: Any) -> None:
         # Backends misread messages of unexpected sizes or end the process, so differences must be found before. What
         # a pass did is known only after it, and is compared before the next one, which costs no message of its own.
-        shapes = [list(leaf.shape) for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
+        shapes = [list(tensor.shape) for tensor in _tensors_in(inputs)]
         trained = [part.parameter.requires_grad for part in self.parts.values()]
         own = [shapes, trained, *self.around.record.take()]
         if not self.mesh.all_have(zlib.crc32(repr(own).encode()), self._device):
             _refuse_differences(gather_json(own, self.mesh.group(self.mesh.dimensions)), list(self.parts))
+        if inputs and not shapes:
+            raise ExchangeError(
+                "batch: no tensor was found in it, so that ranks cannot compare shapes; allowed: tensors in sequences, "
+                "mappings and dataclasses"
+            )
+
+
+def _tensors_in(batch: Any) -> Iterator[Tensor]:
+    """The tensors in the containers that Lightning moves to devices."""
+    if isinstance(batch, Tensor):
+        yield batch
+    elif isinstance(batch, Mapping):
+        for item in batch.values():
+            yield from _tensors_in(item)
+    elif isinstance(batch, Sequence) and not isinstance(batch, str | bytes):
+        for item in batch:
+            yield from _tensors_in(item)
+    elif is_dataclass(batch) and not isinstance(batch, type):
+        for own in fields(batch):
+            yield from _tensors_in(getattr(batch, own.name, None))
 
 
 def _refuse_differences(found: list[Any], names: list[str]) -> None:
