@@ -11,7 +11,8 @@ import torch.distributed as dist
 from lightning_autosync.cluster import ClusterSpec, LinkGraph
 from lightning_autosync.engine import Engine
 from lightning_autosync.engine.replicas import ParameterTracker, ReplicaCheck
-from lightning_autosync.errors import ClusterError, PlanError
+from lightning_autosync.engine.waiting import announce
+from lightning_autosync.errors import ClusterError, ExchangeError, PlanError
 from lightning_autosync.hybrid.execution.split_model import Part, SplitModel
 from lightning_autosync.hybrid.plan import HybridPlan
 from lightning_autosync.plan import SyncPlan, builders, compile_plan
@@ -82,9 +83,10 @@ class GradientReduction:
         """Context of one backward pass; after it, gradients are means over replicas.
 
         Raises:
-            ExchangeError: weights of replicas differ.
+            ExchangeError: weights of replicas differ, or a parameter was replaced.
         """
         if self._watch.changed():
+            self._check_parts()
             # All ranks restart together: the forward pass has checked that they train the same parameters.
             self._restart()
         for engine in self._engines:
@@ -111,6 +113,18 @@ class GradientReduction:
             engine.close()
         self._engines.clear()
         self._checks.clear()
+
+    def _check_parts(self) -> None:
+        """Refuse parameters that are not those that were split: no engine would reduce their gradients."""
+        odd = self._watch.replaced() or self._watch.reformed()
+        if not odd:
+            return
+        error = ExchangeError(
+            f"parameter '{odd[0]}' was added, removed or replaced, or changed its shape or dtype, after the model was "
+            "split; allowed: changes in place, freezing, and changes before training"
+        )
+        announce(error)  # it may be on this rank only
+        raise error
 
     def _restart(self) -> None:
         self.close()
