@@ -163,13 +163,20 @@ def run_at_home(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[s
     """Call a function with plain tensors of this rank's own samples."""
     changed = args[0] if args and isinstance(args[0], Activation) else None
     plain_args, plain_kwargs = bring_home((tuple(args), dict(kwargs)))
-    name = getattr(func, "__name__", "")
-    if changed is not None and name.endswith("_") and not name.endswith("__"):
+    if changed is not None and _changes_argument(getattr(func, "__name__", "")):
         # Work on a copy, because the converted tensor may be cached or share memory with the original.
         value = plain_args[0].clone()
         func(value, *plain_args[1:], **plain_kwargs)
         return changed.become(value)
     return func(*plain_args, **plain_kwargs)
+
+
+def _changes_argument(name: str) -> bool:
+    """Whether a function of this name changes its first argument."""
+    if not name.endswith("__"):
+        return name.endswith("_")
+    # ``__iadd__`` changes its argument, and ``__invert__`` does not.
+    return name == "__setitem__" or (name.startswith("__i") and hasattr(Tensor, f"__{name[3:]}"))
 
 
 def bring_home(tree: Any) -> Any:
