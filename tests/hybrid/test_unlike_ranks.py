@@ -14,6 +14,11 @@ def test_masks_and_counts_of_own_samples(pool: Any, between: str) -> None:
     assert max(pool.run(unlike.distance, between=between)) < 1e-12
 
 
+def test_copies_that_are_not_reduced_are_compared(pool: Any) -> None:
+    for found in pool.run(unlike.changed_copy)[:2]:
+        assert found.startswith("ExchangeError: replicas differ: the weights of 'down.bias' on rank 1")
+
+
 @pytest.mark.parametrize(
     ("between", "told"),
     [

@@ -14,7 +14,7 @@ from lightning_autosync.errors import AutoSyncError
 from lightning_autosync.hybrid import HybridPlan, LayerPlan
 from lightning_autosync.hybrid.execution.activation import bring_home
 from lightning_autosync.hybrid.execution.live_mesh import LiveMesh, mesh_groups
-from lightning_autosync.hybrid.execution.reduction import GradientReduction
+from lightning_autosync.hybrid.execution.reduction import GradientReduction, ReductionSettings
 from lightning_autosync.hybrid.execution.split_model import SplitModel
 
 INPUTS, HIDDEN, OUTPUTS = 8, 32, 4
@@ -94,6 +94,27 @@ def distance(between: str) -> float:
             assert own is not None
             far.append(float((own - split.parts[name].shard.take(parameter.grad / 2)).abs().max()))
     return max(far)
+
+
+def changed_copy() -> str:
+    """What ranks are told in the second pass when rank 1 changes its copy of a bias after the first."""
+    if dist.get_rank() >= 2:
+        mesh_groups(PLAN, range(2))
+        return ""
+    torch.manual_seed(1)
+    module, inputs = Between("own mask").double(), make_inputs(alike=False)
+    split = make_split(module)
+    reduction = GradientReduction(split, ReductionSettings(check_replicas=1))
+    try:
+        for _ in range(2):
+            with split.forward(inputs):
+                found = bring_home(module(inputs))
+            with reduction.backward():
+                found.square().mean().backward()
+            module.down.bias.data += dist.get_rank()
+    except AutoSyncError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 def second_pass(between: str, alike: bool) -> str:

@@ -124,13 +124,17 @@ def mesh_groups(plan: HybridPlan, members: Sequence[int], timeout: timedelta | N
 
 
 def _needed(plan: HybridPlan) -> set[frozenset[int]]:
-    """The sets of dimensions along which layouts change or parameters have replicas."""
+    """The sets of dimensions along which layouts change, or parameters have replicas or copies."""
     dimensions = range(len(plan.mesh))
     found = {frozenset(dimensions), *(frozenset({k}) for k in dimensions)}
     for layer in plan.layers:
         replicas = frozenset(k for k in dimensions if layer.signature[k] == "dp")
         # Layers that share a parameter may have replicas along other dimensions.
         found |= {replicas | other for other in found} | {replicas}
+        # Copies of a parameter are compared. All of a layer's parameters lie whole along ``rep``, and a bias also where
+        # only the weight is cut.
+        whole = frozenset(k for k in dimensions if layer.signature[k] in ("dp", "rep"))
+        found |= {whole, whole | {k for k in dimensions if layer.signature[k] in ("row", "heads")}}
     return found - {frozenset()}
 
 

@@ -33,7 +33,8 @@ class ReductionSettings:
         choose: function that makes the plans; None takes those of the hybrid plan.
         timeout: timeout in seconds for other ranks.
         watched: whether a `FailureDetector` is open for all ranks.
-        check_replicas: number of reductions between comparisons of the replicas' weights; 0 never compares.
+        check_replicas: number of reductions between comparisons of the weights of ranks with the same part; 0 never
+            compares.
     """
 
     cluster: ClusterSpec | None = None
@@ -140,9 +141,23 @@ class GradientReduction:
         # Sorted, because creating an engine is collective and ranks must do so in the same order.
         for dimensions in sorted(by_dimensions):
             self._engines.append(self._engine(dimensions, by_dimensions[dimensions]))
-            if self._settings.check_replicas:
-                check = ReplicaCheck(self._settings.check_replicas, self._split.mesh.group(dimensions))
-                self._checks.append((check, by_dimensions[dimensions]))
+        if self._settings.check_replicas:
+            self._start_checks()
+
+    def _start_checks(self) -> None:
+        """Compare all ranks with the same part of a parameter.
+
+        Copies that compute the same gradient are not reduced, so nothing else would show that they differ.
+        """
+        mesh = self._split.mesh
+        by_dimensions: dict[tuple[int, ...], dict[str, Part]] = {}
+        for name, part in self._split.parts.items():
+            dimensions = tuple(k for k in mesh.dimensions if k not in part.shard.dimensions)
+            if part.parameter.requires_grad and dimensions:
+                by_dimensions.setdefault(dimensions, {})[name] = part
+        for dimensions in sorted(by_dimensions):
+            check = ReplicaCheck(self._settings.check_replicas, mesh.group(dimensions))
+            self._checks.append((check, by_dimensions[dimensions]))
 
     def _engine(self, dimensions: tuple[int, ...], parts: dict[str, Part]) -> Engine:
         mesh, settings = self._split.mesh, self._settings
