@@ -146,6 +146,7 @@ class Activation(Tensor):
         kwargs = kwargs or {}
         handler = HANDLERS.get(func)
         if handler is not None:
+            args, kwargs = _with_value_first(func, args, kwargs)
             found = handler(func, args, kwargs)
             if found is not NotImplemented:
                 return found
@@ -157,6 +158,23 @@ class Activation(Tensor):
             f"{func}: a value that is split over ranks reached a function below torch's own interface; let the layer "
             "that makes it hand on its output in layout 'batch' along all dimensions"
         )
+
+
+def _with_value_first(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    """A call as handlers expect it: the input by position, and torch's name in place of NumPy's for an axis."""
+    if "axis" in kwargs:
+        kwargs = {"dim" if name == "axis" else name: value for name, value in kwargs.items()}
+    # The input of ``torch.where`` is its second argument.
+    name = next((name for name in _INPUT if name in kwargs), None)
+    if args or name is None or func is torch.where:
+        return args, kwargs
+    return (kwargs[name],), {other: value for other, value in kwargs.items() if other != name}
+
+
+_INPUT = ("input", "x", "a", "x1")
+"""Names of the first argument: torch's, and those that it takes from NumPy."""
 
 
 def run_at_home(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -69,6 +69,35 @@ def test_changes_in_place_are_kept(split: Activation, name: str) -> None:
     assert not torch.equal(expected, VALUE)
 
 
+BY_NAME: dict[str, Callable[[Any], Any]] = {
+    "flatten": lambda value: torch.flatten(input=value, start_dim=0),
+    "transpose": lambda value: torch.transpose(input=value, dim0=0, dim1=1),
+    "mean": lambda value: torch.mean(input=value, dim=1),
+    "numpy's input": lambda value: torch.sum(a=value, axis=1),
+    "split": lambda value: torch.split(tensor=value, split_size_or_sections=2, dim=1)[1],
+    "unbind": lambda value: torch.unbind(dim=1, input=value)[2],
+    "unbind along numpy's axis": lambda value: torch.unbind(value, axis=1)[2],
+    "chunk along numpy's axis": lambda value: torch.chunk(value, 2, axis=1)[1],
+    "concatenate along numpy's axis": lambda value: torch.cat(tensors=[value, value], axis=1),
+    "add": lambda value: torch.add(input=value, other=value, alpha=2),
+    "relu": lambda value: F.relu(input=value),
+    "relu in place": lambda value: F.relu(input=value, inplace=True),
+    "where": lambda value: torch.where(condition=value > 0, input=value, other=-value),
+    "where without values": lambda value: torch.where(value > 0)[1],
+}
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_arguments_by_name(split: Activation, name: str) -> None:
+    assert torch.equal(bring_home(BY_NAME[name](split)), BY_NAME[name](VALUE.clone()))
+
+
+def test_axes_of_values_without_samples(around: Surroundings) -> None:
+    """`axis` is not taken for 0, along which such a value may be handled."""
+    value = Activation(VALUE.clone(), Layout(("features",), None, 1), around)
+    assert torch.cat([value, value], axis=1).shape == (4, 12)
+
+
 @pytest.mark.parametrize("name", ["slice", "no handler", "inplace"])
 def test_changes_in_place_leave_cached_values_alone(split: Activation, name: str) -> None:
     known = split.home()

@@ -78,6 +78,11 @@ def _elementwise_no_change(func: Callable[..., Any], args: tuple[Any, ...], kwar
     return found
 
 
+def _where(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+    """Handle ``torch.where``; with a condition only it returns indices, whose number depends on the values."""
+    return NotImplemented if len(args) + len(kwargs) == 1 else elementwise(func, args, kwargs)
+
+
 def _random(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
     """Handle random functions: draws agree on ranks with the same values and differ between others."""
     value = next((leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Activation)), None)
@@ -117,7 +122,7 @@ def _handlers() -> dict[Any, Any]:
                 changing = getattr(place, own, None)
                 if changing is not None and not (name.startswith("__") and name[2] == "r"):
                     handlers[changing] = _changing(func, handlers[func])
-    return handlers
+    return {**handlers, torch.where: _where}
 
 
 HANDLERS = _handlers()
