@@ -237,9 +237,10 @@ def _refuse_differences(found: list[Any], names: list[str]) -> None:
             "need the same on all ranks: pad to one length, and drop the last batch if it is smaller"
         )
     if trained != first_trained:
-        odd = next(name for name, own, first in zip(names, trained, first_trained, strict=True) if own != first)
+        place = next(place for place, own in enumerate(trained) if own != first_trained[place])
+        has, lacks = (rank, 0) if trained[place] else (0, rank)
         raise ExchangeError(
-            f"parameter '{odd}' trains on rank {rank if trained[0] else 0} only; freeze alike on all ranks"
+            f"parameter '{names[place]}' trains on rank {has}, but not on rank {lacks}; freeze alike on all ranks"
         )
     if calls != first_calls:
         raise ExchangeError(

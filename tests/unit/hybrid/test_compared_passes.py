@@ -66,6 +66,13 @@ def test_tensors_are_found_in_batches(split: SplitModel, monkeypatch: pytest.Mon
         pass
 
 
+@pytest.mark.parametrize(("first", "other", "has", "lacks"), [(True, False, 0, 1), (False, True, 1, 0)])
+def test_the_rank_that_trains_is_named(first: bool, other: bool, has: int, lacks: int) -> None:
+    found = [[[[2, 8]], [True, first], 0, 0], [[[2, 8]], [True, other], 0, 0]]
+    with pytest.raises(ExchangeError, match=f"parameter 'bias' trains on rank {has}, but not on rank {lacks};"):
+        split_model._refuse_differences(found, ["weight", "bias"])
+
+
 def test_batches_without_tensors_are_refused(split: SplitModel) -> None:
     with pytest.raises(ExchangeError, match="batch: no tensor was found in it"), split.forward(object()):
         pass
