@@ -34,13 +34,10 @@ class SplitOperator:
         self.module: Any = module
         self.layer = layer
         self.around = around
-        self.needs: tuple[State, ...] = tuple(
-            _needed(name, rule) for name, rule in zip(layer.signature, rules, strict=True)
-        )
+        self.needs: tuple[State, ...] = tuple(rule.taken for rule in rules)
         self.makes: tuple[State, ...] = tuple(rule.result for rule in rules)
-        self.hands_on: tuple[State, ...] = tuple(
-            _handed_on(rule, None if layer.output is None else layer.output[k]) for k, rule in enumerate(rules)
-        )
+        asked = layer.output or (None,) * len(rules)
+        self.hands_on: tuple[State, ...] = tuple(map(Rule.handed_on, rules, asked))
         self._axis = feature_axis(module)
 
     def __call__(self, value: Tensor) -> Tensor:
@@ -90,18 +87,6 @@ class SplitOperator:
         first = all(self.around.mesh.coordinates[k] == 0 for k in summands)
         found: Tensor = _Once.apply(bias, first)
         return found
-
-
-def _needed(signature: str, rule: Rule) -> State:
-    # Ranks that compute different outputs from the same input each have a summand of its gradient.
-    return "copy" if signature in ("col", "heads") else rule.input
-
-
-def _handed_on(rule: Rule, asked: State | None) -> State:
-    # A value that is cut by samples stays so until a layer needs another layout, so that only what it needs is sent.
-    if rule.result == "batch":
-        return "batch"
-    return asked or rule.output
 
 
 class _Once(torch.autograd.Function):
