@@ -10,7 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_autosync.errors import ExchangeError
 from lightning_autosync.hybrid.execution.activation import Activation, Surroundings
+from lightning_autosync.hybrid.execution.functions.operands import is_own
 from lightning_autosync.hybrid.execution.layouts import Layout, State
 from lightning_autosync.hybrid.plan import LayerPlan
 from lightning_autosync.hybrid.signatures import Rule, feature_axis, kind_of, rules_of
@@ -224,10 +226,21 @@ class SplitAttention(SplitOperator):
                 by_heads = replace(self.around.home(), features=1)
                 cut: list[State] = ["features" if state == "copy" else state for state in self.needs]
                 found = change(found, by_heads, cut)
+            else:
+                self._check_same(mask)
+                # Ranks with other heads each have a summand of the gradient of a mask that is learned.
+                found = change(found, self.around.home(None), self.needs)
         if padding is not None:
             own = change(_additive(padding, query.dtype), self.around.home(), states)[:, None, None, :]
             found = own if found is None else found + own
         return found
+
+    def _check_same(self, mask: Tensor) -> None:
+        if not (isinstance(mask, nn.Parameter) or is_own(mask) or self.around.alike(mask)):
+            raise ExchangeError(
+                f"'{self.layer.module}': attn_mask has two axes and is not the same on all ranks; allowed: one mask "
+                "for all ranks' samples, or masks by sample and head [samples x heads, queries, keys]"
+            )
 
     def _weights(self, weights: Tensor, average: bool) -> Tensor:
         """Attention weights for this rank's own samples: [batch, query, key], or [batch, heads, query, key]."""
