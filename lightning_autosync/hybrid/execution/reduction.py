@@ -117,7 +117,11 @@ class GradientReduction:
 
     def _check_parts(self) -> None:
         """Refuse parameters that are not those that were split: no engine would reduce their gradients."""
-        odd = self._watch.replaced() or self._watch.reformed()
+        # Parameters are compared as objects, because torch.compile changes names only.
+        split = {part.parameter: name for name, part in self._split.parts.items()}
+        found = {parameter: name for name, parameter in self._split.module.named_parameters()}
+        odd = [found.get(one) or split[one] for one in {**split, **found} if (one in split) != (one in found)]
+        odd += self._watch.reformed()
         if not odd:
             return
         error = ExchangeError(

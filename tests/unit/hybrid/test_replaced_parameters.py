@@ -46,6 +46,19 @@ def test_other_parameters_are_refused(split: SplitModel, change: Callable[[nn.Mo
         pass
 
 
+def test_compiled_modules_are_followed() -> None:
+    """torch.compile changes the names of parameters only."""
+    plan = HybridPlan(mesh=(2,), layers=(LayerPlan(module="0", signature=("col",)),))
+    with pretended_job(2):
+        module = nn.Sequential(nn.Linear(8, 8))
+        split = SplitModel(module, plan, LiveMesh(plan))
+        split.split()
+        reduction = GradientReduction(split)
+        module[0] = torch.compile(module[0], backend="eager")
+        with reduction.backward():
+            pass
+
+
 def test_frozen_parameters_are_followed(split: SplitModel) -> None:
     reduction = GradientReduction(split)
     split.module.bias.requires_grad_(False)
