@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from lightning_autosync.hybrid.execution.layouts import Layout as Placement
 from lightning_autosync.hybrid.execution.layouts import State, moves
-from lightning_autosync.hybrid.signatures import Rule
 
 Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
 COLLECTIVES: tuple[Collective, ...] = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
@@ -27,14 +26,6 @@ MADE: tuple[State, ...] = ("batch", "features", "full", "partial")
 """States in which layers make their outputs."""
 
 States = tuple[State, ...]
-
-
-def taken(rule: Rule) -> State:
-    """The state in which a layer takes its input.
-
-    It is ``copy`` if ranks compute different outputs from the same input: then each has a summand of its gradient.
-    """
-    return "copy" if rule.input == "full" and rule.axes else rule.input
 
 
 def home_states(dimensions: int) -> States:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy
 from numpy.typing import NDArray
 
-from lightning_autosync.hybrid.conversions import States, local_size, taken
+from lightning_autosync.hybrid.conversions import States, local_size
 from lightning_autosync.hybrid.graph import Operator, Value, Weight, Work
 from lightning_autosync.hybrid.plan import Signature
 from lightning_autosync.hybrid.pricing import Pricing
@@ -95,7 +95,7 @@ def makes(operator: Operator, signature: Sequence[Signature]) -> States:
 
 def takes(operator: Operator, signature: Sequence[Signature]) -> States:
     """The states in which an operator takes its input."""
-    return tuple(taken(operator.rules[name]) for name in signature)
+    return tuple(operator.rules[name].taken for name in signature)
 
 
 def summed(

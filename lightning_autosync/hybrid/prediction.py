@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -257,9 +256,5 @@ class _Predictor:
 
 def handed_on(operator: Operator, layer: LayerPlan) -> States:
     """The states in which a layer hands on its output."""
-    asked: Sequence[str | None] = layer.output or (None,) * len(layer.signature)
-    rules = [operator.rules[name] for name in layer.signature]
-    states = (
-        "batch" if rule.result == "batch" else want or rule.output for rule, want in zip(rules, asked, strict=True)
-    )
-    return tuple(states)  # type: ignore[arg-type]
+    asked = layer.output or (None,) * len(layer.signature)
+    return tuple(operator.rules[name].handed_on(want) for name, want in zip(layer.signature, asked, strict=True))

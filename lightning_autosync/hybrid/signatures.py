@@ -19,6 +19,7 @@ from typing import Literal
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from lightning_autosync.hybrid.execution.layouts import State
 from lightning_autosync.hybrid.plan import Layout, Signature
 
 Result = Literal["batch", "features", "full", "partial"]
@@ -43,6 +44,21 @@ class Rule:
     def output(self) -> Layout:
         """The default layout that it hands on: a partial result is summed on every rank."""
         return "full" if self.result == "partial" else self.result
+
+    @property
+    def taken(self) -> State:
+        """The state in which a layer takes its input.
+
+        It is ``copy`` if ranks compute different outputs from the same input: then each has a summand of its gradient.
+        """
+        return "copy" if self.input == "full" and self.axes else self.input
+
+    def handed_on(self, asked: Layout | None) -> Layout:
+        """The state in which a layer hands on its output; ``asked`` is the plan's choice.
+
+        A value that is cut by samples stays so until a layer needs another layout, so that only what it needs is sent.
+        """
+        return "batch" if self.result == "batch" else asked or self.output
 
 
 _DP = Rule("batch", "batch")

@@ -127,6 +127,22 @@ class Encoder(nn.Module):
         return self.head(x.mean(dim=1 if self.batch_first else 0))
 
 
+class Biased(nn.Module):
+    """Attention with a learned bias for each pair of places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.attention = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
+        self.bias = nn.Parameter(torch.zeros(LENGTH, LENGTH))
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        x = x + self.attention(x, x, x, attn_mask=self.bias, need_weights=False)[0]
+        return self.head(x.mean(dim=1))
+
+
 class Language(nn.Module):
     """An embedding language model; the table is the head's weight too."""
 
@@ -185,6 +201,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "dropping": lambda: Stack(Dropping),
     "encoder": Encoder,
     "encoder_time_first": lambda: Encoder(batch_first=False),
+    "biased": Biased,
     "language": Language,
     "bert": bert,
     "gpt2": gpt2,

@@ -9,6 +9,7 @@ results are correct.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ from lightning_autosync.errors import AutoSyncError
 from lightning_autosync.hybrid.execution.boxing import change_layout
 from lightning_autosync.hybrid.execution.layouts import Layout, State, home_shape
 from lightning_autosync.hybrid.execution.live_mesh import LiveMesh
+from lightning_autosync.hybrid.execution.pass_record import PassRecord
 from lightning_autosync.hybrid.execution.random_streams import RandomStreams
 
 
@@ -30,12 +32,14 @@ class Surroundings:
     Attributes:
         mesh: the mesh of the ranks.
         streams: the ranks' random numbers.
+        record: what the current pass did, to be compared between ranks.
         home_states: states of the home layout.
     """
 
     def __init__(self, mesh: LiveMesh, streams: RandomStreams) -> None:
         self.mesh = mesh
         self.streams = streams
+        self.record = PassRecord()
         self.home_states: tuple[State, ...] = tuple("batch" for _ in mesh.sizes)
         self._changed: Any = WeakTensorKeyDictionary()
 
@@ -44,11 +48,27 @@ class Surroundings:
         return Layout(self.home_states, rows)
 
     def change(self, value: Tensor, source: Layout, states: Sequence[State]) -> Tensor:
-        """`change_layout`, but once for all layers that need the same value in the same layout."""
+        """`convert`, but once for all layers that need the same value in the same layout."""
         goal = tuple(states)
         if goal == source.states:
             return value
-        return self._once(value, (source, goal), lambda: change_layout(value, source, goal, self.mesh))
+        found: Tensor = self._once(value, (source, goal), lambda: self.convert(value, source, goal))
+        return found
+
+    def convert(self, value: Tensor, source: Layout, states: Sequence[State]) -> Tensor:
+        """`change_layout`, and a note in the record of the pass."""
+        self.record.note(tuple(value.shape), source, states)
+        return change_layout(value, source, states, self.mesh)
+
+    def alike(self, value: Tensor) -> bool:
+        """Whether a plain tensor is the same on all ranks; collective."""
+
+        def compare() -> bool:
+            data = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+            return self.mesh.all_have(zlib.crc32(data, zlib.crc32(repr(value.shape).encode())), value.device)
+
+        found: bool = self._once(value, ("alike",), compare)
+        return found
 
     def autocast(self, value: Tensor) -> Tensor:
         """The value in the dtype of products under autocast, if autocast is enabled."""
@@ -56,13 +76,14 @@ class Surroundings:
         if not (torch.is_autocast_enabled(kind) and value.dtype is torch.float32):
             return value
         dtype = torch.get_autocast_dtype(kind)
-        return self._once(value, (dtype,), lambda: value.to(dtype))
+        found: Tensor = self._once(value, (dtype,), lambda: value.to(dtype))
+        return found
 
     def forget(self) -> None:
-        """Clear the cache of converted values."""
+        """Clear the cache of converted and compared values."""
         self._changed.clear()
 
-    def _once(self, value: Tensor, what: tuple[object, ...], make: Callable[[], Tensor]) -> Tensor:
+    def _once(self, value: Tensor, what: tuple[object, ...], make: Callable[[], Any]) -> Any:
         # Activation checkpointing runs a part of the forward pass again during backward. It must not reuse cached
         # values of the first run, which belong to that run's autograd graph.
         if torch._C._current_graph_task_id() != -1:
@@ -125,6 +146,7 @@ class Activation(Tensor):
         kwargs = kwargs or {}
         handler = HANDLERS.get(func)
         if handler is not None:
+            args, kwargs = _with_value_first(func, args, kwargs)
             found = handler(func, args, kwargs)
             if found is not NotImplemented:
                 return found
@@ -138,17 +160,41 @@ class Activation(Tensor):
         )
 
 
+def _with_value_first(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    """A call as handlers expect it: the input by position, and torch's name in place of NumPy's for an axis."""
+    if "axis" in kwargs:
+        kwargs = {"dim" if name == "axis" else name: value for name, value in kwargs.items()}
+    # The input of ``torch.where`` is its second argument.
+    name = next((name for name in _INPUT if name in kwargs), None)
+    if args or name is None or func is torch.where:
+        return args, kwargs
+    return (kwargs[name],), {other: value for other, value in kwargs.items() if other != name}
+
+
+_INPUT = ("input", "x", "a", "x1")
+"""Names of the first argument: torch's, and those that it takes from NumPy."""
+
+
 def run_at_home(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Call a function with plain tensors of this rank's own samples."""
     changed = args[0] if args and isinstance(args[0], Activation) else None
     plain_args, plain_kwargs = bring_home((tuple(args), dict(kwargs)))
-    name = getattr(func, "__name__", "")
-    if changed is not None and name.endswith("_") and not name.endswith("__"):
+    if changed is not None and _changes_argument(getattr(func, "__name__", "")):
         # Work on a copy, because the converted tensor may be cached or share memory with the original.
         value = plain_args[0].clone()
         func(value, *plain_args[1:], **plain_kwargs)
         return changed.become(value)
     return func(*plain_args, **plain_kwargs)
+
+
+def _changes_argument(name: str) -> bool:
+    """Whether a function of this name changes its first argument."""
+    if not name.endswith("__"):
+        return name.endswith("_")
+    # ``__iadd__`` changes its argument, and ``__invert__`` does not.
+    return name == "__setitem__" or (name.startswith("__i") and hasattr(Tensor, f"__{name[3:]}"))
 
 
 def bring_home(tree: Any) -> Any:

@@ -8,6 +8,7 @@ from datetime import timedelta
 from math import prod
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 
 from lightning_autosync.errors import PlanError
@@ -78,6 +79,13 @@ class LiveMesh:
         """The process group of `peers`."""
         return self._groups[frozenset(dimensions)][self._place(dimensions)]
 
+    def all_have(self, number: int, device: torch.device) -> bool:
+        """Whether the number is the same on all ranks; collective."""
+        # The maximum of a number and that of its negative show it without a gather.
+        extremes = torch.tensor([number, -number], device=device)
+        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=self.group(self.dimensions))
+        return int(extremes[0]) == -int(extremes[1])
+
     def _place(self, dimensions: Sequence[int]) -> tuple[int, ...]:
         return tuple(sorted(self.members[rank] for rank in self.peers(dimensions)))
 
@@ -116,13 +124,17 @@ def mesh_groups(plan: HybridPlan, members: Sequence[int], timeout: timedelta | N
 
 
 def _needed(plan: HybridPlan) -> set[frozenset[int]]:
-    """The sets of dimensions along which layouts change or parameters have replicas."""
+    """The sets of dimensions along which layouts change, or parameters have replicas or copies."""
     dimensions = range(len(plan.mesh))
     found = {frozenset(dimensions), *(frozenset({k}) for k in dimensions)}
     for layer in plan.layers:
         replicas = frozenset(k for k in dimensions if layer.signature[k] == "dp")
         # Layers that share a parameter may have replicas along other dimensions.
         found |= {replicas | other for other in found} | {replicas}
+        # Copies of a parameter are compared. All of a layer's parameters lie whole along ``rep``, and a bias also where
+        # only the weight is cut.
+        whole = frozenset(k for k in dimensions if layer.signature[k] in ("dp", "rep"))
+        found |= {whole, whole | {k for k in dimensions if layer.signature[k] in ("row", "heads")}}
     return found - {frozenset()}
 
 

@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_autosync.errors import ExchangeError
 from lightning_autosync.hybrid.execution.activation import Activation, Surroundings
-from lightning_autosync.hybrid.execution.boxing import change_layout
+from lightning_autosync.hybrid.execution.functions.operands import is_own
 from lightning_autosync.hybrid.execution.layouts import Layout, State
 from lightning_autosync.hybrid.plan import LayerPlan
 from lightning_autosync.hybrid.signatures import Rule, feature_axis, kind_of, rules_of
@@ -35,13 +36,10 @@ class SplitOperator:
         self.module: Any = module
         self.layer = layer
         self.around = around
-        self.needs: tuple[State, ...] = tuple(
-            _needed(name, rule) for name, rule in zip(layer.signature, rules, strict=True)
-        )
+        self.needs: tuple[State, ...] = tuple(rule.taken for rule in rules)
         self.makes: tuple[State, ...] = tuple(rule.result for rule in rules)
-        self.hands_on: tuple[State, ...] = tuple(
-            _handed_on(rule, None if layer.output is None else layer.output[k]) for k, rule in enumerate(rules)
-        )
+        asked = layer.output or (None,) * len(rules)
+        self.hands_on: tuple[State, ...] = tuple(map(Rule.handed_on, rules, asked))
         self._axis = feature_axis(module)
 
     def __call__(self, value: Tensor) -> Tensor:
@@ -78,8 +76,9 @@ class SplitOperator:
 
     def give(self, local: Tensor, rows: int | None) -> Tensor:
         """The output in the layout of the plan."""
+        self.around.record.note(self.layer.module)
         layout = Layout(self.makes, rows, self._axis % max(local.dim(), 1), self.layer.parts)
-        local = change_layout(local, layout, self.hands_on, self.around.mesh)
+        local = self.around.convert(local, layout, self.hands_on)
         return self.around.wrap(local, layout.with_states(self.hands_on))
 
     def bias_once(self, bias: Tensor | None) -> Tensor | None:
@@ -90,18 +89,6 @@ class SplitOperator:
         first = all(self.around.mesh.coordinates[k] == 0 for k in summands)
         found: Tensor = _Once.apply(bias, first)
         return found
-
-
-def _needed(signature: str, rule: Rule) -> State:
-    # Ranks that compute different outputs from the same input each have a summand of its gradient.
-    return "copy" if signature in ("col", "heads") else rule.input
-
-
-def _handed_on(rule: Rule, asked: State | None) -> State:
-    # A value that is cut by samples stays so until a layer needs another layout, so that only what it needs is sent.
-    if rule.result == "batch":
-        return "batch"
-    return asked or rule.output
 
 
 class _Once(torch.autograd.Function):
@@ -239,10 +226,21 @@ class SplitAttention(SplitOperator):
                 by_heads = replace(self.around.home(), features=1)
                 cut: list[State] = ["features" if state == "copy" else state for state in self.needs]
                 found = change(found, by_heads, cut)
+            else:
+                self._check_same(mask)
+                # Ranks with other heads each have a summand of the gradient of a mask that is learned.
+                found = change(found, self.around.home(None), self.needs)
         if padding is not None:
             own = change(_additive(padding, query.dtype), self.around.home(), states)[:, None, None, :]
             found = own if found is None else found + own
         return found
+
+    def _check_same(self, mask: Tensor) -> None:
+        if not (isinstance(mask, nn.Parameter) or is_own(mask) or self.around.alike(mask)):
+            raise ExchangeError(
+                f"'{self.layer.module}': attn_mask has two axes and is not the same on all ranks; allowed: one mask "
+                "for all ranks' samples, or masks by sample and head [samples x heads, queries, keys]"
+            )
 
     def _weights(self, weights: Tensor, average: bool) -> Tensor:
         """Attention weights for this rank's own samples: [batch, query, key], or [batch, heads, query, key]."""
@@ -254,7 +252,7 @@ class SplitAttention(SplitOperator):
         else:
             states: list[State] = ["features" if state == "partial" else state for state in self.makes]
             layout = Layout(tuple(states), 0, features=1)
-        return change_layout(weights, layout, self.around.home_states, mesh)
+        return self.around.convert(weights, layout, self.around.home_states)
 
 
 def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:

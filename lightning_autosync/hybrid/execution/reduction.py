@@ -11,7 +11,8 @@ import torch.distributed as dist
 from lightning_autosync.cluster import ClusterSpec, LinkGraph
 from lightning_autosync.engine import Engine
 from lightning_autosync.engine.replicas import ParameterTracker, ReplicaCheck
-from lightning_autosync.errors import ClusterError, PlanError
+from lightning_autosync.engine.waiting import announce
+from lightning_autosync.errors import ClusterError, ExchangeError, PlanError
 from lightning_autosync.hybrid.execution.split_model import Part, SplitModel
 from lightning_autosync.hybrid.plan import HybridPlan
 from lightning_autosync.plan import SyncPlan, builders, compile_plan
@@ -32,7 +33,8 @@ class ReductionSettings:
         choose: function that makes the plans; None takes those of the hybrid plan.
         timeout: timeout in seconds for other ranks.
         watched: whether a `FailureDetector` is open for all ranks.
-        check_replicas: number of reductions between comparisons of the replicas' weights; 0 never compares.
+        check_replicas: number of reductions between comparisons of the weights of ranks with the same part; 0 never
+            compares.
     """
 
     cluster: ClusterSpec | None = None
@@ -82,9 +84,10 @@ class GradientReduction:
         """Context of one backward pass; after it, gradients are means over replicas.
 
         Raises:
-            ExchangeError: weights of replicas differ.
+            ExchangeError: weights of replicas differ, or a parameter was replaced.
         """
         if self._watch.changed():
+            self._check_parts()
             # All ranks restart together: the forward pass has checked that they train the same parameters.
             self._restart()
         for engine in self._engines:
@@ -112,6 +115,22 @@ class GradientReduction:
         self._engines.clear()
         self._checks.clear()
 
+    def _check_parts(self) -> None:
+        """Refuse parameters that are not those that were split: no engine would reduce their gradients."""
+        # Parameters are compared as objects, because torch.compile changes names only.
+        split = {part.parameter: name for name, part in self._split.parts.items()}
+        found = {parameter: name for name, parameter in self._split.module.named_parameters()}
+        odd = [found.get(one) or split[one] for one in {**split, **found} if (one in split) != (one in found)]
+        odd += self._watch.reformed()
+        if not odd:
+            return
+        error = ExchangeError(
+            f"parameter '{odd[0]}' was added, removed or replaced, or changed its shape or dtype, after the model was "
+            "split; allowed: changes in place, freezing, and changes before training"
+        )
+        announce(error)  # it may be on this rank only
+        raise error
+
     def _restart(self) -> None:
         self.close()
         self._watch.accept()
@@ -126,9 +145,23 @@ class GradientReduction:
         # Sorted, because creating an engine is collective and ranks must do so in the same order.
         for dimensions in sorted(by_dimensions):
             self._engines.append(self._engine(dimensions, by_dimensions[dimensions]))
-            if self._settings.check_replicas:
-                check = ReplicaCheck(self._settings.check_replicas, self._split.mesh.group(dimensions))
-                self._checks.append((check, by_dimensions[dimensions]))
+        if self._settings.check_replicas:
+            self._start_checks()
+
+    def _start_checks(self) -> None:
+        """Compare all ranks with the same part of a parameter.
+
+        Copies that compute the same gradient are not reduced, so nothing else would show that they differ.
+        """
+        mesh = self._split.mesh
+        by_dimensions: dict[tuple[int, ...], dict[str, Part]] = {}
+        for name, part in self._split.parts.items():
+            dimensions = tuple(k for k in mesh.dimensions if k not in part.shard.dimensions)
+            if part.parameter.requires_grad and dimensions:
+                by_dimensions.setdefault(dimensions, {})[name] = part
+        for dimensions in sorted(by_dimensions):
+            check = ReplicaCheck(self._settings.check_replicas, mesh.group(dimensions))
+            self._checks.append((check, by_dimensions[dimensions]))
 
     def _engine(self, dimensions: tuple[int, ...], parts: dict[str, Part]) -> Engine:
         mesh, settings = self._split.mesh, self._settings

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import zlib
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from math import prod
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from lightning_autosync.engine.collectives import gather_json
 from lightning_autosync.errors import ExchangeError, PlanError
@@ -102,11 +100,12 @@ class SplitModel:
         """Context of a forward pass and the loss. Values that leave it must be converted by `bring_home`.
 
         Args:
-            inputs: the batch, whose tensors must have the same shapes on all ranks.
+            inputs: the batch, in sequences, mappings and dataclasses; tensors must have the same shapes on all ranks.
             number: number of the pass, on which its random numbers depend; None takes the next one.
 
         Raises:
-            ExchangeError: shapes or trained parameters differ between ranks; raised on every rank.
+            ExchangeError: shapes, trained parameters or the last pass differ between ranks, or the batch has no
+                tensors; raised on every rank.
         """
         if self.is_split:
             self._agree(inputs)
@@ -194,28 +193,65 @@ class SplitModel:
             self._operators.append((module, layer))
 
     def _agree(self, inputs: Any) -> None:
-        # Backends misread messages of unexpected sizes or end the process, so differences must be found before. A
-        # maximum of a checksum and of its negative shows whether all ranks have the same one, without a gather.
-        shapes = [list(leaf.shape) for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
+        # Backends misread messages of unexpected sizes or end the process, so differences must be found before. What
+        # a pass did is known only after it, and is compared before the next one, which costs no message of its own.
+        shapes = [list(tensor.shape) for tensor in _tensors_in(inputs)]
         trained = [part.parameter.requires_grad for part in self.parts.values()]
-        own = zlib.crc32(repr((shapes, trained)).encode())
-        extremes = torch.tensor([own, -own], device=self._device)
-        group = self.mesh.group(self.mesh.dimensions)
-        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
-        if int(extremes[0]) != -int(extremes[1]):
-            _refuse_differences(gather_json([shapes, trained], group), list(self.parts))
+        own = [shapes, trained, *self.around.record.take()]
+        if not self.mesh.all_have(zlib.crc32(repr(own).encode()), self._device):
+            _refuse_differences(gather_json(own, self.mesh.group(self.mesh.dimensions)), list(self.parts))
+        if inputs and not shapes:
+            raise ExchangeError(
+                "batch: no tensor was found in it, so that ranks cannot compare shapes; allowed: tensors in sequences, "
+                "mappings and dataclasses"
+            )
+
+
+def _tensors_in(batch: Any) -> Iterator[Tensor]:
+    """The tensors in the containers that Lightning moves to devices."""
+    if isinstance(batch, Tensor):
+        yield batch
+    elif isinstance(batch, Mapping):
+        for item in batch.values():
+            yield from _tensors_in(item)
+    elif isinstance(batch, Sequence) and not isinstance(batch, str | bytes):
+        for item in batch:
+            yield from _tensors_in(item)
+    elif is_dataclass(batch) and not isinstance(batch, type):
+        for own in fields(batch):
+            yield from _tensors_in(getattr(batch, own.name, None))
 
 
 def _refuse_differences(found: list[Any], names: list[str]) -> None:
-    shapes, trained = zip(*found, strict=True)
+    """Raise an error about the first rank that differs from rank 0.
+
+    Args:
+        found: what `SplitModel._agree` compares, of every rank.
+        names: names of the parameters.
+    """
     rank = next(rank for rank, theirs in enumerate(found) if theirs != found[0])
-    if shapes[rank] != shapes[0]:
+    (shapes, trained, calls, _), (first_shapes, first_trained, first_calls, _) = found[rank], found[0]
+    if shapes != first_shapes:
         raise ExchangeError(
-            f"batch: its tensors have shapes {shapes[rank]} on rank {rank} and {shapes[0]} on rank 0; split operators "
+            f"batch: its tensors have shapes {shapes} on rank {rank} and {first_shapes} on rank 0; split operators "
             "need the same on all ranks: pad to one length, and drop the last batch if it is smaller"
         )
-    odd = next(name for name, own, first in zip(names, trained[rank], trained[0], strict=True) if own != first)
-    raise ExchangeError(f"parameter '{odd}' trains on rank {rank if trained[0] else 0} only; freeze alike on all ranks")
+    if trained != first_trained:
+        place = next(place for place, own in enumerate(trained) if own != first_trained[place])
+        has, lacks = (rank, 0) if trained[place] else (0, rank)
+        raise ExchangeError(
+            f"parameter '{names[place]}' trains on rank {has}, but not on rank {lacks}; freeze alike on all ranks"
+        )
+    if calls != first_calls:
+        raise ExchangeError(
+            f"the last pass called other split layers, or sent values of other shapes, on rank {rank} than on "
+            "rank 0; split operators need the same calls and shapes on all ranks: no layer that only some ranks skip, "
+            "and no length or selection that depends on a rank's own samples"
+        )
+    raise ExchangeError(
+        f"the last pass combined split values with other numbers on rank {rank} than on rank 0; a number that depends "
+        "on a rank's own samples must be a tensor, which is not taken for a number of all ranks"
+    )
 
 
 def _shard(module: nn.Module, layer: LayerPlan, name: str, parameter: Tensor, sizes: tuple[int, ...]) -> Shard:

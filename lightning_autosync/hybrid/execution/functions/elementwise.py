@@ -61,6 +61,7 @@ def elementwise(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) ->
             if leaves[index] is None:
                 return NotImplemented
     local_args, local_kwargs = tree_unflatten(leaves, structure)
+    values[0].surroundings.record.note_numbers(func.__name__, leaves)
     return values[0].surroundings.wrap(func(*local_args, **local_kwargs), layout)
 
 
@@ -75,6 +76,11 @@ def _elementwise_no_change(func: Callable[..., Any], args: tuple[Any, ...], kwar
     if changes and found is not NotImplemented:
         return args[0].become(found)
     return found
+
+
+def _where(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+    """Handle ``torch.where``; with a condition only it returns indices, whose number depends on the values."""
+    return NotImplemented if len(args) + len(kwargs) == 1 else elementwise(func, args, kwargs)
 
 
 def _random(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
@@ -116,7 +122,7 @@ def _handlers() -> dict[Any, Any]:
                 changing = getattr(place, own, None)
                 if changing is not None and not (name.startswith("__") and name[2] == "r"):
                     handlers[changing] = _changing(func, handlers[func])
-    return handlers
+    return {**handlers, torch.where: _where}
 
 
 HANDLERS = _handlers()

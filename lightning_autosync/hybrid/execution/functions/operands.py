@@ -84,10 +84,15 @@ def _own_layout(value: Tensor, layout: Layout, shape: torch.Size, offset: int, a
     rows = None if layout.rows is None else layout.rows - offset
     if rows is not None and rows >= 0 and value.shape[rows] == shape[rows + offset]:
         return surroundings.home(rows)
-    # A tensor without an axis of samples must be equal on all ranks. This is assumed only for the model's own tensors
-    # and for tensors without floating-point values, such as masks.
-    known = isinstance(value, nn.Parameter) or not value.dtype.is_floating_point or is_own(value)
+    # A tensor without an axis of samples must be equal on all ranks. This is assumed only for the model's own tensors.
+    # Masks and counts may depend on each rank's data (padding, numbers of tokens), so they are compared. Others are not
+    # compared, because numbers that are computed from samples always differ.
+    known = isinstance(value, nn.Parameter) or is_own(value) or (_is_exact(value) and surroundings.alike(value))
     return surroundings.home(None) if known else None
+
+
+def _is_exact(value: Tensor) -> bool:
+    return not (value.dtype.is_floating_point or value.dtype.is_complex)
 
 
 def is_own(value: Tensor) -> bool:

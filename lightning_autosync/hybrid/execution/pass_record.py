@@ -1,0 +1,34 @@
+"""`PassRecord`: what a pass did on this rank that must be the same on all ranks."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable
+
+
+class PassRecord:
+    """Checksums of a pass, which ranks compare before the next one.
+
+    Ranks that take different ways through the model's code send messages that do not belong together. Ranks that use
+    different numbers compute parts that do not belong together. Backends report neither.
+    """
+
+    def __init__(self) -> None:
+        self._calls = 0
+        self._numbers = 0
+
+    def note(self, *facts: object) -> None:
+        """Note a call of a split operator or a change of layout."""
+        self._calls = zlib.crc32(repr(facts).encode(), self._calls)
+
+    def note_numbers(self, name: str, operands: Iterable[object]) -> None:
+        """Note the numbers among the operands of a function that worked on a part."""
+        numbers = [item for item in operands if isinstance(item, int | float | complex)]
+        if numbers:
+            self._numbers = zlib.crc32(repr((name, numbers)).encode(), self._numbers)
+
+    def take(self) -> tuple[int, int]:
+        """The checksums of calls and of numbers since the last call."""
+        found = self._calls, self._numbers
+        self._calls = self._numbers = 0
+        return found

@@ -1,0 +1,32 @@
+"""Ranks that do unlike things between split layers compute what DDP does, or are told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hybrid import unlike
+
+
+@pytest.mark.parametrize("between", ["count", "mask", "own mask"])
+def test_masks_and_counts_of_own_samples(pool: Any, between: str) -> None:
+    assert max(pool.run(unlike.distance, between=between)) < 1e-12
+
+
+def test_copies_that_are_not_reduced_are_compared(pool: Any) -> None:
+    for found in pool.run(unlike.changed_copy)[:2]:
+        assert found.startswith("ExchangeError: replicas differ: the weights of 'down.bias' on rank 1")
+
+
+@pytest.mark.parametrize(
+    ("between", "told"),
+    [
+        ("number", "the last pass combined split values with other numbers on rank 1 than on rank 0"),
+        ("layer", "the last pass called other split layers, or sent values of other shapes, on rank 1 than on rank 0"),
+    ],
+)
+def test_a_pass_that_differs_is_found_before_the_next(pool: Any, between: str, told: str) -> None:
+    assert set(pool.run(unlike.second_pass, between=between, alike=True)) == {""}
+    for found in pool.run(unlike.second_pass, between=between, alike=False)[:2]:
+        assert found.startswith(f"ExchangeError: {told}")

@@ -1,0 +1,135 @@
+"""Models between whose split layers ranks do unlike things, and what the workers of the pools do with them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_autosync.errors import AutoSyncError
+from lightning_autosync.hybrid import HybridPlan, LayerPlan
+from lightning_autosync.hybrid.execution.activation import bring_home
+from lightning_autosync.hybrid.execution.live_mesh import LiveMesh, mesh_groups
+from lightning_autosync.hybrid.execution.reduction import GradientReduction, ReductionSettings
+from lightning_autosync.hybrid.execution.split_model import SplitModel
+
+INPUTS, HIDDEN, OUTPUTS = 8, 32, 4
+
+
+class Between(nn.Module):
+    """Columns, something that depends on the input, then rows."""
+
+    def __init__(self, between: str) -> None:
+        super().__init__()
+        self.up, self.other = nn.Linear(INPUTS, HIDDEN), nn.Linear(INPUTS, HIDDEN)
+        self.down = nn.Linear(HIDDEN, OUTPUTS)
+        self.register_buffer("pattern", torch.arange(HIDDEN) % 3)
+        self.between = BETWEEN[between]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.relu(self.between(self, self.up(x), x)))
+
+
+def _either(module: Between, value: Tensor, x: Tensor) -> Tensor:
+    return value + (module.other if x.sum() > 0 else module.up)(x)
+
+
+BETWEEN: dict[str, Callable[[Between, Tensor, Tensor], Tensor]] = {
+    "count": lambda module, value, x: value / (x > -1).sum(),
+    "mask": lambda module, value, x: value.masked_fill((x > 0).all(0).repeat(HIDDEN // INPUTS), 0.0),
+    "own mask": lambda module, value, x: value.masked_fill(module.pattern == 1, 0.0),
+    "number": lambda module, value, x: value * float((x > 0).sum()),
+    "layer": _either,
+}
+PLAN = HybridPlan(
+    mesh=(2,),
+    layers=(
+        LayerPlan(module="up", signature=("col",)),
+        LayerPlan(module="other", signature=("col",)),
+        LayerPlan(module="down", signature=("row",), output=("batch",)),
+    ),
+)
+
+
+def make_split(module: nn.Module) -> SplitModel:
+    split = SplitModel(module, PLAN, LiveMesh(PLAN, members=range(2)))
+    split.split()
+    return split
+
+
+def make_inputs(alike: bool) -> Tensor:
+    """Samples of a rank, of which those of rank 1 have a larger sum unless they are alike."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(2, INPUTS, generator=generator, dtype=torch.float64)
+    return inputs.abs() if dist.get_rank() and not alike else -inputs.abs() + 0.1
+
+
+def distance(between: str) -> float:
+    """How far a rank's output and its parts of the gradients are from those under data parallelism."""
+    if dist.get_rank() >= 2:
+        mesh_groups(PLAN, range(2))
+        return 0.0
+    torch.manual_seed(1)
+    module, inputs = Between(between).double(), make_inputs(alike=False)
+    alone = copy.deepcopy(module)
+    split = make_split(module)
+    expected = alone(inputs)
+    expected.square().mean().backward()
+    reduction = GradientReduction(split)
+    with split.forward(inputs):
+        found = bring_home(module(inputs))
+    with reduction.backward():
+        found.square().mean().backward()
+    reduction.close()
+    group = split.mesh.group((0,))
+    far = [float((found - expected).detach().abs().max())]
+    for name, parameter in alone.named_parameters():
+        if parameter.grad is not None:
+            dist.all_reduce(parameter.grad, group=group)
+            own = split.parts[name].parameter.grad
+            assert own is not None
+            far.append(float((own - split.parts[name].shard.take(parameter.grad / 2)).abs().max()))
+    return max(far)
+
+
+def changed_copy() -> str:
+    """What ranks are told in the second pass when rank 1 changes its copy of a bias after the first."""
+    if dist.get_rank() >= 2:
+        mesh_groups(PLAN, range(2))
+        return ""
+    torch.manual_seed(1)
+    module, inputs = Between("own mask").double(), make_inputs(alike=False)
+    split = make_split(module)
+    reduction = GradientReduction(split, ReductionSettings(check_replicas=1))
+    try:
+        for _ in range(2):
+            with split.forward(inputs):
+                found = bring_home(module(inputs))
+            with reduction.backward():
+                found.square().mean().backward()
+            module.down.bias.data += dist.get_rank()
+    except AutoSyncError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def second_pass(between: str, alike: bool) -> str:
+    """What ranks are told in a second pass; empty if nothing."""
+    if dist.get_rank() >= 2:
+        mesh_groups(PLAN, range(2))
+        return ""
+    torch.manual_seed(1)
+    module = Between(between).double()
+    split = make_split(module)
+    for _ in range(2):
+        inputs = make_inputs(alike)
+        try:
+            with split.forward(inputs):
+                bring_home(module(inputs))
+        except AutoSyncError as error:
+            return f"{type(error).__name__}: {error}"
+    return ""

@@ -1,0 +1,105 @@
+"""Functions on values in other layouts, in a job of one rank, where the parts are the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_autosync.hybrid import HybridPlan, LayerPlan
+from lightning_autosync.hybrid.execution.activation import Activation, Surroundings, bring_home
+from lightning_autosync.hybrid.execution.layouts import Layout
+from lightning_autosync.hybrid.execution.live_mesh import LiveMesh
+from lightning_autosync.hybrid.execution.random_streams import RandomStreams
+
+VALUE = torch.arange(-12.0, 12.0).reshape(4, 6)
+
+
+@pytest.fixture(scope="module")
+def around() -> Iterator[Surroundings]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = LiveMesh(HybridPlan(mesh=(1,), layers=(LayerPlan(module="", signature=("col",)),)))
+        yield Surroundings(mesh, RandomStreams(0, mesh.coordinates, torch.device("cpu")))
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.fixture
+def split(around: Surroundings) -> Activation:
+    """`VALUE`, cut by features."""
+    around.forget()
+    return Activation(VALUE.clone(), Layout(("features",), 0, 1), around)
+
+
+def _set_item(value: Tensor) -> None:
+    value[:, 1:3] = 7.0
+
+
+def _set_where(value: Tensor) -> None:
+    value[value > 3] = 0.0
+
+
+def _add_to_item(value: Tensor) -> None:
+    value[0, 2] += 5.0
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "slice": _set_item,
+    "mask": _set_where,
+    "element": _add_to_item,
+    "unlike operand": lambda value: value.__iadd__(torch.arange(6.0)),
+    "no handler": lambda value: value.__imod__(5.0),
+    "function": lambda value: value.cumsum_(1),
+    "inplace": lambda value: F.relu(value, inplace=True),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_changes_in_place_are_kept(split: Activation, name: str) -> None:
+    expected = VALUE.clone()
+    CHANGES[name](split)
+    CHANGES[name](expected)
+    assert torch.equal(bring_home(split * 1.0), expected), "functions of parts see it too"
+    assert not torch.equal(expected, VALUE)
+
+
+BY_NAME: dict[str, Callable[[Any], Any]] = {
+    "flatten": lambda value: torch.flatten(input=value, start_dim=0),
+    "transpose": lambda value: torch.transpose(input=value, dim0=0, dim1=1),
+    "mean": lambda value: torch.mean(input=value, dim=1),
+    "numpy's input": lambda value: torch.sum(a=value, axis=1),
+    "split": lambda value: torch.split(tensor=value, split_size_or_sections=2, dim=1)[1],
+    "unbind": lambda value: torch.unbind(dim=1, input=value)[2],
+    "unbind along numpy's axis": lambda value: torch.unbind(value, axis=1)[2],
+    "chunk along numpy's axis": lambda value: torch.chunk(value, 2, axis=1)[1],
+    "concatenate along numpy's axis": lambda value: torch.cat(tensors=[value, value], axis=1),
+    "add": lambda value: torch.add(input=value, other=value, alpha=2),
+    "relu": lambda value: F.relu(input=value),
+    "relu in place": lambda value: F.relu(input=value, inplace=True),
+    "where": lambda value: torch.where(condition=value > 0, input=value, other=-value),
+    "where without values": lambda value: torch.where(value > 0)[1],
+}
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_arguments_by_name(split: Activation, name: str) -> None:
+    assert torch.equal(bring_home(BY_NAME[name](split)), BY_NAME[name](VALUE.clone()))
+
+
+def test_axes_of_values_without_samples(around: Surroundings) -> None:
+    """`axis` is not taken for 0, along which such a value may be handled."""
+    value = Activation(VALUE.clone(), Layout(("features",), None, 1), around)
+    assert torch.cat([value, value], axis=1).shape == (4, 12)
+
+
+@pytest.mark.parametrize("name", ["slice", "no handler", "inplace"])
+def test_changes_in_place_leave_cached_values_alone(split: Activation, name: str) -> None:
+    known = split.home()
+    CHANGES[name](split)
+    assert torch.equal(known, VALUE)

@@ -1,0 +1,50 @@
+"""Masks of attention that is split by heads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_autosync.errors import ExchangeError
+from lightning_autosync.hybrid import HybridPlan, LayerPlan
+from lightning_autosync.hybrid.execution.activation import Surroundings
+from lightning_autosync.hybrid.execution.live_mesh import LiveMesh
+from lightning_autosync.hybrid.execution.split_model import SplitModel
+from lightning_autosync.hybrid.traffic import pretended_job
+
+VALUE = torch.ones(2, 3, 8)
+
+
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.register_buffer("mask", torch.zeros(3, 3))
+
+    def forward(self, value: Tensor, mask: Tensor | None) -> None:
+        self.attention(value, value, value, attn_mask=mask, need_weights=False)
+
+
+@pytest.fixture
+def split() -> Iterator[SplitModel]:
+    plan = HybridPlan(mesh=(2,), layers=(LayerPlan(module="attention", signature=("heads",)),))
+    with pretended_job(2), mock.patch.object(Surroundings, "alike", return_value=False):
+        found = SplitModel(Masked(), plan, LiveMesh(plan))
+        found.split()
+        yield found
+
+
+def test_a_mask_that_differs_between_ranks_is_refused(split: SplitModel) -> None:
+    with split.forward(VALUE), pytest.raises(ExchangeError, match="'attention': attn_mask has two axes"):
+        split.module(VALUE, torch.zeros(3, 3))
+
+
+def test_masks_by_sample_and_those_of_the_model_are_not_compared(split: SplitModel) -> None:
+    with split.forward(VALUE):
+        split.module(VALUE, torch.zeros(4, 3, 3))
+        split.module(VALUE, split.module.get_buffer("mask"))
+        split.module(VALUE, None)

@@ -1,0 +1,78 @@
+"""What ranks compare before each pass of a split model."""
+
+from __future__ import annotations
+
+from collections import UserDict, namedtuple
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_autosync.errors import ExchangeError
+from lightning_autosync.hybrid import HybridPlan, LayerPlan
+from lightning_autosync.hybrid.execution import split_model
+from lightning_autosync.hybrid.execution.live_mesh import LiveMesh
+from lightning_autosync.hybrid.execution.split_model import SplitModel
+from lightning_autosync.hybrid.traffic import pretended_job
+
+
+@dataclass
+class Sample:
+    inputs: Tensor
+    name: str = "sample"
+
+
+Pair = namedtuple("Pair", ["inputs", "labels"])
+INPUTS = torch.ones(2, 8)
+
+
+@pytest.fixture
+def split() -> Iterator[SplitModel]:
+    plan = HybridPlan(mesh=(2,), layers=(LayerPlan(module="", signature=("col",)),))
+    with pretended_job(2):
+        found = SplitModel(nn.Linear(8, 8), plan, LiveMesh(plan))
+        found.split()
+        yield found
+
+
+def _other_ranks(monkeypatch: pytest.MonkeyPatch, shapes: Any) -> None:
+    """Rank 1 has a batch of other shapes."""
+    monkeypatch.setattr(LiveMesh, "all_have", lambda *_: False)
+    monkeypatch.setattr(split_model, "gather_json", lambda own, group: [own, [shapes, *own[1:]]])
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        INPUTS,
+        [INPUTS],
+        {"inputs": INPUTS},
+        UserDict(inputs=INPUTS),
+        Sample(INPUTS),
+        Pair(INPUTS, "a"),
+        [[{"a": INPUTS}]],
+    ],
+    ids=lambda batch: type(batch).__name__,
+)
+def test_tensors_are_found_in_batches(split: SplitModel, monkeypatch: pytest.MonkeyPatch, batch: Any) -> None:
+    _other_ranks(monkeypatch, [[3, 8]])
+    with (
+        pytest.raises(ExchangeError, match=r"batch: its tensors have shapes \[\[3, 8\]\] on rank 1 and \[\[2, 8\]\]"),
+        split.forward(batch),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(("first", "other", "has", "lacks"), [(True, False, 0, 1), (False, True, 1, 0)])
+def test_the_rank_that_trains_is_named(first: bool, other: bool, has: int, lacks: int) -> None:
+    found = [[[[2, 8]], [True, first], 0, 0], [[[2, 8]], [True, other], 0, 0]]
+    with pytest.raises(ExchangeError, match=f"parameter 'bias' trains on rank {has}, but not on rank {lacks};"):
+        split_model._refuse_differences(found, ["weight", "bias"])
+
+
+def test_batches_without_tensors_are_refused(split: SplitModel) -> None:
+    with pytest.raises(ExchangeError, match="batch: no tensor was found in it"), split.forward(object()):
+        pass
