@@ -574,11 +574,19 @@ def writing(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def identity(directory: Path) -> str:
-    """A unique and persistent name of this directory, which differs from those of equal paths on other machines."""
+    """A unique and persistent name of this directory, which differs from those of equal paths on other machines.
+
+    Raises:
+        DocumentError: the file with the name is damaged; a new name would part the directory from its earlier results.
+        UnwritableError: the name cannot be written.
+    """
     file = directory / ".identity"
     if not file.exists():
         write_text(file, f"{directory.absolute()} {secrets.token_hex(4)}\n")
-    return file.read_text(encoding="utf-8").strip()
+    name = read_text(file).strip()
+    if not name:
+        raise DocumentError(f"{file}: empty; it must hold the name of this directory: restore it, or take another one")
+    return name
 
 
 @contextmanager

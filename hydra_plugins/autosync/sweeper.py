@@ -221,12 +221,12 @@ def _hide_passwords(config: DictConfig) -> None:
     given: Any = OmegaConf.to_container(config.hydra.overrides.hydra)  # with interpolations
     if not any("://" in text for text in (str(storage), *given)):
         return
-    from lightning_autosync.search.passwords import as_environment_variable, has_password, hide_passwords
+    from lightning_autosync.search.passwords import has_password, hide_passwords, with_hidden_password
 
     with open_dict(config.hydra):
         config.hydra.overrides.hydra = hide_passwords(given)
         if has_password(storage):
-            config.hydra.sweeper.storage = as_environment_variable(storage)
+            config.hydra.sweeper.storage = with_hidden_password(storage)
 
 
 def _directions(direction: Any) -> list[Direction]:

@@ -79,7 +79,7 @@ def usage() -> str:
 
 def run_verb(verb: str) -> None:
     """Compose the verb's configuration and call its function: once, or for every combination of a sweep."""
-    from lightning_autosync.cli.arguments import prepared, with_override, with_todays_keys
+    from lightning_autosync.cli.arguments import prepared, refuse_passwords, with_override, with_todays_keys
     from lightning_autosync.cli.configuration import check_overrides, help_text
 
     if {"-h", "--help"} & set(sys.argv[1:]):
@@ -91,6 +91,7 @@ def run_verb(verb: str) -> None:
             from lightning_autosync.search.passwords import hide_passwords
 
             sys.argv[1:] = hide_passwords(sys.argv[1:])
+        refuse_passwords(sys.argv[1:])
         sys.argv[1:] = prepared(with_todays_keys(verb, sys.argv[1:]), Path(folder))
         check_overrides(verb, sys.argv[1:])
         if TORCHRUN in sys.argv:

@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.cluster.files import shipped_clusters
 from lightning_autosync.documents import naming_lines, read_data, write_text
@@ -75,6 +77,46 @@ def prepared(arguments: Sequence[str], folder: Path) -> list[str]:
     return [*made, "--config-dir", directories[-1]] if searched else list(arguments)
 
 
+def refuse_passwords(arguments: Sequence[str]) -> None:
+    """Refuse passwords of databases in files that Hydra may read: it would copy them to files of the run.
+
+    Raises:
+        DocumentError: a file in a directory of options has an address with a password.
+    """
+    for directory in _directories_of_options(arguments):
+        for path in sorted(Path(directory).rglob("*.yaml")):
+            if place := _place_of_password(path):
+                raise DocumentError(
+                    f"{path}: {place}: an address with a password, which would be in files of each run; write "
+                    "${oc.env:NAME} for the password or the address, and put it into the environment variable NAME"
+                )
+
+
+def _directories_of_options(arguments: Sequence[str]) -> list[str]:
+    """The directories that the command line names, by an option or for Hydra's search path."""
+    directories, others = _split(arguments, (*_DIRECTORY, "--config-path", "-cp"))
+    for argument in others:
+        key, _, value = argument.partition("=")
+        if key.lstrip("+") == _SEARCH_PATH:
+            paths = (path.strip(" '\"").removeprefix("file://") for path in value.strip("[]").split(","))
+            directories += [path for path in paths if path and "://" not in path]
+    return directories
+
+
+def _place_of_password(path: Path) -> str | None:
+    """The key of the first address with a password in a file; None if there is none, or if Hydra cannot read it."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        if "://" not in text:
+            return None
+        data = yaml.safe_load(text)
+    except (OSError, ValueError, yaml.YAMLError):
+        return None
+    from lightning_autosync.search.passwords import places_of_passwords
+
+    return next(places_of_passwords(data), None)
+
+
 def with_override(arguments: Sequence[str], override: str) -> list[str]:
     """The arguments with a further override beside the others: Hydra's parser needs all overrides in one place."""
     places = (place for place, word in enumerate(arguments) if word[0:1] == "~" or (word[0:1] != "-" and "=" in word))
@@ -82,13 +124,13 @@ def with_override(arguments: Sequence[str], override: str) -> list[str]:
     return [*arguments[:place], override, *arguments[place:]]
 
 
-def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The values of ``--config-dir``, and all other arguments."""
+def _split(arguments: Sequence[str], options: Sequence[str] = _DIRECTORY) -> tuple[list[str], list[str]]:
+    """The directories that ``options`` name, and all other arguments."""
     directories, others = [], []
     words = iter(arguments)
     for word in words:
         option, equals, value = word.partition("=")
-        if option not in _DIRECTORY:
+        if option not in options:
             others.append(word)
         else:
             directories.append(value if equals else next(words, ""))

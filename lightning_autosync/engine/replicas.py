@@ -6,7 +6,8 @@ import hashlib
 import json
 import math
 import operator
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -26,6 +27,16 @@ _WIDTH = 1024
 """Columns of the grid in which the bits of a tensor are summed."""
 _NAMED = 5
 """Largest number of parameters that an error names."""
+_FROZEN_EVERY = 10
+"""Frozen parameters are compared in one check of so many."""
+_ROUNDING = 8
+"""Largest mean difference by rounding, per pass, in units of the precision in which optimizers compute.
+
+Ranks have the same gradients, so that only their optimizers' own rounding parts them. It does not grow by itself.
+"""
+_FLIPS = 4
+"""Elements of low precision that rounding may move to the next value at any time; it seldom moves any."""
+_NONE: Mapping[str, Tensor] = MappingProxyType({})
 _FORM = operator.attrgetter("shape", "dtype")
 _DTYPE = operator.attrgetter("dtype")
 _FORM_EVERY = 32
@@ -47,20 +58,24 @@ class ReplicaCheck:
         self._every = every
         self._group = group
         self._passes = 0
-        self._equal_after = 0
-        self._warned = False
+        self._equal_after: dict[str, int] = {}
+        self._alike_after: dict[str, int] = {}
+        self._warned: float | None = None
 
-    def count(self, parameters: Mapping[str, Tensor]) -> None:
+    def count(self, parameters: Mapping[str, Tensor], frozen: Mapping[str, Tensor] = _NONE) -> None:
         """Count a synchronized backward pass, before the optimizer's step, and check the weights if a check is due.
 
         Args:
             parameters: parameters by name; the same names on all ranks.
+            frozen: parameters to check only in the first check and in each tenth one after it, because reading large
+                tables takes long where a step touches a few of their rows.
 
         Raises:
             ExchangeError: weights differ (raised on every rank).
         """
         if self._every and self._passes and self._passes % self._every == 0:
-            self.run(parameters)
+            rare = self._passes // self._every % _FROZEN_EVERY == 1
+            self.run({**parameters, **frozen} if rare else parameters)
         self._passes += 1
 
     def run(self, parameters: Mapping[str, Tensor]) -> None:
@@ -77,40 +92,56 @@ class ReplicaCheck:
         dist.all_reduce(extremes, dist.ReduceOp.MAX, group=self._group)
         largest, smallest = extremes[: len(sums)], -extremes[len(sums) :]
         places = (largest != smallest).nonzero().view(-1).tolist()
-        if places:
-            names = list(parameters)
-            self._report({names[place]: parameters[names[place]].detach() for place in places})
-        self._equal_after = self._passes
+        names = list(parameters)
+        suspects = {names[place]: parameters[names[place]].detach() for place in places}
+        if suspects:
+            self._report(suspects)
+        self._alike_after.update(dict.fromkeys(names, self._passes))
+        self._equal_after.update((name, self._passes) for name in names if name not in suspects)
 
     def _report(self, suspects: Mapping[str, Tensor]) -> None:
         """Raise or warn about parameters whose bits differ between ranks."""
         gaps = gather_json([_gap(tensor, self._group) for tensor in suspects.values()], self._group)
-        limits = [math.sqrt(torch.finfo(tensor.dtype).eps) for tensor in suspects.values()]
+        limits = [
+            _limits(tensor.dtype, self._passes - self._equal_after.get(name, 0)) for name, tensor in suspects.items()
+        ]
         found = {
-            name: [rank for rank, theirs in enumerate(gaps) if not theirs[place] <= limits[place]]
+            name: [rank for rank, theirs in enumerate(gaps) if _is_beyond(theirs[place], limits[place])]
             for place, name in enumerate(suspects)
         }
         found = {name: ranks for name, ranks in found.items() if ranks}
         if not found:
-            if not self._warned:
-                self._warned = True
-                rank_zero_warn(
-                    f"AutoSync: weights of {len(suspects)} parameters differ between ranks by rounding (at most "
-                    f"{max(max(theirs) for theirs in gaps):.1g} of the largest weight), as on unlike processors"
-                )
+            self._warn(suspects, max(largest for theirs in gaps for largest, _ in theirs))
             return
         ranks, others = self._deviating([suspects[name] for name in found])
         far = {rank for theirs in found.values() for rank in theirs}
         if others == 0:
             ranks = [rank for rank in ranks if rank in far]  # other ranks differ by rounding only
-        shown = ", ".join(f"'{name}'" for name in list(found)[:_NAMED])
-        more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
         raise ExchangeError(
-            f"replicas differ: the weights of {shown}{more} on rank {', '.join(map(str, ranks))} are not those of "
-            f"rank {others}. They were equal after {self._equal_after} synchronized backward passes and differ after "
+            f"replicas differ: the weights of {_listed(found)} on rank {', '.join(map(str, ranks))} are not those of "
+            f"rank {others}. They were {self._last_alike(found)} synchronized backward passes and differ after "
             f"{self._passes}. Something changed weights, gradients or an optimizer on some ranks only; "
             "check_replicas=0 turns this check off"
         )
+
+    def _warn(self, suspects: Mapping[str, Tensor], gap: float) -> None:
+        """Warn of weights that differ by rounding, and again each time that the largest difference has doubled."""
+        if self._warned is not None and gap <= 2 * self._warned:
+            return
+        self._warned = gap
+        ranks, others = self._deviating(list(suspects.values()))
+        since = min(self._equal_after.get(name, 0) for name in suspects)
+        rank_zero_warn(
+            f"AutoSync: weights of {len(suspects)} parameters differ between ranks by rounding, as on unlike "
+            f"processors: {_listed(suspects)} on rank {', '.join(map(str, ranks))} from those of rank {others}, by "
+            f"{gap:.1g} of the largest weight at most. They were equal after {since} synchronized backward passes and "
+            f"differ after {self._passes}. The next warning comes when the difference has doubled"
+        )
+
+    def _last_alike(self, names: Iterable[str]) -> str:
+        """Up to when parameters were known to be alike, as part of a sentence."""
+        equal, alike = (min(after.get(name, 0) for name in names) for after in (self._equal_after, self._alike_after))
+        return f"equal after {equal}" if alike == equal else f"equal but for rounding after {alike}"
 
     def _deviating(self, tensors: Sequence[Tensor]) -> tuple[list[int], int]:
         """The ranks whose weights differ from the majority's, and the first rank of the majority.
@@ -128,7 +159,7 @@ def _bit_sum(tensor: Tensor) -> Tensor:
     Positions enter by row and column of a grid, so no temporary tensor of the size of ``tensor`` is needed.
     """
     real = real_view(tensor)
-    bits = real.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[real.itemsize]).reshape(-1)
+    bits = real.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[real.itemsize]).reshape(-1)
     whole = bits.numel() // _WIDTH * _WIDTH
     grid, rest = bits[:whole].view(-1, _WIDTH), bits[whole:].long()
     rows, columns = grid.sum(1, dtype=torch.int64), grid.sum(0, dtype=torch.int64)
@@ -141,16 +172,45 @@ def _places(part: Tensor) -> Tensor:
     return torch.arange(len(part), device=part.device) * 2654435762 + 1
 
 
-def _gap(tensor: Tensor, group: dist.ProcessGroup | None) -> float:
-    """The largest difference from the tensor of the group's first rank, relative to that tensor's largest element."""
+def _gap(tensor: Tensor, group: dist.ProcessGroup | None) -> tuple[float, float]:
+    """The largest and the mean difference from the tensor of the group's first rank.
+
+    They are relative to that tensor's largest and mean absolute element. The mean leaves out as much as `_FLIPS`
+    elements can contribute, which would be much in a small tensor.
+    """
     own = real_view(tensor).contiguous()
+    eps = torch.finfo(own.dtype).eps if own.is_floating_point() else 0.0
     first = own.clone()
-    dist.broadcast(first, src=dist.get_global_rank(group, 0) if group is not None else 0, group=group)
+    # As bytes, because backends lack some types that frozen weights may have.
+    source = dist.get_global_rank(group, 0) if group is not None else 0
+    dist.broadcast(first.view(-1).view(torch.uint8), src=source, group=group)
     own, first = own.double(), first.double()
     distance = torch.where((own == first) | (own.isnan() & first.isnan()), 0.0, (own - first).abs())
-    largest = float(first.abs().nan_to_num(0.0).max())
-    gap = float(distance.nan_to_num(math.inf).max()) / max(largest, 1e-30)
-    return min(gap, 1e30)  # JSON has no infinity
+    distance, scale = distance.nan_to_num(math.inf), first.abs().nan_to_num(0.0, posinf=0.0)
+    largest, total = float(scale.max()), float(scale.sum())
+    excess = max(0.0, float(distance.sum()) - _FLIPS * eps * largest)
+    # JSON has no infinity.
+    return min(float(distance.max()) / max(largest, 1e-30), 1e30), min(excess / max(total, 1e-30), 1e30)
+
+
+def _limits(dtype: torch.dtype, passes: int) -> tuple[float, float]:
+    """The largest and the mean difference that rounding may make in so many passes; see `_gap`."""
+    real = dtype.to_real()
+    if not real.is_floating_point:
+        return 0.0, 0.0
+    # Weights of lower precision are the rounded results of single precision, which differ more rarely, not by less.
+    precision = min(torch.finfo(real).eps, torch.finfo(torch.float32).eps)
+    return math.sqrt(torch.finfo(real).eps), _ROUNDING * precision * max(passes, 1)
+
+
+def _is_beyond(gap: Sequence[float], limit: Sequence[float]) -> bool:
+    return not (gap[0] <= limit[0] and gap[1] <= limit[1])
+
+
+def _listed(names: Iterable[str]) -> str:
+    given = list(names)
+    more = f" and {len(given) - _NAMED} more" if len(given) > _NAMED else ""
+    return ", ".join(f"'{name}'" for name in given[:_NAMED]) + more
 
 
 class ParameterTracker:

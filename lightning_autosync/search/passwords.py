@@ -11,8 +11,16 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError
 
 VARIABLE = "AUTOSYNC_STORAGE_"
-"""Prefix of environment variables for URLs; a number follows."""
+"""Prefix of environment variables that hold addresses or parts of passwords; a number follows."""
 _ADDRESS = re.compile(r"[A-Za-z][\w+.-]*://\S+")
+_INTERPOLATION = re.compile(r"\$\{[^{}]*\}")
+_FILLED = "\0"
+"""Stands for each character of an interpolation where passwords are looked for."""
+_PASSWORDS = (
+    re.compile(r"://[^:/?@]*:(.+)@"),
+    re.compile(r"[?&][^=&]*pass(?:word|wd)[^=&]*=([^&]+)", re.IGNORECASE),
+)
+"""Passwords in addresses with interpolations, which SQLAlchemy cannot read."""
 
 
 def without_password(storage: str) -> str:
@@ -43,9 +51,11 @@ def without_passwords_in(data: Any) -> Any:
 
 
 def has_password(value: Any) -> bool:
-    """Whether a value is a URL with a password."""
-    if not isinstance(value, str) or "://" not in value or "${" in value:
+    """Whether a value is an address with a password; one that is all interpolations does not count."""
+    if not isinstance(value, str) or "://" not in value:
         return False
+    if "${" in value:
+        return bool(_literal_parts(value))
     secret = re.compile(r"://[^/?]*:[^/?]+@|[?&][^=&]*pass(?:word|wd)[^=&]*=[^&]", re.IGNORECASE)
     if secret.search(value) is not None:
         return True
@@ -53,6 +63,16 @@ def has_password(value: Any) -> bool:
         return bool(make_url(value).password)
     except (ArgumentError, ValueError):
         return False
+
+
+def places_of_passwords(data: Any, place: str = "") -> Iterator[str]:
+    """The keys of plain data under which there are addresses with passwords, as ``study.storage``."""
+    if isinstance(data, dict | list):
+        named = data.items() if isinstance(data, dict) else enumerate(data)
+        for name, value in named:
+            yield from places_of_passwords(value, f"{place}.{name}" if place else str(name))
+    elif has_password(data):
+        yield place
 
 
 def hide_passwords(arguments: Sequence[str]) -> list[str]:
@@ -64,19 +84,43 @@ def hide_passwords(arguments: Sequence[str]) -> list[str]:
     return [_override(argument) if "://" in argument else argument for argument in arguments]
 
 
-def as_environment_variable(address: str) -> str:
-    """Put a URL into the environment; returns an interpolation for it, valid here and in child processes."""
+def with_hidden_password(address: str) -> str:
+    """What stands for an address with a password in configurations, here and in child processes.
+
+    It is an interpolation of an environment variable with the address. An address that has interpolations keeps them,
+    because those in variables are not resolved; variables stand for the rest of its password.
+    """
+    if "${" not in address:
+        return _as_environment_variable(address)
+    for start, end in reversed(_literal_parts(address)):
+        address = address[:start] + _as_environment_variable(address[start:end]) + address[end:]
+    return address
+
+
+def _literal_parts(address: str) -> list[tuple[int, int]]:
+    """Begin and end of each part of the passwords in an address that is in no interpolation, in order."""
+    filled, count = address, 1
+    while count:  # an interpolation may hold others
+        filled, count = _INTERPOLATION.subn(lambda found: _FILLED * len(found[0]), filled)
+    spans = sorted({found.span(1) for pattern in _PASSWORDS for found in pattern.finditer(filled)})
+    literal = re.compile(f"[^{_FILLED}]+")
+    return [part.span() for start, end in spans for part in literal.finditer(filled, start, end)]
+
+
+def _as_environment_variable(text: str) -> str:
+    """Put a text into the environment; the interpolation that stands for it."""
     held = {value: name for name, value in os.environ.items() if name.startswith(VARIABLE)}
-    name = held.get(address, f"{VARIABLE}{len(held) + 1}")
-    os.environ[name] = address
+    name = held.get(text, f"{VARIABLE}{len(held) + 1}")
+    os.environ[name] = text
     return f"${{oc.env:{name}}}"
 
 
 def _override(argument: str) -> str:
     key, equals, given = argument.partition("=")
-    variables = {written: as_environment_variable(address) for address, written in _addresses(argument, given)}
-    for written in sorted(variables, key=len, reverse=True):  # longest first, since one may be a prefix of another
-        given = given.replace(written, f"'{variables[written]}'")
+    shown = {written: with_hidden_password(address) for address, written in _addresses(argument, given)}
+    for written in sorted(shown, key=len, reverse=True):  # one may be the beginning of another
+        quoted = shown[written].replace("'", "\\'")
+        given = given.replace(written, f"'{quoted}'")
     return f"{key}{equals}{given}"
 
 

@@ -62,6 +62,7 @@ class ExactReplica(Replica):
         self._memory: ParameterStates = {}
         self._planned: dict[str, nn.Parameter] = {}
         self._compared: dict[str, nn.Parameter] = {}
+        self._frozen: dict[str, nn.Parameter] = {}
         self._resolution = self._resolve()
         broadcast_tensors(_initial_state(module, settings.initial_buffers), group)
         self._buffers = BufferBroadcast(module, group) if settings.broadcast_buffers else None
@@ -138,7 +139,7 @@ class ExactReplica(Replica):
             ExchangeError: (on every rank) weights differ.
         """
         if self._check is not None and self._engine is not None:
-            self._check.run(self._compared)
+            self._check.run({**self._compared, **self._frozen})
 
     def follow_scaler(self, scaler: GradScaler | None) -> None:
         """Tell the engine the loss scale of the next backward pass; ``scaler`` is None if the loss is not scaled."""
@@ -198,7 +199,7 @@ class ExactReplica(Replica):
     def _check_weights(self) -> None:
         # Counted by backward passes, because all ranks make equally many of them, unlike forward passes.
         if self._check is not None:
-            self._check.count(self._compared)
+            self._check.count(self._compared, self._frozen)
 
     def _compare(self) -> None:
         """Raise if parameters differ between ranks, and follow a change that all ranks made."""
@@ -244,6 +245,7 @@ class ExactReplica(Replica):
             self._planned[name] is parameter and self._dtypes[name] == parameter.dtype
             for name, parameter in current.items()
         ):
+            self._choose_compared()
             return
         self._plan_anew(current)
 
@@ -278,17 +280,25 @@ class ExactReplica(Replica):
             also=set(self._planned.values()),
         )
 
-    def _start(self) -> Engine:
-        # A parameter that has trained stays in the plan while it is frozen: networks that train in turn share a plan.
-        self._planned = dict(variable_names(self._module, also=set(self._planned.values())))
-        self._dtypes = {name: parameter.dtype for name, parameter in self._planned.items()}
-        own = {name for name, parameter in self._planned.items() if parameter in shortened_rows(self._module)}
+    def _choose_compared(self) -> None:
+        """Choose the parameters whose weights are compared: those in the plan, and, more rarely, the frozen ones."""
+        found = dict(variable_names(self._module, also=set(self._module.parameters())))
+        shortened = shortened_rows(self._module)
+        own = [name for name, parameter in found.items() if parameter in shortened]
         if own and not self._compared:
             rank_zero_warn(
                 f"AutoSync: '{min(own)}' is a table with max_norm: each rank shortens the rows that it reads, so "
                 "replicas differ, as with DDP. Their weights are not compared"
             )
-        self._compared = {name: parameter for name, parameter in self._planned.items() if name not in own}
+        kept = {name: parameter for name, parameter in found.items() if parameter not in shortened}
+        self._compared = {name: parameter for name, parameter in kept.items() if name in self._planned}
+        self._frozen = {name: parameter for name, parameter in kept.items() if name not in self._planned}
+
+    def _start(self) -> Engine:
+        # A parameter that has trained stays in the plan while it is frozen: networks that train in turn share a plan.
+        self._planned = dict(variable_names(self._module, also=set(self._planned.values())))
+        self._dtypes = {name: parameter.dtype for name, parameter in self._planned.items()}
+        self._choose_compared()
         found = self._resolution
         rank_zero_info(
             f"AutoSync: plan {found.plan.fingerprint} ({found.plan.semantics}, "

@@ -60,7 +60,7 @@ class AutoSyncMixin(_Base):
         gradient_as_bucket_view: as of ``DistributedDataParallel``.
         static_graph: as of ``DistributedDataParallel``.
         check_replicas: synchronized backward passes after which the weights of all ranks are compared again, which
-            they also are when training ends; 0 for never.
+            they also are when a Trainer ends training; 0 for never.
         heartbeat: when a silent rank is given up, by name (see `HeartbeatSettings`), under plans whose ranks run
             asynchronously.
         stall: seconds without progress after which the average of a group is given up, under such plans.

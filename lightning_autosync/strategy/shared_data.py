@@ -72,8 +72,9 @@ class SharedWork:
                 return range(header["start"], header["stop"])
 
     def _answer(self, mail: Mail) -> None:
-        portion = self._deal(**mail.header)
-        answer = {"epoch": mail.header["epoch"], "start": portion.start, "stop": portion.stop}
+        epoch = mail.header["epoch"]
+        portion = self._deal(epoch, mail.header["length"], mail.header["count"])
+        answer = {"epoch": epoch, "start": portion.start, "stop": portion.stop}
         with suppress(ExchangeError):  # the worker was lost, or this rank is about to leave
             self._mesh.send(mail.sender, "work", answer)
 

@@ -94,6 +94,30 @@ def change(name: str, where: list[int], **strategy: Any) -> str | float:
     return apart(module)
 
 
+class Pretrained(models.Plain):
+    """Trains a head on a frozen body, which one rank alone loads before training."""
+
+    def __init__(self, rank: int | None) -> None:
+        super().__init__()
+        self._rank = rank
+        self.body.requires_grad_(False)
+
+    def on_train_start(self) -> None:
+        if dist.get_rank() == self._rank:
+            self.body.load_state_dict({name: tensor + 0.5 for name, tensor in self.body.state_dict().items()})
+
+
+def load_frozen(rank: int | None, **strategy: Any) -> str | float:
+    """The error of training on a frozen body that one rank loads; without one, how far replicas are apart."""
+    seed_everything(3)
+    module = Pretrained(rank)
+    try:
+        make_trainer(AutoSyncStrategy(**strategy)).fit(module)
+    except AutoSyncError as error:
+        return f"{type(error).__name__}: {error}"
+    return apart(module)
+
+
 def new_buffer(module: Changing) -> None:
     module.register_buffer("late", torch.full((3,), 1.0 + dist.get_rank(), dtype=torch.float64))
 

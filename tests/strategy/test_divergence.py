@@ -94,6 +94,14 @@ def test_weights_are_compared_when_training_ends(duo) -> None:
     assert all("replicas differ: the weights of 'head.bias'" in error for error in found)
 
 
+@pytest.mark.parametrize("strategy", [{}, {"check_replicas": 2}])
+def test_frozen_weights_are_compared(duo, strategy) -> None:
+    assert duo.run(divergence_jobs.load_frozen, rank=None, **strategy) == [0.0, 0.0]
+    for error in duo.run(divergence_jobs.load_frozen, rank=0, **strategy):
+        assert "replicas differ: the weights of 'body.weight', 'body.bias' on rank 1 are not those of rank 0" in error
+        assert not strategy or "equal after 0 synchronized backward passes and differ after 2." in error
+
+
 def test_the_comparison_of_weights_can_be_left_out(duo) -> None:
     first, second = duo.run(divergence_jobs.change, name="weight", where=[1], check_replicas=0)
     assert first == 0.0

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, ValidationError
 from torch import Tensor
 
+from lightning_autosync.documents import describe_validation_error
 from lightning_autosync.errors import ExchangeError
 from lightning_autosync.plan.servers import Shard
-from lightning_autosync.relaxed.server.gradients import Gradients, unpack_gradients
-from lightning_autosync.relaxed.server.optimizer import Hyperparameters
+from lightning_autosync.relaxed.server.gradients import Gradients, are_places, unpack_gradients
+from lightning_autosync.relaxed.server.optimizer import Hyperparameters, check_settings
 from lightning_autosync.relaxed.transport.messages import Mail
-from lightning_autosync.relaxed.transport.payload import unpack
+from lightning_autosync.relaxed.transport.payload import Unpacked, unpack
 
 
 class StalenessClock:
@@ -181,15 +184,41 @@ class Push:
         return self.received == self.expected
 
 
+class _Request(BaseModel):
+    """What the last message of a push says beside its gradients."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    pushes: PositiveInt
+    workers: PositiveInt
+    settings: list[dict[str, Any]]
+    since: NonNegativeInt
+    wanted: list[int]
+
+
+class _Header(BaseModel):
+    """The header of each message of a push."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    step: NonNegativeInt
+    last: _Request | None = None
+
+
 class Pushes:
     """Incomplete pushes, at most one per worker.
 
+    Everything that a worker sends is checked here, before the server's state can change: one worker must not end the
+    server for all.
+
     Args:
         shards: shards of this server, by index.
+        settings: hyperparameters with which the server began; those of a push must have the same form.
     """
 
-    def __init__(self, shards: Mapping[int, Shard]) -> None:
+    def __init__(self, shards: Mapping[int, Shard], settings: Hyperparameters) -> None:
         self._shards = shards
+        self._settings = settings
         self._of: dict[int, Push] = {}
 
     def __contains__(self, rank: int) -> bool:
@@ -199,22 +228,39 @@ class Pushes:
         """Add a message; returns the push if it is now complete.
 
         Raises:
-            ExchangeError: the message is of another step than those before, or its gradients fit no shard.
+            ExchangeError: the message is of another step than those before, its header has a wrong value, or its
+                gradients fit no shard.
         """
-        rank, step = mail.sender, mail.header["step"]
-        push = self._of.setdefault(rank, Push(step))
-        if push.step != step:
-            raise ExchangeError(f"rank {rank} pushed for step {step} in the middle of step {push.step}")
+        rank, header = mail.sender, _read_header(mail)
+        push = self._of.setdefault(rank, Push(header.step))
+        if push.step != header.step:
+            raise ExchangeError(f"rank {rank} pushed for step {header.step} in the middle of step {push.step}")
         message = unpack(mail.payload)
-        last = mail.header.get("last")
         push.gradients.update(unpack_gradients(message, self._shards))
         push.received += 1
-        if last is not None:
-            wanted = {int(index): message.tensors[f"{index}.wanted"] for index in last["wanted"]}
-            push.expected, push.workers, push.settings = last["pushes"], last["workers"], last["settings"]
-            push.reader = Reader(rank, last["since"], wanted)
+        if header.last is not None:
+            self._complete(push, rank, header.last, message)
+        if push.expected is not None and push.received > push.expected:
+            raise ExchangeError(
+                f"{push.received} messages for step {push.step}, of which {push.expected} were announced"
+            )
         return self._of.pop(rank) if push.complete else None
+
+    def _complete(self, push: Push, rank: int, last: _Request, message: Unpacked) -> None:
+        check_settings(last.settings, self._settings)
+        wanted = {index: message.tensors[f"{index}.wanted"] for index in last.wanted}
+        if not all(map(are_places, wanted.values())):
+            raise ExchangeError("wanted rows that are no list of integers")
+        push.expected, push.workers, push.settings = last.pushes, last.workers, last.settings
+        push.reader = Reader(rank, last.since, wanted)
 
     def forget(self, rank: int) -> None:
         """Drop the push of a worker that is gone."""
         self._of.pop(rank, None)
+
+
+def _read_header(mail: Mail) -> _Header:
+    try:
+        return _Header.model_validate(mail.header)
+    except ValidationError as error:
+        raise ExchangeError(f"the header of a push: {describe_validation_error(error, mail.header)}") from None

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_autosync.errors import PlanError
+from lightning_autosync.errors import ExchangeError, PlanError
 from lightning_autosync.plan.servers import Shard
 from lightning_autosync.relaxed.server.shards import assign, elements
 
@@ -130,6 +130,36 @@ def adopt(optimizer: Optimizer, values: Hyperparameters) -> None:
     """Set the hyperparameters of a server's optimizer to a worker's."""
     for group, given in zip(optimizer.param_groups, values, strict=True):
         group.update((key, _value(value)) for key, value in given.items())
+
+
+def check_settings(values: Hyperparameters, known: Hyperparameters) -> None:
+    """Check a worker's hyperparameters against those with which a server began.
+
+    Raises:
+        ExchangeError: the number of groups, a group's names, or the type of a value is another one.
+    """
+    if len(values) != len(known):
+        raise ExchangeError(f"settings of {len(values)} parameter groups; allowed: of {len(known)}")
+    for number, (given, group) in enumerate(zip(values, known, strict=True)):
+        if given.keys() != group.keys():
+            raise ExchangeError(f"settings[{number}]: {sorted(given)}; allowed: {sorted(group)}")
+        for key, value in given.items():
+            if not _is_like(value, group[key]):
+                raise ExchangeError(f"settings[{number}].{key}: {value!r} is not of the kind of {group[key]!r}")
+
+
+def _is_like(value: Any, known: Any) -> bool:
+    """Whether a value is of the same kind; an integer may take the place of a float, and the other way round."""
+    if isinstance(known, list | tuple):
+        alike = isinstance(value, list | tuple) and len(value) == len(known)
+        return alike and all(map(_is_like, value, known))
+    if _is_number(known):
+        return _is_number(value)
+    return type(value) is type(known)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _plain(value: Any) -> Any:

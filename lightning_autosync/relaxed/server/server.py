@@ -45,7 +45,7 @@ class ShardServer:
         self._party_of: dict[int, int] = {}
         self._present: set[int] = set()
         self._newcomers: set[int] = set()
-        self._pushes = Pushes({})
+        self._pushes = Pushes({}, [])
         self._whole: dict[int, Push] = {}
         self._readers: dict[int, Reader] = {}
         self._gone: set[int] = set()
@@ -150,7 +150,7 @@ class ShardServer:
         self._clock.restore(setup.step, setup.progress)
         self._party_of = {rank: party for party, ranks in enumerate(setup.parties) for rank in ranks}
         self._shards = {shard.index: shard for shard in own}
-        self._pushes = Pushes(self._shards)
+        self._pushes = Pushes(self._shards, setup.rule.groups)
         self._present = set(self._party_of) - self._gone
         self._store, self._barrier, self._setup = store, Barrier(buffers), setup
         for party in self._clock.parties:

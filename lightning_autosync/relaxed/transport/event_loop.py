@@ -157,6 +157,11 @@ class EventLoop:
         """Connect to a peer for the first time, on a separate thread; `MeshEvents.joined` is called afterwards."""
         self._connections.join(peer, address, incarnation, timeout)
 
+    def refuse(self, peer: int, why: str) -> None:
+        """Give up a peer that sent what cannot be used; on the loop's thread only."""
+        if self._members.is_live(peer):
+            self._connections.give_up(peer, why, dead=True)
+
     def close(self) -> None:
         """Send queued messages, take leave, stop the thread and close all connections."""
         if self._thread.is_alive():

@@ -20,6 +20,7 @@ from lightning_autosync.relaxed.transport.handshake import exchange_addresses
 from lightning_autosync.relaxed.transport.heartbeat import HeartbeatSettings
 from lightning_autosync.relaxed.transport.membership import Membership, Status
 from lightning_autosync.relaxed.transport.messages import Mail, Message, Sent, as_bytes, encode_head, payload_size
+from lightning_autosync.relaxed.transport.stream import ProtocolError
 
 
 class Inbox:
@@ -226,7 +227,7 @@ class Mesh:
 
         Args:
             kind: kind of the messages.
-            handler: runs on the mesh's thread, so it must be quick.
+            handler: runs on the mesh's thread, so it must be quick. If it raises, the sender is given up.
             place: ``place(sender, header, size)`` may return memory of ``size`` bytes, into which a payload of more
                 than 64 KiB is received without a copy. If it returns None, the mesh allocates the memory.
 
@@ -239,7 +240,10 @@ class Mesh:
                 self._placers[kind] = place
             self._handlers[kind] = handler
             for mail in self._inbox.drain(kind):
-                handler(mail)
+                try:
+                    self.delivered(mail)
+                except ProtocolError as cause:
+                    self._loop.refuse(mail.sender, str(cause))
 
         def end() -> None:
             if self._handlers.get(kind) is handler:
@@ -328,10 +332,17 @@ class Mesh:
 
     def delivered(self, mail: Mail) -> None:
         handler = self._handlers.get(mail.kind)
-        if handler is not None:
-            handler(mail)
-        else:
+        if handler is None:
             self._inbox.put(mail)
+            return
+        try:
+            handler(mail)
+        except Exception as cause:
+            if mail.sender == self.rank:
+                raise
+            # A message that cannot be used must cost its sender the connection, and not this process its mesh.
+            why = f"{type(cause).__name__}: {cause}"
+            raise ProtocolError(f"rank {mail.sender} sent a message of kind {mail.kind!r} of no use: {why}") from cause
 
     def place(self, sender: int, kind: str, header: dict[str, Any], size: int) -> memoryview | None:
         placer = self._placers.get(kind)

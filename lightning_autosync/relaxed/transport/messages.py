@@ -10,7 +10,7 @@ from typing import Annotated, Any, NamedTuple
 
 import torch
 from annotated_types import Len
-from pydantic import BaseModel, NonNegativeInt, ValidationError, create_model
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError, create_model
 from torch import Tensor
 
 from lightning_autosync.documents import describe_validation_error
@@ -175,6 +175,12 @@ _FIELDS: dict[str, dict[str, Any]] = {
         "rate": float,
         "atomic": bool,
         "drain": bool,
+        "number": (int | None, None),
+        "bridging": (bool, False),
+        "active": (NonNegativeInt, 0),
+        "averages": (list[str], ()),
+        "visits": (list[int], ()),
+        "period": (int, 1),
     },
     "worker.verdict": {**_GENERATION, "commit": bool},
     "worker.stop": {"reason": str},
@@ -187,7 +193,7 @@ _FIELDS: dict[str, dict[str, Any]] = {
     "trainer_state?": {"name": str, "drain": int},
     "trainer_state": {"name": str, "fault": str},
 }
-"""Types of the header's fields, by kind of message; fields with a default may be missing.
+"""Types of the header's fields, by kind of message; fields with a default may be missing, others are refused.
 
 Servers check messages of workers themselves, because these depend on the model.
 """
@@ -195,7 +201,7 @@ Servers check messages of workers themselves, because these depend on the model.
 _MODELS: dict[str, type[BaseModel]] = {}
 for _kind, _fields in _FIELDS.items():
     _given: dict[str, Any] = {name: of if isinstance(of, tuple) else (of, ...) for name, of in _fields.items()}
-    _MODELS[_kind] = create_model("Header", **_given)
+    _MODELS[_kind] = create_model("Header", __config__=ConfigDict(extra="forbid"), **_given)
 
 
 def header_fault(kind: str, header: dict[str, Any]) -> str:

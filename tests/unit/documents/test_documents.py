@@ -171,6 +171,14 @@ def test_a_directory_keeps_its_name_and_shares_it_with_none(tmp_path: Path) -> N
     assert identity(here) != name
 
 
+@pytest.mark.parametrize(("damage", "message"), [(b"\xff\xfe\x00", "cannot be read: "), (b" \n", "empty; ")])
+def test_a_damaged_name_of_a_directory_is_one_error(tmp_path: Path, damage: bytes, message: str) -> None:
+    (tmp_path / ".identity").write_bytes(damage)
+    with pytest.raises(DocumentError) as caught:
+        identity(tmp_path)
+    assert str(caught.value).startswith(f"{tmp_path}/.identity: {message}")
+
+
 def test_an_earlier_name_of_a_key_works_and_warns() -> None:
     with pytest.warns(FutureWarning, match="^least: this key is called min_steps now"):
         assert Limits.parse({"least": 3, "min_steps": 5}).min_steps == 3

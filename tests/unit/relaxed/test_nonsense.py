@@ -17,6 +17,7 @@ from lightning_autosync.relaxed.controller import Controller, ControllerClient
 from lightning_autosync.relaxed.coordinator import Coordinator
 from lightning_autosync.relaxed.grouping import Grouping
 from lightning_autosync.relaxed.transport.mesh import Mesh
+from lightning_autosync.strategy.shared_data import SharedWork
 
 _HEAD = struct.Struct("<BIQ")
 _SMALL, _LARGE, _PIECE = range(3)
@@ -52,6 +53,8 @@ NONSENSE = {
     "a group of a list": small("controller.complete", {"generation": [1]}),
     "a breach of nothing": small("controller.broken", {}),
     "a question of nothing": small("work?", {"epoch": 1}),
+    "a question of more": small("work?", {"epoch": 1, "length": 4, "count": 1, "extra": 1}),
+    "what its handler cannot use": small("test.numbers", {"number": "many"}),
     "a part of nothing": small("average.part", {"generation": 1, "chunk": -1}),
 }
 
@@ -79,6 +82,8 @@ def test_nonsense_ends_its_senders_connection_only() -> None:
         thread.join()
     with closing(first[0]) as victim, closing(first[1]) as other:
         controller = Controller(victim, Coordinator(2, Grouping(2)))
+        work = SharedWork(victim, 3, timeout=20.0)
+        victim.subscribe("test.numbers", lambda mail: int(mail.header["number"]))
         for name, data in NONSENSE.items():
             sender._loop.perform(lambda data=data, sender=sender: sender._loop._connections.by_rank[0].sock.send(data))
             await_true(lambda: 2 not in victim.live, f"rank 0 does not mind {name}")
@@ -93,3 +98,22 @@ def test_nonsense_ends_its_senders_connection_only() -> None:
             ControllerClient(mesh, 20.0).send("start")
         assert ControllerClient(other, 20.0).receive("take")[0] == "take"
         controller.close()
+        work.close()
+
+
+def test_nonsense_that_came_before_its_handler_ends_its_senders_connection_only() -> None:
+    store = dist.HashStore()
+    first: list[Any] = []
+    thread = threading.Thread(
+        target=lambda: first.append(Mesh.open(store, 0, 2, secret=SECRET, address="127.0.0.1", timeout=20.0))
+    )
+    thread.start()
+    sender = Mesh.open(store, 1, 2, secret=SECRET, address="127.0.0.1", timeout=20.0)
+    thread.join()
+    with closing(first[0]) as victim, closing(sender):
+        sender.send(0, "test.numbers", {"number": "many"})
+        sender.send(0, "test.after").wait(20.0)
+        victim.receive("test.after", timeout=20.0)
+        victim.subscribe("test.numbers", lambda mail: int(mail.header["number"]))
+        await_true(lambda: 1 not in victim.live, "rank 0 does not mind")
+        assert victim.error is None

@@ -21,6 +21,7 @@ from lightning_autosync.relaxed.server import server as server_module
 from lightning_autosync.relaxed.server.clock import Barrier
 from lightning_autosync.relaxed.transport.heartbeat import HeartbeatSettings
 from lightning_autosync.relaxed.transport.mesh import Mesh
+from lightning_autosync.relaxed.transport.payload import pack
 from lightning_autosync.workload import describe, variable_names
 
 PATIENT = HeartbeatSettings(interval=0.5, shortest=20.0, longest=30.0)
@@ -97,7 +98,22 @@ def play(*parts: Callable[[], Any]) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("damage", ["payload", "header"])
+SETTINGS = {"lr": 0.1, "momentum": 0, "dampening": 0, "weight_decay": 0, "nesterov": False, "maximize": False}
+REQUEST = {"pushes": 1, "workers": 1, "settings": [SETTINGS], "since": 0, "wanted": []}
+HEADERS = {
+    "payload": {"step": 0},
+    "header": {"nonsense": True},
+    "step": {"step": "none", "last": REQUEST},
+    "workers": {"step": 0, "last": {**REQUEST, "workers": 0}},
+    "version": {"step": 0, "last": {**REQUEST, "since": "now"}},
+    "groups": {"step": 0, "last": {**REQUEST, "settings": []}},
+    "group": {"step": 0, "last": {**REQUEST, "settings": [{**SETTINGS, "params": []}]}},
+    "setting": {"step": 0, "last": {**REQUEST, "settings": [{**SETTINGS, "lr": "fast"}]}},
+}
+"""Headers of a push, by what is wrong; ``payload`` comes with a payload that is none."""
+
+
+@pytest.mark.parametrize("damage", HEADERS)
 def test_what_one_worker_sends_does_not_end_the_others(damage: str) -> None:
     store = dist.HashStore()
 
@@ -116,9 +132,9 @@ def test_what_one_worker_sends_does_not_end_the_others(damage: str) -> None:
     def bad() -> str:
         worker = Worker(store, 2, "asynchronous")
         worker.running.start()
+        parts = [memoryview(b"noise")] if damage == "payload" else pack({}, {}).parts
         for server in (0, 1):
-            header = {"step": 0} if damage == "payload" else {"nonsense": True}
-            worker.mesh.send(server, "server.push", header, [memoryview(b"noise")])
+            worker.mesh.send(server, "server.push", HEADERS[damage], parts)
         store.set("sent", "")
         with pytest.raises(ExchangeError, match="rank 2 sent what cannot be used"):
             worker.step()

@@ -112,6 +112,24 @@ def test_gradients_of_another_size_or_shard_are_refused() -> None:
         unpack_gradients(unpack(travelled(pack_gradients(one))), {1: TABLE})
 
 
+@pytest.mark.parametrize(
+    ("index", "gradient", "message"),
+    [
+        (
+            0,
+            DenseGradient((torch.ones(2), None), (1, 0)),
+            r"elements of torch.float32 for shard 0 .*; allowed: float64",
+        ),
+        (0, DenseGradient((torch.ones(2).double(), None), (1.5, 0)), "as the numbers of gradients for shard 0"),  # type: ignore[arg-type]
+        (1, Rows(torch.tensor([2.0]), torch.ones(1, 2).double(), 1), "rows that are not in shard 1"),
+        (1, Rows(torch.tensor([2]), torch.ones(1, 2), 1), "elements of torch.float32 for shard 1"),
+    ],
+)
+def test_gradients_of_another_kind_are_refused(index: int, gradient: DenseGradient | Rows, message: str) -> None:
+    with pytest.raises(ExchangeError, match=message):
+        unpack_gradients(unpack(travelled(pack_gradients({index: gradient}))), SHARDS)
+
+
 def test_the_lowest_worker_of_a_node_that_still_trains_leads() -> None:
     node = Node(2, [1, 2, 3])
     assert (node.leader, node.others) == (1, [1, 3])

@@ -83,6 +83,39 @@ def test_each_address_of_a_sweep_has_a_variable():
     assert told == f"study.storage='${{oc.env:{VARIABLE}1}}',sqlite:///x.db,'${{oc.env:{VARIABLE}2}}'"
 
 
+@pytest.mark.parametrize(
+    ("address", "literal"),
+    [
+        ("postgresql://u:hunter2@${oc.env:HOST}/db", ["hunter2"]),
+        ("postgresql://${user}:hunter2@${oc.env:HOST,'h'}/db", ["hunter2"]),
+        ("postgresql://u:hunter2${oc.env:${name}}x@host/db", ["hunter2", "x"]),
+        ("postgresql://${oc.env:HOST}/db?user=u&password=hunter2", ["hunter2"]),
+    ],
+)
+@pytest.mark.parametrize("quoted", [True, False])
+def test_a_password_beside_interpolations_goes_by_the_environment(address, literal, quoted):
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    given = "'{}'".format(address.replace("'", "\\'")) if quoted else address
+    (told,) = hide_passwords([f"study.storage={given}"])
+    assert "hunter2" not in told
+    value = OverridesParser.create().parse_override(told).value()
+    for number, part in reversed(list(enumerate(reversed(literal), 1))):
+        assert os.environ[f"{VARIABLE}{number}"] == part
+        value = value.replace(f"${{oc.env:{VARIABLE}{number}}}", part)
+    assert value == address
+
+
+def test_a_password_that_is_an_interpolation_stays_as_it_is():
+    line = [
+        "a='postgresql://u:${oc.env:PASSWORD}@${oc.env:HOST}/db'",
+        "b='postgresql://${oc.env:HOST}:5432/db'",
+        "c='postgresql://u@${oc.env:HOST}:5432/db'",
+        "d='postgresql://${oc.env:HOST}/db?password=${secret}'",
+    ]
+    assert hide_passwords(line) == line
+
+
 def test_a_sweeper_keeps_its_own_password_in_any_application():
     from omegaconf import OmegaConf
 
@@ -107,7 +140,8 @@ def test_messages_show_no_password(address):
 
 def run(folder: Path, *line: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     (folder / "verb.py").write_text(VERB)
-    surroundings = {**os.environ, "PYTHONPATH": str(folder), **(environment or {})}
+    path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+    surroundings = {**os.environ, "PYTHONPATH": path, **(environment or {})}
     command = [sys.executable, "-c", RUN, "tune", *line]
     return subprocess.run(command, cwd=folder, env=surroundings, capture_output=True, text=True, timeout=120)
 
@@ -140,6 +174,28 @@ def test_a_sweep_leaves_no_password(tmp_path):
     assert finished.returncode == 0, finished.stderr
     assert (tmp_path / "sweep" / "multirun.yaml").exists()
     assert_hidden(tmp_path, finished)
+
+
+def test_a_password_beside_an_interpolation_is_in_no_file(tmp_path):
+    address = f"postgresql://u:{SECRET}@${{oc.env:HOST}}/db"
+    finished = run(tmp_path, f"study.storage='{address}'", "hydra.run.dir=run", environment={"HOST": "h"})
+    assert finished.returncode == 0, finished.stderr
+    assert_hidden(tmp_path, finished)
+
+
+@pytest.mark.parametrize("way", ["--config-dir={}", "hydra.searchpath=[file://{}]"])
+@pytest.mark.parametrize("address", [ADDRESSES[0], f"postgresql://u:{SECRET}@${{oc.env:HOST}}/db"])
+def test_a_password_in_a_file_of_options_is_refused(tmp_path, address, way):
+    file = tmp_path / "options" / "my" / "own.yaml"
+    file.parent.mkdir(parents=True)
+    file.write_text(f"# @package _global_\nstudy: {{name: x, storage: '{address}'}}\n")
+    line = ("+my=own", "hydra.run.dir=run")
+    finished = run(tmp_path, *line, way.format(file.parent.parent), environment={"HOST": "h"})
+    assert finished.returncode != 0
+    assert f"{file}: study.storage: an address with a password, which would be" in finished.stderr
+    assert len(finished.stderr.splitlines()) == 1
+    assert "hunter2" not in finished.stdout + finished.stderr
+    assert not (tmp_path / "run").exists()
 
 
 def test_what_is_wrong_is_said_without_a_password(tmp_path):
