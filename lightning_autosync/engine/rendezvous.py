@@ -13,17 +13,20 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from itertools import count
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch.distributed as dist
 
 from lightning_autosync.engine.connections import listen
 from lightning_autosync.engine.waiting import SLICE
 from lightning_autosync.errors import AutoSyncError, ExchangeError
+
+T = TypeVar("T")
 
 ANSWER_TIMEOUT = 10.0
 """Seconds in which a store answers even on a busy host, because its thread runs no Python."""
@@ -102,8 +105,9 @@ class _SignIn:
         Raises:
             ExchangeError: some ranks did not; the error puts ``fault`` after their names.
         """
+        longest = timeout + (_LINGER_FOR_LATE if self._holds_store else 0.0)
         try:
-            result = self._sign_in(what, timeout)
+            result = ask_store(lambda: self._sign_in(what, timeout), longest)
         except RuntimeError as cause:
             raise ExchangeError(f"rank 0 is lost: its store does not answer any more ({_first_line(cause)})") from cause
         if result["twice"] is not None:
@@ -183,27 +187,13 @@ class _SignIn:
 def _is_there(store: dist.Store, key: str, seconds: float) -> bool:
     """Whether the store has ``key``; waits for it for at most ``seconds``.
 
-    This is a single long wait, because torch prints a warning for each wait that times out. It runs in a thread,
-    because Ctrl-C cannot interrupt it.
+    This is a single long wait, because torch prints a warning for each wait that times out.
     """
-    found: list[bool | RuntimeError] = []
-
-    def wait() -> None:
-        try:
-            store.wait([key], timedelta(seconds=seconds))
-            found.append(True)
-        except dist.DistStoreError:
-            found.append(False)
-        except RuntimeError as cause:
-            found.append(cause)
-
-    waiter = threading.Thread(target=wait, name="autosync-rendezvous", daemon=True)
-    waiter.start()
-    while waiter.is_alive():
-        waiter.join(SLICE)
-    if isinstance(found[0], RuntimeError):
-        raise found[0]
-    return found[0]
+    try:
+        store.wait([key], timedelta(seconds=seconds))
+    except dist.DistStoreError:
+        return False
+    return True
 
 
 def _missing(ranks: object, before: str, fault: str) -> str:
@@ -277,17 +267,37 @@ def find_store(host: str, port: int, timeout: float, waiting: float = 0.0) -> di
         ExchangeError: the listener does not answer like a store.
     """
     _await_listener(host, port, waiting)
-    found: list[dist.TCPStore | RuntimeError] = []
-    # In a thread, because torch waits for the first answer without a timeout, and cannot be interrupted.
-    asking = threading.Thread(target=_ask, args=(host, port, found), name="autosync-store", daemon=True)
-    asking.start()
-    asking.join(ANSWER_TIMEOUT + 1.0)
-    answer = found[0] if found else RuntimeError(f"no answer in {ANSWER_TIMEOUT:g} s")
-    if isinstance(answer, RuntimeError):
-        reason = str(answer).splitlines()[0]
-        raise ExchangeError(f"no store at {host}:{port}: what listens there is something else ({reason})")
+    try:
+        answer = ask_store(lambda: _connect(host, port))
+    except RuntimeError as cause:
+        raise ExchangeError(
+            f"no store at {host}:{port}: what listens there is something else ({_first_line(cause)})"
+        ) from None
     answer.set_timeout(timedelta(seconds=timeout))
     return answer
+
+
+def ask_store(call: Callable[[], T], longest: float = 0.0) -> T:
+    """The result of ``call``, which asks a store.
+
+    It runs in a thread, because torch waits for a store's answers without a timeout, and Ctrl-C cannot interrupt it.
+    Where the process that holds the store is stopped, the thread is left behind, and its store is of no further use.
+
+    Args:
+        call: a call, or several, of a store's methods.
+        longest: seconds that the calls may wait for other ranks.
+
+    Raises:
+        ExchangeError: the store did not answer within `ANSWER_TIMEOUT` after ``longest``.
+        RuntimeError: the call failed.
+    """
+    answer: Future[T] = Future()
+    asking = threading.Thread(target=_ask, args=(call, answer), name="autosync-store", daemon=True)
+    asking.start()
+    asking.join(longest + ANSWER_TIMEOUT)
+    if not answer.done():
+        raise ExchangeError(f"no answer from the store in {longest + ANSWER_TIMEOUT:g} s")
+    return answer.result()
 
 
 def _await_listener(host: str, port: int, waiting: float) -> None:
@@ -302,12 +312,16 @@ def _await_listener(host: str, port: int, waiting: float) -> None:
         time.sleep(_RETRY)
 
 
-def _ask(host: str, port: int, found: list[dist.TCPStore | RuntimeError]) -> None:
+def _connect(host: str, port: int) -> dist.TCPStore:
     timeout = timedelta(seconds=ANSWER_TIMEOUT)
+    return dist.TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
+
+
+def _ask(call: Callable[[], T], answer: Future[T]) -> None:
     try:
-        found.append(dist.TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False))
-    except RuntimeError as cause:
-        found.append(cause)
+        answer.set_result(call())
+    except BaseException as cause:
+        answer.set_exception(cause)
 
 
 def _numeric(address: str) -> str:

@@ -16,7 +16,8 @@ def told(*ranks: int | None, port: int = 0, **options: Any) -> list[Any]:
         with socket.create_server((HOST, 0)) as free:
             port = free.getsockname()[1]
     with Crew("rendezvous_calls:come", len(ranks), port=port, ranks=list(ranks), **options) as crew:
-        there = [place for place, rank in enumerate(ranks) if rank is not None and rank != options.get("dies")]
+        gone = {None, options.get("dies"), 0 if "stops" in options else None}
+        there = [place for place, rank in enumerate(ranks) if rank not in gone]
         return [crew.result(place, 60.0) for place in there]
 
 
@@ -56,3 +57,10 @@ def test_who_is_lost_while_the_group_forms_is_named(lost: int) -> None:
     for seen in told(0, 1, 2, dies=lost):
         assert f"rank {lost}" in seen
         assert "lost" in seen
+
+
+@pytest.mark.parametrize("step", ["_sign_in", "_is_there"])
+def test_a_first_rank_that_is_stopped_is_named(step: str) -> None:
+    """It holds the store, and torch would wait for its answers for ever."""
+    for seen in told(0, 1, None, stops=step):
+        assert seen == "rank 0 is lost: its store does not answer any more (no answer from the store in 4 s)"
