@@ -1,8 +1,8 @@
 """The rendezvous of ranks: torch's TCP stores, and errors that name missing ranks when its process group forms.
 
-Stores listen on one address only, and searches for them respect their timeout. All ranks sign in at the store that the
-process group uses. The last rank to arrive, or the first to reach its timeout, writes the result there for all. Errors
-therefore name ranks instead of keys of a store.
+Stores listen on one address only, wherever it can be known, and searches for them respect their timeout. All ranks sign
+in at the store that the process group uses. The last rank to arrive, or the first to reach its timeout, writes the
+result there for all. Errors therefore name ranks instead of keys of a store.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from ipaddress import ip_address
 from itertools import count
 from typing import NamedTuple, TypeVar
 
 import torch.distributed as dist
 
-from lightning_autosync.engine.connections import listen
+from lightning_autosync.engine.connections import listen, own_address
 from lightning_autosync.engine.waiting import SLICE
 from lightning_autosync.errors import AutoSyncError, ExchangeError
 
@@ -163,16 +164,8 @@ class _SignIn:
         rendezvous = self._rendezvous
         if rendezvous.rank == 0:
             # If the port is taken, the process that has it may be another one with rank 0: sign in there, to find out.
-            with suppress(dist.DistNetworkError):
-                store = dist.TCPStore(
-                    rendezvous.host,
-                    rendezvous.port,
-                    rendezvous.size,
-                    is_master=True,
-                    timeout=timedelta(seconds=rendezvous.timeout),
-                    wait_for_workers=False,
-                    multi_tenant=True,
-                )
+            with suppress(ExchangeError, dist.DistNetworkError):
+                store = _open_first(rendezvous)
                 self._holds_store = True
                 return store
         try:
@@ -240,7 +233,7 @@ def _open_again(address: str, port: int, timeout: float, taken: ExchangeError) -
             raise taken from None
 
 
-def _store(address: str, port: int, timeout: float, descriptor: int) -> dist.TCPStore:
+def _store(address: str, port: int, timeout: float, descriptor: int | None) -> dist.TCPStore:
     return dist.TCPStore(
         address,
         port,
@@ -324,9 +317,53 @@ def _ask(call: Callable[[], T], answer: Future[T]) -> None:
         answer.set_exception(cause)
 
 
+def _open_first(rendezvous: Rendezvous) -> dist.TCPStore:
+    """Rank 0's store. Torch's process group takes it, and opens none of its own, which would listen on all addresses.
+
+    Raises:
+        ExchangeError: (or a ``DistNetworkError``) another process has the port.
+    """
+    host, port, _, _, timeout = rendezvous
+    addresses = _await_addresses(host, timeout)
+    if host not in {"localhost", *addresses} and all(ip_address(address).is_loopback for address in addresses):
+        # Debian gives a machine's own name a loopback address, but other machines know it by an address that cannot be
+        # told from here. The store therefore listens on all.
+        return _store(host, port, timeout, None)
+    return open_store(_own_one(addresses), port, timeout)
+
+
+def _own_one(addresses: list[str]) -> str:
+    """The first of the addresses that is this machine's.
+
+    If none is, they are of a service or a gateway, which forwards to the address of the route to it.
+    """
+    for address in addresses:
+        with suppress(ExchangeError):
+            listen(address).close()
+            return address
+    return own_address()
+
+
+def _await_addresses(host: str, waiting: float) -> list[str]:
+    """`_numeric_addresses`, which Kubernetes announces some time after it has started the process."""
+    deadline = time.monotonic() + waiting
+    while True:
+        try:
+            return _numeric_addresses(host)
+        except ExchangeError:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(_RETRY)
+
+
 def _numeric(address: str) -> str:
     """The numeric form of an address or a host name."""
+    return _numeric_addresses(address)[0]
+
+
+def _numeric_addresses(address: str) -> list[str]:
+    """The numeric forms of an address or a host name, most suitable first."""
     try:
-        return str(socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][4][0])
+        return [str(place[0]) for *_, place in socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)]
     except OSError as cause:
         raise ExchangeError(f"{address}: {cause}; give the cluster's nodes an address") from None

@@ -11,6 +11,7 @@ from typing import Any
 from unittest import mock
 
 import torch.distributed as dist
+from strangers import listening
 
 from lightning_autosync.engine import rendezvous as stores
 from lightning_autosync.engine.rendezvous import Rendezvous, checked_rendezvous
@@ -28,12 +29,16 @@ def come(
     ranks: list[int | None],
     dies: int | None = None,
     stops: str = "",
+    host: str = HOST,
     timeout: float = 2.0,
 ) -> Any:
-    """Form a group as the rank that ``ranks`` says; None does not come. The error, or the group's size.
+    """Form a group as the rank that ``ranks`` says; None does not come.
+
+    The error, or the group's size and the addresses on which this process listens at the job's port.
 
     Args:
         dies: the rank that is killed once all have come.
+        host: rank 0's host.
         stops: the step before which rank 0 is stopped; see `stop_first`.
     """
     claimed = ranks[rank]
@@ -42,16 +47,16 @@ def come(
     if stops:
         stop_first(store, claimed, sum(other is not None for other in ranks), stops)
     try:
-        with checked_rendezvous(Rendezvous(HOST, port, claimed, size, timeout)):
+        with checked_rendezvous(Rendezvous(host, port, claimed, size, timeout)):
             if claimed == dies:
                 os.kill(os.getpid(), signal.SIGKILL)
             dist.init_process_group(
-                "gloo", f"tcp://{HOST}:{port}", timeout=timedelta(seconds=timeout), rank=claimed, world_size=size
+                "gloo", f"tcp://{host}:{port}", timeout=timedelta(seconds=timeout), rank=claimed, world_size=size
             )
             dist.barrier()
     except ExchangeError as cause:
         return str(cause)
-    return dist.get_world_size()
+    return [dist.get_world_size(), sorted({place for place, at in listening([os.getpid()]) if at == port})]
 
 
 def stop_first(store: dist.TCPStore, rank: int, size: int, step: str) -> None:

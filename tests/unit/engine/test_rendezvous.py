@@ -56,6 +56,30 @@ def test_an_address_of_another_machine_is_an_error() -> None:
         open_store("192.0.2.1", 0, 20.0)
 
 
+def first_listens(host: str) -> set[str]:
+    """The addresses on which the store that rank 0 opens for a process group listens."""
+    with socket.create_server((HOST, 0)) as free:
+        port = free.getsockname()[1]
+    opened = stores._SignIn(stores.Rendezvous(host, port, 0, 2, 20.0))
+    assert opened._holds_store
+    return {address for address, at in listening([os.getpid()]) if at == port}
+
+
+@pytest.mark.parametrize("host", [HOST, "localhost", "192.0.2.1"], ids=["address", "name", "gateway"])
+def test_the_store_of_rank_0_listens_on_one_address_of_this_machine(monkeypatch: pytest.MonkeyPatch, host: str) -> None:
+    """A gateway, or a service as of Kubernetes, forwards to the address of the route to it."""
+    monkeypatch.setattr(stores, "own_address", lambda: HOST)
+    (listens,) = first_listens(host)
+    assert listens in {HOST, "::1"}
+
+
+def test_other_machines_find_the_store_where_only_this_one_takes_its_name_for_a_loopback_address(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(stores, "_numeric_addresses", lambda host: ["127.0.1.1"])
+    assert first_listens(socket.gethostname()) <= {"::", "0.0.0.0"}
+
+
 @pytest.mark.parametrize(
     "says", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n", bytes(100)], ids=["silence", "HTTP", "zeros"]
 )
