@@ -14,6 +14,7 @@ import torch.distributed as dist
 from strangers import listening
 
 from lightning_autosync.engine import rendezvous as stores
+from lightning_autosync.engine.failure_detector import open_failure_detector
 from lightning_autosync.engine.rendezvous import Rendezvous, checked_rendezvous
 from lightning_autosync.errors import ExchangeError
 
@@ -57,6 +58,20 @@ def come(
     except ExchangeError as cause:
         return str(cause)
     return [dist.get_world_size(), sorted({place for place, at in listening([os.getpid()]) if at == port})]
+
+
+def connect(store: dist.TCPStore, rank: int, size: int, rejoin: bool, port: int, secrets: list[str]) -> str:
+    """Form a group and open a failure detector with the secret that this rank is given; the error, or nothing."""
+    os.environ["AUTOSYNC_SECRET"] = secrets[rank]
+    waiting = timedelta(seconds=60.0)
+    dist.init_process_group("gloo", f"tcp://{HOST}:{port}", timeout=waiting, rank=rank, world_size=size)
+    try:
+        detector = open_failure_detector(None, 60.0, HOST)
+        assert detector is not None
+    except ExchangeError as cause:
+        return str(cause)
+    detector.close()
+    return ""
 
 
 def stop_first(store: dist.TCPStore, rank: int, size: int, step: str) -> None:

@@ -9,6 +9,8 @@ import pytest
 import torch.distributed as dist
 from crew import HOST, Crew
 
+ONE, OTHER = "one secret of sixteen bytes", "another of sixteen bytes"
+
 
 def told(*ranks: int | None, port: int = 0, **options: Any) -> list[Any]:
     """What those say who come, as the ranks that they take themselves for."""
@@ -73,3 +75,15 @@ def test_a_first_rank_that_is_stopped_is_named(step: str) -> None:
     """It holds the store, and torch would wait for its answers for ever."""
     for seen in told(0, 1, None, stops=step):
         assert seen == "rank 0 is lost: its store does not answer any more (no answer from the store in 4 s)"
+
+
+@pytest.mark.parametrize(
+    ("other", "error"), [(ONE, ""), (OTHER, "rank 1 has another secret, rank 0 has one"), ("", "rank 1 has none")]
+)
+def test_ranks_connect_with_the_secret_that_they_were_given(other: str, error: str) -> None:
+    with socket.create_server((HOST, 0)) as free:
+        port = free.getsockname()[1]
+    with Crew("rendezvous_calls:connect", 2, port=port, secrets=[ONE, other]) as crew:
+        for seen in (crew.result(rank, 60.0) for rank in range(2)):
+            assert bool(seen) == bool(error)
+            assert error in seen
