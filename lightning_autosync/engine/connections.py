@@ -6,7 +6,6 @@ import errno
 import json
 import math
 import os
-import secrets
 import selectors
 import socket
 import struct
@@ -22,6 +21,7 @@ import torch.distributed as dist
 
 from lightning_autosync.engine.authentication import Acceptor, Caller, connect_with_retries
 from lightning_autosync.engine.collectives import gather_json
+from lightning_autosync.engine.secret import common_secret
 from lightning_autosync.errors import ExchangeError
 
 CONNECT_TIMEOUT = 120.0
@@ -62,8 +62,8 @@ def connect_pairs(
 ) -> dict[int, socket.socket]:
     """Open one connection for every pair of ranks; collective.
 
-    The higher rank of a pair listens on its own address; the lower rank connects. Both prove that they know a secret
-    that rank 0 drew and sent to all ranks over the group; see `authentication`.
+    The higher rank of a pair listens on its own address; the lower rank connects. Both prove that they know the
+    ranks' secret; see `common_secret` and `authentication`.
 
     Args:
         edges: pairs of ranks, lower rank first.
@@ -76,11 +76,13 @@ def connect_pairs(
         This rank's connections, blocking, by peer.
 
     Raises:
-        ExchangeError: some rank cannot listen (raised on every rank), or a peer cannot be reached in time.
+        ExchangeError: some rank cannot listen, or ranks were given different secrets (both raised on every rank), or a
+            peer cannot be reached in time.
     """
     rank = dist.get_rank(group)
     edges = sorted(edges)
     deadline = time.monotonic() + timeout
+    secret = common_secret(group)
     with ExitStack() as cleanup:
         listener, fault = None, ""
         try:
@@ -88,14 +90,14 @@ def connect_pairs(
         except (OSError, ExchangeError) as cause:
             fault = str(cause)
         own = _endpoint(listener) if listener is not None else None
-        offers = gather_json([own, fault, secrets.token_hex(32) if rank == 0 else ""], group)
-        for other, (_, problem, _) in enumerate(offers):
+        offers = gather_json([own, fault], group)
+        for other, (_, problem) in enumerate(offers):
             if problem:
                 raise ExchangeError(f"rank {other} cannot listen for its peers: {problem}")
         assert listener is not None
         connector = _Connector(
             listener,
-            secret=str(offers[0][2]).encode(),
+            secret=secret,
             rank=rank,
             callers={low for low, high in edges if high == rank},
             deadline=deadline,

@@ -215,12 +215,11 @@ class FailureDetector(Monitor):
         self._submit(self._ping_all)
 
     def explain(self, cause: str, late: bool = False) -> ExchangeError:
-        self._submit(lambda: self._request(late))
-        deadline = time.monotonic() + 3 * self.answer_timeout
-        while not self._known.wait(self.answer_timeout / 10) and time.monotonic() < deadline:
-            since = self._unanswered
-            if since is not None and time.monotonic() - since > self.answer_timeout:
-                self._submit(lambda: self._tell_all(Verdict(0, _SILENT)))
+        # A backend's own error ends the wait before this is called. Without another wait, the verdict would be that
+        # this rank does not come.
+        with self.waiting():
+            self._submit(lambda: self._request(late))
+            self._await_verdict()
         return self._error(self.verdict or Verdict(None, "no rank is known to be lost"), cause)
 
     def announce(self, error: BaseException) -> None:
@@ -258,6 +257,13 @@ class FailureDetector(Monitor):
         if error is not None:
             self.announce(error)
         self.close()
+
+    def _await_verdict(self) -> None:
+        deadline = time.monotonic() + 3 * self.answer_timeout
+        while not self._known.wait(self.answer_timeout / 10) and time.monotonic() < deadline:
+            since = self._unanswered
+            if since is not None and time.monotonic() - since > self.answer_timeout:
+                self._submit(lambda: self._tell_all(Verdict(0, _SILENT)))
 
     def _error(self, verdict: Verdict, cause: str) -> ExchangeError:
         if verdict.rank is None:

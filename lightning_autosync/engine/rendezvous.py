@@ -1,8 +1,8 @@
 """The rendezvous of ranks: torch's TCP stores, and errors that name missing ranks when its process group forms.
 
-Stores listen on one address only, and searches for them respect their timeout. All ranks sign in at the store that the
-process group uses. The last rank to arrive, or the first to reach its timeout, writes the result there for all. Errors
-therefore name ranks instead of keys of a store.
+Stores listen on one address only, wherever it can be known, and searches for them respect their timeout. All ranks sign
+in at the store that the process group uses. The last rank to arrive, or the first to reach its timeout, writes the
+result there for all. Errors therefore name ranks instead of keys of a store.
 """
 
 from __future__ import annotations
@@ -13,17 +13,21 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from ipaddress import ip_address
 from itertools import count
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch.distributed as dist
 
-from lightning_autosync.engine.connections import listen
+from lightning_autosync.engine.connections import listen, own_address
 from lightning_autosync.engine.waiting import SLICE
 from lightning_autosync.errors import AutoSyncError, ExchangeError
+
+T = TypeVar("T")
 
 ANSWER_TIMEOUT = 10.0
 """Seconds in which a store answers even on a busy host, because its thread runs no Python."""
@@ -102,8 +106,9 @@ class _SignIn:
         Raises:
             ExchangeError: some ranks did not; the error puts ``fault`` after their names.
         """
+        longest = timeout + (_LINGER_FOR_LATE if self._holds_store else 0.0)
         try:
-            result = self._sign_in(what, timeout)
+            result = ask_store(lambda: self._sign_in(what, timeout), longest)
         except RuntimeError as cause:
             raise ExchangeError(f"rank 0 is lost: its store does not answer any more ({_first_line(cause)})") from cause
         if result["twice"] is not None:
@@ -159,16 +164,8 @@ class _SignIn:
         rendezvous = self._rendezvous
         if rendezvous.rank == 0:
             # If the port is taken, the process that has it may be another one with rank 0: sign in there, to find out.
-            with suppress(dist.DistNetworkError):
-                store = dist.TCPStore(
-                    rendezvous.host,
-                    rendezvous.port,
-                    rendezvous.size,
-                    is_master=True,
-                    timeout=timedelta(seconds=rendezvous.timeout),
-                    wait_for_workers=False,
-                    multi_tenant=True,
-                )
+            with suppress(ExchangeError, dist.DistNetworkError):
+                store = _open_first(rendezvous)
                 self._holds_store = True
                 return store
         try:
@@ -183,27 +180,13 @@ class _SignIn:
 def _is_there(store: dist.Store, key: str, seconds: float) -> bool:
     """Whether the store has ``key``; waits for it for at most ``seconds``.
 
-    This is a single long wait, because torch prints a warning for each wait that times out. It runs in a thread,
-    because Ctrl-C cannot interrupt it.
+    This is a single long wait, because torch prints a warning for each wait that times out.
     """
-    found: list[bool | RuntimeError] = []
-
-    def wait() -> None:
-        try:
-            store.wait([key], timedelta(seconds=seconds))
-            found.append(True)
-        except dist.DistStoreError:
-            found.append(False)
-        except RuntimeError as cause:
-            found.append(cause)
-
-    waiter = threading.Thread(target=wait, name="autosync-rendezvous", daemon=True)
-    waiter.start()
-    while waiter.is_alive():
-        waiter.join(SLICE)
-    if isinstance(found[0], RuntimeError):
-        raise found[0]
-    return found[0]
+    try:
+        store.wait([key], timedelta(seconds=seconds))
+    except dist.DistStoreError:
+        return False
+    return True
 
 
 def _missing(ranks: object, before: str, fault: str) -> str:
@@ -250,7 +233,7 @@ def _open_again(address: str, port: int, timeout: float, taken: ExchangeError) -
             raise taken from None
 
 
-def _store(address: str, port: int, timeout: float, descriptor: int) -> dist.TCPStore:
+def _store(address: str, port: int, timeout: float, descriptor: int | None) -> dist.TCPStore:
     return dist.TCPStore(
         address,
         port,
@@ -277,17 +260,37 @@ def find_store(host: str, port: int, timeout: float, waiting: float = 0.0) -> di
         ExchangeError: the listener does not answer like a store.
     """
     _await_listener(host, port, waiting)
-    found: list[dist.TCPStore | RuntimeError] = []
-    # In a thread, because torch waits for the first answer without a timeout, and cannot be interrupted.
-    asking = threading.Thread(target=_ask, args=(host, port, found), name="autosync-store", daemon=True)
-    asking.start()
-    asking.join(ANSWER_TIMEOUT + 1.0)
-    answer = found[0] if found else RuntimeError(f"no answer in {ANSWER_TIMEOUT:g} s")
-    if isinstance(answer, RuntimeError):
-        reason = str(answer).splitlines()[0]
-        raise ExchangeError(f"no store at {host}:{port}: what listens there is something else ({reason})")
+    try:
+        answer = ask_store(lambda: _connect(host, port))
+    except RuntimeError as cause:
+        raise ExchangeError(
+            f"no store at {host}:{port}: what listens there is something else ({_first_line(cause)})"
+        ) from None
     answer.set_timeout(timedelta(seconds=timeout))
     return answer
+
+
+def ask_store(call: Callable[[], T], longest: float = 0.0) -> T:
+    """The result of ``call``, which asks a store.
+
+    It runs in a thread, because torch waits for a store's answers without a timeout, and Ctrl-C cannot interrupt it.
+    Where the process that holds the store is stopped, the thread is left behind, and its store is of no further use.
+
+    Args:
+        call: a call, or several, of a store's methods.
+        longest: seconds that the calls may wait for other ranks.
+
+    Raises:
+        ExchangeError: the store did not answer within `ANSWER_TIMEOUT` after ``longest``.
+        RuntimeError: the call failed.
+    """
+    answer: Future[T] = Future()
+    asking = threading.Thread(target=_ask, args=(call, answer), name="autosync-store", daemon=True)
+    asking.start()
+    asking.join(longest + ANSWER_TIMEOUT)
+    if not answer.done():
+        raise ExchangeError(f"no answer from the store in {longest + ANSWER_TIMEOUT:g} s")
+    return answer.result()
 
 
 def _await_listener(host: str, port: int, waiting: float) -> None:
@@ -302,17 +305,65 @@ def _await_listener(host: str, port: int, waiting: float) -> None:
         time.sleep(_RETRY)
 
 
-def _ask(host: str, port: int, found: list[dist.TCPStore | RuntimeError]) -> None:
+def _connect(host: str, port: int) -> dist.TCPStore:
     timeout = timedelta(seconds=ANSWER_TIMEOUT)
+    return dist.TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
+
+
+def _ask(call: Callable[[], T], answer: Future[T]) -> None:
     try:
-        found.append(dist.TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False))
-    except RuntimeError as cause:
-        found.append(cause)
+        answer.set_result(call())
+    except BaseException as cause:
+        answer.set_exception(cause)
+
+
+def _open_first(rendezvous: Rendezvous) -> dist.TCPStore:
+    """Rank 0's store. Torch's process group takes it, and opens none of its own, which would listen on all addresses.
+
+    Raises:
+        ExchangeError: (or a ``DistNetworkError``) another process has the port.
+    """
+    host, port, _, _, timeout = rendezvous
+    addresses = _await_addresses(host, timeout)
+    if host not in {"localhost", *addresses} and all(ip_address(address).is_loopback for address in addresses):
+        # Debian gives a machine's own name a loopback address, but other machines know it by an address that cannot be
+        # told from here. The store therefore listens on all.
+        return _store(host, port, timeout, None)
+    return open_store(_own_one(addresses), port, timeout)
+
+
+def _own_one(addresses: list[str]) -> str:
+    """The first of the addresses that is this machine's.
+
+    If none is, they are of a service or a gateway, which forwards to the address of the route to it.
+    """
+    for address in addresses:
+        with suppress(ExchangeError):
+            listen(address).close()
+            return address
+    return own_address()
+
+
+def _await_addresses(host: str, waiting: float) -> list[str]:
+    """`_numeric_addresses`, which Kubernetes announces some time after it has started the process."""
+    deadline = time.monotonic() + waiting
+    while True:
+        try:
+            return _numeric_addresses(host)
+        except ExchangeError:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(_RETRY)
 
 
 def _numeric(address: str) -> str:
     """The numeric form of an address or a host name."""
+    return _numeric_addresses(address)[0]
+
+
+def _numeric_addresses(address: str) -> list[str]:
+    """The numeric forms of an address or a host name, most suitable first."""
     try:
-        return str(socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][4][0])
+        return [str(place[0]) for *_, place in socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)]
     except OSError as cause:
         raise ExchangeError(f"{address}: {cause}; give the cluster's nodes an address") from None

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from lightning_autosync.engine.collectives import gather_json
 from lightning_autosync.engine.connections import own_address
-from lightning_autosync.engine.rendezvous import find_store, open_store
+from lightning_autosync.engine.rendezvous import ask_store, find_store, open_store
 from lightning_autosync.engine.secret import common_secret, required_secret, seal, unseal
 from lightning_autosync.engine.waiting import explained
 from lightning_autosync.errors import AutoSyncError, ExchangeError, PlanError
@@ -121,7 +121,8 @@ def find_job(host: str, timeout: float) -> RunningJob | None:
         timeout: seconds that a later wait at the store may take.
 
     Raises:
-        ExchangeError: the listener is no job's store, or the job has another secret than this process.
+        ExchangeError: the listener is no job's store or does not answer, or the job has another secret than this
+            process.
     """
     port = os.environ.get(STORE_PORT, "")
     if not port.isdecimal():
@@ -129,10 +130,9 @@ def find_job(host: str, timeout: float) -> RunningJob | None:
     secret = required_secret(_FROM_OUTSIDE)
     try:
         store = find_store(host, int(port), timeout)
-        if not store.check([_RUNNING]):
-            return None
+        found = ask_store(lambda: store.get(_RUNNING).decode() if store.check([_RUNNING]) else "")
         # If the job ends at this moment, `Mesh.open` reports that.
-        return RunningJob(store, secret, json.loads(unseal(secret, _RUNNING, store.get(_RUNNING).decode())))
+        return RunningJob(store, secret, json.loads(unseal(secret, _RUNNING, found))) if found else None
     except ExchangeError as cause:
         raise ExchangeError(f"{STORE_PORT}={port}: {cause}") from None
     except (OSError, RuntimeError, ValueError):  # no job wrote this value

@@ -44,7 +44,7 @@ class Fate:
 
     Args:
         store: to tell the test.
-        how: of `SIGNALS`, or an exception.
+        how: of `SIGNALS`, an exception, or stuck: alive, but busy with something else for an hour.
         victim: the rank.
     """
 
@@ -58,6 +58,8 @@ class Fate:
         self.store.set("struck", str(time.time()))
         if self.how == "exception":
             raise ValueError("a fault of this rank's own")
+        if self.how == "stuck":
+            time.sleep(3600.0)
         os.kill(os.getpid(), SIGNALS[self.how])
 
 

@@ -19,6 +19,7 @@ LIMIT = 60.0
 WHY = {
     "kill": "its process has ended",
     "stop": "it does not answer",
+    "stuck": "it is alive, but does not come",
     "exception": "it ended with ValueError: a fault of this rank's own",
     "term": "it got a SIGTERM",
 }
@@ -34,8 +35,8 @@ def crew_of(function: str, size: int, **options: Any) -> Iterator[Crew]:
 
 
 def survivors(how: str, victim: int = VICTIM, size: int = 3, function: str = "train", **options: Any) -> list[Any]:
-    """What all beside the victim raise; only a stopped rank may keep them waiting, until their time-out."""
-    timeout = TIMEOUT if how == "stop" else LONG
+    """What all beside the victim raise; only a stopped or stuck rank may keep them waiting, until their time-out."""
+    timeout = TIMEOUT if how in {"stop", "stuck"} else LONG
     with crew_of(function, size, how=how, victim=victim, timeout=timeout, **options) as crew:
         crew.wait_for("reached", size)
         return [crew.result(rank, LIMIT) for rank in range(size) if rank != victim]
@@ -48,7 +49,7 @@ def check(found: list[Any], how: str, victim: int = VICTIM) -> None:
 
 
 @pytest.mark.parametrize(
-    "how", ["kill", "stop", *(pytest.param(how, marks=pytest.mark.slow) for how in ("exception", "term"))]
+    "how", ["kill", "stop", "stuck", *(pytest.param(how, marks=pytest.mark.slow) for how in ("exception", "term"))]
 )
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=[] if kind == "native" else pytest.mark.slow) for kind in KINDS]
@@ -58,13 +59,13 @@ def test_every_survivor_names_the_rank(kind: str, how: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["kill", "stop"])
+@pytest.mark.parametrize("how", ["kill", "stop", "stuck"])
 def test_the_first_rank_is_named_too(how: str) -> None:
     check(survivors(how, victim=0, kind="native"), how, 0)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["kill", "stop"])
+@pytest.mark.parametrize("how", ["kill", "stop", "stuck"])
 @pytest.mark.parametrize("where", CALLS)
 def test_whatever_asks_all_ranks_names_the_rank(where: str, how: str) -> None:
     check(survivors(how, kind="shared memory", where=where), how)

@@ -9,6 +9,8 @@ import pytest
 import torch.distributed as dist
 from crew import HOST, Crew
 
+ONE, OTHER = "one secret of sixteen bytes", "another of sixteen bytes"
+
 
 def told(*ranks: int | None, port: int = 0, **options: Any) -> list[Any]:
     """What those say who come, as the ranks that they take themselves for."""
@@ -16,12 +18,22 @@ def told(*ranks: int | None, port: int = 0, **options: Any) -> list[Any]:
         with socket.create_server((HOST, 0)) as free:
             port = free.getsockname()[1]
     with Crew("rendezvous_calls:come", len(ranks), port=port, ranks=list(ranks), **options) as crew:
-        there = [place for place, rank in enumerate(ranks) if rank is not None and rank != options.get("dies")]
+        gone = {None, options.get("dies"), 0 if "stops" in options else None}
+        there = [place for place, rank in enumerate(ranks) if rank not in gone]
         return [crew.result(place, 60.0) for place in there]
 
 
-def test_all_come() -> None:
-    assert told(0, 1, 2, timeout=60.0) == [3, 3, 3]
+@pytest.mark.parametrize("host", [HOST, "localhost", socket.gethostname()])
+def test_all_come(host: str) -> None:
+    """Torch's process group opens no store of its own, which would listen on all addresses."""
+    addresses = {place[0] for *_, place in socket.getaddrinfo(host, None)}
+    if host == socket.gethostname():  # which may be a loopback address here, and another elsewhere
+        addresses |= {"::", "0.0.0.0"}
+    (size, listens), *others = told(0, 1, 2, host=host, timeout=60.0)
+    assert size == 3
+    assert len(listens) == 1
+    assert listens[0] in addresses
+    assert others == [[3, []], [3, []]]
 
 
 @pytest.mark.parametrize(
@@ -56,3 +68,22 @@ def test_who_is_lost_while_the_group_forms_is_named(lost: int) -> None:
     for seen in told(0, 1, 2, dies=lost):
         assert f"rank {lost}" in seen
         assert "lost" in seen
+
+
+@pytest.mark.parametrize("step", ["_sign_in", "_is_there"])
+def test_a_first_rank_that_is_stopped_is_named(step: str) -> None:
+    """It holds the store, and torch would wait for its answers for ever."""
+    for seen in told(0, 1, None, stops=step):
+        assert seen == "rank 0 is lost: its store does not answer any more (no answer from the store in 4 s)"
+
+
+@pytest.mark.parametrize(
+    ("other", "error"), [(ONE, ""), (OTHER, "rank 1 has another secret, rank 0 has one"), ("", "rank 1 has none")]
+)
+def test_ranks_connect_with_the_secret_that_they_were_given(other: str, error: str) -> None:
+    with socket.create_server((HOST, 0)) as free:
+        port = free.getsockname()[1]
+    with Crew("rendezvous_calls:connect", 2, port=port, secrets=[ONE, other]) as crew:
+        for seen in (crew.result(rank, 60.0) for rank in range(2)):
+            assert bool(seen) == bool(error)
+            assert error in seen

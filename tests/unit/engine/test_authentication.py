@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import queue
 import secrets
 import selectors
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -15,6 +17,7 @@ import pytest
 from strangers import KINDS, SECRET, claim, listening_as, visit
 
 from lightning_autosync.engine import authentication, connections
+from lightning_autosync.engine import secret as secret_module
 from lightning_autosync.engine.authentication import Acceptor, Caller
 from lightning_autosync.errors import ExchangeError
 
@@ -183,6 +186,7 @@ def test_slow_strangers_do_not_keep_ranks_apart(monkeypatch: pytest.MonkeyPatch)
         besieged.wait(20.0)
         return offers
 
+    monkeypatch.setattr(connections, "common_secret", lambda group: SECRET)
     monkeypatch.setattr(connections, "gather_json", gather)
     monkeypatch.setattr(connections.dist, "get_rank", lambda group: at_hand.rank)
     found: dict[int, Any] = {}
@@ -213,6 +217,25 @@ def test_slow_strangers_do_not_keep_ranks_apart(monkeypatch: pytest.MonkeyPatch)
     for sockets in found.values():
         for connection in sockets.values():
             connection.close()
+
+
+def test_ranks_that_were_given_a_secret_connect_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    offers: queue.Queue[Any] = queue.Queue()
+
+    def gather(value: Any, group: Any) -> list[Any]:
+        offers.put(value)
+        return [[[HOST, 9], ""], value]
+
+    monkeypatch.setenv("AUTOSYNC_SECRET", SECRET.decode())
+    monkeypatch.setattr(secret_module, "gather_json", lambda own, group: [[*own[:2], "drawn by rank 0"], own])
+    monkeypatch.setattr(connections, "gather_json", gather)
+    monkeypatch.setattr(connections.dist, "get_rank", lambda group: 1)
+    with ThreadPoolExecutor() as threads:
+        found = threads.submit(connections.connect_pairs, [(0, 1)], None, HOST, 20.0)
+        call = authentication.connect_with_retries(offers.get(timeout=20.0)[0], SECRET, b"0", soon(), never)
+        assert call is not None
+        call[0].close()
+        found.result()[0].close()
 
 
 def test_a_burst_of_callers_fits_into_the_queue() -> None:

@@ -120,6 +120,15 @@ def test_who_takes_leave_is_not_at_fault_until_somebody_misses_it(
     assert "it has ended, while others go on" in str(ends[1 - leaving].explain("a barrier failed"))
 
 
+@pytest.mark.parametrize("asking", [0, 1])
+def test_who_asks_after_the_time_out_is_not_named_itself(
+    ends: tuple[FailureDetector, FailureDetector], asking: int
+) -> None:
+    """As after a backend's own error, which has ended the wait by then."""
+    told = str(ends[asking].explain("a collective call failed: Timed out", late=True))
+    assert told.startswith(f"rank {1 - asking} is lost: it is alive, but does not come")
+
+
 @pytest.mark.parametrize("nonsense", [b'[1, 2]\n{"are you there"\n', b"[" * 10_000 + b"\n"])
 def test_nonsense_ends_the_connection_only(ends: tuple[FailureDetector, FailureDetector], nonsense: bytes) -> None:
     ends[1]._connections[0].socket.send(nonsense)

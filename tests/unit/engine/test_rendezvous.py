@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
+import threading
+import time
 
 import pytest
 from strangers import listening, listening_as
 
 from lightning_autosync.engine import rendezvous as stores
-from lightning_autosync.engine.rendezvous import find_store, open_store
+from lightning_autosync.engine.rendezvous import ask_store, find_store, open_store
 from lightning_autosync.errors import ExchangeError
 
 HOST = "127.0.0.1"
@@ -53,6 +56,30 @@ def test_an_address_of_another_machine_is_an_error() -> None:
         open_store("192.0.2.1", 0, 20.0)
 
 
+def first_listens(host: str) -> set[str]:
+    """The addresses on which the store that rank 0 opens for a process group listens."""
+    with socket.create_server((HOST, 0)) as free:
+        port = free.getsockname()[1]
+    opened = stores._SignIn(stores.Rendezvous(host, port, 0, 2, 20.0))
+    assert opened._holds_store
+    return {address for address, at in listening([os.getpid()]) if at == port}
+
+
+@pytest.mark.parametrize("host", [HOST, "localhost", "192.0.2.1"], ids=["address", "name", "gateway"])
+def test_the_store_of_rank_0_listens_on_one_address_of_this_machine(monkeypatch: pytest.MonkeyPatch, host: str) -> None:
+    """A gateway, or a service as of Kubernetes, forwards to the address of the route to it."""
+    monkeypatch.setattr(stores, "own_address", lambda: HOST)
+    (listens,) = first_listens(host)
+    assert listens in {HOST, "::1"}
+
+
+def test_other_machines_find_the_store_where_only_this_one_takes_its_name_for_a_loopback_address(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(stores, "_numeric_addresses", lambda host: ["127.0.1.1"])
+    assert first_listens(socket.gethostname()) <= {"::", "0.0.0.0"}
+
+
 @pytest.mark.parametrize(
     "says", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n", bytes(100)], ids=["silence", "HTTP", "zeros"]
 )
@@ -67,3 +94,38 @@ def test_where_nothing_listens_there_is_no_store() -> None:
         port = free.getsockname()[1]
     with pytest.raises(ConnectionError, match=f"no store at 127.0.0.1:{port}"):
         find_store(HOST, port, 20.0)
+
+
+def test_a_store_that_does_not_answer_is_an_error_and_no_hang() -> None:
+    never = threading.Event()
+    with pytest.raises(ExchangeError, match=r"no answer from the store in 1\.5 s"):
+        ask_store(never.wait, 0.5)
+    never.set()
+
+
+def test_what_a_store_answers_is_passed_on() -> None:
+    assert ask_store(lambda: "an answer") == "an answer"
+    with pytest.raises(RuntimeError, match="an error of the store"):
+        ask_store(lambda: _fail("an error of the store"))
+
+
+def test_a_signal_interrupts_the_wait_for_a_store() -> None:
+    """As Ctrl-C does."""
+    never, begun = threading.Event(), time.monotonic()
+
+    def interrupt(signum: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            ask_store(never.wait, 60.0)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+        never.set()
+    assert time.monotonic() - begun < 30.0
+
+
+def _fail(why: str) -> None:
+    raise RuntimeError(why)
