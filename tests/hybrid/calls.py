@@ -11,9 +11,9 @@ from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from hybrid.faults import FAULTS, plan_of
-from hybrid.models import MODELS, loss_of, make_batch
+from hybrid.models import CLASSES, MODELS, WIDTH, loss_of, make_batch
 from hybrid.plans import draw_plan
-from lightning_autosync.errors import EquivalenceError
+from lightning_autosync.errors import AutoSyncError
 from lightning_autosync.hybrid import HybridPlan
 from lightning_autosync.hybrid.execution.activation import bring_home
 from lightning_autosync.hybrid.execution.clipping import clip_gradients
@@ -103,21 +103,62 @@ def check(model: str, fault: str | None = None, optimizer: str = "adamw") -> str
     rewrite = nullcontext() if fault is None else FAULTS[fault][1](module)
     inputs, labels = make_batch(model, 4 * SAMPLES, 3)
     rows = slice(SAMPLES * dist.get_rank(), SAMPLES * (dist.get_rank() + 1))
+    task = Task(
+        lambda: loss_of(module, inputs[rows], labels[rows]),
+        lambda: [OPTIMIZERS[optimizer](module.parameters())],
+        (inputs[rows], labels[rows]),
+    )
     with rewrite:
-        split = SplitModel(module, plan, LiveMesh(plan, members=range(4)))
-        task = Task(
-            lambda: loss_of(module, inputs[rows], labels[rows]),
-            lambda: [OPTIMIZERS[optimizer](module.parameters())],
-            (inputs[rows], labels[rows]),
-        )
-        try:
-            expected = expect(split, task)
-            split.split()
-            with closing(GradientReduction(split)) as reduction:
-                verify(split, reduction, task, expected)
-        except EquivalenceError as error:
-            return str(error)
+        return _refusal(module, plan, task)
+
+
+def _refusal(module: nn.Module, plan: HybridPlan, task: Task) -> str:
+    """What the check before training says; empty if it accepts."""
+    split = SplitModel(module, plan, LiveMesh(plan, members=range(4)))
+    try:
+        expected = expect(split, task)
+        split.split()
+        with closing(GradientReduction(split)) as reduction:
+            verify(split, reduction, task, expected)
+    except AutoSyncError as error:
+        return f"{type(error).__name__}: {error}"
     return ""
+
+
+def check_failing(case: str) -> dict[str, Any]:
+    """What the check before training says where some ranks fail, and how many weights a failure leaves changed."""
+    plan = plan_of("dropping")
+    if dist.get_rank() >= 4:
+        mesh_groups(plan, range(4))
+        return {}
+    module, batch = make_model("dropping"), make_batch("dropping", SAMPLES, dist.get_rank())
+    before = [parameter.detach().clone() for parameter in module.parameters()]
+
+    def step() -> Any:
+        loss = loss_of(module, *batch)
+        if dist.get_rank() == 1 and case == "no loss":
+            return None
+        if dist.get_rank() == 1 and case == "error":
+            raise ValueError("a sample of rank 1 is damaged")
+        if case == "shape":
+            torch.zeros(CLASSES * WIDTH).view(module.head.weight.shape)
+        return loss
+
+    def optimizers() -> list[Optimizer]:
+        return [Failing(module.parameters(), lr=0.1) if case == "optimizer" else SGD(module.parameters(), lr=0.1)]
+
+    told = _refusal(module, plan, Task(step, optimizers, batch))
+    now = list(module.parameters())
+    return {"told": told, "changed": sum(not torch.equal(a, b) for a, b in zip(before, now, strict=True))}
+
+
+class Failing(SGD):
+    """Fails on rank 1 after its step."""
+
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        if dist.get_rank() == 1:
+            raise TypeError("a closure is missing")
 
 
 def with_checkpointing(model: str) -> float:

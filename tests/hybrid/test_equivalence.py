@@ -20,3 +20,23 @@ def test_wrong_rewrites_are_refused(pool: Any, fault: str) -> None:
     told = pool.run(calls.check, model=FAULTS[fault][0], fault=fault)[:4]
     assert len(set(told)) == 1, "every rank is told the same"
     assert "unsplit" in told[0]
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("no loss", "failed on rank 1: the training step returned NoneType"),
+        ("error", "failed on rank 1: ValueError: a sample of rank 1 is damaged"),
+        ("optimizer", "failed on rank 1: TypeError: a closure is missing"),
+        ("shape", "failed on rank 0, 1, 2, 3: RuntimeError: shape"),
+    ],
+)
+def test_ranks_fail_together(pool: Any, case: str, words: str) -> None:
+    found = pool.run(calls.check_failing, case=case)[:4]
+    told = {theirs["told"] for theirs in found}
+    assert len(told) == 1, "no rank goes on alone"
+    (line,) = told
+    assert line.startswith("EquivalenceError: the step before training")
+    assert words in line
+    if case != "shape":
+        assert not any(theirs["changed"] for theirs in found), "the optimizer's step is undone"

@@ -7,10 +7,10 @@ averages the gradients. It is independent of the code that runs the split model.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,12 +19,14 @@ from torch.optim import Optimizer
 
 from lightning_autosync.engine.collectives import gather_json
 from lightning_autosync.engine.replicas import ReplicaCheck
-from lightning_autosync.errors import EquivalenceError, ExchangeError
+from lightning_autosync.errors import AutoSyncError, EquivalenceError, ExchangeError, PeerLost
 from lightning_autosync.hybrid.execution.activation import bring_home
-from lightning_autosync.hybrid.execution.dropout_watch import WithoutDropout, dropout_faults
+from lightning_autosync.hybrid.execution.dropout_watch import WithoutDropout, draws, dropout_faults
 from lightning_autosync.hybrid.execution.reduction import GradientReduction
 from lightning_autosync.hybrid.execution.split_model import Part, SplitModel
 from lightning_autosync.workload.preservation import preserved
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,8 @@ def expect(split: SplitModel, task: Task) -> Expectation:
     """Run a step of the unsplit module, and restore the module; collective.
 
     Raises:
-        EquivalenceError: weights differ between ranks, or the step returns no loss; raised on every rank.
+        AutoSyncError: weights differ between ranks, or the step fails or returns no loss on some rank; raised on every
+            rank.
     """
     group = split.mesh.group(split.mesh.dimensions)
     try:
@@ -84,22 +87,28 @@ def expect(split: SplitModel, task: Task) -> Expectation:
         raise EquivalenceError(f"the unsplit model is not the same on all ranks: {error}") from None
     found = Expectation()
     parts = split.parts
-    made = task.optimizers()
+    made = _together(task.optimizers, split)
     with preserved(split.module, without=[part.parameter for part in parts.values()]), _gradients_aside(split):
         found.loss = _run(split, task)
         found.buffers = {name: buffer.detach().clone() for name, buffer in split.module.named_buffers()}
         whole = {name: _mean(part.parameter, group) for name, part in parts.items()}
         for part in parts.values():
             part.parameter.grad = None
-        for name, part in parts.items():
-            gradient = whole.pop(name)
-            found.gradients[name] = None if gradient is None else part.shard.take(gradient)
-            if gradient is not None:
-                found.norms[name] = float(gradient.norm())
-                update = _update(part, gradient, made)
-                if update is not None:
-                    found.updates[name] = update
+        _together(lambda: _note_gradients(found, parts, whole, made), split)
     return found
+
+
+def _note_gradients(
+    found: Expectation, parts: Mapping[str, Part], whole: dict[str, Tensor | None], optimizers: Sequence[Optimizer]
+) -> None:
+    for name, part in parts.items():
+        gradient = whole.pop(name)
+        found.gradients[name] = None if gradient is None else part.shard.take(gradient)
+        if gradient is not None:
+            found.norms[name] = float(gradient.norm())
+            update = _update(part, gradient, optimizers)
+            if update is not None:
+                found.updates[name] = update
 
 
 def verify(split: SplitModel, reduction: GradientReduction, task: Task, expected: Expectation) -> None:
@@ -107,22 +116,32 @@ def verify(split: SplitModel, reduction: GradientReduction, task: Task, expected
 
     Raises:
         EquivalenceError: the results differ; the message names the differences; raised on every rank.
+        AutoSyncError: the step fails or returns no loss on some rank; raised on every rank.
+        PeerLost: a rank is gone; other ranks may still wait for it.
     """
     parts = split.parts
-    made = task.optimizers()
+    made = _together(task.optimizers, split)
     with preserved(split.module, without=[part.parameter for part in parts.values()]), _gradients_aside(split):
         loss = _run(split, task, reduction)
         faults = _loss_faults(split, loss, expected)
         faults += _gradient_faults(split, expected)
         faults += _buffer_faults(split, expected)
-        faults += _update_faults(split, made, expected)
+        faults += _together(lambda: _update_faults(split, made, expected), split)
         # Report faults of the step first: random numbers are checked only if the model is correct without dropout.
         _tell(faults, split)
-        _tell(dropout_faults(split, task.step, task.batch), split)
+        drawn = _together(lambda: draws(split, task.step, task.batch), split)
+        _tell(dropout_faults(split, drawn), split)
 
 
 def _run(split: SplitModel, task: Task, reduction: GradientReduction | None = None) -> float:
     """Run one step without dropout; returns the loss and leaves the gradients in the parameters."""
+    # A rank without a loss must not leave the others alone in the collectives that follow.
+    loss = _together(lambda: _loss(split, task), split)
+    _together(lambda: _backward(loss, reduction), split)
+    return float(loss.detach())
+
+
+def _loss(split: SplitModel, task: Task) -> Tensor:
     with WithoutDropout(split.module), split.forward(task.batch, number=_PASS):
         loss = bring_home(task.step())
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
@@ -130,9 +149,43 @@ def _run(split: SplitModel, task: Task, reduction: GradientReduction | None = No
             f"the training step returned {type(loss).__name__}, and no loss of one element that depends on parameters, "
             "so that the split model cannot be compared with the unsplit one"
         )
+    return loss
+
+
+def _backward(loss: Tensor, reduction: GradientReduction | None) -> None:
     with nullcontext() if reduction is None else reduction.backward():
         loss.backward()
-    return float(loss.detach())
+
+
+def _together(work: Callable[[], T], split: SplitModel) -> T:
+    """The result of ``work``, which every rank does, if it succeeds on all of them; collective.
+
+    Raises:
+        AutoSyncError: ``work`` failed on some rank; raised on every rank.
+    """
+    cause: Exception | None = None
+    try:
+        found = work()
+    except (PeerLost, dist.DistError, torch.OutOfMemoryError, MemoryError):
+        raise  # other ranks may be within a collective of ``work``, where they would not hear of it
+    except Exception as error:
+        cause = error
+    by_rank = gather_json(_reason(cause), split.mesh.group(split.mesh.dimensions))
+    failed = [rank for rank, theirs in enumerate(by_rank) if theirs]
+    if not failed:
+        return found
+    if isinstance(cause, AutoSyncError) and len(failed) == len(by_rank):
+        raise cause
+    ranks = ", ".join(map(str, failed))
+    raise EquivalenceError(
+        f"the step before training, by which models are compared, failed on rank {ranks}: {by_rank[failed[0]]}"
+    ) from cause
+
+
+def _reason(error: Exception | None) -> str:
+    if error is None:
+        return ""
+    return str(error) if isinstance(error, AutoSyncError) else f"{type(error).__name__}: {error}"
 
 
 @contextmanager
@@ -170,13 +223,15 @@ def _update(part: Part, gradient: Tensor, optimizers: Sequence[Optimizer]) -> Te
     if owner is None:
         return None
     parameter.grad = gradient
-    _step(owner)
-    parameter.grad = None
-    owner.state.pop(parameter, None)
-    with torch.no_grad():
-        found = part.shard.take(parameter - before)
-        parameter.copy_(before)
-    return found
+    try:
+        _step(owner)
+        with torch.no_grad():
+            return part.shard.take(parameter - before)
+    finally:
+        parameter.grad = None
+        owner.state.pop(parameter, None)
+        with torch.no_grad():
+            parameter.copy_(before)
 
 
 def _owns(optimizer: Optimizer, parameter: nn.Parameter) -> bool:
@@ -231,19 +286,24 @@ def _update_faults(split: SplitModel, optimizers: Sequence[Optimizer], expected:
     for name, part in split.parts.items():
         gradient = expected.gradients[name]
         part.parameter.grad = None if gradient is None else gradient.clone()
-    for optimizer in optimizers:
-        _step(optimizer)
-    faults = []
-    for name, part in parts.items():
+    try:
+        for optimizer in optimizers:
+            _step(optimizer)
+        return [fault for name, part in parts.items() if (fault := _step_fault(name, part, before[name], expected))]
+    finally:
         with torch.no_grad():
-            found = part.parameter - before[name]
-            part.parameter.copy_(before[name])
-        wanted = expected.updates[name]
-        rounding = torch.finfo(wanted.dtype).eps * float(before[name].norm())
-        distance, scale = float((found - wanted).norm()), float(wanted.norm())
-        if not distance <= 1e-3 * scale + 4 * rounding:
-            faults.append(f"the optimizer's step of '{name}' is off by {distance / max(scale, 1e-30):.2g} of its norm")
-    return faults
+            for name, part in parts.items():
+                part.parameter.copy_(before[name])
+
+
+def _step_fault(name: str, part: Part, before: Tensor, expected: Expectation) -> str:
+    """What is wrong with an optimizer step from the weights ``before``; empty if nothing is."""
+    found, wanted = part.parameter.detach() - before, expected.updates[name]
+    rounding = torch.finfo(wanted.dtype).eps * float(before.norm())
+    distance, scale = float((found - wanted).norm()), float(wanted.norm())
+    if distance <= 1e-3 * scale + 4 * rounding:
+        return ""
+    return f"the optimizer's step of '{name}' is off by {distance / max(scale, 1e-30):.2g} of its norm"
 
 
 def _tell(faults: list[str], split: SplitModel) -> None:
