@@ -14,7 +14,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
 
 from lightning_autosync.cluster import parse_bytes
-from lightning_autosync.errors import ClusterError, EquivalenceError, PlanError, WorkloadError
+from lightning_autosync.errors import AutoSyncError, ClusterError, EquivalenceError, PeerLost, PlanError, WorkloadError
 from lightning_autosync.hybrid import HybridPlan
 from lightning_autosync.hybrid.execution.activation import bring_home
 from lightning_autosync.hybrid.execution.clipping import clip_gradients
@@ -248,7 +248,9 @@ class AutoDDLMixin(SplitCheckpoints, AutoSyncMixin, _Base):
         for plan in choice.plans:
             try:
                 return SplitReplica(self._plain, plan, self._settings, task, self._source)
-            except EquivalenceError as error:
+            except PeerLost:
+                raise  # no plan can be tried without a rank
+            except AutoSyncError as error:
                 if self._given is not None:
                     raise
                 rank_zero_warn(f"AutoDDL: plan {plan.fingerprint} is refused: {error}")

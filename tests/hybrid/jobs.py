@@ -273,6 +273,34 @@ class Odd(Wide):
         return DataLoader(TensorDataset(inputs, torch.arange(2 * samples) % 8), batch_size=samples)
 
 
+class Failing(Wide):
+    """Stands for code that fails where operators are split."""
+
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        if any("forward" in vars(part) for part in self.children()):
+            raise RuntimeError("shapes do not fit")
+        return super().training_step(batch, index)
+
+
+def undone(job: str) -> dict[str, Any]:
+    """A refusal under a given plan (``Odd``) or a searched one (``Failing``), and whether the module is whole again."""
+    module = {"odd": Odd, "failing": Failing}[job]()
+    whole = sum(parameter.numel() for parameter in module.parameters())
+    slow = ClusterSpec.uniform(dist.get_world_size(), bandwidth="10 Mbit/s")
+    strategy = AutoDDLStrategy(plan=wide_plan()) if job == "odd" else AutoDDLStrategy(cluster=slow)
+    lines, error = [], ""
+    try:
+        lines = told(module, strategy, use_distributed_sampler=job != "odd")["lines"]
+    except Exception as raised:
+        error = f"{type(raised).__name__}: {raised}"
+    return {
+        "lines": lines,
+        "error": error,
+        "whole": whole == sum(parameter.numel() for parameter in module.parameters()),
+        "patched": any("forward" in vars(part) for part in module.children()),
+    }
+
+
 class Manual(Wide):
     def __init__(self) -> None:
         super().__init__()

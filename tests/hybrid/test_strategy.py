@@ -134,5 +134,24 @@ def test_refused(pair: WorkerPool, case: str, told: str) -> None:
     assert all(told in found for found in pair.run(jobs.refused, case=case))
 
 
+def test_a_refused_plan_is_undone(pair: WorkerPool) -> None:
+    for found in pair.run(jobs.undone, job="odd"):
+        assert found["error"].startswith("ExchangeError: batch:")
+        assert found["whole"]
+        assert not found["patched"]
+
+
+def test_a_searched_plan_that_fails_gives_way(pair: WorkerPool) -> None:
+    for rank, found in enumerate(pair.run(jobs.undone, job="failing")):
+        assert found["error"] == ""
+        assert found["whole"]
+        assert not found["patched"]
+        if rank == 0:
+            first = found["lines"][0]
+            assert "is refused: the step before training" in first
+            assert "failed on rank 0, 1: RuntimeError: shapes do not fit" in first
+            assert found["lines"][-1].startswith("AutoDDL: data parallelism")
+
+
 def test_pytorch_lightning(pair: WorkerPool) -> None:
     assert max(pair.run(jobs.other_framework)) < 1e-6
