@@ -273,6 +273,15 @@ class Odd(Wide):
         return DataLoader(TensorDataset(inputs, torch.arange(2 * samples) % 8), batch_size=samples)
 
 
+class Damaged(Wide):
+    """The last rank cannot read its data."""
+
+    def train_dataloader(self) -> Any:
+        if dist.get_rank() == dist.get_world_size() - 1:
+            raise ValueError("the disk is gone")
+        return super().train_dataloader()
+
+
 class Failing(Wide):
     """Stands for code that fails where operators are split."""
 
@@ -328,6 +337,10 @@ def _fit(job: LightningModule, plan: Any, **options: Any) -> None:
     make_trainer(AutoDDLStrategy(plan=plan, timeout=20), **options).fit(job)
 
 
+def _search(**options: Any) -> None:
+    make_trainer(AutoDDLStrategy(**options, timeout=20)).fit(Wide())
+
+
 def _heads() -> HybridPlan:
     return wide_plan(layers=(LayerPlan(module="up", signature=("heads",)), *wide_plan().layers[1:]))
 
@@ -346,6 +359,10 @@ _REFUSED: dict[str, Any] = {
     "memory": lambda: make_trainer(AutoDDLStrategy(memory="1 kB")).fit(Wide()),
     "cluster": lambda: make_trainer(AutoDDLStrategy(cluster=ClusterSpec.uniform(7))).fit(Wide()),
     "compressed": lambda: AutoDDLStrategy(plan=wide_plan(gradients=_compressed(), layers=_all_dp())),
+    "other plan": lambda: _fit(Wide(), wide_plan() if dist.get_rank() else None),
+    "other memory": lambda: _search(memory=f"{dist.get_rank() + 1} GB"),
+    "other cluster": lambda: _search(cluster=ClusterSpec.uniform(2, bandwidth=f"{dist.get_rank() + 1} Gbit/s")),
+    "data": lambda: _fit(Damaged(), wide_plan()),
     "scaler": lambda: _fit(Wide(), wide_plan(), plugins=_scaled()),
 }
 

@@ -128,6 +128,10 @@ def test_compiled_parts(pair: WorkerPool, part: str) -> None:
         ("memory", "PlanError: memory: no plan fits into"),
         ("cluster", "ClusterError: cluster 'uniform': it is for 7 ranks, the job has 2"),
         ("scaler", "PlanError: precision:"),
+        ("other plan", "PlanError: plan: rank 1 has another than rank 0 ("),
+        ("other memory", "PlanError: memory: rank 1 has another than rank 0 (2000000000 bytes, not 1000000000 bytes)"),
+        ("other cluster", "PlanError: cluster: rank 1 has another than rank 0 ("),
+        ("data", "AutoSyncError: on rank 1 only: ValueError: the disk is gone"),
     ],
 )
 def test_refused(pair: WorkerPool, case: str, told: str) -> None:
