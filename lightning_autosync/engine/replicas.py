@@ -85,7 +85,7 @@ class ReplicaCheck:
     def _report(self, suspects: Mapping[str, Tensor]) -> None:
         """Raise or warn about parameters whose bits differ between ranks."""
         gaps = gather_json([_gap(tensor, self._group) for tensor in suspects.values()], self._group)
-        limits = [math.sqrt(torch.finfo(tensor.dtype).eps) for tensor in suspects.values()]
+        limits = [_largest_rounding(tensor.dtype) for tensor in suspects.values()]
         found = {
             name: [rank for rank, theirs in enumerate(gaps) if not theirs[place] <= limits[place]]
             for place, name in enumerate(suspects)
@@ -128,7 +128,7 @@ def _bit_sum(tensor: Tensor) -> Tensor:
     Positions enter by row and column of a grid, so no temporary tensor of the size of ``tensor`` is needed.
     """
     real = real_view(tensor)
-    bits = real.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[real.itemsize]).reshape(-1)
+    bits = real.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[real.itemsize]).reshape(-1)
     whole = bits.numel() // _WIDTH * _WIDTH
     grid, rest = bits[:whole].view(-1, _WIDTH), bits[whole:].long()
     rows, columns = grid.sum(1, dtype=torch.int64), grid.sum(0, dtype=torch.int64)
@@ -141,11 +141,23 @@ def _places(part: Tensor) -> Tensor:
     return torch.arange(len(part), device=part.device) * 2654435762 + 1
 
 
+def _largest_rounding(dtype: torch.dtype) -> float:
+    """The largest gap that rounding explains; none between integers, as of quantized weights."""
+    return math.sqrt(torch.finfo(dtype).eps) if dtype.is_floating_point or dtype.is_complex else 0.0
+
+
 def _gap(tensor: Tensor, group: dist.ProcessGroup | None) -> float:
-    """The largest difference from the tensor of the group's first rank, relative to that tensor's largest element."""
+    """The largest difference from the tensor of the group's first rank, relative to that tensor's largest element.
+
+    For integers it is 0 if all are equal, and 1 otherwise.
+    """
     own = real_view(tensor).contiguous()
     first = own.clone()
-    dist.broadcast(first, src=dist.get_global_rank(group, 0) if group is not None else 0, group=group)
+    # As bytes, because backends lack some dtypes.
+    octets = first.view(-1).view(torch.uint8)
+    dist.broadcast(octets, src=dist.get_global_rank(group, 0) if group is not None else 0, group=group)
+    if not own.is_floating_point():
+        return float(not torch.equal(own, first))
     own, first = own.double(), first.double()
     distance = torch.where((own == first) | (own.isnan() & first.isnan()), 0.0, (own - first).abs())
     largest = float(first.abs().nan_to_num(0.0).max())

@@ -40,3 +40,18 @@ def test_ranks_fail_together(pool: Any, case: str, words: str) -> None:
     assert words in line
     if case != "shape":
         assert not any(theirs["changed"] for theirs in found), "the optimizer's step is undone"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_weights_of_several_dtypes(pool: Any, dtype: str) -> None:
+    assert set(pool.run(calls.check_dtypes, dtype=dtype)) == {""}
+
+
+def test_integers_that_differ_are_refused(pool: Any) -> None:
+    told = pool.run(calls.check_dtypes, dtype="float64", odd=2)[:4]
+    assert all("the weights of 'table' on rank 2 are not those of rank 0" in theirs for theirs in told)
+
+
+def test_complex_parameters_that_train_are_refused(pool: Any) -> None:
+    told = pool.run(calls.check_dtypes, dtype="float64", trains=True)[:4]
+    assert all(theirs.startswith("PlanError: plan: parameter 'phase' is complex") for theirs in told)
