@@ -210,6 +210,11 @@ class AutoDDLMixin(SplitCheckpoints, AutoSyncMixin, _Base):
                 f"AutoDDL: plan {replica.hybrid_plan.fingerprint} on a mesh of {mesh}: {choice.reason}; one step gave "
                 "the loss, gradients and weights of the unsplit model"
             )
+            if replica.untested:
+                rank_zero_warn(
+                    f"AutoDDL: that step says nothing of {', '.join(map(repr, replica.untested))}: their gradients are "
+                    "zero in it, as where a weight behind them starts at zero"
+                )
             for note in choice.notes:
                 rank_zero_info(f"AutoDDL: {note}")
         return replica

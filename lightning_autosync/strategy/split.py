@@ -18,7 +18,7 @@ from lightning_autosync.engine.collectives import BufferBroadcast, broadcast_ten
 from lightning_autosync.errors import AutoSyncError, PeerLost
 from lightning_autosync.hybrid import HybridPlan
 from lightning_autosync.hybrid.execution.checkpoint import make_whole
-from lightning_autosync.hybrid.execution.equivalence import Task, expect, verify
+from lightning_autosync.hybrid.execution.equivalence import Task, expect, untested, verify
 from lightning_autosync.hybrid.execution.live_mesh import LiveMesh
 from lightning_autosync.hybrid.execution.reduction import GradientReduction, ReductionSettings
 from lightning_autosync.hybrid.execution.split_model import SplitModel
@@ -43,6 +43,7 @@ class SplitReplica(Replica):
     Attributes:
         split: the split module.
         hybrid_plan: the plan.
+        untested: paths of the split modules of which the comparison says nothing.
 
     Raises:
         EquivalenceError: (on every rank) the split module gives other results.
@@ -74,6 +75,7 @@ class SplitReplica(Replica):
                 reduction.close()
             self.split.restore()
             raise
+        self.untested = untested(self.split, expected)
         self._buffers = BufferBroadcast(module) if settings.broadcast_buffers else None
 
     @classmethod

@@ -310,6 +310,18 @@ def undone(job: str) -> dict[str, Any]:
     }
 
 
+class Gated(Wide):
+    """Its output starts at zero, so that no gradient comes to the layers before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        nn.init.zeros_(self.head.weight)
+
+
+def gated() -> list[str]:
+    return told(Gated(), AutoDDLStrategy(plan=wide_plan()))["lines"]
+
+
 class Manual(Wide):
     def __init__(self) -> None:
         super().__init__()

@@ -157,5 +157,10 @@ def test_a_searched_plan_that_fails_gives_way(pair: WorkerPool) -> None:
             assert found["lines"][-1].startswith("AutoDDL: data parallelism")
 
 
+def test_layers_of_which_the_first_step_says_nothing_are_named(pair: WorkerPool) -> None:
+    lines = pair.run(jobs.gated)[0]
+    assert any("that step says nothing of 'up', 'down': their gradients are zero" in line for line in lines)
+
+
 def test_pytorch_lightning(pair: WorkerPool) -> None:
     assert max(pair.run(jobs.other_framework)) < 1e-6

@@ -74,6 +74,11 @@ class Expectation:
     updates: dict[str, Tensor] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
 
+    @property
+    def norm(self) -> float:
+        """The norm of all gradients."""
+        return math.sqrt(sum(norm**2 for norm in self.norms.values()))
+
 
 def expect(split: SplitModel, task: Task) -> Expectation:
     """Run a step of the unsplit module, and restore the module; collective.
@@ -144,6 +149,23 @@ def verify(split: SplitModel, reduction: GradientReduction, task: Task, expected
         _tell(faults, split)
         drawn = _together(lambda: draws(split, task.step, task.batch), split)
         _tell(dropout_faults(split, drawn), split)
+
+
+def untested(split: SplitModel, expected: Expectation) -> list[str]:
+    """Paths of the split modules of which `verify` says nothing, because their gradients are zero or nearly so."""
+    names = {part.parameter: name for name, part in split.parts.items()}
+    found = []
+    for layer in split.plan.layers:
+        if all(signature == "dp" for signature in layer.signature):
+            continue
+        trained = [one for one in split.module.get_submodule(layer.module).parameters() if one.requires_grad]
+        if trained and all(_is_negligible(names[parameter], parameter.dtype, expected) for parameter in trained):
+            found.append(layer.module)
+    return found
+
+
+def _is_negligible(name: str, dtype: torch.dtype, expected: Expectation) -> bool:
+    return expected.norms.get(name, 0.0) <= _tolerance(dtype) * _SMALL * expected.norm
 
 
 def _run(split: SplitModel, task: Task, reduction: GradientReduction | None = None) -> float:
@@ -274,8 +296,7 @@ def _tolerance(dtype: torch.dtype) -> float:
 
 
 def _gradient_faults(split: SplitModel, expected: Expectation) -> list[str]:
-    everything = math.sqrt(sum(norm**2 for norm in expected.norms.values()))
-    faults = []
+    everything, faults = expected.norm, []
     for name, part in split.parts.items():
         found, wanted = part.parameter.grad, expected.gradients[name]
         if wanted is None:
