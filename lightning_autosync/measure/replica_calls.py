@@ -26,6 +26,8 @@ from lightning_autosync.measure.replicas import SEED, DDPReplica, HybridReplica,
 from lightning_autosync.plan import SyncPlan
 from lightning_autosync.workload import Workload, capture
 
+_FAR = 1e30
+"""Deviation of gradients that are not finite: NaN is above no limit, and JSON has no infinity."""
 _live: dict[str, Replica] = {}
 _kept_gradients: dict[str, list[Tensor]] = {}
 _paced_trainings: dict[str, Training] = {}
@@ -98,7 +100,8 @@ def deviation(name: str, reference: str) -> float:
     found, expected = _gradients(_live[name]), _kept_gradients[reference]
     difference = sum(float((a - b).square().sum()) for a, b in zip(found, expected, strict=True))
     length = sum(float(gradient.square().sum()) for gradient in expected)
-    return (difference / length) ** 0.5
+    found = (difference / length) ** 0.5
+    return found if math.isfinite(found) else _FAR
 
 
 def _gradients(replica: Replica) -> list[Tensor]:

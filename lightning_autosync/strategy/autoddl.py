@@ -14,7 +14,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
 
 from lightning_autosync.cluster import parse_bytes
-from lightning_autosync.errors import ClusterError, EquivalenceError, PlanError, WorkloadError
+from lightning_autosync.errors import AutoSyncError, ClusterError, EquivalenceError, PeerLost, PlanError, WorkloadError
 from lightning_autosync.hybrid import HybridPlan
 from lightning_autosync.hybrid.execution.activation import bring_home
 from lightning_autosync.hybrid.execution.clipping import clip_gradients
@@ -210,29 +210,26 @@ class AutoDDLMixin(SplitCheckpoints, AutoSyncMixin, _Base):
                 f"AutoDDL: plan {replica.hybrid_plan.fingerprint} on a mesh of {mesh}: {choice.reason}; one step gave "
                 "the loss, gradients and weights of the unsplit model"
             )
+            if replica.untested:
+                rank_zero_warn(
+                    f"AutoDDL: that step says nothing of {', '.join(map(repr, replica.untested))}: their gradients are "
+                    "zero in it, as where a weight behind them starts at zero"
+                )
             for note in choice.notes:
                 rank_zero_info(f"AutoDDL: {note}")
         return replica
 
     def _choose(self, trainer: Any) -> tuple[Choice, FirstBatch | None]:
         """The plans to try, and the batch on which to try them."""
-        world = self.num_nodes * self.num_processes
-        if self._settings.error is not None:
-            raise self._settings.error
-        cluster = self._settings.cluster
-        if cluster is not None and cluster.world_size != world:
-            raise ClusterError(f"cluster '{cluster.name}': it is for {cluster.world_size} ranks, the job has {world}")
-        given = self._given
-        if given is not None:
-            agree(lambda: check_plan(given, self._plain, world, self._source), lambda _: {"plan": given.fingerprint})
-            if given.is_data_parallel:
-                return Choice(reason=f"as '{self._source}' states"), None
-            return Choice((given,), f"given as '{self._source}'"), FirstBatch(trainer, self, self.combined_loader)
+        agree(self._check_arguments, lambda _: self._arguments())
+        if self._given is not None:
+            return self._as_given(self._given, trainer)
+        cluster, world = self._settings.cluster, self.num_nodes * self.num_processes
         if world == 1 or (self._memory is None and not (cluster and cluster.measured)):
             # Without rates there is no prediction, so no batch is needed.
             return choose_hybrid_plan(None, cluster, None, self.num_nodes, self.num_processes), None
         try:
-            first = FirstBatch(trainer, self, self.combined_loader)
+            first = self._first_batch(trainer)
         except WorkloadError as error:
             if self._memory is not None:
                 raise
@@ -241,6 +238,33 @@ class AutoDDLMixin(SplitCheckpoints, AutoSyncMixin, _Base):
         found = agree(lambda: choose_hybrid_plan(first, *place), lambda choice: {"plan": _identity(choice)})
         return found, first
 
+    def _check_arguments(self) -> None:
+        if self._settings.error is not None:
+            raise self._settings.error
+        cluster, world = self._settings.cluster, self.num_nodes * self.num_processes
+        if cluster is not None and cluster.world_size != world:
+            raise ClusterError(f"cluster '{cluster.name}': it is for {cluster.world_size} ranks, the job has {world}")
+
+    def _arguments(self) -> dict[str, str]:
+        """The arguments on which it depends what ranks tell each other, by their name in errors."""
+        given, cluster = self._given, self._settings.cluster
+        return {
+            "plan": "none" if given is None else given.fingerprint,
+            "memory": "none" if self._memory is None else f"{self._memory:.0f} bytes",
+            "cluster": "none" if cluster is None else cluster.fingerprint,
+        }
+
+    def _as_given(self, given: HybridPlan, trainer: Any) -> tuple[Choice, FirstBatch | None]:
+        world = self.num_nodes * self.num_processes
+        agree(lambda: check_plan(given, self._plain, world, self._source), lambda _: {})
+        if given.is_data_parallel:
+            return Choice(reason=f"as '{self._source}' states"), None
+        return Choice((given,), f"given as '{self._source}'"), self._first_batch(trainer)
+
+    def _first_batch(self, trainer: Any) -> FirstBatch:
+        """This rank's first batch; an error if any rank has none."""
+        return agree(lambda: FirstBatch(trainer, self, self.combined_loader), lambda _: {})
+
     def _first_that_is_right(self, choice: Choice, task: Task) -> SplitReplica | None:
         """A replica for the first plan that passes the check; None if none does. A plan of the user must pass."""
         self._refuse_loss_scaling()
@@ -248,7 +272,9 @@ class AutoDDLMixin(SplitCheckpoints, AutoSyncMixin, _Base):
         for plan in choice.plans:
             try:
                 return SplitReplica(self._plain, plan, self._settings, task, self._source)
-            except EquivalenceError as error:
+            except PeerLost:
+                raise  # no plan can be tried without a rank
+            except AutoSyncError as error:
                 if self._given is not None:
                     raise
                 rank_zero_warn(f"AutoDDL: plan {plan.fingerprint} is refused: {error}")

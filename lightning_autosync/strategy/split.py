@@ -15,10 +15,10 @@ from torch.optim import Optimizer
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.engine import Engine
 from lightning_autosync.engine.collectives import BufferBroadcast, broadcast_tensors, gather_json
-from lightning_autosync.errors import EquivalenceError
+from lightning_autosync.errors import AutoSyncError, PeerLost
 from lightning_autosync.hybrid import HybridPlan
 from lightning_autosync.hybrid.execution.checkpoint import make_whole
-from lightning_autosync.hybrid.execution.equivalence import Task, expect, verify
+from lightning_autosync.hybrid.execution.equivalence import Task, expect, untested, verify
 from lightning_autosync.hybrid.execution.live_mesh import LiveMesh
 from lightning_autosync.hybrid.execution.reduction import GradientReduction, ReductionSettings
 from lightning_autosync.hybrid.execution.split_model import SplitModel
@@ -43,10 +43,13 @@ class SplitReplica(Replica):
     Attributes:
         split: the split module.
         hybrid_plan: the plan.
+        untested: paths of the split modules of which the comparison says nothing.
 
     Raises:
-        EquivalenceError: (on every rank) the split module gives other results; it is whole again afterwards.
-        DocumentError: (or a subclass, on every rank) plan, model, cluster and job do not fit each other.
+        EquivalenceError: (on every rank) the split module gives other results.
+        AutoSyncError: (on every rank) plan, model, cluster and job do not fit each other, or a training step fails.
+            After an error on every rank the module is whole again.
+        PeerLost: another rank is gone; the module stays split.
     """
 
     def __init__(
@@ -61,13 +64,18 @@ class SplitReplica(Replica):
         self.split = SplitModel(module, plan, mesh, seed, source)
         expected = expect(self.split, task)
         self.split.split()
-        self._reduction = GradientReduction(self.split, _reduction_settings(settings))
+        reduction = None
         try:
-            verify(self.split, self._reduction, task, expected)
-        except EquivalenceError:
-            self._reduction.close()
+            self._reduction = reduction = GradientReduction(self.split, _reduction_settings(settings))
+            verify(self.split, reduction, task, expected)
+        except PeerLost:
+            raise  # with the rank its parts are gone
+        except AutoSyncError:
+            if reduction is not None:
+                reduction.close()
             self.split.restore()
             raise
+        self.untested = untested(self.split, expected)
         self._buffers = BufferBroadcast(module) if settings.broadcast_buffers else None
 
     @classmethod

@@ -11,10 +11,10 @@ from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from hybrid.faults import FAULTS, plan_of
-from hybrid.models import MODELS, loss_of, make_batch
+from hybrid.models import CLASSES, MODELS, WIDTH, loss_of, make_batch
 from hybrid.plans import draw_plan
-from lightning_autosync.errors import EquivalenceError
-from lightning_autosync.hybrid import HybridPlan
+from lightning_autosync.errors import AutoSyncError
+from lightning_autosync.hybrid import HybridPlan, LayerPlan
 from lightning_autosync.hybrid.execution.activation import bring_home
 from lightning_autosync.hybrid.execution.clipping import clip_gradients
 from lightning_autosync.hybrid.execution.equivalence import Task, expect, verify
@@ -103,21 +103,96 @@ def check(model: str, fault: str | None = None, optimizer: str = "adamw") -> str
     rewrite = nullcontext() if fault is None else FAULTS[fault][1](module)
     inputs, labels = make_batch(model, 4 * SAMPLES, 3)
     rows = slice(SAMPLES * dist.get_rank(), SAMPLES * (dist.get_rank() + 1))
+    task = Task(
+        lambda: loss_of(module, inputs[rows], labels[rows]),
+        lambda: [OPTIMIZERS[optimizer](module.parameters())],
+        (inputs[rows], labels[rows]),
+    )
     with rewrite:
-        split = SplitModel(module, plan, LiveMesh(plan, members=range(4)))
-        task = Task(
-            lambda: loss_of(module, inputs[rows], labels[rows]),
-            lambda: [OPTIMIZERS[optimizer](module.parameters())],
-            (inputs[rows], labels[rows]),
-        )
-        try:
-            expected = expect(split, task)
-            split.split()
-            with closing(GradientReduction(split)) as reduction:
-                verify(split, reduction, task, expected)
-        except EquivalenceError as error:
-            return str(error)
+        return _refusal(module, plan, task)
+
+
+def _refusal(module: nn.Module, plan: HybridPlan, task: Task) -> str:
+    """What the check before training says; empty if it accepts."""
+    split = SplitModel(module, plan, LiveMesh(plan, members=range(4)))
+    try:
+        expected = expect(split, task)
+        split.split()
+        with closing(GradientReduction(split)) as reduction:
+            verify(split, reduction, task, expected)
+    except AutoSyncError as error:
+        return f"{type(error).__name__}: {error}"
     return ""
+
+
+def check_failing(case: str) -> dict[str, Any]:
+    """What the check before training says where some ranks fail, and how many weights a failure leaves changed."""
+    plan = plan_of("dropping")
+    if dist.get_rank() >= 4:
+        mesh_groups(plan, range(4))
+        return {}
+    module, batch = make_model("dropping"), make_batch("dropping", SAMPLES, dist.get_rank())
+    before = [parameter.detach().clone() for parameter in module.parameters()]
+
+    def step() -> Any:
+        loss = loss_of(module, *batch)
+        if dist.get_rank() == 1 and case == "no loss":
+            return None
+        if dist.get_rank() == 1 and case == "error":
+            raise ValueError("a sample of rank 1 is damaged")
+        if case == "shape":
+            torch.zeros(CLASSES * WIDTH).view(module.head.weight.shape)
+        return loss
+
+    def optimizers() -> list[Optimizer]:
+        return [Failing(module.parameters(), lr=0.1) if case == "optimizer" else SGD(module.parameters(), lr=0.1)]
+
+    told = _refusal(module, plan, Task(step, optimizers, batch))
+    now = list(module.parameters())
+    return {"told": told, "changed": sum(not torch.equal(a, b) for a, b in zip(before, now, strict=True))}
+
+
+class Unlike(nn.Module):
+    """Has weights of several dtypes, some of which do not train."""
+
+    def __init__(self, dtype: torch.dtype, trains: bool) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 32, dtype=dtype), nn.Linear(32, CLASSES, dtype=dtype)
+        self.phase = nn.Parameter(torch.randn(8, dtype=dtype.to_complex()), requires_grad=trains)
+        self.table = nn.Parameter(torch.arange(8, dtype=torch.uint8), requires_grad=False)
+        self.register_buffer("turn", torch.ones(8, dtype=dtype.to_complex()))
+
+    def forward(self, x: Any) -> Any:
+        x = torch.view_as_real(x * self.phase * self.turn).sum(-1) + self.table / 8
+        return self.down(torch.tanh(self.up(x)))
+
+
+def check_dtypes(dtype: str, odd: int | None = None, trains: bool = False) -> str:
+    """What the check before training says of weights of several dtypes; rank ``odd`` has another table.
+
+    With ``trains`` the complex parameter is not frozen.
+    """
+    layers = (LayerPlan(module="up", signature=("col",)), LayerPlan(module="down", signature=("row",)))
+    plan = HybridPlan(mesh=(4,), layers=(LayerPlan(module="", signature=("dp",)), *layers))
+    if dist.get_rank() >= 4:
+        mesh_groups(plan, range(4))
+        return ""
+    torch.manual_seed(5)
+    real = getattr(torch, dtype)
+    module, batch = Unlike(real, trains), make_batch("mlp", SAMPLES, dist.get_rank(), real)
+    if dist.get_rank() == odd:
+        module.table.data += 1
+    task = Task(lambda: loss_of(module, *batch), lambda: [SGD(module.parameters(), lr=0.1)], batch)
+    return _refusal(module, plan, task)
+
+
+class Failing(SGD):
+    """Fails on rank 1 after its step."""
+
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        if dist.get_rank() == 1:
+            raise TypeError("a closure is missing")
 
 
 def with_checkpointing(model: str) -> float:

@@ -273,6 +273,55 @@ class Odd(Wide):
         return DataLoader(TensorDataset(inputs, torch.arange(2 * samples) % 8), batch_size=samples)
 
 
+class Damaged(Wide):
+    """The last rank cannot read its data."""
+
+    def train_dataloader(self) -> Any:
+        if dist.get_rank() == dist.get_world_size() - 1:
+            raise ValueError("the disk is gone")
+        return super().train_dataloader()
+
+
+class Failing(Wide):
+    """Stands for code that fails where operators are split."""
+
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        if any("forward" in vars(part) for part in self.children()):
+            raise RuntimeError("shapes do not fit")
+        return super().training_step(batch, index)
+
+
+def undone(job: str) -> dict[str, Any]:
+    """A refusal under a given plan (``Odd``) or a searched one (``Failing``), and whether the module is whole again."""
+    module = {"odd": Odd, "failing": Failing}[job]()
+    whole = sum(parameter.numel() for parameter in module.parameters())
+    slow = ClusterSpec.uniform(dist.get_world_size(), bandwidth="10 Mbit/s")
+    strategy = AutoDDLStrategy(plan=wide_plan()) if job == "odd" else AutoDDLStrategy(cluster=slow)
+    lines, error = [], ""
+    try:
+        lines = told(module, strategy, use_distributed_sampler=job != "odd")["lines"]
+    except Exception as raised:
+        error = f"{type(raised).__name__}: {raised}"
+    return {
+        "lines": lines,
+        "error": error,
+        "whole": whole == sum(parameter.numel() for parameter in module.parameters()),
+        "patched": any("forward" in vars(part) for part in module.children()),
+    }
+
+
+class Gated(Wide):
+    """Its output starts at zero, so that no gradient comes to the layers before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        nn.init.zeros_(self.head.weight)
+
+
+def gated() -> list[str]:
+    return told(Gated(), AutoDDLStrategy(plan=wide_plan()))["lines"]
+
+
 class Manual(Wide):
     def __init__(self) -> None:
         super().__init__()
@@ -300,6 +349,10 @@ def _fit(job: LightningModule, plan: Any, **options: Any) -> None:
     make_trainer(AutoDDLStrategy(plan=plan, timeout=20), **options).fit(job)
 
 
+def _search(**options: Any) -> None:
+    make_trainer(AutoDDLStrategy(**options, timeout=20)).fit(Wide())
+
+
 def _heads() -> HybridPlan:
     return wide_plan(layers=(LayerPlan(module="up", signature=("heads",)), *wide_plan().layers[1:]))
 
@@ -318,6 +371,10 @@ _REFUSED: dict[str, Any] = {
     "memory": lambda: make_trainer(AutoDDLStrategy(memory="1 kB")).fit(Wide()),
     "cluster": lambda: make_trainer(AutoDDLStrategy(cluster=ClusterSpec.uniform(7))).fit(Wide()),
     "compressed": lambda: AutoDDLStrategy(plan=wide_plan(gradients=_compressed(), layers=_all_dp())),
+    "other plan": lambda: _fit(Wide(), wide_plan() if dist.get_rank() else None),
+    "other memory": lambda: _search(memory=f"{dist.get_rank() + 1} GB"),
+    "other cluster": lambda: _search(cluster=ClusterSpec.uniform(2, bandwidth=f"{dist.get_rank() + 1} Gbit/s")),
+    "data": lambda: _fit(Damaged(), wide_plan()),
     "scaler": lambda: _fit(Wide(), wide_plan(), plugins=_scaled()),
 }
 

@@ -128,10 +128,38 @@ def test_compiled_parts(pair: WorkerPool, part: str) -> None:
         ("memory", "PlanError: memory: no plan fits into"),
         ("cluster", "ClusterError: cluster 'uniform': it is for 7 ranks, the job has 2"),
         ("scaler", "PlanError: precision:"),
+        ("other plan", "PlanError: plan: rank 1 has another than rank 0 ("),
+        ("other memory", "PlanError: memory: rank 1 has another than rank 0 (2000000000 bytes, not 1000000000 bytes)"),
+        ("other cluster", "PlanError: cluster: rank 1 has another than rank 0 ("),
+        ("data", "AutoSyncError: on rank 1 only: ValueError: the disk is gone"),
     ],
 )
 def test_refused(pair: WorkerPool, case: str, told: str) -> None:
     assert all(told in found for found in pair.run(jobs.refused, case=case))
+
+
+def test_a_refused_plan_is_undone(pair: WorkerPool) -> None:
+    for found in pair.run(jobs.undone, job="odd"):
+        assert found["error"].startswith("ExchangeError: batch:")
+        assert found["whole"]
+        assert not found["patched"]
+
+
+def test_a_searched_plan_that_fails_gives_way(pair: WorkerPool) -> None:
+    for rank, found in enumerate(pair.run(jobs.undone, job="failing")):
+        assert found["error"] == ""
+        assert found["whole"]
+        assert not found["patched"]
+        if rank == 0:
+            first = found["lines"][0]
+            assert "is refused: the step before training" in first
+            assert "failed on rank 0, 1: RuntimeError: shapes do not fit" in first
+            assert found["lines"][-1].startswith("AutoDDL: data parallelism")
+
+
+def test_layers_of_which_the_first_step_says_nothing_are_named(pair: WorkerPool) -> None:
+    lines = pair.run(jobs.gated)[0]
+    assert any("that step says nothing of 'up', 'down': their gradients are zero" in line for line in lines)
 
 
 def test_pytorch_lightning(pair: WorkerPool) -> None:

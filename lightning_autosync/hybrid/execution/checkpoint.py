@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from lightning_autosync.errors import PlanError
 from lightning_autosync.hybrid.execution.shards import Shard
-from lightning_autosync.hybrid.execution.split_model import SplitModel
+from lightning_autosync.hybrid.execution.split_model import Part, SplitModel
 
 
 def model_state(split: SplitModel, keep: bool) -> dict[str, Any]:
@@ -19,15 +19,51 @@ def model_state(split: SplitModel, keep: bool) -> dict[str, Any]:
     Args:
         split: the split model.
         keep: whether to return it on this rank; other ranks return an empty one.
+
+    Raises:
+        PlanError: the module's own ``state_dict()`` has a tensor of another shape in place of a split parameter.
     """
-    parts = {part.parameter.data_ptr(): part.shard for part in split.parts.values() if part.shard.cuts}
+    cuts = SavedCuts(split)
     found = {}
     for name, value in split.module.state_dict().items():
-        shard = parts.get(value.data_ptr()) if isinstance(value, Tensor) else None
-        whole = value if shard is None else split.whole(value.detach(), shard)
+        part = cuts.part_of(name, value)
+        whole = value if part is None else split.whole(value.detach().to(part.parameter.device), part.shard)
         if keep:
             found[name] = _on_cpu(whole)
     return found
+
+
+class SavedCuts:
+    """Finds the parts of split parameters among the tensors of a ``state_dict()``, which may be copies.
+
+    Args:
+        split: the split model.
+    """
+
+    def __init__(self, split: SplitModel) -> None:
+        by_parameter = {part.parameter: part for part in split.parts.values() if part.shard.cuts}
+        named = split.module.named_parameters(remove_duplicate=False)
+        self._by_name = {name: by_parameter[parameter] for name, parameter in named if parameter in by_parameter}
+        # A module's own hooks may rename tensors.
+        self._by_storage = {parameter.data_ptr(): part for parameter, part in by_parameter.items()}
+
+    def part_of(self, name: str, value: Any) -> Part | None:
+        """The part that an entry of the state holds; None if the entry is not a part.
+
+        Raises:
+            PlanError: the entry is named as a split parameter, and its shape is neither the part's nor the whole's.
+        """
+        if not isinstance(value, Tensor):
+            return None
+        part = self._by_name.get(name) or self._by_storage.get(value.data_ptr())
+        if part is None or tuple(value.shape) == part.shard.shape:
+            return None
+        if tuple(value.shape) != part.shard.local_shape:
+            raise PlanError(
+                f"state_dict: '{name}' has shape {tuple(value.shape)}; allowed for this split parameter: its part's "
+                f"{part.shard.local_shape}, or the whole {part.shard.shape}"
+            )
+        return part
 
 
 def load_model_state(split: SplitModel, state: Mapping[str, Any], strict: bool = True) -> None:

@@ -55,11 +55,8 @@ class WithoutDropout(TorchFunctionMode):
         return func(*args, **given)
 
 
-def dropout_faults(split: SplitModel, step: Callable[[], Any], batch: Any) -> list[str]:
-    """Faults in the random numbers of a training step; collective.
-
-    Ranks with the same part of a value must drop the same elements; ranks with different parts must not.
-    """
+def draws(split: SplitModel, step: Callable[[], Any], batch: Any) -> list[Draw]:
+    """The random numbers that this rank draws in a training step."""
     watch = _Watch(split)
     streams = split.around.streams
     streams.heard = []
@@ -69,10 +66,17 @@ def dropout_faults(split: SplitModel, step: Callable[[], Any], batch: Any) -> li
             home = Draw(streams.place(split.around.home_states), digest(bytes(torch.rand(8).numpy())))
             torch.set_rng_state(state)
             bring_home(step())
-        heard = [home, *streams.heard, *watch.found]
+        return [home, *streams.heard, *watch.found]
     finally:
         streams.heard = None
-    return _faults(gather_json(heard, split.mesh.group(split.mesh.dimensions)))
+
+
+def dropout_faults(split: SplitModel, drawn: list[Draw]) -> list[str]:
+    """Faults in the random numbers of a training step, of which each rank brings its `draws`; collective.
+
+    Ranks with the same part of a value must drop the same elements; ranks with different parts must not.
+    """
+    return _faults(gather_json(drawn, split.mesh.group(split.mesh.dimensions)))
 
 
 def _faults(by_rank: list[list[list[Any]]]) -> list[str]:

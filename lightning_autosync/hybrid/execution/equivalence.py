@@ -7,10 +7,10 @@ averages the gradients. It is independent of the code that runs the split model.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,13 +18,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_autosync.engine.collectives import gather_json
+from lightning_autosync.engine.gradients import real_view
 from lightning_autosync.engine.replicas import ReplicaCheck
-from lightning_autosync.errors import EquivalenceError, ExchangeError
+from lightning_autosync.errors import AutoSyncError, EquivalenceError, ExchangeError, PeerLost, PlanError
 from lightning_autosync.hybrid.execution.activation import bring_home
-from lightning_autosync.hybrid.execution.dropout_watch import WithoutDropout, dropout_faults
+from lightning_autosync.hybrid.execution.dropout_watch import WithoutDropout, draws, dropout_faults
 from lightning_autosync.hybrid.execution.reduction import GradientReduction
 from lightning_autosync.hybrid.execution.split_model import Part, SplitModel
 from lightning_autosync.workload.preservation import preserved
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -44,8 +47,9 @@ class Task:
 
 _PASS = -1
 """Number of the compared forward passes; with equal numbers they draw the same random numbers."""
-_TOLERANCES = {8: 1e-7, 4: 1e-3, 2: 5e-2}
-"""Largest relative error of a gradient, by bytes per element. Wrong rewrites have errors of at least some tenths."""
+_TOLERANCES = {8: 1e-7, 4: 1e-3, 2: 5e-2, 1: 5e-2}
+"""Largest relative error of a gradient, by bytes per real number. Wrong rewrites have errors of at least some tenths.
+Weights of a byte are narrowed for storage only, and computed with in a wider dtype."""
 _SMALL = 1e-3
 """Smallest scale of a gradient's error, as a share of the norm of all gradients."""
 _SHOWN = 4
@@ -70,13 +74,21 @@ class Expectation:
     updates: dict[str, Tensor] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
 
+    @property
+    def norm(self) -> float:
+        """The norm of all gradients."""
+        return math.sqrt(sum(norm**2 for norm in self.norms.values()))
+
 
 def expect(split: SplitModel, task: Task) -> Expectation:
     """Run a step of the unsplit module, and restore the module; collective.
 
     Raises:
-        EquivalenceError: weights differ between ranks, or the step returns no loss; raised on every rank.
+        PlanError: a complex parameter trains.
+        AutoSyncError: weights differ between ranks, or the step fails or returns no loss on some rank; raised on every
+            rank.
     """
+    _refuse_complex(split)
     group = split.mesh.group(split.mesh.dimensions)
     try:
         ReplicaCheck(0, group).run(dict(split.module.named_parameters()))
@@ -84,22 +96,37 @@ def expect(split: SplitModel, task: Task) -> Expectation:
         raise EquivalenceError(f"the unsplit model is not the same on all ranks: {error}") from None
     found = Expectation()
     parts = split.parts
-    made = task.optimizers()
+    made = _together(task.optimizers, split)
     with preserved(split.module, without=[part.parameter for part in parts.values()]), _gradients_aside(split):
         found.loss = _run(split, task)
         found.buffers = {name: buffer.detach().clone() for name, buffer in split.module.named_buffers()}
         whole = {name: _mean(part.parameter, group) for name, part in parts.items()}
         for part in parts.values():
             part.parameter.grad = None
-        for name, part in parts.items():
-            gradient = whole.pop(name)
-            found.gradients[name] = None if gradient is None else part.shard.take(gradient)
-            if gradient is not None:
-                found.norms[name] = float(gradient.norm())
-                update = _update(part, gradient, made)
-                if update is not None:
-                    found.updates[name] = update
+        _together(lambda: _note_gradients(found, parts, whole, made), split)
     return found
+
+
+def _refuse_complex(split: SplitModel) -> None:
+    for name, part in split.parts.items():
+        if part.parameter.is_complex() and part.parameter.requires_grad:
+            raise PlanError(
+                f"plan: parameter '{name}' is complex; gradients are reduced in split models only where they are real: "
+                "freeze it, or use AutoSyncStrategy"
+            )
+
+
+def _note_gradients(
+    found: Expectation, parts: Mapping[str, Part], whole: dict[str, Tensor | None], optimizers: Sequence[Optimizer]
+) -> None:
+    for name, part in parts.items():
+        gradient = whole.pop(name)
+        found.gradients[name] = None if gradient is None else part.shard.take(gradient)
+        if gradient is not None:
+            found.norms[name] = float(gradient.norm())
+            update = _update(part, gradient, optimizers)
+            if update is not None:
+                found.updates[name] = update
 
 
 def verify(split: SplitModel, reduction: GradientReduction, task: Task, expected: Expectation) -> None:
@@ -107,22 +134,49 @@ def verify(split: SplitModel, reduction: GradientReduction, task: Task, expected
 
     Raises:
         EquivalenceError: the results differ; the message names the differences; raised on every rank.
+        AutoSyncError: the step fails or returns no loss on some rank; raised on every rank.
+        PeerLost: a rank is gone; other ranks may still wait for it.
     """
     parts = split.parts
-    made = task.optimizers()
+    made = _together(task.optimizers, split)
     with preserved(split.module, without=[part.parameter for part in parts.values()]), _gradients_aside(split):
         loss = _run(split, task, reduction)
         faults = _loss_faults(split, loss, expected)
         faults += _gradient_faults(split, expected)
         faults += _buffer_faults(split, expected)
-        faults += _update_faults(split, made, expected)
+        faults += _together(lambda: _update_faults(split, made, expected), split)
         # Report faults of the step first: random numbers are checked only if the model is correct without dropout.
         _tell(faults, split)
-        _tell(dropout_faults(split, task.step, task.batch), split)
+        drawn = _together(lambda: draws(split, task.step, task.batch), split)
+        _tell(dropout_faults(split, drawn), split)
+
+
+def untested(split: SplitModel, expected: Expectation) -> list[str]:
+    """Paths of the split modules of which `verify` says nothing, because their gradients are zero or nearly so."""
+    names = {part.parameter: name for name, part in split.parts.items()}
+    found = []
+    for layer in split.plan.layers:
+        if all(signature == "dp" for signature in layer.signature):
+            continue
+        trained = [one for one in split.module.get_submodule(layer.module).parameters() if one.requires_grad]
+        if trained and all(_is_negligible(names[parameter], parameter.dtype, expected) for parameter in trained):
+            found.append(layer.module)
+    return found
+
+
+def _is_negligible(name: str, dtype: torch.dtype, expected: Expectation) -> bool:
+    return expected.norms.get(name, 0.0) <= _tolerance(dtype) * _SMALL * expected.norm
 
 
 def _run(split: SplitModel, task: Task, reduction: GradientReduction | None = None) -> float:
     """Run one step without dropout; returns the loss and leaves the gradients in the parameters."""
+    # A rank without a loss must not leave the others alone in the collectives that follow.
+    loss = _together(lambda: _loss(split, task), split)
+    _together(lambda: _backward(loss, reduction), split)
+    return float(loss.detach())
+
+
+def _loss(split: SplitModel, task: Task) -> Tensor:
     with WithoutDropout(split.module), split.forward(task.batch, number=_PASS):
         loss = bring_home(task.step())
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
@@ -130,9 +184,43 @@ def _run(split: SplitModel, task: Task, reduction: GradientReduction | None = No
             f"the training step returned {type(loss).__name__}, and no loss of one element that depends on parameters, "
             "so that the split model cannot be compared with the unsplit one"
         )
+    return loss
+
+
+def _backward(loss: Tensor, reduction: GradientReduction | None) -> None:
     with nullcontext() if reduction is None else reduction.backward():
         loss.backward()
-    return float(loss.detach())
+
+
+def _together(work: Callable[[], T], split: SplitModel) -> T:
+    """The result of ``work``, which every rank does, if it succeeds on all of them; collective.
+
+    Raises:
+        AutoSyncError: ``work`` failed on some rank; raised on every rank.
+    """
+    cause: Exception | None = None
+    try:
+        found = work()
+    except (PeerLost, dist.DistError, torch.OutOfMemoryError, MemoryError):
+        raise  # other ranks may be within a collective of ``work``, where they would not hear of it
+    except Exception as error:
+        cause = error
+    by_rank = gather_json(_reason(cause), split.mesh.group(split.mesh.dimensions))
+    failed = [rank for rank, theirs in enumerate(by_rank) if theirs]
+    if not failed:
+        return found
+    if isinstance(cause, AutoSyncError) and len(failed) == len(by_rank):
+        raise cause
+    ranks = ", ".join(map(str, failed))
+    raise EquivalenceError(
+        f"the step before training, by which models are compared, failed on rank {ranks}: {by_rank[failed[0]]}"
+    ) from cause
+
+
+def _reason(error: Exception | None) -> str:
+    if error is None:
+        return ""
+    return str(error) if isinstance(error, AutoSyncError) else f"{type(error).__name__}: {error}"
 
 
 @contextmanager
@@ -170,13 +258,15 @@ def _update(part: Part, gradient: Tensor, optimizers: Sequence[Optimizer]) -> Te
     if owner is None:
         return None
     parameter.grad = gradient
-    _step(owner)
-    parameter.grad = None
-    owner.state.pop(parameter, None)
-    with torch.no_grad():
-        found = part.shard.take(parameter - before)
-        parameter.copy_(before)
-    return found
+    try:
+        _step(owner)
+        with torch.no_grad():
+            return part.shard.take(parameter - before)
+    finally:
+        parameter.grad = None
+        owner.state.pop(parameter, None)
+        with torch.no_grad():
+            parameter.copy_(before)
 
 
 def _owns(optimizer: Optimizer, parameter: nn.Parameter) -> bool:
@@ -193,15 +283,20 @@ def _step(optimizer: Optimizer) -> None:
 
 
 def _loss_faults(split: SplitModel, loss: float, expected: Expectation) -> list[str]:
-    size = min((part.parameter.dtype.itemsize for part in split.parts.values()), default=4)
-    if abs(loss - expected.loss) <= _TOLERANCES[size] * max(1e-3, abs(expected.loss)):
+    # Integers, as of quantized weights, say nothing of the precision in which the loss is computed.
+    dtypes = {part.parameter.dtype for part in split.parts.values()}
+    limits = [_tolerance(dtype) for dtype in dtypes if dtype.is_floating_point or dtype.is_complex]
+    if abs(loss - expected.loss) <= max(limits, default=_TOLERANCES[4]) * max(1e-3, abs(expected.loss)):
         return []
     return [f"the loss is {loss:.6g}, and {expected.loss:.6g} in the unsplit model"]
 
 
+def _tolerance(dtype: torch.dtype) -> float:
+    return _TOLERANCES[dtype.itemsize // 2 if dtype.is_complex else dtype.itemsize]
+
+
 def _gradient_faults(split: SplitModel, expected: Expectation) -> list[str]:
-    everything = math.sqrt(sum(norm**2 for norm in expected.norms.values()))
-    faults = []
+    everything, faults = expected.norm, []
     for name, part in split.parts.items():
         found, wanted = part.parameter.grad, expected.gradients[name]
         if wanted is None:
@@ -210,7 +305,7 @@ def _gradient_faults(split: SplitModel, expected: Expectation) -> list[str]:
             continue
         distance = float(wanted.norm() if found is None else (found - wanted).norm())
         scale = max(expected.norms[name], _SMALL * everything)
-        if not distance <= _TOLERANCES[wanted.dtype.itemsize] * scale:
+        if not distance <= _tolerance(wanted.dtype) * scale:
             faults.append(f"the gradient of '{name}' is off by {distance / max(scale, 1e-30):.2g} of its norm")
     return faults
 
@@ -219,9 +314,15 @@ def _buffer_faults(split: SplitModel, expected: Expectation) -> list[str]:
     faults = []
     for name, buffer in split.module.named_buffers():
         wanted = expected.buffers.get(name)
-        if wanted is not None and not torch.allclose(buffer.double(), wanted.double(), 1e-3, 1e-5, equal_nan=True):
+        if wanted is not None and not _alike(buffer, wanted):
             faults.append(f"the step leaves other values in buffer '{name}' than in the unsplit model")
     return faults
+
+
+def _alike(found: Tensor, wanted: Tensor) -> bool:
+    if found.shape != wanted.shape or found.dtype != wanted.dtype:
+        return False
+    return torch.allclose(real_view(found).double(), real_view(wanted).double(), 1e-3, 1e-5, equal_nan=True)
 
 
 def _update_faults(split: SplitModel, optimizers: Sequence[Optimizer], expected: Expectation) -> list[str]:
@@ -231,19 +332,24 @@ def _update_faults(split: SplitModel, optimizers: Sequence[Optimizer], expected:
     for name, part in split.parts.items():
         gradient = expected.gradients[name]
         part.parameter.grad = None if gradient is None else gradient.clone()
-    for optimizer in optimizers:
-        _step(optimizer)
-    faults = []
-    for name, part in parts.items():
+    try:
+        for optimizer in optimizers:
+            _step(optimizer)
+        return [fault for name, part in parts.items() if (fault := _step_fault(name, part, before[name], expected))]
+    finally:
         with torch.no_grad():
-            found = part.parameter - before[name]
-            part.parameter.copy_(before[name])
-        wanted = expected.updates[name]
-        rounding = torch.finfo(wanted.dtype).eps * float(before[name].norm())
-        distance, scale = float((found - wanted).norm()), float(wanted.norm())
-        if not distance <= 1e-3 * scale + 4 * rounding:
-            faults.append(f"the optimizer's step of '{name}' is off by {distance / max(scale, 1e-30):.2g} of its norm")
-    return faults
+            for name, part in parts.items():
+                part.parameter.copy_(before[name])
+
+
+def _step_fault(name: str, part: Part, before: Tensor, expected: Expectation) -> str:
+    """What is wrong with an optimizer step from the weights ``before``; empty if nothing is."""
+    found, wanted = part.parameter.detach() - before, expected.updates[name]
+    rounding = torch.finfo(wanted.dtype).eps * float(before.norm())
+    distance, scale = float((found - wanted).norm()), float(wanted.norm())
+    if distance <= 1e-3 * scale + 4 * rounding:
+        return ""
+    return f"the optimizer's step of '{name}' is off by {distance / max(scale, 1e-30):.2g} of its norm"
 
 
 def _tell(faults: list[str], split: SplitModel) -> None:

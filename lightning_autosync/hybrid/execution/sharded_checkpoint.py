@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.optim import Optimizer
 
 from lightning_autosync.hybrid.execution.checked_reader import CheckedReader
+from lightning_autosync.hybrid.execution.checkpoint import SavedCuts
 from lightning_autosync.hybrid.execution.shards import Chunk, Shard
 from lightning_autosync.hybrid.execution.split_model import SplitModel
 
@@ -110,11 +111,12 @@ def load_sharded(
 
 
 def _model_tensors(module: nn.Module, split: SplitModel | None) -> dict[str, Any]:
-    shards = _shards(module, split)
+    cuts = None if split is None else SavedCuts(split)
     found: dict[str, Any] = {}
     for name, value in module.state_dict(keep_vars=True).items():
         if isinstance(value, Tensor):
-            found[f"state_dict.{name}"] = _described(value.detach(), shards.get(value))
+            part = None if cuts is None else cuts.part_of(name, value)
+            found[f"state_dict.{name}"] = _described(value.detach(), None if part is None else part.shard)
     return found
 
 

@@ -20,7 +20,7 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution, IntD
 from optuna.trial import TrialState
 
 from lightning_autosync.documents import checked, digest, parse_json
-from lightning_autosync.errors import DocumentError, TuningError
+from lightning_autosync.errors import DocumentError, PlanError, TuningError
 from lightning_autosync.hybrid.capture import capture
 from lightning_autosync.hybrid.cost import Settings as StepSettings
 from lightning_autosync.hybrid.graph import Graph
@@ -95,6 +95,7 @@ class HybridTuningRun:
         """Tune. After a Ctrl-C the result has what was found so far.
 
         Raises:
+            PlanError: no plan fits into the memory.
             TuningError: nothing ran.
             LaunchError: workers cannot be started.
             StudyError: the study is of another job, or cannot be opened.
@@ -145,21 +146,33 @@ class HybridTuningRun:
         self._search_seconds = time.perf_counter() - begin
         options = enumerate(self._settings.ddp.options())
         entries = [_Entry(one.name, "ddp", place, job.ddp_order(one)) for place, one in options]
-        if chosen.memory is None or found.data_parallel.memory <= chosen.memory:
+        split = self._split(found, rates)
+        if self._fits(found.data_parallel.memory):
             for place, (name, plan) in enumerate(builder_plans(job).items()):
                 entries.append(_Entry(name, "builder", place, job.plan_order(plan), plan, found.data_parallel))
         else:
-            _log.info("data parallelism does not fit into %.0f MB a rank", chosen.memory / 1e6)
-            entries = entries[:1]  # keep one DDP, since gradients of all plans are compared with its gradients
-        return entries + self._split(found, rates)
+            limit = f"{(chosen.memory or 0.0) / 1e6:.3g} MB"
+            if not split:
+                least = f"{found.best.memory / 1e6:.3g} MB"
+                raise PlanError(f"parallel: memory: no plan fits into {limit} on each rank; the smallest needs {least}")
+            _log.info("data parallelism does not fit into %s a rank", limit)
+            entries = entries[:1]  # whose gradients the others are compared with
+        return entries + split
+
+    def _fits(self, memory: float | None) -> bool:
+        """Whether so many bytes on a rank are allowed; None is an unknown number."""
+        limit = self._settings.parallel.memory
+        return limit is None or (memory is not None and memory <= limit)
 
     def _split(self, found: Found, rates: HybridRates) -> list[_Entry]:
-        """Entries of plans that split operators."""
+        """Entries of the plans that split operators and fit into memory."""
         plans: dict[str, tuple[str, Origin, Candidate]] = {}
-        if found.megatron is not None:
+        if found.megatron is not None and self._fits(found.megatron.memory):
             plans[found.megatron.plan.fingerprint] = "megatron", "megatron", found.megatron
         for candidate in found.plans:
-            if not candidate.plan.is_data_parallel and len(plans) <= self._settings.parallel.trials:
+            if candidate.plan.is_data_parallel or not self._fits(candidate.memory):
+                continue
+            if len(plans) <= self._settings.parallel.trials:
                 name = f"split_{candidate.plan.fingerprint[:6]}"
                 plans.setdefault(candidate.plan.fingerprint, (name, "search", candidate))
         entries = []
@@ -205,7 +218,7 @@ class HybridTuningRun:
                 for entry in batch
             }
             for name, deviation in deviations.items():
-                if isinstance(deviation, str) or deviation > EXACT:
+                if isinstance(deviation, str) or not deviation <= EXACT:
                     why = deviation if isinstance(deviation, str) else f"its gradients are off by {deviation:.1e}"
                     measurements[name].end("failed", why)
             rule = StoppingRule(self._settings.trial, best)
@@ -279,7 +292,8 @@ class HybridTuningRun:
         fastest = sorted((one for one in trials if one.seconds is not None), key=lambda one: one.seconds or 0.0)
         plans: dict[str, AnyPlan] = {}
         for origin, most in (("builder", RIVALS), ("megatron", 1), ("search", self._settings.finalists)):
-            for trial in [one for one in fastest if one.origin == origin][:most]:
+            # The study may be of a run with a higher limit of memory.
+            for trial in [one for one in fastest if one.origin == origin and self._fits(one.memory)][:most]:
                 plan = plan_of(trial)
                 if plan is not None:
                     plans[trial.name] = plan

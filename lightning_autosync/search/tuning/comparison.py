@@ -246,6 +246,9 @@ def judged(
         plans: by name, plans that can win.
         rivals: names of one or more settings of DDP.
         left_out: by name, why plans failed.
+
+    Raises:
+        TuningError: all plans split operators, and none makes DDP's gradients.
     """
     half = played.settings.rounds // 2
     choice, result = _Choice(_rounds(played, 0, half), plans, rivals), _rounds(played, half, 2 * half)
@@ -276,10 +279,13 @@ class _Choice:
         self.result = result
         self._plans = list(plans)
         self.ddp = self._fastest(rivals)
-        # An exact plan whose gradients differ from DDP's cannot win, unless all do.
+        # An exact plan whose gradients differ from DDP's cannot win, unless all do, as in a narrow precision. A plan
+        # that splits operators never can, because the strategy would refuse it.
         measured, classes = result.measurements, result.classes
         sound = [name for name in plans if classes[name] != "exact" or measured[name].deviation <= EXACT]
-        self._sound = sound or self._plans
+        self._sound = sound or [name for name, plan in plans.items() if isinstance(plan, SyncPlan)]
+        if not self._sound:
+            raise TuningError("the last comparison: the gradients of every plan differ from DDP's")
 
     @cached_property
     def builder(self) -> str | None:

@@ -11,7 +11,11 @@ from lightning_autosync.errors import ExchangeError
 
 
 @pytest.mark.parametrize("shape", [(7,), (40, 300), (2048, 3)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64, torch.uint8])
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float32, torch.float64, torch.bfloat16, torch.complex64, torch.complex128, torch.uint8, torch.int32],
+    ids=str,
+)
 def test_elements_that_changed_places_are_seen(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     weights = (100 * torch.rand(shape)).to(dtype)
     assert _bit_sum(weights) == _bit_sum(weights.clone())
@@ -115,3 +119,18 @@ def test_frozen_weights_are_read_in_the_first_check_and_in_each_tenth(monkeypatc
         check.count({"head": torch.ones(1)}, {"body": torch.ones(1)})
     assert [passes for passes, whole in seen if whole] == [1, 11]
     assert len(seen) == 12
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.bool], ids=str)
+def test_any_difference_of_integers_is_an_error(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    here, there = torch.tensor([1, 0, 1], dtype=dtype), torch.tensor([1, 1, 1], dtype=dtype)
+
+    def broadcast(octets: torch.Tensor, **about: object) -> None:
+        octets.copy_(there.view(torch.uint8))
+
+    monkeypatch.setattr(replicas.dist, "broadcast", broadcast)
+    gap = replicas._gap(here, None)
+    answers = iter([[[(0.0, 0.0)], [gap]], [[int(_bit_sum(there))], [int(_bit_sum(here))]]])
+    monkeypatch.setattr(replicas, "gather_json", lambda value, group: next(answers))
+    with pytest.raises(ExchangeError, match="the weights of 'table' on rank 1 are not those of rank 0"):
+        ReplicaCheck(1)._report({"table": here})

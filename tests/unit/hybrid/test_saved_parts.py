@@ -1,0 +1,74 @@
+"""Parts of split parameters are found in a `state_dict()`, whatever a module's own hooks make of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_autosync.errors import PlanError
+from lightning_autosync.hybrid import HybridPlan, LayerPlan
+from lightning_autosync.hybrid.execution.checkpoint import model_state
+from lightning_autosync.hybrid.execution.live_mesh import LiveMesh
+from lightning_autosync.hybrid.execution.sharded_checkpoint import ShardedTensorView, _model_tensors
+from lightning_autosync.hybrid.execution.split_model import SplitModel
+from lightning_autosync.hybrid.traffic import pretended_job
+
+PLAN = HybridPlan(
+    mesh=(2,), layers=(LayerPlan(module="0", signature=("col",)), LayerPlan(module="1", signature=("row",)))
+)
+SHAPES = {"0.weight": (8, 4), "0.bias": (8,), "1.weight": (2, 8), "1.bias": (2,)}
+
+
+@contextmanager
+def split_with(hook: Callable[[str, Tensor], tuple[str, Tensor]]) -> Iterator[SplitModel]:
+    """A split model whose `state_dict()` passes each name and tensor through ``hook``."""
+
+    def changed(_: nn.Module, state: dict[str, Any], prefix: str, about: Any) -> None:
+        entries = [hook(name, value) for name, value in state.items()]
+        state.clear()
+        state.update(entries)
+
+    module = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+    with pretended_job(2):
+        split = SplitModel(module, PLAN, LiveMesh(PLAN))
+        split.split()
+        module._register_state_dict_hook(changed)
+        yield split
+
+
+HOOKS = {
+    "none": lambda name, value: (name, value),
+    "copies": lambda name, value: (name, value.detach().half().cpu()),
+    "other names": lambda name, value: (f"net.{name}", value),
+}
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_parts_are_put_together(hook: str) -> None:
+    with split_with(HOOKS[hook]) as split:
+        found = model_state(split, True)
+        assert {name.removeprefix("net."): tuple(value.shape) for name, value in found.items()} == SHAPES
+        assert {value.dtype for value in found.values()} == {torch.half if hook == "copies" else torch.float32}
+        described = _model_tensors(split.module, split)
+        assert {name for name, value in described.items() if isinstance(value, ShardedTensorView)} == {
+            f"state_dict.{'net.' if hook == 'other names' else ''}{name}" for name in SHAPES if name != "1.bias"
+        }
+
+
+def test_what_is_whole_already_stays() -> None:
+    whole = {name: torch.ones(shape) for name, shape in SHAPES.items()}
+    with split_with(lambda name, value: (name, whole[name])) as split:
+        assert all(torch.equal(value, whole[name]) for name, value in model_state(split, True).items())
+
+
+def test_a_part_of_another_shape_is_refused() -> None:
+    with (
+        split_with(lambda name, value: (name, value.detach().flatten().clone())) as split,
+        pytest.raises(PlanError, match=r"state_dict: '0.weight' has shape \(16,\); allowed for this split parameter"),
+    ):
+        model_state(split, True)

@@ -1,0 +1,79 @@
+"""Runs that may split operators: what they measure under a limit of memory, and which plans can win."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tuning_world import configuration
+
+from lightning_autosync.cluster import ClusterSpec
+from lightning_autosync.errors import PlanError, TuningError
+from lightning_autosync.hybrid import HybridPlan, LayerPlan
+from lightning_autosync.hybrid.rates import HybridRates
+from lightning_autosync.measure import replica_calls
+from lightning_autosync.measure.bench.output import EXACT
+from lightning_autosync.measure.bench.preparation import Preparation
+from lightning_autosync.measure.bench.result import BenchResult, ContenderMeasurement
+from lightning_autosync.measure.bench.settings import BenchSettings
+from lightning_autosync.search.hybrid.run import HybridTuningRun
+from lightning_autosync.search.tuning.comparison import judged
+from lightning_autosync.search.tuning.job import TuningJob
+from lightning_autosync.search.tuning.settings import TuningSettings
+
+CLUSTER = ClusterSpec.uniform(2, 1, "10 Mbit/s", name="slow")
+
+
+def entries(memory: float | None, directory: Path) -> list[Any]:
+    given = {
+        **configuration(),
+        "model": {"kind": "perceptron", "widths": [512, 16, 512, 16], "batch": 4},
+        "cluster": CLUSTER.to_dict(),
+        "parallel": {"kind": "hybrid", "memory": memory, "trials": 4},
+    }
+    return HybridTuningRun(TuningSettings.parse(given), directory)._entries(HybridRates())
+
+
+def test_nothing_over_the_limit_of_memory_is_measured(tmp_path: Path) -> None:
+    free = entries(None, tmp_path)
+    (megatron,) = [entry for entry in free if entry.origin == "megatron"]
+    whole = next(entry.candidate.memory for entry in free if entry.origin == "builder")
+    assert megatron.candidate.memory < whole
+    tight = entries(0.9 * megatron.candidate.memory, tmp_path)
+    assert {entry.origin for entry in tight} == {"ddp", "search"}
+    assert all(entry.candidate.memory <= 0.9 * megatron.candidate.memory for entry in tight[1:])
+
+
+def test_a_limit_into_which_nothing_fits_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=r"parallel: memory: no plan fits into 0\.001 MB on each rank"):
+        entries(1e3, tmp_path)
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+def test_gradients_that_are_not_finite_deviate(wrong: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(replica_calls._live, "split", None)
+    monkeypatch.setitem(replica_calls._kept_gradients, "ddp", [torch.ones(3)])
+    monkeypatch.setattr(replica_calls, "_gradients", lambda replica: [torch.tensor([1.0, wrong, 1.0])])
+    assert max([0.0, replica_calls.deviation("split", "ddp")]) > EXACT
+
+
+def test_a_split_model_with_other_gradients_never_wins() -> None:
+    given = {name: value for name, value in configuration().items() if name != "search"}
+    times = {"ddp": 3.0, "split": 1.0}
+    settings = BenchSettings.parse({**given, "contenders": {"split": {"plan": "x.yaml"}}, "rounds": 2})
+    job = TuningJob.of(TuningSettings.parse(configuration()))
+    plan = HybridPlan(mesh=(2,), layers=(LayerPlan(module="up", signature=("col",)),))
+    for deviation in (0.0, 1.0):
+        measurements = {
+            name: ContenderMeasurement([[[one]]] * 2, None, None, deviation * (name == "split"))
+            for name, one in times.items()
+        }
+        preparation = Preparation(job.cluster, job.workload, {}, dict.fromkeys(times, "exact"), {})
+        result = BenchResult(settings, preparation, None, {}, measurements)
+        if deviation:
+            with pytest.raises(TuningError, match="the gradients of every plan differ from DDP's"):
+                judged(result, {"split": plan}, ["ddp"])
+        else:
+            assert judged(result, {"split": plan}, ["ddp"])["winner"] == "split"
