@@ -54,7 +54,7 @@ class CheckedReader(dcp.FileSystemReader):
         fault = _fault(found)
         if fault:
             raise DocumentError(f"{path}: {fault}")
-        return found  # type: ignore[no-any-return]
+        return found
 
 
 class _Unpickler(pickle.Unpickler):
