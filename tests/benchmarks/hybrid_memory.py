@@ -1,26 +1,29 @@
 """How near the predicted memory of split models is to what torch's allocator counts.
 
-``python -m tests.benchmarks.hybrid_memory`` trains each plan on 4 ranks over loopback. What counts are
-the most bytes of tensors in a few steps, but for the batches, which are all made at first.
+``python -m tests.benchmarks.hybrid_memory`` needs neither a cluster nor root. Each plan trains as one rank of a job
+whose others are not there: tensors, buffers and the engine are real, collectives leave data as it is. The allocator is
+followed in one process, because its records leave out what threads of gloo free. The batches, which are all made at
+first, do not count.
 """
 
 from __future__ import annotations
 
+import gc
 import statistics
 
 import torch
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.hybrid.capture import capture
 from lightning_autosync.hybrid.cost import Settings
+from lightning_autosync.hybrid.graph import Graph
 from lightning_autosync.hybrid.plan import HybridPlan
 from lightning_autosync.hybrid.prediction import predict
-from lightning_autosync.hybrid.rates import HybridRates
 from lightning_autosync.hybrid.search import search
-from lightning_autosync.measure.launches.settings import LaunchSettings
+from lightning_autosync.hybrid.traffic import pretended_job
 from lightning_autosync.measure.models.recipes import Model, model_of
-from lightning_autosync.measure.session import Contender, MeasurementSession
-from tests.benchmarks import memory_calls
+from lightning_autosync.measure.replicas import HybridReplica, Training
 
 CLUSTER = ClusterSpec.uniform(4, 1, "1 Gbit/s")
 MODELS = {
@@ -33,18 +36,14 @@ SGD = Settings(slots=0)
 
 
 def main() -> None:
+    torch.set_num_threads(1)
     errors = []
     for name, data in MODELS.items():
         model = model_of(data)
         with torch.device("meta"):
             module = model.module()
         graph = capture(module, *model.batches(0)[0])
-        found = search(graph, CLUSTER, HybridRates(), settings=SGD, keep=3)
-        plans = {"data parallel": found.data_parallel.plan, "search": found.best.plan}
-        if found.megatron is not None:
-            plans["megatron"] = found.megatron.plan
-        plans["least memory"] = search(graph, CLUSTER, HybridRates(), settings=SGD, memory=1.0).best.plan
-        for title, plan in plans.items():
+        for title, plan in _plans(graph).items():
             predicted, measured = predict(plan, graph, CLUSTER, settings=SGD).memory, _measured(model, plan)
             errors.append(abs(predicted / measured - 1))
             print(
@@ -55,18 +54,36 @@ def main() -> None:
     print(f"{len(errors)} plans: median error {statistics.median(errors):.1%}, largest {max(errors):.1%}")
 
 
+def _plans(graph: Graph) -> dict[str, HybridPlan]:
+    found = search(graph, CLUSTER, settings=SGD, keep=3)
+    plans = {"data parallel": found.data_parallel.plan, "search": found.best.plan}
+    if found.megatron is not None:
+        plans["megatron"] = found.megatron.plan
+    plans["least memory"] = search(graph, CLUSTER, settings=SGD, memory=1.0).best.plan
+    return plans
+
+
 def _measured(model: Model, plan: HybridPlan) -> float:
-    """Bytes of the rank that needs most."""
-    rest = {"sparse": False, "cluster": CLUSTER.to_dict(), "timeout": 60.0}
-    with MeasurementSession(CLUSTER, LaunchSettings(), 120.0) as session:
-        contender = Contender("plan", {**rest, "model": model.model_dump(), "hybrid": plan.to_dict()})
-        session.run(memory_calls.begin)
-        session.measure(contender, 1)  # the whole model is there for a moment when it is made
-        session.run(memory_calls.mark)
-        session.measure(contender, STEPS)
-        peaks = session.run(memory_calls.peak)
-    batches = sum(tensor.nbytes for batch in model.batches(0) for tensor in batch)
-    return float(max(peaks) - batches)
+    """The most bytes of tensors in a few steps on one rank."""
+    gc.collect()
+    with pretended_job(plan.world_size), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        replica = HybridReplica(Training.of(model, False, CLUSTER), plan, CLUSTER, 60.0)
+        for _ in range(STEPS):
+            with record_function("step"):
+                replica.step()
+        replica.close()
+    events: list[tuple[int, str, int]] = [
+        (event.start_ns(), event.name(), event.nbytes())
+        for event in profiled.profiler.kineto_results.events()  # type: ignore[union-attr]
+    ]
+    held = most = 0
+    for _, name, size in sorted(events):
+        if name == "[memory]":
+            held += size
+            most = max(most, held)
+        elif name == "step":
+            most = held  # the whole model was there for a moment when it was made
+    return float(most - sum(tensor.nbytes for batch in model.batches(0) for tensor in batch))
 
 
 if __name__ == "__main__":
