@@ -88,7 +88,7 @@ def measure(name: str, steps: int) -> list[float]:
 
 
 def keep_gradients(name: str) -> None:
-    """Keep the gradients of a contender's first batch for `deviation`, which compares those of others with them."""
+    """Keep the gradients of a contender's first batch. `deviation` compares other contenders with them."""
     _kept_gradients[name] = _gradients(_live[name])
 
 

@@ -44,7 +44,7 @@ strategy's name."""
 
 
 def register_strategies() -> None:
-    """Fill the registries of imported frameworks now, and those of others when they are imported."""
+    """Register the strategies with each framework: now if it is imported, otherwise when it is imported."""
     for name in _PLACES:
         if name in sys.modules:
             _register(sys.modules[name])

@@ -40,7 +40,7 @@ class World:
 
     Args:
         pair: ``MODEL@CLUSTER``.
-        settings: sizes, and how far the truth deviates from what is known.
+        settings: sizes, and how much true step times differ from predicted ones.
 
     Attributes:
         space: space of plans on the known cluster.

@@ -92,7 +92,7 @@ class HybridTuningRun:
         self._search_seconds = 0.0
 
     def run(self) -> HybridTuningResult:
-        """Tune. After a Ctrl-C the result has what was found so far.
+        """Run the search and the trials. After a Ctrl-C, the result holds the trials made so far.
 
         Raises:
             PlanError: no plan fits into the memory.
