@@ -494,6 +494,26 @@ class _Loader(yaml.SafeLoader):
                 seen.add((key.tag, key.value))
         return node
 
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        """Resolve merge keys (<<): own keys override merged ones, and earlier merged mappings override later ones.
+
+        PyYAML 6.0.4 lets a merged key of one character win over the key that overrides it.
+        """
+        own: list[tuple[yaml.Node, yaml.Node]] = []
+        merged: list[tuple[yaml.Node, yaml.Node]] = []
+        for key, value in node.value:
+            if key.tag == "tag:yaml.org,2002:value":
+                key.tag = "tag:yaml.org,2002:str"  # the key '='
+            if key.tag != "tag:yaml.org,2002:merge":
+                own.append((key, value))
+                continue
+            for part in value.value if isinstance(value, yaml.SequenceNode) else [value]:
+                if not isinstance(part, yaml.MappingNode):
+                    raise ValueError(f"<< merges mappings, not a {part.id} (line {part.start_mark.line + 1})")
+                self.flatten_mapping(part)
+                merged[:0] = part.value
+        node.value = merged + own  # the last pair with a key counts
+
 
 def _expanded(node: yaml.Node, known: dict[int, int | None]) -> int:
     """The number of values in a node, with aliases expanded.

@@ -113,6 +113,11 @@ def test_merged_keys_may_be_overridden(tmp_path: Path) -> None:
     path = tmp_path / "a.yaml"
     path.write_text("one: &one {a: 1, b: 2}\ntwo: &two {<<: *one, b: 3}\nthree: {<<: *two, a: 4}\n")
     assert read_data(path)["three"] == {"a": 4, "b": 3}
+    path.write_text("one: &one {a: 1, b: 2}\ntwo: &two {b: 3, =: 4}\nthree: {<<: [*one, *two], c: 5}\n")
+    assert read_data(path)["three"] == {"a": 1, "b": 2, "=": 4, "c": 5}
+    path.write_text("one: &one [1]\ntwo: {<<: *one}\n")
+    with pytest.raises(DocumentError, match=r"a\.yaml: .*<< merges mappings, not a scalar \(line 1\)"):
+        read_data(path)
 
 
 @pytest.mark.parametrize("suffix", ["yaml", "json"])
