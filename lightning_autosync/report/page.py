@@ -142,11 +142,11 @@ def _final_rows(run: TuningRun) -> list[dict[str, str]]:
             "exactness": one.exactness,
             "median": f"{1e3 * one.median:.2f}",
             "spread": f"{1e3 * min(one.rounds):.2f} to {1e3 * max(one.rounds):.2f}",
-            "ratio": f"{ratio.median:.3f}",
-            "interval": f"{ratio.low:.3f} to {ratio.high:.3f}",
+            "speedup": f"{speedup.median:.3f}x",
+            "interval": f"{speedup.low:.3f} to {speedup.high:.3f}",
             "bound": "" if run.bound is None or one.exactness != "exact" else f"{run.bound.seconds / one.median:.0%}",
         }
-        for name, one, ratio in run.final.compared()
+        for name, one, speedup in run.final.compared()
     ]
 
 

@@ -20,13 +20,13 @@ EXACT = 1e-4
 
 
 def result_table(result: BenchResult) -> Table:
-    """One row per contender; the best DDP is bold."""
+    """One row per contender, with its speedup over the best DDP, which is bold."""
     table = Table(title=title(result))
     table.add_column("contender", no_wrap=True)
     mixed = len(set(result.classes.values())) > 1
     if mixed:
         table.add_column("class", no_wrap=True)
-    for heading in ("median ms", "min .. max", "x best DDP", "95% interval"):
+    for heading in ("median ms", "min .. max", "speedup", "95% interval"):
         table.add_column(heading, justify="right", no_wrap=True)
     bounded = result.bound is not None
     if bounded:
@@ -101,20 +101,20 @@ def _best_of_sparse_ddp(result: BenchResult) -> list[str]:
     if result.best_exact is None or not sparse:
         return []
     reference = min(sparse, key=lambda name: result.measurements[name].median)
-    ratio = result.ratio(result.best_exact, reference)
-    times = f"{ratio.median:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]"
-    return [f"{result.best_exact} takes {times} of the time of {reference}, whose module has nn.Embedding(sparse=True)"]
+    speedup = result.speedup(result.best_exact, reference)
+    times = f"{speedup.median:.2f}x [{speedup.low:.2f}, {speedup.high:.2f}]"
+    return [f"speedup of {result.best_exact} over {reference}, whose module has nn.Embedding(sparse=True): {times}"]
 
 
 def _cells(result: BenchResult, name: str, mixed: bool, bounded: bool) -> list[str]:
-    measurement, ratio = result.measurements[name], result.ratio(name)
+    measurement, speedup = result.measurements[name], result.speedup(name)
     cells = [
         name,
         *([result.classes[name]] if mixed else []),
         f"{measurement.median * 1e3:.2f}",
         f"{min(measurement.times) * 1e3:.2f} .. {max(measurement.times) * 1e3:.2f}",
-        f"{ratio.median:.3f}",
-        f"{ratio.low:.3f} .. {ratio.high:.3f}",
+        f"{speedup.median:.3f}x",
+        f"{speedup.low:.3f} .. {speedup.high:.3f}",
     ]
     if bounded:
         share = result.bound_share(name)
@@ -138,7 +138,7 @@ def draw(result: BenchResult, path: str | os.PathLike[str]) -> None:
         times = [seconds * 1e3 for seconds in result.measurements[name].times]
         axes.plot(times, [position] * len(times), ".", color="black", markersize=3, alpha=0.5)
         remark = "" if result.classes[name] == "exact" else f", {result.classes[name]}"
-        label = f" {medians[position]:.1f} ms, {result.ratio(name).median:.2f}x{remark}"
+        label = f" {medians[position]:.1f} ms, {result.speedup(name).median:.2f}x{remark}"
         axes.annotate(label, (max(times), position), va="center", fontsize=8)
     if result.bound is not None:
         axes.axvline(result.bound.seconds * 1e3, color="#c0392b", linewidth=1.2, label="bound")
@@ -147,7 +147,7 @@ def draw(result: BenchResult, path: str | os.PathLike[str]) -> None:
     axes.invert_yaxis()
     axes.margins(x=0.22)
     axes.set_xlim(left=0)
-    axes.set_xlabel("ms a step (median; dots are rounds), and ratio to the best DDP")
+    axes.set_xlabel("ms a step (median; dots are rounds), and speedup over the best DDP")
     axes.set_title(title(result), fontsize=10)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)

@@ -128,6 +128,11 @@ class BenchResult:
         other = self.measurements[reference or self.best_ddp]
         return paired_ratio(self.measurements[name].times, other.times)
 
+    def speedup(self, name: str, reference: str | None = None) -> Interval:
+        """A contender's speedup over the reference (default: the best DDP), paired by round; above 1 is faster."""
+        other = self.measurements[reference or self.best_ddp]
+        return paired_ratio(other.times, self.measurements[name].times)
+
     def bound_share(self, name: str) -> float | None:
         """The bound relative to the median of an exact contender; None for other contenders or without a bound."""
         if self.bound is None or self.classes[name] != "exact":

@@ -263,13 +263,13 @@ def kendall(run: TuningRun) -> float | None:
 
 @styled
 def contenders_picture(final: FinalComparison, bound: float | None) -> Picture:
-    """One row per contender, fastest first: a mark per round, a tick at the median, and the ratio to the best DDP."""
+    """One row per contender, fastest first: marks for rounds, a tick at the median, the speedup over the best DDP."""
     compared = final.compared()
     figure = new_figure(1.3 + 0.36 * len(compared))
     axes = figure.add_subplot()
     tooltips = {}
     named: set[str] = set()
-    for row, (name, one, ratio) in enumerate(compared):
+    for row, (name, one, speedup) in enumerate(compared):
         color, marker, kind = KINDS[one.kind]
         label = "_" if kind in named else f"{kind}, a mark a round"
         look: dict[str, Any] = {"s": 24, "marker": marker, "color": color, "alpha": 0.7, "zorder": 3, "label": label}
@@ -279,15 +279,15 @@ def contenders_picture(final: FinalComparison, bound: float | None) -> Picture:
             f"{name}, round {number + 1}: {milliseconds(seconds)}" for number, seconds in enumerate(one.rounds)
         ]
         axes.plot([1e3 * one.median] * 2, [row - 0.3, row + 0.3], color=INK, linewidth=1.6, zorder=4)
-        text = f"{milliseconds(one.median)}, {ratio.median:.2f} x"
+        text = f"{milliseconds(one.median)}, {speedup.median:.2f}x"
         axes.annotate(text, (1e3 * max(one.rounds), row), (8, 0), textcoords="offset points", va="center", fontsize=9)
     if bound is not None:
         axes.axvline(1e3 * bound, color=MUTED, linewidth=1.3, linestyle=(0, (1, 2)), label="bound of exact plans")
     _label_rows(axes, [name for name, _, _ in compared], margin=0.16)
-    axes.set_xlabel("milliseconds a step, and ratio to the best DDP (below 1 is faster)")
+    axes.set_xlabel("milliseconds a step, and speedup over the best DDP")
     figure.legend(loc="outside upper left", ncols=4, handletextpad=0.3)
     words = "; ".join(
-        f"{name} {milliseconds(one.median)}, {ratio.median:.2f} of DDP's" for name, one, ratio in compared
+        f"{name} {milliseconds(one.median)}, speedup {speedup.median:.2f}" for name, one, speedup in compared
     )
     return Picture("contenders", figure, f"Step times side by side, fastest first: {words}.", tooltips)
 

@@ -133,10 +133,10 @@ class FinalComparison(Record):
         return self.rounds >= MIN_ROUNDS
 
     def compared(self) -> list[tuple[str, ComparedContender, Interval]]:
-        """Name, contender and its time relative to the best DDP, paired by round; fastest first."""
+        """Name, contender and its speedup over the best DDP, paired by round; fastest first."""
         reference = self.contenders[self.ddp].rounds
         ordered = sorted(self.contenders.items(), key=lambda item: item[1].median)
-        return [(name, one, paired_ratio(one.rounds, reference)) for name, one in ordered]
+        return [(name, one, paired_ratio(reference, one.rounds)) for name, one in ordered]
 
 
 def compare(

@@ -200,11 +200,11 @@ def _claims(final: FinalComparison) -> Iterator[str]:
     for what, name in (("best DDP", final.ddp), ("best builder", final.builder)):
         if name is None or name == final.winner:
             continue
-        ratio = final.ratio(name)
-        share = f"{ratio.median:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]"
+        speedup = final.speedup(name)
+        share = f"{speedup.median:.2f}x [{speedup.low:.2f}, {speedup.high:.2f}]"
         few = "" if final.has_enough_rounds else ", in too few rounds to tell"
         claim = "" if final.gains(name) else ", not a gain"
-        yield f"it takes {share} of the time of the {what}, {name}{few or claim}"
+        yield f"speedup over the {what}, {name}: {share}{few or claim}"
     if final.winner == final.builder:
         yield "no plan that was searched beats this builder's in the rounds that choose"
     for name, why in final.left_out.items():
