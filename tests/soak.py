@@ -23,14 +23,12 @@ import base64
 import os
 import random
 import re
-import socket
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from threading import Lock
@@ -42,6 +40,7 @@ sys.path[:0] = [path for path in PATHS if path not in sys.path]
 
 import crew as crews  # noqa: E402
 import numpy as np  # noqa: E402
+from ports import free_port  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 from soak_calls import (  # noqa: E402
@@ -227,9 +226,7 @@ class Soak:
 
 
 def _training(mode: str, size: int, folder: str, fault: dict[str, Any] | None) -> crews.Crew:
-    with ExitStack() as stack:
-        free = [stack.enter_context(socket.create_server((crews.HOST, 0))) for _ in range(2)]
-        port, meeting_port = (one.getsockname()[1] for one in free)
+    port, meeting_port = free_port(), free_port()
     return crews.Crew(
         "soak_calls:train", size, port=port, meeting_port=meeting_port, folder=folder, mode=mode, fault=fault
     )

@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from ports import free_port
 
 TESTS = Path(__file__).parent.parent
 MODULES = [TESTS, TESTS / "fault", TESTS / "distributed"]
@@ -90,8 +91,7 @@ class Crew:
         self._forks.set_forkserver_preload(PRELOADED)
 
     def __enter__(self) -> Crew:
-        with socket.create_server((HOST, 0)) as free:
-            self._port = free.getsockname()[1]
+        self._port = free_port()
         self._store = dist.TCPStore(HOST, self._port, is_master=True, wait_for_workers=False)
         for rank in range(self.size):
             self.start(rank)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from ports import free_port
 
 TESTS = Path(__file__).parent.parent
 TIMEOUT = 5.0
@@ -28,8 +28,7 @@ import os; os._exit(0)
 
 def survivors(topology: str, how: str) -> list[dict[str, Any]]:
     """What the ranks beside the victim saw. A pool of workers would end with its first dead rank."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(map(str, (TESTS, TESTS / "distributed"))),

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from crew import HOST, Crew
+from crew import Crew
 from named_ranks import KINDS
+from ports import free_port
 
 VICTIM = 1
 TIMEOUT = 8.0
@@ -28,8 +28,7 @@ CALLS = ("barrier", "broadcast", "all_gather", "decision", "reduce", "gather_jso
 
 @contextmanager
 def crew_of(function: str, size: int, **options: Any) -> Iterator[Crew]:
-    with socket.create_server((HOST, 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     with Crew(f"named_ranks:{function}", size, port=port, **options) as crew:
         yield crew
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from crew import HOST, Crew
+from ports import free_port
 
 ONE, OTHER = "one secret of sixteen bytes", "another of sixteen bytes"
 
@@ -15,8 +16,7 @@ ONE, OTHER = "one secret of sixteen bytes", "another of sixteen bytes"
 def told(*ranks: int | None, port: int = 0, **options: Any) -> list[Any]:
     """What those say who come, as the ranks that they take themselves for."""
     if not port:
-        with socket.create_server((HOST, 0)) as free:
-            port = free.getsockname()[1]
+        port = free_port()
     with Crew("rendezvous_calls:come", len(ranks), port=port, ranks=list(ranks), **options) as crew:
         gone = {None, options.get("dies"), 0 if "stops" in options else None}
         there = [place for place, rank in enumerate(ranks) if rank not in gone]
@@ -81,8 +81,7 @@ def test_a_first_rank_that_is_stopped_is_named(step: str) -> None:
     ("other", "error"), [(ONE, ""), (OTHER, "rank 1 has another secret, rank 0 has one"), ("", "rank 1 has none")]
 )
 def test_ranks_connect_with_the_secret_that_they_were_given(other: str, error: str) -> None:
-    with socket.create_server((HOST, 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     with Crew("rendezvous_calls:connect", 2, port=port, secrets=[ONE, other]) as crew:
         for seen in (crew.result(rank, 60.0) for rank in range(2)):
             assert bool(seen) == bool(error)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import socket
 import time
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +10,7 @@ import pytest
 import torch
 from averaging_faults import HEARTBEAT
 from crew import Crew
+from ports import free_port
 from test_mesh_faults import SLACK
 from trainer_faults import EPOCHS, VICTIM
 
@@ -21,10 +20,8 @@ OTHERS = (0, 1)
 
 def crew_of(folder: Path, **arguments: Any) -> Crew:
     """Three ranks."""
-    with ExitStack() as stack:
-        free = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(2)]
-        port, meeting_port = (one.getsockname()[1] for one in free)
-    return Crew("trainer_faults:train", 3, port=port, meeting_port=meeting_port, folder=str(folder), **arguments)
+    ports = {"port": free_port(), "meeting_port": free_port()}
+    return Crew("trainer_faults:train", 3, folder=str(folder), **ports, **arguments)
 
 
 def survivors(folder: Path, how: str, **arguments: Any) -> list[dict[str, Any]]:

@@ -9,6 +9,7 @@ import threading
 import time
 
 import pytest
+from ports import free_port
 from strangers import listening, listening_as
 
 from lightning_autosync.engine import rendezvous as stores
@@ -58,8 +59,7 @@ def test_an_address_of_another_machine_is_an_error() -> None:
 
 def first_listens(host: str) -> set[str]:
     """The addresses on which the store that rank 0 opens for a process group listens."""
-    with socket.create_server((HOST, 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     opened = stores._SignIn(stores.Rendezvous(host, port, 0, 2, 20.0))
     assert opened._holds_store
     return {address for address, at in listening([os.getpid()]) if at == port}
@@ -90,8 +90,7 @@ def test_what_is_no_store_is_told_within_seconds(says: bytes) -> None:
 
 
 def test_where_nothing_listens_there_is_no_store() -> None:
-    with socket.create_server((HOST, 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     with pytest.raises(ConnectionError, match=f"no store at 127.0.0.1:{port}"):
         find_store(HOST, port, 20.0)
 
