@@ -28,6 +28,7 @@ from lightning_autosync.errors import DocumentError, UnwritableError
 
 Kind = TypeVar("Kind")
 DocumentType = TypeVar("DocumentType", bound="Document")
+ResultType = TypeVar("ResultType", bound="Result")
 RecordType = TypeVar("RecordType", bound="Record")
 ConfigurationType = TypeVar("ConfigurationType", bound="Configuration")
 
@@ -45,6 +46,8 @@ LARGEST_NUMBER = 1e60
 """Largest absolute value of a number without a field's own limit; products of a few such numbers are still finite."""
 MOST_DIGITS = 400
 """Largest number of digits of a number in YAML, because its reader takes quadratic time."""
+RESULT = "result.json"
+"""Name of the file that a command writes its result to."""
 LEAST, LONGEST = 1e-12, 1e9
 """Smallest and largest measured time in seconds."""
 LARGEST = 2**53
@@ -194,6 +197,27 @@ class Document(Record):
         schema["properties"] = {"format": {"const": cls.FORMAT}, **schema["properties"]}
         schema["required"] = ["format", *schema.get("required", [])]
         return schema
+
+
+class Result(Document):
+    """The result of a command: ``result.json`` in its directory, in which no field is left out."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The result as plain data, the format line first."""
+        return {"format": self.FORMAT, **self.model_dump(mode="json", by_alias=True)}
+
+    def write(self, directory: Path) -> None:
+        """Write the result into the directory of its command, atomically."""
+        write_text(directory / RESULT, json.dumps(self.to_dict()) + "\n")
+
+    @classmethod
+    def read(cls: type[ResultType], directory: Path) -> ResultType:
+        """Read the result from the directory of its command.
+
+        Raises:
+            DocumentError: the file is missing, damaged or of another command.
+        """
+        return cls.load(directory / RESULT)
 
 
 def check_format(found: Any, expected: str, where: str, error: type[DocumentError]) -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from lightning_autosync.documents import write_text
 from lightning_autosync.errors import DocumentError, UnwritableError
 from lightning_autosync.measure.bench.output import draw, remarks, result_table
 from lightning_autosync.measure.bench.preparation import make_cluster, prepare
@@ -45,7 +43,7 @@ def bench(configuration: dict[str, Any], directory: Path) -> BenchResult:
     constants = job_hosts(settings.launch.kind, settings.model.kind in _WITHOUT_COMPUTE, settings.constants)
 
     def keep(result: BenchResult) -> None:
-        write_text(directory / "result.json", json.dumps(result.to_dict()) + "\n")
+        result.document().write(directory)
 
     def keep_if_possible(result: BenchResult) -> None:
         with suppress(UnwritableError):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -10,16 +9,14 @@ from typing import Any
 
 from rich.console import Console
 
-from lightning_autosync.documents import write_text
 from lightning_autosync.lab.collection.card import write_card
 from lightning_autosync.lab.collection.collector import Collector
 from lightning_autosync.lab.collection.drawing import draw_combinations
+from lightning_autosync.lab.collection.result import CollectionResult
 from lightning_autosync.lab.collection.settings import CollectionSettings
 from lightning_autosync.learned.dataset import Writer
 from lightning_autosync.measure.emulation.netns import require_namespaces
 from lightning_autosync.measure.hosts import emulated_hosts
-
-FORMAT = "autosync-collection/1"
 
 
 def collect(configuration: dict[str, Any], directory: Path) -> None:
@@ -48,8 +45,13 @@ def collect(configuration: dict[str, Any], directory: Path) -> None:
             writer.flush()
             write_card(writer.directory)
             seconds = time.perf_counter() - start
-            result = _result(settings, collector, seconds, len(writer.keys))
-            write_text(directory / "result.json", json.dumps(result) + "\n")
+            CollectionResult(
+                settings=settings,
+                dataset=str(Path(settings.dataset).absolute()),
+                pairs=len(writer.keys),
+                seconds=seconds,
+                **asdict(collector.progress),
+            ).write(directory)
     progress = collector.progress
     rate = 60 * progress.measured / seconds
     disturbed = ""
@@ -64,14 +66,3 @@ def collect(configuration: dict[str, Any], directory: Path) -> None:
         soft_wrap=True,
         highlight=False,
     )
-
-
-def _result(settings: CollectionSettings, collector: Collector, seconds: float, pairs: int) -> dict[str, Any]:
-    return {
-        "format": FORMAT,
-        "settings": settings.model_dump(mode="json"),
-        "dataset": str(Path(settings.dataset).absolute()),
-        "pairs": pairs,
-        "seconds": seconds,
-        **asdict(collector.progress),
-    }

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress
 
-from lightning_autosync.documents import write_text
 from lightning_autosync.errors import DocumentError
 from lightning_autosync.lab.fitting.comparison import FitRun, compare, run_file, tables, tabulate
 from lightning_autosync.lab.fitting.encoding import encode_samples
+from lightning_autosync.lab.fitting.result import FitResult, FittedDataset
 from lightning_autosync.lab.fitting.splits import FitSettings, cluster, family, for_all
 from lightning_autosync.learned import LearnedEstimator, Simulator, load_simulator
 from lightning_autosync.learned.dataset import Dataset, Sample
@@ -25,7 +23,6 @@ from lightning_autosync.measure.hosts import emulated_hosts
 from lightning_autosync.replay import Constants
 from lightning_autosync.run_files import RunFile, alone
 
-FORMAT = "autosync-fit/2"
 _log = logging.getLogger(__name__)
 
 
@@ -55,9 +52,20 @@ def fit(configuration: dict[str, Any], directory: Path) -> None:
     _fit(settings, samples, encoded, start or settings.simulator.build(constants, settings.seed)).save(fitted)
     timing = {"encoding": encoding, "comparison": sum(run.seconds for run in runs)}
     timing["fitting"] = time.perf_counter() - begun
-    result = _result(settings, samples, constants, runs, timing)
-    write_text(directory / "result.json", json.dumps(result) + "\n")
-    for table in tables(result["comparison"]):
+    result = FitResult(
+        settings=settings,
+        constants=constants.to_dict(),
+        dataset=FittedDataset(
+            samples=len(samples),
+            clusters=tuple(sorted({cluster(sample) for sample in samples})),
+            families=tuple(sorted({family(sample) for sample in samples})),
+        ),
+        comparison=tabulate(runs),
+        runs=tuple(runs),
+        seconds=timing,
+    )
+    result.write(directory)
+    for table in tables(result.comparison):
         console.print(table)
     if start is not None and any(run.simulator == start.kind.KIND for run in runs):
         console.print(f"{start.kind.KIND} started from {settings.start}, which may have seen some of the test data")
@@ -141,25 +149,3 @@ def _fit(
         split = for_all(samples, settings.seed, simulator.members)
         simulator.fit_encoded(encoded[settings.simulator.kind], split.held_out)
     return simulator
-
-
-def _result(
-    settings: FitSettings,
-    samples: Sequence[Sample],
-    constants: Constants,
-    runs: Sequence[FitRun],
-    timing: Mapping[str, float],
-) -> dict[str, Any]:
-    return {
-        "format": FORMAT,
-        "settings": settings.model_dump(mode="json"),
-        "constants": constants.to_dict(),
-        "dataset": {
-            "samples": len(samples),
-            "clusters": sorted({cluster(sample) for sample in samples}),
-            "families": sorted({family(sample) for sample in samples}),
-        },
-        "comparison": tabulate(runs),
-        "runs": [asdict(run) for run in runs],
-        "seconds": dict(timing),
-    }

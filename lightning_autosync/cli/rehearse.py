@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -10,12 +9,10 @@ from typing import Any
 import optuna
 from rich.console import Console
 
-from lightning_autosync.documents import write_text
 from lightning_autosync.lab.rehearsal.contest import Contest, SamplerRun
-from lightning_autosync.lab.rehearsal.outcome import draw, standings, table
+from lightning_autosync.lab.rehearsal.outcome import RehearsalResult, draw, standings, table
 from lightning_autosync.lab.rehearsal.settings import RehearsalSettings
 
-FORMAT = "autosync-rehearsal/1"
 _log = logging.getLogger(__name__)
 
 
@@ -38,13 +35,11 @@ def rehearse(configuration: dict[str, Any], directory: Path) -> None:
             ratio = run.builder / float(run.incumbents[-1])
             _log.info("%s, %s, seed %d: %.3f of the best builder's speed", run.pair, run.sampler, run.seed, ratio)
     found = standings(runs)
-    result = {
-        "format": FORMAT,
-        "settings": settings.model_dump(mode="json"),
-        "emulated": {"links": False, "compute": False, "replayed": True},
-        "standings": [one.to_dict() for one in found],
-    }
     Console(width=160).print(table(found))
-    write_text(directory / "result.json", json.dumps(result) + "\n")
+    RehearsalResult(
+        settings=settings,
+        emulated={"links": False, "compute": False, "replayed": True},
+        standings=tuple(one.summary() for one in found),
+    ).write(directory)
     for ending in ("png", "svg"):
         draw(found, directory / f"curves.{ending}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import shlex
@@ -18,7 +17,7 @@ from hydra.types import RunMode
 from rich.console import Console
 
 from lightning_autosync.cli.tune_hybrid import tune_hybrid
-from lightning_autosync.documents import as_yaml, held, write_text
+from lightning_autosync.documents import as_yaml, held
 from lightning_autosync.errors import AutoSyncError, TuningError, UnwritableError
 from lightning_autosync.interrupts import STATUS
 from lightning_autosync.measure.hosts import emulated_hosts
@@ -117,7 +116,7 @@ def _write(outcome: TuningOutcome, directory: Path) -> list[str]:
     plan = outcome.plan
     if plan is not None:
         plan.save(directory / PLAN)
-    write_text(directory / RESULT, json.dumps(outcome.result.to_dict()) + "\n")
+    outcome.result.write(directory)
     if plan is None:
         return [RESULT]
     outcome.job.workload.save(directory / WORKLOAD)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from rich.console import Console
 
-from lightning_autosync.documents import held, write_text
+from lightning_autosync.documents import held
 from lightning_autosync.errors import TuningError
 from lightning_autosync.hybrid import HybridPlan
 from lightning_autosync.report.hybrid import write_hybrid_report
@@ -36,7 +35,7 @@ def tune_hybrid(settings: TuningSettings, directory: Path, console: Console) -> 
         plan = result.plan
         if plan is not None:
             plan.save(directory / PLAN)
-        write_text(directory / RESULT, json.dumps(result.to_dict()) + "\n")
+        result.write(directory)
         write_hybrid_report(result, directory / REPORT)
     if isinstance(plan, HybridPlan):
         console.print(plan.describe(), end="")

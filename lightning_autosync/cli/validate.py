@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,16 +9,15 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from lightning_autosync.documents import write_text
 from lightning_autosync.lab.validation.accuracy import RANKED, Priced, ReplayAccuracy, by
 from lightning_autosync.lab.validation.cases import Case, draw_cases
 from lightning_autosync.lab.validation.measuring import CaseMeasurement, measure_cases
+from lightning_autosync.lab.validation.result import CaseResult, ValidationResult
 from lightning_autosync.lab.validation.settings import ValidationSettings
 from lightning_autosync.measure.hosts import emulated_hosts
 from lightning_autosync.plan import compile_plan
 from lightning_autosync.replay import Constants, Replay
 
-FORMAT = "autosync-validation/1"
 FILE_WIDTH = 110
 """Width of the tables in characters if the output is not a terminal."""
 PAIR = "pair"
@@ -54,7 +52,13 @@ def validate(configuration: dict[str, Any], directory: Path) -> None:
         PAIR: by(priced, lambda one: one.case.pair),
     }
     _print(priced, tables)
-    write_text(directory / "result.json", json.dumps(_result(settings, constants, priced, tables)) + "\n")
+    ValidationResult(
+        settings=settings,
+        constants=constants.to_dict(),
+        emulated={"links": True, "compute": True},
+        accuracy=tables,
+        cases=tuple(CaseResult.of(one) for one in priced),
+    ).write(directory)
 
 
 def price(cases: list[Case], constants_of: Callable[[Case], Constants]) -> dict[str, float]:
@@ -74,24 +78,6 @@ def price(cases: list[Case], constants_of: Callable[[Case], Constants]) -> dict[
 def hosts_of(measurement: CaseMeasurement, default: Constants) -> Constants:
     """The constants that were probed with a measurement, else the default."""
     return default if measurement.hosts is None else Constants.from_dict(measurement.hosts, source="hosts")
-
-
-def _result(
-    settings: ValidationSettings,
-    constants: Constants,
-    priced: list[Priced],
-    tables: Mapping[str, Mapping[str, ReplayAccuracy]],
-) -> dict[str, Any]:
-    return {
-        "format": FORMAT,
-        "settings": settings.model_dump(mode="json"),
-        "constants": constants.to_dict(),
-        "emulated": {"links": True, "compute": True},
-        "accuracy": {
-            name: {row: accuracy.to_dict() for row, accuracy in table.items()} for name, table in tables.items()
-        },
-        "cases": [one.to_dict() for one in priced],
-    }
 
 
 def _print(priced: list[Priced], tables: Mapping[str, Mapping[str, ReplayAccuracy]]) -> None:

@@ -12,6 +12,7 @@ import bench_modules
 import pytest
 
 from lightning_autosync.measure import conditions
+from lightning_autosync.measure.bench.document import BenchDocument
 from lightning_autosync.measure.bench.preparation import prepare
 from lightning_autosync.measure.bench.result import BenchResult
 from lightning_autosync.measure.bench.run import play, run_bench
@@ -35,7 +36,9 @@ def found(tmp_path_factory) -> tuple[dict[str, Any], str]:
     finished = autosync(directory, "ddp=short", *sizes, "+contenders.star.builder=ps", "hydra.run.dir=run")
     assert finished.returncode == 0, finished.stderr
     assert (directory / "run" / "result.png").stat().st_size > 1000
-    return json.loads((directory / "run" / "result.json").read_text()), finished.stdout
+    document = json.loads((directory / "run" / "result.json").read_text())
+    assert BenchDocument.read(directory / "run").to_dict() == document
+    return document, finished.stdout
 
 
 def test_every_contender_every_round_every_rank_every_step(found):
@@ -92,7 +95,7 @@ def test_buffers_follow_and_random_parts_are_the_same_in_every_contender() -> No
     kept: list[int] = []
     preparation = prepare(settings)
     with MeasurementSession(preparation.cluster, settings.launch, settings.timeout) as session:
-        result = play(settings, preparation, session, keep=lambda one: kept.append(one.to_dict()["rounds"]))
+        result = play(settings, preparation, session, keep=lambda one: kept.append(one.document().rounds))
         for ddp, star in session.run(bench_modules.running_means, names=["ddp", "star"]):
             assert star == pytest.approx(ddp, abs=5e-4)  # what is dropped at random differs
     assert all(measurement.deviation < 1e-5 for measurement in result.measurements.values())
@@ -117,7 +120,7 @@ def paced() -> BenchResult:
 
 def test_paced_steps_last_as_long_as_told(paced):
     assert all(measurement.median >= 0.059 for measurement in paced.measurements.values())
-    assert paced.to_dict()["emulated"] == {"links": False, "compute": True}
+    assert paced.document().emulated == {"links": False, "compute": True}
 
 
 def test_paced_gradients_are_the_mean_over_ranks_in_every_exact_contender(paced):

@@ -10,6 +10,7 @@ import pytest
 
 from lightning_autosync.cli.collect import collect
 from lightning_autosync.lab.collection import collector
+from lightning_autosync.lab.collection.result import CollectionResult
 from lightning_autosync.learned.dataset import Dataset
 from lightning_autosync.measure.emulation import netns
 from lightning_autosync.measure.workers import LaunchError
@@ -46,6 +47,7 @@ def test_an_interrupted_collection_goes_on(tmp_path: Path, monkeypatch: pytest.M
 
     collect(configuration, tmp_path / "second")
     result = json.loads((tmp_path / "second" / "result.json").read_text())
+    assert CollectionResult.read(tmp_path / "second").to_dict() == result
     assert (result["pairs"], result["measured"], result["failed"]) == (8, 2, [])
     dataset = Dataset.load(tmp_path / "data")
     assert len({sample.plan.fingerprint for sample in dataset}) == 8

@@ -9,6 +9,7 @@ import pytest
 
 from lightning_autosync.cli.validate import validate
 from lightning_autosync.lab.validation.measuring import load_measurements
+from lightning_autosync.lab.validation.result import ValidationResult
 from lightning_autosync.measure.emulation import netns
 from lightning_autosync.measure.workers import LaunchError
 from lightning_autosync.replay import Constants
@@ -39,7 +40,9 @@ def test_an_interrupted_run_goes_on_where_it_was(tmp_path: Path, capsys: pytest.
 
     validate({**SETTINGS, "measurements": str(path)}, tmp_path / "complete")
     assert path.read_text() == "".join(again)
-    check_result(json.loads((tmp_path / "complete" / "result.json").read_text()), path)
+    result = json.loads((tmp_path / "complete" / "result.json").read_text())
+    check_result(result, path)
+    assert ValidationResult.read(tmp_path / "complete").to_dict() == result
     assert "Kendall tau: no workload on a cluster has plans enough" in capsys.readouterr().out
 
 

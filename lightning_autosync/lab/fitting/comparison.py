@@ -8,14 +8,14 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy
 from numpy.typing import NDArray
 from pydantic import ConfigDict
 from rich.table import Table
 
-from lightning_autosync.documents import PLAIN, Index, Spent, digest
+from lightning_autosync.documents import PLAIN, Index, Record, Spent, digest
 from lightning_autosync.errors import DocumentError
 from lightning_autosync.lab.fitting.encoding import spread
 from lightning_autosync.lab.fitting.splits import FitSettings, Split, divide
@@ -91,19 +91,29 @@ class SimulatorAccuracy:
 METRICS = tuple(field.name for field in fields(SimulatorAccuracy))
 
 
-def summary(runs: list[SimulatorAccuracy]) -> dict[str, Any]:
-    """For each metric, its values in all runs, their mean and their standard deviation."""
+class MetricSummary(Record):
+    """Values of a metric in all runs, with their mean and standard deviation."""
+
+    mean: float
+    deviation: float
+    runs: tuple[float, ...]
+
+
+def summary(runs: list[SimulatorAccuracy]) -> dict[str, MetricSummary]:
+    """The summary of each metric."""
     columns = {metric: [asdict(run)[metric] for run in runs] for metric in METRICS}
     return {
-        metric: {
-            "mean": statistics.mean(values),
-            "deviation": statistics.stdev(values) if len(values) > 1 else 0.0,
-            "runs": values,
-        }
+        metric: MetricSummary(
+            mean=statistics.mean(values),
+            deviation=statistics.stdev(values) if len(values) > 1 else 0.0,
+            runs=tuple(values),
+        )
         for metric, values in columns.items()
     }
 
 
+Comparison = dict[str, dict[str, dict[str, MetricSummary]]]
+"""Summaries by split, simulator and metric."""
 FORMAT = "autosync-fit-runs/1"
 
 
@@ -243,9 +253,9 @@ def judge(simulator: Simulator, examples: Examples, split: Split) -> SimulatorAc
     return SimulatorAccuracy.of(test, simulator.estimate_encoded(test.items, test.base).seconds)
 
 
-def tabulate(runs: Sequence[FitRun]) -> dict[str, dict[str, Any]]:
+def tabulate(runs: Sequence[FitRun]) -> Comparison:
     """For each split and simulator, the summary of its runs."""
-    made: dict[str, dict[str, Any]] = {}
+    made: Comparison = {}
     for run in runs:
         row = made.setdefault(run.split, {})
         if run.simulator not in row:
@@ -263,11 +273,11 @@ _TITLES = {
 _COLUMNS = {"ranking": "ranking accuracy", "tau": "Kendall tau", "median": "median error", "p90": "p90 error"}
 
 
-def tables(comparison: Mapping[str, Mapping[str, Any]]) -> Iterator[Table]:
+def tables(comparison: Comparison) -> Iterator[Table]:
     """One table per split with one row per simulator: mean and deviation over divisions, the best in bold."""
     for split, rows in comparison.items():
         first = next(iter(rows.values()))
-        left_out, count = first["left_out"]["mean"], len(first["left_out"]["runs"])
+        left_out, count = first["left_out"].mean, len(first["left_out"].runs)
         table = Table(
             title=f"{split}: {_TITLES[split]}",
             caption=f"{count} divisions; {left_out:.0%} of the pairs are within noise",
@@ -275,14 +285,14 @@ def tables(comparison: Mapping[str, Mapping[str, Any]]) -> Iterator[Table]:
         table.add_column("simulator", no_wrap=True)
         for heading in _COLUMNS.values():
             table.add_column(heading, justify="right", no_wrap=True)
-        for simulator, metrics in rows.items():
-            table.add_row(simulator, *(_cell(rows, simulator, metric, metrics) for metric in _COLUMNS))
+        for simulator in rows:
+            table.add_row(simulator, *(_cell(rows, simulator, metric) for metric in _COLUMNS))
         yield table
 
 
-def _cell(rows: Mapping[str, Any], simulator: str, metric: str, metrics: Mapping[str, Any]) -> str:
-    found = metrics[metric]
-    text = f"{found['mean']:.3f} ± {found['deviation']:.3f}"
+def _cell(rows: Mapping[str, Mapping[str, MetricSummary]], simulator: str, metric: str) -> str:
+    found = rows[simulator][metric]
+    text = f"{found.mean:.3f} ± {found.deviation:.3f}"
     higher = metric in ("ranking", "tau")
-    best = (max if higher else min)(rows, key=lambda name: rows[name][metric]["mean"])
+    best = (max if higher else min)(rows, key=lambda name: rows[name][metric].mean)
     return f"[bold]{text}[/bold]" if simulator == best else text

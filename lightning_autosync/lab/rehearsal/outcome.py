@@ -6,14 +6,16 @@ import os
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich.table import Table
 
+from lightning_autosync.documents import Record, Result
 from lightning_autosync.lab.rehearsal.contest import SamplerRun
+from lightning_autosync.lab.rehearsal.settings import RehearsalSettings
 from lightning_autosync.measure.figures import save_figure
 from lightning_autosync.search.trial_attributes import BASELINE
 
@@ -21,6 +23,47 @@ NEARLY = 0.98
 """Share of the best known speed at which a plan counts as nearly the best."""
 _SHOWN = (15, 50)
 """Numbers of trials after which the table shows regrets."""
+
+
+class StandingSummary(Record):
+    """A sampler on a pair, in the result. Tuples have an entry per run.
+
+    Attributes:
+        pair, sampler, best, builder, ratios: as in `Standing`.
+        hit_rates: shares of the proposals that beat the best builder.
+        trials_to_98, proposals_to_98: `Standing.trials` and `Standing.proposals`.
+        regret: lower quartile, median and upper quartile of the regrets over runs, by trial.
+        overhead: mean and largest number of seconds that the sampler needed for a trial.
+        seeds: seeds of the runs.
+    """
+
+    pair: str
+    sampler: str
+    best: float
+    builder: float
+    ratios: tuple[float, ...]
+    hit_rates: tuple[float, ...]
+    trials_to_98: tuple[int | None, ...]
+    proposals_to_98: tuple[int | None, ...]
+    regret: dict[str, tuple[float, ...]]
+    overhead: dict[str, float]
+    seeds: tuple[int, ...]
+
+
+class RehearsalResult(Result):
+    """The standings of all samplers.
+
+    Attributes:
+        settings: settings of the rehearsal.
+        emulated: whether links and computation are emulated, and whether times are replayed.
+        standings: a summary for each pair and sampler.
+    """
+
+    FORMAT: ClassVar[str] = "autosync-rehearsal/1"
+
+    settings: RehearsalSettings
+    emulated: dict[str, bool]
+    standings: tuple[StandingSummary, ...]
 
 
 @dataclass(frozen=True)
@@ -64,26 +107,25 @@ class Standing:
             counts.append(None if trials is None else trials - built)
         return counts
 
-    def to_dict(self) -> dict[str, Any]:
-        """The standing as plain data."""
+    def summary(self) -> StandingSummary:
         overhead = [seconds for run in self.runs for seconds in run.overhead]
         regrets = self.regrets
-        return {
-            "pair": self.pair,
-            "sampler": self.sampler,
-            "best": self.best,
-            "builder": self.builder,
-            "ratios": self.ratios,
-            "hit_rates": [run.hit_rate for run in self.runs],
-            "trials_to_98": self.trials,
-            "proposals_to_98": self.proposals,
-            "regret": {
-                name: numpy.quantile(regrets, share, axis=0).tolist()
+        return StandingSummary(
+            pair=self.pair,
+            sampler=self.sampler,
+            best=self.best,
+            builder=self.builder,
+            ratios=tuple(self.ratios),
+            hit_rates=tuple(run.hit_rate for run in self.runs),
+            trials_to_98=tuple(self.trials),
+            proposals_to_98=tuple(self.proposals),
+            regret={
+                name: tuple(numpy.quantile(regrets, share, axis=0).tolist())
                 for name, share in (("low", 0.25), ("median", 0.5), ("high", 0.75))
             },
-            "overhead": {"mean": statistics.fmean(overhead), "most": max(overhead)},
-            "seeds": [run.seed for run in self.runs],
-        }
+            overhead={"mean": statistics.fmean(overhead), "most": max(overhead)},
+            seeds=tuple(run.seed for run in self.runs),
+        )
 
 
 def standings(runs: Iterable[SamplerRun]) -> list[Standing]:

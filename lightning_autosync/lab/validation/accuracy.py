@@ -5,8 +5,7 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import numpy
 from scipy.stats import kendalltau
@@ -41,22 +40,6 @@ class Priced:
     def error(self) -> float:
         """Relative error of the prediction; positive if it is too long."""
         return self.predicted / self.measured - 1
-
-    def to_dict(self) -> dict[str, Any]:
-        """The case and its times as plain data."""
-        case = self.case
-        return {
-            "key": case.key,
-            "cluster": case.cluster.name,
-            "family": case.family,
-            "kind": case.kind,
-            "messages": len(case.plan.groups),
-            "bytes": case.workload.bytes,
-            "measured_seconds": self.measured,
-            "measured_noise": self.noise,
-            "predicted_seconds": self.predicted,
-            "foreign_cores": self.foreign_cores,
-        }
 
 
 @dataclass(frozen=True)
@@ -132,10 +115,6 @@ class ReplayAccuracy:
             tau_apart=_mean([order.tau_apart for order in orders]),
             within_noise=1 - sum(order.apart for order in orders) / plans if plans else None,
         )
-
-    def to_dict(self) -> dict[str, Any]:
-        """The numbers as plain data."""
-        return asdict(self)
 
 
 def by(priced: Iterable[Priced], what: Callable[[Priced], str]) -> dict[str, ReplayAccuracy]:

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from lightning_autosync.cluster import ClusterSpec
+from lightning_autosync.measure.bench.document import BenchDocument, ContenderDocument
 from lightning_autosync.measure.bench.preparation import Preparation
 from lightning_autosync.measure.bench.settings import BenchSettings, Exactness
 from lightning_autosync.measure.conditions import BUSY
 from lightning_autosync.measure.hosts import Bound
 from lightning_autosync.measure.step_time import Interval, Steps, paired_ratio, relative_medians, step_time
 from lightning_autosync.workload import Workload
-
-FORMAT = "autosync-bench/1"
 
 
 @dataclass(frozen=True)
@@ -143,40 +142,39 @@ class BenchResult:
         options = self.settings.all_contenders()[name].ddp
         return options is not None and options.begins_otherwise
 
-    def to_dict(self) -> dict[str, Any]:
-        """The whole result as plain data."""
-        return {
-            "format": FORMAT,
-            "settings": self.settings.model_dump(mode="json"),
-            "cluster": self.cluster.to_dict(),
-            "workload": {"bytes": self.workload.bytes, **self.workload.to_dict()},
-            "emulated": {"links": self.settings.emulated, "compute": self.paced},
-            "rounds": min(len(one.rounds) for one in self.measurements.values()),
-            "meets_protocol": self.meets_protocol,
-            "bound": None if self.bound is None else asdict(self.bound),
-            "conditions": self.conditions,
-            "foreign_cores": self.foreign_cores,
-            "best_ddp": self.best_ddp,
-            "best_exact_plan": self.best_exact,
-            "contenders": {name: self._contender(name) for name in self.measurements},
-        }
+    def document(self) -> BenchDocument:
+        """The whole result as a document."""
+        return BenchDocument(
+            settings=self.settings,
+            cluster=self.cluster.to_dict(),
+            workload={"bytes": self.workload.bytes, **self.workload.to_dict()},
+            emulated={"links": self.settings.emulated, "compute": self.paced},
+            rounds=min(len(one.rounds) for one in self.measurements.values()),
+            meets_protocol=self.meets_protocol,
+            bound=self.bound,
+            conditions=self.conditions,
+            foreign_cores=self.foreign_cores,
+            best_ddp=self.best_ddp,
+            best_exact_plan=self.best_exact,
+            contenders={name: self._contender(name) for name in self.measurements},
+        )
 
-    def _contender(self, name: str) -> dict[str, Any]:
+    def _contender(self, name: str) -> ContenderDocument:
         measurement = self.measurements[name]
-        return {
-            "class": self.classes[name],
-            "why": self.preparation.reasons.get(name),
-            "median_seconds": measurement.median,
-            "least_seconds": min(measurement.times),
-            "most_seconds": max(measurement.times),
-            "seconds_are": "means" if measurement.periodic else "medians of a round's steps",
-            "ratio_to_best_ddp": asdict(self.ratio(name)),
-            "ratio_to_first_ddp": asdict(self.ratio(name, next(iter(self.measurements)))),
-            "bound_share": self.bound_share(name),
-            "bytes_per_step_and_rank": measurement.bytes_per_step,
-            "gradient_deviation": None if self._begins_otherwise(name) else measurement.deviation,
-            "round_seconds": measurement.times,
-            "round_bytes_per_step_and_rank": measurement.sent,
-            "round_foreign_cores": measurement.foreign_cores,
-            "step_seconds_by_round_and_rank": measurement.rounds,
-        }
+        return ContenderDocument(
+            exactness=self.classes[name],
+            why=self.preparation.reasons.get(name),
+            median_seconds=measurement.median,
+            least_seconds=min(measurement.times),
+            most_seconds=max(measurement.times),
+            seconds_are="means" if measurement.periodic else "medians of a round's steps",
+            ratio_to_best_ddp=self.ratio(name),
+            ratio_to_first_ddp=self.ratio(name, next(iter(self.measurements))),
+            bound_share=self.bound_share(name),
+            bytes_per_step_and_rank=measurement.bytes_per_step,
+            gradient_deviation=None if self._begins_otherwise(name) else measurement.deviation,
+            round_seconds=measurement.times,
+            round_bytes_per_step_and_rank=measurement.sent,
+            round_foreign_cores=measurement.foreign_cores,
+            step_seconds_by_round_and_rank=measurement.rounds,
+        )

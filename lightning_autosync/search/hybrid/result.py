@@ -10,14 +10,13 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, model_validator
 from typing_extensions import Self
 
-from lightning_autosync.documents import Document, Index, Record, Spent, Taken, check_format, read_data
+from lightning_autosync.documents import RESULT, Index, Record, Result, Spent, Taken, check_format, read_data
 from lightning_autosync.errors import DocumentError
 from lightning_autosync.hybrid import HybridPlan
 from lightning_autosync.plan import SyncPlan
 from lightning_autosync.search.tuning.comparison import AnyPlan, FinalComparison
 from lightning_autosync.search.tuning.records import LENIENT
 
-RESULT = "result.json"
 Origin = Literal["search", "megatron", "builder", "ddp"]
 
 
@@ -53,7 +52,7 @@ class HybridTrial(Record):
     plan: dict[str, Any] | None = None
 
 
-class HybridTuningResult(Document):
+class HybridTuningResult(Result):
     """The result of a run.
 
     Attributes:
@@ -89,10 +88,6 @@ class HybridTuningResult(Document):
         if self.winner is not None and self.winner not in {t.name for t in self.trials if t.seconds is not None}:
             raise ValueError(f"winner: no trial with a time is named '{self.winner}'")
         return self
-
-    def to_dict(self) -> dict[str, Any]:
-        """The result as plain data with the format first, including fields at their defaults."""
-        return {"format": self.FORMAT, **self.model_dump(mode="json")}
 
     @property
     def best(self) -> HybridTrial | None:

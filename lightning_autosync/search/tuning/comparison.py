@@ -252,7 +252,7 @@ def judged(
     """
     half = played.settings.rounds // 2
     choice, result = _Choice(_rounds(played, 0, half), plans, rivals), _rounds(played, half, 2 * half)
-    data = result.to_dict()
+    data = result.document().to_dict()
     for name, contender in data["contenders"].items():
         contender["kind"] = choice.kind(name)
         contender["ratio_to_best_ddp"] = asdict(result.ratio(name, choice.ddp))

@@ -9,13 +9,11 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import ConfigDict, Field
 
-from lightning_autosync.documents import Document, Index, Record, Spent, Taken, check_format, read_data
+from lightning_autosync.documents import RESULT, Index, Record, Result, Spent, Taken, check_format, read_data
 from lightning_autosync.errors import DocumentError
 from lightning_autosync.measure.drift import Drift
 from lightning_autosync.search.tuning.comparison import FinalComparison
 from lightning_autosync.search.tuning.records import LENIENT, TrialRecord
-
-RESULT = "result.json"
 
 
 class Opponent(Record):
@@ -108,7 +106,7 @@ class DriftRecord(Record):
     share: Annotated[float, Field(ge=0, le=1)] = 1.0
 
 
-class TuningResult(Document):
+class TuningResult(Result):
     """The result of a tuning run.
 
     Attributes:
@@ -146,10 +144,6 @@ class TuningResult(Document):
     interrupted: bool = False
     failure: str | None = None
     environment: dict[str, Any] = Field(default_factory=dict)
-
-    def to_dict(self) -> dict[str, Any]:
-        """The result as plain data with the format first, including fields at their defaults."""
-        return {"format": self.FORMAT, **self.model_dump(mode="json")}
 
     def __float__(self) -> float:
         """Seconds of a step of the best plan, for sweeps over tuning runs.

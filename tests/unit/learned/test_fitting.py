@@ -25,6 +25,7 @@ from lightning_autosync.errors import DocumentError
 from lightning_autosync.lab.fitting import comparison
 from lightning_autosync.lab.fitting.comparison import FORMAT, FitRun, SimulatorAccuracy, compare, judge, summary
 from lightning_autosync.lab.fitting.encoding import encode_samples, spread
+from lightning_autosync.lab.fitting.result import FitResult
 from lightning_autosync.lab.fitting.splits import (
     BLOCKS,
     SPLITS,
@@ -311,9 +312,9 @@ def test_drift_of_the_shipped_dataset() -> None:
 def test_the_summary_has_every_run() -> None:
     runs = [SimulatorAccuracy(0.9, 0.1, 0.8, 0.05, 0.2), SimulatorAccuracy(1.0, 0.1, 0.9, 0.05, 0.2)]
     found = summary(runs)["ranking"]
-    assert found["runs"] == [0.9, 1.0]
-    assert found["mean"] == pytest.approx(0.95)
-    assert found["deviation"] == pytest.approx(math.sqrt(0.005))
+    assert found.runs == (0.9, 1.0)
+    assert found.mean == pytest.approx(0.95)
+    assert found.deviation == pytest.approx(math.sqrt(0.005))
 
 
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
@@ -412,6 +413,7 @@ def test_the_command_leaves_a_simulator_and_a_result(
     fit(_configuration(dataset, splits=["trial", "both"]), tmp_path)
     result = json.loads((tmp_path / "result.json").read_text())
     assert result["format"] == "autosync-fit/2"
+    assert FitResult.read(tmp_path).to_dict() == result
     assert result["dataset"] == {
         "samples": 63,
         "clusters": ["even", "fat", "thin"],

@@ -116,7 +116,7 @@ def test_neither_the_opponent_nor_the_bound_is_for_other_training():
     assert found.best_exact == "byteps"
     assert found.bound_share("ddp_fp16") is None
     assert found.bound_share("ddp_view") is not None
-    assert found.to_dict()["contenders"]["ddp_fp16"]["class"] == "low precision"
+    assert found.document().contenders["ddp_fp16"].exactness == "low precision"
     notes = "\n".join(remarks(found))
     assert "speedup of byteps over ddp_sparse, whose module has nn.Embedding(sparse=True): 0.07x [0.07, 0.08]" in notes
 
@@ -184,14 +184,14 @@ def test_emulated_links_have_no_latency_for_whoever_plans_or_predicts():
 
 def test_hooks_that_begin_with_exact_steps_have_no_deviation():
     """Their first step, which is what is compared, is DDP's own all-reduce."""
-    contenders = result(HOOKED, "emulated", deviation=1e-3, hooks=True).to_dict()["contenders"]
+    contenders = result(HOOKED, "emulated", deviation=1e-3, hooks=True).document().to_dict()["contenders"]
     assert contenders["ddp_post_local"]["gradient_deviation"] is None
     assert contenders["ddp_fp16"]["gradient_deviation"] == 1e-3
     assert contenders["byteps"]["gradient_deviation"] == 1e-3
 
 
 def test_the_document_keeps_every_step_and_is_json():
-    document = json.loads(json.dumps(result(TIMES).to_dict()))
+    document = json.loads(json.dumps(result(TIMES).document().to_dict()))
     assert document["contenders"]["ddp"]["step_seconds_by_round_and_rank"] == [[[0.020], [0.010]], [[0.040], [0.020]]]
     assert document["contenders"]["byteps"]["bytes_per_step_and_rank"] == 1e6
     assert document["best_ddp"] == "ddp_view"

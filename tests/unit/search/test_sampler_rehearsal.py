@@ -11,7 +11,7 @@ from locks import held_elsewhere
 from lightning_autosync.cli.rehearse import rehearse
 from lightning_autosync.errors import DocumentError
 from lightning_autosync.lab.rehearsal.contest import Contest, SamplerRun, run_file
-from lightning_autosync.lab.rehearsal.outcome import standings
+from lightning_autosync.lab.rehearsal.outcome import RehearsalResult, standings
 from lightning_autosync.lab.rehearsal.settings import RehearsalSettings
 from lightning_autosync.lab.rehearsal.world import World
 from lightning_autosync.plan import compile_plan
@@ -57,6 +57,7 @@ def test_a_rehearsal_leaves_curves_and_goes_on(tmp_path: Path) -> None:
     rehearse(SMALL, tmp_path)
     result = json.loads((tmp_path / "result.json").read_text())
     assert result["format"] == "autosync-rehearsal/1"
+    assert RehearsalResult.read(tmp_path).to_dict() == result
     assert {(one["pair"], one["sampler"]) for one in result["standings"]} == {
         (pair, sampler) for pair in SMALL["pairs"] for sampler in SMALL["samplers"]
     }
