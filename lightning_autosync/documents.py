@@ -305,10 +305,12 @@ def read_text(path: Path, error: type[DocumentError] = DocumentError, source: st
     """The text of a file. Raises ``error`` if it cannot be read; ``source`` names the file in the message."""
     source = source or str(path)
     try:
-        size, most = path.stat().st_size, MOST_BYTES if path.suffix == ".json" else MOST_YAML_BYTES
-        if size > most:
-            raise error(f"{source}: {size} bytes; allowed: {most} at most ({MOST_BYTES} of JSON)")
-        return path.read_text(encoding="utf-8")
+        most = MOST_BYTES if path.suffix == ".json" else MOST_YAML_BYTES
+        with path.open("rb") as stream:
+            content = stream.read(most + 1)  # not the size that `stat` gives, which is 0 for /dev/zero
+        if len(content) > most:
+            raise error(f"{source}: more than {most} bytes; allowed: {most} at most ({MOST_BYTES} of JSON)")
+        return content.decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
     except (OSError, UnicodeDecodeError) as cause:
         why = cause.strerror if isinstance(cause, OSError) else cause  # str(cause) would name the file again
         raise error(f"{source}: cannot be read: {why}") from None

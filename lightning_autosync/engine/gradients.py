@@ -277,9 +277,10 @@ class RowGradients(MessageGradients):
     def _pack(self) -> None:
         if self._own is not None:
             self._refuse_second(0)
-        gradient = self._parameter.grad
-        assert gradient is not None
-        gradient = gradient.detach()
+        if self._parameter.grad is None:  # an autograd function gave None for it, which counts as zeros
+            self._own = replace(self._no_rows(), gradients=1)
+            return
+        gradient = self._parameter.grad.detach()
         self._sparse_layout = gradient.is_sparse
         if gradient.is_sparse:
             gradient = gradient.coalesce()
@@ -295,12 +296,13 @@ class RowGradients(MessageGradients):
         self.started = True
         if self._own is None and self._parameter.requires_grad and self._parameter.grad is not None:
             self._pack()
-        own = self._own
-        if own is None:
-            none = self._parameter.new_empty(0, self._width)
-            own = Rows(none.new_empty(0, dtype=torch.int64), none, gradients=0)
+        own = self._no_rows() if self._own is None else self._own
         # Unchanged ranks add at most 1 each, so any changed rank makes the sum negative.
         self.exchange.start(replace(own, gradients=-self._world_size) if self._changed else own)
+
+    def _no_rows(self) -> Rows:
+        values = self._parameter.new_empty(0, self._width)
+        return Rows(values.new_empty(0, dtype=torch.int64), values, gradients=0)
 
     def finish(self) -> None:
         self._total = total = self.exchange.wait()

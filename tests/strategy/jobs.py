@@ -287,11 +287,14 @@ def error_of(model: str, **strategy: Any) -> str:
     return "none"
 
 
-def error_of_meeting(odd: int, versions: dict[str, str], arguments: dict[str, Any]) -> str:
-    """What ``fit`` raises where rank ``odd`` has other versions or arguments than the others."""
+def error_of_meeting(
+    odd: int, versions: dict[str, str], arguments: dict[str, Any], common: dict[str, Any] | None = None
+) -> str:
+    """What ``fit`` raises where rank ``odd`` has versions or arguments besides the ``common`` ones."""
     own = agreement.own_versions()
     if dist.get_rank() != odd:
         versions, arguments = {}, {}
+    arguments = {**(common or {}), **arguments}
     with mock.patch.object(agreement, "own_versions", return_value=own | versions):
         return error_of("Plain", **arguments)
 

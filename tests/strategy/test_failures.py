@@ -165,3 +165,10 @@ def test_versions_that_differ_between_ranks(duo, name: str, value: str) -> None:
 def test_settings_that_differ_between_ranks(duo, arguments: dict[str, object], words: str) -> None:
     found = duo.run(jobs.error_of_meeting, odd=1, versions={}, arguments=arguments)
     same_error(found, "PlanError", words.format(odd=1), "rank 1 has another than rank 0")
+
+
+def test_initial_buffers_that_differ_between_ranks(duo) -> None:
+    """Only one rank would broadcast buffers, in the same message as the weights."""
+    odd = {"forward_sync_buffers": False}
+    found = duo.run(jobs.error_of_meeting, odd=1, versions={}, arguments=odd, common={"broadcast_buffers": False})
+    same_error(found, "PlanError", "forward_sync_buffers", "rank 1 has another than rank 0")

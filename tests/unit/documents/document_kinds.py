@@ -32,31 +32,40 @@ from lightning_autosync.cli.arguments import prepared
 from lightning_autosync.cli.report import report
 from lightning_autosync.cli.validate import hosts_of
 from lightning_autosync.cluster import ClusterSpec, configuration_directory, read_resource_spec, resolve_cluster
-from lightning_autosync.documents import append_lines, checked, write_text
+from lightning_autosync.documents import RESULT, Result, append_lines, checked, write_text
 from lightning_autosync.hybrid.mesh import Links, near_order
 from lightning_autosync.hybrid.plan import HybridPlan
 from lightning_autosync.hybrid.pricing import Pricing
 from lightning_autosync.hybrid.rates import HybridRates
+from lightning_autosync.lab.collection.result import CollectionResult
+from lightning_autosync.lab.collection.settings import CollectionSettings
 from lightning_autosync.lab.convergence.result import FORMAT as CONVERGENCE
 from lightning_autosync.lab.convergence.result import load_rates
 from lightning_autosync.lab.convergence.settings import ConvergenceSettings
 from lightning_autosync.lab.fitting import comparison as fitting_runs
 from lightning_autosync.lab.fitting.comparison import SimulatorAccuracy, tabulate
+from lightning_autosync.lab.fitting.result import FitResult, FittedDataset
 from lightning_autosync.lab.fitting.splits import FitSettings
 from lightning_autosync.lab.rehearsal.contest import SamplerRun as RehearsalRun
 from lightning_autosync.lab.rehearsal.contest import run_file as rehearsal_runs
-from lightning_autosync.lab.rehearsal.outcome import standings, table
+from lightning_autosync.lab.rehearsal.outcome import RehearsalResult, standings, table
 from lightning_autosync.lab.rehearsal.settings import PAIRS, RehearsalSettings
+from lightning_autosync.lab.validation.accuracy import ReplayAccuracy
 from lightning_autosync.lab.validation.measuring import CaseMeasurement, load_measurements
+from lightning_autosync.lab.validation.result import CaseResult, ValidationResult
+from lightning_autosync.lab.validation.settings import ValidationSettings
 from lightning_autosync.learned import LearnedEstimator, ReplayEstimator, Training, load_simulator
 from lightning_autosync.learned.dataset import Conditions, Dataset, Entry, Sample, Writer
 from lightning_autosync.learned.dataset.parts import MANIFEST
 from lightning_autosync.learned.dataset.writer import JOURNAL
 from lightning_autosync.learned.simulator import HEADER
-from lightning_autosync.measure.hosts import emulated_hosts
+from lightning_autosync.measure.bench.document import BenchDocument, ContenderDocument
+from lightning_autosync.measure.bench.settings import BenchSettings
+from lightning_autosync.measure.hosts import Bound, emulated_hosts
 from lightning_autosync.measure.interleaving import TrialMeasurement
 from lightning_autosync.measure.models.recipes import Paced
 from lightning_autosync.measure.session import Contender
+from lightning_autosync.measure.step_time import Interval
 from lightning_autosync.plan import SyncPlan, builders, compile_plan
 from lightning_autosync.plan.space import PlanSpace
 from lightning_autosync.replay import Constants, Replay, least_step
@@ -87,6 +96,15 @@ WORKLOAD = Workload(
 )
 SPACE = PlanSpace(WORKLOAD, CLUSTER)
 
+RESULTS = (
+    "documents",
+    "measure.bench.document",
+    "lab.collection.result",
+    "lab.fitting.result",
+    "lab.rehearsal.outcome",
+    "lab.validation.result",
+)
+"""Modules with classes of results."""
 Made = Callable[[Path], list[str]]
 Use = Callable[[], Any]
 
@@ -586,6 +604,95 @@ def _read_measurements(folder: Path) -> None:
         hosts_of(one, Constants())
 
 
+def _results() -> dict[str, Result]:
+    constants, accuracy = Constants().to_dict(), SimulatorAccuracy(0.9, 0.1, 0.8, 0.05, 0.1)
+    runs = (fitting_runs.FitRun("trial", 0, "linear", ("star",), accuracy, 1.5),)
+    rehearsed = [
+        RehearsalRun(PAIRS[0], "tpe", seed, [0.1, 0.2], [0.1, 0.2], ["baseline", "drawn"], 0.1, 0.1, [0.0, 0.1])
+        for seed in range(2)
+    ]
+    times = ((0.1, 0.2), (0.2, 0.3))
+    case = {"key": "k", "cluster": "star", "family": "ncf", "kind": "free", "messages": 2, "bytes": 8}
+    case |= {"measured_seconds": 0.1, "measured_noise": 0.1, "predicted_seconds": 0.1, "foreign_cores": None}
+    return {
+        "bench": BenchDocument(
+            settings=BenchSettings.parse({"model": {"kind": "flat", "mib": 1.0}, "cluster": CLUSTER.to_dict()}),
+            cluster=CLUSTER.to_dict(),
+            workload=WORKLOAD.to_dict(),
+            emulated={"links": False, "compute": False},
+            rounds=1,
+            meets_protocol=False,
+            bound=Bound(0.1, 0.2, "all"),
+            conditions={"cores": 2},
+            foreign_cores=0.1,
+            best_ddp="ddp",
+            best_exact_plan=None,
+            contenders={
+                "ddp": ContenderDocument(
+                    exactness="exact",
+                    why=None,
+                    median_seconds=0.1,
+                    least_seconds=0.1,
+                    most_seconds=0.1,
+                    seconds_are="means",
+                    ratio_to_best_ddp=Interval(1, 1, 1),
+                    ratio_to_first_ddp=Interval(1, 1, 1),
+                    bound_share=None,
+                    bytes_per_step_and_rank=8.0,
+                    gradient_deviation=0.0,
+                    round_seconds=(0.1,),
+                    round_bytes_per_step_and_rank=(8.0,),
+                    round_foreign_cores=None,
+                    step_seconds_by_round_and_rank=(times,),
+                )
+            },
+        ),
+        "collect": CollectionResult(
+            settings=CollectionSettings.parse({"dataset": "data", "clusters": ["star"], "families": ["ncf"]}),
+            dataset="data",
+            pairs=2,
+            seconds=1.0,
+            measured=2,
+            disturbed=1,
+            failed=({"plan": "why"},),
+            drawing=0.1,
+            measuring=0.2,
+            stepping=0.1,
+        ),
+        "fit": FitResult(
+            settings=_fitting("data"),
+            constants=constants,
+            dataset=FittedDataset(samples=2, clusters=("star",), families=("ncf",)),
+            comparison=tabulate(runs),
+            runs=runs,
+            seconds={"fitting": 0.1},
+        ),
+        "rehearse": RehearsalResult(
+            settings=_REHEARSAL,
+            emulated={"links": False},
+            standings=tuple(one.summary() for one in standings(rehearsed)),
+        ),
+        "validate": ValidationResult(
+            settings=ValidationSettings(),
+            constants=constants,
+            emulated={"links": True},
+            accuracy={"all": {"all": ReplayAccuracy(3, 0.1, 0.2, 0.0, None, 0.5, 0.1)}},
+            cases=(CaseResult.model_validate(case),),
+        ),
+    }
+
+
+def _make_results(folder: Path) -> list[str]:
+    for verb, result in _results().items():
+        result.write(folder / verb)
+    return [f"{verb}/{RESULT}" for verb in _results()]
+
+
+def _read_results(folder: Path) -> Use:
+    found = [type(result).read(folder / verb) for verb, result in _results().items()]
+    return lambda: [one.to_dict() for one in found]
+
+
 # Checkpoints and sweeps
 
 
@@ -694,6 +801,7 @@ KINDS: dict[str, Kind] = {
     "rates": Kind(_make_rates, _read_rates, ("lab.convergence.result",)),
     "runs of a rehearsal": Kind(_make_rehearsal, _read_rehearsal, ("run_files", "lab.rehearsal.contest")),
     "runs of a fit": Kind(_make_fitting, _read_fitting, ("lab.fitting.comparison",)),
+    "results": Kind(_make_results, _read_results, RESULTS, share=0.5),
     "checkpoint": Kind(
         _make_checkpoint,
         _read_checkpoint,

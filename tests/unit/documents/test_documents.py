@@ -36,7 +36,11 @@ UNREADABLE: dict[str, tuple[str, str, str]] = {
     "too long": ("a.yaml", "a: 1" + "0" * 500, "not valid YAML: a number of 501 digits (line 1)"),
     "too many": ("a.json", "[" + "0," * 500_000 + "0]", "not valid JSON: it has some 500002 values; allowed: 500000"),
     "too many, YAML": ("a.yaml", "[" + "a," * 100_000 + "a]", "not valid YAML: it has more than 100000 values"),
-    "too many bytes": ("a.yaml", " " * 5_000_000, "5000000 bytes; allowed: 4194304 at most (16777216 of JSON)"),
+    "too many bytes": (
+        "a.yaml",
+        " " * 5_000_000,
+        "more than 4194304 bytes; allowed: 4194304 at most (16777216 of JSON)",
+    ),
     "levels": ("a.json", '{"a": ' + "[" * 100 + "]" * 100 + "}", f"a{'[0]' * 33}...: nested too deeply; allowed: 64"),
     "a date": ("a.yaml", "a: 2020-12-24", "a: it reads as a date; put it in quotes"),
     "a key that is no text": ("a.yaml", "a: {1: x}", "a: a key is no text: 1; put it in quotes"),
