@@ -48,7 +48,7 @@ class FabricModule(SynchronizedModule):
     @torch.compiler.disable
     def _before_forward(self) -> None:
         self.replica.before_forward(self.replica.enabled and torch.is_grad_enabled())
-        if self.training and torch.is_grad_enabled():
+        if torch.is_grad_enabled():  # a module trains in evaluation too, for instance with fixed statistics
             self.replica.before_synchronization()
         # The scale changes only between steps, so it can be read in the forward pass. A strategy with its own backward
         # method could read it later, but Fabric would then forbid a plain `loss.backward()`.
