@@ -49,7 +49,7 @@ class FabricModule(SynchronizedModule):
     def _before_forward(self) -> None:
         self.replica.before_forward(self.replica.enabled and torch.is_grad_enabled())
         if torch.is_grad_enabled():  # a module trains in evaluation too, for instance with fixed statistics
-            self.replica.before_synchronization()
+            self.replica.note_changes()
         # The scale changes only between steps, so it can be read in the forward pass. A strategy with its own backward
         # method could read it later, but Fabric would then forbid a plain `loss.backward()`.
         self.replica.follow_scaler(self.scaler)
