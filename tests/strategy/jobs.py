@@ -472,6 +472,31 @@ def fabric_looks(changes: str = "never") -> list[float]:
     return [float(parameter) for parameter in module.parameters()]
 
 
+def _adapters_under_fabric(strategy: Any) -> nn.Module:
+    fabric = make_fabric(strategy)
+    seed_everything(3)
+    module = models.Adapters()
+    wrapped, optimizer = fabric.setup(module, module.configure_optimizers())
+    for inputs, labels in list(models.loader())[dist.get_rank() :: 2]:
+        fabric.backward(F.cross_entropy(wrapped(inputs), labels))
+        optimizer.step()
+        optimizer.zero_grad()
+    fabric.strategy.teardown()
+    return module
+
+
+def adapters(fabric: bool, static_graph: bool) -> dict[str, Any]:
+    """How far trained adapters in reentrant checkpoints end from DDP's, and the exchanges in eight steps."""
+    options = {"static_graph": static_graph}
+    with mock.patch.object(ExactReplica, "_check_weights") as passed:
+        if fabric:
+            ours = _adapters_under_fabric(AutoSyncFabricStrategy(**options))
+        else:
+            ours = fit("AdaptersByHand", AutoSyncStrategy(**options), max_epochs=1)
+    theirs = _adapters_under_fabric(FabricDDP()) if fabric else fit("Adapters", DDPStrategy(), max_epochs=1)
+    return {"distance": distance(ours, theirs), "passes": passed.call_count}
+
+
 def fabric_scales() -> dict[str, list[float]]:
     """The scale of each loss, and the one that the engine was told."""
     plan = builders.all_reduce(describe(models.Plain()), ClusterSpec.uniform(1, 2), compressor="int8")

@@ -37,6 +37,14 @@ def test_a_rank_may_run_a_module_more_often_than_others(duo, changes: str, expec
     assert duo.run(jobs.fabric_looks, changes=changes) == [expected, expected]
 
 
+@pytest.mark.parametrize("static_graph", [False, True])
+@pytest.mark.parametrize("fabric", [True, False], ids=["fabric", "manual optimization"])
+def test_blocks_in_reentrant_checkpoints_share_one_exchange(duo, fabric: bool, static_graph: bool) -> None:
+    for found in duo.run(jobs.adapters, fabric=fabric, static_graph=static_graph):
+        assert found["passes"] == 8
+        assert found["distance"] < 1e-6
+
+
 def test_resumed_training_equals_uninterrupted(duo, tmp_path) -> None:
     for found in duo.run(jobs.fabric_resume, folder=str(tmp_path)):
         assert found == {"distance": 0.0, "step": 2, "remainder": []}
