@@ -9,12 +9,12 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.autograd import Variable
 from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.engine.compressor_state import ParameterStates, check_scale
+from lightning_autosync.engine.end_of_backward import call_after_backward
 from lightning_autosync.engine.gradients import MessageGradients
 from lightning_autosync.engine.resources import Resources
 from lightning_autosync.engine.tracing import Recorder
@@ -328,7 +328,7 @@ class Engine:
         if self._graph is not None:
             self._graph.begin_pass()
         if not self.deferred:
-            Variable._execution_engine.queue_callback(self._end_of_backward)
+            call_after_backward(self._end_of_backward)
 
     def _complete(self, gradients: MessageGradients) -> None:
         if self._recorder is not None:

@@ -114,23 +114,29 @@ class ExactReplica(Replica):
     def before_synchronization(self) -> None:
         """Check before each backward pass of training that all ranks still train the same parameters.
 
-        If this rank's parameters changed, the pass itself tells the other ranks, so that passes without a change cost
-        nothing. Afterwards, ranks compare digests before each pass until there was no change for a while. This serves
-        scripts that freeze networks in turn.
+        After a change that `note_changes` found, ranks compare digests before each pass until there was no change for a
+        while. This serves scripts that freeze networks in turn. It is collective then, so all ranks call this equally
+        often: once per pass.
 
         Raises:
             PlanError: (on every rank) parameters changed on some ranks only, or the user's plan does not have them.
         """
+        if self._comparing and self.enabled:
+            self._compare()
+        else:
+            self.note_changes()
+
+    def note_changes(self) -> None:
+        """Let the next synchronized pass tell the other ranks if this rank's parameters changed.
+
+        Passes without a change cost nothing. Not collective: ranks may make different numbers of forward passes.
+        """
         engine = self._engine
         if engine is None or not engine.enabled:
             return
-        changed = self._watch.changed()
-        if self._comparing:
-            self._compare()
-        else:
-            engine.changed = changed
-            if changed:
-                engine.renew_hooks(parameter for _, parameter in variable_names(self._module))
+        engine.changed = self._watch.changed()
+        if engine.changed:
+            engine.renew_hooks(parameter for _, parameter in variable_names(self._module))
 
     def end_training(self) -> None:
         """Check at the end of training that weights are equal on all ranks; collective.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -48,8 +49,8 @@ class FabricModule(SynchronizedModule):
     @torch.compiler.disable
     def _before_forward(self) -> None:
         self.replica.before_forward(self.replica.enabled and torch.is_grad_enabled())
-        if self.training and torch.is_grad_enabled():
-            self.replica.before_synchronization()
+        if torch.is_grad_enabled():  # a module trains in evaluation too, for instance with fixed statistics
+            self.replica.note_changes()
         # The scale changes only between steps, so it can be read in the forward pass. A strategy with its own backward
         # method could read it later, but Fabric would then forbid a plain `loss.backward()`.
         self.replica.follow_scaler(self.scaler)
@@ -110,7 +111,8 @@ class AutoSyncFabricStrategy(DDPStrategy):
     def setup_module(self, module: nn.Module) -> FabricModule:  # type: ignore[override]  # in place of DDP's module
         self._forget(module)
         # Each module has its own group, because ranks may complete messages of two modules in different orders.
-        group = dist.new_group() if self._replicas else None
+        # A group takes the backend's own time-out unless it is told one.
+        group = dist.new_group(timeout=timedelta(seconds=self._settings.timeout)) if self._replicas else None
         replica = ExactReplica(module, self._settings, self.num_nodes, self.num_processes, group, watched=True)
         self._replicas.append(replica)
         return FabricModule(module, replica, getattr(self.precision, "scaler", None))

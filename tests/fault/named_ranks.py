@@ -192,13 +192,24 @@ def train(
 
 
 def train_with_fabric(
-    store: dist.Store, rank: int, size: int, rejoin: bool, port: int, how: str, victim: int, timeout: float, where: str
+    store: dist.Store,
+    rank: int,
+    size: int,
+    rejoin: bool,
+    port: int,
+    how: str,
+    victim: int,
+    timeout: float,
+    where: str,
+    modules: int = 1,
 ) -> dict[str, Any]:
-    """What a loop of the user's own raises on this rank, and when."""
+    """What a loop of the user's own, which trains the last of so many modules, raises on this rank, and when."""
     join(rank, size, port)
     strategy = AutoSyncFabricStrategy(plan="all_reduce", timeout=timedelta(seconds=timeout))
     fabric = Fabric(accelerator="cpu", devices=size, strategy=strategy, plugins=[TorchElasticEnvironment()])
     fabric.launch()
+    for _ in range(modules - 1):
+        fabric.setup(nn.Linear(8, 1))
     fate, plain = Fate(store, how, victim), nn.Linear(8, 1)
     module, optimizer = fabric.setup(plain, torch.optim.SGD(plain.parameters(), 0.01))
 

@@ -84,6 +84,11 @@ def test_under_fabric(where: str, how: str) -> None:
 
 
 @pytest.mark.slow
+def test_a_rank_that_stops_in_a_second_module_is_named_under_fabric() -> None:
+    check(survivors("stop", function="train_with_fabric", where="training", modules=2), "stop")
+
+
+@pytest.mark.slow
 def test_an_error_of_the_users_loop_under_fabric() -> None:
     for seen in survivors("exception", function="train_with_fabric", where="training"):
         assert f"rank {VICTIM} is lost: its process has ended" in seen["error"]

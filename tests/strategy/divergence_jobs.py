@@ -177,12 +177,15 @@ def new_head(module: nn.Module) -> None:
 FABRIC_CHANGES = {change.__name__: change for change in (assign_in_place, new_head, freeze, weight)}
 
 
-def change_under_fabric(name: str, where: list[int], plain_backward: bool = False, **strategy: Any) -> str | float:
-    """As `change`, in a loop of the user's own."""
+def change_under_fabric(
+    name: str, where: list[int], plain_backward: bool = False, evaluating: bool = False, **strategy: Any
+) -> str | float:
+    """As `change`, in a loop of the user's own, which may leave the module in evaluation, as for fixed statistics."""
     fabric = make_fabric(AutoSyncFabricStrategy(**strategy))
     seed_everything(3)
     plain = models.Plain()
     module, optimizer = fabric.setup(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
+    module.train(not evaluating)
     inputs = torch.randn(16, 4, models.FEATURES, generator=torch.Generator().manual_seed(dist.get_rank()))
     try:
         for step, batch in enumerate(inputs):

@@ -452,20 +452,52 @@ def fabric_twice() -> list[float]:
     return module.weight.grad.flatten().tolist()
 
 
-def fabric_looks() -> list[float]:
-    """Weights after steps between which rank 0 alone runs the module once more, as for a picture of its output."""
+def fabric_looks(changes: str = "never") -> list[float]:
+    """Weights after steps between which rank 0 alone runs the module more often, as for pictures of its output.
+
+    Args:
+        changes: when a second layer is frozen or unfrozen: ``never``, ``once``, or ``in turn`` (before every step).
+    """
     fabric = make_fabric(AutoSyncFabricStrategy(check_replicas=1, timeout=5.0))
-    module = nn.Linear(1, 1, bias=False)
-    nn.init.ones_(module.weight)
+    module = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
+    for parameter in module.parameters():
+        nn.init.ones_(parameter)
     wrapped, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.5))
-    for _ in range(3):
+    for step in range(4):
+        if changes == "in turn" or (changes == "once" and step == 1):
+            module[1].requires_grad_(not module[1].weight.requires_grad)
         fabric.backward(wrapped(torch.full((1, 1), dist.get_rank() + 1.0)).sum())
         optimizer.step()
         optimizer.zero_grad()
-        if dist.get_rank() == 0:
+        for _ in range(step if dist.get_rank() == 0 else 0):
             wrapped(torch.ones(1, 1))
     fabric.strategy.teardown()
-    return module.weight.flatten().tolist()
+    return [float(parameter) for parameter in module.parameters()]
+
+
+def _adapters_under_fabric(strategy: Any) -> nn.Module:
+    fabric = make_fabric(strategy)
+    seed_everything(3)
+    module = models.Adapters()
+    wrapped, optimizer = fabric.setup(module, module.configure_optimizers())
+    for inputs, labels in list(models.loader())[dist.get_rank() :: 2]:
+        fabric.backward(F.cross_entropy(wrapped(inputs), labels))
+        optimizer.step()
+        optimizer.zero_grad()
+    fabric.strategy.teardown()
+    return module
+
+
+def adapters(fabric: bool, static_graph: bool) -> dict[str, Any]:
+    """How far trained adapters in reentrant checkpoints end from DDP's, and the exchanges in eight steps."""
+    options = {"static_graph": static_graph}
+    with mock.patch.object(ExactReplica, "_check_weights") as passed:
+        if fabric:
+            ours = _adapters_under_fabric(AutoSyncFabricStrategy(**options))
+        else:
+            ours = fit("AdaptersByHand", AutoSyncStrategy(**options), max_epochs=1)
+    theirs = _adapters_under_fabric(FabricDDP()) if fabric else fit("Adapters", DDPStrategy(), max_epochs=1)
+    return {"distance": distance(ours, theirs), "passes": passed.call_count}
 
 
 def fabric_scales() -> dict[str, list[float]]:

@@ -134,6 +134,38 @@ class Reentrant(Checkpointed):
     reentrant = True
 
 
+class Adapters(Plain):
+    """Trains blocks in reentrant checkpoints under a frozen head, so that the first gradient arrives in a block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.ModuleList(nn.Linear(FEATURES, FEATURES) for _ in range(3))
+        self.head = nn.Linear(FEATURES, CLASSES).requires_grad_(False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        inputs = inputs.clone().requires_grad_()
+        for block in self.body:
+            inputs = torch.tanh(checkpoint(block, inputs, use_reentrant=True))
+        return self.head(inputs)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.body.parameters(), lr=0.1)
+
+
+class AdaptersByHand(Adapters):
+    """Calls ``loss.backward()`` itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, index: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        super().training_step(batch, index).backward()
+        optimizer.step()
+
+
 class SparseTable(Plain):
     sparse = True
 

@@ -9,6 +9,7 @@ PLANS = [{}, {"plan": "all_reduce"}, {"plan": "packed_trees"}]
 A_MESSAGE_EACH = {"plan": "all_reduce", "bucket_cap_mb": 1e-6}
 """So that a parameter that is frozen is a whole message."""
 WAYS = [*PLANS, A_MESSAGE_EACH, {"static_graph": True}]
+FABRIC_WAYS = [*PLANS, {"plain_backward": True}, {"evaluating": True}]
 
 
 @pytest.mark.parametrize("strategy", WAYS)
@@ -55,13 +56,13 @@ def test_buffers_that_change_on_one_rank_are_an_error_on_all(duo, change, buffer
         assert f"model: buffer '{buffer}' is {second} on rank 1 and {first} on rank 0; " in error
 
 
-@pytest.mark.parametrize("strategy", [*PLANS, {"plain_backward": True}])
+@pytest.mark.parametrize("strategy", FABRIC_WAYS)
 @pytest.mark.parametrize("change", ["assign_in_place", "new_head", "freeze"])
 def test_parameters_that_change_on_all_ranks_are_followed_under_fabric(duo, change: str, strategy) -> None:
     assert duo.run(divergence_jobs.change_under_fabric, name=change, where=[0, 1], **strategy) == [0.0, 0.0]
 
 
-@pytest.mark.parametrize("strategy", [*PLANS, {"plain_backward": True}])
+@pytest.mark.parametrize("strategy", FABRIC_WAYS)
 @pytest.mark.parametrize(
     ("change", "expected"),
     [

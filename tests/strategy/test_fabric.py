@@ -29,8 +29,20 @@ def test_a_module_may_be_set_up_again(duo) -> None:
     assert duo.run(jobs.fabric_twice) == [[1.5], [1.5]]
 
 
-def test_a_rank_may_run_a_module_more_often_than_others(duo) -> None:
-    assert duo.run(jobs.fabric_looks) == [[-1.25], [-1.25]]
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [("never", [0.00390625, 0.00390625]), ("once", [-0.3125, 0.25]), ("in turn", [-1.71875, 1.64453125])],
+)
+def test_a_rank_may_run_a_module_more_often_than_others(duo, changes: str, expected: list[float]) -> None:
+    assert duo.run(jobs.fabric_looks, changes=changes) == [expected, expected]
+
+
+@pytest.mark.parametrize("static_graph", [False, True])
+@pytest.mark.parametrize("fabric", [True, False], ids=["fabric", "manual optimization"])
+def test_blocks_in_reentrant_checkpoints_share_one_exchange(duo, fabric: bool, static_graph: bool) -> None:
+    for found in duo.run(jobs.adapters, fabric=fabric, static_graph=static_graph):
+        assert found["passes"] == 8
+        assert found["distance"] < 1e-6
 
 
 def test_resumed_training_equals_uninterrupted(duo, tmp_path) -> None:
