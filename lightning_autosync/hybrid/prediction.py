@@ -116,7 +116,8 @@ def predict(
     links = cluster if isinstance(cluster, Links) else Links(cluster)
     if plan.world_size != links.cluster.world_size:
         raise PlanError(
-            f"plan: mesh: {plan.world_size} ranks, cluster '{links.cluster.name}' has {links.cluster.world_size}"
+            f"plan: mesh: it has {plan.world_size} ranks, but cluster '{links.cluster.name}' has "
+            f"{links.cluster.world_size}"
         )
     if plan.workload not in (None, graph.fingerprint):
         raise PlanError(
@@ -159,7 +160,7 @@ class _Predictor:
                 continue
             layer = self._plan.layer(operator.module)
             if layer is None:
-                raise PlanError(f"plan: layers: '{operator.module}' has parameters and no layer")
+                raise PlanError(f"plan: layers: module '{operator.module}' has parameters, but no layer in the plan")
             own = [weight for weight in operator.weights if weight.path not in seen]
             seen.update(weight.path for weight in own)
             costs = self._costs.layer(operator, layer.signature, own)

@@ -66,7 +66,7 @@ class TrialSettings(Configuration):
     @model_validator(mode="after")
     def _check(self) -> TrialSettings:
         if self.max_steps < self.min_steps:
-            raise ValueError(f"max_steps: {self.max_steps} is below min_steps, {self.min_steps}")
+            raise ValueError(f"max_steps: {self.max_steps} is less than min_steps, {self.min_steps}")
         return self
 
 
@@ -186,7 +186,7 @@ class StoppingRule:
         late = self.best is not None and measurement.count >= chosen.prune_after
         if self.far_slower(fastest) or (late and fastest > (1 + chosen.margin) * self._possible):
             whose = "the reference's" if self.best is None else "the best"
-            return f"its fastest step takes {fastest / self._possible:.2f} times {whose}"
+            return f"its fastest step takes {fastest / self._possible:.2f} times as long as {whose}"
         return None
 
     def _precise(self, measurement: TrialMeasurement) -> bool:
@@ -223,7 +223,7 @@ def _take_turn(session: Session, measurement: TrialMeasurement, rule: StoppingRu
         rule.decide(measurement)
     except ContenderError as error:
         measurement.end("failed", reason(error.failure))
-        _log.warning("%s: %s; the workers are started again", measurement.contender.name, measurement.why)
+        _log.warning("%s: %s; restarting the workers", measurement.contender.name, measurement.why)
     measurement.elapsed += time.perf_counter() - begin
     if measurement.state != "running":
         session.take_down(measurement.contender)

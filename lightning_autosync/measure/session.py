@@ -124,11 +124,11 @@ class MeasurementSession:
             try:
                 self._pool = self._start()
             except WorkerError as error:  # a busy machine may delay a worker beyond the timeout once
-                _log.warning("workers did not start: %s; once more", reason(error))
+                _log.warning("workers did not start: %s; trying once more", reason(error))
                 try:
                     self._pool = self._start()
                 except WorkerError as again:
-                    raise LaunchError(f"workers did not start twice: {reason(again)}") from None
+                    raise LaunchError(f"workers did not start at the second attempt: {reason(again)}") from None
             self._life += 1
         return self._pool
 
@@ -187,7 +187,9 @@ class MeasurementSession:
         try:
             self.run(replica_calls.tear_down, name=contender.name)
         except WorkerError as error:
-            _log.warning("%s could not be taken down: %s; the workers are ended", contender.name, reason(error))
+            _log.warning(
+                "%s could not be removed from the workers: %s; stopping the workers", contender.name, reason(error)
+            )
 
     def watch_load(self) -> LoadMeter | None:
         """Start to count the load of other processes on this machine; None if workers run elsewhere."""
@@ -223,7 +225,7 @@ class MeasurementSession:
     def _check_ranks(self, job: JobPool) -> None:
         if job.world_size != self._cluster.world_size:
             raise LaunchError(
-                f"launch=torchrun: the job has {job.world_size} ranks, cluster '{self._cluster.name}' has "
+                f"launch=torchrun: the job has {job.world_size} ranks, but cluster '{self._cluster.name}' has "
                 f"{self._cluster.world_size}"
             )
 

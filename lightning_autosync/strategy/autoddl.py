@@ -207,13 +207,14 @@ class AutoDDLMixin(SplitCheckpoints, AutoSyncMixin, _Base):
         else:
             mesh = " x ".join(map(str, replica.hybrid_plan.mesh))
             rank_zero_info(
-                f"AutoDDL: plan {replica.hybrid_plan.fingerprint} on a mesh of {mesh}: {choice.reason}; one step gave "
-                "the loss, gradients and weights of the unsplit model"
+                f"AutoDDL: plan {replica.hybrid_plan.fingerprint} on a mesh of {mesh}: {choice.reason}; a training "
+                "step gave the same loss, gradients and weights as the unsplit model"
             )
             if replica.untested:
                 rank_zero_warn(
-                    f"AutoDDL: that step says nothing of {', '.join(map(repr, replica.untested))}: their gradients are "
-                    "zero in it, as where a weight behind them starts at zero"
+                    "AutoDDL: the comparison with the unsplit model does not test "
+                    f"{', '.join(map(repr, replica.untested))}: their gradients are zero in the first step, for "
+                    "example because a later weight starts at zero"
                 )
             for note in choice.notes:
                 rank_zero_info(f"AutoDDL: {note}")
@@ -243,7 +244,7 @@ class AutoDDLMixin(SplitCheckpoints, AutoSyncMixin, _Base):
             raise self._settings.error
         cluster, world = self._settings.cluster, self.num_nodes * self.num_processes
         if cluster is not None and cluster.world_size != world:
-            raise ClusterError(f"cluster '{cluster.name}': it is for {cluster.world_size} ranks, the job has {world}")
+            raise ClusterError(f"cluster '{cluster.name}': it has {cluster.world_size} ranks, but the job has {world}")
 
     def _arguments(self) -> dict[str, str]:
         """The arguments on which it depends what ranks tell each other, by their name in errors."""
@@ -258,7 +259,7 @@ class AutoDDLMixin(SplitCheckpoints, AutoSyncMixin, _Base):
         world = self.num_nodes * self.num_processes
         agree(lambda: check_plan(given, self._plain, world, self._source), lambda _: {})
         if given.is_data_parallel:
-            return Choice(reason=f"as '{self._source}' states"), None
+            return Choice(reason=f"'{self._source}' requires it"), None
         return Choice((given,), f"given as '{self._source}'"), self._first_batch(trainer)
 
     def _first_batch(self, trainer: Any) -> FirstBatch:
@@ -277,10 +278,10 @@ class AutoDDLMixin(SplitCheckpoints, AutoSyncMixin, _Base):
             except AutoSyncError as error:
                 if self._given is not None:
                     raise
-                rank_zero_warn(f"AutoDDL: plan {plan.fingerprint} is refused: {error}")
+                rank_zero_warn(f"AutoDDL: plan {plan.fingerprint} was rejected: {error}")
         if not choice.fits:
             raise EquivalenceError(
-                "memory: every plan that fits was refused; data parallelism needs more than is allowed"
+                "memory: every plan that fits was rejected, and data parallelism needs more memory than is allowed"
             )
         return None
 
@@ -302,13 +303,16 @@ class AutoDDLMixin(SplitCheckpoints, AutoSyncMixin, _Base):
         for part in uncompiled.compiled:
             takes_home_values(part)
         if left:
-            rank_zero_info(f"AutoDDL: torch.compile is off in {', '.join(map(repr, left))}, where operators are split")
+            rank_zero_info(
+                f"AutoDDL: torch.compile is disabled for {', '.join(map(repr, left))}, because operators in them are "
+                "split"
+            )
 
     def _refuse_loss_scaling(self) -> None:
         if self._scaler is not None and self._scaler.is_enabled():
             raise PlanError(
-                "precision: ranks with other parts of a model would skip other steps under a loss scaler; allowed with "
-                "split operators: '32-true', 'bf16-mixed', 'bf16-true', '16-true'"
+                "precision: a loss scaler could skip a step on some ranks only, because ranks hold different parts "
+                "of the model; allowed with split operators: '32-true', 'bf16-mixed', 'bf16-true', '16-true'"
             )
 
     def _clip_by_true_norm(self) -> None:
@@ -342,14 +346,14 @@ def _read_hybrid_plan(value: HybridPlanArgument) -> tuple[HybridPlan | None, str
         source = os.fspath(value)
         if source in builders.names() or source in builders.relaxed_names():
             raise PlanError(
-                f"plan: '{source}' says how gradients travel, and operators can be split only where ranks march in "
-                "step; give a hybrid plan, or use AutoSyncStrategy"
+                f"plan: '{source}' is a plan for gradients, not for splitting operators; give a hybrid plan, or use "
+                "AutoSyncStrategy"
             )
         found = HybridPlan.load(source)
     else:
         raise PlanError(f"plan: expected a HybridPlan or a file of one, got {type(value).__name__}")
     if found is not None and not isinstance(found.gradients, str) and found.gradients.semantics != "exact":
         raise PlanError(
-            f"{source}: gradients: semantics are '{found.gradients.semantics}'; allowed beside split operators: 'exact'"
+            f"{source}: gradients: semantics are '{found.gradients.semantics}'; allowed with split operators: 'exact'"
         )
     return found, source

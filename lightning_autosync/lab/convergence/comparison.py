@@ -77,7 +77,7 @@ def prepare(settings: ConvergenceSettings) -> Prepared:
     cluster = make_cluster(settings)
     if cluster.world_size != settings.workers:
         raise DocumentError(
-            f"workers: {settings.workers} asked for, but cluster '{cluster.name}' has {cluster.world_size} devices"
+            f"workers: {settings.workers} requested, but cluster '{cluster.name}' has {cluster.world_size} devices"
         )
     plans = {name: _plan(name, settings.methods[name], workload, cluster) for name in settings.chosen_methods}
     return Prepared(workload, cluster, plans)

@@ -70,17 +70,17 @@ def remarks(result: BenchResult) -> list[str]:
         f"MB sent, per step and rank: {conditions['bytes_counted']}",
     ]
     if (result.foreign_cores or 0.0) > BUSY:
-        lines.append(f"other processes kept {result.foreign_cores:.1f} cores busy meanwhile: repeat when it is quiet")
+        lines.append(f"other processes kept {result.foreign_cores:.1f} cores busy: repeat this on an idle machine")
     if result.bound is not None:
         lines.append(f"bound: {result.bound.meaning}: {result.bound.seconds * 1e3:.1f} ms")
     lines += _latencies(result)
     lines += [f"{name}: {reason}" for name, reason in result.preparation.reasons.items()]
     lines += _best_of_sparse_ddp(result)
     if not settings.long_enough:
-        lines.append("too few warm-up steps, rounds or steps to back a claim")
+        lines.append("too few warm-up steps, rounds or steps to support a claim")
     for name, measurement in result.measurements.items():
         if result.classes[name] == "exact" and measurement.deviation > EXACT:
-            lines.append(f"{name}: gradients differ from DDP's by {measurement.deviation:.1e} of their length")
+            lines.append(f"{name}: gradients differ from DDP's by {measurement.deviation:.1e} of their norm")
     return lines
 
 
@@ -103,7 +103,9 @@ def _best_of_sparse_ddp(result: BenchResult) -> list[str]:
     reference = min(sparse, key=lambda name: result.measurements[name].median)
     ratio = result.ratio(result.best_exact, reference)
     times = f"{ratio.median:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]"
-    return [f"{result.best_exact} takes {times} of the time of {reference}, whose module has nn.Embedding(sparse=True)"]
+    return [
+        f"{result.best_exact} takes {times} times as long as {reference}, whose module has nn.Embedding(sparse=True)"
+    ]
 
 
 def _cells(result: BenchResult, name: str, mixed: bool, bounded: bool) -> list[str]:

@@ -246,7 +246,7 @@ def _bounce(transport: Transport, own: int, meet: Callable[[], None]) -> tuple[f
     if begins:
         transport.submit(send)
     if not done.wait(_TIMEOUT) or receiver.error is not None:
-        raise receiver.error or ExchangeError("probe: a rank does not answer")
+        raise receiver.error or ExchangeError(f"probe: a rank did not answer within {_TIMEOUT:g} s")
     core = (time.process_time() - start) / _BOUNCES
     return sorted(times[1:])[_BOUNCES // 10] / 2, core / 2  # the first interval includes the start of either end
 

@@ -48,7 +48,7 @@ class Membership:
 
     def reason(self, peer: int) -> str:
         """The reason why the peer is not live."""
-        return self._reasons.get(peer, "it was never connected")
+        return self._reasons.get(peer, "it never connected")
 
     def is_live(self, peer: int) -> bool:
         return self._status[peer] in _LIVE

@@ -49,7 +49,9 @@ class SlowingMixin:
         except ValidationError as error:
             raise DocumentError(f"SlowRanks: {describe_validation_error(error, given)}") from None
         if compute is not None and compute <= 0:
-            raise DocumentError(f"SlowRanks: compute: {compute:g} s must be above 0; None measures it")
+            raise DocumentError(
+                f"SlowRanks: compute: expected seconds above 0, or None to measure them; got {compute:g}"
+            )
         self._compute, self._sleep = compute, sleep
         self._straggler: Straggler | None = None
         self._begun = 0.0

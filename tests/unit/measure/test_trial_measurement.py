@@ -29,7 +29,7 @@ def decided(best: float | None, *turns: list[float]) -> str:
 
 
 def test_earlier_names_of_settings_still_work_with_a_warning():
-    with pytest.warns(FutureWarning, match="most: this key is called max_steps now"):
+    with pytest.warns(FutureWarning, match="most: this key is now named max_steps"):
         assert TrialSettings.parse({"most": 7}).max_steps == 7
 
 
