@@ -259,7 +259,7 @@ class AutoDDLMixin(SplitCheckpoints, AutoSyncMixin, _Base):
         world = self.num_nodes * self.num_processes
         agree(lambda: check_plan(given, self._plain, world, self._source), lambda _: {})
         if given.is_data_parallel:
-            return Choice(reason=f"'{self._source}' requires it"), None
+            return Choice(reason=f"required by '{self._source}'"), None
         return Choice((given,), f"given as '{self._source}'"), self._first_batch(trainer)
 
     def _first_batch(self, trainer: Any) -> FirstBatch:

@@ -92,7 +92,7 @@ def test_a_model_is_made_to_fit(pair: WorkerPool) -> None:
 
 def test_a_plan_that_splits_nothing(pair: WorkerPool) -> None:
     found = pair.run(jobs.all_data_parallel)[0]
-    assert found["lines"] == ["AutoDDL: data parallelism: as 'plan' states"]
+    assert found["lines"] == ["AutoDDL: data parallelism: required by 'plan'"]
     assert found["engine"] == "parameter_server"
 
 

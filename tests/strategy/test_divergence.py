@@ -52,7 +52,7 @@ def test_buffers_that_change_on_all_ranks_are_followed_as_with_ddp(duo, change: 
 def test_buffers_that_change_on_one_rank_are_an_error_on_all(duo, change, buffer, changed, before, odd) -> None:
     first, second = (changed, before) if odd == 0 else (before, changed)
     for error in duo.run(divergence_jobs.change_buffers, name=change, where=[odd]):
-        assert f"model: buffer '{buffer}' is {second} on rank 1 and {first} on rank 0; " in error
+        assert f"model: buffer '{buffer}' is {second} on rank 1 and {first} on rank 0. " in error
 
 
 @pytest.mark.parametrize("strategy", [*PLANS, {"plain_backward": True}])

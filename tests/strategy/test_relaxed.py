@@ -298,5 +298,5 @@ def test_a_rank_that_did_not_come_where_servers_need_all_is_named(monkeypatch: p
     mesh.on_loss = mesh.on_join = mesh.subscribe = lambda *_: None
     members = JobMembers(mesh, dist.HashStore(), 3, needs_all=True, timeout=1.0)
     members.follow(Drain(1, {0: 1, 1: 1}))
-    with pytest.raises(ExchangeError, match=r"a barrier needs all ranks: rank 2 is lost \(it did not join"):
+    with pytest.raises(ExchangeError, match=r"a barrier needs all ranks, but rank 2 is lost \(it did not join"):
         members.check("a barrier")
