@@ -93,7 +93,7 @@ def expect(split: SplitModel, task: Task) -> Expectation:
     try:
         ReplicaCheck(0, group).run(dict(split.module.named_parameters()))
     except ExchangeError as error:
-        raise EquivalenceError(f"before the split, the model is not the same on all ranks: {error}") from None
+        raise EquivalenceError(f"the unsplit model is not the same on all ranks: {error}") from None
     found = Expectation()
     parts = split.parts
     made = _together(task.optimizers, split)
