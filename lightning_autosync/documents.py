@@ -55,7 +55,7 @@ Index = Annotated[Integer, Field(ge=0)]
 """An integer of at least 0."""
 Count = Annotated[Integer, Field(gt=0)]
 """An integer of at least 1."""
-Taken = Annotated[float, Field(ge=LEAST, le=LONGEST)]
+PositiveSeconds = Annotated[float, Field(ge=LEAST, le=LONGEST)]
 """Measured seconds above zero."""
 Spent = Annotated[float, Field(ge=0, le=LONGEST)]
 """Measured seconds, possibly zero."""

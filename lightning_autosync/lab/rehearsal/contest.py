@@ -16,7 +16,7 @@ import numpy
 import optuna
 from pydantic import ConfigDict
 
-from lightning_autosync.documents import PLAIN, Integer, Spent, Taken
+from lightning_autosync.documents import PLAIN, Integer, PositiveSeconds, Spent
 from lightning_autosync.errors import DocumentError
 from lightning_autosync.lab.rehearsal.settings import RehearsalSettings
 from lightning_autosync.lab.rehearsal.world import Oracle, World
@@ -57,11 +57,11 @@ class SamplerRun:
     pair: str
     sampler: str
     seed: Integer
-    seconds: list[Taken]
-    measured: list[Taken]
+    seconds: list[PositiveSeconds]
+    measured: list[PositiveSeconds]
     origins: list[str]
-    best: Taken
-    builder: Taken
+    best: PositiveSeconds
+    builder: PositiveSeconds
     overhead: list[Spent]
     source: str | None = None
 

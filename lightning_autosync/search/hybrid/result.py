@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, model_validator
 from typing_extensions import Self
 
-from lightning_autosync.documents import Document, Index, Record, Spent, Taken, check_format, read_data
+from lightning_autosync.documents import Document, Index, PositiveSeconds, Record, Spent, check_format, read_data
 from lightning_autosync.errors import DocumentError
 from lightning_autosync.hybrid import HybridPlan
 from lightning_autosync.plan import SyncPlan
@@ -44,8 +44,8 @@ class HybridTrial(Record):
     name: str
     origin: Origin
     state: Literal["complete", "pruned", "failed"]
-    seconds: Taken | None = None
-    predicted: Taken | None = None
+    seconds: PositiveSeconds | None = None
+    predicted: PositiveSeconds | None = None
     memory: Spent | None = None
     bytes: float | None = None
     deviation: float | None = None

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import ConfigDict, Field
 
-from lightning_autosync.documents import Document, Index, Record, Spent, Taken, check_format, read_data
+from lightning_autosync.documents import Document, Index, PositiveSeconds, Record, Spent, check_format, read_data
 from lightning_autosync.errors import DocumentError
 from lightning_autosync.measure.drift import Drift
 from lightning_autosync.search.tuning.comparison import FinalComparison
@@ -24,7 +24,7 @@ class Opponent(Record):
     model_config = LENIENT
 
     name: str
-    seconds: Taken
+    seconds: PositiveSeconds
 
 
 class OpponentRecords(Record):
@@ -59,7 +59,7 @@ class Best(Record):
 
     number: Index | None = None
     origin: str
-    seconds: Taken
+    seconds: PositiveSeconds
     builder: str | None = None
     plan: dict[str, Any]
 
@@ -104,7 +104,7 @@ class DriftRecord(Record):
 
     model_config = ConfigDict(frozen=True, extra="allow", allow_inf_nan=False)
 
-    reference_by_trial: dict[int, Taken] = Field(default_factory=dict)
+    reference_by_trial: dict[int, PositiveSeconds] = Field(default_factory=dict)
     share: Annotated[float, Field(ge=0, le=1)] = 1.0
 
 
