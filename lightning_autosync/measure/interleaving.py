@@ -186,7 +186,7 @@ class StoppingRule:
         late = self.best is not None and measurement.count >= chosen.prune_after
         if self.far_slower(fastest) or (late and fastest > (1 + chosen.margin) * self._possible):
             whose = "the reference's" if self.best is None else "the best"
-            return f"its fastest step takes {fastest / self._possible:.2f} times as long as {whose}"
+            return f"its fastest step takes {fastest / self._possible:.2f} times {whose}"
         return None
 
     def _precise(self, measurement: TrialMeasurement) -> bool:

@@ -162,7 +162,7 @@ def test_sparse_gradients_hold_the_same_rows_as_dense_ones() -> None:
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
-        ([Variable(name="a", shape=(2, 2), kind="row_sparse")], "needs rows"),
+        ([Variable(name="a", shape=(2, 2), kind="row_sparse")], "needs `rows`"),
         (
             [Variable(name="a.b", shape=(2,)), Variable(name="a", shape=(2,))],
             "no module has a parameter with this name",
