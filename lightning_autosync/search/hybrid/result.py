@@ -46,7 +46,7 @@ class HybridTrial(Record):
     state: Literal["complete", "pruned", "failed"]
     seconds: PositiveSeconds | None = None
     predicted: PositiveSeconds | None = None
-    memory: Spent | None = None
+    memory: float | None = Field(default=None, ge=0)
     bytes: float | None = None
     deviation: float | None = None
     why: str | None = None
