@@ -55,9 +55,9 @@ Index = Annotated[Integer, Field(ge=0)]
 """An integer of at least 0."""
 Count = Annotated[Integer, Field(gt=0)]
 """An integer of at least 1."""
-PositiveSeconds = Annotated[float, Field(ge=LEAST, le=LONGEST)]
+PositiveDuration = Annotated[float, Field(ge=LEAST, le=LONGEST)]
 """Measured seconds above zero."""
-Spent = Annotated[float, Field(ge=0, le=LONGEST)]
+Duration = Annotated[float, Field(ge=0, le=LONGEST)]
 """Measured seconds, possibly zero."""
 Moment = Annotated[float, Field(ge=-LONGEST, le=LONGEST)]
 """Seconds since a reference time, possibly negative."""

@@ -10,7 +10,7 @@ import numpy
 from numpy.typing import NDArray
 from pydantic import ConfigDict, Field
 
-from lightning_autosync.documents import PLAIN, Moment, Spent
+from lightning_autosync.documents import PLAIN, Duration, Moment
 
 Share = Annotated[float, Field(ge=0, le=1e6)]
 
@@ -52,7 +52,7 @@ class Timeline:
 
     __pydantic_config__: ClassVar[ConfigDict] = PLAIN
 
-    step_time: Spent
+    step_time: Duration
     messages: tuple[MessageSpan, ...]
     compute: tuple[tuple[Span, ...], ...]
     links: Mapping[str, Share]

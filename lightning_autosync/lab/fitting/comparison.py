@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from pydantic import ConfigDict
 from rich.table import Table
 
-from lightning_autosync.documents import PLAIN, Index, Spent, digest
+from lightning_autosync.documents import PLAIN, Duration, Index, digest
 from lightning_autosync.errors import DocumentError
 from lightning_autosync.lab.fitting.encoding import spread
 from lightning_autosync.lab.fitting.splits import FitSettings, Split, divide
@@ -127,7 +127,7 @@ class FitRun:
     simulator: str
     unseen: tuple[str, ...]
     accuracy: SimulatorAccuracy
-    seconds: Spent
+    seconds: Duration
 
     @property
     def key(self) -> tuple[str, int, str]:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, model_validator
 from typing_extensions import Self
 
-from lightning_autosync.documents import Document, Index, PositiveSeconds, Record, Spent, check_format, read_data
+from lightning_autosync.documents import Document, Duration, Index, PositiveDuration, Record, check_format, read_data
 from lightning_autosync.errors import DocumentError
 from lightning_autosync.hybrid import HybridPlan
 from lightning_autosync.plan import SyncPlan
@@ -44,9 +44,9 @@ class HybridTrial(Record):
     name: str
     origin: Origin
     state: Literal["complete", "pruned", "failed"]
-    seconds: PositiveSeconds | None = None
-    predicted: PositiveSeconds | None = None
-    memory: float | None = Field(default=None, ge=0)
+    seconds: PositiveDuration | None = None
+    predicted: PositiveDuration | None = None
+    memory: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     bytes: float | None = None
     deviation: float | None = None
     why: str | None = None
@@ -77,7 +77,7 @@ class HybridTuningResult(Document):
     rates: dict[str, Any]
     model: str
     weight_bytes: Index
-    search_seconds: Spent
+    search_seconds: Duration
     notes: tuple[str, ...] = ()
     trials: tuple[HybridTrial, ...]
     final: dict[str, Any] | None = None

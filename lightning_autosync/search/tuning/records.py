@@ -9,7 +9,7 @@ from typing import Literal
 from optuna.trial import FrozenTrial, TrialState
 from pydantic import ConfigDict
 
-from lightning_autosync.documents import Index, PositiveSeconds, Record, Spent
+from lightning_autosync.documents import Duration, Index, PositiveDuration, Record
 from lightning_autosync.measure.drift import Drift, DriftCorrection, DriftObservation
 from lightning_autosync.plan.space import BUILDER, COMPOSED
 from lightning_autosync.search.trial_attributes import (
@@ -70,19 +70,19 @@ class TrialRecord(Record):
     number: Index
     origin: str
     state: State
-    seconds: PositiveSeconds | None = None
-    predicted: PositiveSeconds | None = None
-    steps: tuple[Spent | tuple[Spent, ...], ...] | None = None
-    elapsed: Spent | None = None
+    seconds: PositiveDuration | None = None
+    predicted: PositiveDuration | None = None
+    steps: tuple[Duration | tuple[Duration, ...], ...] | None = None
+    elapsed: Duration | None = None
     error: str | None = None
     builder: str | None = None
     plan: str | None = None
-    reference: PositiveSeconds | None = None
+    reference: PositiveDuration | None = None
     batch: Index | None = None
     run: str | None = None
     interrupted: bool = False
-    price: PositiveSeconds | None = None
-    corrected: PositiveSeconds | None = None
+    price: PositiveDuration | None = None
+    corrected: PositiveDuration | None = None
 
     @classmethod
     def of(cls, trial: FrozenTrial) -> TrialRecord:

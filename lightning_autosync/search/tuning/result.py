@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import ConfigDict, Field
 
-from lightning_autosync.documents import Document, Index, PositiveSeconds, Record, Spent, check_format, read_data
+from lightning_autosync.documents import Document, Duration, Index, PositiveDuration, Record, check_format, read_data
 from lightning_autosync.errors import DocumentError
 from lightning_autosync.measure.drift import Drift
 from lightning_autosync.search.tuning.comparison import FinalComparison
@@ -24,7 +24,7 @@ class Opponent(Record):
     model_config = LENIENT
 
     name: str
-    seconds: PositiveSeconds
+    seconds: PositiveDuration
 
 
 class OpponentRecords(Record):
@@ -59,7 +59,7 @@ class Best(Record):
 
     number: Index | None = None
     origin: str
-    seconds: PositiveSeconds
+    seconds: PositiveDuration
     builder: str | None = None
     plan: dict[str, Any]
 
@@ -87,10 +87,10 @@ class Timing(Record):
 
     model_config = LENIENT
 
-    trials_per_minute: Spent | None = None
-    sampler_seconds: Spent | None = None
-    sampler_seconds_by_proposal: tuple[Spent, ...] = ()
-    wall_seconds: Spent | None = None
+    trials_per_minute: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    sampler_seconds: Duration | None = None
+    sampler_seconds_by_proposal: tuple[Duration, ...] = ()
+    wall_seconds: Duration | None = None
     restarts: Index = 0
 
 
@@ -104,7 +104,7 @@ class DriftRecord(Record):
 
     model_config = ConfigDict(frozen=True, extra="allow", allow_inf_nan=False)
 
-    reference_by_trial: dict[int, PositiveSeconds] = Field(default_factory=dict)
+    reference_by_trial: dict[int, PositiveDuration] = Field(default_factory=dict)
     share: Annotated[float, Field(ge=0, le=1)] = 1.0
 
 
