@@ -59,7 +59,7 @@ PositiveDuration = Annotated[float, Field(ge=LEAST, le=LONGEST)]
 """Measured seconds above zero."""
 Duration = Annotated[float, Field(ge=0, le=LONGEST)]
 """Measured seconds, possibly zero."""
-Moment = Annotated[float, Field(ge=-LONGEST, le=LONGEST)]
+TimeOffset = Annotated[float, Field(ge=-LONGEST, le=LONGEST)]
 """Seconds since a reference time, possibly negative."""
 _SHOWN = 100
 """Number of characters of a wrong value in an error."""
