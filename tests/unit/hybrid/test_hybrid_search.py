@@ -16,7 +16,7 @@ from lightning_autosync.hybrid.capture import capture
 from lightning_autosync.hybrid.cost import BOXING_FORWARD, Settings, memory_bytes, step_seconds
 from lightning_autosync.hybrid.descent import Descent
 from lightning_autosync.hybrid.exact import exact
-from lightning_autosync.hybrid.memory import Moment, peak_bytes
+from lightning_autosync.hybrid.memory import MemoryStage, peak_bytes
 from lightning_autosync.hybrid.mesh import shapes
 from lightning_autosync.hybrid.plan import HybridPlan, LayerPlan
 from lightning_autosync.hybrid.prediction import predict
@@ -165,11 +165,12 @@ def test_memory_counts_parameters_gradients_and_optimizer_state() -> None:
 
 def test_memory_is_followed_through_a_step() -> None:
     """What two layers hold; gradients take the place of what the backward pass needs no more."""
-    first, second = Moment(kept=10.0, gradients=3.0, backward=2.0), Moment(kept=5.0, gradients=20.0, forward=1.0)
+    first = MemoryStage(kept=10.0, gradients=3.0, backward=2.0)
+    second = MemoryStage(kept=5.0, gradients=20.0, forward=1.0)
     assert peak_bytes([first, second]) == 10 + 5 + 20
     assert peak_bytes([second, first]) == max(5 + 10 + 3 + 2, 5 + 3 + 20)
-    assert peak_bytes([Moment(gradients=7.0)] * 3) == 21
-    assert peak_bytes([Moment(forward=9.0), Moment(kept=1.0)]) == 9
+    assert peak_bytes([MemoryStage(gradients=7.0)] * 3) == 21
+    assert peak_bytes([MemoryStage(forward=9.0), MemoryStage(kept=1.0)]) == 9
     assert peak_bytes([]) == 0
 
 
