@@ -101,7 +101,7 @@ class Configuration(Record):
     @model_validator(mode="before")
     @classmethod
     def _take_earlier_names(cls, data: Any) -> Any:
-        return with_todays_names(data, cls.RENAMED)
+        return with_current_names(data, cls.RENAMED)
 
     @classmethod
     def parse(cls: type[ConfigurationType], data: Any) -> ConfigurationType:
@@ -116,7 +116,7 @@ class Configuration(Record):
             raise DocumentError(describe_validation_error(error, data)) from None
 
 
-def with_todays_names(data: Any, renamed: Mapping[str, str]) -> Any:
+def with_current_names(data: Any, renamed: Mapping[str, str]) -> Any:
     """Plain data in which renamed keys have their current names; each old key warns (``FutureWarning``).
 
     A value under an old name takes precedence over one under the current name, which may be a default from ``conf/``.
