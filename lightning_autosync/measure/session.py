@@ -48,12 +48,12 @@ class Contender:
     Attributes:
         name: unique name among the contenders that are set up.
         order: arguments of `lightning_autosync.measure.replica_calls.set_up`, without the name.
-        life: number of the pool in which the contender is set up, counted from 1; 0 if it is not set up.
+        pool_number: number of the pool in which the contender is set up, counted from 1; 0 if it is not set up.
     """
 
     name: str
     order: Mapping[str, Any]
-    life: int = field(default=0)
+    pool_number: int = field(default=0)
 
 
 class MeasurementSession:
@@ -90,7 +90,7 @@ class MeasurementSession:
         self._launch: Launch | None = None
         self._job: JobPool | None = None
         self._pool: Pool | None = None
-        self._life = 0
+        self._pool_number = 0
         self.links: Sequence[LinkCheck] = ()
 
     def __enter__(self) -> Self:
@@ -111,7 +111,7 @@ class MeasurementSession:
     @property
     def restarts(self) -> int:
         """Number of pools that were started after the first one."""
-        return max(0, self._life - 1)
+        return max(0, self._pool_number - 1)
 
     @property
     def pool(self) -> Pool:
@@ -129,7 +129,7 @@ class MeasurementSession:
                     self._pool = self._start()
                 except WorkerError as again:
                     raise LaunchError(f"workers did not start at the second attempt: {reason(again)}") from None
-            self._life += 1
+            self._pool_number += 1
         return self._pool
 
     def restart(self) -> None:
@@ -157,7 +157,7 @@ class MeasurementSession:
             return
         with self._turn_of(contender):
             pool.run(replica_calls.set_up, **{**contender.order, "name": contender.name})
-            contender.life = self._life
+            contender.pool_number = self._pool_number
 
     def call(self, contender: Contender, function: Callable[..., Any], **arguments: Any) -> list[Any]:
         """Call a function of `replica_calls` for a contender on all ranks; sets the contender up if necessary.
@@ -177,13 +177,13 @@ class MeasurementSession:
 
     def live(self, contender: Contender) -> bool:
         """Whether the contender is set up on the current workers."""
-        return self._pool is not None and contender.life == self._life
+        return self._pool is not None and contender.pool_number == self._pool_number
 
     def take_down(self, contender: Contender) -> None:
         """Remove a contender from the workers."""
         if not self.live(contender):
             return
-        contender.life = 0
+        contender.pool_number = 0
         try:
             self.run(replica_calls.tear_down, name=contender.name)
         except WorkerError as error:
