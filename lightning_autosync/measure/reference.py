@@ -77,7 +77,7 @@ class ReferencePlan:
         """A new measurement of the reference, to be made in turns with others; None if there is no reference."""
         if self._contender is None or self._failures >= _FAILURES:
             return None
-        return TrialMeasurement(self._contender, apart=True)
+        return TrialMeasurement(self._contender, is_reference=True)
 
     def take_down(self) -> None:
         """Remove the reference from the workers until it is measured again."""

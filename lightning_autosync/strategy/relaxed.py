@@ -120,10 +120,10 @@ class RelaxedReplica(Replica):
         self._rejoining = self.rejoined
         """Whether this rank returned and has not met the others, which may be in the middle of an epoch."""
         self._drained = True
-        self._apart = False
+        self._has_stepped = False
         """Whether this rank has begun a step since the last meeting."""
         self._refusals = ExitStack()
-        """Refusals of collective calls, which other ranks would not answer while this rank is apart."""
+        """Refusals of collective calls, which other ranks would not answer between two meetings."""
         self._samples = 0
         self._computing = self._stepping = False
         rank_zero_info(
@@ -256,9 +256,9 @@ class RelaxedReplica(Replica):
         """
         self._check_parameters()
         self.begin_epoch()
-        if not self._apart and not self._in_step:
+        if not self._has_stepped and not self._in_step:
             self._refusals.enter_context(refused_collectives(self._refused_call))
-        self._apart = True
+        self._has_stepped = True
         self._samples += batch_size(batch)
         with self._computation():
             yield
@@ -301,7 +301,7 @@ class RelaxedReplica(Replica):
         if self._drained or self._synchronizer is None:
             return
         self._synchronizer.drain()
-        self._drained, self._apart, self._rejoining = True, False, False
+        self._drained, self._has_stepped, self._rejoining = True, False, False
         self._refusals.close()
         if self._state_server is not None:
             self._state_server.end_epoch()
@@ -363,7 +363,7 @@ class RelaxedReplica(Replica):
                 "collective call"
             )
         # Outside of training, for example around validation, all ranks come, however many batches each has taken.
-        between = self._apart and self._trainer.training
+        between = self._has_stepped and self._trainer.training
         if self._computing or (between and (self._share is not None or (each_step and not self._in_step))):
             raise self._refusal(what, "log with on_step=False and on_epoch=True, or without sync_dist")
         self.end_epoch()

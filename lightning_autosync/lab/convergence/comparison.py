@@ -16,7 +16,7 @@ from lightning_autosync.measure import conditions
 from lightning_autosync.measure.bench.preparation import make_cluster
 from lightning_autosync.measure.session import MeasurementSession
 from lightning_autosync.plan import SyncPlan, builders
-from lightning_autosync.relaxed.grouping import BOUND, windows_apart
+from lightning_autosync.relaxed.grouping import BOUND, unconnected_windows
 from lightning_autosync.workload import Workload, describe
 
 TUNING_SEED = 1000
@@ -196,5 +196,5 @@ def _joined_groups(found: list[dict[str, Any]], bound: int) -> Groups | None:
     if not formed:
         return None
     members = [group["members"] for group in formed]
-    apart, windows = windows_apart(members, len(found), bound)
-    return Groups(members, sum(group["bridging"] for group in formed), windows, apart)
+    unconnected, windows = unconnected_windows(members, len(found), bound)
+    return Groups(members, sum(group["bridging"] for group in formed), windows, unconnected)

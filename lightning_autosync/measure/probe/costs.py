@@ -293,10 +293,10 @@ def measure_engine() -> dict[str, float]:
     collective. They are differences between steps with tiny gradients: many gradients against few in one message, and
     many messages against one. Gradients come without pauses, as they do where cores are scarce and the cost matters.
     """
-    few, many, apart = _step(_FEW, 1), _step(_MANY, 1), _step(_MANY, _MANY)
+    few, many, separate = _step(_FEW, 1), _step(_MANY, 1), _step(_MANY, _MANY)
     return {
         "gradient_core": max(0.0, many - few) / (_MANY - _FEW),
-        "launch_core": max(0.0, apart - many) / (_MANY - 1),
+        "launch_core": max(0.0, separate - many) / (_MANY - 1),
     }
 
 
