@@ -319,17 +319,17 @@ class FailureDetector(Monitor):
         self._unanswered = None
         rank = connection.rank
         match message:
-            case {"are you there": _}:
+            case {"ping": _}:
                 since = self._waiting_since
                 connection.send({"waiting": None if since is None else time.monotonic() - since})
             case {"waiting": seconds} if self._inquiry is not None:
                 self._inquiry.answered(rank, seconds)
-            case {"ask": late} if self._inquiry is not None:
+            case {"request": late} if self._inquiry is not None:
                 if self.verdict is not None:
                     connection.send({"verdict": [*self.verdict]})
                 self._request(bool(late), rank)
-            case {"wonder": _} if self._inquiry is not None:
-                connection.send({"here": True})
+            case {"prepare": _} if self._inquiry is not None:
+                connection.send({"alive": True})
                 self._ping_all()
             case {"verdict": [int() | None as culprit, str() as why]}:
                 (self._accept if self._inquiry is None else self._tell_all)(Verdict(culprit, why))
@@ -340,10 +340,10 @@ class FailureDetector(Monitor):
 
     def _ping_all(self) -> None:
         if self._inquiry is None:
-            self._ask_first({"wonder": True})
+            self._ask_first({"prepare": True})
             return
         for rank in self._inquiry.ranks_to_ping(time.monotonic()):
-            self._connections[rank].send({"are you there": True})
+            self._connections[rank].send({"ping": True})
 
     def _request(self, late: bool, rank: int = 0) -> None:
         """Ask for a verdict in the name of ``rank``."""
@@ -356,7 +356,7 @@ class FailureDetector(Monitor):
         elif self._first_left:
             self._accept(Verdict(0, _ENDED))
         else:
-            self._ask_first({"ask": late})
+            self._ask_first({"request": late})
 
     def _ask_first(self, message: dict[str, Any]) -> None:
         """Send rank 0 a message that it must answer."""
