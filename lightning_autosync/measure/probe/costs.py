@@ -283,7 +283,6 @@ def _meet(peer: int, begins: bool) -> None:
 
 _FEW, _MANY = 8, 72
 _STEPS = 8
-_TIMEOUT = 60.0
 
 
 def measure_engine() -> dict[str, float]:
