@@ -10,6 +10,7 @@ from typing import Any
 import optuna
 from rich.console import Console
 
+from lightning_autosync.cli.tables import FILE_WIDTH
 from lightning_autosync.documents import write_text
 from lightning_autosync.lab.rehearsal.contest import Contest, SamplerRun
 from lightning_autosync.lab.rehearsal.outcome import draw, standings, table
@@ -44,7 +45,7 @@ def rehearse(configuration: dict[str, Any], directory: Path) -> None:
         "emulated": {"links": False, "compute": False, "replayed": True},
         "standings": [one.to_dict() for one in found],
     }
-    Console(width=160).print(table(found))
+    Console(width=FILE_WIDTH).print(table(found))
     write_text(directory / "result.json", json.dumps(result) + "\n")
     for ending in ("png", "svg"):
         draw(found, directory / f"curves.{ending}")
