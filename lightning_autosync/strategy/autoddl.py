@@ -49,23 +49,30 @@ HybridPlanArgument = HybridPlan | str | os.PathLike[str] | None
 
 
 class AutoDDLMixin(SplitCheckpoints, AutoSyncMixin, _Base):
-    """Splits the operators of an unmodified model over ranks, and runs the rest data parallel.
+    """Splits operators of an unmodified model over ranks (tensor parallelism); other layers are data parallel.
 
-    Every rank brings a batch of its own, as under DDP. A split model is compared with the unsplit one for one step
-    before it trains. Where no operator is split, the engine of `AutoSyncStrategy` synchronizes gradients.
+    Each rank loads its own batches, as with DDP. Before training, one step of the split model is compared with the same
+    step of the unsplit model. If no operator is split, gradients are synchronized as by `AutoSyncStrategy`::
+
+        trainer = Trainer(strategy=AutoDDLStrategy(memory="4GB"), accelerator="cpu", devices=1, num_nodes=4)
 
     Args:
-        plan: how operators are split: a plan, its file, or None for a search by the cost model.
-        cluster: nodes and links of the job: a cluster, its file, or the name of a shipped one; None if unknown.
-        memory: what a rank may use for the model, its optimizer and activations, as "4GB" or a number of bytes; None
-            for any. It guides the search.
-        save_distributed_checkpoint: whether each rank writes its parts into a folder (``torch.distributed.checkpoint``)
-            and not rank 0 one file for the unsplit model.
-        scheduling: as of `AutoSyncStrategy`.
-        bucket_cap_mb: as of `AutoSyncStrategy`.
-        broadcast_buffers: as of ``DistributedDataParallel``.
-        check_replicas: as of `AutoSyncStrategy`.
-        accelerator: this and the arguments not listed here are those of Lightning's strategies.
+        plan: how operators are split: a `HybridPlan` or the path of its file. None (default): a search
+            by the cost model, which needs ``memory`` or a cluster with known rates. Without both, nothing is split.
+        cluster: nodes and links of the job: a `ClusterSpec`, the path of its file, or the name of a shipped cluster.
+            None (default): unknown.
+        memory: limit of the search on a rank's memory for the model, its optimizer and activations: bytes, or text such
+            as "4GB". None (default): no limit.
+        save_distributed_checkpoint: True: each rank writes its parts into a folder (``torch.distributed.checkpoint``).
+            False (default): rank 0 writes one file with the unsplit model.
+        scheduling: as of `AutoSyncStrategy`; ``batch`` (default) or None.
+        bucket_cap_mb: size of a fused message in MiB. None (default): the builder's own size.
+        broadcast_buffers: whether all ranks get rank 0's buffers, at the start and before forward passes. None
+            (default) means True.
+        check_replicas: number of synchronized backward passes between comparisons of all copies of a weight. Default:
+            1000; 0 turns comparisons off.
+        timeout: how long ranks wait for each other, in seconds or as a ``timedelta``. Default: 30 minutes.
+        accelerator: as in Lightning's strategies, like the arguments that are not listed here.
 
     Raises:
         ValueError: an argument has a value that is not allowed.
