@@ -163,8 +163,8 @@ class GroupAverage:
             The sum, in memory that the next call reuses.
 
         Raises:
-            GroupBroken: a member is lost, has left, or gave up; or there was no progress for ``timeout`` seconds.
-            Expelled: the other processes have given this process up.
+            GroupBroken: a member is lost, left or stopped averaging; or there was no progress for ``timeout`` seconds.
+            Expelled: the other processes have expelled this process.
         """
         members = tuple(members)
         if len(weights) != len(members) or self._mesh.rank not in members:

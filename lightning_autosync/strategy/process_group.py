@@ -112,7 +112,7 @@ class JobMembers:
         """Check before a collective call during training, named ``what`` in errors, that it can succeed.
 
         Raises:
-            ExchangeError: this rank was given up, or a rank that the call needs is lost.
+            ExchangeError: this rank was expelled, or a rank that the call needs is lost.
         """
         if self._mesh.error is not None:
             raise self._mesh.error

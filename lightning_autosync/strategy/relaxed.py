@@ -342,7 +342,7 @@ class RelaxedReplica(Replica):
         meet in every step, and synchronization would no longer be relaxed.
 
         Raises:
-            ExchangeError: the call is refused, this rank was given up, or a rank that the call needs is lost.
+            ExchangeError: the call is refused, this rank was expelled, or a rank that the call needs is lost.
         """
         self._meet(what, each_step)
         if self._synchronizer is not None:

@@ -238,7 +238,7 @@ class Connections:
             return
         sock.close()
         if hello.purpose != handshake.JOIN and not self._still_broken(peer, hello.target):
-            return  # the answer is for an earlier incarnation, or the peer was given up meanwhile
+            return  # the answer is for an earlier incarnation, or the peer counts as lost meanwhile
         if answer.verdict == handshake.EXPELLED:
             self._given_up_by(peer)
         elif answer.verdict == handshake.STALE and self._members.is_live(peer):

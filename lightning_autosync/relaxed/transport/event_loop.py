@@ -276,6 +276,6 @@ class EventLoop:
             self.submit(partial(self._given_up_elsewhere, peer, incarnation))
 
     def _given_up_elsewhere(self, peer: int, incarnation: int) -> None:
-        """Let a returning process not wait for a peer that other processes have given up."""
+        """Let a returning process not wait for a peer that other processes count as lost."""
         if self._members.forget(peer, incarnation):
             self._events.changed()

@@ -25,7 +25,7 @@ class HeartbeatSettings:
         shortest: smallest limit on silence in seconds. It leaves time for calls that let no other thread run.
         longest: largest limit on silence in seconds, however irregular the beats are.
         phi: negative decimal logarithm of the accepted probability of a false suspicion.
-        redial: seconds in which a dropped or silent connection must be replaced. A hanging peer is given up after at
+        redial: seconds in which a dropped or silent connection must be replaced. A hanging peer is lost after at
             most ``longest + redial``.
     """
 

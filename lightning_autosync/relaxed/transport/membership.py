@@ -122,7 +122,7 @@ class Membership:
     def expelled_by(self, peer: int) -> bool:
         """Whether this process must leave because ``peer`` has given it up; otherwise the peer leaves.
 
-        Rank 0 never leaves. Of the last two processes, the one that was given up leaves.
+        Rank 0 never leaves. Of the last two processes, the one that was expelled leaves.
         """
         return peer < self.rank or (self.rank != 0 and self.live <= {self.rank, peer})
 

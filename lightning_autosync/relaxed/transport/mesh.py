@@ -227,7 +227,7 @@ class Mesh:
 
         Args:
             kind: kind of the messages.
-            handler: runs on the mesh's thread, so it must be quick. If it raises, the sender is given up.
+            handler: runs on the mesh's thread, so it must be quick. If it raises, the sender counts as lost.
             place: ``place(sender, header, size)`` may return memory of ``size`` bytes, into which a payload of more
                 than 64 KiB is received without a copy. If it returns None, the mesh allocates the memory.
 
