@@ -360,7 +360,7 @@ def serve(
         heartbeat: settings for the loss of silent processes.
 
     Raises:
-        ExchangeError: processes did not meet in time, the others have given this process up, or the server failed, for
+        ExchangeError: processes did not meet in time, the others have expelled this process, or the server failed, for
             example because its last worker was lost.
     """
     mesh = Mesh.open(store, rank, size, secret=secret, address=address, timeout=timeout, heartbeat=heartbeat)
