@@ -58,11 +58,11 @@ Index = Annotated[Integer, Field(ge=0)]
 """An integer of at least 0."""
 Count = Annotated[Integer, Field(gt=0)]
 """An integer of at least 1."""
-Taken = Annotated[float, Field(ge=LEAST, le=LONGEST)]
+PositiveDuration = Annotated[float, Field(ge=LEAST, le=LONGEST)]
 """Measured seconds above zero."""
-Spent = Annotated[float, Field(ge=0, le=LONGEST)]
+Duration = Annotated[float, Field(ge=0, le=LONGEST)]
 """Measured seconds, possibly zero."""
-Moment = Annotated[float, Field(ge=-LONGEST, le=LONGEST)]
+TimeOffset = Annotated[float, Field(ge=-LONGEST, le=LONGEST)]
 """Seconds since a reference time, possibly negative."""
 _SHOWN = 100
 """Number of characters of a wrong value in an error."""
@@ -104,7 +104,7 @@ class Configuration(Record):
     @model_validator(mode="before")
     @classmethod
     def _take_earlier_names(cls, data: Any) -> Any:
-        return with_todays_names(data, cls.RENAMED)
+        return with_current_names(data, cls.RENAMED)
 
     @classmethod
     def parse(cls: type[ConfigurationType], data: Any) -> ConfigurationType:
@@ -119,7 +119,7 @@ class Configuration(Record):
             raise DocumentError(describe_validation_error(error, data)) from None
 
 
-def with_todays_names(data: Any, renamed: Mapping[str, str]) -> Any:
+def with_current_names(data: Any, renamed: Mapping[str, str]) -> Any:
     """Plain data in which renamed keys have their current names; each old key warns (``FutureWarning``).
 
     A value under an old name takes precedence over one under the current name, which may be a default from ``conf/``.
@@ -132,7 +132,7 @@ def with_todays_names(data: Any, renamed: Mapping[str, str]) -> Any:
         return data
     for old in sorted(found):
         warnings.warn(
-            f"{old}: this key is called {renamed[old]} now; a later release drops the old name",
+            f"{old}: this key is now named {renamed[old]}; a later release will remove the old name",
             FutureWarning,
             stacklevel=2,
         )
@@ -235,7 +235,7 @@ def check_format(found: Any, expected: str, where: str, error: type[DocumentErro
         and int(found_version) > int(version)
     ):
         raise error(f"{where}: format: '{found}' was written by a newer release; this one reads '{expected}'")
-    raise error(f"{where}: format: {shown(found)} is not readable here; expected '{expected}'")
+    raise error(f"{where}: format: {shown(found)} cannot be read; expected '{expected}'")
 
 
 def describe_validation_error(error: ValidationError, data: Any = None) -> str:
@@ -309,7 +309,9 @@ def read_text(path: Path, error: type[DocumentError] = DocumentError, source: st
         with path.open("rb") as stream:
             content = stream.read(most + 1)  # not the size that `stat` gives, which is 0 for /dev/zero
         if len(content) > most:
-            raise error(f"{source}: more than {most} bytes; allowed: {most} at most ({MOST_BYTES} of JSON)")
+            raise error(
+                f"{source}: the file has more than {most} bytes; allowed: {MOST_YAML_BYTES} (JSON: {MOST_BYTES})"
+            )
         return content.decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
     except (OSError, UnicodeDecodeError) as cause:
         why = cause.strerror if isinstance(cause, OSError) else cause  # str(cause) would name the file again
@@ -369,7 +371,7 @@ def whole_lines(path: Path, error: type[DocumentError] = DocumentError) -> Itera
         with path.open("rb") as file:
             for number, line in enumerate(iter(lambda: file.readline(MOST_BYTES + 1), b""), 1):
                 if len(line) > MOST_BYTES:
-                    raise error(f"{path}:{number}: a line of more than {MOST_BYTES} bytes; allowed: so many at most")
+                    raise error(f"{path}:{number}: the line is longer than {MOST_BYTES} bytes, the maximum")
                 if not line.endswith(b"\n"):
                     return
                 yield f"{path}:{number}", _decoded(line, f"{path}:{number}", error)
@@ -418,7 +420,7 @@ def _from_json(text: str) -> Any:
     # An estimate before parsing: one of these characters precedes each value, and few of them occur within texts.
     count = 1 + sum(text.count(mark) for mark in ",[{")
     if count > MOST_VALUES:
-        raise ValueError(f"it has some {count} values; allowed: {MOST_VALUES} at most")
+        raise ValueError(f"it has about {count} values; allowed: at most {MOST_VALUES}")
     return json.loads(text, object_pairs_hook=_mapping)
 
 
@@ -456,16 +458,16 @@ def _wrong(value: Any, finite: bool) -> str | None:
     """Why a value, apart from its items, is not allowed in a document; None if it is allowed."""
     if isinstance(value, dict):
         wrong = next((key for key in value if not isinstance(key, str) or not _is_text(key)), None)
-        return None if wrong is None else f"a key is no text: {shown(wrong)}; put it in quotes"
+        return None if wrong is None else f"key {shown(wrong)} is not a string; put it in quotes"
     if isinstance(value, str):
-        return None if _is_text(value) else "half a character (a lone surrogate), which is no text"
+        return None if _is_text(value) else "the string contains a lone surrogate, which is not a character"
     if value is None or isinstance(value, bool | list):
         return None
     if not isinstance(value, int | float):
-        return f"it reads as a {type(value).__name__}; put it in quotes"
+        return f"YAML reads it as a {type(value).__name__}; put it in quotes"
     if isinstance(value, float) and not math.isfinite(value):
         return f"{value} is not finite" if finite else None
-    return None if abs(value) <= LARGEST_NUMBER else f"a number beyond {LARGEST_NUMBER:g}"
+    return None if abs(value) <= LARGEST_NUMBER else f"the number is beyond {LARGEST_NUMBER:g}, the limit"
 
 
 def _is_text(value: str) -> bool:
@@ -493,20 +495,23 @@ class _Loader(yaml.SafeLoader):
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         self._nodes += 1
         if self._nodes > MOST_NODES:
-            raise ValueError(f"it has more than {MOST_NODES} values; JSON may have more")
+            raise ValueError(f"it has more than {MOST_NODES} values, the limit of YAML files; use JSON")
         node: yaml.Node | None = super().compose_node(parent, index)
         return node
 
     def compose_scalar_node(self, anchor: Any) -> yaml.ScalarNode:
         node: yaml.ScalarNode = super().compose_scalar_node(anchor)
         if node.tag in _NUMBERS and len(node.value) > MOST_DIGITS:
-            raise ValueError(f"a number of {len(node.value)} digits (line {node.start_mark.line + 1})")
+            raise ValueError(
+                f"a number has {len(node.value)} digits; allowed: at most {MOST_DIGITS} (line "
+                f"{node.start_mark.line + 1})"
+            )
         return node
 
     def get_single_node(self) -> yaml.Node | None:
         node: yaml.Node | None = super().get_single_node()
         if node is not None and (count := _expanded(node, {})) > MOST_VALUES:
-            raise ValueError(f"its aliases stand for {count} values; allowed: {MOST_VALUES} at most")
+            raise ValueError(f"its aliases expand to {count} values; allowed: at most {MOST_VALUES}")
         return node
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
@@ -551,7 +556,7 @@ def _expanded(node: yaml.Node, known: dict[int, int | None]) -> int:
     if id(node) in known:
         count = known[id(node)]
         if count is None:
-            raise ValueError(f"an alias stands for a part of itself (line {node.start_mark.line + 1})")
+            raise ValueError(f"an alias refers to a node that contains it (line {node.start_mark.line + 1})")
         return count
     known[id(node)] = None
     parts: list[yaml.Node] = []
@@ -631,7 +636,10 @@ def identity(directory: Path) -> str:
         write_text(file, f"{directory.absolute()} {secrets.token_hex(4)}\n")
     name = read_text(file).strip()
     if not name:
-        raise DocumentError(f"{file}: empty; it must hold the name of this directory: restore it, or take another one")
+        raise DocumentError(
+            f"{file}: the file is empty, but must contain the name of this directory: restore it, or use another "
+            "directory"
+        )
     return name
 
 

@@ -6,8 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
+from lightning_autosync.cli.tables import table_console
 from lightning_autosync.errors import DocumentError, UnwritableError
 from lightning_autosync.measure.bench.output import draw, remarks, result_table
 from lightning_autosync.measure.bench.preparation import make_cluster, prepare
@@ -22,8 +21,6 @@ from lightning_autosync.report.compare import compare_timelines
 from lightning_autosync.workload import Workload
 
 _WITHOUT_COMPUTE = ("flat", "paced")
-_FILE_WIDTH = 130
-"""Width of the table in characters if the output is not a terminal."""
 
 
 def bench(configuration: dict[str, Any], directory: Path) -> BenchResult:
@@ -50,9 +47,7 @@ def bench(configuration: dict[str, Any], directory: Path) -> BenchResult:
             keep(result)
 
     result = run_bench(settings, keep_if_possible)
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=_FILE_WIDTH)
+    console = table_console()
     console.print(result_table(result))
     for line in remarks(result):
         console.print(line, soft_wrap=True, highlight=False)

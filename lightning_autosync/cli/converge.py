@@ -9,16 +9,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
+from lightning_autosync.cli.tables import table_console
 from lightning_autosync.documents import write_text
 from lightning_autosync.lab.convergence.comparison import compare
 from lightning_autosync.lab.convergence.isolation import simulate_groups, survey_remarks, survey_table
 from lightning_autosync.lab.convergence.output import draw, remarks, result_table
 from lightning_autosync.lab.convergence.settings import ConvergenceSettings
-
-FILE_WIDTH = 160
-"""Width of the tables in characters if the output is not a terminal."""
 
 
 def converge(configuration: dict[str, Any], directory: Path) -> None:
@@ -28,9 +24,7 @@ def converge(configuration: dict[str, Any], directory: Path) -> None:
         AutoSyncError: a setting is wrong, or a worker failed.
     """
     settings = ConvergenceSettings.parse(configuration)
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=FILE_WIDTH)
+    console = table_console()
     if settings.isolation is not None:
         survey = simulate_groups(settings)
         console.print(survey_table(survey))

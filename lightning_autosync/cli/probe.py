@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
 
+from lightning_autosync.cli.tables import table_console
 from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.documents import write_text
 from lightning_autosync.errors import DocumentError
@@ -20,9 +20,6 @@ from lightning_autosync.measure.probe.settings import ProbeSettings
 from lightning_autosync.measure.probe.table import link_rows, links_table, nodes_table, pairs_table
 from lightning_autosync.measure.workers.pool import WorkerPool
 from lightning_autosync.replay.constants import Constants
-
-FILE_WIDTH = 110
-"""Width of the tables in characters if the output is not a terminal."""
 
 
 def probe(configuration: dict[str, Any], directory: Path) -> None:
@@ -44,9 +41,7 @@ def probe(configuration: dict[str, Any], directory: Path) -> None:
     truth = settings.emulated_cluster()
     cluster = ClusterSpec.from_dict(answer["cluster"], source="probe")
     result = {**answer, "settings": settings.model_dump(mode="json"), "links": link_rows(cluster, truth)}
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=FILE_WIDTH)
+    console = table_console()
     console.print(nodes_table(answer, cluster))
     if cluster.links:
         console.print(pairs_table(answer))

@@ -9,6 +9,7 @@ from typing import Any
 import optuna
 from rich.console import Console
 
+from lightning_autosync.cli.tables import FILE_WIDTH
 from lightning_autosync.lab.rehearsal.contest import Contest, SamplerRun
 from lightning_autosync.lab.rehearsal.outcome import RehearsalResult, draw, standings, table
 from lightning_autosync.lab.rehearsal.settings import RehearsalSettings
@@ -35,7 +36,7 @@ def rehearse(configuration: dict[str, Any], directory: Path) -> None:
             ratio = run.builder / float(run.incumbents[-1])
             _log.info("%s, %s, seed %d: %.3f of the best builder's speed", run.pair, run.sampler, run.seed, ratio)
     found = standings(runs)
-    Console(width=160).print(table(found))
+    Console(width=FILE_WIDTH).print(table(found))
     RehearsalResult(
         settings=settings,
         emulated={"links": False, "compute": False, "replayed": True},

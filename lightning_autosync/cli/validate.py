@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
+from lightning_autosync.cli.tables import table_console
 from lightning_autosync.lab.validation.accuracy import RANKED, Priced, ReplayAccuracy, by
 from lightning_autosync.lab.validation.cases import Case, draw_cases
 from lightning_autosync.lab.validation.measuring import CaseMeasurement, measure_cases
@@ -18,8 +18,6 @@ from lightning_autosync.measure.hosts import emulated_hosts
 from lightning_autosync.plan import compile_plan
 from lightning_autosync.replay import Constants, Replay
 
-FILE_WIDTH = 110
-"""Width of the tables in characters if the output is not a terminal."""
 PAIR = "pair"
 """Name of the table by workload and cluster, which is too long to print."""
 _WORST = 8
@@ -81,9 +79,7 @@ def hosts_of(measurement: CaseMeasurement, default: Constants) -> Constants:
 
 
 def _print(priced: list[Priced], tables: Mapping[str, Mapping[str, ReplayAccuracy]]) -> None:
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=FILE_WIDTH)
+    console = table_console()
     for name, rows in tables.items():
         if name != PAIR:
             console.print(_accuracy_table(name, rows))

@@ -79,7 +79,7 @@ class ListenerHandshake:
             return None
         length = _LENGTH.unpack_from(self._received)[0]
         if length > _MAX_CLAIM:
-            raise ConnectionRefusedError("it is no process of a job")
+            raise ConnectionRefusedError("it is not a process of a job")
         self._missing = _HEAD + length - len(self._received)
         if self._missing:
             return None
@@ -231,14 +231,14 @@ def connect(
         call.connect(target)
         opening = call.receive(OPENING)
         if not opening.startswith(BANNER):
-            raise ConnectionError("what listens there is no process of a job")
+            raise ConnectionError("the process that listens there is not part of an AutoSync job")
         theirs, own = opening[len(BANNER) :], secrets.token_bytes(_RANDOM)
         tag = _tag(secret, b"caller", theirs, own, claim)
         call.send(_LENGTH.pack(len(claim)) + own + tag + claim)
         head = call.receive(_LENGTH.size + _TAG)
         length = _LENGTH.unpack_from(head)[0]
         if length > _MAX_ANSWER:
-            raise ConnectionError("it answered in another form than a process of a job")
+            raise ConnectionError("its answer is not one that a process of a job sends")
         text = call.receive(length)
         if not hmac.compare_digest(head[_LENGTH.size :], _tag(secret, b"listener", theirs, own, text)):
             raise ConnectionError("it does not know the secret of this job")
@@ -264,7 +264,7 @@ def connect_with_retries(
             return connect(target, secret, claim, deadline, cancelled)
         except ConnectionClosed:
             if time.monotonic() + _RETRY > deadline:
-                raise TimeoutError("it closed the connection each time") from None
+                raise TimeoutError("it closed the connection on every attempt") from None
         time.sleep(_RETRY)
     return None
 

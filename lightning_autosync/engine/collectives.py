@@ -134,8 +134,8 @@ def _refuse_differences(forms: Mapping[int, Sequence[_Form]]) -> None:
                     f"{_describe(one.get(name))} on rank {who}" for who, one in ((rank, own), (0, first))
                 )
                 raise PlanError(
-                    f"model: buffer '{name}' is {said}; ranks broadcast their buffers before forward passes: change "
-                    "the model on all ranks alike, at the same step, or set broadcast_buffers=False"
+                    f"model: buffer '{name}' is {said}. Buffers are broadcast before forward passes and must match: "
+                    "change the model at the same step on all ranks, or set broadcast_buffers=False"
                 )
 
 

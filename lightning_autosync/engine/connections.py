@@ -51,7 +51,9 @@ def own_address() -> str:
             probe.connect(target)
             return str(probe.getsockname()[0])
     except OSError as cause:
-        raise ExchangeError(f"no route to MASTER_ADDR={master}: {cause}; give the cluster's nodes an address") from None
+        raise ExchangeError(
+            f"no route to MASTER_ADDR={master}: {cause}; set `address` for each node of the cluster"
+        ) from None
 
 
 def connect_pairs(
@@ -161,7 +163,9 @@ class _Connector:
                 if call.done():
                     call.result()
             if now > self._deadline:
-                raise ExchangeError(f"no connection from rank {', '.join(map(str, sorted(missing)))} in time")
+                raise ExchangeError(
+                    f"rank {', '.join(map(str, sorted(missing)))} did not connect to this rank before the timeout"
+                )
             for key, _ in self._selector.select(min(_POLL_INTERVAL, self._deadline - now)):
                 key.data()
             self._acceptor.tick(now)
@@ -223,7 +227,7 @@ def listen(address: str, port: int = 0) -> socket.socket:
     except OSError as cause:
         if cause.errno == errno.EADDRINUSE:
             raise ExchangeError(f"{address}: port {port} is taken by another process") from None
-        raise ExchangeError(f"{address}: {cause}; a node's address in the cluster is the node's own") from None
+        raise ExchangeError(f"{address}: {cause}; a node's `address` in the cluster must belong to that node") from None
 
 
 def tune_connection(connection: socket.socket, rate: float | None, pace: float | None = None) -> None:

@@ -308,8 +308,8 @@ class Engine:
     def _arm(self) -> None:
         if self._interruption:
             raise ExchangeError(
-                f"an earlier backward pass ended with an error on this rank ({self._interruption}); the other ranks "
-                "may be in the middle of it: start again from a checkpoint"
+                f"an earlier backward pass failed on this rank ({self._interruption}). Other ranks may still be in "
+                "that pass: resume from a checkpoint"
             )
         # With waits="parameters", messages of the last pass may still use the buffers that this pass packs into.
         for index in list(self._pending):
@@ -383,8 +383,8 @@ class _StaticGraph:
         if left[place] < 0:
             raise ExchangeError(
                 f"static_graph=True: the gradient of parameter '{gradients.message.variables[place]}' was accumulated "
-                f"more often than in the first pass ({gradients.arrivals[place]}); leave static_graph out if the graph "
-                "changes between steps"
+                f"more than {gradients.arrivals[place]} times, as often as in the first pass; remove "
+                "static_graph=True if the graph changes between steps"
             )
         return left[place] == 0
 

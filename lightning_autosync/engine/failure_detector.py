@@ -31,7 +31,7 @@ from lightning_autosync.errors import ExchangeError, PeerLost
 _MAX_MESSAGE = 64 * 1024
 """Largest size of a message in bytes."""
 _SILENT = "it does not answer: its process is stopped, or its machine is cut off"
-_ENDED = "it has ended, while others go on"
+_ENDED = "it ended without an error while other ranks continued"
 
 
 class Verdict(NamedTuple):
@@ -100,7 +100,7 @@ class Inquiry:
         if any(now - self._pinged[rank] < self._answer_timeout for rank in silent):
             return None
         if silent:
-            others = f"; nor do ranks {', '.join(map(str, silent[1:]))}" if silent[1:] else ""
+            others = f"; ranks {', '.join(map(str, silent[1:]))} do not answer either" if silent[1:] else ""
             return Verdict(silent[0], _SILENT + others)
         # A dying process closes its connections one by one, and the one to rank 0 may be the last.
         if now - self._requested < self._answer_timeout / 4:
@@ -109,11 +109,13 @@ class Inquiry:
             return Verdict(min(self._left), _ENDED)
         elsewhere = sorted(rank for rank, waiting in self._waiting.items() if waiting is None)
         if self._late and elsewhere:
-            return Verdict(elsewhere[0], "it is alive, but does not come: it is busy, or stuck, with something else")
+            return Verdict(
+                elsewhere[0], "it is alive, but has not reached this collective call: it is busy or stuck elsewhere"
+            )
         if self._late:
-            different = "all ranks answer, but wait for each other in different calls"
-            return Verdict(None, f"{different}; the first that reached its time-out is rank {self._first}")
-        return Verdict(None, f"all ranks answer; rank {self._first} was the first whose connection failed")
+            different = "all ranks answer, but they wait in different collective calls"
+            return Verdict(None, f"{different}; rank {self._first} timed out first")
+        return Verdict(None, f"all ranks answer; the connection of rank {self._first} failed first")
 
 
 class _Connection:
@@ -145,7 +147,7 @@ class _Connection:
         except (ValueError, RecursionError):
             found = [None]
         if len(rest) > _MAX_MESSAGE or not all(isinstance(message, dict) for message in found):
-            self.lost = "it sent something that is not a message"
+            self.lost = "it sent data that is not a valid message"
             return []
         return found
 
@@ -200,7 +202,7 @@ class FailureDetector(Monitor):
         if self.verdict is not None:
             raise self._error(self.verdict, "")
         if self._terminated is not None and time.monotonic() - self._terminated > self.answer_timeout:
-            raise ExchangeError("this rank got a SIGTERM while it waited for others, which did not come")
+            raise ExchangeError("this rank got a SIGTERM while it waited for other ranks, which did not answer in time")
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -271,7 +273,7 @@ class FailureDetector(Monitor):
         if verdict.why == _ENDED and f"rank {verdict.rank} " in cause:
             return ExchangeError(cause)
         if verdict.rank == self.rank:
-            return ExchangeError(f"the other ranks have given up this one, rank {self.rank}: {verdict.why}")
+            return ExchangeError(f"the other ranks expelled this rank ({self.rank}): {verdict.why}")
         return PeerLost(verdict.rank, verdict.why)
 
     @property
@@ -317,17 +319,17 @@ class FailureDetector(Monitor):
         self._unanswered = None
         rank = connection.rank
         match message:
-            case {"are you there": _}:
+            case {"ping": _}:
                 since = self._waiting_since
                 connection.send({"waiting": None if since is None else time.monotonic() - since})
             case {"waiting": seconds} if self._inquiry is not None:
                 self._inquiry.answered(rank, seconds)
-            case {"ask": late} if self._inquiry is not None:
+            case {"request": late} if self._inquiry is not None:
                 if self.verdict is not None:
                     connection.send({"verdict": [*self.verdict]})
                 self._request(bool(late), rank)
-            case {"wonder": _} if self._inquiry is not None:
-                connection.send({"here": True})
+            case {"prepare": _} if self._inquiry is not None:
+                connection.send({"alive": True})
                 self._ping_all()
             case {"verdict": [int() | None as culprit, str() as why]}:
                 (self._accept if self._inquiry is None else self._tell_all)(Verdict(culprit, why))
@@ -338,10 +340,10 @@ class FailureDetector(Monitor):
 
     def _ping_all(self) -> None:
         if self._inquiry is None:
-            self._ask_first({"wonder": True})
+            self._ask_first({"prepare": True})
             return
         for rank in self._inquiry.ranks_to_ping(time.monotonic()):
-            self._connections[rank].send({"are you there": True})
+            self._connections[rank].send({"ping": True})
 
     def _request(self, late: bool, rank: int = 0) -> None:
         """Ask for a verdict in the name of ``rank``."""
@@ -354,7 +356,7 @@ class FailureDetector(Monitor):
         elif self._first_left:
             self._accept(Verdict(0, _ENDED))
         else:
-            self._ask_first({"ask": late})
+            self._ask_first({"request": late})
 
     def _ask_first(self, message: dict[str, Any]) -> None:
         """Send rank 0 a message that it must answer."""

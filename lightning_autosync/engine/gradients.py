@@ -61,9 +61,9 @@ class MessageGradients(ABC):
 
     def _refuse_second(self, place: int) -> NoReturn:
         raise ExchangeError(
-            f"the gradient of parameter '{self.message.variables[place]}' arrived twice before it was synchronized: "
-            "a module that runs several times under activation checkpointing needs use_reentrant=False or "
-            "static_graph=True, and a backward pass that ended with an error cannot be followed by another"
+            f"parameter '{self.message.variables[place]}' got a second gradient before the first was synchronized. A "
+            "module that runs several times under activation checkpointing needs use_reentrant=False or "
+            "static_graph=True. After a backward pass that raised an error, resume from a checkpoint"
         )
 
     @property

@@ -76,7 +76,7 @@ def checked_rendezvous(rendezvous: Rendezvous) -> Iterator[None]:
         yield
         return
     sign_in = _SignIn(rendezvous)
-    sign_in.wait_for_all("came", "did not come", rendezvous.timeout)
+    sign_in.wait_for_all("came", "did not join", rendezvous.timeout)
     try:
         yield
     except AutoSyncError:
@@ -87,7 +87,7 @@ def checked_rendezvous(rendezvous: Rendezvous) -> Iterator[None]:
         # Other ranks may still wait for the lost one, and sign in here only when their own timeout is over.
         sign_in.wait_for_all("failed", "was lost while the process group formed", rendezvous.timeout + _LINGER)
         raise ExchangeError(
-            f"the process group could not form, though no rank is lost: {_first_line(cause)}"
+            f"the process group could not be created, although no rank is lost: {_first_line(cause)}"
         ) from cause
 
 
@@ -113,16 +113,16 @@ class _SignIn:
             raise ExchangeError(f"rank 0 is lost: its store does not answer any more ({_first_line(cause)})") from cause
         if result["twice"] is not None:
             raise ExchangeError(
-                f"two processes came as rank {result['twice']}{_missing(result['missing'], '; so far, ', fault)}: each "
-                "process of a job needs a RANK of its own, and each job a MASTER_PORT of its own"
+                f"two processes have rank {result['twice']}{_missing(result['missing'], '; so far, ', fault)}: each "
+                "process of a job needs its own RANK, and each job its own MASTER_PORT"
             )
         if result["missing"]:
-            raise ExchangeError(f"{_missing(result['missing'], '', fault)} (in {timeout:g} s)")
+            raise ExchangeError(f"{_missing(result['missing'], '', fault)} within {timeout:g} s")
         if result["taken"]:
             host, port = self._rendezvous.host, self._rendezvous.port
             raise ExchangeError(
-                f"rank 0 cannot open its store: another process has port {port} of {host}; each job needs a "
-                "MASTER_PORT of its own"
+                f"rank 0 cannot open its store: another process uses port {port} of {host}; each job needs its own "
+                "MASTER_PORT"
             )
 
     def _sign_in(self, what: str, timeout: float) -> dict[str, object]:
@@ -172,8 +172,8 @@ class _SignIn:
             return find_store(rendezvous.host, rendezvous.port, rendezvous.timeout, waiting=rendezvous.timeout)
         except (ConnectionError, ExchangeError) as cause:  # the port of a killed process may still accept connections
             raise ExchangeError(
-                f"rank 0 did not come (in {rendezvous.timeout:g} s), or is lost: it has no store at MASTER_ADDR, "
-                f"MASTER_PORT: {cause}"
+                f"rank 0 did not join within {rendezvous.timeout:g} s, or is lost: there is no store at "
+                f"MASTER_ADDR:MASTER_PORT: {cause}"
             ) from None
 
 
@@ -264,7 +264,7 @@ def find_store(host: str, port: int, timeout: float, waiting: float = 0.0) -> di
         answer = ask_store(lambda: _connect(host, port))
     except RuntimeError as cause:
         raise ExchangeError(
-            f"no store at {host}:{port}: what listens there is something else ({_first_line(cause)})"
+            f"no store at {host}:{port}: another program listens there ({_first_line(cause)})"
         ) from None
     answer.set_timeout(timedelta(seconds=timeout))
     return answer
@@ -366,4 +366,4 @@ def _numeric_addresses(address: str) -> list[str]:
     try:
         return [str(place[0]) for *_, place in socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)]
     except OSError as cause:
-        raise ExchangeError(f"{address}: {cause}; give the cluster's nodes an address") from None
+        raise ExchangeError(f"{address}: {cause}; set `address` for each node of the cluster") from None

@@ -118,8 +118,8 @@ class ReplicaCheck:
         if others == 0:
             ranks = [rank for rank in ranks if rank in far]  # other ranks differ by rounding only
         raise ExchangeError(
-            f"replicas differ: the weights of {_listed(found)} on rank {', '.join(map(str, ranks))} are not those of "
-            f"rank {others}. They were {self._last_alike(found)} synchronized backward passes and differ after "
+            f"replicas differ: the weights of {_listed(found)} on rank {', '.join(map(str, ranks))} differ from those "
+            f"on rank {others}. They were {self._last_alike(found)} synchronized backward passes and differ after "
             f"{self._passes}. Something changed weights, gradients or an optimizer on some ranks only; "
             "check_replicas=0 turns this check off"
         )
@@ -132,16 +132,16 @@ class ReplicaCheck:
         ranks, others = self._deviating(list(suspects.values()))
         since = min(self._equal_after.get(name, 0) for name in suspects)
         rank_zero_warn(
-            f"AutoSync: weights of {len(suspects)} parameters differ between ranks by rounding, as on unlike "
-            f"processors: {_listed(suspects)} on rank {', '.join(map(str, ranks))} from those of rank {others}, by "
-            f"{gap:.1g} of the largest weight at most. They were equal after {since} synchronized backward passes and "
-            f"differ after {self._passes}. The next warning comes when the difference has doubled"
+            f"AutoSync: the weights of {len(suspects)} parameters differ between ranks by rounding errors, as on "
+            f"different kinds of processors: {_listed(suspects)} on rank {', '.join(map(str, ranks))} and rank "
+            f"{others} differ by at most {gap:.1g} of the largest weight. They were equal after {since} synchronized "
+            f"backward passes and differ after {self._passes}. The next warning comes when the difference has doubled"
         )
 
     def _last_alike(self, names: Iterable[str]) -> str:
         """Up to when parameters were known to be alike, as part of a sentence."""
         equal, alike = (min(after.get(name, 0) for name in names) for after in (self._equal_after, self._alike_after))
-        return f"equal after {equal}" if alike == equal else f"equal but for rounding after {alike}"
+        return f"equal after {equal}" if alike == equal else f"equal up to rounding after {alike}"
 
     def _deviating(self, tensors: Sequence[Tensor]) -> tuple[list[int], int]:
         """The ranks whose weights differ from the majority's, and the first rank of the majority.
@@ -335,7 +335,7 @@ def difference(facts: Sequence[Facts]) -> str:
         for name in [*facts[0], *(name for name in theirs if name not in facts[0])]:
             if name not in theirs or name not in facts[0]:
                 has, lacks = (0, rank) if name in facts[0] else (rank, 0)
-                return f"parameter '{name}' is there on rank {has}, but not on rank {lacks}"
+                return f"parameter '{name}' exists on rank {has}, but not on rank {lacks}"
             for what, value in theirs[name].items():
                 if value != facts[0][name][what]:
                     return _describe(name, what, rank, value, facts[0][name][what])

@@ -110,12 +110,12 @@ class Resources:
         fingerprints = gather_json(schedule.fingerprint, self._group)
         if schedule.world_size != len(fingerprints):
             raise PlanError(
-                f"schedule: it is for {schedule.world_size} ranks, the process group has {len(fingerprints)}"
+                f"schedule: it was made for {schedule.world_size} ranks, but the process group has {len(fingerprints)}"
             )
         for rank, fingerprint in enumerate(fingerprints):
             if fingerprint != fingerprints[0]:
                 raise PlanError(
-                    f"schedule: rank {rank} has another schedule than rank 0; model, plan, cluster and package "
+                    f"schedule: rank {rank} has a different schedule from rank 0; model, plan, cluster and package "
                     "versions must be the same on all ranks"
                 )
 
@@ -174,7 +174,7 @@ class Resources:
             exchange = AllReduceExchange(reduces, message, buffer, self._group)
         elif isinstance(transfers[0], TwoLevelAllReduce):
             if self._group is not None:
-                raise PlanError("schedule: collectives in two levels need the default process group")
+                raise PlanError("schedule: two-level collectives need the default process group")
             groups = two_level_groups(transfers[0].places, self._timeout)
             levels = [transfer for transfer in transfers if isinstance(transfer, TwoLevelAllReduce)]
             exchange = TwoLevelExchange(levels, buffer, groups)
@@ -225,13 +225,14 @@ def _check_parameters(message: Message, parameters: Mapping[str, nn.Parameter]) 
     where = f"schedule: message '{message.name}'"
     for name in message.variables:
         if name not in parameters:
-            raise PlanError(f"{where}: there is no parameter '{name}'")
+            raise PlanError(f"{where}: the model has no parameter '{name}'")
     device = parameters[message.variables[0]].device
     if message.in_shared_memory and device.type != "cpu":
-        raise PlanError(f"{where}: topology 'shared_memory' is for parameters on the CPU, these are on {device}")
+        raise PlanError(f"{where}: topology 'shared_memory' needs parameters on the CPU, but these are on {device}")
     for name in message.variables:
         parameter = parameters[name]
         if real_view(parameter).dtype != getattr(torch, message.dtype) or parameter.device != device:
             raise PlanError(
-                f"{where}: it carries {message.dtype} on {device}; '{name}' is {parameter.dtype} on {parameter.device}"
+                f"{where}: it carries {message.dtype} on {device}, but '{name}' is {parameter.dtype} on "
+                f"{parameter.device}"
             )

@@ -34,7 +34,8 @@ def given_secret() -> bytes | None:
     name = f"{SECRET_FILE}={file}" if file else SECRET
     if not _SHORTEST <= len(found) <= _LONGEST:
         raise ExchangeError(
-            f"{name}: {len(found)} bytes; allowed: {_SHORTEST} to {_LONGEST}, as `openssl rand -hex 32`"
+            f"{name}: the secret has {len(found)} bytes; allowed: {_SHORTEST} to {_LONGEST}; `openssl rand -hex 32` "
+            "makes one"
         )
     return found
 
@@ -48,8 +49,8 @@ def required_secret(why: str) -> bytes:
     found = given_secret()
     if found is None:
         raise ExchangeError(
-            f"{why}: set {SECRET}, or {SECRET_FILE} to a file that holds it, alike for all processes of the job, as "
-            "`openssl rand -hex 32` makes it"
+            f"{why}: set {SECRET}, or {SECRET_FILE} to a file that holds it. All processes of the job need the same "
+            "secret; `openssl rand -hex 32` makes one"
         )
     return found
 
@@ -76,8 +77,8 @@ def common_secret(group: dist.ProcessGroup | None = None, required: str = "") ->
             raise ExchangeError(f"rank {rank}: {problem}")
         if digest != offers[0][0]:
             raise ExchangeError(
-                f"{SECRET}, {SECRET_FILE}: rank {rank} has {'another secret' if digest else 'none'}, rank 0 has "
-                f"{'one' if offers[0][0] else 'none'}; allowed: the same on all ranks, or none"
+                f"{SECRET}, {SECRET_FILE}: the secret on rank {rank} ({'set' if digest else 'not set'}) differs from "
+                f"that on rank 0 ({'set' if offers[0][0] else 'not set'}); allowed: the same on all ranks, or none"
             )
     return own if own is not None else str(offers[0][2]).encode()
 
@@ -101,7 +102,7 @@ def unseal(secret: bytes, what: str, sealed: str) -> str:
     """
     mark, _, text = sealed.partition(" ")
     if not hmac.compare_digest(mark.encode(), _mark(secret, what, text).encode()):
-        raise ExchangeError(f"'{what}' was written with another secret than this process has")
+        raise ExchangeError(f"'{what}' was written with a secret that differs from this process's")
     return text
 
 
@@ -119,8 +120,8 @@ def _read(file: str) -> bytes:
             mode = os.fstat(opened.fileno()).st_mode
             if mode & (stat.S_IRWXG | stat.S_IRWXO):
                 raise ExchangeError(
-                    f"{SECRET_FILE}={file}: others may read or write it (mode {stat.S_IMODE(mode):04o}); allowed: its "
-                    "owner only, as after `chmod 600`"
+                    f"{SECRET_FILE}={file}: other users may read or write this file (mode {stat.S_IMODE(mode):04o}); "
+                    "run `chmod 600` on it"
                 )
             # Two bytes more: room for a line end, and enough to notice a secret that is too long.
             return opened.read(_LONGEST + 2).strip()

@@ -191,7 +191,7 @@ class Transport:
                 self._fail(error)
             except Exception as cause:
                 # Any other error must reach the main thread too, which would otherwise wait until its timeout.
-                self._fail(ExchangeError(f"the exchange broke: {cause}\n{traceback.format_exc()}"))
+                self._fail(ExchangeError(f"the exchange failed: {cause}\n{traceback.format_exc()}"))
             if self._closing and deadline == math.inf:
                 deadline = time.monotonic() + _CLOSING_TIMEOUT
 

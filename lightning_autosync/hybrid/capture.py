@@ -37,10 +37,12 @@ def capture(module: nn.Module, *args: Any, **kwargs: Any) -> Graph:
     """
     given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.dim() > 0]
     if not given:
-        raise WorkloadError(f"{title(module)}: its forward pass needs a tensor with an axis of samples")
+        raise WorkloadError(f"{title(module)}: its forward pass gets no tensor with an axis of samples")
     calls, _ = record(module, args, kwargs)
     if len(calls) < 2:
-        raise WorkloadError(f"{title(module)}: its forward pass calls no module that has parameters and can be split")
+        raise WorkloadError(
+            f"{title(module)}: its forward pass calls no module with parameters, so nothing can be split"
+        )
     traced, notes = _traced(module, args, kwargs, calls)
     paths = {parameter: path for path, parameter in module.named_parameters()}
     outside = _held_outside(module)
@@ -65,10 +67,15 @@ def _traced(
     except Exception as error:  # export raises errors of all kinds for models that it cannot follow
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         return _chain(module, calls), [
-            f"each layer is taken to feed the next, for the model cannot be exported: {reason}"
+            (
+                "the model cannot be exported, so layers are assumed to form a chain in the order of their calls: "
+                f"{reason}"
+            )
         ]
     if sorted(node.path for node in found.nodes if node.path is not None) != sorted(call.path for call in calls[1:]):
-        return _chain(module, calls), ["each layer is taken to feed the next, for the exported model has other layers"]
+        return _chain(module, calls), [
+            "the exported model has other layers, so layers are assumed to form a chain in the order of their calls"
+        ]
     return found, []
 
 
@@ -155,7 +162,9 @@ def _notes(module: nn.Module) -> list[str]:
         if kind_of(part) == "unknown":
             unknown[type(part).__name__].append(path)
     return [
-        f"{name} is not known to this release: data parallel only ({', '.join(paths[:3])}"
-        f"{f' and {len(paths) - 3} more' if len(paths) > 3 else ''})"
+        (
+            f"{name} cannot be split by this release, only data parallelism is possible "
+            f"({', '.join(paths[:3])}{f' and {len(paths) - 3} more' if len(paths) > 3 else ''})"
+        )
         for name, paths in unknown.items()
     ]

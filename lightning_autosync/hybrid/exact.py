@@ -86,7 +86,7 @@ def _joined(together: Sequence[_Table], number: int) -> _Table:
     }
     entries = math.prod(sizes[choice] for choice in choices)
     if entries > MOST_ENTRIES:
-        raise PlanError(f"exact search: a table of {entries} entries; allowed: {MOST_ENTRIES} at most")
+        raise PlanError(f"exact search: it needs a table of {entries} entries; allowed: at most {MOST_ENTRIES}")
     total = numpy.zeros([sizes[choice] for choice in choices])
     for factor in together:
         places = [choices.index(choice) for choice in factor.choices]

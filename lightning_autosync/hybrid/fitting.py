@@ -67,7 +67,7 @@ def fit_rate(timings: Sequence[Timing]) -> CollectiveRate:
         DocumentError: there are fewer than two timings.
     """
     if len(timings) < 2:
-        raise DocumentError(f"rates: {len(timings)} timings of a collective; at least two sizes are needed")
+        raise DocumentError(f"rates: got {len(timings)} timings of a collective; at least two sizes are needed")
     rows = numpy.array([[1.0, one.ranks - 1.0, one.sent, one.wire] for one in timings])
     seconds = numpy.array([max(one.seconds - one.latency, 0.05 * one.seconds) for one in timings])
     # Host and wire time per byte must be separable. If links are too fast to matter, all of it is attributed to the

@@ -8,8 +8,8 @@ from itertools import accumulate
 
 
 @dataclass(frozen=True)
-class Moment:
-    """Something that happens in the forward pass and, the other way round, in the backward pass.
+class MemoryStage:
+    """The memory of one stage of the forward pass and of the same stage of the backward pass.
 
     Attributes:
         kept: bytes of results that are held from here until the backward pass has come back here.
@@ -24,18 +24,18 @@ class Moment:
     backward: float = 0.0
 
 
-def peak_bytes(moments: Sequence[Moment]) -> float:
+def peak_bytes(stages: Sequence[MemoryStage]) -> float:
     """The most bytes that are held at once; gradients of the step before are gone.
 
     Args:
-        moments: of a step, in the order of the forward pass.
+        stages: of a step, in the order of the forward pass.
     """
-    kept = list(accumulate((moment.kept for moment in moments), initial=0.0))
-    made = list(accumulate((moment.gradients for moment in reversed(moments)), initial=0.0))[::-1]
-    forward = (before + moment.kept + moment.forward for before, moment in zip(kept, moments, strict=False))
-    # In the backward pass a moment's gradients are there before what it kept is gone.
+    kept = list(accumulate((stage.kept for stage in stages), initial=0.0))
+    made = list(accumulate((stage.gradients for stage in reversed(stages)), initial=0.0))[::-1]
+    forward = (before + stage.kept + stage.forward for before, stage in zip(kept, stages, strict=False))
+    # In the backward pass a stage's gradients are there before what it kept is gone.
     backward = (
-        before + moment.kept + made[place] + moment.backward
-        for place, (before, moment) in enumerate(zip(kept, moments, strict=False))
+        before + stage.kept + made[place] + stage.backward
+        for place, (before, stage) in enumerate(zip(kept, stages, strict=False))
     )
-    return max(made[0], *forward, *backward) if moments else 0.0
+    return max(made[0], *forward, *backward) if stages else 0.0

@@ -139,11 +139,11 @@ class HybridPlan(Document):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.world_size > MOST_RANKS:
-            raise ValueError(f"mesh: {self.world_size} ranks in all; allowed: {MOST_RANKS} at most")
+            raise ValueError(f"mesh: it has {self.world_size} ranks; allowed: at most {MOST_RANKS}")
         if len(self.mesh) > 1 and 1 in self.mesh:
-            raise ValueError(f"mesh[{self.mesh.index(1)}]: a dimension of size 1 splits nothing; leave it out")
+            raise ValueError(f"mesh[{self.mesh.index(1)}]: a dimension of size 1 splits nothing; remove it")
         if self.ranks is not None and sorted(self.ranks) != list(range(self.world_size)):
-            raise ValueError(f"ranks: expected each of 0..{self.world_size - 1} once, got {list(self.ranks)}")
+            raise ValueError(f"ranks: expected each of 0 to {self.world_size - 1} once, got {list(self.ranks)}")
         seen = set()
         for index, layer in enumerate(self.layers):
             where = f"layers[{index}]"
@@ -154,7 +154,7 @@ class HybridPlan(Document):
                         f"got {len(value)}"
                     )
             if layer.module in seen:
-                raise ValueError(f"{where}.module: '{layer.module}' has a layer already")
+                raise ValueError(f"{where}.module: another layer already has the module '{layer.module}'")
             seen.add(layer.module)
         return self._check_gradients()
 
@@ -164,12 +164,14 @@ class HybridPlan(Document):
 
             if self.gradients not in builders.names():
                 known = ", ".join(builders.names())
-                raise ValueError(f"gradients: '{self.gradients}' is no builder of synchronous plans; these are {known}")
+                raise ValueError(
+                    f"gradients: '{self.gradients}' is not a builder of synchronous plans; allowed: {known}"
+                )
             return self
         if not self.gradients.has_schedule:
             raise ValueError(
-                "gradients.consistency: split operators need every rank in every step; allowed: mode 'synchronous' "
-                "without served"
+                "gradients.consistency: split operators need all ranks in every step; allowed: mode 'synchronous' "
+                "without `served`"
             )
         replicas = {
             tuple(dimension for dimension, name in enumerate(layer.signature) if name == "dp") for layer in self.layers
@@ -177,7 +179,7 @@ class HybridPlan(Document):
         sizes = {math.prod(self.mesh[dimension] for dimension in dimensions) for dimensions in replicas}
         if len(replicas) > 1 or sizes != {self.gradients.world_size}:
             raise ValueError(
-                f"gradients.world_size: {self.gradients.world_size}, but layers have "
-                f"{' and '.join(str(size) for size in sorted(sizes))} replicas; give the name of a builder"
+                f"gradients.world_size: it is {self.gradients.world_size}, but layers have "
+                f"{' and '.join(str(size) for size in sorted(sizes))} replicas; use the name of a builder instead"
             )
         return self

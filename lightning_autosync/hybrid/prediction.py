@@ -35,7 +35,7 @@ from lightning_autosync.hybrid.cost import (
 from lightning_autosync.hybrid.execution.functions.operands import unify
 from lightning_autosync.hybrid.execution.layouts import Layout as Placement
 from lightning_autosync.hybrid.graph import INPUT, Edge, Graph, Operator, Value
-from lightning_autosync.hybrid.memory import Moment, peak_bytes
+from lightning_autosync.hybrid.memory import MemoryStage, peak_bytes
 from lightning_autosync.hybrid.mesh import Links
 from lightning_autosync.hybrid.plan import HybridPlan, LayerPlan
 from lightning_autosync.hybrid.pricing import Pricing
@@ -69,13 +69,13 @@ class HybridPrediction:
         costs: [COSTS] see `lightning_autosync.hybrid.cost`.
         sent: bytes by phase, dimensions and collective, without zeros.
         settings: settings of the prediction.
-        moments: what a rank holds in the course of a step.
+        stages: what a rank holds in the course of a step.
     """
 
     costs: Costs
     sent: tuple[Sent, ...]
     settings: Settings
-    moments: tuple[Moment, ...]
+    stages: tuple[MemoryStage, ...]
 
     @property
     def step_seconds(self) -> float:
@@ -85,7 +85,7 @@ class HybridPrediction:
     def memory(self) -> float:
         """The most bytes of tensors on one rank: parameters, optimizer state, buffers of messages, and what it holds in
         the course of a step."""
-        return float(self.costs[STATE]) + peak_bytes(self.moments)
+        return float(self.costs[STATE]) + peak_bytes(self.stages)
 
     @property
     def bytes(self) -> float:
@@ -116,7 +116,8 @@ def predict(
     links = cluster if isinstance(cluster, Links) else Links(cluster)
     if plan.world_size != links.cluster.world_size:
         raise PlanError(
-            f"plan: mesh: {plan.world_size} ranks, cluster '{links.cluster.name}' has {links.cluster.world_size}"
+            f"plan: mesh: it has {plan.world_size} ranks, but cluster '{links.cluster.name}' has "
+            f"{links.cluster.world_size}"
         )
     if plan.workload not in (None, graph.fingerprint):
         raise PlanError(
@@ -145,7 +146,7 @@ class _Predictor:
         self._sent: dict[tuple[Pass, tuple[int, ...], Collective], float] = defaultdict(float)
         self._taken: set[tuple[int, str, States]] = set()
         self._handed: list[States] = []
-        self._moments: list[Moment] = []
+        self._stages: list[MemoryStage] = []
 
     def run(self) -> HybridPrediction:
         seen: set[str] = set()
@@ -159,7 +160,7 @@ class _Predictor:
                 continue
             layer = self._plan.layer(operator.module)
             if layer is None:
-                raise PlanError(f"plan: layers: '{operator.module}' has parameters and no layer")
+                raise PlanError(f"plan: layers: module '{operator.module}' has parameters, but no layer in the plan")
             own = [weight for weight in operator.weights if weight.path not in seen]
             seen.update(weight.path for weight in own)
             costs = self._costs.layer(operator, layer.signature, own)
@@ -170,19 +171,19 @@ class _Predictor:
             self._hold(operator, layer, costs, brought)
             self._change(operator.output, made, handed)
             following = self._costs.after(operator, handed)
-            self._moments.append(Moment(kept=float(following[KEPT])))
+            self._stages.append(MemoryStage(kept=float(following[KEPT])))
             self._total += costs + following
             self._handed.append(handed)
         for loose in self._graph.loose:
             costs = self._costs.loose(loose.weights)
             self._total += costs
-            self._moments.append(Moment(gradients=float(costs[GRADIENTS])))
+            self._stages.append(MemoryStage(gradients=float(costs[GRADIENTS])))
             trained = sum(weight.bytes for weight in loose.weights if weight.trainable)
             self._sum(tuple(range(len(self._plan.mesh))), trained)
         for index in self._graph.outputs:
             self._change(self._graph.operators[index].output, self._handed[index], self._home)
         sent = tuple(Sent(*key, size) for key, size in self._sent.items() if size)
-        return HybridPrediction(self._total, sent, self._costs.settings, tuple(self._moments))
+        return HybridPrediction(self._total, sent, self._costs.settings, tuple(self._stages))
 
     def _hold(self, operator: Operator, layer: LayerPlan, costs: Costs, brought: float) -> None:
         """What a layer holds.
@@ -201,7 +202,7 @@ class _Predictor:
         lying = takes(operator, layer.signature)
         around = sum(self._local(value, lying) for value in inputs.values())
         around += self._local(operator.output, makes(operator, layer.signature))
-        self._moments.append(Moment(kept, float(costs[GRADIENTS]), 0.0, around))
+        self._stages.append(MemoryStage(kept, float(costs[GRADIENTS]), 0.0, around))
 
     def _local(self, value: Value, states: States) -> float:
         """Bytes of a value on one rank."""
@@ -237,7 +238,7 @@ class _Predictor:
         self._total += self._costs.change(value, (source,), (goal,))[0, 0]
         # A collective's result, and its copy in the order of the new layout.
         copies = 2 * max(self._local(value, source), self._local(value, goal))
-        self._moments.append(Moment(forward=copies, backward=copies if value.differentiable else 0.0))
+        self._stages.append(MemoryStage(forward=copies, backward=copies if value.differentiable else 0.0))
         sends = traffic(self._plan.mesh, (source,), (goal,), value.batch_axis is not None)
         self._log("forward", sends.forward[0, 0] * value.bytes)
         if value.differentiable:

@@ -89,7 +89,8 @@ def record(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
         except Exception as error:
             reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
             raise WorkloadError(
-                f"{title(module)}: its forward pass cannot be followed without values of tensors: {reason}"
+                f"{title(module)}: its forward pass cannot run on fake tensors, because it needs the values of "
+                f"tensors: {reason}"
             ) from error
     return recorder.calls, output
 

@@ -165,11 +165,11 @@ def refusal(module: nn.Module, signature: Sequence[Signature], mesh: Sequence[in
         units = extent // parts if _is_output_axis(module, owned, axis) else extent
         if units % pieces or (units != extent and extent % parts):
             of_parts = f" in each of {parts} parts" if units != extent else ""
-            return f"{owned} has {units} along axis {axis}{of_parts}, which {pieces} ranks cannot share evenly"
+            return f"{owned} has size {units} along axis {axis}{of_parts}; {pieces} ranks cannot share it evenly"
     if isinstance(module, nn.MultiheadAttention):
         ranks = math.prod(size for name, size in zip(signature, mesh, strict=True) if name == "heads")
         if module.num_heads % ranks:
-            return f"{module.num_heads} heads, which {ranks} ranks cannot share evenly"
+            return f"{module.num_heads} heads cannot be shared evenly by {ranks} ranks"
     return None
 
 

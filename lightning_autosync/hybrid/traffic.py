@@ -78,7 +78,9 @@ class TrafficLog(TorchDispatchMode):
         namespace, name = func.namespace, func._schema.name.rpartition("::")[2]
         if namespace in ("c10d", "_c10d_functional", "_c10d_functional_autograd") and name not in _SILENT:
             if name not in _OPERATIONS:
-                raise NotImplementedError(f"the traffic of {namespace}::{name} is not known")
+                raise NotImplementedError(
+                    f"{namespace}::{name} is not a known collective, so its traffic cannot be counted"
+                )
             kind, _, place = _OPERATIONS[name]
             payload = sum(leaf.numel() * leaf.element_size() for leaf in tree_leaves(args[place]) if _is_tensor(leaf))
             self.collectives.append(Logged(kind, _ranks(args), payload))
@@ -101,7 +103,7 @@ def _ranks(arguments: Any) -> tuple[int, ...]:
         if isinstance(argument, str) and argument not in ("sum", "avg", "max", "min", "product"):
             resolve: Any = dist.distributed_c10d._resolve_process_group
             return tuple(dist.get_process_group_ranks(resolve(argument)))
-    raise NotImplementedError("a collective without a process group")
+    raise NotImplementedError("a collective has no process group among its arguments")
 
 
 @contextmanager

@@ -32,7 +32,7 @@ def check_plan(plan: HybridPlan, module: nn.Module, world_size: int, source: str
     """
     if plan.world_size != world_size:
         mesh = " x ".join(map(str, plan.mesh))
-        raise PlanError(f"{source}: mesh: {mesh} is {plan.world_size} ranks, the job has {world_size}")
+        raise PlanError(f"{source}: mesh: {mesh} is {plan.world_size} ranks, but the job has {world_size}")
     if plan.workload is not None and plan.workload != (found := fingerprint(module)):
         raise PlanError(
             f"{source}: workload: it was made for another model ({plan.workload}; this {type(module).__name__} is "
@@ -69,8 +69,8 @@ def _check_parameters(plan: HybridPlan, modules: dict[str, nn.Module], source: s
             other, known = cuts.setdefault(parameter, (path, cut))
             if known != cut:
                 raise PlanError(
-                    f"{source}: layers: '{path}' and '{other}' share the parameter {name} and cut it along axes "
-                    f"{_shown(cut)} and {_shown(known)}; allowed: the same"
+                    f"{source}: layers: '{path}' and '{other}' share the parameter {name}, but cut it along different "
+                    f"axes: {_shown(cut)} and {_shown(known)}; allowed: the same axes"
                 )
     # A tied parameter may also be found in a module without a layer; one layer that has it is enough.
     lost = [path for parameter, path in homeless.items() if parameter not in cuts]

@@ -158,7 +158,7 @@ class LearnedEstimator:
             self._observe(examples)
         for number, network in enumerate(self.networks):
             seed = self.seed * self.members + number
-            learned, validation = _kept_apart(examples, held_out[number % len(held_out)] if held_out else None)
+            learned, validation = _hold_out(examples, held_out[number % len(held_out)] if held_out else None)
             with _seeded(seed):
                 train(network, learned, settings, seed, validation)
             if not self.kind.REGRESSION:
@@ -319,7 +319,7 @@ def _form(tensor: torch.Tensor) -> str:
     return f"{tensor.dtype} {list(tensor.shape)}"
 
 
-def _kept_apart(examples: Examples, part: Integers | None) -> tuple[Examples, Examples | None]:
+def _hold_out(examples: Examples, part: Integers | None) -> tuple[Examples, Examples | None]:
     """The examples that a network learns from, and those that choose its epoch."""
     if part is None:
         return examples, None

@@ -150,7 +150,7 @@ def scores(network: SimulatorNetwork, items: Sequence[Any]) -> Floats:
         return network.score(embedded).numpy().astype(numpy.float64)
 
 
-def told_apart(target: Floats, noise: Floats, drift: Floats, batch: Integers) -> NDArray[numpy.bool_]:
+def distinct_pairs(target: Floats, noise: Floats, drift: Floats, batch: Integers) -> NDArray[numpy.bool_]:
     """[samples, samples] whether two measured times differ by more than their noise.
 
     Args:
@@ -161,8 +161,8 @@ def told_apart(target: Floats, noise: Floats, drift: Floats, batch: Integers) ->
     """
     between = batch[:, None] != batch[None, :]
     variance = noise[:, None] ** 2 + noise[None, :] ** 2 + between * (drift[:, None] ** 2 + drift[None, :] ** 2)
-    apart: NDArray[numpy.bool_] = abs(target[:, None] - target[None, :]) > CERTAIN * numpy.sqrt(variance)
-    return apart
+    distinct: NDArray[numpy.bool_] = abs(target[:, None] - target[None, :]) > CERTAIN * numpy.sqrt(variance)
+    return distinct
 
 
 def _loss(
@@ -170,8 +170,8 @@ def _loss(
 ) -> torch.Tensor:
     """The ranking loss over distinguishable pairs, plus the regression loss if the kind has one."""
     same = part.pair[:, None] == part.pair[None, :]
-    apart = told_apart(part.target, part.noise, part.drift, part.batch)
-    slower = (part.target[:, None] > part.target[None, :]) & same & apart
+    distinct = distinct_pairs(part.target, part.noise, part.drift, part.batch)
+    slower = (part.target[:, None] > part.target[None, :]) & same & distinct
     upper, lower = (torch.from_numpy(places) for places in numpy.nonzero(slower))
     factor = sharpness if network.CORRECTS else 1.0
     base = torch.from_numpy(part.base).float()

@@ -16,7 +16,7 @@ POLICIES = {
     for name in ("SCHED_OTHER", "SCHED_BATCH", "SCHED_IDLE", "SCHED_FIFO", "SCHED_RR")
     if hasattr(os, name)
 }
-BUSY = 0.1
+BUSY_CORES = 0.1
 """Number of cores used by other processes above which a bench backs no claim."""
 
 

@@ -66,7 +66,7 @@ class TrialSettings(Configuration):
     @model_validator(mode="after")
     def _check(self) -> TrialSettings:
         if self.max_steps < self.min_steps:
-            raise ValueError(f"max_steps: {self.max_steps} is below min_steps, {self.min_steps}")
+            raise ValueError(f"max_steps: {self.max_steps} is less than min_steps, {self.min_steps}")
         return self
 
 
@@ -91,7 +91,7 @@ class TrialMeasurement:
         state: ``running`` until it is decided.
         why: reason why the contender failed or was pruned.
         elapsed: seconds of the run spent on it.
-        apart: whether it is not compared with others: it is never pruned, and never counts as the best.
+        is_reference: whether it is the reference: never pruned, and never counted as the best.
     """
 
     contender: Contender
@@ -100,7 +100,7 @@ class TrialMeasurement:
     state: State = "running"
     why: str | None = None
     elapsed: float = 0.0
-    apart: bool = False
+    is_reference: bool = False
 
     @property
     def slowest(self) -> Sequence[float]:
@@ -165,7 +165,7 @@ class StoppingRule:
             measurement.end("pruned", why)
         elif self._precise(measurement):
             measurement.end("complete")
-            if not measurement.apart:
+            if not measurement.is_reference:
                 self.best = seconds if self.best is None else min(self.best, seconds)
 
     def far_slower(self, seconds: float) -> bool:
@@ -180,7 +180,7 @@ class StoppingRule:
 
     def _lost(self, measurement: TrialMeasurement) -> str | None:
         """Why the contender is pruned; None if it is not."""
-        if measurement.apart:
+        if measurement.is_reference:
             return None
         fastest, chosen = min(measurement.slowest), self._settings
         late = self.best is not None and measurement.count >= chosen.prune_after
@@ -223,7 +223,7 @@ def _take_turn(session: Session, measurement: TrialMeasurement, rule: StoppingRu
         rule.decide(measurement)
     except ContenderError as error:
         measurement.end("failed", reason(error.failure))
-        _log.warning("%s: %s; the workers are started again", measurement.contender.name, measurement.why)
+        _log.warning("%s: %s; restarting the workers", measurement.contender.name, measurement.why)
     measurement.elapsed += time.perf_counter() - begin
     if measurement.state != "running":
         session.take_down(measurement.contender)
@@ -233,5 +233,5 @@ def _warm_up(session: Session, measurement: TrialMeasurement, rule: StoppingRule
     """Make uncounted steps one by one; a plan that seems far slower than the best makes only one."""
     for _ in range(steps):
         found = max(of_rank[0] for of_rank in session.measure(measurement.contender, 1))
-        if not measurement.apart and rule.far_slower(found) and found > rule.turn_seconds:
+        if not measurement.is_reference and rule.far_slower(found) and found > rule.turn_seconds:
             return

@@ -52,7 +52,7 @@ class ReferencePlan:
             if self.measure() is not None:
                 return plan
         self._contender = None
-        _log.warning("no plan could be a reference: times are compared as they are, however the machine drifts")
+        _log.warning("no plan ran as a reference, so step times are not corrected for the machine's drift")
         return None
 
     def measure(self) -> float | None:
@@ -69,7 +69,7 @@ class ReferencePlan:
             self._failures = 0
         except ContenderError as error:
             self._failures += 1
-            end = "; it is not measured any more" if self._failures == _FAILURES else ""
+            end = "; the reference is not measured any more" if self._failures == _FAILURES else ""
             _log.warning("the reference failed: %s%s", reason(error.failure), end)
         return measurement.seconds
 
@@ -77,7 +77,7 @@ class ReferencePlan:
         """A new measurement of the reference, to be made in turns with others; None if there is no reference."""
         if self._contender is None or self._failures >= _FAILURES:
             return None
-        return TrialMeasurement(self._contender, apart=True)
+        return TrialMeasurement(self._contender, is_reference=True)
 
     def take_down(self) -> None:
         """Remove the reference from the workers until it is measured again."""

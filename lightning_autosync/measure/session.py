@@ -48,12 +48,12 @@ class Contender:
     Attributes:
         name: unique name among the contenders that are set up.
         order: arguments of `lightning_autosync.measure.replica_calls.set_up`, without the name.
-        life: number of the pool in which the contender is set up, counted from 1; 0 if it is not set up.
+        pool_number: number of the pool in which the contender is set up, counted from 1; 0 if it is not set up.
     """
 
     name: str
     order: Mapping[str, Any]
-    life: int = field(default=0)
+    pool_number: int = field(default=0)
 
 
 class MeasurementSession:
@@ -90,7 +90,7 @@ class MeasurementSession:
         self._launch: Launch | None = None
         self._job: JobPool | None = None
         self._pool: Pool | None = None
-        self._life = 0
+        self._pool_number = 0
         self.links: Sequence[LinkCheck] = ()
 
     def __enter__(self) -> Self:
@@ -111,7 +111,7 @@ class MeasurementSession:
     @property
     def restarts(self) -> int:
         """Number of pools that were started after the first one."""
-        return max(0, self._life - 1)
+        return max(0, self._pool_number - 1)
 
     @property
     def pool(self) -> Pool:
@@ -124,12 +124,12 @@ class MeasurementSession:
             try:
                 self._pool = self._start()
             except WorkerError as error:  # a busy machine may delay a worker beyond the timeout once
-                _log.warning("workers did not start: %s; once more", reason(error))
+                _log.warning("workers did not start: %s; trying once more", reason(error))
                 try:
                     self._pool = self._start()
                 except WorkerError as again:
-                    raise LaunchError(f"workers did not start twice: {reason(again)}") from None
-            self._life += 1
+                    raise LaunchError(f"workers did not start at the second attempt: {reason(again)}") from None
+            self._pool_number += 1
         return self._pool
 
     def restart(self) -> None:
@@ -157,7 +157,7 @@ class MeasurementSession:
             return
         with self._turn_of(contender):
             pool.run(replica_calls.set_up, **{**contender.order, "name": contender.name})
-            contender.life = self._life
+            contender.pool_number = self._pool_number
 
     def call(self, contender: Contender, function: Callable[..., Any], **arguments: Any) -> list[Any]:
         """Call a function of `replica_calls` for a contender on all ranks; sets the contender up if necessary.
@@ -177,17 +177,19 @@ class MeasurementSession:
 
     def live(self, contender: Contender) -> bool:
         """Whether the contender is set up on the current workers."""
-        return self._pool is not None and contender.life == self._life
+        return self._pool is not None and contender.pool_number == self._pool_number
 
     def take_down(self, contender: Contender) -> None:
         """Remove a contender from the workers."""
         if not self.live(contender):
             return
-        contender.life = 0
+        contender.pool_number = 0
         try:
             self.run(replica_calls.tear_down, name=contender.name)
         except WorkerError as error:
-            _log.warning("%s could not be taken down: %s; the workers are ended", contender.name, reason(error))
+            _log.warning(
+                "%s could not be removed from the workers: %s; stopping the workers", contender.name, reason(error)
+            )
 
     def watch_load(self) -> LoadMeter | None:
         """Start to count the load of other processes on this machine; None if workers run elsewhere."""
@@ -223,7 +225,7 @@ class MeasurementSession:
     def _check_ranks(self, job: JobPool) -> None:
         if job.world_size != self._cluster.world_size:
             raise LaunchError(
-                f"launch=torchrun: the job has {job.world_size} ranks, cluster '{self._cluster.name}' has "
+                f"launch=torchrun: the job has {job.world_size} ranks, but cluster '{self._cluster.name}' has "
                 f"{self._cluster.world_size}"
             )
 

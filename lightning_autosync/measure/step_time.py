@@ -67,7 +67,7 @@ def paired_ratio(times: Sequence[float], reference: Sequence[float], seed: int =
         ValueError: there are no rounds, or the numbers of rounds differ.
     """
     if not times or len(times) != len(reference):
-        raise ValueError(f"ratios are paired by round: got {len(times)} and {len(reference)} rounds")
+        raise ValueError(f"ratios need equal numbers of rounds, at least one: got {len(times)} and {len(reference)}")
     ratios = numpy.asarray(times) / numpy.asarray(reference)
     draws = numpy.random.default_rng(seed).integers(len(ratios), size=(RESAMPLES, len(ratios)))
     medians = numpy.median(ratios[draws], axis=1)

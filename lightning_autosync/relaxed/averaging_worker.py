@@ -89,7 +89,7 @@ class AveragingWorker(Synchronizer):
         momentum: bool,
     ) -> None:
         if (coordinator is None) is (mesh.rank == RANK):
-            raise ExchangeError(f"rank {RANK}, and no other, has the coordinator")
+            raise ExchangeError(f"rank {RANK} must have the coordinator, and no other rank")
         self._mesh, self._model, self._timeout = mesh, model, timeout
         self._average = GroupAverage(mesh, stall)
         # The controller names the ranks that do not come. This longer timeout is only for a silent controller.
@@ -138,7 +138,7 @@ class AveragingWorker(Synchronizer):
         view(group).unpack(average)
         self._iteration, self._samples = group["iteration"], 0
         self.last_drain = Drain(group["generation"], dict(zip(group["members"], group["visits"], strict=True)))
-        self._misplaced = "after a drain, training goes on with resume()"
+        self._misplaced = "call resume() after drain()"
         self._after_drain()
 
     def resume(self) -> None:
@@ -146,7 +146,7 @@ class AveragingWorker(Synchronizer):
 
     def finish(self) -> None:
         self._client.send("done")
-        self._misplaced = "this worker has finished; drain() comes next"
+        self._misplaced = "finish() was called; only drain() may follow"
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -204,7 +204,7 @@ class AveragingWorker(Synchronizer):
 
     def _step_locally(self, optimizer: Optimizer, samples: int) -> None:
         if self._misplaced:
-            raise ExchangeError(f"a step now is out of place: {self._misplaced}")
+            raise ExchangeError(f"step() is not allowed now: {self._misplaced}")
         if self._donated is not None:
             self._donated.give_to(optimizer, self._model.parameters)
         self._optimizer, self._donated = optimizer, None
@@ -252,7 +252,7 @@ class AveragingWorker(Synchronizer):
             average = self._try(group, flat_for(group))
             if average is not None:
                 return group, average
-        raise ExchangeError(f"{ATTEMPTS} groups broke one after another; the last had ranks {group['members']}")
+        raise ExchangeError(f"{ATTEMPTS} groups failed in a row; the last had ranks {group['members']}")
 
     def _await_group(self, steps_back: int) -> dict[str, Any]:
         """Wait for the group; returns its header. Meanwhile, give this worker's model to workers that return.

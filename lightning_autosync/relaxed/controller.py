@@ -63,9 +63,9 @@ class Controller:
         try:
             while (event := self._next_event()) is not None:
                 self._send(self._answer(event))
-            reason = f"rank {RANK}, which coordinates, has finished"
+            reason = f"the coordinator on rank {RANK} has finished"
         except Exception as cause:
-            reason = f"rank {RANK}, which coordinates, failed: {cause}\n{traceback.format_exc()}"
+            reason = f"the coordinator on rank {RANK} failed: {cause}\n{traceback.format_exc()}"
         with self._lock:
             self._send(self._coordinator.stop(reason))
 

@@ -114,11 +114,11 @@ class Coordinator:
         """Handle a worker's message that came at ``now`` (seconds from any origin); returns commands."""
         worker = self._workers.get(rank)
         if worker is None:
-            return [Command(rank, "stop", {"reason": f"rank {rank} is none of the {len(self._workers)} workers"})]
+            return [Command(rank, "stop", {"reason": f"rank {rank} is not one of the {len(self._workers)} workers"})]
         if self.stopped is not None:
             return [Command(rank, "stop", {"reason": self.stopped})]
         if worker.phase is Phase.ABSENT and kind not in ("start", "leave"):
-            return [Command(rank, "stop", {"reason": f"rank {rank} was given up; it must start again"})]
+            return [Command(rank, "stop", {"reason": f"rank {rank} was expelled; it must start again"})]
         match kind:
             case "start":
                 self._start(rank, now)
@@ -158,13 +158,13 @@ class Coordinator:
                 self._refuse_late(now)
                 continue
             missing = ", ".join(map(str, self._awaited(phase)))
-            self._stop(f"{_WAITS[phase]}: rank {missing} did not come within {self._timeout:g} s")
+            self._stop(f"{_WAITS[phase]}: rank {missing} did not arrive within {self._timeout:g} s")
             return self._flush()
         return self._decide(now)
 
     def _refuse_late(self, now: float) -> None:
         """Stop returning workers that got no model in time; the others continue."""
-        reason = f"start: rank of a worker with a model did not come within {self._timeout:g} s"
+        reason = f"start: no rank with a model arrived within {self._timeout:g} s"
         for rank in self._in(Phase.STARTING):
             if now >= self._workers[rank].since + self._timeout:
                 self._remove(rank)
@@ -302,8 +302,8 @@ class Coordinator:
         if unlike or len(self._averages(members)) > 1:
             kept = "; ".join(f"rank {rank}: {_names(self._workers[rank].averages)}" for rank in members)
             self._stop(
-                f"momentum 'average' needs the same optimizer state on all workers, which keep {kept}; use the same "
-                "optimizer everywhere, or momentum 'local'"
+                f"momentum 'average' needs the same optimizer state on all workers, but they have {kept}; use the "
+                "same optimizer on all of them, or momentum 'local'"
             )
             return
         if len({worker.elements for worker in workers}) > 1:

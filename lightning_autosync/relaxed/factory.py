@@ -50,21 +50,22 @@ def open_synchronizer(
         PlanError: plan, model, mesh and optimizer do not fit each other.
     """
     if plan.has_schedule:
-        raise PlanError("plan: consistency.mode 'synchronous' without `served` has a schedule, which Engine executes")
+        raise PlanError("plan: consistency.mode 'synchronous' without `served` has a schedule; use Engine for it")
     if mesh.size != plan.world_size + plan.servers:
         raise PlanError(
-            f"plan: {plan.world_size} ranks and {plan.servers} server-only ranks make no mesh of {mesh.size}"
+            f"plan: {plan.world_size} ranks and {plan.servers} server-only ranks do not match a mesh of {mesh.size} "
+            "ranks"
         )
     check_variables(plan, workload, "plan")
     consistency = plan.consistency
     if consistency.mode in ("partial_reduce", "periodic"):
         if plan.servers:
-            raise PlanError(f"plan: servers: mode '{consistency.mode}' has none; leave it out")
+            raise PlanError(f"plan: servers: mode '{consistency.mode}' uses no servers; remove this field")
         _check_groups(plan)
         kind = PartialReduce if consistency.mode == "partial_reduce" else Periodic
         return kind(mesh, ModelTensors.of(module), consistency, timeout=timeout, stall=stall)
     if optimizer is None:
-        raise PlanError(f"optimizer: missing; in mode '{consistency.mode}' servers update as the optimizer would")
+        raise PlanError(f"optimizer: missing; mode '{consistency.mode}' needs it, because servers make its updates")
     return ParameterServer(
         mesh,
         variable_names(module),
@@ -84,5 +85,5 @@ def _check_groups(plan: SyncPlan) -> None:
             if getattr(group, name) != Group.model_fields[name].default:
                 raise PlanError(
                     f"plan: groups[{index}] '{group.name}': {name}: mode '{plan.consistency.mode}' averages models, "
-                    "exact and from worker to worker; leave it out"
+                    "so this setting has no effect; remove it"
                 )

@@ -163,13 +163,13 @@ class GroupAverage:
             The sum, in memory that the next call reuses.
 
         Raises:
-            GroupBroken: a member is lost, has left, or gave up; or there was no progress for ``timeout`` seconds.
-            Expelled: the other processes have given this process up.
+            GroupBroken: a member is lost, left or stopped averaging; or there was no progress for ``timeout`` seconds.
+            Expelled: the other processes have expelled this process.
         """
         members = tuple(members)
         if len(weights) != len(members) or self._mesh.rank not in members:
             raise ExchangeError(
-                f"group {generation} of ranks {members} has weights {list(weights)}, one for each member"
+                f"group {generation} of ranks {members} has weights {list(weights)}; expected one per member"
             )
         if buffer.dim() != 1 or not buffer.is_floating_point():
             raise ExchangeError(f"group {generation}: only flat floating-point buffers can be averaged")
@@ -190,7 +190,7 @@ class GroupAverage:
         # `_forget_before` has dropped earlier losses, because peers may have returned since.
         for member in current.members:
             if member not in self._mesh.live:
-                raise PeerLost(member, "it was lost before the group met")
+                raise PeerLost(member, "it was lost before the group began to average")
         self._send_parts(current)
         for index, chunk in enumerate(current.chunks):
             if len(current.members) == 1:
@@ -219,12 +219,12 @@ class GroupAverage:
         try:
             return self._events.get(timeout=self._timeout)
         except Empty:
-            raise MeshTimeout(f"nothing moved for {self._timeout:g} s") from None
+            raise MeshTimeout(f"no data moved for {self._timeout:g} s") from None
 
     def _take(self, current: _Round, event: Mail | int, weights: Sequence[float]) -> None:
         if isinstance(event, int):
             if event in current.members and current.needs(current.members.index(event)):
-                raise PeerLost(event, "it was a member and had not sent all")
+                raise PeerLost(event, "it was lost before it had sent all its data")
         elif event.header["generation"] > current.generation:
             self._early[event.header["generation"]].append(event)
         elif event.header["generation"] == current.generation:
@@ -232,14 +232,14 @@ class GroupAverage:
 
     def _use(self, current: _Round, mail: Mail, weights: Sequence[float]) -> None:
         if mail.kind == _ABORT:
-            raise ExchangeError(f"rank {mail.sender} gave up: {mail.header['why']}")
+            raise ExchangeError(f"rank {mail.sender} stopped averaging: {mail.header['why']}")
         index = int(mail.header["chunk"])
         chunk = current.chunks[index] if current.has(index) else Chunk(0, 0, ())
         size = (chunk.end - chunk.begin) * current.buffer.element_size()
         if not size or mail.payload.nbytes != size:
-            raise ExchangeError(f"rank {mail.sender} averages a buffer of another size or type")
+            raise ExchangeError(f"rank {mail.sender} averages a buffer of a different size or dtype")
         if mail.sender not in current.members or index not in current.missing:
-            raise ExchangeError(f"rank {mail.sender} sent a part of the average that nobody wants of it")
+            raise ExchangeError(f"rank {mail.sender} sent a part of the average that it was not asked for")
         values = torch.frombuffer(mail.payload, dtype=current.buffer.dtype)
         if mail.kind == _PART:
             current.parts[index][current.members.index(mail.sender)] = values

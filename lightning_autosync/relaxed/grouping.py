@@ -73,12 +73,12 @@ class IsolationGuard:
         self._window, self._before = _Window({}, base), _Window()
 
 
-def windows_apart(groups: Sequence[Sequence[int]], workers: int, bound: int = BOUND) -> tuple[int, int]:
+def unconnected_windows(groups: Sequence[Sequence[int]], workers: int, bound: int = BOUND) -> tuple[int, int]:
     """The number of windows that do not connect all ``workers``, and the number of windows.
 
     A window begins at each group and ends when groups have averaged twice ``bound`` models per worker.
     """
-    apart = windows = end = models = 0
+    unconnected = windows = end = models = 0
     for begin, first in enumerate(groups):
         while end < len(groups) and models < 2 * bound * workers:
             models += len(groups[end])
@@ -89,9 +89,9 @@ def windows_apart(groups: Sequence[Sequence[int]], workers: int, bound: int = BO
         for members in groups[begin:end]:
             joined.join(members)
         windows += 1
-        apart += len({joined.component(rank) for rank in range(workers)}) > 1
+        unconnected += len({joined.component(rank) for rank in range(workers)}) > 1
         models -= len(first)
-    return apart, windows
+    return unconnected, windows
 
 
 class _Base(NamedTuple):

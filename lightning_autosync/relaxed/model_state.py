@@ -150,8 +150,8 @@ def take_bytes(tensors: Sequence[Tensor], payload: memoryview, donor: int) -> No
     expected = sum(tensor.nbytes for tensor in tensors)
     if payload.nbytes != expected:
         raise ExchangeError(
-            f"rank {donor} sent a model of {payload.nbytes} bytes, and the one here has {expected}: "
-            "all workers must train the same model"
+            f"rank {donor} sent a model of {payload.nbytes} bytes, but this rank's has {expected}: all workers must "
+            "train the same model"
         )
     offset = 0
     for tensor in tensors:
@@ -203,10 +203,11 @@ class DonatedOptimizer(NamedTuple):
         values = self.state.values
         refused = values.get("refused", "")
         if values["kind"] != _kind(optimizer):
-            refused = f"it is {values['kind']}, and this worker's is {_kind(optimizer)}"
+            refused = f"it is {values['kind']}, but this worker's is {_kind(optimizer)}"
         if refused:
             warnings.warn(
-                f"a worker that came back begins with an optimizer of no history; that of rank {self.donor}: {refused}",
+                f"this worker rejoined without optimizer state, because it cannot use that of rank {self.donor}: "
+                f"{refused}",
                 stacklevel=2,
             )
             return

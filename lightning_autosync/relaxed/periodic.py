@@ -170,9 +170,9 @@ class Periodic(AveragingWorker):
             return
         self._warned = True
         warnings.warn(
-            f"consistency.period: {self._period} steps were not over when all replicas met, as at the end of an epoch: "
-            f"they were averaged plainly, without the outer update ('{self._outer_name}'), and the period began anew; "
-            "take one that divides the steps between meetings",
+            f"consistency.period: all replicas met before a period of {self._period} steps was over, as at the end of "
+            f"an epoch. They were averaged without the outer update ('{self._outer_name}'), and a new period began; "
+            "choose a period that divides the number of steps between meetings",
             stacklevel=2,
         )
 
@@ -193,8 +193,8 @@ class Periodic(AveragingWorker):
         kept = [update.state for update in self._outer]
         if _shapes(kept) != _shapes(given):
             warnings.warn(
-                "the checkpoint's outer state is for another consistency.outer or consistency.fragments: it starts "
-                "again",
+                "the checkpoint's outer state does not match consistency.outer or consistency.fragments; the outer "
+                "state is reset",
                 stacklevel=2,
             )
             return

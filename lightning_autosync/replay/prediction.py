@@ -10,7 +10,7 @@ import numpy
 from numpy.typing import NDArray
 from pydantic import ConfigDict, Field
 
-from lightning_autosync.documents import PLAIN, Moment, Spent
+from lightning_autosync.documents import PLAIN, Duration, TimeOffset
 
 Share = Annotated[float, Field(ge=0, le=1e6)]
 
@@ -22,8 +22,8 @@ class Span:
     __pydantic_config__: ClassVar[ConfigDict] = PLAIN
 
     name: str
-    start: Moment
-    end: Moment
+    start: TimeOffset
+    end: TimeOffset
 
     @property
     def seconds(self) -> float:
@@ -35,7 +35,7 @@ class MessageSpan(Span):
     """A message: ``ready`` when every rank has its last gradient, ``start`` when its first bytes move, ``end`` when
     the last rank has the sum."""
 
-    ready: Moment
+    ready: TimeOffset
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Timeline:
 
     __pydantic_config__: ClassVar[ConfigDict] = PLAIN
 
-    step_time: Spent
+    step_time: Duration
     messages: tuple[MessageSpan, ...]
     compute: tuple[tuple[Span, ...], ...]
     links: Mapping[str, Share]

@@ -92,5 +92,5 @@ def _data(plan: HybridPlan, found: HybridPrediction) -> dict[str, Any]:
             {"pass": one.phase, "dimensions": one.dimensions, "collective": one.collective, "bytes": one.bytes}
             for one in found.sent
         ],
-        "memory": {"state": float(found.costs[STATE]), "step": peak_bytes(found.moments)},
+        "memory": {"state": float(found.costs[STATE]), "step": peak_bytes(found.stages)},
     }

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from optuna.trial import FrozenTrial, TrialState
 
-from lightning_autosync.documents import LONGEST, Index, Taken, checked, parse_json
+from lightning_autosync.documents import LONGEST, Index, PositiveDuration, checked, parse_json
 from lightning_autosync.errors import PlanError
 from lightning_autosync.measure.drift import DriftObservation
 from lightning_autosync.plan import SyncPlan
@@ -33,8 +33,8 @@ BASELINE, BUILT = "baseline", "builder"
 """Origins of points that represent a builder's plan: enqueued first, or proposed by a sampler."""
 _TYPES: dict[str, Any] = {
     **dict.fromkeys((ORIGIN, PLAN, REFINED, ERROR, RUN), str),
-    **dict.fromkeys((PREDICTED, REFERENCE, PRICE), Taken),
-    STEPS: list[list[Taken]],
+    **dict.fromkeys((PREDICTED, REFERENCE, PRICE), PositiveDuration),
+    STEPS: list[list[PositiveDuration]],
     INTERRUPTED: bool,
     BATCH: Index,
 }

@@ -66,8 +66,7 @@ def _raise_difference(identities: list[dict[str, str]]) -> None:
         for name, value in identity.items():
             if value != identities[0][name]:
                 raise PlanError(
-                    f"{name}: rank {rank} has another than rank 0 ({value}, not {identities[0][name]}); "
-                    "every rank must be given the same"
+                    f"{name}: rank {rank} has {value}, but rank 0 has {identities[0][name]}; use the same on every rank"
                 )
 
 
@@ -128,7 +127,9 @@ def _compare_versions(found: list[dict[str, Any]]) -> None:
                 f"{value} on rank{'s' if len(there) > 1 else ''} {', '.join(map(str, there))}"
                 for value, there in ranks.items()
             )
-            raise ExchangeError(f"ranks run different versions of {name}: {told}; install the same on all nodes")
+            raise ExchangeError(
+                f"ranks run different versions of {name}: {told}; install the same version on all nodes"
+            )
 
 
 def _usable(settings: StrategySettings) -> StrategySettings:

@@ -49,23 +49,30 @@ HybridPlanArgument = HybridPlan | str | os.PathLike[str] | None
 
 
 class AutoDDLMixin(SplitCheckpoints, AutoSyncMixin, _Base):
-    """Splits the operators of an unmodified model over ranks, and runs the rest data parallel.
+    """Splits operators of an unmodified model over ranks (tensor parallelism); other layers are data parallel.
 
-    Every rank brings a batch of its own, as under DDP. A split model is compared with the unsplit one for one step
-    before it trains. Where no operator is split, the engine of `AutoSyncStrategy` synchronizes gradients.
+    Each rank loads its own batches, as with DDP. Before training, one step of the split model is compared with the same
+    step of the unsplit model. If no operator is split, gradients are synchronized as by `AutoSyncStrategy`::
+
+        trainer = Trainer(strategy=AutoDDLStrategy(memory="4GB"), accelerator="cpu", devices=1, num_nodes=4)
 
     Args:
-        plan: how operators are split: a plan, its file, or None for a search by the cost model.
-        cluster: nodes and links of the job: a cluster, its file, or the name of a shipped one; None if unknown.
-        memory: what a rank may use for the model, its optimizer and activations, as "4GB" or a number of bytes; None
-            for any. It guides the search.
-        save_distributed_checkpoint: whether each rank writes its parts into a folder (``torch.distributed.checkpoint``)
-            and not rank 0 one file for the unsplit model.
-        scheduling: as of `AutoSyncStrategy`.
-        bucket_cap_mb: as of `AutoSyncStrategy`.
-        broadcast_buffers: as of ``DistributedDataParallel``.
-        check_replicas: as of `AutoSyncStrategy`.
-        accelerator: this and the arguments not listed here are those of Lightning's strategies.
+        plan: how operators are split: a `HybridPlan` or the path of its file. None (default): a search
+            by the cost model, which needs ``memory`` or a cluster with known rates. Without both, nothing is split.
+        cluster: nodes and links of the job: a `ClusterSpec`, the path of its file, or the name of a shipped cluster.
+            None (default): unknown.
+        memory: limit of the search on a rank's memory for the model, its optimizer and activations: bytes, or text such
+            as "4GB". None (default): no limit.
+        save_distributed_checkpoint: True: each rank writes its parts into a folder (``torch.distributed.checkpoint``).
+            False (default): rank 0 writes one file with the unsplit model.
+        scheduling: as of `AutoSyncStrategy`; ``batch`` (default) or None.
+        bucket_cap_mb: size of a fused message in MiB. None (default): the builder's own size.
+        broadcast_buffers: whether all ranks get rank 0's buffers, at the start and before forward passes. None
+            (default) means True.
+        check_replicas: number of synchronized backward passes between comparisons of all copies of a weight. Default:
+            1000; 0 turns comparisons off.
+        timeout: how long ranks wait for each other, in seconds or as a ``timedelta``. Default: 30 minutes.
+        accelerator: as in Lightning's strategies, like the arguments that are not listed here.
 
     Raises:
         ValueError: an argument has a value that is not allowed.
@@ -207,13 +214,14 @@ class AutoDDLMixin(SplitCheckpoints, AutoSyncMixin, _Base):
         else:
             mesh = " x ".join(map(str, replica.hybrid_plan.mesh))
             rank_zero_info(
-                f"AutoDDL: plan {replica.hybrid_plan.fingerprint} on a mesh of {mesh}: {choice.reason}; one step gave "
-                "the loss, gradients and weights of the unsplit model"
+                f"AutoDDL: plan {replica.hybrid_plan.fingerprint} on a mesh of {mesh}: {choice.reason}; a training "
+                "step gave the same loss, gradients and weights as the unsplit model"
             )
             if replica.untested:
                 rank_zero_warn(
-                    f"AutoDDL: that step says nothing of {', '.join(map(repr, replica.untested))}: their gradients are "
-                    "zero in it, as where a weight behind them starts at zero"
+                    "AutoDDL: the comparison with the unsplit model does not test "
+                    f"{', '.join(map(repr, replica.untested))}: their gradients are zero in the first step, for "
+                    "example because a later weight starts at zero"
                 )
             for note in choice.notes:
                 rank_zero_info(f"AutoDDL: {note}")
@@ -243,7 +251,7 @@ class AutoDDLMixin(SplitCheckpoints, AutoSyncMixin, _Base):
             raise self._settings.error
         cluster, world = self._settings.cluster, self.num_nodes * self.num_processes
         if cluster is not None and cluster.world_size != world:
-            raise ClusterError(f"cluster '{cluster.name}': it is for {cluster.world_size} ranks, the job has {world}")
+            raise ClusterError(f"cluster '{cluster.name}': it has {cluster.world_size} ranks, but the job has {world}")
 
     def _arguments(self) -> dict[str, str]:
         """The arguments on which it depends what ranks tell each other, by their name in errors."""
@@ -258,7 +266,7 @@ class AutoDDLMixin(SplitCheckpoints, AutoSyncMixin, _Base):
         world = self.num_nodes * self.num_processes
         agree(lambda: check_plan(given, self._plain, world, self._source), lambda _: {})
         if given.is_data_parallel:
-            return Choice(reason=f"as '{self._source}' states"), None
+            return Choice(reason=f"required by '{self._source}'"), None
         return Choice((given,), f"given as '{self._source}'"), self._first_batch(trainer)
 
     def _first_batch(self, trainer: Any) -> FirstBatch:
@@ -277,10 +285,10 @@ class AutoDDLMixin(SplitCheckpoints, AutoSyncMixin, _Base):
             except AutoSyncError as error:
                 if self._given is not None:
                     raise
-                rank_zero_warn(f"AutoDDL: plan {plan.fingerprint} is refused: {error}")
+                rank_zero_warn(f"AutoDDL: plan {plan.fingerprint} was rejected: {error}")
         if not choice.fits:
             raise EquivalenceError(
-                "memory: every plan that fits was refused; data parallelism needs more than is allowed"
+                "memory: every plan that fits was rejected, and data parallelism needs more memory than is allowed"
             )
         return None
 
@@ -302,13 +310,16 @@ class AutoDDLMixin(SplitCheckpoints, AutoSyncMixin, _Base):
         for part in uncompiled.compiled:
             takes_home_values(part)
         if left:
-            rank_zero_info(f"AutoDDL: torch.compile is off in {', '.join(map(repr, left))}, where operators are split")
+            rank_zero_info(
+                f"AutoDDL: torch.compile is disabled for {', '.join(map(repr, left))}, because operators in them are "
+                "split"
+            )
 
     def _refuse_loss_scaling(self) -> None:
         if self._scaler is not None and self._scaler.is_enabled():
             raise PlanError(
-                "precision: ranks with other parts of a model would skip other steps under a loss scaler; allowed with "
-                "split operators: '32-true', 'bf16-mixed', 'bf16-true', '16-true'"
+                "precision: a loss scaler could skip a step on some ranks only, because ranks hold different parts "
+                "of the model; allowed with split operators: '32-true', 'bf16-mixed', 'bf16-true', '16-true'"
             )
 
     def _clip_by_true_norm(self) -> None:
@@ -342,14 +353,14 @@ def _read_hybrid_plan(value: HybridPlanArgument) -> tuple[HybridPlan | None, str
         source = os.fspath(value)
         if source in builders.names() or source in builders.relaxed_names():
             raise PlanError(
-                f"plan: '{source}' says how gradients travel, and operators can be split only where ranks march in "
-                "step; give a hybrid plan, or use AutoSyncStrategy"
+                f"plan: '{source}' is a plan for gradients, not for splitting operators; give a hybrid plan, or use "
+                "AutoSyncStrategy"
             )
         found = HybridPlan.load(source)
     else:
         raise PlanError(f"plan: expected a HybridPlan or a file of one, got {type(value).__name__}")
     if found is not None and not isinstance(found.gradients, str) and found.gradients.semantics != "exact":
         raise PlanError(
-            f"{source}: gradients: semantics are '{found.gradients.semantics}'; allowed beside split operators: 'exact'"
+            f"{source}: gradients: semantics are '{found.gradients.semantics}'; allowed with split operators: 'exact'"
         )
     return found, source

@@ -95,8 +95,8 @@ def own_state(entry: Any, group: dist.ProcessGroup | None = None) -> ParameterSt
         return {}
     if (found, entry.get("world_size")) != (FORMAT, world_size):
         rank_zero_warn(
-            f"the checkpoint holds compressor state of {shown(entry.get('world_size'))} ranks ({shortened(found)}); "
-            f"this job has {world_size} ({FORMAT}), so compressors start without it"
+            f"the checkpoint contains compressor state of {shown(entry.get('world_size'))} ranks "
+            f"({shortened(found)}), but this job has {world_size} ({FORMAT}): compressors start without state"
         )
         return {}
     variables, rank = checked(_ExactEntry, entry, f"checkpoint: {KEY}", PlanError).variables, dist.get_rank(group)
@@ -104,8 +104,8 @@ def own_state(entry: Any, group: dist.ProcessGroup | None = None) -> ParameterSt
         for key, tensor in memory.tensors.items():
             if tensor.shape[:1] != (world_size,):
                 raise PlanError(
-                    f"checkpoint: {KEY}: variables.{name}.tensors.{key}: its shape is {list(tensor.shape)}; expected "
-                    f"{world_size} ranks first"
+                    f"checkpoint: {KEY}: variables.{name}.tensors.{key}: its shape is {list(tensor.shape)}; the first "
+                    f"dimension must be {world_size}, the number of ranks"
                 )
     return {
         name: ParameterState(memory.compressor, {key: tensor[rank] for key, tensor in memory.tensors.items()})
@@ -117,7 +117,7 @@ def warn_left_out(names: list[str], occasion: str) -> None:
     """Warn about variables whose compressor state is dropped, if there are any."""
     if names:
         rank_zero_warn(
-            f"{occasion}: what compressors remembered of {', '.join(names)} is dropped, for these are in no message "
+            f"{occasion}: the compressor state of {', '.join(names)} is dropped, because they are in no message "
             "of the plan or have another compressor there"
         )
 
@@ -179,7 +179,7 @@ class _RelaxedEntry(Record):
     @classmethod
     def _check_ranks(cls, ranks: dict[int, _Rank]) -> dict[int, _Rank]:
         if 0 not in ranks:
-            raise ValueError("rank 0 is missing; ranks that the checkpoint lacks need its state")
+            raise ValueError("rank 0 is missing; ranks without an entry resume from its state")
         return ranks
 
 
@@ -224,8 +224,8 @@ class RelaxedCheckpoint:
                 RuntimeError,
             ) as cause:
                 raise PlanError(
-                    f"checkpoint: {KEY}: ranks: the state of '{self._mode}' or of the optimizer does "
-                    f"not fit: {shortened(f'{type(cause).__name__}: {cause}', 300)}"
+                    f"checkpoint: {KEY}: ranks: the state does not fit mode '{self._mode}' or the optimizer: "
+                    f"{shortened(f'{type(cause).__name__}: {cause}', 300)}"
                 ) from None
 
     def end(self) -> None:
@@ -243,8 +243,8 @@ class RelaxedCheckpoint:
     def gather(self) -> dict[str, Any] | None:
         """The checkpoint's entry on rank 0, None elsewhere. Call it after a drain."""
         if self._synchronizer is None or self._optimizer is None:
-            left = ", nor any of the optimizer, which servers kept" if self._served else ""
-            rank_zero_warn(f"this checkpoint is made outside of fit(): it has no state of the synchronization{left}")
+            left = ", nor the optimizer state, which the servers had" if self._served else ""
+            rank_zero_warn(f"this checkpoint was saved outside of fit(): it has no synchronization state{left}")
             return None
         if self._served:
             if self._mesh.rank != 0:
@@ -277,24 +277,26 @@ class RelaxedCheckpoint:
         kind = "" if entry is None else format_of(entry)
         if entry is not None and kind != RELAXED_FORMAT and kind.startswith(RELAXED_FORMAT.split("/")[0] + "/"):
             raise PlanError(
-                f"checkpoint: its state is '{shortened(kind)}', and this version reads '{RELAXED_FORMAT}'; resume with "
-                "the version that made it, or load its weights alone"
+                f"checkpoint: its state is '{shortened(kind)}', but this version reads '{RELAXED_FORMAT}'; resume "
+                "with the version that saved it, or load its weights only"
             )
-        found, ranks = "a plan in step, exact or compressed", dict[int, Any]()
+        found, ranks = "an exact or compressed plan", dict[int, Any]()
         if kind == RELAXED_FORMAT:
             state = checked(_RelaxedEntry, entry, f"checkpoint: {KEY}", PlanError)
             found, ranks = state.plan, state.ranks
         if ranks and found == self._mode:
             own = ranks.get(self._mesh.rank, ranks[0])
             if not self._served and "optimizer" not in own:
-                raise PlanError(f"checkpoint: {KEY}: ranks: no optimizer's state, which every rank of '{found}' has")
+                raise PlanError(
+                    f"checkpoint: {KEY}: ranks: the optimizer state is missing; mode '{found}' needs it on every rank"
+                )
             self._loaded = own
         elif self._served:
             self._loaded = {"synchronizer": {"step": steps, "progress": float(steps)}}
         else:
             rank_zero_warn(
-                f"the checkpoint was made under '{found}': every rank goes on from its model and its optimizer's "
-                f"state, and the rest of the state of '{self._mode}' starts again"
+                f"the checkpoint was saved under '{found}': ranks keep its model and optimizer state, and the other "
+                f"state of mode '{self._mode}' is reset"
             )
 
     def _entry(self, ranks: dict[int, Any]) -> dict[str, Any]:

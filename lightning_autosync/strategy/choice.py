@@ -53,7 +53,7 @@ def choose_plan(
     sizes: dict[str, Any] = {} if bucket_bytes is None else {"bucket_bytes": bucket_bytes}
     fused = serve_rows(builders.all_reduce(workload, cluster, **sizes), workload)
     if cluster.world_size == 1:
-        return fused, "one rank has nobody to synchronize with"
+        return fused, "there is only one rank, so nothing is synchronized"
     alone = shares_cores and len(cluster.nodes) == 1
     if alone and not sharing_fault:
         summed = serve_rows(builders.shared_memory(workload, cluster, **sizes), workload)
@@ -68,18 +68,21 @@ def choose_plan(
     if not known:
         return fused, "fused native all-reduce, because no cluster is described"
     if not cluster.measured:
-        return fused, f"fused native all-reduce, because the rates of cluster '{cluster.name}' are unknown"
+        return fused, f"fused native all-reduce, because the link rates of cluster '{cluster.name}' are unknown"
     native = ring_time(cluster, workload.bytes)
     contenders: dict[str, tuple[float, Callable[..., SyncPlan]]] = {
         "bandwidth-proportional shards": (shards_time(cluster, workload.bytes), builders.byteps),
         "packed trees": (workload.bytes / pack_trees(cluster).rate, builders.packed_trees),
     }
     name, (best, build) = min(contenders.items(), key=lambda contender: contender[1][0])
-    times = f"{best:.3g} s a step, a native all-reduce {native:.3g} s, predicted for cluster '{cluster.name}'"
+    times = f"predicted for cluster '{cluster.name}': {best:.3g} s a step, and {native:.3g} s with a native all-reduce"
     if native <= LEAST_GAIN * best:
         fused = serve_rows(builders.all_reduce(workload, cluster, **(_native_sizes(cluster) | sizes)), workload)
-        return fused, f"fused native all-reduce, which no other method beats by 5%: {name} take {times}"
-    return build(workload, cluster, **({"bucket_bytes": LINK_BUCKET} | sizes)), f"{name}: they take {times}"
+        return (
+            fused,
+            f"fused native all-reduce, because no other method is more than 5% faster; the best is {name}, {times}",
+        )
+    return build(workload, cluster, **({"bucket_bytes": LINK_BUCKET} | sizes)), f"{name}, {times}"
 
 
 def _native_sizes(cluster: ClusterSpec) -> dict[str, Any]:

@@ -236,8 +236,7 @@ class ExactReplica(Replica):
     def _refuse_differences(self) -> None:
         if found := difference(gather_json(self._watch.facts(), self._group)):
             raise PlanError(
-                f"model: {found}; ranks that train different parameters would drift apart: change the model on all "
-                "ranks alike, at the same step"
+                f"model: {found}. Replicas would diverge: make the same change at the same step on all ranks"
             )
 
     def _accept_change(self) -> None:
@@ -263,8 +262,8 @@ class ExactReplica(Replica):
         new = [name for name in current if name not in self._planned]
         if new and self._settings.fixed:
             raise PlanError(
-                f"{self._settings.source}: groups: parameter '{new[0]}' was unfrozen or added but is in no group "
-                f"({len(new)} such); make the plan for the model as it is then, or give none"
+                f"{self._settings.source}: groups: parameter '{new[0]}' was unfrozen or added, but is in no group "
+                f"({len(new)} such parameters); make the plan for the changed model, or do not give a plan"
             )
         assert self._engine is not None
         enabled, scale = self._engine.enabled, self._engine.loss_scale
@@ -272,7 +271,7 @@ class ExactReplica(Replica):
         self._resolution = self._resolve()
         self._engine = self._start()
         self._engine.enabled, self._engine.loss_scale = enabled, scale
-        warn_left_out(self._engine.load_state_dict(self._memory), "the plan was made anew for other parameters")
+        warn_left_out(self._engine.load_state_dict(self._memory), "parameters changed, so a new plan was made")
 
     def _resolve(self) -> Resolution:
         return resolve_together(
@@ -293,8 +292,8 @@ class ExactReplica(Replica):
         own = [name for name, parameter in found.items() if parameter in shortened]
         if own and not self._compared:
             rank_zero_warn(
-                f"AutoSync: '{min(own)}' is a table with max_norm: each rank shortens the rows that it reads, so "
-                "replicas differ, as with DDP. Their weights are not compared"
+                f"AutoSync: '{min(own)}' is an embedding with max_norm: each rank rescales the rows that it reads, so "
+                "replicas differ, as with DDP. The weights of such embeddings are not compared"
             )
         kept = {name: parameter for name, parameter in found.items() if parameter not in shortened}
         self._compared = {name: parameter for name, parameter in kept.items() if name in self._planned}

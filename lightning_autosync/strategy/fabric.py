@@ -89,8 +89,8 @@ class AutoSyncFabricStrategy(DDPStrategy):
         self._settings, launch = read_settings(locals())
         if not self._settings.scheduled:
             raise PlanError(
-                f"{self._settings.source}: relaxed replicas, and those whose servers step, need the Trainer's "
-                "hooks; use it, or `lightning_autosync.relaxed` in a loop of your own"
+                f"{self._settings.source}: Fabric supports synchronous plans without `served` only; for other plans "
+                "use the Trainer, or `lightning_autosync.relaxed` in your own loop"
             )
         super().__init__(**launch)
         self._backward_sync_control = _AccumulationControl()  # type: ignore[assignment]  # of other modules than DDP's

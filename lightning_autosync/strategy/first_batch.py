@@ -36,10 +36,13 @@ class FirstBatch:
         self._module = trainer.lightning_module
         if not self._module.automatic_optimization:
             raise WorkloadError(
-                "the model optimizes manually, so that a step of it cannot be run before training to be compared"
+                "the model uses manual optimization, so a training step cannot be run in advance to compare the "
+                "split model"
             )
         if "dataloader_iter" in inspect.signature(self._module.training_step).parameters:
-            raise WorkloadError("training_step takes an iterator over batches, which cannot be compared on one batch")
+            raise WorkloadError(
+                "training_step takes dataloader_iter, so a training step cannot be run in advance on one batch"
+            )
         with preserved():
             batch = self._load(trainer, combine)
         batch = strategy.precision_plugin.convert_input(batch)
@@ -53,7 +56,7 @@ class FirstBatch:
         combined.flattened = [prepare(one, shuffle=True, mode=None) for one in combined.flattened]
         for batch, *_ in islice(iter(combined), 1):
             return batch
-        raise WorkloadError("the training data loader has no batch")
+        raise WorkloadError("the training data loader returned no batch")
 
     def step(self, batch: Any = None) -> Any:
         """The loss of the module's training step, by default on the first batch; nothing is logged."""

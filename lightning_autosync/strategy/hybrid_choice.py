@@ -58,7 +58,7 @@ def choose_hybrid_plan(
         found = search(graph, where, memory=memory)
     except AutoSyncError as error:
         if memory is not None:
-            raise PlanError(f"memory: no plan was found, for the model cannot be searched: {error}") from error
+            raise PlanError(f"memory: no plan was found, because the model cannot be searched: {error}") from error
         return Choice(reason=f"the model cannot be searched: {error}")
     return _judge(found, where, memory, why, graph.notes)
 
@@ -68,14 +68,16 @@ def _links(
 ) -> tuple[ClusterSpec | None, str]:
     """The cluster for which plans are made (None if there is none), and a remark about it for the reason."""
     if nodes * devices == 1:
-        return None, "one rank has nothing to share"
+        return None, "there is only one rank, so nothing can be split"
     if cluster is not None and cluster.measured:
         return cluster, f"predicted for cluster '{cluster.name}'"
-    unknown = "no cluster is described" if cluster is None else f"the rates of cluster '{cluster.name}' are unknown"
+    unknown = (
+        "no cluster is described" if cluster is None else f"the link rates of cluster '{cluster.name}' are unknown"
+    )
     if memory is None:
         return None, unknown
     assumed = ClusterSpec.uniform(nodes=nodes, devices=devices, bandwidth=ASSUMED_BANDWIDTH, name="assumed")
-    return assumed, f"predicted for links of {ASSUMED_BANDWIDTH}, for {unknown}"
+    return assumed, f"predicted for links of {ASSUMED_BANDWIDTH}, because {unknown}"
 
 
 def _judge(found: Found, cluster: ClusterSpec, memory: float | None, why: str, notes: tuple[str, ...]) -> Choice:
@@ -83,7 +85,7 @@ def _judge(found: Found, cluster: ClusterSpec, memory: float | None, why: str, n
     fits = memory is None or plain.memory <= memory
     if memory is not None and best.memory > memory:
         raise PlanError(
-            f"memory: no plan fits into {_size(memory)} on each rank; the smallest needs {_size(best.memory)}"
+            f"memory: no plan fits into {_size(memory)} on each rank; the smallest plan needs {_size(best.memory)}"
         )
     plain_seconds = _data_parallel_seconds(plain, cluster)
     split = tuple(
@@ -91,12 +93,12 @@ def _judge(found: Found, cluster: ClusterSpec, memory: float | None, why: str, n
         for candidate in found.plans
         if not candidate.plan.is_data_parallel and (not fits or candidate.step_seconds * LEAST_GAIN < plain_seconds)
     )
-    times = f"{best.step_seconds:.3g} s a step, data parallelism {plain_seconds:.3g} s, {why}"
+    times = f"{best.step_seconds:.3g} s a step, against {plain_seconds:.3g} s with data parallelism, {why}"
     if not split:
-        return Choice((), f"no split of operators is faster by 5%: the best plan takes {times}", fits, notes)
+        return Choice((), f"no split of operators is more than 5% faster: the best plan takes {times}", fits, notes)
     if not fits:
-        needs = f"data parallelism needs {_size(plain.memory)} of {_size(memory or 0.0)} on each rank"
-        return Choice(split, f"{needs}; this plan {_size(best.memory)} and {times}", fits, notes)
+        needs = f"data parallelism needs {_size(plain.memory)} on each rank, but {_size(memory or 0.0)} are allowed"
+        return Choice(split, f"{needs}; this plan needs {_size(best.memory)} and takes {times}", fits, notes)
     return Choice(split, f"it takes {times}", fits, notes)
 
 

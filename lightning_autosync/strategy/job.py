@@ -23,7 +23,7 @@ from lightning_autosync.strategy.settings import StrategySettings
 STORE_PORT = "AUTOSYNC_PORT"
 """Environment variable: the port of rank 0 at which ``autosync serve`` and returning ranks find the job. If it is set,
 all processes need the job's secret in their environment."""
-_FROM_OUTSIDE = f"{STORE_PORT} is set, so that processes may come to the job from outside"
+_FROM_OUTSIDE = f"{STORE_PORT} is set, so processes may join the job from outside"
 _RUNNING = "job/underway"
 
 _trainings = count(1)
@@ -144,8 +144,8 @@ def _meet_at_store(found: Resolution, settings: StrategySettings, rank: int) -> 
     size = found.plan.world_size
     if dist.get_world_size() != size:
         raise ExchangeError(
-            f"the job has {size} ranks, of which {dist.get_world_size()} are left from its last training; "
-            "start the job again"
+            f"the job has {size} ranks, but only {dist.get_world_size()} were left after its last training; start the "
+            "job again"
         )
     own: dist.TCPStore | None = None
     host, fault = "", ""
@@ -158,7 +158,7 @@ def _meet_at_store(found: Resolution, settings: StrategySettings, rank: int) -> 
             fault = str(cause).splitlines()[0]
     place = gather_json([host, own.port if own is not None else 0, fault])[0]
     if place[2]:
-        raise ExchangeError(f"rank 0 cannot open the store that ranks and servers meet at: {place[2]}")
+        raise ExchangeError(f"rank 0 cannot open the store at which ranks and servers meet: {place[2]}")
     try:
         return own or find_store(place[0], place[1], settings.timeout)
     except ExchangeError as cause:
@@ -169,18 +169,18 @@ def _store_port(plan: SyncPlan) -> int:
     """The port at which servers and returning ranks find the job; 0, for any free port, if none is given."""
     given = os.environ.get(STORE_PORT, "")
     if given and not (given.isdecimal() and 0 < int(given) < 65536):
-        raise PlanError(f"{STORE_PORT}={given}: allowed: a port, 1 to 65535")
+        raise PlanError(f"{STORE_PORT}={given}: expected a port from 1 to 65535")
     if plan.servers and not given:
         raise PlanError(
-            f"plan: servers: {plan.servers} server-only ranks must find the job: set {STORE_PORT} to a port and start "
-            "`autosync serve` for each"
+            f"plan: servers: {plan.servers} server-only ranks must find the job: set {STORE_PORT} to a port, and "
+            "start `autosync serve` for each of them"
         )
     return int(given or 0)
 
 
 def _identity(found: Resolution, training: int) -> dict[str, str]:
     return {
-        "training of the script": str(training),
+        "number of the training in the script": str(training),
         "plan": found.plan.fingerprint,
         "model": found.workload.variables_fingerprint,
         "cluster": found.cluster.fingerprint,
@@ -191,6 +191,6 @@ def _check_same(job: dict[str, str], own: dict[str, str]) -> None:
     for name, value in own.items():
         if job.get(name) != value:
             raise PlanError(
-                f"{name}: the job that this rank rejoins has {job.get(name)}, not {value}; start this rank "
-                "with what the others were started with"
+                f"{name}: this rank has {value}, but the job that it rejoins has {job.get(name)}; start this rank "
+                "like the other ranks"
             )

@@ -43,33 +43,41 @@ else:
 
 
 class AutoSyncMixin(_Base):
-    """DDP without its wrapper: an engine synchronizes the gradients, by a plan.
+    """Data-parallel training like ``DDPStrategy``, but a plan says how gradients are synchronized.
+
+    The model is not wrapped in ``DistributedDataParallel``::
+
+        trainer = Trainer(strategy=AutoSyncStrategy(cluster="cluster.yaml"), accelerator="cpu", devices=1, num_nodes=4)
 
     Args:
-        plan: how gradients travel: a plan, its file, the name of a builder, or None for the strategy to
-            choose.
-        semantics: how far a plan may change the mathematics: ``exact``, ``compressed`` or ``relaxed``.
-        cluster: nodes and links of the job: a cluster, its file, or the name of a shipped one; None if
-            unknown.
-        scheduling: ``batch`` puts ranks that compute on CPUs under Linux's SCHED_BATCH, which lets small messages
-            through faster where ranks share cores; None leaves the system's scheduling as it is.
-        bucket_cap_mb: MiB of a fused message; None for the builder's own size.
-        broadcast_buffers: as of ``DistributedDataParallel``: whether buffers follow rank 0, from the beginning on.
-        forward_sync_buffers: as of ``DistributedDataParallel``: whether they do so later than at the beginning.
-        find_unused_parameters: accepted and not needed: unused parameters are always found.
-        gradient_as_bucket_view: as of ``DistributedDataParallel``.
-        static_graph: as of ``DistributedDataParallel``.
-        check_replicas: synchronized backward passes after which the weights of all ranks are compared again, which
-            they also are when a Trainer ends training; 0 for never.
-        heartbeat: when a silent rank is given up, by name (see `HeartbeatSettings`), under plans whose ranks run
-            asynchronously.
-        stall: seconds without progress after which the average of a group is given up, under such plans.
-        timeout: seconds, or a ``timedelta``, for which ranks wait for each other.
-        accelerator: this and all arguments not listed here are those of Lightning's ``DDPStrategy``;
-            ``ddp_comm_*`` and ``model_averaging_period`` are refused, for plans state compression and averaging.
+        plan: how gradients are synchronized: a `SyncPlan`, the path of a plan's file, or the name of a builder. None
+            (default): the strategy chooses.
+        semantics: how far the plan may change the mathematics of training: ``exact`` (default), ``compressed`` or
+            ``relaxed``. A plan that goes further is refused.
+        cluster: nodes and links of the job: a `ClusterSpec`, the path of its file, or the name of a shipped cluster.
+            None (default): unknown.
+        scheduling: ``batch`` (default) runs ranks that compute on CPUs under Linux's SCHED_BATCH, so that small
+            messages wait less where ranks share cores. None keeps the system's scheduling.
+        bucket_cap_mb: size of a fused message in MiB. None (default): the builder's own size.
+        broadcast_buffers: whether all ranks get rank 0's buffers, at the start and before forward passes. None
+            (default) means True.
+        forward_sync_buffers: overrides ``broadcast_buffers`` before forward passes. None (default): no override.
+        find_unused_parameters: has no effect, because unused parameters are always found. Default: False.
+        gradient_as_bucket_view: whether gradients are views of message buffers, as in DDP. Default: False.
+        static_graph: whether all backward passes use the same graph, as in DDP. Default: False.
+        check_replicas: number of synchronized backward passes between comparisons of the weights of all ranks.
+            Default: 1000; 0 turns comparisons off.
+        heartbeat: times in seconds after which a silent rank counts as lost, by name (see `HeartbeatSettings`). Only
+            for plans whose ranks do not make their steps together. None (default): the default times.
+        stall: seconds without progress after which the average of a group fails, for the same plans. None (default):
+            60.
+        timeout: how long ranks wait for each other, in seconds or as a ``timedelta``. Default: 30 minutes.
+        accelerator: as in ``DDPStrategy``, like the arguments that are not listed here. ``ddp_comm_hook``,
+            ``ddp_comm_state``, ``ddp_comm_wrapper`` and ``model_averaging_period`` are refused: plans state compression
+            and averaging.
 
     Raises:
-        ValueError: an argument has a value that is not allowed, or no effect under this plan.
+        ValueError: an argument has a value that is not allowed, or has no effect with this plan.
         DocumentError: (or a subclass) a plan or cluster is wrong.
     """
 

@@ -98,12 +98,12 @@ class JobMembers:
         absent = set(range(self._size)) - drain.starts.keys()
         # Servers may know of a loss before this rank does, and a rank that closes without an error never counts as one.
         for rank in absent if self._needs_all else ():
-            self._lost.setdefault(rank, "it did not come to the meeting of all")
+            self._lost.setdefault(rank, "it did not join the other ranks in time")
         if absent != self._absent:
             self._absent = absent
             ranks = ", ".join(map(str, sorted(absent)))
-            gone = f"without {'rank' if len(absent) == 1 else 'ranks'} {ranks}, which did not come, the others continue"
-            rank_zero_warn(gone if absent else "all ranks are back")
+            gone = f"{'rank' if len(absent) == 1 else 'ranks'} {ranks} did not join; the other ranks continue"
+            rank_zero_warn(gone if absent else "all ranks joined again")
         if not self._needs_all and drain.starts != self._starts:
             self._starts = drain.starts
             self._form_group(drain)
@@ -112,15 +112,15 @@ class JobMembers:
         """Check before a collective call during training, named ``what`` in errors, that it can succeed.
 
         Raises:
-            ExchangeError: this rank was given up, or a rank that the call needs is lost.
+            ExchangeError: this rank was expelled, or a rank that the call needs is lost.
         """
         if self._mesh.error is not None:
             raise self._mesh.error
         if self._lost and self._needs_all:
             # Lightning's checkpoint callback makes a collective call before it writes, so a checkpoint may be missing.
             raise ExchangeError(
-                f"{what} needs all ranks: {_listed(self._lost)}; a checkpoint that is due now may be missing: resume "
-                "from the last one that exists"
+                f"{what} needs all ranks, but {_listed(self._lost)}. The checkpoint that was due now may be missing: "
+                "resume from the last one that exists"
             )
 
     def collective(self, what: str) -> AbstractContextManager[None]:
@@ -129,7 +129,7 @@ class JobMembers:
 
     def _form_group(self, drain: Drain) -> None:
         backend, present = dist.get_backend(), sorted(drain.starts)
-        with naming_lost_ranks("the new process group of those who are there", self._group):
+        with naming_lost_ranks("the new process group of the remaining ranks", self._group):
             dist.destroy_process_group()
             dist.init_process_group(
                 backend,
@@ -175,12 +175,12 @@ class LossMonitor(Monitor):
         if not self._await_loss():  # the backend may notice the loss before the mesh does
             # No rank is lost, but a connection of the backend is, and the rank that noticed it ends.
             self._members.announce(ExchangeError(cause))
-            cause += f"; the first whose connection failed is rank {self._members.rank}"
+            cause += f"; the connection of rank {self._members.rank} failed first"
             self._await_loss()
         why = _listed(self._members.lost()) or cause
         return ExchangeError(
-            f"{self._what} was interrupted ({why}): a rank that is lost while all wait for each other ends the job; go "
-            "on from the last checkpoint"
+            f"{self._what} was interrupted ({why}). A job ends if a rank is lost during a collective call: resume "
+            "from the last checkpoint"
         )
 
     def _await_loss(self) -> bool:

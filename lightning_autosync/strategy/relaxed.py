@@ -93,8 +93,8 @@ class RelaxedReplica(Replica):
             check_module(module)
         if ignored := getattr(module, IGNORED, ()):
             raise PlanError(
-                f"model: {IGNORED} names '{next(iter(ignored))}', but '{self._mode}' averages all parameters and "
-                "buffers; allowed with plans that synchronize gradients"
+                f"model: {IGNORED} names '{next(iter(ignored))}', but mode '{self._mode}' averages all parameters and "
+                f"buffers; remove {IGNORED}, or use a plan that synchronizes gradients"
             )
         broadcast_tensors([tensor.data for tensor in (*module.parameters(), *module.buffers())])
         opened = open_mesh(found, settings, rank, job)
@@ -120,10 +120,10 @@ class RelaxedReplica(Replica):
         self._rejoining = self.rejoined
         """Whether this rank returned and has not met the others, which may be in the middle of an epoch."""
         self._drained = True
-        self._apart = False
+        self._has_stepped = False
         """Whether this rank has begun a step since the last meeting."""
         self._refusals = ExitStack()
-        """Refusals of collective calls, which other ranks would not answer while this rank is apart."""
+        """Refusals of collective calls, which other ranks would not answer between two meetings."""
         self._samples = 0
         self._computing = self._stepping = False
         rank_zero_info(
@@ -203,8 +203,8 @@ class RelaxedReplica(Replica):
             check_rejoin(trainer)
         if len(optimizers) != 1:
             raise PlanError(
-                f"plan: consistency.mode '{self._mode}' trains with one optimizer, the model has {len(optimizers)}; "
-                "allowed: one, with parameter groups"
+                f"plan: consistency.mode '{self._mode}' needs exactly one optimizer, but the model has "
+                f"{len(optimizers)}; use one with several parameter groups"
             )
         self._frozen = [parameter for parameter in self._module.parameters() if not parameter.requires_grad]
         self._watch.accept()
@@ -256,9 +256,9 @@ class RelaxedReplica(Replica):
         """
         self._check_parameters()
         self.begin_epoch()
-        if not self._apart and not self._in_step:
+        if not self._has_stepped and not self._in_step:
             self._refusals.enter_context(refused_collectives(self._refused_call))
-        self._apart = True
+        self._has_stepped = True
         self._samples += batch_size(batch)
         with self._computation():
             yield
@@ -301,7 +301,7 @@ class RelaxedReplica(Replica):
         if self._drained or self._synchronizer is None:
             return
         self._synchronizer.drain()
-        self._drained, self._apart, self._rejoining = True, False, False
+        self._drained, self._has_stepped, self._rejoining = True, False, False
         self._refusals.close()
         if self._state_server is not None:
             self._state_server.end_epoch()
@@ -322,13 +322,13 @@ class RelaxedReplica(Replica):
     def _check_parameters(self) -> None:
         if self._watch.changed() and (replaced := self._watch.replaced() or self._watch.reformed()):
             raise PlanError(
-                f"model: parameter '{replaced[0]}' was added, removed, replaced or converted; under '{self._mode}' "
-                "those that train are the same from the beginning: change the model before fit(), or fit() again"
+                f"model: parameter '{replaced[0]}' was added, removed, replaced or converted. Mode '{self._mode}' "
+                "does not allow this during training: change the model before fit(), or call fit() again"
             )
         if any(parameter.requires_grad for parameter in self._frozen):
             raise PlanError(
-                f"model: a parameter was unfrozen; under '{self._mode}' those that train are the same from the "
-                "beginning: unfreeze before fit(), or fit() again"
+                f"model: a parameter was unfrozen. Mode '{self._mode}' does not allow this during training: unfreeze "
+                "before fit(), or call fit() again"
             )
 
     # Collective calls and checkpoints
@@ -342,7 +342,7 @@ class RelaxedReplica(Replica):
         meet in every step, and synchronization would no longer be relaxed.
 
         Raises:
-            ExchangeError: the call is refused, this rank was given up, or a rank that the call needs is lost.
+            ExchangeError: the call is refused, this rank was expelled, or a rank that the call needs is lost.
         """
         self._meet(what, each_step)
         if self._synchronizer is not None:
@@ -359,10 +359,11 @@ class RelaxedReplica(Replica):
             return
         if self._rejoining and not self._drained:
             raise ExchangeError(
-                f"{what}: this rank came back, and meets the others at the end of an epoch only, before anything else"
+                f"{what}: this rank rejoined, and must meet the other ranks at the end of the epoch before any "
+                "collective call"
             )
         # Outside of training, for example around validation, all ranks come, however many batches each has taken.
-        between = self._apart and self._trainer.training
+        between = self._has_stepped and self._trainer.training
         if self._computing or (between and (self._share is not None or (each_step and not self._in_step))):
             raise self._refusal(what, "log with on_step=False and on_epoch=True, or without sync_dist")
         self.end_epoch()
@@ -370,8 +371,8 @@ class RelaxedReplica(Replica):
     def _refusal(self, what: str, instead: str) -> ExchangeError:
         where = "inside a training step" if self._computing else "between training steps"
         return ExchangeError(
-            f"{what} {where}: under '{self._mode}' the other ranks are at other steps, and would not answer, or only "
-            f"by waiting for each other; {instead}, and do the rest at the end of an epoch"
+            f"{what} {where}: under mode '{self._mode}' other ranks are at different steps, so a collective call "
+            f"would deadlock or make them wait; {instead}, and make other collective calls at the end of an epoch"
         )
 
     def _refused_call(self, name: str) -> ExchangeError:

@@ -128,8 +128,7 @@ def _check_memory(module: nn.Module) -> None:
     for name, parameter in module.named_parameters():
         if any(size > 1 and stride == 0 for size, stride in zip(parameter.shape, parameter.stride(), strict=True)):
             raise PlanError(
-                f"model: parameter '{name}' was expanded: several of its elements share one place in memory; "
-                "clone() it first"
+                f"model: parameter '{name}' was expanded, so several of its elements share memory; clone() it first"
             )
 
 
@@ -138,7 +137,7 @@ def _cluster(settings: StrategySettings, nodes: int, devices: int) -> ClusterSpe
         return ClusterSpec.uniform(nodes=nodes, devices=devices, name="this job")
     if settings.cluster.world_size != nodes * devices:
         raise ClusterError(
-            f"cluster '{settings.cluster.name}': it is for {settings.cluster.world_size} ranks, the job has "
+            f"cluster '{settings.cluster.name}': it has {settings.cluster.world_size} ranks, but the job has "
             f"{nodes * devices} ({nodes} nodes x {devices} devices)"
         )
     return settings.cluster

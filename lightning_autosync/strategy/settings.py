@@ -120,8 +120,8 @@ def read_settings(arguments: Mapping[str, Any]) -> tuple[StrategySettings, dict[
     """
     if refused := [name for name in _REFUSED if arguments.get(name) is not None]:
         raise ValueError(
-            f"{', '.join(refused)}: no DistributedDataParallel is there to take it; "
-            "compress gradients by the `compressor` of the plan's groups"
+            f"{', '.join(refused)}: not supported, because there is no DistributedDataParallel; to compress "
+            "gradients, set `compressor` in the plan's groups"
         )
     launch = {name: arguments[name] for name in _LAUNCH if name in arguments}
     if not isinstance(launch["timeout"], timedelta | None):
@@ -162,8 +162,8 @@ def read_settings(arguments: Mapping[str, Any]) -> tuple[StrategySettings, dict[
     needless = [name for name in _RELAXED_ONLY if arguments.get(name) is not None]
     if settings.scheduled and needless:
         raise ValueError(
-            f"{needless[0]}: it has no effect under this plan, whose ranks make all steps together; allowed with "
-            "relaxed plans, and those whose servers step (`served`)"
+            f"{needless[0]}: it has no effect, because ranks make all steps of this plan together; allowed with "
+            "relaxed plans and with plans whose servers make the steps (`served`)"
         )
     return settings, launch
 
@@ -179,8 +179,8 @@ def check_semantics(found: Semantics, allowed: Semantics, source: str) -> None:
     """Raise ``PlanError`` if a plan changes the mathematics more than the user allows."""
     if SEMANTICS.index(found) > SEMANTICS.index(allowed):
         raise PlanError(
-            f"{source}: the plan's semantics are '{found}', allowed is '{allowed}' at most; "
-            f"state semantics='{found}' to train with it"
+            f"{source}: the plan's semantics are '{found}', but the strategy allows at most '{allowed}'; "
+            f"set semantics='{found}' to train with this plan"
         )
 
 
@@ -204,7 +204,9 @@ def _bucket_bytes(megabytes: float | None, plan: SyncPlan | str | None) -> int |
         isinstance(plan, str) and "bucket_bytes" in inspect.signature(builders.find(plan)).parameters
     )
     if not takes:
-        raise ValueError("bucket_cap_mb: the plan states its messages itself; leave this argument out")
+        raise ValueError(
+            "bucket_cap_mb: it has no effect, because this plan determines its messages; remove this argument"
+        )
     if not megabytes > 0:
         raise ValueError(f"bucket_cap_mb: {megabytes} is not above 0")
     return max(1, int(megabytes * MIB))

@@ -149,9 +149,9 @@ def share_data(dataloader: object, work: SharedWork, workers: int, epoch: int) -
 def describe_equal_shares(dataloader: object) -> str:
     """A warning that says why ``dataloader`` is not dealt out, and what that means."""
     return (
-        f"train_dataloader: what a {_who_draws(dataloader)} draws cannot be dealt out: each rank keeps the share that "
-        "it has, so none gains from being faster within an epoch; to have it dealt out, give a DataLoader with "
-        "shuffle=True or False and no sampler, and read trainer.estimated_stepping_batches not before "
+        f"train_dataloader: the batches of a {_who_draws(dataloader)} cannot be shared out during an epoch. Each rank "
+        "keeps its fixed share, so faster ranks do not take more batches. To share batches out, use a DataLoader "
+        "with shuffle=True or False and no sampler, and do not read trainer.estimated_stepping_batches before "
         "configure_optimizers"
     )
 
@@ -178,8 +178,8 @@ def _batches(dataloader: object, workers: int) -> BatchSampler | None:
     count = _count(length, batches)
     if count < workers:
         raise PlanError(
-            f"train_dataloader: {length} samples are {count} batches of {batches.batch_size}, and each of {workers} "
-            "ranks needs one; take smaller batches, or fewer ranks"
+            f"train_dataloader: {length} samples make {count} batches of {batches.batch_size}, but each of {workers} "
+            "ranks needs one; use smaller batches or fewer ranks"
         )
     return batches
 

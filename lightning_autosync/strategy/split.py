@@ -82,11 +82,11 @@ class SplitReplica(Replica):
     def for_trainer(
         cls, module: nn.Module, settings: StrategySettings, nodes: int, devices: int, rank: int, job: RunningJob | None
     ) -> SplitReplica:
-        raise TypeError("a split replica needs a plan")
+        raise TypeError("a split replica needs a hybrid plan")
 
     @property
     def plan(self) -> SyncPlan:
-        raise TypeError("a split model has a hybrid plan")
+        raise TypeError("a split model has no SyncPlan; see hybrid_plan")
 
     @property
     def engine(self) -> Engine | None:

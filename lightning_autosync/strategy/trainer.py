@@ -115,29 +115,32 @@ def check_trainer(trainer: Any, consistency: Consistency, scaler: Any) -> None:
     mode = consistency.mode
     scales = scaler is not None and scaler.is_enabled()
     if mode not in ("partial_reduce", "periodic") and scales:
-        raise PlanError(f"precision: under '{mode}' servers step the optimizer, which a loss scaler cannot follow")
+        raise PlanError(
+            f"precision: mode '{mode}' does not support a loss scaler, because servers make the optimizer's steps; "
+            "use bf16 or 32-bit precision"
+        )
     if mode == "synchronous":
         if trainer.gradient_clip_val:
             raise PlanError(
-                f"gradient_clip_val: {trainer.gradient_clip_val}: with `served` each rank would clip its own gradient, "
-                "not their mean; allowed: no clipping, or a plan without `served`"
+                f"gradient_clip_val: {trainer.gradient_clip_val}: with `served` each rank would clip its own gradient "
+                "instead of the mean; disable clipping, or use a plan without `served`"
             )
         return
     if any(each.reduce_on_plateau and each.interval == "step" for each in trainer.lr_scheduler_configs):
         raise PlanError(
-            f"lr_scheduler: ReduceLROnPlateau in every step: under '{mode}' ranks are at different ones; allowed: "
-            "interval 'epoch'"
+            "lr_scheduler: ReduceLROnPlateau with interval 'step' needs all ranks at the same step, but under mode "
+            f"'{mode}' they are not; allowed: interval 'epoch'"
         )
     for callback in trainer.callbacks:
         if type(callback).__name__ == "Timer" and str(getattr(callback, "_interval", "")).endswith("step"):
             raise PlanError(
-                f"max_time: it asks all ranks in every step, and under '{mode}' they are at different ones; allowed: "
+                f"max_time: it asks all ranks in every step, but under mode '{mode}' they are at different steps; use "
                 "max_epochs"
             )
         if getattr(callback, "_train_time_interval", None):
             raise PlanError(
-                f"ModelCheckpoint(train_time_interval): it asks all ranks in every step, and under '{mode}' they are "
-                "at different ones; allowed: every_n_epochs"
+                f"ModelCheckpoint(train_time_interval): it asks all ranks in every step, but under mode '{mode}' they "
+                "are at different steps; use every_n_epochs"
             )
 
 
@@ -150,8 +153,8 @@ def check_module(module: nn.Module) -> None:
     for name, part in module.named_modules():
         if isinstance(part, nn.SyncBatchNorm):
             raise PlanError(
-                f"model: '{name}' is a SyncBatchNorm, which needs all ranks in every step; relaxed replicas "
-                "need plain BatchNorm (sync_batchnorm=False)"
+                f"model: '{name}' is a SyncBatchNorm, which needs all ranks in every step; relaxed plans need plain "
+                "BatchNorm (sync_batchnorm=False)"
             )
 
 
@@ -161,27 +164,30 @@ def check_shared_epoch(trainer: Any) -> None:
     Raises:
         PlanError: validation or checkpoints inside an epoch, or a limit on a rank's own batches or steps.
     """
-    why = "ranks take as many batches of an epoch as they are fast enough for"
+    why = "faster ranks take more batches of an epoch"
     interval = trainer.val_check_interval
     if not (isinstance(interval, float) and interval == 1.0):
-        raise PlanError(f"val_check_interval: {interval}: {why}, so validation comes at its end; allowed: 1.0")
+        raise PlanError(f"val_check_interval: {interval}: {why}, so validation runs at its end only; allowed: 1.0")
     if any(getattr(callback, "_every_n_train_steps", 0) for callback in trainer.checkpoint_callbacks):
         raise PlanError(
-            f"ModelCheckpoint(every_n_train_steps): {why}, so checkpoints come at its end; allowed: every_n_epochs"
+            f"ModelCheckpoint(every_n_train_steps): {why}, so checkpoints are written at its end only; use "
+            "every_n_epochs"
         )
     limit = trainer.limit_train_batches
     if not (isinstance(limit, float) and limit == 1.0):
         raise PlanError(
-            f"limit_train_batches: {limit} (overfit_batches and fast_dev_run set it too): {why}; allowed: 1.0, and a "
-            "smaller data set (torch.utils.data.Subset)"
+            f"limit_train_batches: {limit} (also set by overfit_batches and fast_dev_run): {why}; allowed: 1.0, with "
+            "a smaller data set (torch.utils.data.Subset)"
         )
     if trainer.max_steps != -1:
         raise PlanError(
-            f"max_steps: {trainer.max_steps}: {why}, so no rank knows when all have made them; allowed: max_epochs"
+            f"max_steps: {trainer.max_steps}: {why}, so ranks reach a number of steps at different times; use "
+            "max_epochs"
         )
     if trainer.min_steps:
         raise PlanError(
-            f"min_steps: {trainer.min_steps}: {why}, so no rank knows when all have made them; allowed: min_epochs"
+            f"min_steps: {trainer.min_steps}: {why}, so ranks reach a number of steps at different times; use "
+            "min_epochs"
         )
 
 
@@ -193,7 +199,7 @@ def check_one_loader(trainer: Any) -> None:
     """
     loaders = trainer.train_dataloader
     if isinstance(loaders, dict | list | tuple) and len(loaders) > 1:
-        raise PlanError(f"train_dataloader: {len(loaders)} loaders at once cannot be dealt out; give one")
+        raise PlanError(f"train_dataloader: {len(loaders)} loaders at once are not supported; use one")
 
 
 def check_rejoin(trainer: Any) -> None:
@@ -213,8 +219,8 @@ def check_rejoin(trainer: Any) -> None:
         within = within or bool(every or interval)
     if within:
         raise PlanError(
-            "this rank cannot rejoin: ranks wait for each other within an epoch, for validation or checkpoints, and it "
-            "missed some of these; allowed: both at the end of epochs (val_check_interval=1.0, no every_n_train_steps)"
+            "this rank cannot rejoin: it missed validation or checkpoints within the epoch, at which ranks wait for "
+            "each other; run both at the end of epochs only (val_check_interval=1.0, no every_n_train_steps)"
         )
 
 

@@ -101,7 +101,8 @@ def request_trainer_state(mesh: Mesh, drain: int, timeout: float) -> dict[str, A
         except Exception as cause:
             fault = str(cause).splitlines()[0]
     raise ExchangeError(
-        f"this rank cannot rejoin: the states of callbacks and schedulers must be plain values and tensors ({fault})"
+        "this rank cannot rejoin: the states of callbacks and schedulers may contain only plain values and tensors "
+        f"({fault})"
     )
 
 
@@ -246,8 +247,8 @@ def _check_samplers(trainer: Any) -> None:
                 own = {name: getattr(sampler, name, value) for name, value in expected.items()}
                 if own != expected:
                     raise PlanError(
-                        f"dataloader: its sampler is for {own}, this rank is {expected}; give your own sampler "
-                        "both, because a rank that rejoins is alone in its process group at first"
+                        f"dataloader: its sampler has {own}, but this rank is {expected}; set both in your own "
+                        "sampler, because a rank that rejoins is at first alone in its process group"
                     )
 
 
@@ -283,5 +284,6 @@ def _hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
 def _check_alike(what: str, own: int | None, others: int | None) -> None:
     if own != others:
         raise PlanError(
-            f"{what}: this rank has {own}, the job that it rejoins has {others}; start this rank with the same"
+            f"{what}: this rank has {own}, but the job that it rejoins has {others}; start this rank like the other "
+            "ranks"
         )

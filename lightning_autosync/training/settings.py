@@ -130,8 +130,10 @@ class TrainingSettings(Configuration):
             raise ValueError(f"data: a model of kind '{self.model['kind']}' has batches of its own; leave data out")
         changed = self.cluster_scale != 1.0 or self.cluster_fastest is not None or self.rank_order != "natural"
         if self.cluster is None and changed:
-            raise ValueError("cluster: missing; cluster_scale, cluster_fastest and rank_order change a cluster")
+            raise ValueError("cluster: missing; cluster_scale, cluster_fastest and rank_order need a cluster")
         if self.cluster is None and self.launch.kind in ("emulated", "ssh"):
-            example = "fat_node_star" if self.launch.kind == "emulated" else "FILE, with an address of every node"
-            raise ValueError(f"cluster: missing; launch={self.launch.kind} needs one, as in cluster={example}")
+            example = (
+                "fat_node_star" if self.launch.kind == "emulated" else "FILE (a cluster with an address for every node)"
+            )
+            raise ValueError(f"cluster: missing; launch={self.launch.kind} needs one, for example cluster={example}")
         return self

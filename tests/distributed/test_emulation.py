@@ -196,13 +196,13 @@ def test_two_at_once_do_not_meet():
 def test_the_size_of_the_pool_must_fit():
     with (
         EmulatedLaunch(ClusterSpec.uniform(2, bandwidth=1e6)) as launch,
-        pytest.raises(LaunchError, match="made for 2 ranks, not for 3"),
+        pytest.raises(LaunchError, match="for 2 ranks, but the pool has 3"),
     ):
         WorkerPool(3, launch)
 
 
 def test_latency_is_not_promised():
-    with pytest.warns(UserWarning, match="latencies up to 20 ms are not emulated"):
+    with pytest.warns(UserWarning, match="only link rates are emulated, not latencies"):
         EmulatedLaunch(ClusterSpec.uniform(2, bandwidth=1e6, latency=0.02)).close()
 
 
@@ -318,7 +318,7 @@ def test_a_namespace_that_cannot_be_deleted_is_told_and_tried_again(undeletable)
     stubborn = launch.namespaces[1]
     netns.delete([stubborn])
     (netns.DIRECTORY / stubborn).mkdir()
-    with pytest.warns(UserWarning, match=rf"{stubborn} cannot be deleted; a process in the background keeps trying"):
+    with pytest.warns(UserWarning, match=rf"{stubborn} cannot be deleted; a background process keeps trying"):
         launch.close()
     assert own_namespaces() == sorted([stubborn, undeletable])
     assert janitors()
@@ -387,5 +387,5 @@ def test_links_that_are_off_give_a_warning(monkeypatch, recwarn):
         assert check.measured_links(LocalLaunch()) == []
         off = [replace(right[0], measured=0.5 * right[0].setting), *right[1:]]
         monkeypatch.setattr(check, "check_links", lambda launch: off)
-        with pytest.warns(UserWarning, match=r"cluster 'pair': 1 emulated links are off .*by -50%"):
+        with pytest.warns(UserWarning, match=r"cluster 'pair': 1 emulated links deviate .*by -50%"):
             assert check.measured_links(launch) == off

@@ -75,7 +75,7 @@ def test_compressor_memory_goes_over_to_another_plan_by_variable(pool, compresso
 
 def test_ranks_with_different_plans_are_refused_on_every_rank(pool) -> None:
     for error in pool.run(engine_calls.mismatched, what="plan"):
-        assert error.startswith("PlanError: schedule: rank 1 has another schedule than rank 0")
+        assert error.startswith("PlanError: schedule: rank 1 has a different schedule from rank 0")
 
 
 def test_schedule_for_another_world_is_refused_on_every_rank(pool) -> None:
@@ -120,7 +120,7 @@ def test_a_rank_that_cannot_listen_stops_all(pool) -> None:
 
 def test_no_backward_pass_follows_one_that_broke_off(pool) -> None:
     for error in pool.run(engine_calls.after_an_error):
-        assert "ended with an error on this rank (MemoryError: out of memory)" in error
+        assert "failed on this rank (MemoryError: out of memory)" in error
 
 
 def test_gradients_with_a_graph_of_their_own(pool) -> None:

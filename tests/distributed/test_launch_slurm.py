@@ -134,7 +134,7 @@ def test_without_slurm_it_says_where_to_start(tmp_path: Path, monkeypatch: pytes
     pytest.importorskip("submitit")
     monkeypatch.setattr(shutil, "which", lambda name: None)
     with pytest.raises(
-        LaunchError, match="launch=slurm: 'sbatch' is not installed; start this on a machine that submits"
+        LaunchError, match="launch=slurm: 'sbatch' is not installed; run this on a machine from which SLURM"
     ):
         run_job(TrainingSettings.parse({**QUICK, "launch": {"kind": "slurm"}}), tmp_path)
 
@@ -149,10 +149,10 @@ def test_clusters_whose_nodes_slurm_cannot_express() -> None:
     nodes = [{"name": "a", "devices": 2}, {"name": "b"}]
     links = [{"a": "a", "b": "b"}]
     uneven = {"format": ClusterSpec.FORMAT, "name": "uneven", "nodes": nodes, "links": links}
-    with pytest.raises(ClusterError, match="launch=slurm needs the same on every node"):
+    with pytest.raises(ClusterError, match="launch=slurm needs the same number on every node"):
         tasks_of(ClusterSpec.from_dict(uneven))
     even = ClusterSpec.uniform(nodes=2, devices=2)
     assert tasks_of(even) == (2, 2)
     names = [node.name for node in even.nodes]
-    with pytest.raises(ClusterError, match="rank_order: launch=slurm numbers ranks node by node"):
+    with pytest.raises(ClusterError, match="rank_order: launch=slurm needs ranks numbered node by node"):
         tasks_of(even.with_rank_order([names[0], names[1], names[0], names[1]]))

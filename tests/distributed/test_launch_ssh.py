@@ -119,7 +119,7 @@ def test_missing_addresses_are_told(near: str) -> None:
 
 
 def test_a_missing_command_is_told() -> None:
-    with pytest.raises(LaunchError, match=r"'no-such-shell' is not installed; install it \(openssh-client\)"):
+    with pytest.raises(LaunchError, match=r"'no-such-shell' is not installed; install it \(package openssh-client\)"):
         SshLaunch(cluster("127.0.0.1"), ["no-such-shell"])
 
 
@@ -139,6 +139,8 @@ def test_another_interpreter_and_directory(near: str, tmp_path: Path) -> None:
 
 def test_a_directory_that_is_not_there_is_told(near: str) -> None:
     launch = SshLaunch(cluster("127.0.0.1"), [near], directory="/no such")
-    message = r"launch=ssh: 127\.0\.0\.1: there is no /no such; state a directory there: launch\.directory=DIR"
+    message = (
+        r"launch=ssh: 127\.0\.0\.1: there is no directory /no such; set one that exists there: launch\.directory=DIR"
+    )
     with pytest.raises(WorkerError, match=message):
         WorkerPool(1, launch, timeout=60.0)

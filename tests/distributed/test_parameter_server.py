@@ -223,7 +223,7 @@ def test_no_push_is_lost_or_applied_twice(pool, consistency: dict[str, Any]) -> 
 
 def test_other_optimizers_are_refused(pool) -> None:
     for found in pool.run(server_calls.refusals, plan=spread([0], 2).to_dict())[:2]:
-        assert found.startswith("PlanError: optimizer: torch.optim.lbfgs.LBFGS cannot run on slices of parameters")
+        assert found.startswith("PlanError: optimizer: torch.optim.lbfgs.LBFGS cannot update slices of parameters")
 
 
 def test_eager_pushes_wait_for_accumulated_gradients(pool) -> None:

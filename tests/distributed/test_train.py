@@ -129,7 +129,7 @@ def test_under_torchrun_every_rank_is_there_already(tmp_path: Path) -> None:
     assert found["world_size"] == 2
     refused = autosync(tmp_path, "launch=torchrun")
     assert refused.returncode == 1
-    assert refused.stderr.startswith("autosync train: launch=torchrun: this process is not one of a torchrun job")
+    assert refused.stderr.startswith("autosync train: launch=torchrun: this process does not belong to a torchrun job")
 
 
 @pytest.mark.slow
@@ -196,7 +196,7 @@ def test_wrong_settings_give_one_line_before_anything_starts(
         ({"trainer": {"accelerator": "cpu", "max_epoch": 1}}, DocumentError, "^trainer: .*max_epoch"),
         ({"sync": {"plan": "ps", "semantics": "exact", "arguments": {"bucket": 3}}}, DocumentError,
          r"^sync\.arguments: .*bucket"),
-        ({"sync": {"plan": "partial_reduce"}}, PlanError, "semantics are 'relaxed', allowed is 'exact'"),
+        ({"sync": {"plan": "partial_reduce"}}, PlanError, "semantics are 'relaxed', but the strategy allows at most"),
     ],
 )  # fmt: skip
 def test_what_only_a_rank_can_know_gives_one_line_too(

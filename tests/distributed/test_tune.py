@@ -169,7 +169,7 @@ def _wait_for_trials(journal: Path, count: int, running: subprocess.Popen[str]) 
         (("model=imported", "model._target_=torch.nn.Linear"), r"model: 'torch.nn.Linear': .*in_features"),
         (
             ("model=imported", "model._target_=torch.nn.Linear", "+model.in_features=4", "+model.out_features=2"),
-            r"^model\.data: missing; 'torch\.nn\.Linear' has no batches of its own, so give \+model\.data\._target_=",
+            r"^model\.data: missing; 'torch\.nn\.Linear' has no train_dataloader, so add \+model\.data\._target_=",
         ),
         (
             ("model=imported", "model._target_=os.getcwd"),
@@ -177,7 +177,7 @@ def _wait_for_trials(journal: Path, count: int, running: subprocess.Popen[str]) 
         ),
         (("search=tpe", "search.budget=none"), r"search.budget: "),
         (("ranks=1",), r"^ranks: one rank has nothing to synchronize; a search needs two or more$"),
-        (("launch=torchrun",), r"launch=torchrun: this process is not one of a torchrun job"),
+        (("launch=torchrun",), r"launch=torchrun: this process does not belong to a torchrun job"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(line, message, tmp_path):

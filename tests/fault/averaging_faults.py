@@ -49,7 +49,7 @@ def train(
             worker.finish()
             worker.drain()
         except ExchangeError as cause:
-            given_up = type(cause).__name__ == "Expelled" or "given up" in str(cause)
+            given_up = type(cause).__name__ == "Expelled" or "expelled" in str(cause)
             if given_up and rank > 0:
                 came += 1
                 mesh.close()

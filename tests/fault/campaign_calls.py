@@ -116,7 +116,7 @@ def train(
                 trainee.step(worker)
         except ExchangeError as cause:
             error = cause
-        given_up = isinstance(mesh.error, Expelled) or "given up" in str(error)
+        given_up = isinstance(mesh.error, Expelled) or "expelled" in str(error)
         end(worker, mesh)
         if not given_up or rank == 0 or store.check(["again"]):
             return {"error": str(error), "finite": trainee.finite, "came_back": came}

@@ -19,7 +19,7 @@ LIMIT = 60.0
 WHY = {
     "kill": "its process has ended",
     "stop": "it does not answer",
-    "stuck": "it is alive, but does not come",
+    "stuck": "it is alive, but has not reached this collective call",
     "exception": "it ended with ValueError: a fault of this rank's own",
     "term": "it got a SIGTERM",
 }
@@ -113,4 +113,4 @@ def test_a_rank_that_goes_on_too_late_learns_why_it_was_given_up(victim: int) ->
         crew.go_on(victim)
         late = crew.result(victim, LIMIT)
     assert "ExchangeError" in late["kinds"]
-    assert f"have given up this one, rank {victim}: it does not answer" in late["error"]
+    assert f"expelled this rank ({victim}): it does not answer" in late["error"]

@@ -39,9 +39,9 @@ def test_all_come(host: str) -> None:
 @pytest.mark.parametrize(
     ("ranks", "error"),
     [
-        ((0, 1, None), "rank 2 did not come (in 2 s)"),
-        ((0, None, None), "ranks 1, 2 did not come (in 2 s)"),
-        ((None, 1, 2), "rank 0 did not come (in 2 s)"),
+        ((0, 1, None), "rank 2 did not join within 2 s"),
+        ((0, None, None), "ranks 1, 2 did not join within 2 s"),
+        ((None, 1, 2), "rank 0 did not join within 2 s"),
     ],
 )
 def test_who_does_not_come_is_named(ranks: tuple[int | None, ...], error: str) -> None:
@@ -52,15 +52,15 @@ def test_who_does_not_come_is_named(ranks: tuple[int | None, ...], error: str) -
 def test_who_comes_twice_is_named_at_once(twice: int) -> None:
     # The test would not end in time if they waited for the rank that is missing.
     for seen in told(*{0: (0, 0, 2), 2: (0, 2, 2)}[twice], timeout=200.0):
-        assert seen.startswith(f"two processes came as rank {twice}; so far, rank")
-        assert "a RANK of its own" in seen
+        assert seen.startswith(f"two processes have rank {twice}; so far, rank")
+        assert "its own RANK" in seen
 
 
 def test_where_another_process_has_the_port_all_are_told() -> None:
     """As another job's store does, at which they can sign in."""
     other = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
     for seen in told(0, 1, 2, port=other.port, timeout=20.0):
-        assert seen.startswith(f"rank 0 cannot open its store: another process has port {other.port} of {HOST}; ")
+        assert seen.startswith(f"rank 0 cannot open its store: another process uses port {other.port} of {HOST}; ")
 
 
 @pytest.mark.parametrize("lost", [0, 1])
@@ -78,7 +78,8 @@ def test_a_first_rank_that_is_stopped_is_named(step: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("other", "error"), [(ONE, ""), (OTHER, "rank 1 has another secret, rank 0 has one"), ("", "rank 1 has none")]
+    ("other", "error"),
+    [(ONE, ""), (OTHER, "the secret on rank 1 (set) differs from"), ("", "the secret on rank 1 (not set)")],
 )
 def test_ranks_connect_with_the_secret_that_they_were_given(other: str, error: str) -> None:
     port = free_port()

@@ -118,7 +118,7 @@ def test_a_dead_server_is_named_by_every_worker(how: str, consistency: dict[str,
         # Workers close when they know; others may hear of that first if they serve too.
         assert "rank 4" in seen["error"] or "rank 0" in seen["error"]
         assert seen["at"] - killed < BOUND
-    assert any("the parameter server on rank 4 is gone" in seen["error"] for seen in found.values())
+    assert any("the parameter server on rank 4 is lost" in seen["error"] for seen in found.values())
 
 
 @pytest.mark.slow

@@ -86,13 +86,15 @@ def test_a_rank_does_not_come_back_where_ranks_meet_within_an_epoch(tmp_path: Pa
         crew.kill(VICTIM)
         crew.start(VICTIM)
         error = crew.result(VICTIM, 80.0)["error"]
-    assert error.startswith("PlanError: this rank cannot rejoin: ranks wait for each other within an epoch")
+    assert error.startswith("PlanError: this rank cannot rejoin: it missed validation or checkpoints within the epoch")
 
 
 @pytest.mark.slow
 def test_a_loss_while_all_wait_for_each_other_is_a_clear_error(tmp_path: Path) -> None:
     found = survivors(tmp_path, "kill", where="validation")
-    assert all("ExchangeError" in seen["error"] and "go on from the last checkpoint" in seen["error"] for seen in found)
+    assert all(
+        "ExchangeError" in seen["error"] and "resume from the last checkpoint" in seen["error"] for seen in found
+    )
     assert all(seen["took"] < BOUND and seen["finite"] for seen in found)
 
 

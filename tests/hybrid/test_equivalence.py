@@ -25,7 +25,7 @@ def test_wrong_rewrites_are_refused(pool: Any, fault: str) -> None:
 @pytest.mark.parametrize(
     ("case", "words"),
     [
-        ("no loss", "failed on rank 1: the training step returned NoneType"),
+        ("no loss", "failed on rank 1: training_step returned NoneType"),
         ("error", "failed on rank 1: ValueError: a sample of rank 1 is damaged"),
         ("optimizer", "failed on rank 1: TypeError: a closure is missing"),
         ("shape", "failed on rank 0, 1, 2, 3: RuntimeError: shape"),
@@ -36,7 +36,7 @@ def test_ranks_fail_together(pool: Any, case: str, words: str) -> None:
     told = {theirs["told"] for theirs in found}
     assert len(told) == 1, "no rank goes on alone"
     (line,) = told
-    assert line.startswith("EquivalenceError: the step before training")
+    assert line.startswith("EquivalenceError: the training step that compares")
     assert words in line
     if case != "shape":
         assert not any(theirs["changed"] for theirs in found), "the optimizer's step is undone"
@@ -49,7 +49,7 @@ def test_weights_of_several_dtypes(pool: Any, dtype: str) -> None:
 
 def test_integers_that_differ_are_refused(pool: Any) -> None:
     told = pool.run(calls.check_dtypes, dtype="float64", odd=2)[:4]
-    assert all("the weights of 'table' on rank 2 are not those of rank 0" in theirs for theirs in told)
+    assert all("the weights of 'table' on rank 2 differ from those on rank 0" in theirs for theirs in told)
 
 
 def test_complex_parameters_that_train_are_refused(pool: Any) -> None:

@@ -22,8 +22,8 @@ def test_copies_that_are_not_reduced_are_compared(pool: Any) -> None:
 @pytest.mark.parametrize(
     ("between", "told"),
     [
-        ("number", "the last pass combined split values with other numbers on rank 1 than on rank 0"),
-        ("layer", "the last pass called other split layers, or sent values of other shapes, on rank 1 than on rank 0"),
+        ("number", "the last pass combined split values with a Python number that differs between rank 1 and rank 0"),
+        ("layer", "the last pass called different split layers, or used different shapes, on rank 1 than on rank 0"),
     ],
 )
 def test_a_pass_that_differs_is_found_before_the_next(pool: Any, between: str, told: str) -> None:

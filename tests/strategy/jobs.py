@@ -260,7 +260,7 @@ def thawed() -> dict[str, Any]:
         after = remembered()
         dist.barrier()
         replica.close()
-    told = [str(warning.message) for warning in caught if "made anew" in str(warning.message)]
+    told = [str(warning.message) for warning in caught if "a new plan was made" in str(warning.message)]
     return {"before": before, "after": after, "warnings": told}
 
 

@@ -23,7 +23,7 @@ def test_parameters_that_change_on_all_ranks_are_followed(duo, change: str, stra
     ("change", "expected"),
     [
         ("replace", "parameter 'head.weight' was replaced by another tensor on rank 1, but not on rank 0"),
-        ("add_layer", "parameter 'body.weight' is there on rank 0, but not on rank 1"),
+        ("add_layer", "parameter 'body.weight' exists on rank 0, but not on rank 1"),
         ("freeze", "parameter 'head.bias': requires_grad is False on rank 1, and True on rank 0"),
         ("assign", "parameter 'body.weight' was replaced by another tensor on rank 1, but not on rank 0"),
     ],
@@ -53,7 +53,7 @@ def test_buffers_that_change_on_all_ranks_are_followed_as_with_ddp(duo, change: 
 def test_buffers_that_change_on_one_rank_are_an_error_on_all(duo, change, buffer, changed, before, odd) -> None:
     first, second = (changed, before) if odd == 0 else (before, changed)
     for error in duo.run(divergence_jobs.change_buffers, name=change, where=[odd]):
-        assert f"model: buffer '{buffer}' is {second} on rank 1 and {first} on rank 0; " in error
+        assert f"model: buffer '{buffer}' is {second} on rank 1 and {first} on rank 0. " in error
 
 
 @pytest.mark.parametrize("strategy", FABRIC_WAYS)
@@ -69,7 +69,7 @@ def test_parameters_that_change_on_all_ranks_are_followed_under_fabric(duo, chan
         ("assign_in_place", "PlanError: model: parameter 'body.weight' was replaced by another tensor on rank 1"),
         ("new_head", "PlanError: model: parameter 'head.weight' was replaced by another tensor on rank 1"),
         ("freeze", "PlanError: model: parameter 'head.bias': requires_grad is False on rank 1"),
-        ("weight", "ExchangeError: replicas differ: the weights of 'head.bias' on rank 1 are not those of rank 0"),
+        ("weight", "ExchangeError: replicas differ: the weights of 'head.bias' on rank 1 differ from those on rank 0"),
     ],
 )
 def test_what_changes_on_one_rank_is_an_error_on_all_under_fabric(duo, change, expected, strategy) -> None:
@@ -84,7 +84,7 @@ def test_weights_that_differ_are_an_error_on_all_ranks(duo, change: str) -> None
     assert first == second
     assert first.startswith("ExchangeError: replicas differ: the weights of ")
     assert "'head.bias'" in first
-    assert "on rank 1 are not those of rank 0" in first
+    assert "on rank 1 differ from those on rank 0" in first
     assert "equal after 2 synchronized backward passes and differ after 4" in first or (
         "equal after 4 synchronized" in first
     )
@@ -99,7 +99,9 @@ def test_weights_are_compared_when_training_ends(duo) -> None:
 def test_frozen_weights_are_compared(duo, strategy) -> None:
     assert duo.run(divergence_jobs.load_frozen, rank=None, **strategy) == [0.0, 0.0]
     for error in duo.run(divergence_jobs.load_frozen, rank=0, **strategy):
-        assert "replicas differ: the weights of 'body.weight', 'body.bias' on rank 1 are not those of rank 0" in error
+        assert (
+            "replicas differ: the weights of 'body.weight', 'body.bias' on rank 1 differ from those on rank 0" in error
+        )
         assert not strategy or "equal after 0 synchronized backward passes and differ after 2." in error
 
 

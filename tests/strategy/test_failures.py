@@ -67,7 +67,7 @@ def test_a_malformed_file_fails_in_the_constructor(tmp_path) -> None:
 
 def test_semantics_above_the_allowed_fail_in_the_constructor(tmp_path) -> None:
     path = save_plan(tmp_path / "lossy.yaml", compressor="int8")
-    with pytest.raises(PlanError, match=r"lossy\.yaml.*'compressed', allowed is 'exact'"):
+    with pytest.raises(PlanError, match=r"lossy\.yaml.*'compressed', but the strategy allows at most 'exact'"):
         AutoSyncStrategy(plan=path)
     AutoSyncStrategy(plan=SyncPlan.load(path), semantics="compressed")
 
@@ -114,11 +114,11 @@ def test_plans_that_differ_between_ranks(duo, tmp_path) -> None:
     save_plan(tmp_path / "plan-0.yaml")
     save_plan(tmp_path / "plan-1.yaml", topology="ring")
     found = duo.run(jobs.error_of, model="Plain", plan=str(tmp_path / "plan-{rank}.yaml"))
-    same_error(found, "PlanError", "plan: rank 1 has another than rank 0")
+    same_error(found, "PlanError", "plan: rank 1 has ")
 
 
 def test_models_that_differ_between_ranks(duo) -> None:
-    same_error(duo.run(jobs.odd_model), "PlanError", "model", "rank 1 has another than rank 0")
+    same_error(duo.run(jobs.odd_model), "PlanError", "model", "rank 1 has ")
 
 
 def test_a_parameter_unfrozen_outside_the_users_plan(duo, tmp_path) -> None:
@@ -157,18 +157,18 @@ def test_versions_that_differ_between_ranks(duo, name: str, value: str) -> None:
     ("arguments", "words"),
     [
         ({"plan": "partial_reduce", "semantics": "relaxed"}, "consistency of the plan"),
-        ({"broadcast_buffers": False}, "broadcast_buffers: rank {odd} has another than rank 0 (False, not True)"),
+        ({"broadcast_buffers": False}, "broadcast_buffers: rank {odd} has False, but rank 0 has True"),
         ({"check_replicas": 7}, "check_replicas"),
         ({"static_graph": True}, "static_graph"),
     ],
 )
 def test_settings_that_differ_between_ranks(duo, arguments: dict[str, object], words: str) -> None:
     found = duo.run(jobs.error_of_meeting, odd=1, versions={}, arguments=arguments)
-    same_error(found, "PlanError", words.format(odd=1), "rank 1 has another than rank 0")
+    same_error(found, "PlanError", words.format(odd=1), "rank 1 has ")
 
 
 def test_initial_buffers_that_differ_between_ranks(duo) -> None:
     """Only one rank would broadcast buffers, in the same message as the weights."""
     odd = {"forward_sync_buffers": False}
     found = duo.run(jobs.error_of_meeting, odd=1, versions={}, arguments=odd, common={"broadcast_buffers": False})
-    same_error(found, "PlanError", "forward_sync_buffers", "rank 1 has another than rank 0")
+    same_error(found, "PlanError", "forward_sync_buffers", "rank 1 has ")

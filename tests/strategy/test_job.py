@@ -51,7 +51,7 @@ def test_a_job_that_has_the_secret_is_found_and_no_other(monkeypatch: pytest.Mon
     assert found.identity == {"plan": "this"}
     for written in (seal(b"another secret", "job/underway", "{}"), json.dumps({"plan": "this"})):
         store.set("job/underway", written)
-        with pytest.raises(ExchangeError, match="'job/underway' was written with another secret"):
+        with pytest.raises(ExchangeError, match="'job/underway' was written with a secret that differs"):
             find_job(HOST, 20.0)
 
 
@@ -61,10 +61,12 @@ def test_something_else_at_the_port_is_an_error_within_seconds(
 ) -> None:
     with listening_as(lambda caller: caller.sendall(says)) as (_, port):
         monkeypatch.setenv(STORE_PORT, str(port))
-        with pytest.raises(ExchangeError, match=f"AUTOSYNC_PORT={port}: no store at {HOST}:{port}: what listens there"):
+        with pytest.raises(
+            ExchangeError, match=f"AUTOSYNC_PORT={port}: no store at {HOST}:{port}: another program listens"
+        ):
             find_job(HOST, 600.0)
         settings = {"host": HOST, "port": port, "rank": 2, "size": 3, "address": None, "timeout": 600.0}
-        with pytest.raises(ExchangeError, match=f"no store at {HOST}:{port}: what listens there"):
+        with pytest.raises(ExchangeError, match=f"no store at {HOST}:{port}: another program listens"):
             serve({**settings, "heartbeat": {}}, tmp_path)
 
 

@@ -68,4 +68,4 @@ def test_where_a_rank_is_lost_nothing_is_told(monkeypatch: pytest.MonkeyPatch) -
 def test_where_nobody_answers_the_first_to_notice_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LossMonitor, "answer_timeout", 0.05)
     error = LossMonitor("a barrier", GroupMembers(3, dict, lambda _: None, 1.0)).explain("closed by peer")
-    assert "closed by peer; the first whose connection failed is rank 3" in str(error)
+    assert "closed by peer; the connection of rank 3 failed first" in str(error)

@@ -64,7 +64,7 @@ def test_an_epoch_is_one_pass_of_which_the_faster_rank_takes_more(duo) -> None:
 
 def test_a_loader_that_cannot_be_dealt_out_is_named(duo) -> None:
     first, second = duo.run(relaxed_jobs.warned, weighted=True)
-    assert any(text.startswith("train_dataloader: what a WeightedRandomSampler draws") for text in first), first
+    assert any(text.startswith("train_dataloader: the batches of a WeightedRandomSampler") for text in first), first
     assert not any(text.startswith("train_dataloader") for text in second)
 
 
@@ -152,7 +152,7 @@ def test_the_state_of_the_optimizer_moves_to_servers_and_back(duo, tmp_path, fir
 
 def test_a_checkpoint_of_another_version_is_refused(duo, tmp_path) -> None:
     for error in duo.run(relaxed_jobs.resume_old, folder=str(tmp_path)):
-        assert "PlanError: checkpoint: its state is 'autosync-relaxed/1', and this version reads" in error
+        assert "PlanError: checkpoint: its state is 'autosync-relaxed/1', but this version reads" in error
 
 
 @pytest.mark.parametrize("mode", ["partial reduce", "asynchronous"])
@@ -218,7 +218,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a least number of a rank's own steps": ({"min_steps": 5}, "PlanError: min_steps: 5"),
     "a rank's own number of batches": ({"limit_train_batches": 3}, "PlanError: limit_train_batches: 3"),
     "a share of a rank's own batches": ({"limit_train_batches": 0.5}, "PlanError: limit_train_batches: 0.5"),
-    "fewer batches than ranks": ({"samples": 4}, "PlanError: train_dataloader: 4 samples are 1 batches of 4"),
+    "fewer batches than ranks": ({"samples": 4}, "PlanError: train_dataloader: 4 samples make 1 batches of 4"),
     "a plateau of steps": ({"learner": {"plateau": True}}, "PlanError: lr_scheduler: ReduceLROnPlateau"),
     "SyncBatchNorm": ({"learner": {"norm": True}}, "PlanError: model: 'layers.1' is a SyncBatchNorm"),
     "validation inside an epoch": ({"val_check_interval": 0.5}, "PlanError: val_check_interval: 0.5"),
@@ -258,13 +258,21 @@ def test_what_would_deadlock_is_refused(duo, case: str) -> None:
     ("arguments", "error", "words"),
     [
         ({"heartbeat": {"pulse": 1.0}}, DocumentError, "heartbeat.pulse: not known; allowed: interval, shortest"),
-        ({"heartbeat": {"longest": "soon"}}, DocumentError, "heartbeat.longest: 'soon' is no finite number"),
-        ({"heartbeat": {"longest": 1.0}}, DocumentError, "heartbeat: interval 0.5 s, shortest 5 s and longest 1 s"),
-        ({"heartbeat": 3.0}, DocumentError, "heartbeat: 3.0 is no mapping"),
-        ({"timeout": "soon"}, DocumentError, "timeout: 'soon' is no finite number above 0"),
-        ({"timeout": -1}, DocumentError, "timeout: -1 is no finite number above 0"),
-        ({"stall": 0}, DocumentError, "stall: 0 is no finite number above 0"),
-        ({"plan": "all_reduce", "stall": 9.0}, ValueError, "stall: it has no effect under this plan"),
+        ({"heartbeat": {"longest": "soon"}}, DocumentError, "heartbeat.longest: 'soon' is not a finite number"),
+        (
+            {"heartbeat": {"longest": 1.0}},
+            DocumentError,
+            "heartbeat: expected 0 < interval < shortest <= longest; got interval 0.5 s, shortest 5 s, longest 1 s",
+        ),
+        ({"heartbeat": 3.0}, DocumentError, "heartbeat: expected a mapping"),
+        ({"timeout": "soon"}, DocumentError, "timeout: 'soon' is not a finite number above 0"),
+        ({"timeout": -1}, DocumentError, "timeout: -1 is not a finite number above 0"),
+        ({"stall": 0}, DocumentError, "stall: 0 is not a finite number above 0"),
+        (
+            {"plan": "all_reduce", "stall": 9.0},
+            ValueError,
+            "stall: it has no effect, because ranks make all steps of this plan together",
+        ),
     ],
 )
 def test_time_outs_that_make_no_sense_are_refused(arguments: Any, error: type[Exception], words: str) -> None:
@@ -279,7 +287,7 @@ def test_seconds_are_a_time_out_as_good_as_a_duration(timeout: Any) -> None:
 
 
 def test_relaxed_semantics_must_be_allowed() -> None:
-    with pytest.raises(PlanError, match="semantics are 'relaxed', allowed is 'exact'"):
+    with pytest.raises(PlanError, match="semantics are 'relaxed', but the strategy allows at most 'exact'"):
         AutoSyncStrategy(plan="partial_reduce")
 
 
@@ -290,5 +298,5 @@ def test_a_rank_that_did_not_come_where_servers_need_all_is_named(monkeypatch: p
     mesh.on_loss = mesh.on_join = mesh.subscribe = lambda *_: None
     members = JobMembers(mesh, dist.HashStore(), 3, needs_all=True, timeout=1.0)
     members.follow(Drain(1, {0: 1, 1: 1}))
-    with pytest.raises(ExchangeError, match=r"a barrier needs all ranks: rank 2 is lost \(it did not come"):
+    with pytest.raises(ExchangeError, match=r"a barrier needs all ranks, but rank 2 is lost \(it did not join"):
         members.check("a barrier")

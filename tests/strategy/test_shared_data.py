@@ -30,4 +30,4 @@ class Own(BatchSampler):
     ],
 )
 def test_who_draws_is_named(loader: Any, name: str) -> None:
-    assert describe_equal_shares(loader).startswith(f"train_dataloader: what a {name}")
+    assert describe_equal_shares(loader).startswith(f"train_dataloader: the batches of a {name}")

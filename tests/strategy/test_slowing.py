@@ -122,7 +122,10 @@ def models_of(framework: str) -> tuple[Any, str]:
     [
         ({"slowdowns": [{"factor": 0.5}]}, r"SlowRanks: slowdowns\[0\].factor: .*greater than or equal to 1"),
         ({"slowdowns": [{"speed": 2}]}, r"SlowRanks: slowdowns\[0\].speed: unknown field"),
-        ({"slowdowns": [], "compute": 0.0}, "SlowRanks: compute: 0 s must be above 0; None measures it"),
+        (
+            {"slowdowns": [], "compute": 0.0},
+            "SlowRanks: compute: expected seconds above 0, or None to measure them; got 0",
+        ),
     ],
 )
 def test_nonsense_is_refused_in_a_line(arguments: dict[str, Any], message: str) -> None:

@@ -60,7 +60,7 @@ def _find(name: str) -> type[Codec]:
     if name not in _registered and module is not None:
         importlib.import_module(module)
     if name not in _registered:
-        raise PlanError(f"compressor: '{name}' is declared, but nothing executes it: its package must register a Codec")
+        raise PlanError(f"compressor: '{name}' has a CodecFormat but no Codec: its package must register a Codec")
     return _registered[name]
 
 

@@ -27,7 +27,7 @@ class TopKCodec(BaseCodec):
     def decode(self, wire: Tensor, values: Tensor) -> None:
         positions = wire[: 4 * self._kept].view(torch.int32).long()
         if self._kept and (int(positions.max()) >= self.body or int(positions.min()) < 0):
-            raise ValueError(f"a top-k position is out of range; the run has {self.body} elements")
+            raise ValueError(f"a top-k position is out of range; the message part has {self.body} elements")
         values[: self.body] = 0
         values[positions] = wire[4 * self._kept : 8 * self._kept].view(torch.float32).to(values.dtype)
         values[self.body :] = self._tail_of(wire, 8 * self._kept)

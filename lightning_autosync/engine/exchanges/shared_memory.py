@@ -166,21 +166,21 @@ def sharing_fault(size: int, group: dist.ProcessGroup | None = None) -> str:
         if fault:
             return f"rank {rank}: {fault}"
         if machine != votes[0][1]:
-            return f"rank {rank} is on another machine than rank 0, or in another network namespace"
+            return f"rank {rank} is on another machine or in another network namespace than rank 0"
     return ""
 
 
 def _own_fault(size: int) -> str:
     if not sys.platform.startswith("linux") or not hasattr(os, "memfd_create"):
-        return f"memory without a name (memfd_create) needs Linux, not {sys.platform}"
+        return f"anonymous shared memory (memfd_create) needs Linux, not {sys.platform}"
     try:
         with os.fdopen(os.memfd_create("autosync"), "wb") as trial:
             os.posix_fallocate(trial.fileno(), 0, 1)
     except OSError as cause:
-        return f"no memory without a name (memfd_create): {cause}"
+        return f"cannot create anonymous shared memory (memfd_create): {cause}"
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     if limit != resource.RLIM_INFINITY and limit < size:
-        return f"{size} bytes are needed, the limit of a file is {limit} (ulimit -f)"
+        return f"{size} bytes are needed, but the limit of file sizes is {limit} (ulimit -f)"
     return ""
 
 
@@ -203,7 +203,7 @@ def _map(size: int, sockets: Mapping[int, socket.socket], group: dist.ProcessGro
                 # Allocate all pages now: running out of memory later would end the process with SIGBUS.
                 os.posix_fallocate(descriptor, 0, size)
             except OSError as cause:
-                fault = f"no {size} bytes of shared memory: {cause}"
+                fault = f"cannot allocate {size} bytes of shared memory: {cause}"
         _raise_any(fault, group)
         for connection in sockets.values() if dist.get_rank(group) == 0 else ():
             socket.send_fds(connection, [b"\0"], [descriptor])
@@ -216,7 +216,7 @@ def _map(size: int, sockets: Mapping[int, socket.socket], group: dist.ProcessGro
             # MAP_POPULATE makes the page faults now and not in the first step.
             mapping = mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         except (OSError, ValueError) as cause:
-            fault = f"{size} bytes of shared memory cannot be mapped: {cause}"
+            fault = f"cannot map {size} bytes of shared memory: {cause}"
         _raise_any(fault, group)
     assert mapping is not None
     return mapping

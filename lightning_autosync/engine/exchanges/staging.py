@@ -42,7 +42,7 @@ class StagedExchange(Exchange):
         self._begun = self._waiter.submit(self._begin)
 
     def wait(self) -> None:
-        assert self._begun is not None, "start comes before wait"
+        assert self._begun is not None, "wait() was called before start()"
         self._begun.result()
         self._inner.wait()
         self._buffer.copy_(self._host, non_blocking=True)

@@ -155,8 +155,8 @@ class Activation(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         raise AutoSyncError(
-            f"{func}: a value that is split over ranks reached a function below torch's own interface; let the layer "
-            "that makes it hand on its output in layout 'batch' along all dimensions"
+            f"{func}: a split value reached a function below torch's Python interface. Set the output layout of the "
+            "layer that makes the value to 'batch' along all dimensions"
         )
 
 

@@ -87,13 +87,13 @@ def take_blocks(value: Tensor, place: Place, ranks: int) -> Tensor:
     """[ranks, ...] the ranks' blocks of a value at a position; a view if the strides allow it."""
     before, after = value.shape[: place.axis], value.shape[place.axis + 1 :]
     extent = value.shape[place.axis] // ranks
-    apart = value.reshape(*before, place.outer, ranks, extent // place.outer, *after)
-    return apart.movedim(place.axis + 1, 0).flatten(place.axis + 1, place.axis + 2)
+    split = value.reshape(*before, place.outer, ranks, extent // place.outer, *after)
+    return split.movedim(place.axis + 1, 0).flatten(place.axis + 1, place.axis + 2)
 
 
 def _put_blocks(blocks: Tensor, place: Place) -> Tensor:
     """The inverse of `take_blocks`."""
     ranks, shape = blocks.shape[0], blocks.shape[1:]
-    apart = blocks.unflatten(place.axis + 1, (place.outer, shape[place.axis] // place.outer))
-    together = apart.movedim(0, place.axis + 1)
+    split = blocks.unflatten(place.axis + 1, (place.outer, shape[place.axis] // place.outer))
+    together = split.movedim(0, place.axis + 1)
     return together.reshape(*shape[: place.axis], shape[place.axis] * ranks, *shape[place.axis + 1 :])

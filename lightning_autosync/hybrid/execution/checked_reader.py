@@ -60,20 +60,23 @@ class CheckedReader(dcp.FileSystemReader):
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _ALLOWED:
-            raise DocumentError(f"names {module}.{name}; allowed: what describes tensors")
+            raise DocumentError(f"it names {module}.{name}; allowed: only classes that describe tensors")
         return super().find_class(module, name)
 
 
 def _fault(found: Any) -> str:
     """What is wrong with a table of contents; nothing if it is empty."""
     if not isinstance(found, Metadata):
-        return f"holds a {type(found).__name__}, not a table of contents"
+        return f"it contains a {type(found).__name__}; expected a checkpoint's metadata"
     for name, about in found.state_dict_metadata.items():
         if not isinstance(about, TensorStorageMetadata):
-            return f"'{name}' is no tensor"
+            return f"'{name}' is not a tensor"
     for index, info in (found.storage_data or {}).items():
         if Path(info.relative_path).name != info.relative_path:
-            return f"'{index.fqn}' lies in {info.relative_path}; allowed: a file of the same folder"
+            return f"'{index.fqn}' is stored in {info.relative_path}; allowed: a file in the same folder"
         if info.transform_descriptors:
-            return f"'{index.fqn}' is transformed by {', '.join(map(str, info.transform_descriptors))}"
+            return (
+                f"'{index.fqn}' is transformed by {', '.join(map(str, info.transform_descriptors))}, which is not "
+                "allowed"
+            )
     return ""

@@ -60,8 +60,8 @@ class SavedCuts:
             return None
         if tuple(value.shape) != part.shard.local_shape:
             raise PlanError(
-                f"state_dict: '{name}' has shape {tuple(value.shape)}; allowed for this split parameter: its part's "
-                f"{part.shard.local_shape}, or the whole {part.shard.shape}"
+                f"state_dict: '{name}' has shape {tuple(value.shape)}; allowed for this split parameter: "
+                f"{part.shard.local_shape} (this rank's part) or {part.shard.shape} (the whole)"
             )
         return part
 
@@ -134,8 +134,8 @@ def _whole(split: SplitModel, key: str, value: Any, shard: Shard) -> Any:
         return value
     if tuple(value.shape) != shard.local_shape:
         raise PlanError(
-            f"optimizer: its state '{key}' has shape {tuple(value.shape)} for a part of shape {shard.local_shape} of a "
-            "split parameter; only states of the parameter's shape can be put together"
+            f"optimizer: its state '{key}' has shape {tuple(value.shape)}, but the split parameter's part has "
+            f"{shard.local_shape}; a checkpoint can merge only states with the parameter's shape"
         )
     return split.whole(value, shard)
 

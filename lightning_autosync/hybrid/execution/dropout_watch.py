@@ -81,15 +81,15 @@ def dropout_faults(split: SplitModel, drawn: list[Draw]) -> list[str]:
 
 def _faults(by_rank: list[list[list[Any]]]) -> list[str]:
     if len({len(theirs) for theirs in by_rank}) > 1:
-        return ["ranks draw random numbers for different values"]
+        return ["ranks drew random numbers for different values"]
     for draws in zip(*by_rank, strict=True):
         for rank, (place, numbers) in enumerate(draws):
             for other in range(rank):
                 alike = numbers == draws[other][1]
                 if (place == draws[other][0]) != alike:
                     if alike:
-                        return [f"ranks {other} and {rank} drop the same elements of different values"]
-                    return [f"ranks {other} and {rank} drop different elements of the same value"]
+                        return [f"ranks {other} and {rank} dropped the same elements of different values"]
+                    return [f"ranks {other} and {rank} dropped different elements of the same value"]
     return []
 
 

@@ -111,8 +111,8 @@ def _refuse_complex(split: SplitModel) -> None:
     for name, part in split.parts.items():
         if part.parameter.is_complex() and part.parameter.requires_grad:
             raise PlanError(
-                f"plan: parameter '{name}' is complex; gradients are reduced in split models only where they are real: "
-                "freeze it, or use AutoSyncStrategy"
+                f"plan: parameter '{name}' is complex, but split models reduce only real gradients: freeze it, or use "
+                "AutoSyncStrategy"
             )
 
 
@@ -181,8 +181,8 @@ def _loss(split: SplitModel, task: Task) -> Tensor:
         loss = bring_home(task.step())
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
         raise EquivalenceError(
-            f"the training step returned {type(loss).__name__}, and no loss of one element that depends on parameters, "
-            "so that the split model cannot be compared with the unsplit one"
+            f"training_step returned {type(loss).__name__}; expected a loss of one element that depends on "
+            "parameters, to compare the split model with the unsplit one"
         )
     return loss
 
@@ -213,7 +213,8 @@ def _together(work: Callable[[], T], split: SplitModel) -> T:
         raise cause
     ranks = ", ".join(map(str, failed))
     raise EquivalenceError(
-        f"the step before training, by which models are compared, failed on rank {ranks}: {by_rank[failed[0]]}"
+        f"the training step that compares the split model with the unsplit one failed on rank {ranks}: "
+        f"{by_rank[failed[0]]}"
     ) from cause
 
 
@@ -275,7 +276,9 @@ def _owns(optimizer: Optimizer, parameter: nn.Parameter) -> bool:
 
 def _step(optimizer: Optimizer) -> None:
     if isinstance(optimizer, torch.optim.LBFGS):
-        raise EquivalenceError("LBFGS needs all gradients on one rank; use an optimizer that treats each by itself")
+        raise EquivalenceError(
+            "LBFGS needs the whole gradient on one rank; use an optimizer that updates each element by itself"
+        )
     for group in optimizer.param_groups:
         if not float(group["lr"]):  # a warm-up may start at 0, and then updates would show nothing
             group["lr"] = group.get("initial_lr") or 1e-3
@@ -288,7 +291,7 @@ def _loss_faults(split: SplitModel, loss: float, expected: Expectation) -> list[
     limits = [_tolerance(dtype) for dtype in dtypes if dtype.is_floating_point or dtype.is_complex]
     if abs(loss - expected.loss) <= max(limits, default=_TOLERANCES[4]) * max(1e-3, abs(expected.loss)):
         return []
-    return [f"the loss is {loss:.6g}, and {expected.loss:.6g} in the unsplit model"]
+    return [f"the loss is {loss:.6g}, but {expected.loss:.6g} in the unsplit model"]
 
 
 def _tolerance(dtype: torch.dtype) -> float:
@@ -301,12 +304,12 @@ def _gradient_faults(split: SplitModel, expected: Expectation) -> list[str]:
         found, wanted = part.parameter.grad, expected.gradients[name]
         if wanted is None:
             if found is not None and bool(found.any()):
-                faults.append(f"parameter '{name}' got a gradient, and none in the unsplit model")
+                faults.append(f"parameter '{name}' has a gradient, but none in the unsplit model")
             continue
         distance = float(wanted.norm() if found is None else (found - wanted).norm())
         scale = max(expected.norms[name], _SMALL * everything)
         if not distance <= _tolerance(wanted.dtype) * scale:
-            faults.append(f"the gradient of '{name}' is off by {distance / max(scale, 1e-30):.2g} of its norm")
+            faults.append(f"the gradient of '{name}' differs by {distance / max(scale, 1e-30):.2g} of its norm")
     return faults
 
 
@@ -315,7 +318,7 @@ def _buffer_faults(split: SplitModel, expected: Expectation) -> list[str]:
     for name, buffer in split.module.named_buffers():
         wanted = expected.buffers.get(name)
         if wanted is not None and not _alike(buffer, wanted):
-            faults.append(f"the step leaves other values in buffer '{name}' than in the unsplit model")
+            faults.append(f"buffer '{name}' has different values after the step than in the unsplit model")
     return faults
 
 
@@ -349,7 +352,7 @@ def _step_fault(name: str, part: Part, before: Tensor, expected: Expectation) ->
     distance, scale = float((found - wanted).norm()), float(wanted.norm())
     if distance <= 1e-3 * scale + 4 * rounding:
         return ""
-    return f"the optimizer's step of '{name}' is off by {distance / max(scale, 1e-30):.2g} of its norm"
+    return f"the optimizer's step of '{name}' differs by {distance / max(scale, 1e-30):.2g} of its norm"
 
 
 def _tell(faults: list[str], split: SplitModel) -> None:
@@ -360,6 +363,6 @@ def _tell(faults: list[str], split: SplitModel) -> None:
     ranks = [rank for rank, theirs in enumerate(by_rank) if theirs]
     more = f"; and {len(told) - _SHOWN} more" if len(told) > _SHOWN else ""
     raise EquivalenceError(
-        f"the split model does not compute what the unsplit one does (rank {', '.join(map(str, ranks))}): "
+        f"the split model does not compute the same as the unsplit one (on rank {', '.join(map(str, ranks))}): "
         f"{'; '.join(told[:_SHOWN])}{more}"
     )

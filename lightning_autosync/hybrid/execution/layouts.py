@@ -165,7 +165,7 @@ class _Mover:
         for k in dimensions:
             self._step(k, "batch", ("full", "copy"))
             self._step(k, "features", ("full", "copy"))
-        assert tuple(self._now) == self._goal, f"no way from {self._layout.states} to {self._goal}"
+        assert tuple(self._now) == self._goal, f"cannot convert {self._layout.states} to {self._goal}"
         return tuple(self._moves)
 
     def _undo_inner_cuts(self) -> None:

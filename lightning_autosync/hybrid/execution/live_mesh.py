@@ -55,7 +55,7 @@ class LiveMesh:
         self.members = tuple(range(dist.get_world_size()) if members is None else members)
         if len(self.members) != plan.world_size:
             mesh = " x ".join(map(str, plan.mesh))
-            raise PlanError(f"plan: mesh: {mesh} is {plan.world_size} ranks, the job has {len(self.members)}")
+            raise PlanError(f"plan: mesh: {mesh} is {plan.world_size} ranks, but the job has {len(self.members)}")
         self._groups = mesh_groups(plan, self.members, timeout)
         self.rank = self.members.index(dist.get_rank())
         self.sizes: tuple[int, ...] = plan.mesh

@@ -182,7 +182,9 @@ class SplitAttention(SplitOperator):
     ) -> tuple[Tensor, Tensor | None]:
         first = self.module.batch_first
         if query.dim() != 3:
-            raise ValueError(f"'{self.layer.module}': expected a batch of sequences, got shape {tuple(query.shape)}")
+            raise ValueError(
+                f"'{self.layer.module}': expected a batch of sequences (3 axes), got shape {tuple(query.shape)}"
+            )
         samples = query.shape[0 if first else 1]
         parts = [self.take(item, 0 if first else 1) for item in (query, key, value)]
         rows = parts[0][1]
@@ -238,8 +240,8 @@ class SplitAttention(SplitOperator):
     def _check_same(self, mask: Tensor) -> None:
         if not (isinstance(mask, nn.Parameter) or is_own(mask) or self.around.alike(mask)):
             raise ExchangeError(
-                f"'{self.layer.module}': attn_mask has two axes and is not the same on all ranks; allowed: one mask "
-                "for all ranks' samples, or masks by sample and head [samples x heads, queries, keys]"
+                f"'{self.layer.module}': a two-dimensional attn_mask must be the same on all ranks; allowed "
+                "otherwise: masks by sample and head [samples x heads, queries, keys]"
             )
 
     def _weights(self, weights: Tensor, average: bool) -> Tensor:

@@ -126,7 +126,7 @@ class GradientReduction:
             return
         error = ExchangeError(
             f"parameter '{odd[0]}' was added, removed or replaced, or changed its shape or dtype, after the model was "
-            "split; allowed: changes in place, freezing, and changes before training"
+            "split. Make such changes before training; afterwards, only in-place changes and freezing are allowed"
         )
         announce(error)  # it may be on this rank only
         raise error
@@ -214,7 +214,7 @@ def replicas_cluster(
         return ClusterSpec.uniform(nodes=len(here), name="replicas"), False
     if cluster.world_size != plan.world_size:
         raise ClusterError(
-            f"cluster '{cluster.name}': it is for {cluster.world_size} ranks, the plan's mesh has {plan.world_size}"
+            f"cluster '{cluster.name}': it has {cluster.world_size} ranks, but the plan's mesh has {plan.world_size}"
         )
     if len(here) == cluster.world_size:
         return cluster, True

@@ -67,7 +67,7 @@ class ShardedTensorView(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        raise TypeError(f"{func}: this tensor only describes where a rank's part of it lies")
+        raise TypeError(f"{func}: this tensor has no data; it only describes a rank's part of a checkpoint")
 
 
 def _stored(chunk: Chunk) -> ChunkStorageMetadata:

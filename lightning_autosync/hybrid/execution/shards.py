@@ -78,8 +78,8 @@ class Shard:
         """[local shape] a copy of the rank's part of a tensor [shape]."""
         part = whole
         for cut in self.cuts:
-            apart = part.unflatten(cut.axis, (cut.parts, cut.blocks, -1))
-            part = apart.select(cut.axis + 1, cut.block).flatten(cut.axis, cut.axis + 1)
+            split = part.unflatten(cut.axis, (cut.parts, cut.blocks, -1))
+            part = split.select(cut.axis + 1, cut.block).flatten(cut.axis, cut.axis + 1)
         return part.clone(memory_format=torch.contiguous_format if self.cuts else torch.preserve_format)
 
     def put(self, part: Tensor, whole: Tensor) -> None:

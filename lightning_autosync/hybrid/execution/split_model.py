@@ -169,7 +169,7 @@ class SplitModel:
         if shard.cuts and any(layer is None for layer, _, _ in uses):
             other = next(type(module).__name__ for layer, _, module in uses if layer is None)
             raise PlanError(
-                f"plan: layers: parameter '{name}' is cut, but {other}, which has it too, has no layer in the plan"
+                f"plan: layers: parameter '{name}' is cut, but {other} shares it and has no layer in the plan"
             )
 
     def _cut(self) -> None:
@@ -202,7 +202,7 @@ class SplitModel:
             _refuse_differences(gather_json(own, self.mesh.group(self.mesh.dimensions)), list(self.parts))
         if inputs and not shapes:
             raise ExchangeError(
-                "batch: no tensor was found in it, so that ranks cannot compare shapes; allowed: tensors in sequences, "
+                "batch: it contains no tensor whose shape ranks could compare; allowed: tensors in sequences, "
                 "mappings and dataclasses"
             )
 
@@ -233,24 +233,25 @@ def _refuse_differences(found: list[Any], names: list[str]) -> None:
     (shapes, trained, calls, _), (first_shapes, first_trained, first_calls, _) = found[rank], found[0]
     if shapes != first_shapes:
         raise ExchangeError(
-            f"batch: its tensors have shapes {shapes} on rank {rank} and {first_shapes} on rank 0; split operators "
-            "need the same on all ranks: pad to one length, and drop the last batch if it is smaller"
+            f"batch: its tensors have shapes {shapes} on rank {rank}, but {first_shapes} on rank 0. Split operators "
+            "need equal shapes on all ranks: pad samples to one length, and drop the last batch if it is smaller"
         )
     if trained != first_trained:
         place = next(place for place, own in enumerate(trained) if own != first_trained[place])
         has, lacks = (rank, 0) if trained[place] else (0, rank)
         raise ExchangeError(
-            f"parameter '{names[place]}' trains on rank {has}, but not on rank {lacks}; freeze alike on all ranks"
+            f"parameter '{names[place]}' is trained on rank {has}, but frozen on rank {lacks}; freeze the same "
+            "parameters on all ranks"
         )
     if calls != first_calls:
         raise ExchangeError(
-            f"the last pass called other split layers, or sent values of other shapes, on rank {rank} than on "
-            "rank 0; split operators need the same calls and shapes on all ranks: no layer that only some ranks skip, "
-            "and no length or selection that depends on a rank's own samples"
+            f"the last pass called different split layers, or used different shapes, on rank {rank} than on rank 0. "
+            "Split operators need the same calls and shapes on all ranks: no layer may be skipped on some ranks "
+            "only, and no shape may depend on a rank's own samples"
         )
     raise ExchangeError(
-        f"the last pass combined split values with other numbers on rank {rank} than on rank 0; a number that depends "
-        "on a rank's own samples must be a tensor, which is not taken for a number of all ranks"
+        f"the last pass combined split values with a Python number that differs between rank {rank} and rank 0; a "
+        "number that depends on a rank's own samples must be a tensor"
     )
 
 
@@ -285,8 +286,8 @@ def _check_options(module: nn.Module, layer: LayerPlan, source: str) -> None:
     counts = isinstance(module, nn.Embedding) and module.scale_grad_by_freq
     if counts and any(name != "dp" for name in layer.signature):
         raise PlanError(
-            f"{source}: layers ('{layer.module}'): a table with scale_grad_by_freq counts the samples of one rank; "
-            "allowed: signature 'dp' along all dimensions"
+            f"{source}: layers ('{layer.module}'): an embedding with scale_grad_by_freq counts the samples of one "
+            "rank only; allowed: signature 'dp' along all dimensions"
         )
 
 

@@ -16,7 +16,7 @@ from lightning_autosync.measure import conditions
 from lightning_autosync.measure.bench.preparation import make_cluster
 from lightning_autosync.measure.session import MeasurementSession
 from lightning_autosync.plan import SyncPlan, builders
-from lightning_autosync.relaxed.grouping import BOUND, windows_apart
+from lightning_autosync.relaxed.grouping import BOUND, unconnected_windows
 from lightning_autosync.workload import Workload, describe
 
 TUNING_SEED = 1000
@@ -77,7 +77,7 @@ def prepare(settings: ConvergenceSettings) -> Prepared:
     cluster = make_cluster(settings)
     if cluster.world_size != settings.workers:
         raise DocumentError(
-            f"workers: {settings.workers} asked for, but cluster '{cluster.name}' has {cluster.world_size} devices"
+            f"workers: {settings.workers} requested, but cluster '{cluster.name}' has {cluster.world_size} devices"
         )
     plans = {name: _plan(name, settings.methods[name], workload, cluster) for name in settings.chosen_methods}
     return Prepared(workload, cluster, plans)
@@ -196,5 +196,5 @@ def _joined_groups(found: list[dict[str, Any]], bound: int) -> Groups | None:
     if not formed:
         return None
     members = [group["members"] for group in formed]
-    apart, windows = windows_apart(members, len(found), bound)
-    return Groups(members, sum(group["bridging"] for group in formed), windows, apart)
+    unconnected, windows = unconnected_windows(members, len(found), bound)
+    return Groups(members, sum(group["bridging"] for group in formed), windows, unconnected)

@@ -16,7 +16,7 @@ from lightning_autosync.lab.convergence.comparison import prepare
 from lightning_autosync.lab.convergence.settings import ConvergenceSettings
 from lightning_autosync.measure.models.straggler import Straggler, StragglerSettings
 from lightning_autosync.plan import Consistency
-from lightning_autosync.relaxed.grouping import BOUND, Grouped, Grouping, IsolationGuard, windows_apart
+from lightning_autosync.relaxed.grouping import BOUND, Grouped, Grouping, IsolationGuard, unconnected_windows
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ def simulate_groups(settings: ConvergenceSettings) -> IsolationResult:
 def _formed(settings: ConvergenceSettings, speed: str, consistency: Consistency, ruled: bool) -> GroupStatistics:
     bound = consistency.isolation or BOUND
     found = [_rehearsal(settings, speed, consistency, ruled, seed) for seed in range(settings.seeds)]
-    spans = [windows_apart([group.members for group in one.groups], settings.workers, bound) for one in found]
+    spans = [unconnected_windows([group.members for group in one.groups], settings.workers, bound) for one in found]
     return GroupStatistics(
         bridging=statistics.mean(one.bridging for one in found),
         windows=sum(windows for _, windows in spans),

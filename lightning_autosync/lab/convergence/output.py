@@ -11,12 +11,11 @@ from matplotlib.figure import Figure
 from rich.table import Table
 
 from lightning_autosync.lab.convergence.result import ConvergenceResult, Summary
+from lightning_autosync.measure.conditions import BUSY_CORES
 from lightning_autosync.measure.figures import save_figure
 
 FEW = 5
 """Maximum number of times that are shown one by one. Of more times, only the shortest and the longest are shown."""
-BUSY = 0.1
-"""Number of cores used by other processes above which a remark warns."""
 
 
 def result_table(result: ConvergenceResult, speed: str) -> Table:
@@ -79,9 +78,9 @@ def remarks(result: ConvergenceResult) -> list[str]:
             f"a training ends after {settings.limit:g} s, or when rank 0's own model has passed the target for good"
         )
     busy = [run.foreign_cores for run in result.runs if run.foreign_cores is not None]
-    if busy and sum(busy) / len(busy) > BUSY:
+    if busy and sum(busy) / len(busy) > BUSY_CORES:
         mean = sum(busy) / len(busy)
-        lines.append(f"other processes kept {mean:.1f} cores busy meanwhile: repeat when it is quiet")
+        lines.append(f"other processes kept {mean:.1f} cores busy: repeat this on an idle machine")
     return lines
 
 

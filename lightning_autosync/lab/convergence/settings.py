@@ -121,10 +121,10 @@ class ConvergenceSettings(Configuration):
         if self.launch.kind == "ssh":
             raise ValueError("launch: ssh is not for comparisons of convergence; allowed: local, emulated")
         if self.launch.kind == "emulated" and self.cluster is None:
-            raise ValueError("cluster: missing; launch=emulated needs one, as in cluster=four_equal")
+            raise ValueError("cluster: missing; launch=emulated needs one, for example cluster=four_equal")
         changed = self.cluster_scale != 1.0 or self.cluster_fastest is not None or self.rank_order != "natural"
         if self.cluster is None and changed:
-            raise ValueError("cluster: missing; cluster_scale, cluster_fastest and rank_order change a cluster")
+            raise ValueError("cluster: missing; cluster_scale, cluster_fastest and rank_order need a cluster")
         return self
 
     @model_validator(mode="after")

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from pydantic import ConfigDict
 from rich.table import Table
 
-from lightning_autosync.documents import PLAIN, Index, Record, Spent, digest
+from lightning_autosync.documents import PLAIN, Duration, Index, Record, digest
 from lightning_autosync.errors import DocumentError
 from lightning_autosync.lab.fitting.encoding import spread
 from lightning_autosync.lab.fitting.splits import FitSettings, Split, divide
@@ -25,7 +25,7 @@ from lightning_autosync.learned.dataset import Sample
 from lightning_autosync.learned.dataset.parts import load_manifest
 from lightning_autosync.learned.examples import Examples
 from lightning_autosync.learned.simulator import read_header
-from lightning_autosync.learned.training import told_apart
+from lightning_autosync.learned.training import distinct_pairs
 from lightning_autosync.replay import Constants
 from lightning_autosync.run_files import RunFile
 
@@ -66,11 +66,11 @@ class SimulatorAccuracy:
             target, guess = examples.target[members], predicted[members]
             upper = numpy.triu_indices(len(target), 1)
             unsure = examples.noise[members], examples.drift[members], examples.batch[members]
-            apart = told_apart(target, *unsure)[upper]
+            distinct = distinct_pairs(target, *unsure)[upper]
             signs = numpy.sign(target[upper[0]] - target[upper[1]]) * numpy.sign(guess[upper[0]] - guess[upper[1]])
-            right += float(((signs[apart] + 1) / 2).sum())
-            counted += int(apart.sum())
-            pairs += len(apart)
+            right += float(((signs[distinct] + 1) / 2).sum())
+            counted += int(distinct.sum())
+            pairs += len(distinct)
             if len(target) > 1:
                 taus.append(kendall_tau(target.tolist(), guess.tolist()))
         if not counted:
@@ -137,7 +137,7 @@ class FitRun:
     simulator: str
     unseen: tuple[str, ...]
     accuracy: SimulatorAccuracy
-    seconds: Spent
+    seconds: Duration
 
     @property
     def key(self) -> tuple[str, int, str]:

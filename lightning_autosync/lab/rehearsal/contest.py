@@ -16,7 +16,7 @@ import numpy
 import optuna
 from pydantic import ConfigDict
 
-from lightning_autosync.documents import PLAIN, Integer, Spent, Taken
+from lightning_autosync.documents import PLAIN, Duration, Integer, PositiveDuration
 from lightning_autosync.errors import DocumentError
 from lightning_autosync.lab.rehearsal.settings import RehearsalSettings
 from lightning_autosync.lab.rehearsal.world import Oracle, World
@@ -57,12 +57,12 @@ class SamplerRun:
     pair: str
     sampler: str
     seed: Integer
-    seconds: list[Taken]
-    measured: list[Taken]
+    seconds: list[PositiveDuration]
+    measured: list[PositiveDuration]
     origins: list[str]
-    best: Taken
-    builder: Taken
-    overhead: list[Spent]
+    best: PositiveDuration
+    builder: PositiveDuration
+    overhead: list[Duration]
     source: str | None = None
 
     @property

@@ -11,7 +11,7 @@ import numpy
 from scipy.stats import kendalltau
 
 from lightning_autosync.lab.validation.cases import Case
-from lightning_autosync.learned.training import told_apart
+from lightning_autosync.learned.training import distinct_pairs
 
 RANKED = 0.8
 """Kendall's tau that predictions for one workload on one cluster should reach."""
@@ -48,14 +48,14 @@ class Order:
 
     Attributes:
         tau, tau_apart: as in `ReplayAccuracy`.
-        twos: number of pairs of plans.
-        apart: number of these whose times differ by more than noise.
+        pairs: number of pairs of plans.
+        distinct: number of these whose times differ by more than noise.
     """
 
     tau: float
     tau_apart: float | None
-    twos: int
-    apart: int
+    pairs: int
+    distinct: int
 
     @staticmethod
     def of(ranked: Sequence[Priced]) -> Order:
@@ -66,13 +66,13 @@ class Order:
         upper = numpy.triu_indices(len(ranked), 1)
         # No reference is measured beside the cases, so drift between them is unknown and taken as none.
         steady, together = numpy.zeros(len(ranked)), numpy.zeros(len(ranked), dtype=numpy.int64)
-        apart = told_apart(numpy.log(measured), noise, steady, together)[upper]
-        signs = [numpy.sign(times[upper[0]] - times[upper[1]])[apart] for times in (measured, predicted)]
+        distinct = distinct_pairs(numpy.log(measured), noise, steady, together)[upper]
+        signs = [numpy.sign(times[upper[0]] - times[upper[1]])[distinct] for times in (measured, predicted)]
         return Order(
             tau=kendall_tau(measured.tolist(), predicted.tolist()),
-            tau_apart=float((signs[0] * signs[1]).mean()) if apart.any() else None,
-            twos=len(apart),
-            apart=int(apart.sum()),
+            tau_apart=float((signs[0] * signs[1]).mean()) if distinct.any() else None,
+            pairs=len(distinct),
+            distinct=int(distinct.sum()),
         )
 
 
@@ -105,7 +105,7 @@ class ReplayAccuracy:
         """The accuracy of at least one case."""
         errors = numpy.array([one.error for one in priced])
         orders = [Order.of(pair) for pair in _pairs(priced)]
-        plans = sum(order.twos for order in orders)
+        pairs = sum(order.pairs for order in orders)
         return ReplayAccuracy(
             cases=len(priced),
             median=float(numpy.median(abs(errors))),
@@ -113,7 +113,7 @@ class ReplayAccuracy:
             bias=float(numpy.median(errors)),
             tau=_mean([order.tau for order in orders]),
             tau_apart=_mean([order.tau_apart for order in orders]),
-            within_noise=1 - sum(order.apart for order in orders) / plans if plans else None,
+            within_noise=1 - sum(order.distinct for order in orders) / pairs if pairs else None,
         )
 
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import ConfigDict, Field
 
-from lightning_autosync.documents import PLAIN, Index, Spent, Taken, append_lines, checked, parse_json, whole_lines
+from lightning_autosync.documents import PLAIN, Index, PositiveDuration, append_lines, checked, parse_json, whole_lines
 from lightning_autosync.errors import DocumentError
 from lightning_autosync.lab.validation.cases import Case
 from lightning_autosync.lab.validation.settings import ValidationSettings
@@ -44,8 +44,8 @@ class CaseMeasurement:
     __pydantic_config__: ClassVar[ConfigDict] = PLAIN
 
     key: str
-    steps: Annotated[list[Annotated[list[Taken], Field(min_length=1)]], Field(min_length=1)]
-    foreign_cores: Spent | None
+    steps: Annotated[list[Annotated[list[PositiveDuration], Field(min_length=1)]], Field(min_length=1)]
+    foreign_cores: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None
     scheduling: str
     warm_up: Index
     hosts: dict[str, Any] | None = None

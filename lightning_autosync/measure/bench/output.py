@@ -11,7 +11,7 @@ from rich.table import Table
 from lightning_autosync.measure.bench.preparation import make_cluster
 from lightning_autosync.measure.bench.result import BenchResult
 from lightning_autosync.measure.bench.settings import Exactness
-from lightning_autosync.measure.conditions import BUSY
+from lightning_autosync.measure.conditions import BUSY_CORES
 from lightning_autosync.measure.emulation.launch import NOTICEABLE_LATENCY
 from lightning_autosync.measure.figures import save_figure
 
@@ -69,18 +69,18 @@ def remarks(result: BenchResult) -> list[str]:
         f"load average {load:.1f} before, {conditions['cores']} cores: rank 0's machine, {conditions['machine']}",
         f"MB sent, per step and rank: {conditions['bytes_counted']}",
     ]
-    if (result.foreign_cores or 0.0) > BUSY:
-        lines.append(f"other processes kept {result.foreign_cores:.1f} cores busy meanwhile: repeat when it is quiet")
+    if (result.foreign_cores or 0.0) > BUSY_CORES:
+        lines.append(f"other processes kept {result.foreign_cores:.1f} cores busy: repeat this on an idle machine")
     if result.bound is not None:
         lines.append(f"bound: {result.bound.meaning}: {result.bound.seconds * 1e3:.1f} ms")
     lines += _latencies(result)
     lines += [f"{name}: {reason}" for name, reason in result.preparation.reasons.items()]
     lines += _best_of_sparse_ddp(result)
     if not settings.long_enough:
-        lines.append("too few warm-up steps, rounds or steps to back a claim")
+        lines.append("too few warm-up steps, rounds or steps to support a claim")
     for name, measurement in result.measurements.items():
         if result.classes[name] == "exact" and measurement.deviation > EXACT:
-            lines.append(f"{name}: gradients differ from DDP's by {measurement.deviation:.1e} of their length")
+            lines.append(f"{name}: gradients differ from DDP's by {measurement.deviation:.1e} of their norm")
     return lines
 
 

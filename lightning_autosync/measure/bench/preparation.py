@@ -101,7 +101,7 @@ def make_cluster(settings: ClusterChoice) -> ClusterSpec:
     else:
         cluster = cluster.scaled(settings.cluster_scale)
     if settings.ranks not in (None, cluster.world_size):
-        raise DocumentError(f"ranks: {settings.ranks} asked for, but cluster '{cluster.name}' has {cluster.world_size}")
+        raise DocumentError(f"ranks: {settings.ranks} requested, but cluster '{cluster.name}' has {cluster.world_size}")
     return cluster if settings.rank_order == "natural" else interleaved(cluster)
 
 
@@ -176,7 +176,7 @@ def _check_hook(options: DDPOptions, workload: Workload) -> None:
         return
     needed = math.ceil(workload.bytes / MIB) + 1
     if options.bucket_cap_mb == "default" or options.bucket_cap_mb < needed:
-        raise DocumentError(f"ddp.bucket_cap_mb: powersgd works on gloo with one bucket only; take {needed} or more")
+        raise DocumentError(f"ddp.bucket_cap_mb: on gloo, powersgd works with one bucket only; use {needed} or more")
 
 
 def _plan(
@@ -202,7 +202,7 @@ def _plan(
         raise DocumentError(f"builder '{contender.builder}': {' '.join(str(error).split())}") from None
     plan, reason = made if isinstance(made, tuple) else (made, "")
     if not isinstance(plan, SyncPlan):
-        raise DocumentError(f"builder '{contender.builder}': expected a SyncPlan from it, got {type(plan).__name__}")
+        raise DocumentError(f"builder '{contender.builder}': it returned {type(plan).__name__}, not a SyncPlan")
     return plan, reason
 
 

@@ -12,7 +12,7 @@ from lightning_autosync.cluster import ClusterSpec
 from lightning_autosync.measure.bench.document import BenchDocument, ContenderDocument
 from lightning_autosync.measure.bench.preparation import Preparation
 from lightning_autosync.measure.bench.settings import BenchSettings, Exactness
-from lightning_autosync.measure.conditions import BUSY
+from lightning_autosync.measure.conditions import BUSY_CORES
 from lightning_autosync.measure.hosts import Bound
 from lightning_autosync.measure.step_time import Interval, Steps, paired_ratio, relative_medians, step_time
 from lightning_autosync.workload import Workload
@@ -120,7 +120,7 @@ class BenchResult:
     def meets_protocol(self) -> bool:
         """Whether the run may back a claim: it is long enough, complete and undisturbed by other processes."""
         whole = all(len(one.rounds) == self.settings.rounds for one in self.measurements.values())
-        return self.settings.long_enough and whole and (self.foreign_cores or 0.0) <= BUSY
+        return self.settings.long_enough and whole and (self.foreign_cores or 0.0) <= BUSY_CORES
 
     def ratio(self, name: str, reference: str | None = None) -> Interval:
         """A contender's time relative to the reference (default: the best DDP), paired by round; below 1 is faster."""

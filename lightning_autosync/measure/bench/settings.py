@@ -109,9 +109,9 @@ class ContenderSettings(Record):
     def _check(self) -> ContenderSettings:
         kinds = [name for name in ("ddp", "builder", "plan") if getattr(self, name) is not None]
         if len(kinds) != 1:
-            raise ValueError(f"expected one of ddp, builder and plan, got {' and '.join(kinds) or 'none'}")
+            raise ValueError(f"expected exactly one of ddp, builder and plan, got {' and '.join(kinds) or 'none'}")
         if self.ddp is not None and self.embeddings == "rows":
-            raise ValueError("embeddings: DDP knows no 'rows'; allowed: dense, sparse")
+            raise ValueError("embeddings: DDP does not support 'rows'; allowed: dense, sparse")
         return self
 
     @property
@@ -164,16 +164,16 @@ class BenchSettings(Configuration):
     @model_validator(mode="after")
     def _check(self) -> BenchSettings:
         if self.emulated and self.cluster is None:
-            raise ValueError("cluster: missing; launch=emulated needs one, as in cluster=fat_node_star")
+            raise ValueError("cluster: missing; launch=emulated needs one, for example cluster=fat_node_star")
         changed = self.cluster_scale != 1.0 or self.cluster_fastest is not None or self.rank_order != "natural"
         if self.cluster is None and changed:
-            raise ValueError("cluster: missing; cluster_scale, cluster_fastest and rank_order change a cluster")
+            raise ValueError("cluster: missing; cluster_scale, cluster_fastest and rank_order need a cluster")
         if self.cluster_scale != 1.0 and self.cluster_fastest is not None:
-            raise ValueError("cluster_scale and cluster_fastest: give one of them")
+            raise ValueError("cluster_scale and cluster_fastest exclude each other; set one of them")
         self._check_periods()
         taken = {options.name for options in self.ddp.options()} & self.contenders.keys()
         if taken:
-            raise ValueError(f"contenders: '{min(taken)}' is the name of a DDP opponent; take another")
+            raise ValueError(f"contenders: '{min(taken)}' is the name of a DDP contender; use another name")
         return self
 
     def all_contenders(self) -> dict[str, ContenderSettings]:

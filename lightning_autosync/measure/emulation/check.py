@@ -198,8 +198,9 @@ def measured_links(launch: Launch) -> list[LinkCheck]:
     if off:
         worst = max(off, key=lambda check: abs(check.deviation))
         warnings.warn(
-            f"cluster '{launch.cluster.name}': {len(off)} emulated links are off by more than {ALLOWED_DEVIATION:.0%}, "
-            f"the one from {worst.source} to {worst.target} by {worst.deviation:+.0%}; slow the cluster down",
+            f"cluster '{launch.cluster.name}': {len(off)} emulated links deviate by more than {ALLOWED_DEVIATION:.0%} "
+            f"from their rates, the one from {worst.source} to {worst.target} by {worst.deviation:+.0%}; this machine "
+            "is too slow, so reduce the rates with cluster_scale",
             stacklevel=2,
         )
     return checks
@@ -210,7 +211,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Emulate a cluster on this machine and measure its links.")
     parser.add_argument("cluster", metavar="cluster=NAME", help="a shipped cluster's name, or a file's path")
     parser.add_argument(
-        "scale", nargs="?", default="1", metavar="cluster_scale=FACTOR", help="on every rate of it, as for a bench"
+        "scale",
+        nargs="?",
+        default="1",
+        metavar="cluster_scale=FACTOR",
+        help="factor for all rates of the cluster, as for a bench",
     )
     chosen = parser.parse_args(arguments)
     try:

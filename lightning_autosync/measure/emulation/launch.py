@@ -102,8 +102,8 @@ class EmulatedLaunch:
         slowest = max((link.latency for link in self.cluster.links), default=0.0)
         if slowest > NOTICEABLE_LATENCY:
             warnings.warn(
-                f"cluster '{self.cluster.name}': latencies up to {slowest * 1e3:g} ms are not emulated; "
-                "only the rates of the links are",
+                f"cluster '{self.cluster.name}': only link rates are emulated, not latencies (up to {slowest * 1e3:g} "
+                "ms)",
                 stacklevel=3,
             )
 
@@ -162,7 +162,7 @@ def _take_down(namespaces: Sequence[str], janitor: netns.Janitor, owner: int) ->
         return
     janitor.release()
     warnings.warn(
-        f"emulated links: the network namespaces {', '.join(left)} cannot be deleted; a process in the background "
-        "keeps trying for a minute, and `ip netns delete NAME` tells why",
+        f"emulated links: the network namespaces {', '.join(left)} cannot be deleted; a background process keeps "
+        "trying for a minute; `ip netns delete NAME` shows the reason",
         stacklevel=2,
     )

@@ -45,14 +45,14 @@ def namespace_name(emulation: int, place: int) -> str:
 def require_namespaces() -> None:
     """Raise ``LaunchError`` unless this process can create network namespaces."""
     if sys.platform != "linux":
-        reason = f"they need Linux, this is {sys.platform}"
+        reason = f"they need Linux, not {sys.platform}"
     elif os.geteuid() != 0:
-        reason = "they need root, to make network namespaces"
+        reason = "they need root to create network namespaces"
     elif missing := [tool for tool in TOOLS if shutil.which(tool) is None]:
         reason = f"they need the command '{missing[0]}' of iproute2, which is not installed"
     else:
         return
-    raise LaunchError(f"emulated links: {reason}; other launches run the ranks without: local, torchrun, ssh, slurm")
+    raise LaunchError(f"emulated links: {reason}; launches without emulated links: local, torchrun, ssh, slurm")
 
 
 def configure(tool: str, lines: Iterable[str], namespace: str | None = None) -> None:

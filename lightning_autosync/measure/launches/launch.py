@@ -91,8 +91,8 @@ class SshLaunch:
     ) -> None:
         if shutil.which(command[0]) is None:
             raise LaunchError(
-                f"launch=ssh: the command '{command[0]}' is not installed; install it (openssh-client), or state "
-                "another one that starts processes on nodes: launch.command=[COMMAND,...]"
+                f"launch=ssh: the command '{command[0]}' is not installed; install it (package openssh-client), or "
+                "set another command that starts processes on nodes: launch.command=[COMMAND,...]"
             )
         self.cluster = cluster
         self._command = list(command)
@@ -117,7 +117,10 @@ class SshLaunch:
             variables = {name: value for name, value in variables.items() if name != "PYTHONPATH"}
         assignments = [f"{name}={value}" for name, value in sorted(variables.items())]
         address = self._addresses[self.cluster.rank_nodes[rank]]
-        why = f"launch=ssh: {address}: there is no {self._directory}; state a directory there: launch.directory=DIR"
+        why = (
+            f"launch=ssh: {address}: there is no directory {self._directory}; set one that exists there: "
+            "launch.directory=DIR"
+        )
         script = (
             f"cd {shlex.quote(self._directory)} || {{ echo {shlex.quote(why)} >&2; exit 1; }}; "
             f"exec {shlex.join(['env', *assignments, *command])}"
@@ -136,7 +139,7 @@ def _addresses(cluster: ClusterSpec) -> list[str]:
     if len(addresses) < len(cluster.nodes):
         missing = ", ".join(f"nodes[{place}]" for place, node in enumerate(cluster.nodes) if node.address is None)
         raise ClusterError(
-            f"cluster '{cluster.name}': {missing}: address: missing; launch=ssh reaches every node by its own"
+            f"cluster '{cluster.name}': {missing}: address: missing; launch=ssh needs an address for every node"
         )
     return addresses
 
@@ -151,8 +154,8 @@ def require_torchrun(verb: str) -> None:
 
     if not is_torchelastic_launched():
         raise LaunchError(
-            "launch=torchrun: this process is not one of a torchrun job; start it on every node as "
-            f"`torchrun --nnodes N ... --no-python autosync {verb} launch=torchrun`"
+            "launch=torchrun: this process does not belong to a torchrun job; start it on every node with `torchrun "
+            f"--nnodes N ... --no-python autosync {verb} launch=torchrun`"
         )
 
 
@@ -161,7 +164,7 @@ def refuse_within_torchrun(launch: str) -> None:
     from torch.distributed import is_torchelastic_launched
 
     if is_torchelastic_launched():
-        raise LaunchError(f"launch={launch}: this process is one of a torchrun job already; take launch=torchrun")
+        raise LaunchError(f"launch={launch}: this process already belongs to a torchrun job; use launch=torchrun")
 
 
 def is_slurm_task() -> bool:

@@ -37,7 +37,7 @@ class LaunchSettings(Record):
         kind = data.get("kind") if isinstance(data, dict) else None
         if kind in ("torchrun", "slurm"):
             raise ValueError(
-                f"launch={kind}: this verb gives orders to workers that it starts itself: launch=local, emulated or ssh"
+                f"launch={kind}: this verb starts its workers itself; allowed: launch=local, emulated or ssh"
             )
         return data
 
@@ -53,8 +53,8 @@ class LaunchSettings(Record):
             yield LocalLaunch()
             return
         if cluster is None:
-            example = "fat_node_star" if self.kind == "emulated" else "FILE, with an address of every node"
-            raise DocumentError(f"cluster: missing; launch={self.kind} needs one, as in cluster={example}")
+            example = "fat_node_star" if self.kind == "emulated" else "FILE (a cluster with an address for every node)"
+            raise DocumentError(f"cluster: missing; launch={self.kind} needs one, for example cluster={example}")
         if self.kind == "ssh":
             yield SshLaunch(cluster, self.command, self.python, self.directory, self.interface)
             return

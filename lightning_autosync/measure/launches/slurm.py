@@ -29,9 +29,11 @@ def tasks_of(cluster: ClusterSpec) -> tuple[int, int]:
     """
     devices = {node.devices for node in cluster.nodes}
     if len(devices) > 1:
-        raise ClusterError(f"cluster '{cluster.name}': nodes[].devices: launch=slurm needs the same on every node")
+        raise ClusterError(
+            f"cluster '{cluster.name}': nodes[].devices: launch=slurm needs the same number on every node"
+        )
     if list(cluster.rank_nodes) != sorted(cluster.rank_nodes):
-        raise ClusterError(f"cluster '{cluster.name}': rank_order: launch=slurm numbers ranks node by node")
+        raise ClusterError(f"cluster '{cluster.name}': rank_order: launch=slurm needs ranks numbered node by node")
     return len(cluster.nodes), devices.pop()
 
 
@@ -62,7 +64,9 @@ def submit(
         raise LaunchError("launch=slurm: submitit is missing; pip install 'lightning-autosync[slurm]'") from None
     for tool in ("sbatch", "srun"):
         if shutil.which(tool) is None:
-            raise LaunchError(f"launch=slurm: '{tool}' is not installed; start this on a machine that submits to SLURM")
+            raise LaunchError(
+                f"launch=slurm: '{tool}' is not installed; run this on a machine from which SLURM jobs are submitted"
+            )
     try:
         executor = submitit.AutoExecutor(folder, cluster="slurm")
         shape = {"name": "autosync", "nodes": nodes, "tasks_per_node": tasks_per_node}
@@ -72,7 +76,7 @@ def submit(
     try:
         return executor.submit(function, **arguments)
     except submitit.core.utils.FailedJobError as error:
-        raise LaunchError(f"launch=slurm: SLURM refuses the job: {' '.join(str(error).split())}") from None
+        raise LaunchError(f"launch=slurm: SLURM rejected the job: {' '.join(str(error).split())}") from None
 
 
 def results(job: Any) -> list[Any]:

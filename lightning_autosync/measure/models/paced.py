@@ -112,7 +112,10 @@ class _Rows:
 
     def __init__(self, variable: Variable) -> None:
         if variable.rows is None:
-            raise WorkloadError(f"variable '{variable.name}': kind '{variable.kind}' needs rows, the number touched")
+            raise WorkloadError(
+                f"variable '{variable.name}': kind '{variable.kind}' needs `rows`, the number of rows that a step "
+                "touches"
+            )
         self._shape = variable.shape
         self._dtype = getattr(torch, variable.dtype)
         self._count = max(1, round(variable.rows))
@@ -229,7 +232,7 @@ def _place(root: nn.Module, variable: Variable) -> None:
             value = torch.zeros(variable.shape, dtype=getattr(torch, variable.dtype))
             owner.register_parameter(leaf, nn.Parameter(value))
     except KeyError as error:
-        raise WorkloadError(f"variable '{variable.name}': no module has a parameter so named: {error}") from None
+        raise WorkloadError(f"variable '{variable.name}': no module has a parameter with this name: {error}") from None
 
 
 def _holder(variable: Variable, leaf: str) -> nn.Module:
@@ -237,7 +240,7 @@ def _holder(variable: Variable, leaf: str) -> nn.Module:
     if variable.kind != "sparse":
         return nn.Module()
     if leaf != "weight" or len(variable.shape) != 2:
-        raise WorkloadError(f"variable '{variable.name}': only the weight of an embedding has sparse gradients")
+        raise WorkloadError(f"variable '{variable.name}': kind 'sparse' is allowed for the weight of an embedding only")
     rows, width = variable.shape
     table = torch.zeros(rows, width, dtype=getattr(torch, variable.dtype))
     return nn.Embedding(rows, width, sparse=True, _weight=table)

@@ -106,7 +106,7 @@ class Layers(Model):
     @classmethod
     def _check_even(cls, tensors: int) -> int:
         if tensors % 2:
-            raise ValueError("every layer has two tensors, so the number must be even")
+            raise ValueError("every layer has two tensors, so the number of tensors must be even")
         return tensors
 
     def module(self, sparse: bool = False, speed: float = 1.0) -> nn.Module:
@@ -293,9 +293,9 @@ class Paced(Model):
     @model_validator(mode="after")
     def _check(self) -> Paced:
         if (self.catalogue is None) == (self.workload_file is None):
-            raise ValueError("expected one of catalogue and workload_file")
+            raise ValueError("expected exactly one of catalogue and workload_file")
         if self.compute is not None and self.compute <= 0:
-            raise ValueError("compute: must be above zero; leave it out for the profile's own")
+            raise ValueError("compute: must be above zero; remove it to use the profile's value")
         self.described()
         return self
 
@@ -377,14 +377,16 @@ class Imported(Model):
     def module(self, sparse: bool = False, speed: float = 1.0) -> nn.Module:
         made = make("model", {"_target_": self.target, **self.arguments}, nn.Module)
         if not getattr(made, "automatic_optimization", True):
-            raise DocumentError(f"model: '{self.target}': it optimizes manually; its steps cannot be measured alone")
+            raise DocumentError(
+                f"model: '{self.target}' uses manual optimization, so its steps cannot be measured alone"
+            )
         _Loss(made, None if self.loss is None else find("model.loss", self.loss)).install()
         return made
 
     def batches(self, rank: int) -> list[Batch]:
         found = list(islice(cycle(islice(self._source(), rank + BATCHES)), rank, rank + BATCHES))
         if not found:
-            raise DocumentError(f"model: '{self.target}': its data has no batch")
+            raise DocumentError(f"model: '{self.target}': its data loader returns no batch")
         return [(batch,) for batch in found]
 
     def workload(self, embeddings: Embeddings) -> Workload:
@@ -403,7 +405,7 @@ class Imported(Model):
         else:
             given = self._own_batches()
         if not isinstance(given, Iterable):
-            raise DocumentError(f"model.data: expected batches to iterate over, got {type(given).__name__}")
+            raise DocumentError(f"model.data: expected an iterable of batches, got {type(given).__name__}")
         return given
 
     def _own_batches(self) -> Any:
@@ -415,7 +417,7 @@ class Imported(Model):
             found, why = None, f": {error}"
         if found is None:
             raise DocumentError(
-                f"model.data: missing; '{self.target}' has no batches of its own, so give "
+                f"model.data: missing; '{self.target}' has no train_dataloader, so add "
                 f"+model.data._target_=package.module.DataModule{why}"
             )
         return found
@@ -447,7 +449,7 @@ class _Loss:
         loss = output.get("loss") if isinstance(output, Mapping) else output
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise DocumentError(
-                f"model: a step returned {type(output).__name__}; expected the loss, or give model.loss"
+                f"model: a step returned {type(output).__name__}; it must return the loss, or set model.loss"
             )
         return loss
 

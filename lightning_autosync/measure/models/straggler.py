@@ -35,7 +35,7 @@ class Slowdown(Record):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if (self.pause_probability > 0) is (self.pause is None):
-            raise ValueError("pause: goes with pause_probability; give both or neither")
+            raise ValueError("pause and pause_probability: set both or neither")
         if self.end is not None and self.end <= self.begin:
             raise ValueError(f"end: {self.end} must be above begin {self.begin}")
         return self

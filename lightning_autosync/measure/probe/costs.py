@@ -246,7 +246,7 @@ def _bounce(transport: Transport, own: int, meet: Callable[[], None]) -> tuple[f
     if begins:
         transport.submit(send)
     if not done.wait(_TIMEOUT) or receiver.error is not None:
-        raise receiver.error or ExchangeError("probe: a rank does not answer")
+        raise receiver.error or ExchangeError(f"probe: a rank did not answer within {_TIMEOUT:g} s")
     core = (time.process_time() - start) / _BOUNCES
     return sorted(times[1:])[_BOUNCES // 10] / 2, core / 2  # the first interval includes the start of either end
 
@@ -283,7 +283,6 @@ def _meet(peer: int, begins: bool) -> None:
 
 _FEW, _MANY = 8, 72
 _STEPS = 8
-_TIMEOUT = 60.0
 
 
 def measure_engine() -> dict[str, float]:
@@ -293,10 +292,10 @@ def measure_engine() -> dict[str, float]:
     collective. They are differences between steps with tiny gradients: many gradients against few in one message, and
     many messages against one. Gradients come without pauses, as they do where cores are scarce and the cost matters.
     """
-    few, many, apart = _step(_FEW, 1), _step(_MANY, 1), _step(_MANY, _MANY)
+    few, many, separate = _step(_FEW, 1), _step(_MANY, 1), _step(_MANY, _MANY)
     return {
         "gradient_core": max(0.0, many - few) / (_MANY - _FEW),
-        "launch_core": max(0.0, apart - many) / (_MANY - 1),
+        "launch_core": max(0.0, separate - many) / (_MANY - 1),
     }
 
 

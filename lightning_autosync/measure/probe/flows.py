@@ -180,7 +180,7 @@ def ping_for(connection: socket.socket, seconds: float, timeout: float) -> list[
                 times.append(time.perf_counter() - sent.popleft())
                 answered -= len(_PING)
         elif due >= begin + seconds:
-            raise LaunchError(f"probe: a rank does not answer within {timeout:g} s")
+            raise LaunchError(f"probe: a rank did not answer within {timeout:g} s")
     return times
 
 

@@ -65,7 +65,9 @@ class Meter:
 
     def __init__(self, head: float, window: float, timeout: float) -> None:
         if sys.platform != "linux":
-            raise LaunchError(f"probe: it needs Linux, whose kernel counts what arrives; this is {sys.platform}")
+            raise LaunchError(
+                f"probe: it reads the kernel's counters of received bytes, so it needs Linux, not {sys.platform}"
+            )
         self._head, self._window, self._timeout = head, window, timeout
         self.rank = dist.get_rank()
         identities = gather_json([_machine(), _namespace(), socket.gethostname(), own_address()])

@@ -46,10 +46,18 @@ class ProbeSettings(Configuration):
     def _check(self) -> ProbeSettings:
         if self.launch.kind in ("emulated", "ssh"):
             if self.cluster is None:
-                example = "fat_node_star" if self.launch.kind == "emulated" else "FILE, with an address of every node"
-                raise ValueError(f"cluster: missing; launch={self.launch.kind} needs one, as in cluster={example}")
+                example = (
+                    "fat_node_star"
+                    if self.launch.kind == "emulated"
+                    else "FILE (a cluster with an address for every node)"
+                )
+                raise ValueError(
+                    f"cluster: missing; launch={self.launch.kind} needs one, for example cluster={example}"
+                )
         elif self.cluster is not None:
-            raise ValueError(f"cluster: launch={self.launch.kind} measures the cluster that is there; leave it out")
+            raise ValueError(
+                f"cluster: launch={self.launch.kind} measures the nodes that it runs on; remove this setting"
+            )
         return self
 
     def emulated_cluster(self) -> ClusterSpec | None:

@@ -109,7 +109,7 @@ class JobPool:
         try:
             where = self._exchange({"action": _RENEW}, list(range(self.world_size)))
         except WorkerError as error:
-            raise LaunchError(f"launch=torchrun: {error}; start the job again to go on with its study") from None
+            raise LaunchError(f"launch=torchrun: {error}; start the job again to continue its study") from None
         self.pids = [pid for host, pid in where if host == socket.gethostname()]
 
     def run(

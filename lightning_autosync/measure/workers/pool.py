@@ -86,7 +86,7 @@ class WorkerPool:
         self.timeout = timeout if order_timeout is None else order_timeout
         self._meet = meet
         if self.launch.world_size not in (None, world_size):
-            raise LaunchError(f"the launch is made for {self.launch.world_size} ranks, not for {world_size}")
+            raise LaunchError(f"the launch is for {self.launch.world_size} ranks, but the pool has {world_size}")
         if scheduling not in (None, "batch"):
             raise LaunchError(f"scheduling: '{scheduling}' is not known; allowed: 'batch' or None")
         self._lock = threading.Lock()
@@ -266,7 +266,7 @@ class WorkerPool:
             message = f"no answer from {names} within {self.timeout:g} s; the pool is closed"
             return WorkerError(message + self._outputs(ranks), ranks[0])
         cause = self._told(failed, replies)
-        message = f"{cause}\n\nno answer from {names} within {GRACE:g} s of that; the pool is closed"
+        message = f"{cause}\n\nno answer from {names} within {GRACE:g} s after that error; the pool is closed"
         return WorkerError(message + self._outputs(ranks), cause.rank, cause.traceback, cause.kind, cause.reason)
 
     def _outputs(self, ranks: list[int]) -> str:

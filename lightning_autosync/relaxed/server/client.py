@@ -76,8 +76,8 @@ class OverlappedPushes:
             for shard in shards:
                 if shard.index in self.pushed:
                     raise ExchangeError(
-                        f"the gradient of parameter '{name}' changed after it was pushed; while gradients are "
-                        "accumulated, early pushes must be off"
+                        f"parameter '{name}': its gradient changed after it was pushed; disable overlap while "
+                        "gradients are accumulated"
                     )
                 self._missing[shard.index] -= 1
                 if self._missing[shard.index] == 0:
@@ -135,18 +135,21 @@ class ParameterServer(Synchronizer):
     ) -> None:
         if layout.workers + layout.servers != mesh.size:
             raise PlanError(
-                f"plan: {layout.workers} workers and {layout.servers} server-only ranks make no mesh of {mesh.size}"
+                f"plan: {layout.workers} workers and {layout.servers} server-only ranks do not match a mesh of "
+                f"{mesh.size} ranks"
             )
         by_name = dict(parameters)
         if missing := {piece.variable for shard in layout.shards for piece in shard.pieces} - by_name.keys():
-            raise PlanError(f"plan: the model has no parameter '{min(missing)}' ({len(missing)} such)")
+            raise PlanError(f"plan: the model has no parameter '{min(missing)}' ({len(missing)} missing in all)")
         self._rule = OptimizerRule.of(optimizer, {parameter: name for name, parameter in parameters})
         for shard in layout.shards:
             if shard.sparse:
                 self._rule.check_sparse(shard.pieces[0].variable)
         self._parties = parties_of(layout, nodes)
         if overlap and layout.local_aggregation:
-            raise PlanError("overlap: a node's gradients are summed before they are pushed; choose one of both")
+            raise PlanError(
+                "overlap: local_aggregation sums the gradients of a node before they are pushed; use one of the two"
+            )
         self._mesh, self._layout, self._optimizer, self._consistency = mesh, layout, optimizer, consistency
         self._timeout = timeout
         # A mapping is not copied: it can look up buffers again that a module has replaced.
@@ -179,7 +182,7 @@ class ParameterServer(Synchronizer):
 
     def step(self, optimizer: Optimizer, samples: int) -> None:
         if optimizer is not self._optimizer:
-            raise PlanError("a parameter server steps the one optimizer that it was made with")
+            raise PlanError("optimizer: a parameter server can step only the optimizer that it was created with")
         self._samples += samples
         if self._node is None:
             early = self.overlap.pushed if self.overlap else ()
@@ -283,11 +286,13 @@ class ParameterServer(Synchronizer):
             PlanError: a variable has no row-wise shards, or the workers of a node pull together.
         """
         if self._node is not None:
-            raise PlanError("need: the workers of a node pull together, so each gets the rows of all")
+            raise PlanError(
+                "need: with local_aggregation the workers of a node pull together, so rows cannot be selected"
+            )
         row_wise = {shard.pieces[0].variable for shard in self._layout.shards if shard.width}
         for name in rows:
             if name not in row_wise:
-                raise PlanError(f"need: '{name}' is no row-wise variable; those are: {', '.join(sorted(row_wise))}")
+                raise PlanError(f"need: '{name}' is not a row-wise variable; allowed: {', '.join(sorted(row_wise))}")
         self._wanted = {name: torch.unique(indices.detach().cpu()) for name, indices in rows.items()}
 
     @property

@@ -234,23 +234,23 @@ class Pushes:
         rank, header = mail.sender, _read_header(mail)
         push = self._of.setdefault(rank, Push(header.step))
         if push.step != header.step:
-            raise ExchangeError(f"rank {rank} pushed for step {header.step} in the middle of step {push.step}")
+            raise ExchangeError(
+                f"rank {rank} pushed gradients of step {header.step} before those of step {push.step} were complete"
+            )
         message = unpack(mail.payload)
         push.gradients.update(unpack_gradients(message, self._shards))
         push.received += 1
         if header.last is not None:
             self._complete(push, rank, header.last, message)
         if push.expected is not None and push.received > push.expected:
-            raise ExchangeError(
-                f"{push.received} messages for step {push.step}, of which {push.expected} were announced"
-            )
+            raise ExchangeError(f"step {push.step} got {push.received} messages, but {push.expected} were announced")
         return self._of.pop(rank) if push.complete else None
 
     def _complete(self, push: Push, rank: int, last: _Request, message: Unpacked) -> None:
         check_settings(last.settings, self._settings)
         wanted = {index: message.tensors[f"{index}.wanted"] for index in last.wanted}
         if not all(map(are_places, wanted.values())):
-            raise ExchangeError("wanted rows that are no list of integers")
+            raise ExchangeError("the indices of wanted rows must be a list of integers")
         push.expected, push.workers, push.settings = last.pushes, last.workers, last.settings
         push.reader = Reader(rank, last.since, wanted)
 
@@ -263,4 +263,4 @@ def _read_header(mail: Mail) -> _Header:
     try:
         return _Header.model_validate(mail.header)
     except ValidationError as error:
-        raise ExchangeError(f"the header of a push: {describe_validation_error(error, mail.header)}") from None
+        raise ExchangeError(f"header of a push: {describe_validation_error(error, mail.header)}") from None

@@ -59,9 +59,9 @@ def unpack_gradients(message: Unpacked, shards: Mapping[int, Shard]) -> Gradient
     for name, counts in message.values.items():
         shard = shards.get(int(name))
         if shard is None:
-            raise ExchangeError(f"a gradient for shard {name}, which is not kept here")
+            raise ExchangeError(f"shard {name} is not on this server")
         if not all(type(count) is int and count >= 0 for count in counts):
-            raise ExchangeError(f"{counts!r} as the numbers of gradients for shard {name}; allowed: 0, 1, 2, ...")
+            raise ExchangeError(f"shard {name}: the numbers of gradients are {counts!r}; allowed: 0, 1, 2, ...")
         if shard.width:
             found[shard.index] = _rows(message, shard, counts[0])
         else:
@@ -82,7 +82,7 @@ def _rows(message: Unpacked, shard: Shard, gradients: int) -> Rows:
         and bool((indices[1:] > indices[:-1]).all())
     )
     if not inside or not are_places(indices) or list(values.shape) != [indices.numel(), shard.width]:
-        raise ExchangeError(f"rows that are not in shard {shard.index} of group '{shard.group}'")
+        raise ExchangeError(f"rows do not fit shard {shard.index} of group '{shard.group}'")
     _check_dtype(values, shard)
     return Rows(indices, values, gradients)
 
@@ -96,14 +96,16 @@ def are_places(indices: Tensor) -> bool:
 def _check_dtype(tensor: Tensor, shard: Shard) -> None:
     if tensor.dtype != getattr(torch, shard.dtype):
         raise ExchangeError(
-            f"elements of {tensor.dtype} for shard {shard.index} of group '{shard.group}'; allowed: {shard.dtype}"
+            f"shard {shard.index} of group '{shard.group}': got elements of {tensor.dtype}; allowed: {shard.dtype}"
         )
 
 
 def _dense(flat: Tensor, shard: Shard, counts: Sequence[int]) -> DenseGradient:
     sizes = [piece.numel for piece, count in zip(shard.pieces, counts, strict=True) if count]
     if sum(sizes) != flat.numel():
-        raise ExchangeError(f"{flat.numel()} elements for shard {shard.index} of group '{shard.group}'")
+        raise ExchangeError(
+            f"shard {shard.index} of group '{shard.group}': got {flat.numel()} elements; expected {sum(sizes)}"
+        )
     _check_dtype(flat, shard)
     views = iter(torch.split(flat.view(-1), sizes))
     return DenseGradient(tuple(next(views) if count else None for count in counts), tuple(counts))

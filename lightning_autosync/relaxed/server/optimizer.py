@@ -70,18 +70,18 @@ class OptimizerRule:
         name = type(optimizer).__name__
         if ELEMENTWISE.get(name) is not type(optimizer):
             raise PlanError(
-                f"optimizer: {type(optimizer).__module__}.{name} cannot run on slices of parameters; a parameter "
-                f"server takes torch.optim's {', '.join(ELEMENTWISE)}"
+                f"optimizer: {type(optimizer).__module__}.{name} cannot update slices of parameters; a parameter "
+                f"server needs one of torch.optim's {', '.join(ELEMENTWISE)}"
             )
         if any(group.get("differentiable") for group in optimizer.param_groups):
-            raise PlanError("optimizer: differentiable=True: a server's update is outside of this process's graph")
+            raise PlanError("optimizer: differentiable=True needs updates in this process, but servers make them")
         members = {}
         for number, group in enumerate(optimizer.param_groups):
             for parameter in group["params"]:
                 if parameter not in names:
                     raise PlanError(
-                        f"optimizer: param_groups[{number}] holds a parameter of shape {list(parameter.shape)} that is "
-                        "not among those that are synchronized"
+                        f"optimizer: param_groups[{number}] contains a parameter of shape {list(parameter.shape)} "
+                        "that is not synchronized"
                     )
                 members[names[parameter]] = number
         defaults = {key: _plain(value) for key, value in optimizer.defaults.items() if key not in _LOCAL}
@@ -106,8 +106,8 @@ class OptimizerRule:
         if self.name not in SPARSE or group.get("momentum") or group.get("weight_decay"):
             raise PlanError(
                 f"optimizer: {self.name} with momentum {group.get('momentum', 0)} and weight_decay "
-                f"{group.get('weight_decay', 0)} takes no sparse gradients, as '{variable}' has; allowed are "
-                f"{', '.join(SPARSE)} without both, or dense gradients with kind 'row_sparse'"
+                f"{group.get('weight_decay', 0)} does not accept the sparse gradients of '{variable}'; allowed: "
+                f"{', '.join(SPARSE)} with neither, or kind 'row_sparse' with dense gradients"
             )
 
     def to_dict(self) -> dict[str, Any]:
@@ -116,7 +116,7 @@ class OptimizerRule:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> OptimizerRule:
         if data["name"] not in ELEMENTWISE:
-            raise PlanError(f"optimizer: '{data['name']}' is not among {', '.join(ELEMENTWISE)}")
+            raise PlanError(f"optimizer: '{data['name']}' is not one of {', '.join(ELEMENTWISE)}")
         return cls(data["name"], dict(data["defaults"]), list(data["groups"]), dict(data["members"]))
 
 
@@ -139,13 +139,13 @@ def check_settings(values: Hyperparameters, known: Hyperparameters) -> None:
         ExchangeError: the number of groups, a group's names, or the type of a value is another one.
     """
     if len(values) != len(known):
-        raise ExchangeError(f"settings of {len(values)} parameter groups; allowed: of {len(known)}")
+        raise ExchangeError(f"settings: got {len(values)} parameter groups; expected {len(known)}")
     for number, (given, group) in enumerate(zip(values, known, strict=True)):
         if given.keys() != group.keys():
-            raise ExchangeError(f"settings[{number}]: {sorted(given)}; allowed: {sorted(group)}")
+            raise ExchangeError(f"settings[{number}]: got {sorted(given)}; expected {sorted(group)}")
         for key, value in given.items():
             if not _is_like(value, group[key]):
-                raise ExchangeError(f"settings[{number}].{key}: {value!r} is not of the kind of {group[key]!r}")
+                raise ExchangeError(f"settings[{number}].{key}: {value!r} does not have the type of {group[key]!r}")
 
 
 def _is_like(value: Any, known: Any) -> bool:
@@ -219,10 +219,10 @@ def check(whole: Mapping[str, Mapping[str, Tensor]], shapes: Mapping[str, torch.
     """Raise ``PlanError`` if a state does not fit variables of these shapes."""
     for variable, states in whole.items():
         if variable not in shapes:
-            raise PlanError(f"checkpoint: optimizer state of '{variable}', a parameter that this model does not have")
+            raise PlanError(f"checkpoint: it has optimizer state of '{variable}', but the model has no such parameter")
         for key, tensor in states.items():
             if key not in _SCALARS and tensor.shape != shapes[variable]:
                 raise PlanError(
-                    f"checkpoint: optimizer state '{key}' of '{variable}' has shape {list(tensor.shape)}, the "
-                    f"parameter {list(shapes[variable])}"
+                    f"checkpoint: optimizer state '{key}' of '{variable}' has shape {list(tensor.shape)}, but the "
+                    f"parameter has {list(shapes[variable])}"
                 )

@@ -118,6 +118,6 @@ def parties_of(layout: ServerLayout, nodes: Sequence[Sequence[int]] | None) -> t
     parties = tuple(tuple(sorted(node)) for node in nodes or () if node)
     if sorted(rank for party in parties for rank in party) != list(range(layout.workers)):
         raise PlanError(
-            f"nodes: local_aggregation needs the node of each of {layout.workers} workers, once; got {parties}"
+            f"nodes: local_aggregation needs each of the {layout.workers} workers in exactly one node; got {parties}"
         )
     return parties

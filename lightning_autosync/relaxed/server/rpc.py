@@ -47,11 +47,11 @@ class EventQueue:
             for name in names:
                 self._subscriptions.callback(mesh.subscribe(f"{prefix}.{name}", self._events.put))
         self._subscriptions.callback(mesh.on_loss(lambda rank, why: self._events.put(Absence(rank, why, True))))
-        closed = mesh.on_leave(lambda rank: self._events.put(Absence(rank, "it has closed", False)))
+        closed = mesh.on_leave(lambda rank: self._events.put(Absence(rank, "it closed its connection", False)))
         self._subscriptions.callback(closed)
         # Processes that were gone before the subscription cause no event of the mesh.
         for rank in set(range(mesh.size)) - mesh.live:
-            self._events.put(Absence(rank, "it was gone at the beginning", rank not in mesh.left))
+            self._events.put(Absence(rank, "it was lost before the exchange began", rank not in mesh.left))
 
     def next(self, timeout: float | None = None) -> Event | None:
         """The next event; None after `wake`.
@@ -62,7 +62,7 @@ class EventQueue:
         try:
             return self._events.get(timeout=timeout)
         except queue.Empty:
-            raise MeshTimeout(f"nothing came in {timeout:g} s") from None
+            raise MeshTimeout(f"nothing arrived within {timeout:g} s") from None
 
     def close(self) -> None:
         """Take no more events; a second call has no effect."""
@@ -99,7 +99,7 @@ class BadMessageError(ExchangeError):
     """A worker sent a message that the server cannot use."""
 
     def __init__(self, rank: int, why: str) -> None:
-        super().__init__(f"rank {rank} sent what cannot be used: {why}")
+        super().__init__(f"rank {rank} sent an invalid message: {why}")
         self.rank = rank
 
     def __reduce__(self) -> tuple[type[ExchangeError], tuple[str]]:
@@ -184,7 +184,7 @@ class ServerRpc:
             silent = ", ".join(str(owner) for owner in sorted(self._owners) if owner not in self.answers)
             raise ExchangeError(
                 f"no answer from the parameter servers on ranks {silent} in {deadline.seconds:g} s; one of them is "
-                "stuck, or workers do not run the same steps"
+                "stuck, or the workers do not run the same steps"
             ) from None
         if event is None:
             return
@@ -193,7 +193,7 @@ class ServerRpc:
         elif event.kind == "worker.extend":
             deadline.renew()
         elif event.kind == "worker.failed":
-            raise ExchangeError(f"the parameter server on rank {event.sender} cannot go on: {event.header['error']}")
+            raise ExchangeError(f"the parameter server on rank {event.sender} failed: {event.header['error']}")
         elif handler := self.handlers.get(event.kind) or handlers.get(event.kind):
             handler(event)
 
@@ -216,8 +216,8 @@ class ServerRpc:
 
 def _server_gone(rank: int, why: str) -> ExchangeError:
     return ExchangeError(
-        f"the parameter server on rank {rank} is gone ({why}), and with it its part of the parameters and of the "
-        "optimizer's state: start again from a checkpoint"
+        f"the parameter server on rank {rank} is lost ({why}), with its shards of the parameters and of the "
+        "optimizer's state: resume from a checkpoint"
     )
 
 

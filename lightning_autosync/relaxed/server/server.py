@@ -108,7 +108,7 @@ class ShardServer:
             self._tell(event.sender, "worker.failed", {"error": self.failure})
         elif event.kind not in ("server.join", "server.setup") and event.sender not in self._present:
             self._tell(
-                event.sender, "worker.failed", {"error": f"rank {event.sender} was given up; it must join again"}
+                event.sender, "worker.failed", {"error": f"rank {event.sender} was expelled; it must join again"}
             )
         else:
             handlers: dict[str, Callable[[Mail], None]] = {
@@ -161,7 +161,7 @@ class ShardServer:
 
     def _take_back(self, rank: int) -> None:
         if self._setup is not None and self._setup.layout.local_aggregation and rank not in self._present:
-            why = f"rank {rank} cannot come back to a node that pushes one sum before all start again"
+            why = f"rank {rank} cannot rejoin: with local_aggregation all ranks must start again"
             self._tell(rank, "worker.failed", {"error": why})
         else:
             self._admit(rank)
@@ -179,7 +179,7 @@ class ShardServer:
         rank, party = mail.sender, self._party_of[mail.sender]
         with attributed_to(rank):
             if party not in self._clock:
-                raise ExchangeError("gradients after it had finished")
+                raise ExchangeError("gradients came after the worker had finished")
             push = self._pushes.take(mail)
         self._require_everybody()
         if push is not None:
@@ -360,7 +360,7 @@ def serve(
         heartbeat: settings for the loss of silent processes.
 
     Raises:
-        ExchangeError: processes did not meet in time, the others have given this process up, or the server failed, for
+        ExchangeError: processes did not meet in time, the others have expelled this process, or the server failed, for
             example because its last worker was lost.
     """
     mesh = Mesh.open(store, rank, size, secret=secret, address=address, timeout=timeout, heartbeat=heartbeat)

@@ -138,7 +138,7 @@ class Connections:
     def _begin(self, peer: int, sock: socket.socket, incarnation: int, address: tuple[str, int]) -> None:
         """Begin with a peer's first connection under this incarnation."""
         if self._members.is_live(peer):
-            self._lose(peer, "it has started anew", tell=False)
+            self._lose(peer, "it restarted", tell=False)
         self.remove(peer, PeerLost(peer, "it has left"))
         stream = FrameStream(peer, partial(self._events.place, peer), self._deliver, self._largest)
         self.by_rank[peer] = connection = Connection(stream, SilenceLimit(self._settings), address)
@@ -238,11 +238,11 @@ class Connections:
             return
         sock.close()
         if hello.purpose != handshake.JOIN and not self._still_broken(peer, hello.target):
-            return  # the answer is for an earlier incarnation, or the peer was given up meanwhile
+            return  # the answer is for an earlier incarnation, or the peer counts as lost meanwhile
         if answer.verdict == handshake.EXPELLED:
             self._given_up_by(peer)
         elif answer.verdict == handshake.STALE and self._members.is_live(peer):
-            self._lose(peer, "it has started anew")
+            self._lose(peer, "it restarted")
 
     def _still_wanted(self, peer: int, hello: Hello) -> bool:
         if self.closing < math.inf or self.error is not None:
@@ -309,13 +309,13 @@ class Connections:
         connection = self.by_rank.get(peer)
         if connection is not None and connection.disputed and incarnation == self._members.incarnation_of(peer):
             rank = self._members.rank
-            why = f"rank {rank} was given up: it cannot hear rank {peer}, which rank {witness} hears; it can join again"
+            why = f"rank {rank} was expelled: it cannot hear rank {peer}, which rank {witness} hears; it can join again"
             self.fail(Expelled(why))
 
     def lost_according_to(self, accused: int, incarnation: int, why: str) -> None:
         """Accept the report of a loss by another process."""
         if accused == self._members.rank:
-            self.fail(Expelled(f"rank {accused} was given up ({why}); it can join again"))
+            self.fail(Expelled(f"rank {accused} was expelled ({why}); it can join again"))
         elif self._members.is_live(accused) and incarnation == self._members.incarnation_of(accused):
             self._lose(accused, why, tell=False)
 
@@ -327,7 +327,7 @@ class Connections:
 
     def _given_up_by(self, peer: int) -> None:
         if self._members.expelled_by(peer):
-            self.fail(Expelled(f"rank {self._members.rank} was given up by rank {peer}; it can join again"))
+            self.fail(Expelled(f"rank {self._members.rank} was expelled by rank {peer}; it can join again"))
         elif self._members.is_live(peer):
             self._lose(peer, "it cannot hear this rank")
 

@@ -189,7 +189,7 @@ class EventLoop:
                 if time.monotonic() >= self._tick_at:
                     self._tick()
             except Exception as cause:
-                self._connections.fail(ExchangeError(f"the mesh broke: {cause}\n{traceback.format_exc()}"))
+                self._connections.fail(ExchangeError(f"the mesh failed: {cause}\n{traceback.format_exc()}"))
 
     def _attend(self, source: object, handler: Callable[[], None] | int, mask: int) -> None:
         if not isinstance(handler, int):
@@ -270,12 +270,12 @@ class EventLoop:
         elif mail.kind == ALIVE:
             self.submit(partial(self._connections.confirmed_by, mail.sender, peer, incarnation))
         elif self._members.believes(mail.sender, peer, incarnation):
-            why = f"so says rank {mail.sender}: {mail.header['why']}"
+            why = f"reported by rank {mail.sender}: {mail.header['why']}"
             self.submit(partial(self._connections.lost_according_to, peer, incarnation, why))
         elif mail.sender < peer:
             self.submit(partial(self._given_up_elsewhere, peer, incarnation))
 
     def _given_up_elsewhere(self, peer: int, incarnation: int) -> None:
-        """Let a returning process not wait for a peer that other processes have given up."""
+        """Let a returning process not wait for a peer that other processes count as lost."""
         if self._members.forget(peer, incarnation):
             self._events.changed()

@@ -76,7 +76,7 @@ def _await_others(book: dist.Store, others: list[int], timeout: float) -> None:
         if not missing:
             raise
         who = f"rank{'s' if len(missing) > 1 else ''} {', '.join(missing)}"
-        raise ExchangeError(f"{who} did not come to the mesh in {timeout:g} s") from None
+        raise ExchangeError(f"{who} did not join the mesh within {timeout:g} s") from None
 
 
 def _place(turn: int, rank: int) -> str:
@@ -159,7 +159,7 @@ def decode_answer(text: bytes) -> Answer:
     """
     answer = Answer(*_decode(text, (str, int, int, dict)))
     if not all(peer.isdecimal() and type(incarnation) is int for peer, incarnation in answer.live.items()):
-        raise ExchangeError("it said what no process of a mesh says")
+        raise ExchangeError("its answer is not one that a process of a mesh sends")
     return answer
 
 
@@ -169,7 +169,7 @@ def _decode(text: bytes, types: tuple[type, ...]) -> list[Any]:
     except (ValueError, RecursionError):
         values = None
     if not isinstance(values, list) or [type(value) for value in values] != list(types):
-        raise ExchangeError("it said what no process of a mesh says")
+        raise ExchangeError("its message is not one that a process of a mesh sends")
     return values
 
 
@@ -198,7 +198,7 @@ def connect_until(
             return connection, answer
         connection.close()
         if time.monotonic() > deadline:
-            raise TimeoutError("it told to wait for too long")
+            raise TimeoutError("it did not become ready before the timeout")
         time.sleep(_RETRY)
     return None
 

@@ -25,7 +25,7 @@ class HeartbeatSettings:
         shortest: smallest limit on silence in seconds. It leaves time for calls that let no other thread run.
         longest: largest limit on silence in seconds, however irregular the beats are.
         phi: negative decimal logarithm of the accepted probability of a false suspicion.
-        redial: seconds in which a dropped or silent connection must be replaced. A hanging peer is given up after at
+        redial: seconds in which a dropped or silent connection must be replaced. A hanging peer is lost after at
             most ``longest + redial``.
     """
 
@@ -38,11 +38,13 @@ class HeartbeatSettings:
     def __post_init__(self) -> None:
         if not 0 < self.interval < self.shortest <= self.longest:
             raise DocumentError(
-                f"heartbeat: interval {self.interval:g} s, shortest {self.shortest:g} s and longest "
-                f"{self.longest:g} s must be positive and grow in this order"
+                f"heartbeat: expected 0 < interval < shortest <= longest; got interval {self.interval:g} s, shortest "
+                f"{self.shortest:g} s, longest {self.longest:g} s"
             )
         if not 0 < self.phi <= 15 or self.redial <= 0:
-            raise DocumentError(f"heartbeat: phi {self.phi:g} must lie in (0, 15] and redial {self.redial:g} s above 0")
+            raise DocumentError(
+                f"heartbeat: expected 0 < phi <= 15 and redial > 0 s; got phi {self.phi:g}, redial {self.redial:g} s"
+            )
 
     @cached_property
     def deviations(self) -> float:
@@ -94,7 +96,7 @@ def read_heartbeat(given: HeartbeatSettings | Mapping[str, float] | None) -> Hea
         return given or HeartbeatSettings()
     allowed = ", ".join(field.name for field in fields(HeartbeatSettings))
     if not isinstance(given, Mapping):
-        raise DocumentError(f"heartbeat: {given!r} is no mapping of {allowed}")
+        raise DocumentError(f"heartbeat: expected a mapping with keys {allowed}; got {given!r}")
     if unknown := sorted(set(given) - {field.name for field in fields(HeartbeatSettings)}):
         raise DocumentError(f"heartbeat.{unknown[0]}: not known; allowed: {allowed}")
     return HeartbeatSettings(**{name: read_seconds(f"heartbeat.{name}", value) for name, value in given.items()})
@@ -107,5 +109,5 @@ def read_seconds(name: str, value: object) -> float:
         DocumentError: it is no such number.
     """
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise DocumentError(f"{name}: {value!r} is no finite number above 0")
+        raise DocumentError(f"{name}: {value!r} is not a finite number above 0")
     return float(value)

@@ -48,7 +48,7 @@ class Membership:
 
     def reason(self, peer: int) -> str:
         """The reason why the peer is not live."""
-        return self._reasons.get(peer, "it was never connected")
+        return self._reasons.get(peer, "it never connected")
 
     def is_live(self, peer: int) -> bool:
         return self._status[peer] in _LIVE
@@ -122,7 +122,7 @@ class Membership:
     def expelled_by(self, peer: int) -> bool:
         """Whether this process must leave because ``peer`` has given it up; otherwise the peer leaves.
 
-        Rank 0 never leaves. Of the last two processes, the one that was given up leaves.
+        Rank 0 never leaves. Of the last two processes, the one that was expelled leaves.
         """
         return peer < self.rank or (self.rank != 0 and self.live <= {self.rank, peer})
 

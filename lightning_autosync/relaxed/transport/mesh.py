@@ -227,7 +227,7 @@ class Mesh:
 
         Args:
             kind: kind of the messages.
-            handler: runs on the mesh's thread, so it must be quick. If it raises, the sender is given up.
+            handler: runs on the mesh's thread, so it must be quick. If it raises, the sender counts as lost.
             place: ``place(sender, header, size)`` may return memory of ``size`` bytes, into which a payload of more
                 than 64 KiB is received without a copy. If it returns None, the mesh allocates the memory.
 
@@ -288,7 +288,7 @@ class Mesh:
         if peer is None or peer == self.rank:
             return None
         if not 0 <= peer < self.size:
-            return ExchangeError(f"rank {peer} is not one of 0 to {self.size - 1}")
+            return ExchangeError(f"rank {peer} is not in the range 0 to {self.size - 1}")
         return None if self._members.is_live(peer) else PeerLost(peer, self._members.reason(peer))
 
     def _send_self(self, kind: str, header: Mapping[str, Any], message: Message) -> None:
@@ -314,7 +314,7 @@ class Mesh:
             absent.update(peer for peer in self._others() if self._members.status(peer) is Status.LOST)
         if absent:
             reasons = "; ".join(f"rank {peer}: {self._members.reason(peer)}" for peer in sorted(absent))
-            raise ExchangeError(f"rank {self.rank} could not meet its peers: {reasons}")
+            raise ExchangeError(f"rank {self.rank} could not connect to its peers: {reasons}")
 
     def _awaited_again(self) -> list[int]:
         """Peers that a returning process must still meet: first any peer, then all that this peer counts as live."""
@@ -342,7 +342,7 @@ class Mesh:
                 raise
             # A message that cannot be used must cost its sender the connection, and not this process its mesh.
             why = f"{type(cause).__name__}: {cause}"
-            raise ProtocolError(f"rank {mail.sender} sent a message of kind {mail.kind!r} of no use: {why}") from cause
+            raise ProtocolError(f"rank {mail.sender} sent an invalid message of kind {mail.kind!r}: {why}") from cause
 
     def place(self, sender: int, kind: str, header: dict[str, Any], size: int) -> memoryview | None:
         placer = self._placers.get(kind)

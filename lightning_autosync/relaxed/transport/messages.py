@@ -54,7 +54,7 @@ class Sent:
             MeshTimeout: the receiver has not confirmed in time.
         """
         if not self._event.wait(timeout):
-            raise MeshTimeout(f"a message was not confirmed in {timeout:g} s")
+            raise MeshTimeout(f"a message was not confirmed within {timeout:g} s")
         if self._error is not None:
             raise self._error
 
@@ -68,7 +68,7 @@ class Sent:
         begin = time.monotonic()
         while not self._event.wait(max(0.0, max(begin, self._moved_at) + stall - time.monotonic())):
             if time.monotonic() >= max(begin, self._moved_at) + stall:
-                raise MeshTimeout(f"nothing of a message was confirmed for {stall:g} s")
+                raise MeshTimeout(f"no part of a message was confirmed for {stall:g} s")
         if self._error is not None:
             raise self._error
 
@@ -140,7 +140,9 @@ def encode_head(kind: str, header: Mapping[str, Any]) -> bytes:
     except (TypeError, ValueError) as cause:
         raise ExchangeError(f"the header of a message of kind {kind!r} is not JSON data: {cause}") from None
     if len(head) > LARGEST_HEADER:
-        raise ExchangeError(f"the header of a message of kind {kind!r} has {len(head)} bytes, over {LARGEST_HEADER}")
+        raise ExchangeError(
+            f"the header of a message of kind {kind!r} has {len(head)} bytes; allowed: at most {LARGEST_HEADER}"
+        )
     return head
 
 

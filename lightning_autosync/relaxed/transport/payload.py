@@ -72,7 +72,9 @@ def pack(tensors: Mapping[str, Part], values: Mapping[str, Any] | None = None) -
         shape = list(part.shape) if isinstance(part, Tensor) else [sum(piece.numel() for piece in pieces)]
         if not can_travel(pieces[0]):
             kind = f"{pieces[0].dtype}, {pieces[0].layout}"
-            raise ExchangeError(f"'{name}' cannot be sent: it is {kind}; allowed: strided, {', '.join(_DTYPES)}")
+            raise ExchangeError(
+                f"'{name}' cannot be sent: its layout or dtype is {kind}; allowed: strided, {', '.join(_DTYPES)}"
+            )
         pieces = [piece.detach().to("cpu").contiguous() for piece in pieces]
         directory.append([name, str(pieces[0].dtype).removeprefix("torch."), shape])
         size = sum(piece.nbytes for piece in pieces)
@@ -101,7 +103,7 @@ def unpack(payload: memoryview) -> Unpacked:
             size = count * dtype.itemsize
             # The sign needs its own check, because two negative sizes have a positive product.
             if min(shape, default=0) < 0 or position + size > payload.nbytes:
-                raise ValueError(f"'{name}' does not fit")
+                raise ValueError(f"'{name}' does not fit into the message")
             flat = torch.frombuffer(payload, dtype=dtype, count=count, offset=position) if count else torch.empty(0)
             tensors[name] = flat.to(dtype).view(shape)
             position = _aligned(position + size)

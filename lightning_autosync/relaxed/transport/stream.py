@@ -206,7 +206,10 @@ class FrameStream:
 
     def _confirm(self, received: int) -> None:
         if not self._confirmed <= received <= self._confirmed + len(self._unconfirmed):
-            raise ProtocolError(f"rank {self.peer} confirmed {received} frames")
+            raise ProtocolError(
+                f"rank {self.peer} confirmed {received} frames; expected {self._confirmed} to "
+                f"{self._confirmed + len(self._unconfirmed)}"
+            )
         while self._confirmed < received:
             frame = self._unconfirmed.popleft()
             self._confirmed += 1
@@ -272,7 +275,9 @@ class FrameStream:
         if kind in (_SMALL, _LARGE):
             most = SMALL_MESSAGE if kind == _SMALL else self._largest
             if first > LARGEST_HEADER or second > most:
-                raise ProtocolError(f"rank {self.peer} announced a message of {first} + {second} bytes")
+                raise ProtocolError(
+                    f"rank {self.peer} announced a message of {first} + {second} bytes, which is too large"
+                )
             return memoryview(bytearray(first + (second if kind == _SMALL else 0)))
         if kind == _PIECE:
             if self._inbound is None or second > self._inbound.payload.nbytes - self._filled:
@@ -280,7 +285,7 @@ class FrameStream:
             return self._inbound.payload[self._filled : self._filled + second]
         if kind in (_BEAT, _LEAVE):
             return memoryview(b"")
-        raise ProtocolError(f"rank {self.peer} sent a frame of type {kind}")
+        raise ProtocolError(f"rank {self.peer} sent a frame of unknown type {kind}")
 
     def _complete(self, kind: int, first: int, second: int, body: memoryview) -> None:
         if kind == _SMALL:
@@ -289,7 +294,7 @@ class FrameStream:
             self._deliver(Mail(self.peer, name, header, memoryview(bytearray(body[first:]))))
         elif kind == _LARGE:
             if self._inbound is not None:
-                raise ProtocolError(f"rank {self.peer} began a message within another")
+                raise ProtocolError(f"rank {self.peer} began a message before the previous one was complete")
             name, header = self._parse(body)
             self._inbound = _Inbound(name, header, self._room(name, header, second))
             self._filled = 0
@@ -326,11 +331,11 @@ class FrameStream:
         try:
             kind, header = json.loads(bytes(text))
         except (ValueError, TypeError, RecursionError) as cause:
-            raise ProtocolError(f"rank {self.peer} sent a message without a proper header: {cause}") from None
+            raise ProtocolError(f"rank {self.peer} sent a message whose header is not valid JSON: {cause}") from None
         if not isinstance(kind, str) or not isinstance(header, dict):
             raise ProtocolError(f"rank {self.peer} sent a message without a kind or a header")
         if fault := header_fault(kind, header):
-            raise ProtocolError(f"rank {self.peer} sent a message of kind {kind!r} with a header of no use: {fault}")
+            raise ProtocolError(f"rank {self.peer} sent a message of kind {kind!r} with an invalid header: {fault}")
         return kind, header
 
 

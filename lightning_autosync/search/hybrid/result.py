@@ -10,7 +10,16 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, model_validator
 from typing_extensions import Self
 
-from lightning_autosync.documents import RESULT, Index, Record, Result, Spent, Taken, check_format, read_data
+from lightning_autosync.documents import (
+    RESULT,
+    Duration,
+    Index,
+    PositiveDuration,
+    Record,
+    Result,
+    check_format,
+    read_data,
+)
 from lightning_autosync.errors import DocumentError
 from lightning_autosync.hybrid import HybridPlan
 from lightning_autosync.plan import SyncPlan
@@ -43,9 +52,9 @@ class HybridTrial(Record):
     name: str
     origin: Origin
     state: Literal["complete", "pruned", "failed"]
-    seconds: Taken | None = None
-    predicted: Taken | None = None
-    memory: Spent | None = None
+    seconds: PositiveDuration | None = None
+    predicted: PositiveDuration | None = None
+    memory: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     bytes: float | None = None
     deviation: float | None = None
     why: str | None = None
@@ -76,7 +85,7 @@ class HybridTuningResult(Result):
     rates: dict[str, Any]
     model: str
     weight_bytes: Index
-    search_seconds: Spent
+    search_seconds: Duration
     notes: tuple[str, ...] = ()
     trials: tuple[HybridTrial, ...]
     final: dict[str, Any] | None = None

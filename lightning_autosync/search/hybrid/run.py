@@ -214,7 +214,7 @@ class HybridTuningRun:
         while batch := list(islice(left, self._settings.search.batch)):
             deviations = self._deviations(session, reference, batch)
             measurements = {
-                entry.name: TrialMeasurement(Contender(entry.name, entry.order), apart=entry is reference)
+                entry.name: TrialMeasurement(Contender(entry.name, entry.order), is_reference=entry is reference)
                 for entry in batch
             }
             for name, deviation in deviations.items():

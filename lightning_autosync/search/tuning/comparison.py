@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from lightning_autosync.documents import Record, Taken, checked
+from lightning_autosync.documents import PositiveDuration, Record, checked
 from lightning_autosync.errors import DocumentError, TuningError
 from lightning_autosync.hybrid import HybridPlan
 from lightning_autosync.measure.bench.output import EXACT
@@ -51,7 +51,7 @@ class ComparedContender(Record):
 
     kind: Literal["plan", "builder", "finalist", "ddp", "contender"]
     exactness: str = Field(alias="class")
-    rounds: tuple[Taken, ...] = Field(alias="round_seconds", min_length=1)
+    rounds: tuple[PositiveDuration, ...] = Field(alias="round_seconds", min_length=1)
 
     @property
     def median(self) -> float:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 import optuna
 from pydantic import ConfigDict, Field
 
-from lightning_autosync.documents import PLAIN, Index, Record, Taken, checked, digest, parse_json
+from lightning_autosync.documents import PLAIN, Index, PositiveDuration, Record, checked, digest, parse_json
 from lightning_autosync.errors import DocumentError
 from lightning_autosync.interrupts import uninterrupted
 from lightning_autosync.measure.drift import Drift
@@ -54,7 +54,7 @@ class MeasuredOpponent:
     name: str
     batch: Index
     state: str
-    seconds: Taken | None
+    seconds: PositiveDuration | None
     why: str | None
 
 
@@ -62,7 +62,7 @@ class _Stored(Record):
     """The attribute `OPPONENTS`."""
 
     measured: tuple[MeasuredOpponent, ...] = ()
-    reference_by_batch: dict[int, Taken] = Field(default_factory=dict)
+    reference_by_batch: dict[int, PositiveDuration] = Field(default_factory=dict)
 
 
 class Opponents:

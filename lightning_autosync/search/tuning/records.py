@@ -9,7 +9,7 @@ from typing import Literal
 from optuna.trial import FrozenTrial, TrialState
 from pydantic import ConfigDict
 
-from lightning_autosync.documents import Index, Record, Spent, Taken
+from lightning_autosync.documents import Duration, Index, PositiveDuration, Record
 from lightning_autosync.measure.drift import Drift, DriftCorrection, DriftObservation
 from lightning_autosync.plan.space import BUILDER, COMPOSED
 from lightning_autosync.search.trial_attributes import (
@@ -70,19 +70,19 @@ class TrialRecord(Record):
     number: Index
     origin: str
     state: State
-    seconds: Taken | None = None
-    predicted: Taken | None = None
-    steps: tuple[Spent | tuple[Spent, ...], ...] | None = None
-    elapsed: Spent | None = None
+    seconds: PositiveDuration | None = None
+    predicted: PositiveDuration | None = None
+    steps: tuple[Duration | tuple[Duration, ...], ...] | None = None
+    elapsed: Duration | None = None
     error: str | None = None
     builder: str | None = None
     plan: str | None = None
-    reference: Taken | None = None
+    reference: PositiveDuration | None = None
     batch: Index | None = None
     run: str | None = None
     interrupted: bool = False
-    price: Taken | None = None
-    corrected: Taken | None = None
+    price: PositiveDuration | None = None
+    corrected: PositiveDuration | None = None
 
     @classmethod
     def of(cls, trial: FrozenTrial) -> TrialRecord:

@@ -9,7 +9,16 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import ConfigDict, Field
 
-from lightning_autosync.documents import RESULT, Index, Record, Result, Spent, Taken, check_format, read_data
+from lightning_autosync.documents import (
+    RESULT,
+    Duration,
+    Index,
+    PositiveDuration,
+    Record,
+    Result,
+    check_format,
+    read_data,
+)
 from lightning_autosync.errors import DocumentError
 from lightning_autosync.measure.drift import Drift
 from lightning_autosync.search.tuning.comparison import FinalComparison
@@ -22,7 +31,7 @@ class Opponent(Record):
     model_config = LENIENT
 
     name: str
-    seconds: Taken
+    seconds: PositiveDuration
 
 
 class OpponentRecords(Record):
@@ -57,7 +66,7 @@ class Best(Record):
 
     number: Index | None = None
     origin: str
-    seconds: Taken
+    seconds: PositiveDuration
     builder: str | None = None
     plan: dict[str, Any]
 
@@ -85,10 +94,10 @@ class Timing(Record):
 
     model_config = LENIENT
 
-    trials_per_minute: Spent | None = None
-    sampler_seconds: Spent | None = None
-    sampler_seconds_by_proposal: tuple[Spent, ...] = ()
-    wall_seconds: Spent | None = None
+    trials_per_minute: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    sampler_seconds: Duration | None = None
+    sampler_seconds_by_proposal: tuple[Duration, ...] = ()
+    wall_seconds: Duration | None = None
     restarts: Index = 0
 
 
@@ -102,7 +111,7 @@ class DriftRecord(Record):
 
     model_config = ConfigDict(frozen=True, extra="allow", allow_inf_nan=False)
 
-    reference_by_trial: dict[int, Taken] = Field(default_factory=dict)
+    reference_by_trial: dict[int, PositiveDuration] = Field(default_factory=dict)
     share: Annotated[float, Field(ge=0, le=1)] = 1.0
 
 

@@ -18,19 +18,24 @@ BACKWARD = 2.0
 
 
 class SlowingMixin:
-    """Slows some ranks down: by a factor, by random pauses, for some of the time.
+    """A callback that makes some ranks slower, to test training on unequal workers.
 
-    A slow rank sleeps between the forward and the backward pass of a batch, before it exchanges anything. Its forward
-    pass says how long it computes, and backward is taken for twice that: where backward exchanges too, it would tell
-    how long others take. Steps are batches, counted on each rank from the beginning of the training.
+    A slow rank sleeps between the forward and the backward pass of each batch. The computation of a batch is taken to
+    be three times its forward pass, because the backward pass may include waiting for other ranks. Here, ranks 0 and 1
+    run at half speed, and rank 2 pauses for about 0.1 s in about every tenth batch::
+
+        slowdowns = [{"ranks": [0, 1], "factor": 2}, {"ranks": [2], "pause_probability": 0.1, "pause": 0.1}]
+        trainer = Trainer(strategy="autosync", callbacks=[SlowRanks(slowdowns)])
 
     Args:
-        slowdowns: fields of `lightning_autosync.measure.models.straggler.Slowdown`: ``ranks`` (None is all),
-            ``factor``, ``pause_probability`` and ``pause`` (mean seconds), ``begin`` and ``end`` (batches).
-            Where several hold, factors multiply and pauses add up.
-        seed: of the pauses; every rank draws its own.
-        compute: seconds that a batch's computation takes, if that is known.
-        sleep: how to spend seconds.
+        slowdowns: mappings with fields of `lightning_autosync.measure.models.straggler.Slowdown`: ``ranks`` (default:
+            all), ``factor`` on the seconds of computation (default: 1), ``pause_probability`` per batch (default: 0),
+            ``pause`` (mean seconds; needed with ``pause_probability``), ``begin`` (first slow batch, default: 0) and
+            ``end`` (first batch that is not slow any more; default: none). Each rank counts its batches from the start
+            of training. If several slowdowns hold, their factors multiply and their pauses add up.
+        seed: seed of the random pauses, which differ between ranks. Default: 0.
+        compute: seconds of computation of a batch. None (default): measured.
+        sleep: function that waits for a number of seconds. Default: ``time.sleep``.
 
     Raises:
         DocumentError: a slowdown is wrong.
@@ -49,7 +54,9 @@ class SlowingMixin:
         except ValidationError as error:
             raise DocumentError(f"SlowRanks: {describe_validation_error(error, given)}") from None
         if compute is not None and compute <= 0:
-            raise DocumentError(f"SlowRanks: compute: {compute:g} s must be above 0; None measures it")
+            raise DocumentError(
+                f"SlowRanks: compute: expected seconds above 0, or None to measure them; got {compute:g}"
+            )
         self._compute, self._sleep = compute, sleep
         self._straggler: Straggler | None = None
         self._begun = 0.0

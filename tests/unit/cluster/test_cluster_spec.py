@@ -39,7 +39,7 @@ MALFORMED: list[tuple[Any, str]] = [
     (["nodes"], "expected a mapping of fields, got list"),
     ({"name": "c", "nodes": [{"name": "a"}]}, "format: missing; expected 'autosync-cluster/1'"),
     ({**PAIR, "format": "autosync-cluster/2"}, "written by a newer release"),
-    ({**PAIR, "format": "autosync-plan/1"}, "'autosync-plan/1' is not readable here"),
+    ({**PAIR, "format": "autosync-plan/1"}, "'autosync-plan/1' cannot be read"),
     ({key: PAIR[key] for key in ("format", "nodes", "links")}, "name: missing"),
     (HEAD, "nodes: missing"),
     ({**HEAD, "nodes": []}, "nodes: Tuple should have at least 1 item"),

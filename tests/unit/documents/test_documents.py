@@ -32,19 +32,31 @@ UNREADABLE: dict[str, tuple[str, str, str]] = {
     "too deep, JSON": ("a.json", "[" * 100_000 + "]" * 100_000, "not valid JSON: nested too deeply"),
     "not finite": ("a.yaml", "a: {b: [1, .nan]}", "a.b[1]: nan is not finite"),
     "not finite, JSON": ("a.json", '{"a": [{"b": 1e999}]}', "a[0].b: inf is not finite"),
-    "too large": ("a.json", '{"a": 1' + "0" * 320 + "}", "a: a number beyond 1e+60"),
-    "too long": ("a.yaml", "a: 1" + "0" * 500, "not valid YAML: a number of 501 digits (line 1)"),
-    "too many": ("a.json", "[" + "0," * 500_000 + "0]", "not valid JSON: it has some 500002 values; allowed: 500000"),
+    "too large": ("a.json", '{"a": 1' + "0" * 320 + "}", "a: the number is beyond 1e+60"),
+    "too long": (
+        "a.yaml",
+        "a: 1" + "0" * 500,
+        "not valid YAML: a number has 501 digits; allowed: at most 400 (line 1)",
+    ),
+    "too many": (
+        "a.json",
+        "[" + "0," * 500_000 + "0]",
+        "not valid JSON: it has about 500002 values; allowed: at most 500000",
+    ),
     "too many, YAML": ("a.yaml", "[" + "a," * 100_000 + "a]", "not valid YAML: it has more than 100000 values"),
     "too many bytes": (
         "a.yaml",
         " " * 5_000_000,
-        "more than 4194304 bytes; allowed: 4194304 at most (16777216 of JSON)",
+        "has more than 4194304 bytes; allowed: 4194304 (JSON: 16777216)",
     ),
     "levels": ("a.json", '{"a": ' + "[" * 100 + "]" * 100 + "}", f"a{'[0]' * 33}...: nested too deeply; allowed: 64"),
-    "a date": ("a.yaml", "a: 2020-12-24", "a: it reads as a date; put it in quotes"),
-    "a key that is no text": ("a.yaml", "a: {1: x}", "a: a key is no text: 1; put it in quotes"),
-    "half a character": ("a.json", '{"a": "\\ud800"}', "a: half a character (a lone surrogate), which is no text"),
+    "a date": ("a.yaml", "a: 2020-12-24", "a: YAML reads it as a date; put it in quotes"),
+    "a key that is no text": ("a.yaml", "a: {1: x}", "a: key 1 is not a string; put it in quotes"),
+    "half a character": (
+        "a.json",
+        '{"a": "\\ud800"}',
+        "a: the string contains a lone surrogate, which is not a character",
+    ),
     "key twice": ("a.yaml", "a: 1\nb: 2\na: 1\n", "not valid YAML: key 'a' is given twice (line 3)"),
     "key twice inside": ("a.yaml", "a: [{b: 1, 'b': 2}]", "not valid YAML: key 'b' is given twice (line 1)"),
     "key twice, JSON": ("a.json", '{"x": {"a": 1, "b": 2, "a": 3}}', "not valid JSON: key 'a' is given twice"),
@@ -180,7 +192,9 @@ def test_a_directory_keeps_its_name_and_shares_it_with_none(tmp_path: Path) -> N
     assert identity(here) != name
 
 
-@pytest.mark.parametrize(("damage", "message"), [(b"\xff\xfe\x00", "cannot be read: "), (b" \n", "empty; ")])
+@pytest.mark.parametrize(
+    ("damage", "message"), [(b"\xff\xfe\x00", "cannot be read: "), (b" \n", "the file is empty, ")]
+)
 def test_a_damaged_name_of_a_directory_is_one_error(tmp_path: Path, damage: bytes, message: str) -> None:
     (tmp_path / ".identity").write_bytes(damage)
     with pytest.raises(DocumentError) as caught:
@@ -189,7 +203,7 @@ def test_a_damaged_name_of_a_directory_is_one_error(tmp_path: Path, damage: byte
 
 
 def test_an_earlier_name_of_a_key_works_and_warns() -> None:
-    with pytest.warns(FutureWarning, match="^least: this key is called min_steps now"):
+    with pytest.warns(FutureWarning, match="^least: this key is now named min_steps"):
         assert Limits.parse({"least": 3, "min_steps": 5}).min_steps == 3
     with pytest.warns(FutureWarning, match="least"), pytest.raises(DocumentError, match=r"^min_steps: .*integer"):
         Limits.parse({"least": "x"})

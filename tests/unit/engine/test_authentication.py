@@ -110,10 +110,10 @@ def test_a_secret_does_not_travel() -> None:
     ("behave", "error"),
     [
         (lambda caller: None, "no answer"),
-        (lambda caller: caller.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n<html>"), "no process of a job"),
+        (lambda caller: caller.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n<html>"), "is not part of an AutoSync job"),
         (
             lambda caller: caller.sendall(authentication.BANNER + bytes(16) + b"\xff" * 100),
-            "in another form",
+            "is not one that a process of a job sends",
         ),
         (lambda caller: caller.sendall(authentication.BANNER + bytes(16) + b"\0" * 36), "does not know the secret"),
     ],

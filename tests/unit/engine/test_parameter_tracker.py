@@ -129,5 +129,5 @@ def test_a_difference_names_parameter_and_ranks() -> None:
     assert difference([watch.facts() for watch in watches]) == ""
     _add(ours)
     assert difference([watch.facts() for watch in watches]) == (
-        "parameter '1.1.slope' is there on rank 0, but not on rank 1"
+        "parameter '1.1.slope' exists on rank 0, but not on rank 1"
     )

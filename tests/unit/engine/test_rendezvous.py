@@ -84,7 +84,7 @@ def test_other_machines_find_the_store_where_only_this_one_takes_its_name_for_a_
     "says", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n", bytes(100)], ids=["silence", "HTTP", "zeros"]
 )
 def test_what_is_no_store_is_told_within_seconds(says: bytes) -> None:
-    told = "no store at .*: what listens there is something else"
+    told = "no store at .*: another program listens there"
     with listening_as(lambda caller: caller.sendall(says)) as address, pytest.raises(ExchangeError, match=told):
         find_store(*address, 600.0)
 

@@ -42,10 +42,10 @@ def told(weights: list[float], monkeypatch: pytest.MonkeyPatch) -> str:
 @pytest.mark.parametrize(
     ("weights", "words"),
     [
-        ([1.0, 1.0, 2.0, 1.0], "on rank 2 are not those of rank 0."),
-        ([2.0, 1.0, 1.0, 1.0], "on rank 0 are not those of rank 1."),
-        ([1.0, 2.0], "on rank 1 are not those of rank 0."),
-        ([1.0, 1.0 + 1e-6, 2.0], "on rank 2 are not those of rank 0."),
+        ([1.0, 1.0, 2.0, 1.0], "on rank 2 differ from those on rank 0."),
+        ([2.0, 1.0, 1.0, 1.0], "on rank 0 differ from those on rank 1."),
+        ([1.0, 2.0], "on rank 1 differ from those on rank 0."),
+        ([1.0, 1.0 + 1e-6, 2.0], "on rank 2 differ from those on rank 0."),
     ],
 )
 def test_the_odd_rank_is_named(weights: list[float], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,9 +106,9 @@ def test_warnings_name_parameters_ranks_and_passes_and_come_again(monkeypatch: p
         check.count({"head": torch.ones(3)})
         apart = 3e-8 if check._passes > 6 else 1e-8
     assert len(told) == 2
-    assert "'head' on rank 1 from those of rank 0, by 1e-08 of the largest weight" in told[0]
+    assert "'head' on rank 1 and rank 0 differ by at most 1e-08 of the largest weight" in told[0]
     assert "equal after 0 synchronized backward passes and differ after 2." in told[0]
-    assert "by 3e-08" in told[1]
+    assert "by at most 3e-08" in told[1]
 
 
 def test_frozen_weights_are_read_in_the_first_check_and_in_each_tenth(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,5 +132,5 @@ def test_any_difference_of_integers_is_an_error(dtype: torch.dtype, monkeypatch:
     gap = replicas._gap(here, None)
     answers = iter([[[(0.0, 0.0)], [gap]], [[int(_bit_sum(there))], [int(_bit_sum(here))]]])
     monkeypatch.setattr(replicas, "gather_json", lambda value, group: next(answers))
-    with pytest.raises(ExchangeError, match="the weights of 'table' on rank 1 are not those of rank 0"):
+    with pytest.raises(ExchangeError, match="the weights of 'table' on rank 1 differ from those on rank 0"):
         ReplicaCheck(1)._report({"table": here})

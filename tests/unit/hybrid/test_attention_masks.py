@@ -39,7 +39,10 @@ def split() -> Iterator[SplitModel]:
 
 
 def test_a_mask_that_differs_between_ranks_is_refused(split: SplitModel) -> None:
-    with split.forward(VALUE), pytest.raises(ExchangeError, match="'attention': attn_mask has two axes"):
+    with (
+        split.forward(VALUE),
+        pytest.raises(ExchangeError, match="'attention': a two-dimensional attn_mask must be the same"),
+    ):
         split.module(VALUE, torch.zeros(3, 3))
 
 

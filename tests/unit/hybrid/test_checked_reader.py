@@ -55,7 +55,9 @@ def test_what_was_saved_is_read(folder: Path) -> None:
 def test_nothing_is_run(folder: Path, tmp_path: Path) -> None:
     mark = tmp_path / "harmed"
     changed(folder, lambda found: Harm(mark))
-    with pytest.raises(DocumentError, match=r"\.metadata: names posix\.system; allowed: what describes tensors"):
+    with pytest.raises(
+        DocumentError, match=r"\.metadata: it names posix\.system; allowed: only classes that describe tensors"
+    ):
         CheckedReader(folder).read_metadata()
     assert not mark.exists()
 
@@ -81,9 +83,9 @@ def _no_tensor(found: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (_elsewhere, "lies in ../other; allowed: a file of the same folder"),
-        (_no_tensor, "'weight' is no tensor"),
-        (lambda found: {"a": 1}, "holds a dict, not a table of contents"),
+        (_elsewhere, "is stored in ../other; allowed: a file in the same folder"),
+        (_no_tensor, "'weight' is not a tensor"),
+        (lambda found: {"a": 1}, "it contains a dict; expected a checkpoint's metadata"),
     ],
 )
 def test_other_contents_are_refused(folder: Path, change: Callable[[Any], object], message: str) -> None:

@@ -60,7 +60,7 @@ def _other_ranks(monkeypatch: pytest.MonkeyPatch, shapes: Any) -> None:
 def test_tensors_are_found_in_batches(split: SplitModel, monkeypatch: pytest.MonkeyPatch, batch: Any) -> None:
     _other_ranks(monkeypatch, [[3, 8]])
     with (
-        pytest.raises(ExchangeError, match=r"batch: its tensors have shapes \[\[3, 8\]\] on rank 1 and \[\[2, 8\]\]"),
+        pytest.raises(ExchangeError, match=r"batch: its tensors have shapes \[\[3, 8\]\] on rank 1, but \[\[2, 8\]\]"),
         split.forward(batch),
     ):
         pass
@@ -69,10 +69,10 @@ def test_tensors_are_found_in_batches(split: SplitModel, monkeypatch: pytest.Mon
 @pytest.mark.parametrize(("first", "other", "has", "lacks"), [(True, False, 0, 1), (False, True, 1, 0)])
 def test_the_rank_that_trains_is_named(first: bool, other: bool, has: int, lacks: int) -> None:
     found = [[[[2, 8]], [True, first], 0, 0], [[[2, 8]], [True, other], 0, 0]]
-    with pytest.raises(ExchangeError, match=f"parameter 'bias' trains on rank {has}, but not on rank {lacks};"):
+    with pytest.raises(ExchangeError, match=f"parameter 'bias' is trained on rank {has}, but frozen on rank {lacks};"):
         split_model._refuse_differences(found, ["weight", "bias"])
 
 
 def test_batches_without_tensors_are_refused(split: SplitModel) -> None:
-    with pytest.raises(ExchangeError, match="batch: no tensor was found in it"), split.forward(object()):
+    with pytest.raises(ExchangeError, match="batch: it contains no tensor"), split.forward(object()):
         pass

@@ -160,7 +160,7 @@ def test_unknown_modules_are_named() -> None:
     inputs = torch.randn(4, 7, 8)
     before = model(inputs)
     graph = capture(model, inputs)
-    assert graph.notes == ("LSTM is not known to this release: data parallel only (lstm)",)
+    assert graph.notes == ("LSTM cannot be split by this release, only data parallelism is possible (lstm)",)
     assert set(graph.operators[0].rules) == {"dp"}
     assert graph.operators[0].output.shape == (4, 7, 8)
     assert [(loose.module, loose.weights[0].path) for loose in graph.loose] == [("", "scale")]
@@ -181,7 +181,9 @@ def test_a_model_that_cannot_be_exported_is_taken_as_a_chain() -> None:
             return Result(self.body(x))
 
     graph = capture(Wrapped(), torch.zeros(4, 64))
-    assert graph.notes[0].startswith("each layer is taken to feed the next, for the model cannot be exported: ")
+    assert graph.notes[0].startswith(
+        "the model cannot be exported, so layers are assumed to form a chain in the order of their calls: "
+    )
     assert [operator.inputs[0].source for operator in graph.operators] == [INPUT, 0, 1]
     assert graph.operators[1].inputs[0].units == 64
 
@@ -219,9 +221,9 @@ def test_what_cannot_be_followed_is_refused() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.layer(x) if x.sum().item() > 0 else x
 
-    with pytest.raises(WorkloadError, match="Branching: its forward pass cannot be followed without values"):
+    with pytest.raises(WorkloadError, match="Branching: its forward pass cannot run on fake tensors"):
         capture(Branching(), torch.zeros(4, 8))
-    with pytest.raises(WorkloadError, match="Linear: its forward pass needs a tensor"):
+    with pytest.raises(WorkloadError, match="Linear: its forward pass gets no tensor"):
         capture(nn.Linear(8, 8))
     with pytest.raises(WorkloadError, match="ReLU: its forward pass calls no module"):
         capture(nn.ReLU(), torch.zeros(4, 8))

@@ -84,7 +84,7 @@ def _plan(**fields: Any) -> dict[str, Any]:
         ({"format": "autosync-hybrid/9"}, "format: 'autosync-hybrid/9' was written by a newer release"),
         ({"mesh": [2, 1]}, "mesh[1]: a dimension of size 1 splits nothing"),
         ({"mesh": [2, 0]}, "mesh[1]:"),
-        ({"ranks": [0, 1, 2, 2]}, "ranks: expected each of 0..3 once"),
+        ({"ranks": [0, 1, 2, 2]}, "ranks: expected each of 0 to 3 once"),
         ({"layers": []}, "layers:"),
         ({"layers": [{"module": "0", "signature": ["dp"]}]}, "layers[0].signature: expected one for each of 2 dimen"),
         ({"layers": [{"module": "0", "signature": ["dp", "column"]}]}, "layers[0].signature[1]:"),
@@ -92,9 +92,12 @@ def _plan(**fields: Any) -> dict[str, Any]:
             {"layers": [{"module": "0", "signature": ["dp", "dp"], "output": ["full"]}]},
             "layers[0].output: expected one for each of 2",
         ),
-        ({"layers": [{"module": "0", "signature": ["dp", "dp"]}] * 2}, "layers[1].module: '0' has a layer already"),
-        ({"gradients": "ring"}, "gradients: 'ring' is no builder of synchronous plans"),
-        ({"gradients": "partial_reduce"}, "gradients: 'partial_reduce' is no builder of synchronous plans"),
+        (
+            {"layers": [{"module": "0", "signature": ["dp", "dp"]}] * 2},
+            "layers[1].module: another layer already has the module '0'",
+        ),
+        ({"gradients": "ring"}, "gradients: 'ring' is not a builder of synchronous plans"),
+        ({"gradients": "partial_reduce"}, "gradients: 'partial_reduce' is not a builder of synchronous plans"),
         ({"remarks": "none"}, "remarks: unknown field"),
     ],
 )
@@ -111,10 +114,10 @@ def test_an_inner_plan_is_for_the_replicas() -> None:
     plan = builders.all_reduce(describe(nn.Linear(4, 4)), ClusterSpec.uniform(2))
     layer = LayerPlan(module="0", signature=("dp", "col"))
     assert HybridPlan(mesh=(2, 2), layers=(layer,), gradients=plan).gradients == plan
-    with pytest.raises(ValueError, match=r"gradients.world_size: 2, but layers have 4 replicas"):
+    with pytest.raises(ValueError, match=r"gradients.world_size: it is 2, but layers have 4 replicas"):
         HybridPlan(mesh=(2, 2), layers=(LayerPlan(module="0", signature=("dp", "dp")),), gradients=plan)
     relaxed = builders.partial_reduce(describe(nn.Linear(4, 4)), ClusterSpec.uniform(2))
-    with pytest.raises(ValueError, match=r"gradients.consistency: split operators need every rank in every step"):
+    with pytest.raises(ValueError, match=r"gradients.consistency: split operators need all ranks in every step"):
         HybridPlan(mesh=(2, 2), layers=(layer,), gradients=relaxed)
 
 
@@ -130,7 +133,7 @@ def _layers(model: nn.Module, **signatures: tuple[str, ...]) -> tuple[LayerPlan,
     ("change", "message"),
     [
         ({"workload": "0123456789ab"}, "plan: workload: it was made for another model"),
-        ({"mesh": (8,)}, "plan: mesh: 8 is 8 ranks, the job has 4"),
+        ({"mesh": (8,)}, "plan: mesh: 8 is 8 ranks, but the job has 4"),
         ({"layers": ("9", ("dp",))}, "layers[0].module: the model has no module '9'"),
         (
             {"layers": ("0", ("heads",))},
@@ -152,7 +155,7 @@ def test_a_plan_that_does_not_fit_is_refused(change: dict[str, Any], message: st
 
 
 def test_a_layer_that_ranks_cannot_share_evenly_is_refused() -> None:
-    assert refusal(nn.Linear(8, 6), ["col"], [4]) == "weight has 6 along axis 0, which 4 ranks cannot share evenly"
+    assert refusal(nn.Linear(8, 6), ["col"], [4]) == "weight has size 6 along axis 0; 4 ranks cannot share it evenly"
     assert refusal(nn.Linear(8, 6), ["row"], [4]) is None
     assert refusal(nn.Linear(8, 8), ["col", "col"], [4, 4]) is not None
     assert refusal(nn.Linear(8, 8), ["col", "row"], [4, 4]) is None
@@ -160,7 +163,7 @@ def test_a_layer_that_ranks_cannot_share_evenly_is_refused() -> None:
     assert "in each of 3 parts" in str(refusal(nn.Linear(8, 12), ["col"], [6], parts=3))
     attention = nn.MultiheadAttention(24, 6)
     assert refusal(attention, ["heads"], [3]) is None
-    assert refusal(attention, ["heads"], [4]) == "6 heads, which 4 ranks cannot share evenly"
+    assert refusal(attention, ["heads"], [4]) == "6 heads cannot be shared evenly by 4 ranks"
 
 
 def test_tied_parameters_are_cut_alike() -> None:

@@ -16,7 +16,7 @@ from lightning_autosync.hybrid.capture import capture
 from lightning_autosync.hybrid.cost import BOXING_FORWARD, Settings, memory_bytes, step_seconds
 from lightning_autosync.hybrid.descent import Descent
 from lightning_autosync.hybrid.exact import exact
-from lightning_autosync.hybrid.memory import Moment, peak_bytes
+from lightning_autosync.hybrid.memory import MemoryStage, peak_bytes
 from lightning_autosync.hybrid.mesh import shapes
 from lightning_autosync.hybrid.plan import HybridPlan, LayerPlan
 from lightning_autosync.hybrid.prediction import predict
@@ -165,22 +165,23 @@ def test_memory_counts_parameters_gradients_and_optimizer_state() -> None:
 
 def test_memory_is_followed_through_a_step() -> None:
     """What two layers hold; gradients take the place of what the backward pass needs no more."""
-    first, second = Moment(kept=10.0, gradients=3.0, backward=2.0), Moment(kept=5.0, gradients=20.0, forward=1.0)
+    first = MemoryStage(kept=10.0, gradients=3.0, backward=2.0)
+    second = MemoryStage(kept=5.0, gradients=20.0, forward=1.0)
     assert peak_bytes([first, second]) == 10 + 5 + 20
     assert peak_bytes([second, first]) == max(5 + 10 + 3 + 2, 5 + 3 + 20)
-    assert peak_bytes([Moment(gradients=7.0)] * 3) == 21
-    assert peak_bytes([Moment(forward=9.0), Moment(kept=1.0)]) == 9
+    assert peak_bytes([MemoryStage(gradients=7.0)] * 3) == 21
+    assert peak_bytes([MemoryStage(forward=9.0), MemoryStage(kept=1.0)]) == 9
     assert peak_bytes([]) == 0
 
 
 def test_what_does_not_fit_is_refused() -> None:
     graph = graph_of("mlp")
     plan = search(graph, SLOW).best.plan
-    with pytest.raises(PlanError, match="4 ranks, cluster 'uniform' has 8"):
+    with pytest.raises(PlanError, match="it has 4 ranks, but cluster 'uniform' has 8"):
         predict(plan, graph, ClusterSpec.uniform(8, 1, "1 Gbit/s"))
     with pytest.raises(PlanError, match="workload: it was made for another model"):
         predict(plan, graph_of("vgg"), SLOW)
-    with pytest.raises(PlanError, match="layers: '0' has parameters and no layer"):
+    with pytest.raises(PlanError, match="layers: module '0' has parameters, but no layer in the plan"):
         predict(HybridPlan(mesh=(4,), layers=(LayerPlan(module="2", signature=("dp",)),)), graph, SLOW)
     with pytest.raises(ClusterError, match="unknown"):
         search(graph, ClusterSpec.uniform(4))

@@ -48,7 +48,11 @@ def test_collectives_are_logged_with_their_groups() -> None:
 
 
 def test_unknown_collectives_are_refused() -> None:
-    with pretended_job(2), TrafficLog(), pytest.raises(NotImplementedError, match="c10d::broadcast_ is not known"):
+    with (
+        pretended_job(2),
+        TrafficLog(),
+        pytest.raises(NotImplementedError, match="c10d::broadcast_ is not a known collective"),
+    ):
         dist.broadcast(torch.ones(2), 0)
 
 

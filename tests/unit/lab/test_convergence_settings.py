@@ -93,7 +93,7 @@ def run(
         ({"speeds": {"slow": [{"ranks": [2]}]}, "only": {}}, "speeds.slow: rank 2 is out of range; workers is 2"),
         ({"launch": {"kind": "ssh"}}, "launch: ssh is not for comparisons of convergence; allowed: local, emulated"),
         ({"launch": {"kind": "emulated"}}, "cluster: missing; launch=emulated needs one"),
-        ({"cluster_scale": 2.0}, "cluster: missing; cluster_scale, cluster_fastest and rank_order change a cluster"),
+        ({"cluster_scale": 2.0}, "cluster: missing; cluster_scale, cluster_fastest and rank_order need a cluster"),
         ({"isolation": {"groups": 10}}, "pace: missing; isolation simulates paced steps"),
         ({"rates": [0.1, 0.2], "tuning_seeds": 0}, "tuning_seeds: at least 1 is needed"),
         ({"rates": []}, "rates: .*at least 1 item"),
@@ -130,7 +130,7 @@ def test_a_method_that_cannot_be_is_found_before_any_worker_starts(method, messa
 
 def test_a_cluster_of_another_size_is_found_before_any_worker_starts():
     settings = ConvergenceSettings.parse({**BASE, "cluster": ClusterSpec.uniform(nodes=3, devices=1).to_dict()})
-    with pytest.raises(DocumentError, match=r"workers: 2 asked for, but cluster '.*' has 3 devices"):
+    with pytest.raises(DocumentError, match=r"workers: 2 requested, but cluster '.*' has 3 devices"):
         compare(settings)
 
 
@@ -293,7 +293,7 @@ def test_rates_of_an_earlier_result(result, tmp_path: Path):
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"format": "autosync-bench/1"}, "format: 'autosync-bench/1' is not readable here"),
+        ({"format": "autosync-bench/1"}, "format: 'autosync-bench/1' cannot be read"),
         ({"rates": None}, "result.json: rates: "),
         ({"rates": {"gossip": "fast"}}, "result.json: rates.gossip: "),
         ({"rates": {"gossip": -1}}, "result.json: rates.gossip: "),

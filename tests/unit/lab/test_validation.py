@@ -62,7 +62,7 @@ def test_order_is_judged_within_one_workload_on_one_cluster() -> None:
 
 
 def test_plans_that_noise_hides_have_no_order_to_predict() -> None:
-    # Of six twos one differs by 1%, where the error of the difference is 1.4%; it is the only one in the wrong order.
+    # Of six pairs one differs by 1%, where the error of the difference is 1.4%; it is the only one in the wrong order.
     found = [priced(m, p, noise=0.01) for m, p in ((1.0, 1.0), (1.01, 0.99), (2.0, 2.0), (4.0, 4.0))]
     accuracy = ReplayAccuracy.of(found)
     assert accuracy.tau == pytest.approx(4 / 6)

@@ -41,7 +41,7 @@ from lightning_autosync.learned.dataset import Conditions, Dataset, Entry, Sampl
 from lightning_autosync.learned.ensemble import KINDS
 from lightning_autosync.learned.examples import Examples, Floats
 from lightning_autosync.learned.registry import SimulatorSettings
-from lightning_autosync.learned.training import CERTAIN, told_apart
+from lightning_autosync.learned.training import CERTAIN, distinct_pairs
 from lightning_autosync.plan import SyncPlan, compile_plan, signature
 from lightning_autosync.replay import Replay
 from lightning_autosync.run_files import RunFile, alone
@@ -205,7 +205,7 @@ def test_times_that_are_all_within_noise_give_a_clear_error() -> None:
 def test_drift_hides_differences_between_batches_alone() -> None:
     """Two and two plans, batch by batch, 5% and 50% apart; the margin is 2.8% within a batch and 8.9% between two."""
     target = numpy.array([0.0, 0.05, 0.0, 0.5])
-    apart = told_apart(target, numpy.full(4, 0.01), numpy.full(4, 0.03), numpy.array([0, 0, 1, 1]))
+    apart = distinct_pairs(target, numpy.full(4, 0.01), numpy.full(4, 0.03), numpy.array([0, 0, 1, 1]))
     assert apart.tolist() == [[i != j and {i, j} not in ({0, 2}, {1, 2}) for j in range(4)] for i in range(4)]
     found = SimulatorAccuracy.of(timed(target, drift=0.03, batch=[0, 0, 1, 1]), numpy.exp(-target))
     assert found.left_out == pytest.approx(2 / 6)
@@ -279,7 +279,7 @@ def test_samples_without_a_reference_are_batches_of_their_own() -> None:
     # Without any, two times are told apart as they were when there were no batches.
     none, target = encoded(batches([None], of=6)), numpy.linspace(0, 0.1, 6)
     margin = CERTAIN * numpy.hypot(none.noise[:, None], none.noise[None, :])
-    apart = told_apart(target, none.noise, none.drift, none.batch)
+    apart = distinct_pairs(target, none.noise, none.drift, none.batch)
     assert (apart == (abs(target[:, None] - target[None, :]) > margin)).all()
     assert 0 < apart.sum() < 30
 

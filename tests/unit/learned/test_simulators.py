@@ -194,7 +194,7 @@ def test_what_is_saved_is_what_is_loaded(name: str, samples: list[Sample], tmp_p
 
 @pytest.mark.parametrize(
     ("version", "message"),
-    [(2, "is not readable here; expected 'autosync-simulator/3'"), (4, "was written by a newer release")],
+    [(2, "cannot be read; expected 'autosync-simulator/3'"), (4, "was written by a newer release")],
 )
 def test_another_format_version_gives_one_clear_error(
     version: int, message: str, fitted: LearnedEstimator, tmp_path: Path

@@ -36,7 +36,7 @@ def composed(*overrides: str) -> BenchSettings:
         ),
         ({"model": {"kind": "layers", "tensors": 3, "width": 8, "batch": 2}}, "tensors: .*must be even"),
         ({"model": {"kind": "flat", "mib": 0}}, "mib: .*greater than 0"),
-        ({"model": {"kind": "paced"}}, "model: expected one of catalogue and workload_file"),
+        ({"model": {"kind": "paced"}}, "model: expected exactly one of catalogue and workload_file"),
         ({"model": {"kind": "paced", "catalogue": "vgg17"}}, "model: no model 'vgg17' in the catalogue; it has vgg16"),
         ({"model": {"kind": "paced", "catalogue": "vgg16", "scale": 0}}, "^model.scale: .*greater than 0"),
         ({"model": {"kind": "paced", "catalogue": "vgg16", "compute": "0 s"}}, "model: compute: must be above zero"),
@@ -46,7 +46,7 @@ def composed(*overrides: str) -> BenchSettings:
         ({"rank_order": "interleaved"}, "cluster: missing; cluster_scale, cluster_fastest and rank_order"),
         (
             {"cluster": STAR, "cluster_scale": 2.0, "cluster_fastest": 1e6},
-            "cluster_scale and cluster_fastest: give one",
+            "cluster_scale and cluster_fastest exclude each other",
         ),
         ({"cluster": STAR, "cluster_fastest": "fast"}, "cluster_fastest: expected a number or a rate"),
         ({"contenders": {"a": {"ddp": {"hook": "int4"}}}}, "contenders.a.ddp.hook: .*'fp16', 'bf16', 'powersgd'"),
@@ -57,12 +57,12 @@ def composed(*overrides: str) -> BenchSettings:
         ({"speed": 3}, "speed: unknown field"),
         ({"ddp": {"bucket_cap_mb": []}}, "ddp.bucket_cap_mb: .*at least 1 item"),
         ({"ddp": {"bucket_cap_mb": ["large"]}}, "ddp.bucket_cap_mb"),
-        ({"contenders": {"a": {}}}, r"contenders.a: expected one of ddp, builder and plan, got none"),
+        ({"contenders": {"a": {}}}, r"contenders.a: expected exactly one of ddp, builder and plan, got none"),
         ({"contenders": {"a": {"builder": "ps", "plan": "x.yaml"}}}, "contenders.a: .*got builder and plan"),
         ({"contenders": {"a": {"ddp": {"buckets": 3}}}}, "contenders.a.ddp.buckets: unknown field"),
         ({"contenders": {"a": {"plan": "x.yaml", "topology": "ring"}}}, "contenders.a.topology: unknown field"),
-        ({"contenders": {"a": {"ddp": {}, "embeddings": "rows"}}}, "contenders.a: .*DDP knows no 'rows'"),
-        ({"contenders": {"ddp": {"builder": "ps"}}}, "contenders: 'ddp' is the name of a DDP opponent"),
+        ({"contenders": {"a": {"ddp": {}, "embeddings": "rows"}}}, "contenders.a: .*DDP does not support 'rows'"),
+        ({"contenders": {"ddp": {"builder": "ps"}}}, "contenders: 'ddp' is the name of a DDP contender"),
     ],
 )
 def test_wrong_settings(changes, message):
@@ -82,7 +82,7 @@ def test_wrong_settings(changes, message):
         ({"contenders": {"a": {"builder": "os:getcwd"}}}, "contenders.a: builder 'os:getcwd'"),
         ({"contenders": {"a": {"ddp": {"hook": "powersgd"}}}}, "contenders.a: ddp.bucket_cap_mb: .*one bucket only"),
         ({"contenders": {"a": {"plan": "missing.yaml"}}}, "contenders.a: missing.yaml: cannot be read"),
-        ({"cluster": STAR, "ranks": 2}, "ranks: 2 asked for, but cluster 'star' has 3"),
+        ({"cluster": STAR, "ranks": 2}, "ranks: 2 requested, but cluster 'star' has 3"),
         ({"cluster": {**STAR, "colour": 1}}, "cluster: colour: unknown field"),
     ],
 )

@@ -39,7 +39,7 @@ def test_the_interval_narrows_with_rounds_and_holds_the_median():
 
 @pytest.mark.parametrize(("times", "reference"), [([], []), ([1.0], [1.0, 2.0])])
 def test_unpaired_rounds_are_refused(times, reference):
-    with pytest.raises(ValueError, match="paired by round"):
+    with pytest.raises(ValueError, match="equal numbers of rounds"):
         paired_ratio(times, reference)
 
 

@@ -32,7 +32,7 @@ def test_without_root_the_other_launch_is_named(monkeypatch):
     settings, cluster = LaunchSettings(kind="emulated"), ClusterSpec.star(bandwidths=[1e6, 1e6])
     with (
         pytest.raises(
-            LaunchError, match=r"^launch=emulated: .*they need root.*other launches run the ranks without: local,"
+            LaunchError, match=r"^launch=emulated: .*they need root.*launches without emulated links: local,"
         ),
         settings.open(cluster),
     ):

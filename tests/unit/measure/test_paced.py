@@ -162,10 +162,13 @@ def test_sparse_gradients_hold_the_same_rows_as_dense_ones() -> None:
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
-        ([Variable(name="a", shape=(2, 2), kind="row_sparse")], "needs rows"),
-        ([Variable(name="a.b", shape=(2,)), Variable(name="a", shape=(2,))], "no module has a parameter so named"),
-        ([Variable(name="half", shape=(2,))], "no module has a parameter so named"),
-        ([Variable(name="a.bias", shape=(2,), kind="sparse", rows=1.0)], "only the weight of an embedding"),
+        ([Variable(name="a", shape=(2, 2), kind="row_sparse")], "needs `rows`"),
+        (
+            [Variable(name="a.b", shape=(2,)), Variable(name="a", shape=(2,))],
+            "no module has a parameter with this name",
+        ),
+        ([Variable(name="half", shape=(2,))], "no module has a parameter with this name"),
+        ([Variable(name="a.bias", shape=(2,), kind="sparse", rows=1.0)], "allowed for the weight of an embedding only"),
     ],
 )
 def test_workloads_that_no_module_can_have(variables: list[Variable], message: str) -> None:

@@ -230,7 +230,7 @@ def test_the_job_says_whether_it_is_accelerated():
     ("data", "message"),
     [
         ({"launch": {"kind": "emulated"}}, "cluster: missing"),
-        ({"cluster": resolve_cluster("four_equal").to_dict()}, "leave it out"),
+        ({"cluster": resolve_cluster("four_equal").to_dict()}, "remove this setting"),
         ({"window": 0}, "window"),
     ],
 )

@@ -60,7 +60,7 @@ def test_trips_are_told_apart_where_answers_come_late_and_in_pieces(pair: Pair) 
 
 
 def test_a_rank_that_does_not_answer_is_told(pair: Pair) -> None:
-    with pytest.raises(LaunchError, match=r"does not answer within 0\.01 s"):
+    with pytest.raises(LaunchError, match=r"did not answer within 0\.01 s"):
         ping_for(pair[0], seconds=0.01, timeout=0.01)
 
 

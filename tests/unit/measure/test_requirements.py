@@ -16,7 +16,7 @@ from lightning_autosync.measure.workers import LaunchError
 
 def test_other_systems_are_pointed_to_the_other_launches(monkeypatch):
     monkeypatch.setattr(sys, "platform", "darwin")
-    with pytest.raises(LaunchError, match=r"need Linux, this is darwin; other launches .*: local, torchrun, ssh"):
+    with pytest.raises(LaunchError, match=r"need Linux, not darwin; launches .*: local, torchrun, ssh"):
         EmulatedLaunch(ClusterSpec.uniform(nodes=2, bandwidth=1e6))
 
 

@@ -54,8 +54,8 @@ def test_nobody_is_slow_by_default() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"pause": 1.0}, "pause: goes with pause_probability"),
-        ({"pause_probability": 0.5}, "pause: goes with pause_probability"),
+        ({"pause": 1.0}, "pause and pause_probability: set both or neither"),
+        ({"pause_probability": 0.5}, "pause and pause_probability: set both or neither"),
         ({"begin": 3, "end": 3}, "end: 3 must be above begin 3"),
         ({"factor": 0.5}, "factor"),
         ({"ranks": ()}, "ranks"),

@@ -29,7 +29,7 @@ def decided(best: float | None, *turns: list[float]) -> str:
 
 
 def test_earlier_names_of_settings_still_work_with_a_warning():
-    with pytest.warns(FutureWarning, match="most: this key is called max_steps now"):
+    with pytest.warns(FutureWarning, match="most: this key is now named max_steps"):
         assert TrialSettings.parse({"most": 7}).max_steps == 7
 
 
@@ -91,10 +91,10 @@ def test_plans_take_turns_in_alternating_order_until_each_is_decided():
 
 def test_a_measurement_apart_is_no_measure_for_others_and_others_are_none_for_it():
     session = PricedSession(_price)
-    fast, slow = TrialMeasurement(Contender("a", {}), apart=True), TrialMeasurement(Contender("slow", {}))
+    fast, slow = TrialMeasurement(Contender("a", {}), is_reference=True), TrialMeasurement(Contender("slow", {}))
     measure_in_turns(session, [fast, slow], StoppingRule(SETTINGS), warm_up=2)  # type: ignore[arg-type]
     assert [one.state for one in (fast, slow)] == ["complete", "complete"]
-    fast, awful = TrialMeasurement(Contender("a", {})), TrialMeasurement(Contender("awful", {}), apart=True)
+    fast, awful = TrialMeasurement(Contender("a", {})), TrialMeasurement(Contender("awful", {}), is_reference=True)
     measure_in_turns(session, [fast, awful], StoppingRule(SETTINGS), warm_up=2)  # type: ignore[arg-type]
     assert [one.state for one in (fast, awful)] == ["complete", "complete"]
 

@@ -136,7 +136,7 @@ def test_a_codec_that_nothing_executes_is_an_error_where_it_runs(
 ) -> None:
     (tmp_path / "foreign_coarse_engine.py").write_text("")
     compressor = Compressor(kind="coarse")
-    with pytest.raises(PlanError, match="compressor: 'coarse' is declared, but nothing executes it"):
+    with pytest.raises(PlanError, match="compressor: 'coarse' has a CodecFormat but no Codec"):
         make_codec(compressor, 8, 0)
 
 

@@ -27,7 +27,7 @@ class Player:
 
     rank: int
     epochs: list[int]
-    life: int = 0
+    incarnation: int = 0
     alive: bool = True
     epoch: int = 0
     left: int = 0
@@ -97,10 +97,10 @@ class World:
         heapq.heappush(self._events, (self.now + delay, next(self._command), event))
 
     def _living(self, player: Player, event: Callable[[], None]) -> Callable[[], None]:
-        life = player.life
+        incarnation = player.incarnation
 
         def guarded() -> None:
-            if player.alive and player.life == life:
+            if player.alive and player.incarnation == incarnation:
                 event()
 
         return guarded
@@ -115,7 +115,7 @@ class World:
             self._later(DETECTION + back, lambda: self._come_back(player))
 
     def _come_back(self, player: Player) -> None:
-        player.alive, player.life, player.early = True, player.life + 1, None
+        player.alive, player.incarnation, player.early = True, player.incarnation + 1, None
         player.left = 0
         self._ask(player, "start", {})
 
@@ -198,13 +198,15 @@ class World:
         assert abs(sum(header["weights"]) - 1) < 1e-12
         assert not player.groups or generation > player.groups[-1]
         player.groups.append(generation)
-        lives = [self.players[rank].life for rank in members]
-        self._later(EXCHANGE * self.rng.random(), self._living(player, lambda: self._averaged(player, header, lives)))
+        incarnations = [self.players[rank].incarnation for rank in members]
+        self._later(
+            EXCHANGE * self.rng.random(), self._living(player, lambda: self._averaged(player, header, incarnations))
+        )
 
-    def _averaged(self, player: Player, header: dict[str, Any], lives: list[int]) -> None:
+    def _averaged(self, player: Player, header: dict[str, Any], incarnations: list[int]) -> None:
         whole = all(
-            self.players[rank].alive and self.players[rank].life == life
-            for rank, life in zip(header["members"], lives, strict=True)
+            self.players[rank].alive and self.players[rank].incarnation == incarnation
+            for rank, incarnation in zip(header["members"], incarnations, strict=True)
         )
         if header["atomic"]:
             kind, request = player.waits_for, player.request

@@ -72,7 +72,7 @@ def test_who_comes_back_does_not_settle_for_a_part_of_the_living(black_hole: tup
     first, second, third = open_all(store, 3)
     third.close()
     store.set("mesh/1/address/1", seal(SECRET, "address of rank 1 in mesh 1", json.dumps(black_hole)))
-    with pytest.raises(ExchangeError, match="rank 2 could not meet its peers: rank 1"):
+    with pytest.raises(ExchangeError, match="rank 2 could not connect to its peers: rank 1"):
         Mesh.open(store, 2, 3, secret=SECRET, address=HOST, heartbeat=PATIENT, timeout=1.5, rejoin=True)
     second.close()
     first.close()

@@ -69,7 +69,7 @@ def test_nobody_waits_for_ever_among_losses_and_returns(schedule: dict[str, Any]
     for player in world.players:
         if player.alive and not player.ended:
             # It came back when nobody with a model was going to wait any more.
-            assert player.error == f"start: rank of a worker with a model did not come within {TIMEOUT:g} s"
+            assert player.error == f"start: no rank with a model arrived within {TIMEOUT:g} s"
             assert player.waits_for == "start"
             # Requests are up to `MAIL` seconds on their way, so the coordinator may have heard of it later.
             assert player.asked["start"] > first.asked["arrive"] - MAIL
@@ -166,7 +166,7 @@ def test_a_worker_that_does_not_come_to_the_barrier_is_named() -> None:
     assert talk.coordinator.tick(69.0) == []
     commands = talk.coordinator.tick(70.0)
     assert {command.rank for command in commands} == {0, 1, 2}
-    assert commands[0].header["reason"] == "drain: rank 1 did not come within 60 s"
+    assert commands[0].header["reason"] == "drain: rank 1 did not arrive within 60 s"
     assert talk.say(1, "ready", 71.0)[0].kind == "stop"
 
 
@@ -179,7 +179,7 @@ def test_who_comes_late_to_a_barrier_but_moves_is_waited_for() -> None:
     assert [(command.rank, command.kind) for command in commands] == [(0, "extend"), (2, "extend"), (1, "group")]
     assert talk.coordinator.deadline(65.0) == 125.0
     assert talk.coordinator.tick(124.0) == []
-    assert talk.coordinator.tick(125.0)[0].header["reason"] == "drain: rank 1 did not come within 60 s"
+    assert talk.coordinator.tick(125.0)[0].header["reason"] == "drain: rank 1 did not arrive within 60 s"
 
 
 def test_a_straggler_may_take_longer_than_a_silent_worker_may() -> None:
@@ -203,7 +203,7 @@ def test_members_that_do_not_come_to_a_group_are_named() -> None:
     assert talk.coordinator.tick(69.0) == []
     commands = talk.coordinator.tick(70.0)
     assert {command.rank for command in commands} == {0, 1, 2, 3}
-    assert commands[0].header["reason"] == "group: rank 1, 2 did not come within 60 s"
+    assert commands[0].header["reason"] == "group: rank 1, 2 did not arrive within 60 s"
 
 
 def test_who_comes_back_to_a_group_is_waited_for_as_long_as_anybody() -> None:
@@ -213,7 +213,7 @@ def test_who_comes_back_to_a_group_is_waited_for_as_long_as_anybody() -> None:
     assert [command.kind for command in talk.say(2, "start", 69.0)] == ["donate", "take", "extend"]
     assert talk.coordinator.tick(71.0) == []
     reason = talk.coordinator.tick(129.0)[0].header["reason"]
-    assert reason == "group: rank 1, 2 did not come within 60 s"
+    assert reason == "group: rank 1, 2 did not arrive within 60 s"
 
 
 def test_a_group_that_broke_has_connected_nobody() -> None:
@@ -284,7 +284,7 @@ def test_models_of_different_size_are_an_error() -> None:
 def test_whoever_was_given_up_must_start_again() -> None:
     talk = Talk(3, Grouping(2))
     talk.coordinator.lose(2, 1.0)
-    assert talk.say(2, "ready", 2.0) == [Command(2, "stop", {"reason": "rank 2 was given up; it must start again"})]
+    assert talk.say(2, "ready", 2.0) == [Command(2, "stop", {"reason": "rank 2 was expelled; it must start again"})]
 
 
 def test_the_window_of_groups_survives_a_checkpoint() -> None:

@@ -19,7 +19,7 @@ from lightning_autosync.relaxed.grouping import (
     constant_weights,
     dynamic_weights,
     sample_weights,
-    windows_apart,
+    unconnected_windows,
 )
 
 GROUPS = 1000
@@ -50,11 +50,11 @@ def _workers(setting: str, count: int, seed: int = 0) -> list[Callable[[], float
     raise AssertionError(setting)
 
 
-def _windows_apart(found: SimulatedGroups, count: int) -> int:
-    """How many windows of twice the bound leave workers apart."""
+def _unconnected_windows(found: SimulatedGroups, count: int) -> int:
+    """How many windows of twice the bound leave workers unconnected."""
     window = 2 * BOUND * count
     members = [group.members for group in found.groups]
-    apart, end, models = 0, 0, 0
+    unconnected, end, models = 0, 0, 0
     for begin in range(len(members)):
         while end < len(members) and models < window:
             models += len(members[end])
@@ -65,9 +65,9 @@ def _windows_apart(found: SimulatedGroups, count: int) -> int:
         graph.add_nodes_from(range(count))
         for group in members[begin:end]:
             networkx.add_path(graph, group)
-        apart += not networkx.is_connected(graph)
+        unconnected += not networkx.is_connected(graph)
         models -= len(members[begin])
-    return apart
+    return unconnected
 
 
 SETTINGS = ["equal", "identical", "one 4x slower", "random pauses", "half 2x slower"]
@@ -77,14 +77,14 @@ SETTINGS = ["equal", "identical", "one 4x slower", "random pauses", "half 2x slo
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_every_window_of_twice_the_bound_connects_all_workers(setting: str, size: int, count: int) -> None:
     found = simulate(Grouping(size), _workers(setting, count), GROUPS, EXCHANGE)
-    assert _windows_apart(found, count) == 0
+    assert _unconnected_windows(found, count) == 0
     assert found.bridging < 0.05
 
 
 @pytest.mark.parametrize("setting", ["equal", "half 2x slower"])
 def test_without_the_guard_workers_stay_apart(setting: str) -> None:
     found = simulate(Grouping(2, isolation=IsolationGuard(None)), _workers(setting, 4), GROUPS, EXCHANGE)
-    assert _windows_apart(found, 4) > 0
+    assert _unconnected_windows(found, 4) > 0
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
@@ -99,7 +99,7 @@ def test_a_wait_spares_a_size_that_does_not_divide_the_number_of_workers() -> No
     elastic = simulate(Grouping(3, wait=0.05), _workers("equal", 4), GROUPS, EXCHANGE)
     assert full.idle > 0.15
     assert elastic.idle < full.idle / 2
-    assert _windows_apart(elastic, 4) == 0
+    assert _unconnected_windows(elastic, 4) == 0
 
 
 @settings(deadline=None)
@@ -116,7 +116,7 @@ def test_any_mix_of_speeds_stays_connected(
     rng = random.Random(seed)
     workers = [_steady(rng, speeds[rank]) for rank in range(count)]
     found = simulate(Grouping(min(size, count), wait), workers, 40 * count, EXCHANGE)
-    assert _windows_apart(found, count) == 0
+    assert _unconnected_windows(found, count) == 0
     assert all(len(set(group.members)) == len(group.members) for group in found.groups)
 
 
@@ -223,8 +223,8 @@ def test_a_window_goes_on_if_a_group_of_it_broke_after_its_end() -> None:
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_windows_apart_are_found_as_networkx_finds_them(setting: str, bound: int | None) -> None:
     found = simulate(Grouping(2, isolation=IsolationGuard(bound)), _workers(setting, 4), GROUPS, EXCHANGE)
-    apart, windows = windows_apart([group.members for group in found.groups], 4)
-    assert apart == _windows_apart(found, 4)
+    unconnected, windows = unconnected_windows([group.members for group in found.groups], 4)
+    assert unconnected == _unconnected_windows(found, 4)
     if bound is None:  # all groups are pairs
         assert windows == GROUPS - BOUND * 4 + 1
 

@@ -36,5 +36,5 @@ def test_closing_waits_for_every_call_whoever_made_it() -> None:
 
 
 def test_who_does_not_sign_in_is_named() -> None:
-    with pytest.raises(ExchangeError, match=r"^ranks 1, 2 did not come to the mesh in 0\.3 s$"):
+    with pytest.raises(ExchangeError, match=r"^ranks 1, 2 did not join the mesh within 0\.3 s$"):
         exchange_addresses(dist.HashStore(), b"secret", 0, 3, ("127.0.0.1", 1), rejoin=False, timeout=0.3)

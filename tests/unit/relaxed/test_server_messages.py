@@ -71,7 +71,9 @@ def test_damaged_messages_are_refused(damage: str) -> None:
 )
 def test_what_cannot_travel_is_refused_before_it_does(tensor: torch.Tensor) -> None:
     assert not can_travel(tensor)
-    with pytest.raises(ExchangeError, match=r"^'odd' cannot be sent: it is torch\..*; allowed: strided, complex128"):
+    with pytest.raises(
+        ExchangeError, match=r"^'odd' cannot be sent: its layout or dtype is torch\..*; allowed: strided, complex128"
+    ):
         pack({"odd": tensor})
 
 
@@ -100,29 +102,25 @@ def test_gradients_survive_and_add_up() -> None:
 @pytest.mark.parametrize("indices", [[1], [6], [3, 3], [4, 3]])
 def test_rows_of_another_shard_are_refused(indices: list[int]) -> None:
     rows = Rows(torch.tensor(indices), torch.ones(len(indices), 2).double(), 1)
-    with pytest.raises(ExchangeError, match="rows that are not in shard 1 of group 'table'"):
+    with pytest.raises(ExchangeError, match="rows do not fit shard 1 of group 'table'"):
         unpack_gradients(unpack(travelled(pack_gradients({1: rows}))), SHARDS)
 
 
 def test_gradients_of_another_size_or_shard_are_refused() -> None:
     one = {0: DenseGradient((torch.ones(3).double(), None), (1, 0))}
-    with pytest.raises(ExchangeError, match="3 elements for shard 0"):
+    with pytest.raises(ExchangeError, match=r"shard 0 of group .*: got 3 elements"):
         unpack_gradients(unpack(travelled(pack_gradients(one))), SHARDS)
-    with pytest.raises(ExchangeError, match="shard 0, which is not kept here"):
+    with pytest.raises(ExchangeError, match="shard 0 is not on this server"):
         unpack_gradients(unpack(travelled(pack_gradients(one))), {1: TABLE})
 
 
 @pytest.mark.parametrize(
     ("index", "gradient", "message"),
     [
-        (
-            0,
-            DenseGradient((torch.ones(2), None), (1, 0)),
-            r"elements of torch.float32 for shard 0 .*; allowed: float64",
-        ),
-        (0, DenseGradient((torch.ones(2).double(), None), (1.5, 0)), "as the numbers of gradients for shard 0"),  # type: ignore[arg-type]
-        (1, Rows(torch.tensor([2.0]), torch.ones(1, 2).double(), 1), "rows that are not in shard 1"),
-        (1, Rows(torch.tensor([2]), torch.ones(1, 2), 1), "elements of torch.float32 for shard 1"),
+        (0, DenseGradient((torch.ones(2), None), (1, 0)), "shard 0 .* elements of torch.float32; allowed: float64"),
+        (0, DenseGradient((torch.ones(2).double(), None), (1.5, 0)), "shard 0: the numbers of gradients are"),  # type: ignore[arg-type]
+        (1, Rows(torch.tensor([2.0]), torch.ones(1, 2).double(), 1), "rows do not fit shard 1"),
+        (1, Rows(torch.tensor([2]), torch.ones(1, 2), 1), "shard 1 .* elements of torch.float32"),
     ],
 )
 def test_gradients_of_another_kind_are_refused(index: int, gradient: DenseGradient | Rows, message: str) -> None:

@@ -147,7 +147,7 @@ def test_timelines_come_back_from_their_file(tmp_path: Path) -> None:
             '{"format": "autosync-timelines/1", "timelines": {"a": {"step_time": 1}}}',
             r"timelines: a\.messages: .*missing",
         ),
-        ('{"format": "other/1"}', "format: 'other/1' is not readable here"),
+        ('{"format": "other/1"}', "format: 'other/1' cannot be read"),
         ("[]", "expected a mapping"),
     ],
 )

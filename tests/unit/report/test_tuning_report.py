@@ -267,7 +267,7 @@ def test_importance_says_why_there_is_none(changed: Changed, kept: Path, tmp_pat
     ("text", "message"),
     [
         ('{"format": "autosync-tuning/1", "trials": [{"num', r"result\.json: not valid JSON"),
-        ('{"format": "autosync-bench/1"}', r"result\.json: format: 'autosync-bench/1' is not readable here"),
+        ('{"format": "autosync-bench/1"}', r"result\.json: format: 'autosync-bench/1' cannot be read"),
         ('{"format": "autosync-tuning/2"}', r"result\.json: format: .* newer release"),
         ("{}", r"result\.json: format: missing; expected 'autosync-tuning/1'"),
         ("[]", r"result\.json: expected a mapping"),

@@ -182,7 +182,7 @@ WRONG = [
         "simulator: only the sampler 'autosync' uses it",
     ),
     ({"contenders": {"ps": {"builder": "ps"}}}, "contenders: 'ps' is a name that finalists may have"),
-    ({"trial": {"min_steps": 9, "max_steps": 3}}, "trial: max_steps: 3 is below min_steps, 9"),
+    ({"trial": {"min_steps": 9, "max_steps": 3}}, "trial: max_steps: 3 is less than min_steps, 9"),
     ({"trial": {"max_slowdown": 1}}, "trial.max_slowdown: .*greater than 1"),
     ({"semantics": "relaxed"}, "semantics: .*'exact' or 'compressed'"),
     ({"launch": {"kind": "emulated"}, "cluster": None}, "cluster: missing; launch=emulated needs one"),
@@ -252,6 +252,6 @@ def test_workers_that_do_not_start_twice_end_the_search_and_say_so(monkeypatch):
     world = World()
     with (
         world.job.session() as session,
-        pytest.raises(LaunchError, match=r"workers did not start twice: .*did not answer"),
+        pytest.raises(LaunchError, match=r"workers did not start at the second attempt: .*did not answer"),
     ):
         session.measure(measurement_session.Contender("trial 0", {}), 1)

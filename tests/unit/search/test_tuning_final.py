@@ -251,13 +251,13 @@ def test_a_plan_that_workers_refuse_is_left_out_at_once(tmp_path, monkeypatch):
 
     def play(settings: BenchSettings, preparation: Preparation, session: Any) -> BenchResult:
         if "foreign" in preparation.orders:
-            raise ContenderError("foreign", InputError("schedule: there is no parameter 'x'", rank=0))
+            raise ContenderError("foreign", InputError("schedule: the model has no parameter 'x'", rank=0))
         return played(job, settings, {name: [1.0] * settings.rounds for name in preparation.orders})
 
     monkeypatch.setattr(comparison, "play", play)
     plan = build("ps", job.workload, job.cluster)
     found = compare(job, None, {"ps": plan, "foreign": plan}, ["ddp"], tmp_path)
-    assert found["left_out"] == {"foreign": "schedule: there is no parameter 'x'"}
+    assert found["left_out"] == {"foreign": "schedule: the model has no parameter 'x'"}
 
 
 def test_a_rival_that_fails_twice_ends_the_last_comparison(tmp_path, monkeypatch):

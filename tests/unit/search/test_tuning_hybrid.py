@@ -18,6 +18,7 @@ from lightning_autosync.measure.bench.output import EXACT
 from lightning_autosync.measure.bench.preparation import Preparation
 from lightning_autosync.measure.bench.result import BenchResult, ContenderMeasurement
 from lightning_autosync.measure.bench.settings import BenchSettings
+from lightning_autosync.search.hybrid.result import HybridTrial
 from lightning_autosync.search.hybrid.run import HybridTuningRun
 from lightning_autosync.search.tuning.comparison import judged
 from lightning_autosync.search.tuning.job import TuningJob
@@ -49,6 +50,10 @@ def test_nothing_over_the_limit_of_memory_is_measured(tmp_path: Path) -> None:
 def test_a_limit_into_which_nothing_fits_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match=r"parallel: memory: no plan fits into 0\.001 MB on each rank"):
         entries(1e3, tmp_path)
+
+
+def test_a_plan_may_need_gigabytes() -> None:
+    assert HybridTrial(number=1, name="split", origin="search", state="complete", memory=2e10).memory == 2e10
 
 
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf")])

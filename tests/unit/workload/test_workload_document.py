@@ -137,7 +137,7 @@ MALFORMED: dict[str, tuple[str, str]] = {
     "no format": ("{name: m, variables: [{name: a, shape: [1]}]}", "format: missing"),
     "foreign format": (
         "{format: autosync-plan/1, name: m, variables: [{name: a, shape: [1]}]}",
-        "'autosync-plan/1' is not readable here; expected 'autosync-workload/1'",
+        "'autosync-plan/1' cannot be read; expected 'autosync-workload/1'",
     ),
     "newer format": (
         "{format: autosync-workload/2, name: m, variables: [{name: a, shape: [1]}]}",
