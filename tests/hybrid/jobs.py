@@ -49,6 +49,8 @@ class Job(LightningModule):
         self.name, self.optimizer = name, optimizer
         self.losses: list[float] = []
         self.norms: list[float] = []
+        if optimizer == "kept":
+            self.kept = torch.optim.AdamW(self.parameters(), lr=1e-2)
 
     def training_step(self, batch: Any, index: int) -> Tensor:
         loss = loss_of(self.net, *batch)
@@ -73,6 +75,8 @@ class Job(LightningModule):
     def configure_optimizers(self) -> Any:
         if self.optimizer == "sgd":
             return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+        if self.optimizer == "kept":
+            return self.kept
         made = torch.optim.AdamW(self.parameters(), lr=1e-2)
         warm_up = torch.optim.lr_scheduler.LambdaLR(made, lambda step: min(1.0, step / 3))
         return [made], [{"scheduler": warm_up, "interval": "step"}]

@@ -17,8 +17,9 @@ from lightning_autosync.measure.workers import WorkerPool
         {},
         {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05},
         {"optimizer": "sgd", "gradient_clip_val": 0.1, "limit_val_batches": 2},
+        {"optimizer": "kept"},
     ],
-    ids=["plain", "accumulation and clipping", "SGD and validation"],
+    ids=["plain", "accumulation and clipping", "SGD and validation", "an optimizer that the module keeps"],
 )
 def test_trains_as_ddp_does(pair: WorkerPool, options: dict[str, Any]) -> None:
     for found in pair.run(jobs.against_ddp, **options):

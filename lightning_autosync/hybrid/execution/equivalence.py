@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -25,6 +25,7 @@ from lightning_autosync.hybrid.execution.activation import bring_home
 from lightning_autosync.hybrid.execution.dropout_watch import WithoutDropout, draws, dropout_faults
 from lightning_autosync.hybrid.execution.reduction import GradientReduction
 from lightning_autosync.hybrid.execution.split_model import Part, SplitModel
+from lightning_autosync.hybrid.execution.trial_step import trial_step
 from lightning_autosync.workload.preservation import preserved
 
 T = TypeVar("T")
@@ -96,8 +97,8 @@ def expect(split: SplitModel, task: Task) -> Expectation:
         raise EquivalenceError(f"the unsplit model is not the same on all ranks: {error}") from None
     found = Expectation()
     parts = split.parts
-    made = _together(task.optimizers, split)
     with preserved(split.module, without=[part.parameter for part in parts.values()]), _gradients_aside(split):
+        made = _together(task.optimizers, split)
         found.loss = _run(split, task)
         found.buffers = {name: buffer.detach().clone() for name, buffer in split.module.named_buffers()}
         whole = {name: _mean(part.parameter, group) for name, part in parts.items()}
@@ -138,8 +139,8 @@ def verify(split: SplitModel, reduction: GradientReduction, task: Task, expected
         PeerLost: a rank is gone; other ranks may still wait for it.
     """
     parts = split.parts
-    made = _together(task.optimizers, split)
     with preserved(split.module, without=[part.parameter for part in parts.values()]), _gradients_aside(split):
+        made = _together(task.optimizers, split)
         loss = _run(split, task, reduction)
         faults = _loss_faults(split, loss, expected)
         faults += _gradient_faults(split, expected)
@@ -259,12 +260,11 @@ def _update(part: Part, gradient: Tensor, optimizers: Sequence[Optimizer]) -> Te
         return None
     parameter.grad = gradient
     try:
-        _step(owner)
-        with torch.no_grad():
-            return part.shard.take(parameter - before)
+        with trial_step(owner, [parameter]):
+            _step(owner)
+            return part.shard.take(parameter.detach() - before)
     finally:
         parameter.grad = None
-        owner.state.pop(parameter, None)
         with torch.no_grad():
             parameter.copy_(before)
 
@@ -333,8 +333,10 @@ def _update_faults(split: SplitModel, optimizers: Sequence[Optimizer], expected:
         gradient = expected.gradients[name]
         part.parameter.grad = None if gradient is None else gradient.clone()
     try:
-        for optimizer in optimizers:
-            _step(optimizer)
+        with ExitStack() as trials:
+            for optimizer in optimizers:
+                trials.enter_context(trial_step(optimizer, [part.parameter for part in parts.values()]))
+                _step(optimizer)
         return [fault for name, part in parts.items() if (fault := _step_fault(name, part, before[name], expected))]
     finally:
         with torch.no_grad():
