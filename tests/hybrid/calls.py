@@ -213,3 +213,21 @@ def with_checkpointing(model: str) -> float:
         loss.backward()
         found.append([parameter.grad for parameter in module.parameters()])
     return max(float((a - b).abs().max()) for a, b in zip(*found, strict=True))
+
+
+def in_inference_mode(model: str) -> float:
+    """How far the loss in inference mode, in which Lightning validates under NCCL, is from that without gradients."""
+    plan = plan_of(model)
+    if dist.get_rank() >= 4:
+        mesh_groups(plan, range(4))
+        return 0.0
+    module = make_model(model).eval()
+    split = SplitModel(module, plan, LiveMesh(plan, members=range(4)))
+    split.split()
+    found = []
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            inputs, labels = make_batch(model, SAMPLES, dist.get_rank())
+            with split.forward(inputs, labels):
+                found.append(float(bring_home(loss_of(module, inputs, labels))))
+    return abs(found[0] - found[1])

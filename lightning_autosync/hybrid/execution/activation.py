@@ -85,8 +85,8 @@ class Surroundings:
 
     def _once(self, value: Tensor, what: tuple[object, ...], make: Callable[[], Any]) -> Any:
         # Activation checkpointing runs a part of the forward pass again during backward. It must not reuse cached
-        # values of the first run, which belong to that run's autograd graph.
-        if torch._C._current_graph_task_id() != -1:
+        # values of the first run, which belong to that run's autograd graph. Inference tensors count no changes.
+        if torch._C._current_graph_task_id() != -1 or value.is_inference():
             return make()
         key = (value._version, torch.is_grad_enabled(), *what)
         known = self._changed.get(value)
