@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from lightning_autosync.errors import ExchangeError
 from lightning_autosync.hybrid.execution.activation import Activation, Surroundings
-from lightning_autosync.hybrid.execution.functions.operands import is_own
 from lightning_autosync.hybrid.execution.layouts import Layout, State
 from lightning_autosync.hybrid.plan import LayerPlan
 from lightning_autosync.hybrid.signatures import Rule, feature_axis, kind_of, rules_of
@@ -236,7 +235,7 @@ class SplitAttention(SplitOperator):
         return found
 
     def _check_same(self, mask: Tensor) -> None:
-        if not (isinstance(mask, nn.Parameter) or is_own(mask) or self.around.alike(mask)):
+        if not (isinstance(mask, nn.Parameter) or self.around.alike(mask)):
             raise ExchangeError(
                 f"'{self.layer.module}': attn_mask has two axes and is not the same on all ranks; allowed: one mask "
                 "for all ranks' samples, or masks by sample and head [samples x heads, queries, keys]"

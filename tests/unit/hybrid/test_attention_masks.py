@@ -41,10 +41,12 @@ def split() -> Iterator[SplitModel]:
 def test_a_mask_that_differs_between_ranks_is_refused(split: SplitModel) -> None:
     with split.forward(VALUE), pytest.raises(ExchangeError, match="'attention': attn_mask has two axes"):
         split.module(VALUE, torch.zeros(3, 3))
+    with split.forward(VALUE), pytest.raises(ExchangeError, match="'attention': attn_mask has two axes"):
+        split.module(VALUE, split.module.get_buffer("mask"))
 
 
-def test_masks_by_sample_and_those_of_the_model_are_not_compared(split: SplitModel) -> None:
+def test_masks_by_sample_and_those_that_are_learned_are_not_compared(split: SplitModel) -> None:
     with split.forward(VALUE):
         split.module(VALUE, torch.zeros(4, 3, 3))
-        split.module(VALUE, split.module.get_buffer("mask"))
+        split.module(VALUE, nn.Parameter(torch.zeros(3, 3)))
         split.module(VALUE, None)
