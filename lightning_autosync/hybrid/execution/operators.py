@@ -42,6 +42,7 @@ class SplitOperator:
         self._axis = feature_axis(module)
 
     def __call__(self, value: Tensor) -> Tensor:
+        self.around.enter(self.layer.module)
         local, rows = self.take(value)
         return self.give(self.compute(local), rows)
 
@@ -179,6 +180,7 @@ class SplitAttention(SplitOperator):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
+        self.around.enter(self.layer.module)
         first = self.module.batch_first
         if query.dim() != 3:
             raise ValueError(f"'{self.layer.module}': expected a batch of sequences, got shape {tuple(query.shape)}")
