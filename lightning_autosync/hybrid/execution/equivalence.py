@@ -133,6 +133,8 @@ def _note_gradients(
 def verify(split: SplitModel, reduction: GradientReduction, task: Task, expected: Expectation) -> None:
     """Compare a step of the split model with the expectation, and restore the model; collective.
 
+    It uses up the expected gradients.
+
     Raises:
         EquivalenceError: the results differ; the message names the differences; raised on every rank.
         AutoSyncError: the step fails or returns no loss on some rank; raised on every rank.
@@ -330,8 +332,7 @@ def _update_faults(split: SplitModel, optimizers: Sequence[Optimizer], expected:
     parts = {name: part for name, part in split.parts.items() if name in expected.updates}
     before = {name: part.parameter.detach().clone() for name, part in parts.items()}
     for name, part in split.parts.items():
-        gradient = expected.gradients[name]
-        part.parameter.grad = None if gradient is None else gradient.clone()
+        part.parameter.grad = expected.gradients.pop(name)  # not copied: memory is short here
     try:
         with ExitStack() as trials:
             for optimizer in optimizers:

@@ -15,7 +15,7 @@ from torch.optim import SGD, Adam, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LinearLR
 
 from lightning_autosync.hybrid import HybridPlan, LayerPlan
-from lightning_autosync.hybrid.execution.equivalence import Task, expect, verify
+from lightning_autosync.hybrid.execution.equivalence import Expectation, Task, expect, verify
 from lightning_autosync.hybrid.execution.live_mesh import LiveMesh
 from lightning_autosync.hybrid.execution.reduction import GradientReduction
 from lightning_autosync.hybrid.execution.split_model import SplitModel
@@ -42,7 +42,8 @@ class Model(nn.Module):
         return self.down(torch.tanh(self.up(x)))
 
 
-def compare(module: Model, optimizers: Callable[[], list[Optimizer]]) -> None:
+def compare(module: Model, optimizers: Callable[[], list[Optimizer]]) -> Expectation:
+    """The expectation after the check, which accepts."""
     batch = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
     split = SplitModel(module, PLAN, LiveMesh(PLAN))
     task = Task(lambda: module(batch).square().mean(), optimizers, batch)
@@ -50,6 +51,7 @@ def compare(module: Model, optimizers: Callable[[], list[Optimizer]]) -> None:
     split.split()
     with closing(GradientReduction(split)) as reduction:
         verify(split, reduction, task, expected)
+    return expected
 
 
 def contents(optimizer: Optimizer) -> tuple[Any, Any]:
@@ -115,3 +117,10 @@ class Counting(SGD):
 def test_steps_that_are_counted_in_groups() -> None:
     module = Model()
     compare(module, lambda: [Counting(module.parameters())])
+
+
+def test_expected_gradients_are_not_copied_for_the_step() -> None:
+    module = Model()
+    expected = compare(module, lambda: [SGD(module.parameters(), lr=0.1)])
+    assert not expected.gradients
+    assert all(parameter.grad is None for parameter in module.parameters())
