@@ -126,7 +126,7 @@ class GradientReduction:
             return
         error = ExchangeError(
             f"parameter '{odd[0]}' was added, removed or replaced, or changed its shape or dtype, after the model was "
-            "split; allowed: changes in place, freezing, and changes before training"
+            "split; allowed: changes in place, element by element, freezing, and changes before training"
         )
         announce(error)  # it may be on this rank only
         raise error
