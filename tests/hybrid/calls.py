@@ -152,6 +152,19 @@ def check_failing(case: str) -> dict[str, Any]:
     return {"told": told, "changed": sum(not torch.equal(a, b) for a, b in zip(before, now, strict=True))}
 
 
+def check_kept() -> str:
+    """What the check before training says where the optimizer has state from before the split."""
+    plan = plan_of("dropping")
+    if dist.get_rank() >= 4:
+        mesh_groups(plan, range(4))
+        return ""
+    module, batch = make_model("dropping"), make_batch("dropping", SAMPLES, dist.get_rank())
+    kept = AdamW(module.parameters(), lr=0.1)
+    loss_of(module, *make_batch("dropping", SAMPLES, 0)).backward()
+    kept.step()
+    return _refusal(module, plan, Task(lambda: loss_of(module, *batch), lambda: [kept], batch))
+
+
 class Unlike(nn.Module):
     """Has weights of several dtypes, some of which do not train."""
 

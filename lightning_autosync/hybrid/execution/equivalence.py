@@ -143,6 +143,7 @@ def verify(split: SplitModel, reduction: GradientReduction, task: Task, expected
     parts = split.parts
     with preserved(split.module, without=[part.parameter for part in parts.values()]), _gradients_aside(split):
         made = _together(task.optimizers, split)
+        _together(lambda: _refuse_whole_state(split, made), split)
         loss = _run(split, task, reduction)
         faults = _loss_faults(split, loss, expected)
         faults += _gradient_faults(split, expected)
@@ -152,6 +153,18 @@ def verify(split: SplitModel, reduction: GradientReduction, task: Task, expected
         _tell(faults, split)
         drawn = _together(lambda: draws(split, task.step, task.batch), split)
         _tell(dropout_faults(split, drawn), split)
+
+
+def _refuse_whole_state(split: SplitModel, optimizers: Sequence[Optimizer]) -> None:
+    """Refuse optimizers that are older than the split: no step fits parameters in parts and a state of the whole."""
+    for name, part in split.parts.items():
+        state = [optimizer.state[part.parameter] for optimizer in optimizers if part.parameter in optimizer.state]
+        shapes = [tuple(value.shape) for one in state for value in one.values() if isinstance(value, Tensor)]
+        if part.shard.shape != part.shard.local_shape and part.shard.shape in shapes:
+            raise EquivalenceError(
+                f"the optimizer has state for the whole of parameter '{name}', which is split now; make a new "
+                "optimizer in configure_optimizers"
+            )
 
 
 def untested(split: SplitModel, expected: Expectation) -> list[str]:
