@@ -14,6 +14,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
 
 from lightning_autosync.cluster import parse_bytes
+from lightning_autosync.documents import read_data
 from lightning_autosync.errors import AutoSyncError, ClusterError, EquivalenceError, PeerLost, PlanError, WorkloadError
 from lightning_autosync.hybrid import HybridPlan
 from lightning_autosync.hybrid.execution.activation import bring_home
@@ -21,7 +22,7 @@ from lightning_autosync.hybrid.execution.clipping import clip_gradients
 from lightning_autosync.hybrid.execution.compiled import Uncompiled, takes_home_values
 from lightning_autosync.hybrid.execution.equivalence import Task
 from lightning_autosync.hybrid.validation import check_plan
-from lightning_autosync.plan import builders
+from lightning_autosync.plan import SyncPlan, builders
 from lightning_autosync.strategy.agreement import agree
 from lightning_autosync.strategy.autoddl_checkpoint import SplitCheckpoints
 from lightning_autosync.strategy.base import SynchronizedModule
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
 else:
     _Base = object
 
-HybridPlanArgument = HybridPlan | str | os.PathLike[str] | None
+HybridPlanArgument = HybridPlan | SyncPlan | str | os.PathLike[str] | None
 
 
 class AutoDDLMixin(SplitCheckpoints, AutoSyncMixin, _Base):
@@ -57,8 +58,9 @@ class AutoDDLMixin(SplitCheckpoints, AutoSyncMixin, _Base):
         trainer = Trainer(strategy=AutoDDLStrategy(memory="4GB"), accelerator="cpu", devices=1, num_nodes=4)
 
     Args:
-        plan: how operators are split: a `HybridPlan` or the path of its file. None (default): a search
-            by the cost model, which needs ``memory`` or a cluster with known rates. Without both, nothing is split.
+        plan: how operators are split: a `HybridPlan` or the path of its file. An exact `SyncPlan` (or its file, as
+            ``autosync tune`` may leave) means data parallelism by this plan. None (default): a search by the cost
+            model, which needs ``memory`` or a cluster with known rates. Without both, nothing is split.
         cluster: nodes and links of the job: a `ClusterSpec`, the path of its file, or the name of a shipped cluster.
             None (default): unknown.
         memory: limit of the search on a rank's memory for the model, its optimizer and activations: bytes, or text such
@@ -101,8 +103,9 @@ class AutoDDLMixin(SplitCheckpoints, AutoSyncMixin, _Base):
         process_group_backend: str | None = None,
         timeout: Timeout = DEFAULT_TIMEOUT,
     ) -> None:
+        self._given, self._source = _read_given(plan)
         arguments: dict[str, Any] = {
-            "plan": None,
+            "plan": self._given if isinstance(self._given, SyncPlan) else None,
             "semantics": "exact",
             "cluster": cluster,
             "scheduling": scheduling,
@@ -131,7 +134,6 @@ class AutoDDLMixin(SplitCheckpoints, AutoSyncMixin, _Base):
         self._failure_detector = None
         self._job = None
         self._memory = None if memory is None else parse_bytes(memory)
-        self._given, self._source = _read_hybrid_plan(plan)
         self._resumed_from: Path | None = None
 
     @property
@@ -194,8 +196,10 @@ class AutoDDLMixin(SplitCheckpoints, AutoSyncMixin, _Base):
         self.model = SynchronizedModule(self.model, replica)
 
     def _data_parallel_settings(self) -> StrategySettings:
-        """The settings with the plan for gradients from the user's hybrid plan, if that has one."""
-        if self._given is None or self._given.gradients == "all_reduce":
+        """The settings with the plan for gradients that the user gave, if there is one."""
+        if self._given is None or isinstance(self._given, SyncPlan):
+            return replace(self._settings, source=self._source)
+        if self._given.gradients == "all_reduce":
             return self._settings
         return replace(self._settings, plan=self._given.gradients, source=f"{self._source}: gradients")
 
@@ -230,6 +234,8 @@ class AutoDDLMixin(SplitCheckpoints, AutoSyncMixin, _Base):
     def _choose(self, trainer: Any) -> tuple[Choice, FirstBatch | None]:
         """The plans to try, and the batch on which to try them."""
         agree(self._check_arguments, lambda _: self._arguments())
+        if isinstance(self._given, SyncPlan):
+            return Choice(reason=f"as '{self._source}' states"), None
         if self._given is not None:
             return self._as_given(self._given, trainer)
         cluster, world = self._settings.cluster, self.num_nodes * self.num_processes
@@ -345,9 +351,9 @@ def _identity(choice: Choice) -> str:
     return choice.plans[0].fingerprint if choice.plans else "data parallelism"
 
 
-def _read_hybrid_plan(value: HybridPlanArgument) -> tuple[HybridPlan | None, str]:
+def _read_given(value: HybridPlanArgument) -> tuple[HybridPlan | SyncPlan | None, str]:
     """The plan, and its name in errors."""
-    if value is None or isinstance(value, HybridPlan):
+    if value is None or isinstance(value, HybridPlan | SyncPlan):
         found, source = value, "plan"
     elif isinstance(value, str | os.PathLike):
         source = os.fspath(value)
@@ -356,11 +362,23 @@ def _read_hybrid_plan(value: HybridPlanArgument) -> tuple[HybridPlan | None, str
                 f"plan: '{source}' is a plan for gradients, not for splitting operators; give a hybrid plan, or use "
                 "AutoSyncStrategy"
             )
-        found = HybridPlan.load(source)
+        data = read_data(source, PlanError)
+        synchronizes = isinstance(data, dict) and str(data.get("format")).startswith("autosync-plan/")
+        found = SyncPlan.load(source) if synchronizes else HybridPlan.load(source)
     else:
         raise PlanError(f"plan: expected a HybridPlan or a file of one, got {type(value).__name__}")
-    if found is not None and not isinstance(found.gradients, str) and found.gradients.semantics != "exact":
-        raise PlanError(
-            f"{source}: gradients: semantics are '{found.gradients.semantics}'; allowed with split operators: 'exact'"
-        )
+    _check_exact(found, source)
     return found, source
+
+
+def _check_exact(plan: HybridPlan | SyncPlan | None, source: str) -> None:
+    if isinstance(plan, SyncPlan):
+        if plan.semantics != "exact" or not plan.has_schedule:
+            how = f"its semantics are '{plan.semantics}'" if plan.semantics != "exact" else "its servers step"
+            raise PlanError(
+                f"{source}: {how}; allowed: a hybrid plan, or an exact one with a schedule; use AutoSyncStrategy"
+            )
+    elif plan is not None and not isinstance(plan.gradients, str) and plan.gradients.semantics != "exact":
+        raise PlanError(
+            f"{source}: gradients: semantics are '{plan.gradients.semantics}'; allowed with split operators: 'exact'"
+        )

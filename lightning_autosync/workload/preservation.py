@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 Undo = Callable[[], None]
 
@@ -20,10 +21,10 @@ Undo = Callable[[], None]
 def preserved(*objects: Any, without: Iterable[Tensor] = ()) -> Iterator[None]:
     """Restore modules, tensors and the random generators at the end of the block, also after an error.
 
-    This restores values and identities of everything that ``objects`` reach through attributes of modules and plain
-    containers: parameters, buffers, training modes, counters, lists, metric states. State behind other objects (an open
-    file, a trainer) is not restored. Gradients are set aside, so every tensor starts the block without one. The cost is
-    one copy of every tensor.
+    This restores values and identities of everything that ``objects`` reach through attributes of modules and
+    optimizers and plain containers: parameters, buffers, training modes, counters, lists, metric states. State behind
+    other objects (an open file, a trainer) is not restored. Gradients are set aside, so every tensor starts the block
+    without one. The cost is one copy of every tensor.
 
     Args:
         objects: objects to restore.
@@ -57,7 +58,7 @@ def _remember(objects: tuple[Any, ...], undo: ExitStack, seen: set[int]) -> None
             undo.callback(_remember_tensor(value))
         elif isinstance(value, torch.Generator):
             undo.callback(_remember_generator(value))
-        elif isinstance(value, nn.Module):
+        elif isinstance(value, nn.Module | Optimizer):
             pending.append(vars(value))
         elif isinstance(value, dict):
             undo.callback(_remember_dict(value))

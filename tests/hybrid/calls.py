@@ -152,6 +152,19 @@ def check_failing(case: str) -> dict[str, Any]:
     return {"told": told, "changed": sum(not torch.equal(a, b) for a, b in zip(before, now, strict=True))}
 
 
+def check_kept() -> str:
+    """What the check before training says where the optimizer has state from before the split."""
+    plan = plan_of("dropping")
+    if dist.get_rank() >= 4:
+        mesh_groups(plan, range(4))
+        return ""
+    module, batch = make_model("dropping"), make_batch("dropping", SAMPLES, dist.get_rank())
+    kept = AdamW(module.parameters(), lr=0.1)
+    loss_of(module, *make_batch("dropping", SAMPLES, 0)).backward()
+    kept.step()
+    return _refusal(module, plan, Task(lambda: loss_of(module, *batch), lambda: [kept], batch))
+
+
 class Unlike(nn.Module):
     """Has weights of several dtypes, some of which do not train."""
 
@@ -213,3 +226,21 @@ def with_checkpointing(model: str) -> float:
         loss.backward()
         found.append([parameter.grad for parameter in module.parameters()])
     return max(float((a - b).abs().max()) for a, b in zip(*found, strict=True))
+
+
+def in_inference_mode(model: str) -> float:
+    """How far the loss in inference mode, in which Lightning validates under NCCL, is from that without gradients."""
+    plan = plan_of(model)
+    if dist.get_rank() >= 4:
+        mesh_groups(plan, range(4))
+        return 0.0
+    module = make_model(model).eval()
+    split = SplitModel(module, plan, LiveMesh(plan, members=range(4)))
+    split.split()
+    found = []
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            inputs, labels = make_batch(model, SAMPLES, dist.get_rank())
+            with split.forward(inputs, labels):
+                found.append(float(bring_home(loss_of(module, inputs, labels))))
+    return abs(found[0] - found[1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import warnings
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,8 @@ class Job(LightningModule):
         self.name, self.optimizer = name, optimizer
         self.losses: list[float] = []
         self.norms: list[float] = []
+        if optimizer == "kept":
+            self.kept = torch.optim.AdamW(self.parameters(), lr=1e-2)
 
     def training_step(self, batch: Any, index: int) -> Tensor:
         loss = loss_of(self.net, *batch)
@@ -73,6 +76,8 @@ class Job(LightningModule):
     def configure_optimizers(self) -> Any:
         if self.optimizer == "sgd":
             return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+        if self.optimizer == "kept":
+            return self.kept
         made = torch.optim.AdamW(self.parameters(), lr=1e-2)
         warm_up = torch.optim.lr_scheduler.LambdaLR(made, lambda step: min(1.0, step / 3))
         return [made], [{"scheduler": warm_up, "interval": "step"}]
@@ -376,7 +381,25 @@ _REFUSED: dict[str, Any] = {
     "other cluster": lambda: _search(cluster=ClusterSpec.uniform(2, bandwidth=f"{dist.get_rank() + 1} Gbit/s")),
     "data": lambda: _fit(Damaged(), wide_plan()),
     "scaler": lambda: _fit(Wide(), wide_plan(), plugins=_scaled()),
+    "compressed file": lambda: AutoDDLStrategy(plan=_saved(_compressed())),
+    "relaxed file": lambda: AutoDDLStrategy(plan=_saved(_sync_plan("periodic"))),
+    "served file": lambda: AutoDDLStrategy(plan=_saved(_served())),
+    "other file": lambda: _fit(Wide(), _saved(_sync_plan()) if dist.get_rank() else wide_plan()),
 }
+
+
+def _sync_plan(name: str = "ps") -> SyncPlan:
+    return builders.build(name, describe(Wide()), ClusterSpec.uniform(dist.get_world_size()))
+
+
+def _served() -> SyncPlan:
+    return SyncPlan.from_dict({**_sync_plan().to_dict(), "consistency": {"served": True}})
+
+
+def _saved(plan: SyncPlan) -> Path:
+    path = Path(tempfile.mkdtemp()) / "plan.yaml"
+    plan.save(path)
+    return path
 
 
 def _all_dp() -> tuple[LayerPlan, ...]:
@@ -391,6 +414,14 @@ def _compressed() -> SyncPlan:
 def all_data_parallel() -> dict[str, Any]:
     """A plan that splits nothing, with gradients by a parameter server."""
     strategy = AutoDDLStrategy(plan=wide_plan(layers=_all_dp(), gradients="ps"))
+    found = told(Wide(), strategy)
+    return {"lines": found["lines"], "engine": strategy.plan.to_dict()["groups"][0]["architecture"]}
+
+
+def synchronization(as_file: bool) -> dict[str, Any]:
+    """A plan of gradients, as ``autosync tune parallel=hybrid`` leaves where no split of operators is faster."""
+    plan = _sync_plan()
+    strategy = AutoDDLStrategy(plan=_saved(plan) if as_file else plan)
     found = told(Wide(), strategy)
     return {"lines": found["lines"], "engine": strategy.plan.to_dict()["groups"][0]["architecture"]}
 

@@ -34,6 +34,11 @@ def test_blocks_that_run_again_drop_the_same(pool: Any) -> None:
     assert max(pool.run(calls.with_checkpointing, model="dropping")) < 1e-12
 
 
+@pytest.mark.parametrize("model", ["dropping", "language"])
+def test_inference_mode(pool: Any, model: str) -> None:
+    assert max(pool.run(calls.in_inference_mode, model=model)) < 1e-12
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("model", TOLD)
 def test_many_random_plans(pool: Any, model: str) -> None:

@@ -42,6 +42,11 @@ def test_ranks_fail_together(pool: Any, case: str, words: str) -> None:
         assert not any(theirs["changed"] for theirs in found), "the optimizer's step is undone"
 
 
+def test_an_optimizer_from_before_the_split_is_refused(pool: Any) -> None:
+    (told,) = set(pool.run(calls.check_kept)[:4])
+    assert told.startswith("EquivalenceError: the optimizer has state for the whole of parameter 'embed.weight'")
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_weights_of_several_dtypes(pool: Any, dtype: str) -> None:
     assert set(pool.run(calls.check_dtypes, dtype=dtype)) == {""}

@@ -17,8 +17,9 @@ from lightning_autosync.measure.workers import WorkerPool
         {},
         {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05},
         {"optimizer": "sgd", "gradient_clip_val": 0.1, "limit_val_batches": 2},
+        {"optimizer": "kept"},
     ],
-    ids=["plain", "accumulation and clipping", "SGD and validation"],
+    ids=["plain", "accumulation and clipping", "SGD and validation", "an optimizer that the module keeps"],
 )
 def test_trains_as_ddp_does(pair: WorkerPool, options: dict[str, Any]) -> None:
     for found in pair.run(jobs.against_ddp, **options):
@@ -96,6 +97,15 @@ def test_a_plan_that_splits_nothing(pair: WorkerPool) -> None:
     assert found["engine"] == "parameter_server"
 
 
+@pytest.mark.parametrize("as_file", [True, False])
+def test_a_plan_for_gradients_is_data_parallelism(pair: WorkerPool, as_file: bool) -> None:
+    found = pair.run(jobs.synchronization, as_file=as_file)[0]
+    (line,) = found["lines"]
+    assert line.startswith("AutoDDL: data parallelism: as '")
+    assert line.endswith("plan.yaml' states" if as_file else "'plan' states")
+    assert found["engine"] == "parameter_server"
+
+
 def test_an_unknown_layer_is_data_parallel(pair: WorkerPool) -> None:
     found = pair.run(jobs.unknown_layer)[0]
     assert found["distance"] < 1e-10
@@ -131,6 +141,10 @@ def test_compiled_parts(pair: WorkerPool, part: str) -> None:
         ("other plan", "PlanError: plan: rank 1 has "),
         ("other memory", "PlanError: memory: rank 1 has 2000000000 bytes, but rank 0 has 1000000000 bytes"),
         ("other cluster", "PlanError: cluster: rank 1 has "),
+        ("compressed file", "plan.yaml: its semantics are 'compressed'; allowed: a hybrid plan"),
+        ("relaxed file", "plan.yaml: its semantics are 'relaxed'; allowed: a hybrid plan"),
+        ("served file", "plan.yaml: its servers step; allowed: a hybrid plan"),
+        ("other file", "PlanError: plan: rank 1 has "),
         ("data", "AutoSyncError: on rank 1 only: ValueError: the disk is gone"),
     ],
 )

@@ -9,8 +9,8 @@ import pytest
 from hybrid import unlike
 
 
-@pytest.mark.parametrize("between", ["count", "mask", "own mask"])
-def test_masks_and_counts_of_own_samples(pool: Any, between: str) -> None:
+@pytest.mark.parametrize("between", ["count", "mask", "own mask", "running buffer", "part of a buffer"])
+def test_operands_of_own_samples(pool: Any, between: str) -> None:
     assert max(pool.run(unlike.distance, between=between)) < 1e-12
 
 

@@ -9,6 +9,7 @@ results are correct.
 
 from __future__ import annotations
 
+import warnings
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -34,6 +35,7 @@ class Surroundings:
         streams: the ranks' random numbers.
         record: what the current pass did, to be compared between ranks.
         home_states: states of the home layout.
+        in_pass: whether a forward pass that all ranks make is under way.
     """
 
     def __init__(self, mesh: LiveMesh, streams: RandomStreams) -> None:
@@ -41,6 +43,8 @@ class Surroundings:
         self.streams = streams
         self.record = PassRecord()
         self.home_states: tuple[State, ...] = tuple("batch" for _ in mesh.sizes)
+        self.in_pass = False
+        self._warned = False
         self._changed: Any = WeakTensorKeyDictionary()
 
     def home(self, rows: int | None = 0) -> Layout:
@@ -79,14 +83,27 @@ class Surroundings:
         found: Tensor = self._once(value, (dtype,), lambda: value.to(dtype))
         return found
 
+    def enter(self, layer: str) -> None:
+        """Warn, once, of a call of a split layer outside of a pass."""
+        # Activation checkpointing calls layers again during backward. A call in a hook is no error, because all ranks
+        # may make it, as Lightning's summary of the model does; a rank cannot know what the others do.
+        if self.in_pass or self._warned or torch._C._current_graph_task_id() != -1:
+            return
+        self._warned = True
+        warnings.warn(
+            f"split layer '{layer}' is called outside of a step: the job hangs unless all ranks make this call, with "
+            "inputs of the same shapes; calls by one rank only (`if trainer.is_global_zero`) are not possible",
+            stacklevel=2,
+        )
+
     def forget(self) -> None:
         """Clear the cache of converted and compared values."""
         self._changed.clear()
 
     def _once(self, value: Tensor, what: tuple[object, ...], make: Callable[[], Any]) -> Any:
         # Activation checkpointing runs a part of the forward pass again during backward. It must not reuse cached
-        # values of the first run, which belong to that run's autograd graph.
-        if torch._C._current_graph_task_id() != -1:
+        # values of the first run, which belong to that run's autograd graph. Inference tensors count no changes.
+        if torch._C._current_graph_task_id() != -1 or value.is_inference():
             return make()
         key = (value._version, torch.is_grad_enabled(), *what)
         known = self._changed.get(value)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -25,6 +25,7 @@ from lightning_autosync.hybrid.execution.activation import bring_home
 from lightning_autosync.hybrid.execution.dropout_watch import WithoutDropout, draws, dropout_faults
 from lightning_autosync.hybrid.execution.reduction import GradientReduction
 from lightning_autosync.hybrid.execution.split_model import Part, SplitModel
+from lightning_autosync.hybrid.execution.trial_step import trial_step
 from lightning_autosync.workload.preservation import preserved
 
 T = TypeVar("T")
@@ -96,8 +97,8 @@ def expect(split: SplitModel, task: Task) -> Expectation:
         raise EquivalenceError(f"the unsplit model is not the same on all ranks: {error}") from None
     found = Expectation()
     parts = split.parts
-    made = _together(task.optimizers, split)
     with preserved(split.module, without=[part.parameter for part in parts.values()]), _gradients_aside(split):
+        made = _together(task.optimizers, split)
         found.loss = _run(split, task)
         found.buffers = {name: buffer.detach().clone() for name, buffer in split.module.named_buffers()}
         whole = {name: _mean(part.parameter, group) for name, part in parts.items()}
@@ -132,14 +133,17 @@ def _note_gradients(
 def verify(split: SplitModel, reduction: GradientReduction, task: Task, expected: Expectation) -> None:
     """Compare a step of the split model with the expectation, and restore the model; collective.
 
+    It uses up the expected gradients.
+
     Raises:
         EquivalenceError: the results differ; the message names the differences; raised on every rank.
         AutoSyncError: the step fails or returns no loss on some rank; raised on every rank.
         PeerLost: a rank is gone; other ranks may still wait for it.
     """
     parts = split.parts
-    made = _together(task.optimizers, split)
     with preserved(split.module, without=[part.parameter for part in parts.values()]), _gradients_aside(split):
+        made = _together(task.optimizers, split)
+        _together(lambda: _refuse_whole_state(split, made), split)
         loss = _run(split, task, reduction)
         faults = _loss_faults(split, loss, expected)
         faults += _gradient_faults(split, expected)
@@ -149,6 +153,18 @@ def verify(split: SplitModel, reduction: GradientReduction, task: Task, expected
         _tell(faults, split)
         drawn = _together(lambda: draws(split, task.step, task.batch), split)
         _tell(dropout_faults(split, drawn), split)
+
+
+def _refuse_whole_state(split: SplitModel, optimizers: Sequence[Optimizer]) -> None:
+    """Refuse optimizers that are older than the split: no step fits parameters in parts and a state of the whole."""
+    for name, part in split.parts.items():
+        state = [optimizer.state[part.parameter] for optimizer in optimizers if part.parameter in optimizer.state]
+        shapes = [tuple(value.shape) for one in state for value in one.values() if isinstance(value, Tensor)]
+        if part.shard.shape != part.shard.local_shape and part.shard.shape in shapes:
+            raise EquivalenceError(
+                f"the optimizer has state for the whole of parameter '{name}', which is split now; make a new "
+                "optimizer in configure_optimizers"
+            )
 
 
 def untested(split: SplitModel, expected: Expectation) -> list[str]:
@@ -260,12 +276,11 @@ def _update(part: Part, gradient: Tensor, optimizers: Sequence[Optimizer]) -> Te
         return None
     parameter.grad = gradient
     try:
-        _step(owner)
-        with torch.no_grad():
-            return part.shard.take(parameter - before)
+        with trial_step(owner, [parameter]):
+            _step(owner)
+            return part.shard.take(parameter.detach() - before)
     finally:
         parameter.grad = None
-        owner.state.pop(parameter, None)
         with torch.no_grad():
             parameter.copy_(before)
 
@@ -333,11 +348,12 @@ def _update_faults(split: SplitModel, optimizers: Sequence[Optimizer], expected:
     parts = {name: part for name, part in split.parts.items() if name in expected.updates}
     before = {name: part.parameter.detach().clone() for name, part in parts.items()}
     for name, part in split.parts.items():
-        gradient = expected.gradients[name]
-        part.parameter.grad = None if gradient is None else gradient.clone()
+        part.parameter.grad = expected.gradients.pop(name)  # not copied: memory is short here
     try:
-        for optimizer in optimizers:
-            _step(optimizer)
+        with ExitStack() as trials:
+            for optimizer in optimizers:
+                trials.enter_context(trial_step(optimizer, [part.parameter for part in parts.values()]))
+                _step(optimizer)
         return [fault for name, part in parts.items() if (fault := _step_fault(name, part, before[name], expected))]
     finally:
         with torch.no_grad():

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from lightning_autosync.errors import ExchangeError
 from lightning_autosync.hybrid.execution.activation import Activation, Surroundings
-from lightning_autosync.hybrid.execution.functions.operands import is_own
 from lightning_autosync.hybrid.execution.layouts import Layout, State
 from lightning_autosync.hybrid.plan import LayerPlan
 from lightning_autosync.hybrid.signatures import Rule, feature_axis, kind_of, rules_of
@@ -43,6 +42,7 @@ class SplitOperator:
         self._axis = feature_axis(module)
 
     def __call__(self, value: Tensor) -> Tensor:
+        self.around.enter(self.layer.module)
         local, rows = self.take(value)
         return self.give(self.compute(local), rows)
 
@@ -180,6 +180,7 @@ class SplitAttention(SplitOperator):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
+        self.around.enter(self.layer.module)
         first = self.module.batch_first
         if query.dim() != 3:
             raise ValueError(
@@ -238,7 +239,7 @@ class SplitAttention(SplitOperator):
         return found
 
     def _check_same(self, mask: Tensor) -> None:
-        if not (isinstance(mask, nn.Parameter) or is_own(mask) or self.around.alike(mask)):
+        if not (isinstance(mask, nn.Parameter) or self.around.alike(mask)):
             raise ExchangeError(
                 f"'{self.layer.module}': a two-dimensional attn_mask must be the same on all ranks; allowed "
                 "otherwise: masks by sample and head [samples x heads, queries, keys]"

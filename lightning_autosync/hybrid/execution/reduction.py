@@ -126,7 +126,7 @@ class GradientReduction:
             return
         error = ExchangeError(
             f"parameter '{odd[0]}' was added, removed or replaced, or changed its shape or dtype, after the model was "
-            "split. Make such changes before training; afterwards, only in-place changes and freezing are allowed"
+            "split. Make such changes before training; afterwards, only freezing and in-place, element-wise changes are allowed"
         )
         announce(error)  # it may be on this rank only
         raise error

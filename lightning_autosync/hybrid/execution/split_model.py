@@ -110,9 +110,11 @@ class SplitModel:
         if self.is_split:
             self._agree(inputs)
         with self.around.streams.forward(number):
+            self.around.in_pass = True
             try:
                 yield
             finally:
+                self.around.in_pass = False
                 self.around.forget()
 
     def restore(self) -> None:

@@ -103,3 +103,13 @@ def test_changes_in_place_leave_cached_values_alone(split: Activation, name: str
     known = split.home()
     CHANGES[name](split)
     assert torch.equal(known, VALUE)
+
+
+def test_values_without_versions(around: Surroundings) -> None:
+    """Lightning validates in inference mode under NCCL, where tensors count no changes."""
+    with torch.inference_mode():
+        value = Activation(VALUE.clone(), Layout(("features",), 0, 1), around)
+        assert torch.equal(bring_home(value.relu()), VALUE.relu())
+        value.mul_(2.0)
+        assert torch.equal(value.home(), 2 * VALUE), "no value from before the change is taken"
+        assert around.alike(torch.arange(3))

@@ -44,10 +44,12 @@ def test_a_mask_that_differs_between_ranks_is_refused(split: SplitModel) -> None
         pytest.raises(ExchangeError, match="'attention': a two-dimensional attn_mask must be the same"),
     ):
         split.module(VALUE, torch.zeros(3, 3))
+    with split.forward(VALUE), pytest.raises(ExchangeError, match="'attention': attn_mask has two axes"):
+        split.module(VALUE, split.module.get_buffer("mask"))
 
 
-def test_masks_by_sample_and_those_of_the_model_are_not_compared(split: SplitModel) -> None:
+def test_masks_by_sample_and_those_that_are_learned_are_not_compared(split: SplitModel) -> None:
     with split.forward(VALUE):
         split.module(VALUE, torch.zeros(4, 3, 3))
-        split.module(VALUE, split.module.get_buffer("mask"))
+        split.module(VALUE, nn.Parameter(torch.zeros(3, 3)))
         split.module(VALUE, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import UserDict, namedtuple
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,10 +11,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_autosync.errors import ExchangeError
 from lightning_autosync.hybrid import HybridPlan, LayerPlan
 from lightning_autosync.hybrid.execution import split_model
+from lightning_autosync.hybrid.execution.activation import bring_home
 from lightning_autosync.hybrid.execution.live_mesh import LiveMesh
 from lightning_autosync.hybrid.execution.split_model import SplitModel
 from lightning_autosync.hybrid.traffic import pretended_job
@@ -76,3 +79,17 @@ def test_the_rank_that_trains_is_named(first: bool, other: bool, has: int, lacks
 def test_batches_without_tensors_are_refused(split: SplitModel) -> None:
     with pytest.raises(ExchangeError, match="batch: it contains no tensor"), split.forward(object()):
         pass
+
+
+def test_a_call_outside_of_a_pass_is_warned_of_once(split: SplitModel) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with split.forward(INPUTS):
+            value = checkpoint(split.module, INPUTS.clone().requires_grad_(), use_reentrant=False)
+            loss = bring_home(value).sum()
+        loss.backward()  # calls the layer again
+    with pytest.warns(UserWarning, match="split layer '' is called outside of a step: the job hangs unless all ranks"):
+        split.module(INPUTS)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        split.module(INPUTS)

@@ -84,10 +84,11 @@ def _own_layout(value: Tensor, layout: Layout, shape: torch.Size, offset: int, a
     rows = None if layout.rows is None else layout.rows - offset
     if rows is not None and rows >= 0 and value.shape[rows] == shape[rows + offset]:
         return surroundings.home(rows)
-    # A tensor without an axis of samples must be equal on all ranks. This is assumed only for the model's own tensors.
-    # Masks and counts may depend on each rank's data (padding, numbers of tokens), so they are compared. Others are not
-    # compared, because numbers that are computed from samples always differ.
-    known = isinstance(value, nn.Parameter) or is_own(value) or (_is_exact(value) and surroundings.alike(value))
+    # A tensor without an axis of samples must be equal on all ranks. Parameters are. Buffers (running statistics),
+    # masks and counts may depend on the data of each rank, so these are compared. Others are not, because numbers that
+    # are computed from samples always differ.
+    compared = is_own(value) or _is_exact(value)
+    known = isinstance(value, nn.Parameter) or (compared and surroundings.alike(value))
     return surroundings.home(None) if known else None
 
 
@@ -96,7 +97,7 @@ def _is_exact(value: Tensor) -> bool:
 
 
 def is_own(value: Tensor) -> bool:
-    """Whether a tensor is a buffer of the model or a view of one, and so does not depend on data."""
+    """Whether a tensor is a buffer of the model or a view of one, and so is likely to be the same on all ranks."""
     base = value._base if value._is_view() else value
     return getattr(base, OWN, False)
 
