@@ -62,6 +62,11 @@ class ReplicaCheck:
         self._alike_after: dict[str, int] = {}
         self._warned: float | None = None
 
+    @property
+    def is_due(self) -> bool:
+        """Whether the next call of `count` checks the weights."""
+        return self._every > 0 and self._passes > 0 and self._passes % self._every == 0
+
     def count(self, parameters: Mapping[str, Tensor], frozen: Mapping[str, Tensor] = _NONE) -> None:
         """Count a synchronized backward pass, before the optimizer's step, and check the weights if a check is due.
 
@@ -73,7 +78,7 @@ class ReplicaCheck:
         Raises:
             ExchangeError: weights differ (raised on every rank).
         """
-        if self._every and self._passes and self._passes % self._every == 0:
+        if self.is_due:
             rare = self._passes // self._every % _FROZEN_EVERY == 1
             self.run({**parameters, **frozen} if rare else parameters)
         self._passes += 1
@@ -151,6 +156,15 @@ class ReplicaCheck:
         sums = [tuple(theirs) for theirs in gather_json([int(_bit_sum(tensor)) for tensor in tensors], self._group)]
         common = max(sums, key=sums.count)  # `max` returns the first of equally frequent sums
         return [rank for rank, theirs in enumerate(sums) if theirs != common], sums.index(common)
+
+
+def warn_of_shortened(names: Iterable[str]) -> None:
+    """Warn of tables with ``max_norm``, whose weights are not compared."""
+    if first := min(names, default=""):
+        rank_zero_warn(
+            f"AutoSync: '{first}' is a table with max_norm: each rank shortens the rows that it reads, so replicas "
+            "differ, as with DDP. Their weights are not compared"
+        )
 
 
 def _bit_sum(tensor: Tensor) -> Tensor:

@@ -310,6 +310,35 @@ def undone(job: str) -> dict[str, Any]:
     }
 
 
+class Drifting(Wide):
+    """Ranks clip gradients by the norms of their own parts."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        torch.nn.utils.clip_grad_norm_(self.parameters(), 1e-3)
+
+
+class Tampered(Wide):
+    """Rank 1 changes a frozen weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.requires_grad_(False)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        with torch.no_grad():
+            self.head.bias.add_(0.1 * dist.get_rank())
+
+
+def drifted(job: str) -> str:
+    """What a job is told whose copies of a layer part."""
+    seed_everything(3)
+    try:
+        _fit({"clipping": Drifting, "frozen": Tampered}[job](), wide_plan())
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "none"
+
+
 class Gated(Wide):
     """Its output starts at zero, so that no gradient comes to the layers before."""
 

@@ -157,6 +157,13 @@ def test_a_searched_plan_that_fails_gives_way(pair: WorkerPool) -> None:
             assert found["lines"][-1].startswith("AutoDDL: data parallelism")
 
 
+@pytest.mark.parametrize(("job", "names"), [("clipping", "'down.bias'"), ("frozen", "'head.bias'")])
+def test_copies_are_compared_when_training_ends(pair: WorkerPool, job: str, names: str) -> None:
+    for found in pair.run(jobs.drifted, job=job):
+        assert found.startswith("ExchangeError: replicas differ")
+        assert names in found
+
+
 def test_layers_of_which_the_first_step_says_nothing_are_named(pair: WorkerPool) -> None:
     lines = pair.run(jobs.gated)[0]
     assert any("that step says nothing of 'up', 'down': their gradients are zero" in line for line in lines)
