@@ -122,6 +122,7 @@ class ReplicaCheck:
         far = {rank for theirs in found.values() for rank in theirs}
         if others == 0:
             ranks = [rank for rank in ranks if rank in far]  # other ranks differ by rounding only
+        *ranks, others = self._in_job(*ranks, others)
         raise ExchangeError(
             f"replicas differ: the weights of {_listed(found)} on rank {', '.join(map(str, ranks))} are not those of "
             f"rank {others}. They were {self._last_alike(found)} synchronized backward passes and differ after "
@@ -135,6 +136,7 @@ class ReplicaCheck:
             return
         self._warned = gap
         ranks, others = self._deviating(list(suspects.values()))
+        *ranks, others = self._in_job(*ranks, others)
         since = min(self._equal_after.get(name, 0) for name in suspects)
         rank_zero_warn(
             f"AutoSync: weights of {len(suspects)} parameters differ between ranks by rounding, as on unlike "
@@ -148,8 +150,13 @@ class ReplicaCheck:
         equal, alike = (min(after.get(name, 0) for name in names) for after in (self._equal_after, self._alike_after))
         return f"equal after {equal}" if alike == equal else f"equal but for rounding after {alike}"
 
+    def _in_job(self, *ranks: int) -> list[int]:
+        """The numbers in the job of the group's ranks."""
+        group = self._group
+        return list(ranks) if group is None else [dist.get_global_rank(group, rank) for rank in ranks]
+
     def _deviating(self, tensors: Sequence[Tensor]) -> tuple[list[int], int]:
-        """The ranks whose weights differ from the majority's, and the first rank of the majority.
+        """The ranks of the group whose weights differ from the majority's, and the first rank of the majority.
 
         Among sets of ranks of equal size, the set with the lowest rank counts as the majority.
         """
