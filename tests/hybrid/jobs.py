@@ -24,7 +24,7 @@ from hybrid.models import Mlp, loss_of, make_batch
 from hybrid.plans import draw_plan
 from lightning_autosync import AutoDDLStrategy, ClusterSpec, HybridPlan, SyncPlan, builders
 from lightning_autosync.hybrid import LayerPlan
-from lightning_autosync.strategy import autoddl
+from lightning_autosync.strategy import autoddl, hybrid_choice
 from lightning_autosync.workload import describe
 
 if "RANK" in os.environ:  # in a worker; tests import this module for the names of its functions
@@ -271,6 +271,45 @@ class Odd(Wide):
         samples = 4 + 2 * dist.get_rank()
         inputs = torch.randn(2 * samples, 64, generator=torch.Generator().manual_seed(0))
         return DataLoader(TensorDataset(inputs, torch.arange(2 * samples) % 8), batch_size=samples)
+
+
+class Ragged(Wide):
+    """One rank's batches are so large that only the other ranks would split operators."""
+
+    def __init__(self, largest: int) -> None:
+        super().__init__()
+        self.samples = 8192 if dist.get_rank() == largest else 4
+
+    def train_dataloader(self) -> Any:
+        data = TensorDataset(torch.randn(2 * self.samples, 64), torch.arange(2 * self.samples) % 8)
+        return DataLoader(data, batch_size=self.samples)
+
+
+def ragged(largest: int) -> dict[str, Any]:
+    """A search on batches of which rank ``largest`` has the largest."""
+    seed_everything(3)
+    job, slow = Ragged(largest), ClusterSpec.uniform(dist.get_world_size(), bandwidth="10 Mbit/s")
+    found = told(job, AutoDDLStrategy(cluster=slow, timeout=20), use_distributed_sampler=False)
+    return {"lines": found["lines"], "plan": found["plan"], "weight": float(job.head.weight.detach().sum())}
+
+
+def unlike_searches() -> str:
+    """The plan of a job whose ranks find other lists of plans, of which the first plan fits on no rank."""
+    plans = (_heads(), wide_plan()) if dist.get_rank() == 0 else (_heads(),)
+    slow = ClusterSpec.uniform(dist.get_world_size(), bandwidth="10 Mbit/s")
+    with mock.patch.object(autoddl, "choose_hybrid_plan", return_value=hybrid_choice.Choice(plans, "as it is")):
+        trainer = told(Wide(), AutoDDLStrategy(cluster=slow, timeout=20))["trainer"]
+    return trainer.strategy.hybrid_plan.fingerprint
+
+
+def unlike_models() -> str:
+    """What a job is told whose ranks search plans for other models."""
+    slow = ClusterSpec.uniform(dist.get_world_size(), bandwidth="10 Mbit/s")
+    try:
+        told(Wide(width=512 + 256 * dist.get_rank()), AutoDDLStrategy(cluster=slow, timeout=20))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "none"
 
 
 class Damaged(Wide):
