@@ -24,6 +24,7 @@ from hybrid.models import Mlp, loss_of, make_batch
 from hybrid.plans import draw_plan
 from lightning_autosync import AutoDDLStrategy, ClusterSpec, HybridPlan, SyncPlan, builders
 from lightning_autosync.hybrid import LayerPlan
+from lightning_autosync.hybrid.execution.sharded_checkpoint import load_sharded, save_sharded
 from lightning_autosync.strategy import autoddl, hybrid_choice
 from lightning_autosync.workload import describe
 
@@ -150,6 +151,16 @@ def resumed(folder: str, sharded: bool, seeds: list[int], meshes: list[Any] | No
         )
         found["alone"] = distance(alone, half)
     return found
+
+
+def saved_statistics(folder: str) -> list[float]:
+    """The buffers of a batch norm in a folder, to which each rank brought its own number."""
+    module = nn.BatchNorm1d(8)
+    for buffer in module.buffers():
+        buffer.fill_(dist.get_rank() + 1)
+    save_sharded(folder, module, [], None)
+    load_sharded(folder, module, [], None)
+    return [float(buffer.double().mean()) for buffer in module.buffers()]
 
 
 class Saving(Callback):

@@ -45,6 +45,10 @@ def test_checkpoints(pair: WorkerPool, tmp_path: Path, sharded: bool) -> None:
             assert found["alone"] == 0.0, "plain torch reads it"
 
 
+def test_statistics_of_a_layer_are_saved_by_one_rank(pair: WorkerPool, tmp_path: Path) -> None:
+    assert pair.run(jobs.saved_statistics, folder=str(tmp_path)) == [[1.0, 1.0, 1.0]] * 2
+
+
 @pytest.mark.slow
 def test_resumes_on_another_mesh(quartet: WorkerPool, tmp_path: Path) -> None:
     for found in quartet.run(jobs.resumed, folder=str(tmp_path), sharded=True, seeds=[1, 2], meshes=[[2, 2], [4]]):
