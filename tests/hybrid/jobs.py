@@ -266,6 +266,28 @@ def narrow(precision: str) -> list[float]:
     return found
 
 
+class Noisy(Wide):
+    """Its step makes a tensor in the default dtype."""
+
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        noise = torch.randn(len(batch[0]), 64)
+        return super().training_step([batch[0] + noise, batch[1]], index)
+
+
+def precise(precision: str) -> dict[str, Any]:
+    """A search in a narrow precision, and the bytes of a number that the first operator is taken to hand on."""
+    sizes = []
+
+    def search(graph: Any, *place: Any, **options: Any) -> Any:
+        sizes.append(graph.operators[0].output.itemsize)
+        return real(graph, *place, **options)
+
+    real, slow = hybrid_choice.search, ClusterSpec.uniform(dist.get_world_size(), bandwidth="10 Mbit/s")
+    with mock.patch.object(hybrid_choice, "search", search):
+        found = told(Noisy(), AutoDDLStrategy(cluster=slow), precision=precision)
+    return {"plan": found["plan"], "lines": found["lines"], "sizes": sizes}
+
+
 def refused(case: str) -> str:
     """What a job is told that cannot be run so."""
     try:

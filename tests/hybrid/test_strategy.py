@@ -62,6 +62,13 @@ def test_narrow_precision(pair: WorkerPool, precision: str) -> None:
         assert our_first == pytest.approx(their_first, rel=0.01)
 
 
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_the_step_before_training_has_the_precision_of_training(pair: WorkerPool, precision: str) -> None:
+    for found in pair.run(jobs.precise, precision=precision):
+        assert found["plan"], found["lines"]
+        assert found["sizes"] == [2]
+
+
 def test_validation_and_prediction(pair: WorkerPool) -> None:
     for found in pair.run(jobs.predictions):
         assert found["during"] == pytest.approx(found["after"], abs=1e-9)
