@@ -62,6 +62,11 @@ class ReplicaCheck:
         self._alike_after: dict[str, int] = {}
         self._warned: float | None = None
 
+    @property
+    def is_due(self) -> bool:
+        """Whether the next call of `count` checks the weights."""
+        return self._every > 0 and self._passes > 0 and self._passes % self._every == 0
+
     def count(self, parameters: Mapping[str, Tensor], frozen: Mapping[str, Tensor] = _NONE) -> None:
         """Count a synchronized backward pass, before the optimizer's step, and check the weights if a check is due.
 
@@ -73,7 +78,7 @@ class ReplicaCheck:
         Raises:
             ExchangeError: weights differ (raised on every rank).
         """
-        if self._every and self._passes and self._passes % self._every == 0:
+        if self.is_due:
             rare = self._passes // self._every % _FROZEN_EVERY == 1
             self.run({**parameters, **frozen} if rare else parameters)
         self._passes += 1
@@ -117,6 +122,7 @@ class ReplicaCheck:
         far = {rank for theirs in found.values() for rank in theirs}
         if others == 0:
             ranks = [rank for rank in ranks if rank in far]  # other ranks differ by rounding only
+        *ranks, others = self._in_job(*ranks, others)
         raise ExchangeError(
             f"replicas differ: the weights of {_listed(found)} on rank {', '.join(map(str, ranks))} differ from those "
             f"on rank {others}. They were {self._last_alike(found)} synchronized backward passes and differ after "
@@ -130,6 +136,7 @@ class ReplicaCheck:
             return
         self._warned = gap
         ranks, others = self._deviating(list(suspects.values()))
+        *ranks, others = self._in_job(*ranks, others)
         since = min(self._equal_after.get(name, 0) for name in suspects)
         rank_zero_warn(
             f"AutoSync: the weights of {len(suspects)} parameters differ between ranks by rounding errors, as on "
@@ -143,14 +150,28 @@ class ReplicaCheck:
         equal, alike = (min(after.get(name, 0) for name in names) for after in (self._equal_after, self._alike_after))
         return f"equal after {equal}" if alike == equal else f"equal up to rounding after {alike}"
 
+    def _in_job(self, *ranks: int) -> list[int]:
+        """The numbers in the job of the group's ranks."""
+        group = self._group
+        return list(ranks) if group is None else [dist.get_global_rank(group, rank) for rank in ranks]
+
     def _deviating(self, tensors: Sequence[Tensor]) -> tuple[list[int], int]:
-        """The ranks whose weights differ from the majority's, and the first rank of the majority.
+        """The ranks of the group whose weights differ from the majority's, and the first rank of the majority.
 
         Among sets of ranks of equal size, the set with the lowest rank counts as the majority.
         """
         sums = [tuple(theirs) for theirs in gather_json([int(_bit_sum(tensor)) for tensor in tensors], self._group)]
         common = max(sums, key=sums.count)  # `max` returns the first of equally frequent sums
         return [rank for rank, theirs in enumerate(sums) if theirs != common], sums.index(common)
+
+
+def warn_of_shortened(names: Iterable[str]) -> None:
+    """Warn of tables with ``max_norm``, whose weights are not compared."""
+    if first := min(names, default=""):
+        rank_zero_warn(
+            f"AutoSync: '{first}' is an embedding with max_norm: each rank rescales the rows that it reads, so "
+            "replicas differ, as with DDP. The weights of such embeddings are not compared"
+        )
 
 
 def _bit_sum(tensor: Tensor) -> Tensor:

@@ -21,14 +21,14 @@ from lightning_autosync.hybrid.execution.activation import bring_home
 from lightning_autosync.hybrid.execution.clipping import clip_gradients
 from lightning_autosync.hybrid.execution.compiled import Uncompiled, takes_home_values
 from lightning_autosync.hybrid.execution.equivalence import Task
-from lightning_autosync.hybrid.validation import check_plan
+from lightning_autosync.hybrid.validation import check_plan, fingerprint
 from lightning_autosync.plan import SyncPlan, builders
 from lightning_autosync.strategy.agreement import agree
 from lightning_autosync.strategy.autoddl_checkpoint import SplitCheckpoints
 from lightning_autosync.strategy.base import SynchronizedModule
 from lightning_autosync.strategy.exact import ExactReplica
 from lightning_autosync.strategy.first_batch import FirstBatch
-from lightning_autosync.strategy.hybrid_choice import Choice, choose_hybrid_plan
+from lightning_autosync.strategy.hybrid_choice import Choice, choice_of_rank_zero, choose_hybrid_plan
 from lightning_autosync.strategy.mixin import AutoSyncMixin
 from lightning_autosync.strategy.settings import (
     CHECK_REPLICAS,
@@ -249,7 +249,10 @@ class AutoDDLMixin(SplitCheckpoints, AutoSyncMixin, _Base):
                 raise
             return Choice(reason=str(error)), None
         place = cluster, self._memory, self.num_nodes, self.num_processes
-        found = agree(lambda: choose_hybrid_plan(first, *place), lambda choice: {"plan": _identity(choice)})
+        # Ranks may search for batches of other shapes, and must still try the same plans in the same order.
+        found = choice_of_rank_zero(agree(lambda: choose_hybrid_plan(first, *place), lambda _: {}))
+        if found.plans:
+            agree(lambda: fingerprint(self._plain), lambda model: {"model": model})
         return found, first
 
     def _check_arguments(self) -> None:
@@ -345,10 +348,6 @@ def _clipping(plugin: Any, replica: SplitReplica) -> Callable[[Optimizer, float]
         clip_gradients(replica.split, list(plugin.main_params(optimizer)), float(clip_val))
 
     return clip
-
-
-def _identity(choice: Choice) -> str:
-    return choice.plans[0].fingerprint if choice.plans else "data parallelism"
 
 
 def _read_given(value: HybridPlanArgument) -> tuple[HybridPlan | SyncPlan | None, str]:

@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
 from lightning_autosync.engine import Engine
 from lightning_autosync.engine.collectives import BufferBroadcast, broadcast_tensors, gather_json, group_device
 from lightning_autosync.engine.compressor_state import ParameterStates
-from lightning_autosync.engine.replicas import ParameterTracker, ReplicaCheck, difference
+from lightning_autosync.engine.replicas import ParameterTracker, ReplicaCheck, difference, warn_of_shortened
 from lightning_autosync.errors import PlanError
 from lightning_autosync.plan import Schedule, SyncPlan
 from lightning_autosync.strategy.base import Replica
@@ -289,12 +289,8 @@ class ExactReplica(Replica):
         """Choose the parameters whose weights are compared: those in the plan, and, more rarely, the frozen ones."""
         found = dict(variable_names(self._module, also=set(self._module.parameters())))
         shortened = shortened_rows(self._module)
-        own = [name for name, parameter in found.items() if parameter in shortened]
-        if own and not self._compared:
-            rank_zero_warn(
-                f"AutoSync: '{min(own)}' is an embedding with max_norm: each rank rescales the rows that it reads, so "
-                "replicas differ, as with DDP. The weights of such embeddings are not compared"
-            )
+        if not self._compared:
+            warn_of_shortened(name for name, parameter in found.items() if parameter in shortened)
         kept = {name: parameter for name, parameter in found.items() if parameter not in shortened}
         self._compared = {name: parameter for name, parameter in kept.items() if name in self._planned}
         self._frozen = {name: parameter for name, parameter in kept.items() if name not in self._planned}

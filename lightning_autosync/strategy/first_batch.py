@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from itertools import islice
 from typing import Any
 
+import torch
 from torch import nn
 
 from lightning_autosync.errors import WorkloadError
@@ -15,14 +16,15 @@ from lightning_autosync.workload.preservation import preserved
 
 
 class FirstBatch:
-    """The first batch of this rank, and the training step on it.
+    """The first batch of this rank, and the training step on it, in the Trainer's precision; only `step` runs without
+    autocast.
 
     A separate loader reads the batch, and the states of random generators are restored, so training still begins with
     the same batch. A data set that can be iterated over only once loses the samples that are read here.
 
     Args:
         trainer: the Trainer of either framework, whose model and data are set.
-        strategy: the strategy, which moves batches to the device.
+        strategy: the strategy, which moves batches to the device and has the precision plugin.
         combine: the framework's ``CombinedLoader``.
 
     Attributes:
@@ -34,6 +36,7 @@ class FirstBatch:
 
     def __init__(self, trainer: Any, strategy: Any, combine: Any) -> None:
         self._module = trainer.lightning_module
+        self._precision = strategy.precision_plugin.train_step_context
         if not self._module.automatic_optimization:
             raise WorkloadError(
                 "the model uses manual optimization, so a training step cannot be run in advance to compare the "
@@ -58,9 +61,14 @@ class FirstBatch:
             return batch
         raise WorkloadError("the training data loader returned no batch")
 
-    def step(self, batch: Any = None) -> Any:
-        """The loss of the module's training step, by default on the first batch; nothing is logged."""
-        given = (self.batch if batch is None else batch, 0)
+    def step(self) -> Any:
+        """The loss of the module's training step; nothing is logged."""
+        # Models are compared as exactly as their weights allow, which autocast would not be.
+        with self._precision(), torch.autocast(self._module.device.type, enabled=False):
+            return self._loss(self.batch)
+
+    def _loss(self, batch: Any) -> Any:
+        given = (batch, 0)
         parameters = inspect.signature(self._module.training_step).parameters
         with _silent(self._module):
             output = self._module.training_step(*given[: max(1, min(2, len(parameters)))])
@@ -72,8 +80,9 @@ class FirstBatch:
 
         Restoring matters because a capture with fake tensors leaves some of them in recurrent layers.
         """
-        with preserved(self._module, without=self._module.parameters()):
-            vars(self._module)["forward"] = self.step
+        # Around the whole capture: torch.export puts what an autocast within ``forward`` covers into one operation.
+        with self._precision(), preserved(self._module, without=self._module.parameters()):
+            vars(self._module)["forward"] = self._loss
             yield self._module
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from lightning_autosync.cluster import ClusterSpec, pack_trees, ring_time
+from lightning_autosync.engine.collectives import gather_json
 from lightning_autosync.errors import AutoSyncError, PlanError
 from lightning_autosync.hybrid import HybridPlan
 from lightning_autosync.hybrid.capture import capture
@@ -37,7 +38,7 @@ class Choice:
 def choose_hybrid_plan(
     first: FirstBatch | None, cluster: ClusterSpec | None, memory: float | None, nodes: int, devices: int
 ) -> Choice:
-    """Search a plan by the cost model; the same on every rank.
+    """Search a plan by the cost model, for this rank's first batch.
 
     Args:
         first: the model's first batch; None if there is no prediction anyway.
@@ -61,6 +62,14 @@ def choose_hybrid_plan(
             raise PlanError(f"memory: no plan was found, because the model cannot be searched: {error}") from error
         return Choice(reason=f"the model cannot be searched: {error}")
     return _judge(found, where, memory, why, graph.notes)
+
+
+def choice_of_rank_zero(own: Choice) -> Choice:
+    """Rank 0's choice, on every rank; collective."""
+    data = {"plans": [plan.to_dict() for plan in own.plans], "reason": own.reason, "fits": own.fits, "notes": own.notes}
+    told = gather_json(data)[0]
+    plans = tuple(HybridPlan.from_dict(plan) for plan in told["plans"])
+    return Choice(plans, told["reason"], told["fits"], tuple(told["notes"]))
 
 
 def _links(

@@ -117,6 +117,14 @@ class SplitReplica(Replica):
         with self._reduction.backward():
             yield
 
+    def end_training(self) -> None:
+        """Check at the end of training that copies of the same weights are equal; collective.
+
+        Raises:
+            ExchangeError: (on every rank) weights differ.
+        """
+        self._reduction.compare_copies()
+
     def gather_state(self) -> dict[str, Any] | None:
         return None
 

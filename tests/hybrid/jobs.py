@@ -25,7 +25,8 @@ from hybrid.models import Mlp, loss_of, make_batch
 from hybrid.plans import draw_plan
 from lightning_autosync import AutoDDLStrategy, ClusterSpec, HybridPlan, SyncPlan, builders
 from lightning_autosync.hybrid import LayerPlan
-from lightning_autosync.strategy import autoddl
+from lightning_autosync.hybrid.execution.sharded_checkpoint import load_sharded, save_sharded
+from lightning_autosync.strategy import autoddl, hybrid_choice
 from lightning_autosync.workload import describe
 
 if "RANK" in os.environ:  # in a worker; tests import this module for the names of its functions
@@ -157,6 +158,16 @@ def resumed(folder: str, sharded: bool, seeds: list[int], meshes: list[Any] | No
     return found
 
 
+def saved_statistics(folder: str) -> list[float]:
+    """The buffers of a batch norm in a folder, to which each rank brought its own number."""
+    module = nn.BatchNorm1d(8)
+    for buffer in module.buffers():
+        buffer.fill_(dist.get_rank() + 1)
+    save_sharded(folder, module, [], None)
+    load_sharded(folder, module, [], None)
+    return [float(buffer.double().mean()) for buffer in module.buffers()]
+
+
 class Saving(Callback):
     """Saves while the model is split."""
 
@@ -260,6 +271,28 @@ def narrow(precision: str) -> list[float]:
     return found
 
 
+class Noisy(Wide):
+    """Its step makes a tensor in the default dtype."""
+
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        noise = torch.randn(len(batch[0]), 64)
+        return super().training_step([batch[0] + noise, batch[1]], index)
+
+
+def precise(precision: str) -> dict[str, Any]:
+    """A search in a narrow precision, and the bytes of a number that the first operator is taken to hand on."""
+    sizes = []
+
+    def search(graph: Any, *place: Any, **options: Any) -> Any:
+        sizes.append(graph.operators[0].output.itemsize)
+        return real(graph, *place, **options)
+
+    real, slow = hybrid_choice.search, ClusterSpec.uniform(dist.get_world_size(), bandwidth="10 Mbit/s")
+    with mock.patch.object(hybrid_choice, "search", search):
+        found = told(Noisy(), AutoDDLStrategy(cluster=slow), precision=precision)
+    return {"plan": found["plan"], "lines": found["lines"], "sizes": sizes}
+
+
 def refused(case: str) -> str:
     """What a job is told that cannot be run so."""
     try:
@@ -276,6 +309,45 @@ class Odd(Wide):
         samples = 4 + 2 * dist.get_rank()
         inputs = torch.randn(2 * samples, 64, generator=torch.Generator().manual_seed(0))
         return DataLoader(TensorDataset(inputs, torch.arange(2 * samples) % 8), batch_size=samples)
+
+
+class Ragged(Wide):
+    """One rank's batches are so large that only the other ranks would split operators."""
+
+    def __init__(self, largest: int) -> None:
+        super().__init__()
+        self.samples = 8192 if dist.get_rank() == largest else 4
+
+    def train_dataloader(self) -> Any:
+        data = TensorDataset(torch.randn(2 * self.samples, 64), torch.arange(2 * self.samples) % 8)
+        return DataLoader(data, batch_size=self.samples)
+
+
+def ragged(largest: int) -> dict[str, Any]:
+    """A search on batches of which rank ``largest`` has the largest."""
+    seed_everything(3)
+    job, slow = Ragged(largest), ClusterSpec.uniform(dist.get_world_size(), bandwidth="10 Mbit/s")
+    found = told(job, AutoDDLStrategy(cluster=slow, timeout=20), use_distributed_sampler=False)
+    return {"lines": found["lines"], "plan": found["plan"], "weight": float(job.head.weight.detach().sum())}
+
+
+def unlike_searches() -> str:
+    """The plan of a job whose ranks find other lists of plans, of which the first plan fits on no rank."""
+    plans = (_heads(), wide_plan()) if dist.get_rank() == 0 else (_heads(),)
+    slow = ClusterSpec.uniform(dist.get_world_size(), bandwidth="10 Mbit/s")
+    with mock.patch.object(autoddl, "choose_hybrid_plan", return_value=hybrid_choice.Choice(plans, "as it is")):
+        trainer = told(Wide(), AutoDDLStrategy(cluster=slow, timeout=20))["trainer"]
+    return trainer.strategy.hybrid_plan.fingerprint
+
+
+def unlike_models() -> str:
+    """What a job is told whose ranks search plans for other models."""
+    slow = ClusterSpec.uniform(dist.get_world_size(), bandwidth="10 Mbit/s")
+    try:
+        told(Wide(width=512 + 256 * dist.get_rank()), AutoDDLStrategy(cluster=slow, timeout=20))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "none"
 
 
 class Damaged(Wide):
@@ -313,6 +385,35 @@ def undone(job: str) -> dict[str, Any]:
         "whole": whole == sum(parameter.numel() for parameter in module.parameters()),
         "patched": any("forward" in vars(part) for part in module.children()),
     }
+
+
+class Drifting(Wide):
+    """Ranks clip gradients by the norms of their own parts."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        torch.nn.utils.clip_grad_norm_(self.parameters(), 1e-3)
+
+
+class Tampered(Wide):
+    """Rank 1 changes a frozen weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.requires_grad_(False)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        with torch.no_grad():
+            self.head.bias.add_(0.1 * dist.get_rank())
+
+
+def drifted(job: str) -> str:
+    """What a job is told whose copies of a layer part."""
+    seed_everything(3)
+    try:
+        _fit({"clipping": Drifting, "frozen": Tampered}[job](), wide_plan())
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "none"
 
 
 class Gated(Wide):

@@ -46,6 +46,10 @@ def test_checkpoints(pair: WorkerPool, tmp_path: Path, sharded: bool) -> None:
             assert found["alone"] == 0.0, "plain torch reads it"
 
 
+def test_statistics_of_a_layer_are_saved_by_one_rank(pair: WorkerPool, tmp_path: Path) -> None:
+    assert pair.run(jobs.saved_statistics, folder=str(tmp_path)) == [[1.0, 1.0, 1.0]] * 2
+
+
 @pytest.mark.slow
 def test_resumes_on_another_mesh(quartet: WorkerPool, tmp_path: Path) -> None:
     for found in quartet.run(jobs.resumed, folder=str(tmp_path), sharded=True, seeds=[1, 2], meshes=[[2, 2], [4]]):
@@ -57,6 +61,13 @@ def test_narrow_precision(pair: WorkerPool, precision: str) -> None:
     for theirs, their_first, ours, our_first in pair.run(jobs.narrow, precision=precision):
         assert ours == pytest.approx(theirs, rel=0.01)
         assert our_first == pytest.approx(their_first, rel=0.01)
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_the_step_before_training_has_the_precision_of_training(pair: WorkerPool, precision: str) -> None:
+    for found in pair.run(jobs.precise, precision=precision):
+        assert found["plan"], found["lines"]
+        assert found["sizes"] == [2]
 
 
 def test_validation_and_prediction(pair: WorkerPool) -> None:
@@ -82,6 +93,27 @@ def test_slow_links_are_spared(pair: WorkerPool) -> None:
 def test_fast_links_keep_data_parallelism(pair: WorkerPool) -> None:
     found = pair.run(jobs.searched, bandwidth="100 Gbit/s", width=16)[0]
     assert found["lines"][0].startswith("AutoDDL: data parallelism: no split of operators is more than 5% faster")
+
+
+@pytest.mark.parametrize("largest", [0, 1])
+def test_rank_zero_decides_for_batches_of_different_shapes(pair: WorkerPool, largest: int) -> None:
+    ranks = pair.run(jobs.ragged, largest=largest)
+    assert not any(found["plan"] for found in ranks)
+    assert len({found["weight"] for found in ranks}) == 1
+    *refused, last = ranks[0]["lines"]
+    assert last.startswith("AutoDDL: data parallelism")
+    shapes = "batch: its tensors have shapes [[8192, 64], [8192]] on rank 1 and [[4, 64], [4]] on rank 0"
+    assert all("is refused" in line and shapes in line for line in refused)
+    assert bool(refused) == (largest == 1)
+
+
+def test_ranks_that_find_unlike_plans_try_those_of_rank_zero(pair: WorkerPool) -> None:
+    first, second = pair.run(jobs.unlike_searches)
+    assert first == second
+
+
+def test_ranks_with_unlike_models_are_told(pair: WorkerPool) -> None:
+    assert all("PlanError: model: rank 1 has another than rank 0" in found for found in pair.run(jobs.unlike_models))
 
 
 def test_a_model_is_made_to_fit(pair: WorkerPool) -> None:
@@ -169,6 +201,13 @@ def test_a_searched_plan_that_fails_gives_way(pair: WorkerPool) -> None:
             assert "was rejected: the training step that compares" in first
             assert "failed on rank 0, 1: RuntimeError: shapes do not fit" in first
             assert found["lines"][-1].startswith("AutoDDL: data parallelism")
+
+
+@pytest.mark.parametrize(("job", "names"), [("clipping", "'down.bias'"), ("frozen", "'head.bias'")])
+def test_copies_are_compared_when_training_ends(pair: WorkerPool, job: str, names: str) -> None:
+    for found in pair.run(jobs.drifted, job=job):
+        assert found.startswith("ExchangeError: replicas differ")
+        assert names in found
 
 
 def test_layers_of_which_the_first_step_says_nothing_are_named(pair: WorkerPool) -> None:

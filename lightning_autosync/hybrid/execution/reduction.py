@@ -10,9 +10,10 @@ import torch.distributed as dist
 
 from lightning_autosync.cluster import ClusterSpec, LinkGraph
 from lightning_autosync.engine import Engine
-from lightning_autosync.engine.replicas import ParameterTracker, ReplicaCheck
+from lightning_autosync.engine.replicas import ParameterTracker
 from lightning_autosync.engine.waiting import announce
 from lightning_autosync.errors import ClusterError, ExchangeError, PlanError
+from lightning_autosync.hybrid.execution.copies import CopyChecks
 from lightning_autosync.hybrid.execution.split_model import Part, SplitModel
 from lightning_autosync.hybrid.plan import HybridPlan
 from lightning_autosync.plan import SyncPlan, builders, compile_plan
@@ -61,7 +62,8 @@ class GradientReduction:
         self._watch = ParameterTracker(split.module)
         self._enabled = True
         self._engines: list[Engine] = []
-        self._checks: list[tuple[ReplicaCheck, dict[str, Part]]] = []
+        every = self._settings.check_replicas
+        self._checks = CopyChecks(split, every) if every else None
         self._start()
 
     @property
@@ -104,16 +106,27 @@ class GradientReduction:
         finally:
             for engine in self._engines:
                 engine.deferred = False
-        if self._enabled:
-            for check, parts in self._checks:
-                check.count({name: part.parameter for name, part in parts.items()})
+        if self._enabled and self._checks is not None:
+            self._checks.count()
+
+    def compare_copies(self) -> None:
+        """Check now that ranks with the same part of a parameter have the same weights; collective.
+
+        Raises:
+            ExchangeError: (on every rank) weights differ.
+        """
+        if self._checks is not None:
+            self._checks.run()
 
     def close(self) -> None:
         """Stop reducing."""
+        self._checks = None
+        self._close_engines()
+
+    def _close_engines(self) -> None:
         for engine in self._engines:
             engine.close()
         self._engines.clear()
-        self._checks.clear()
 
     def _check_parts(self) -> None:
         """Refuse parameters that are not those that were split: no engine would reduce their gradients."""
@@ -126,15 +139,18 @@ class GradientReduction:
             return
         error = ExchangeError(
             f"parameter '{odd[0]}' was added, removed or replaced, or changed its shape or dtype, after the model was "
-            "split. Make such changes before training; afterwards, only freezing and in-place, element-wise changes are allowed"
+            "split. Make such changes before training; afterwards only freezing and changes in place, element by "
+            "element, are allowed"
         )
         announce(error)  # it may be on this rank only
         raise error
 
     def _restart(self) -> None:
-        self.close()
+        self._close_engines()
         self._watch.accept()
         self._start()
+        if self._checks is not None:
+            self._checks.follow()
         self.enabled = self._enabled
 
     def _start(self) -> None:
@@ -145,23 +161,6 @@ class GradientReduction:
         # Sorted, because creating an engine is collective and ranks must do so in the same order.
         for dimensions in sorted(by_dimensions):
             self._engines.append(self._engine(dimensions, by_dimensions[dimensions]))
-        if self._settings.check_replicas:
-            self._start_checks()
-
-    def _start_checks(self) -> None:
-        """Compare all ranks with the same part of a parameter.
-
-        Copies that compute the same gradient are not reduced, so nothing else would show that they differ.
-        """
-        mesh = self._split.mesh
-        by_dimensions: dict[tuple[int, ...], dict[str, Part]] = {}
-        for name, part in self._split.parts.items():
-            dimensions = tuple(k for k in mesh.dimensions if k not in part.shard.dimensions)
-            if part.parameter.requires_grad and dimensions:
-                by_dimensions.setdefault(dimensions, {})[name] = part
-        for dimensions in sorted(by_dimensions):
-            check = ReplicaCheck(self._settings.check_replicas, mesh.group(dimensions))
-            self._checks.append((check, by_dimensions[dimensions]))
 
     def _engine(self, dimensions: tuple[int, ...], parts: dict[str, Part]) -> Engine:
         mesh, settings = self._split.mesh, self._settings

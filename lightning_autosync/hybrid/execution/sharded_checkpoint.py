@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     MetadataIndex,
@@ -77,7 +78,7 @@ def _stored(chunk: Chunk) -> ChunkStorageMetadata:
 def save_sharded(
     folder: str | os.PathLike[str], module: nn.Module, optimizers: Sequence[Optimizer], split: SplitModel | None
 ) -> None:
-    """Write all tensors of a model and its optimizers; collective.
+    """Write all tensors of a model and its optimizers; those that several ranks have come from the first; collective.
 
     Args:
         folder: a folder that all ranks can access.
@@ -88,7 +89,9 @@ def save_sharded(
     tensors = _model_tensors(module, split)
     for number, optimizer in enumerate(optimizers):
         tensors |= _optimizer_tensors(number, module, optimizer, split)
-    dcp.save(tensors, checkpoint_id=folder)
+    # By default torch spreads tensors that all ranks have over them, and statistics of one layer that differ between
+    # ranks would come from several.
+    dcp.save(tensors, checkpoint_id=folder, planner=DefaultSavePlanner(dedup_save_to_lowest_rank=True))
 
 
 def load_sharded(

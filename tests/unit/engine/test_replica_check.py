@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from lightning_autosync.engine import replicas
 from lightning_autosync.engine.replicas import ReplicaCheck, _bit_sum, _gap, _is_beyond, _limits
 from lightning_autosync.errors import ExchangeError
+from lightning_autosync.hybrid.traffic import pretended_job
 
 
 @pytest.mark.parametrize("shape", [(7,), (40, 300), (2048, 3)])
@@ -23,9 +25,9 @@ def test_elements_that_changed_places_are_seen(shape: tuple[int, ...], dtype: to
     assert _bit_sum(weights) != _bit_sum(weights.roll(1, 0))
 
 
-def told(weights: list[float], monkeypatch: pytest.MonkeyPatch) -> str:
+def told(weights: list[float], monkeypatch: pytest.MonkeyPatch, group: dist.ProcessGroup | None = None) -> str:
     """The error where ranks hold these weights; what ranks say to each other is made here."""
-    check, suspects = ReplicaCheck(1), {"head": torch.tensor([weights[0]])}
+    check, suspects = ReplicaCheck(1, group), {"head": torch.tensor([weights[0]])}
     answers = iter(
         [
             [[(abs(weight - weights[0]), 0.0)] for weight in weights],
@@ -50,6 +52,11 @@ def told(weights: list[float], monkeypatch: pytest.MonkeyPatch) -> str:
 )
 def test_the_odd_rank_is_named(weights: list[float], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert words in told(weights, monkeypatch)
+
+
+def test_ranks_of_a_group_are_named_as_the_job_counts_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pretended_job(4, rank=1):
+        assert "on rank 3 are not those of rank 1." in told([1.0, 2.0], monkeypatch, dist.new_group([1, 3]))
 
 
 def trained(dtype: torch.dtype, size: int, rate: float, noise: float) -> torch.Tensor:
