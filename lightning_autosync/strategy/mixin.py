@@ -310,7 +310,7 @@ class AutoSyncMixin(_Base):
     def announce_failure(self, exception: BaseException) -> None:
         """Tell the other ranks that this rank ends with an error, so that their errors name it."""
         if self._failure_detector is not None:
-            self._failure_detector.announce(exception)
+            self._failure_detector.fail(exception)
         if self._replica is not None:
             self._replica.fail(exception)
 

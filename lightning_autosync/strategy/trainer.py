@@ -53,7 +53,8 @@ class EpochBarrier(_Callback):
 class ErrorReport(_Callback):
     """Tells the other ranks about an error on this one, before other callbacks, such as those that save checkpoints.
 
-    Those may make collective calls, in which the other ranks would otherwise wait without knowing of the error.
+    Those may make collective calls, in which the other ranks would otherwise wait without knowing of the error. Ranks
+    that end alike still meet in these calls; see `FailureDetector.fail`.
     """
 
     def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
