@@ -61,6 +61,13 @@ class ErrorReport(_Callback):
         trainer.strategy.announce_failure(exception)
 
 
+class EndOfTraining(_Callback):
+    """Ends training on all ranks before other hooks, which may prepare rank 0's model for export, for example."""
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        trainer.strategy.end_training()
+
+
 def put_first(trainer: Any, callback: _Callback) -> None:
     """Put a callback before all others, unless the trainer already has one of its class."""
     if not any(isinstance(other, type(callback)) for other in trainer.callbacks):
