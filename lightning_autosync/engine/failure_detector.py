@@ -4,6 +4,11 @@ A rank that gives up closes its connections to healthy ranks, so a lost connecti
 fault. Every rank therefore keeps one more connection to rank 0, which a thread of its own serves. It is idle during
 steps. It breaks when a process dies, and a process that ends with an error reports the error on it. When a wait times
 out, rank 0 asks all ranks for a sign of life and sends every rank the same verdict.
+
+Often an error, or a signal, ends all ranks alike, and hooks for it make collective calls, for example to save a
+checkpoint. A rank in such hooks therefore waits on for ranks that ended with an error, until they are gone. Rank 0,
+which writes checkpoints, is the exception: it waits only while all ranks made the same calls. The others go when it
+does.
 """
 
 from __future__ import annotations
@@ -35,10 +40,14 @@ _ENDED = "it ended without an error while other ranks continued"
 
 
 class Verdict(NamedTuple):
-    """The rank at fault and the reason; the rank is None if all ranks answer."""
+    """The rank at fault and the reason; the rank is None if all ranks answer.
+
+    It is ``announced`` if that rank told its own error, so that it may still come to what follows an error.
+    """
 
     rank: int | None
     why: str
+    announced: bool = False
 
 
 class Inquiry:
@@ -181,6 +190,12 @@ class FailureDetector(Monitor):
         self._unanswered: float | None = None
         """Time since which rank 0 owes this rank an answer."""
         self._first_left = False
+        self._failing = False
+        """Whether this rank's hooks for an error run."""
+        self._broken_off = False
+        """Whether this rank, or on rank 0 any rank, broke off an exchange, so that ranks made different calls."""
+        self._gone: float | None = None
+        """Time since which an end of this rank's connections is gone."""
         self._closed = self._over = False
         self._calls: deque[Callable[[], None]] = deque()
         self._selector = selectors.DefaultSelector()
@@ -199,10 +214,21 @@ class FailureDetector(Monitor):
     # Methods for waiting threads
 
     def check(self) -> None:
+        if self._failing and self._others_may_come():
+            return
         if self.verdict is not None:
+            self._break_off()
             raise self._error(self.verdict, "")
         if self._terminated is not None and time.monotonic() - self._terminated > self.answer_timeout:
+            self._break_off()
             raise ExchangeError("this rank got a SIGTERM while it waited for other ranks, which did not answer in time")
+
+    def _others_may_come(self) -> bool:
+        """Whether the other ranks may still come to a call in this rank's hooks for an error."""
+        if (self.verdict is not None and not self.verdict.announced) or (self.rank == 0 and self._broken_off):
+            return False
+        # A rank that has gone may have sent its part of this call before.
+        return self._gone is None or time.monotonic() - self._gone < self.answer_timeout / 4
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -217,6 +243,7 @@ class FailureDetector(Monitor):
         self._submit(self._ping_all)
 
     def explain(self, cause: str, late: bool = False) -> ExchangeError:
+        self._break_off()
         # A backend's own error ends the wait before this is called. Without another wait, the verdict would be that
         # this rank does not come.
         with self.waiting():
@@ -232,7 +259,16 @@ class FailureDetector(Monitor):
         culprit = error.peer if isinstance(error, PeerLost) else self.rank
         why = error.why if isinstance(error, PeerLost) else why
         # JSON escapes take up to 12 bytes per character, so this length stays below the limit of a message.
-        self._submit(lambda: self._tell_all(Verdict(culprit, why[: _MAX_MESSAGE // 16])))
+        verdict = Verdict(culprit, why[: _MAX_MESSAGE // 16], announced=not isinstance(error, PeerLost))
+        self._submit(lambda: self._tell_all(verdict))
+
+    def fail(self, error: BaseException) -> None:
+        """Announce that this rank ends with ``error``; from now on it waits for other ranks that do so too."""
+        self.announce(error)
+        self._failing = True
+        # An interrupt from the keyboard comes anywhere, so it ends ranks between different calls.
+        if isinstance(error, PeerLost | KeyboardInterrupt):
+            self._break_off()
 
     def terminate(self) -> None:
         """Note a SIGTERM: this process ends after its step; a wait for other ranks soon ends with an error."""
@@ -282,6 +318,14 @@ class FailureDetector(Monitor):
         # A copy, because other threads change the dictionary meanwhile.
         return min(self._waits.copy().values(), default=None)
 
+    def _break_off(self) -> None:
+        """Note that this rank broke off an exchange, and tell rank 0."""
+        if self._broken_off or self._closed:
+            return
+        self._broken_off = True
+        if self._inquiry is None:
+            self._submit(lambda: self._connections[0].send({"broke off": True}))
+
     def _submit(self, call: Callable[[], None]) -> None:
         self._calls.append(call)
         with suppress(OSError):
@@ -311,6 +355,7 @@ class FailureDetector(Monitor):
         for message in connection.read():
             self._handle(connection, message)
         if connection.lost is not None:
+            self._gone = self._gone or time.monotonic()
             self._selector.unregister(connection.socket)
             connection.socket.close()
             self._lose(connection.rank, connection.lost)
@@ -331,9 +376,12 @@ class FailureDetector(Monitor):
             case {"prepare": _} if self._inquiry is not None:
                 connection.send({"alive": True})
                 self._ping_all()
-            case {"verdict": [int() | None as culprit, str() as why]}:
-                (self._accept if self._inquiry is None else self._tell_all)(Verdict(culprit, why))
+            case {"verdict": [int() | None as culprit, str() as why, bool() as announced]}:
+                (self._accept if self._inquiry is None else self._tell_all)(Verdict(culprit, why, announced))
+            case {"broke off": _}:
+                self._broken_off = True
             case {"leave": _}:
+                self._gone = self._gone or time.monotonic()
                 if self._inquiry is not None:
                     self._inquiry.leave(rank)
                 self._first_left = rank == 0

@@ -106,6 +106,7 @@ class ReplicaCheck:
 
     def _report(self, suspects: Mapping[str, Tensor]) -> None:
         """Raise or warn about parameters whose bits differ between ranks."""
+        self._refuse_forms(suspects)
         gaps = gather_json([_gap(tensor, self._group) for tensor in suspects.values()], self._group)
         limits = [
             _limits(tensor.dtype, self._passes - self._equal_after.get(name, 0)) for name, tensor in suspects.items()
@@ -129,6 +130,19 @@ class ReplicaCheck:
             f"{self._passes}. Something changed weights, gradients or an optimizer on some ranks only; "
             "check_replicas=0 turns this check off"
         )
+
+    def _refuse_forms(self, suspects: Mapping[str, Tensor]) -> None:
+        """Raise if parameters differ in shape or dtype, because ranks could then not exchange them."""
+        own = [f"{tensor.dtype} of shape {list(tensor.shape)}" for tensor in suspects.values()]
+        forms = gather_json(own, self._group)
+        for place, name in enumerate(suspects):
+            for rank, theirs in enumerate(forms):
+                if theirs[place] != forms[0][place]:
+                    raise ExchangeError(
+                        f"replicas differ: parameter '{name}' is {theirs[place]} on rank {rank} and {forms[0][place]} "
+                        f"on rank 0 after {self._passes} synchronized backward passes; convert the model on all ranks "
+                        "alike"
+                    )
 
     def _warn(self, suspects: Mapping[str, Tensor], gap: float) -> None:
         """Warn of weights that differ by rounding, and again each time that the largest difference has doubled."""

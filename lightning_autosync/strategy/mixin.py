@@ -34,7 +34,13 @@ from lightning_autosync.strategy.settings import (
     Timeout,
     read_settings,
 )
-from lightning_autosync.strategy.trainer import ErrorReport, handle_sigterm_locally, put_first, skip_signal_broadcast
+from lightning_autosync.strategy.trainer import (
+    EndOfTraining,
+    ErrorReport,
+    handle_sigterm_locally,
+    put_first,
+    skip_signal_broadcast,
+)
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import DDPStrategy as _Base
@@ -157,9 +163,10 @@ class AutoSyncMixin(_Base):
         super().setup(trainer)
 
     def prepare_trainer(self, trainer: Any) -> None:
-        """Let the failure detector report signals and errors to other ranks, instead of Lightning's collectives."""
+        """Let the failure detector report signals and errors instead of Lightning's collectives; add callbacks."""
         skip_signal_broadcast(trainer)
         handle_sigterm_locally(trainer, self._on_sigterm)
+        put_first(trainer, EndOfTraining())
         put_first(trainer, ErrorReport())
 
     def _on_sigterm(self) -> None:
@@ -215,11 +222,11 @@ class AutoSyncMixin(_Base):
         super().on_validation_start()
         self.end_epoch()
 
-    def on_train_end(self) -> None:
+    def end_training(self) -> None:
+        """End training on this rank, before the user's hooks at its end, which may change the model on some ranks."""
         self.end_epoch()
-        assert self._replica is not None
-        self._replica.end_training()
-        super().on_train_end()
+        if self._replica is not None:
+            self._replica.end_training()
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Like ``Strategy.backward``, but gradients are synchronized before ``on_after_backward`` runs."""
@@ -318,7 +325,7 @@ class AutoSyncMixin(_Base):
     def announce_failure(self, exception: BaseException) -> None:
         """Tell the other ranks that this rank ends with an error, so that their errors name it."""
         if self._failure_detector is not None:
-            self._failure_detector.announce(exception)
+            self._failure_detector.fail(exception)
         if self._replica is not None:
             self._replica.fail(exception)
 

@@ -53,11 +53,19 @@ class EpochBarrier(_Callback):
 class ErrorReport(_Callback):
     """Tells the other ranks about an error on this one, before other callbacks, such as those that save checkpoints.
 
-    Those may make collective calls, in which the other ranks would otherwise wait without knowing of the error.
+    Those may make collective calls, in which the other ranks would otherwise wait without knowing of the error. Ranks
+    that end alike still meet in these calls; see `FailureDetector.fail`.
     """
 
     def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
         trainer.strategy.announce_failure(exception)
+
+
+class EndOfTraining(_Callback):
+    """Ends training on all ranks before other hooks, which may prepare rank 0's model for export, for example."""
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        trainer.strategy.end_training()
 
 
 def put_first(trainer: Any, callback: _Callback) -> None:

@@ -11,10 +11,12 @@ import torch
 import torch.distributed as dist
 from jobs import distance, make_fabric, make_trainer, replicas_equal
 from lightning.pytorch import seed_everything
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 
 from lightning_autosync import AutoSyncFabricStrategy, AutoSyncStrategy
+from lightning_autosync.engine.replicas import ReplicaCheck
 from lightning_autosync.errors import AutoSyncError
 from lightning_autosync.strategy import exact as replica_module
 from lightning_autosync.strategy.base import accumulation
@@ -92,6 +94,42 @@ def change(name: str, where: list[int], **strategy: Any) -> str | float:
     except AutoSyncError as error:
         return f"{type(error).__name__}: {error}"
     return apart(module)
+
+
+def convert(module: Any) -> None:
+    module.half()
+
+
+class Exports(models.Plain):
+    """Does something to itself when it has trained."""
+
+    def __init__(self, change: Callable[[Any], None], ranks: list[int]) -> None:
+        super().__init__()
+        self._change, self._ranks = change, ranks
+
+    def on_train_end(self) -> None:
+        if dist.get_rank() in self._ranks:
+            self._change(self)
+
+
+class Exporter(Callback):
+    """Lets a callback do it."""
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        Exports.on_train_end(module)
+
+
+def change_at_end(name: str, where: list[int], by_callback: bool = False) -> str | int:
+    """The error of training after which the ranks ``where`` change something; without one, the number of steps."""
+    seed_everything(3)
+    change = {"weight": weight, "convert": convert}[name]
+    kind = type("Quiet", (Exports,), {"on_train_end": models.Plain.on_train_end}) if by_callback else Exports
+    trainer = make_trainer(AutoSyncStrategy(), callbacks=[Exporter()] if by_callback else [])
+    try:
+        trainer.fit(kind(change, where))
+    except AutoSyncError as error:
+        return f"{type(error).__name__}: {error}"
+    return int(trainer.global_step)
 
 
 class Pretrained(models.Plain):
@@ -249,6 +287,18 @@ def in_turn(**strategy: Any) -> dict[str, float]:
     finally:
         replica_module.Engine = own  # type: ignore[misc]
     return {"distance": distance(*trained), "plans": plans}
+
+
+def other_forms(dtype: str = "float32", rows: int = 6) -> str:
+    """The error of a check of weights that have another dtype or shape on rank 1."""
+    weights = torch.ones(6, 4)
+    if dist.get_rank() == 1:
+        weights = weights[:rows].to(getattr(torch, dtype))
+    try:
+        ReplicaCheck(1).run({"head": torch.ones(2), "body": weights})
+    except AutoSyncError as error:
+        return f"{type(error).__name__}: {error}"
+    return "none"
 
 
 def _step(module: nn.ModuleDict, replica: ExactReplica, parts: list[str]) -> None:

@@ -95,6 +95,22 @@ def test_weights_are_compared_when_training_ends(duo) -> None:
     assert all("replicas differ: the weights of 'head.bias'" in error for error in found)
 
 
+@pytest.mark.parametrize(("change", "by_callback"), [("weight", False), ("weight", True), ("convert", False)])
+def test_one_rank_may_change_its_model_when_training_has_ended(duo, change: str, by_callback: bool) -> None:
+    """As for an export of averaged, merged or shorter weights; weights were compared before."""
+    found = duo.run(divergence_jobs.change_at_end, name=change, where=[0], by_callback=by_callback)
+    assert found == [16, 16]
+
+
+@pytest.mark.parametrize(
+    ("change", "seen"),
+    [({"dtype": "float16"}, "torch.float16 of shape [6, 4]"), ({"rows": 5}, "torch.float32 of shape [5, 4]")],
+)
+def test_weights_of_another_dtype_or_shape_are_an_error_that_says_so(duo, change, seen: str) -> None:
+    for error in duo.run(divergence_jobs.other_forms, **change):
+        assert f"replicas differ: parameter 'body' is {seen} on rank 1 and torch.float32 of shape [6, 4]" in error
+
+
 @pytest.mark.parametrize("strategy", [{}, {"check_replicas": 2}])
 def test_frozen_weights_are_compared(duo, strategy) -> None:
     assert duo.run(divergence_jobs.load_frozen, rank=None, **strategy) == [0.0, 0.0]

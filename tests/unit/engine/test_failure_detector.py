@@ -98,7 +98,7 @@ def wait_for_verdict(end: FailureDetector) -> Verdict:
 @pytest.mark.parametrize("failing", [0, 1])
 def test_an_error_of_one_rank_reaches_the_other(ends: tuple[FailureDetector, FailureDetector], failing: int) -> None:
     ends[failing].announce(ValueError("too small"))
-    assert wait_for_verdict(ends[1 - failing]) == Verdict(failing, "it ended with ValueError: too small")
+    assert wait_for_verdict(ends[1 - failing]) == Verdict(failing, "it ended with ValueError: too small", True)
     with pytest.raises(PeerLost, match=f"rank {failing} is lost: it ended with ValueError: too small"):
         ends[1 - failing].check()
 
@@ -160,6 +160,61 @@ def test_a_sigterm_ends_a_wait_that_does_not_end_by_itself(ends: tuple[FailureDe
     ends[1].terminate()
     with pytest.raises(ExchangeError, match="this rank got a SIGTERM"):
         wait_for_ranks(lambda seconds: bool(time.sleep(0.01)), "a message", 60.0)
+
+
+def wait_for_error(end: FailureDetector, seconds: float = 5.0) -> str:
+    """The error with which a wait of this rank ends; none if it goes on for so long."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        try:
+            end.check()
+        except ExchangeError as error:
+            return str(error)
+        time.sleep(0.01)
+    return ""
+
+
+def test_who_ends_like_the_others_waits_for_them_until_they_are_gone(
+    ends: tuple[FailureDetector, FailureDetector],
+) -> None:
+    ends[0].terminate()
+    ends[0].fail(ValueError("too small"))
+    wait_for_verdict(ends[1])
+    ends[1].fail(ValueError("too small"))
+    assert [wait_for_error(end, 0.3) for end in ends] == ["", ""]
+    ends[1].close()
+    assert wait_for_error(ends[0]) == "the other ranks have given up this one, rank 0: it got a SIGTERM"
+
+
+def test_who_ends_without_an_error_of_its_own_lets_the_first_rank_finish_only(
+    ends: tuple[FailureDetector, FailureDetector],
+) -> None:
+    """The first rank makes no more calls, and the other one ends after it."""
+    ends[0].fail(ValueError("too small"))
+    assert wait_for_error(ends[1]) == "rank 0 is lost: it ended with ValueError: too small"
+    ends[1].fail(PeerLost(0, "it ended with ValueError: too small"))
+    assert wait_for_error(ends[1], 0.3) == ""
+    assert "have given up this one" in wait_for_error(ends[0])
+    ends[0].close()
+    assert "rank 0 is lost" in wait_for_error(ends[1])
+
+
+def test_who_ends_with_an_error_does_not_wait_for_one_that_died(
+    ends: tuple[FailureDetector, FailureDetector],
+) -> None:
+    ends[1]._connections[0].socket.shutdown(socket.SHUT_RDWR)
+    wait_for_verdict(ends[0])
+    ends[0].fail(ValueError("too small"))
+    with pytest.raises(PeerLost, match="its process has ended"):
+        ends[0].check()
+
+
+def test_an_interrupt_from_the_keyboard_ends_ranks_between_different_calls(
+    ends: tuple[FailureDetector, FailureDetector],
+) -> None:
+    for end in ends:
+        end.fail(KeyboardInterrupt())
+    assert "have given up this one" in wait_for_error(ends[0])
 
 
 def test_without_a_monitor_an_error_stays_what_it_is() -> None:

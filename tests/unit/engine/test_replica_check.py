@@ -30,6 +30,7 @@ def told(weights: list[float], monkeypatch: pytest.MonkeyPatch, group: dist.Proc
     check, suspects = ReplicaCheck(1, group), {"head": torch.tensor([weights[0]])}
     answers = iter(
         [
+            [["a form"]] * len(weights),
             [[(abs(weight - weights[0]), 0.0)] for weight in weights],
             [[int(_bit_sum(torch.tensor([weight])))] for weight in weights],
         ]
@@ -137,7 +138,7 @@ def test_any_difference_of_integers_is_an_error(dtype: torch.dtype, monkeypatch:
 
     monkeypatch.setattr(replicas.dist, "broadcast", broadcast)
     gap = replicas._gap(here, None)
-    answers = iter([[[(0.0, 0.0)], [gap]], [[int(_bit_sum(there))], [int(_bit_sum(here))]]])
+    answers = iter([[["a form"]] * 2, [[(0.0, 0.0)], [gap]], [[int(_bit_sum(there))], [int(_bit_sum(here))]]])
     monkeypatch.setattr(replicas, "gather_json", lambda value, group: next(answers))
     with pytest.raises(ExchangeError, match="the weights of 'table' on rank 1 differ from those on rank 0"):
         ReplicaCheck(1)._report({"table": here})

@@ -60,7 +60,7 @@ def reduction() -> GradientReduction:
     split.split()
     with mock.patch.object(replicas, "rank_zero_warn") as warn:
         found = GradientReduction(split, ReductionSettings(check_replicas=2))
-    assert "'1.weight' is a table with max_norm" in warn.call_args.args[0]
+    assert "'1.weight' is an embedding with max_norm" in warn.call_args.args[0]
     return found
 
 
