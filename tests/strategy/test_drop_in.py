@@ -50,7 +50,7 @@ def test_fabric_broadcasts_buffers_where_ddp_does(duo) -> None:
 
 
 def test_averaging_plans_refuse_ignored_parameters(duo) -> None:
-    words = "_ddp_params_and_buffers_to_ignore names 'own.weight', but 'periodic' averages"
+    words = "_ddp_params_and_buffers_to_ignore names 'own.weight', but mode 'periodic' averages"
     with pytest.raises(Exception, match=words):
         duo.run(drop_in_jobs.run, strategy="autosync", job="Ignoring", plan="periodic", semantics="relaxed")
 
