@@ -309,7 +309,7 @@ class AutoDDLMixin(SplitCheckpoints, AutoSyncMixin, _Base):
             made: list[Optimizer] = list(self.optimizers)
             return made
 
-        return Task(first.step, optimizers, first.batch)
+        return Task(first.step, optimizers, first.batch, first.narrowed)
 
     def _compile_again(self, uncompiled: Uncompiled, replica: SplitReplica | None) -> None:
         split = set() if replica is None else replica.split.operators

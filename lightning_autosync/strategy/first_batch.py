@@ -16,8 +16,7 @@ from lightning_autosync.workload.preservation import preserved
 
 
 class FirstBatch:
-    """The first batch of this rank, and the training step on it, in the Trainer's precision; only `step` runs without
-    autocast.
+    """The first batch of this rank, and the training step on it, in the Trainer's precision.
 
     A separate loader reads the batch, and the states of random generators are restored, so training still begins with
     the same batch. A data set that can be iterated over only once loses the samples that are read here.
@@ -29,6 +28,7 @@ class FirstBatch:
 
     Attributes:
         batch: the batch, on this rank's device.
+        narrowed: the dtype to which autocast narrows numbers within the step; None if it does not.
 
     Raises:
         WorkloadError: there is no batch, or the model has no training step that takes one.
@@ -51,6 +51,9 @@ class FirstBatch:
         batch = strategy.precision_plugin.convert_input(batch)
         batch = self._module._on_before_batch_transfer(batch)
         self.batch = strategy.batch_to_device(batch, dataloader_idx=0)
+        kind = strategy.root_device.type
+        with self._precision():
+            self.narrowed = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
     def _load(self, trainer: Any, combine: Any) -> Any:
         loader = trainer.fit_loop._data_source.dataloader()
@@ -63,8 +66,7 @@ class FirstBatch:
 
     def step(self) -> Any:
         """The loss of the module's training step; nothing is logged."""
-        # Models are compared as exactly as their weights allow, which autocast would not be.
-        with self._precision(), torch.autocast(self._module.device.type, enabled=False):
+        with self._precision():
             return self._loss(self.batch)
 
     def _loss(self, batch: Any) -> Any:

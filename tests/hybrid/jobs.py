@@ -272,16 +272,26 @@ def narrow(precision: str) -> list[float]:
 
 
 class Noisy(Wide):
-    """Its step makes a tensor in the default dtype."""
+    """Its step makes a tensor in the default dtype, and notes the dtype in which the head computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.register_forward_hook(lambda part, given, made: DTYPES.add(str(made.dtype)))
 
     def training_step(self, batch: Any, index: int) -> Tensor:
         noise = torch.randn(len(batch[0]), 64)
         return super().training_step([batch[0] + noise, batch[1]], index)
 
 
+DTYPES: set[str] = set()
+
+
 def precise(precision: str) -> dict[str, Any]:
-    """A search in a narrow precision, and the bytes of a number that the first operator is taken to hand on."""
+    """A search in a narrow precision, the bytes of a number that the first operator is taken to hand on, and the dtypes
+    of all steps.
+    """
     sizes = []
+    DTYPES.clear()
 
     def search(graph: Any, *place: Any, **options: Any) -> Any:
         sizes.append(graph.operators[0].output.itemsize)
@@ -290,7 +300,7 @@ def precise(precision: str) -> dict[str, Any]:
     real, slow = hybrid_choice.search, ClusterSpec.uniform(dist.get_world_size(), bandwidth="10 Mbit/s")
     with mock.patch.object(hybrid_choice, "search", search):
         found = told(Noisy(), AutoDDLStrategy(cluster=slow), precision=precision)
-    return {"plan": found["plan"], "lines": found["lines"], "sizes": sizes}
+    return {"plan": found["plan"], "lines": found["lines"], "sizes": sizes, "dtypes": list(DTYPES)}
 
 
 def refused(case: str) -> str:

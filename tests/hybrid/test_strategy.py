@@ -68,6 +68,7 @@ def test_the_step_before_training_has_the_precision_of_training(pair: WorkerPool
     for found in pair.run(jobs.precise, precision=precision):
         assert found["plan"], found["lines"]
         assert found["sizes"] == [2]
+        assert found["dtypes"] == ["torch.bfloat16"]
 
 
 def test_validation_and_prediction(pair: WorkerPool) -> None:

@@ -39,11 +39,13 @@ class Task:
         step: function that runs the module on this rank's batch and returns the loss.
         optimizers: function that makes optimizers for the current parameters of the module.
         batch: the batch of ``step``.
+        narrowed: the dtype to which autocast narrows numbers within ``step``; None if it does not.
     """
 
     step: Callable[[], Any]
     optimizers: Callable[[], Sequence[Optimizer]]
     batch: Any = None
+    narrowed: torch.dtype | None = None
 
 
 _PASS = -1
@@ -51,6 +53,8 @@ _PASS = -1
 _TOLERANCES = {8: 1e-7, 4: 1e-3, 2: 5e-2, 1: 5e-2}
 """Largest relative error of a gradient, by bytes per real number. Wrong rewrites have errors of at least some tenths.
 Weights of a byte are narrowed for storage only, and computed with in a wider dtype."""
+_BUFFERS = 1e-3
+"""Largest relative error of an element of a buffer where no autocast narrows numbers."""
 _SMALL = 1e-3
 """Smallest scale of a gradient's error, as a share of the norm of all gradients."""
 _SHOWN = 4
@@ -67,6 +71,7 @@ class Expectation:
         norms: norms of the whole gradients by parameter.
         updates: changes of the weights by parameter, after an optimizer step with ``gradients``.
         buffers: buffers after the step, by name.
+        narrowed: as of the task.
     """
 
     loss: float = math.nan
@@ -74,6 +79,7 @@ class Expectation:
     norms: dict[str, float] = field(default_factory=dict)
     updates: dict[str, Tensor] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
+    narrowed: torch.dtype | None = None
 
     @property
     def norm(self) -> float:
@@ -95,7 +101,7 @@ def expect(split: SplitModel, task: Task) -> Expectation:
         ReplicaCheck(0, group).run(dict(split.module.named_parameters()))
     except ExchangeError as error:
         raise EquivalenceError(f"the unsplit model is not the same on all ranks: {error}") from None
-    found = Expectation()
+    found = Expectation(narrowed=task.narrowed)
     parts = split.parts
     with preserved(split.module, without=[part.parameter for part in parts.values()]), _gradients_aside(split):
         made = _together(task.optimizers, split)
@@ -181,7 +187,7 @@ def untested(split: SplitModel, expected: Expectation) -> list[str]:
 
 
 def _is_negligible(name: str, dtype: torch.dtype, expected: Expectation) -> bool:
-    return expected.norms.get(name, 0.0) <= _tolerance(dtype) * _SMALL * expected.norm
+    return expected.norms.get(name, 0.0) <= _tolerance(dtype, expected) * _SMALL * expected.norm
 
 
 def _run(split: SplitModel, task: Task, reduction: GradientReduction | None = None) -> float:
@@ -303,14 +309,15 @@ def _step(optimizer: Optimizer) -> None:
 def _loss_faults(split: SplitModel, loss: float, expected: Expectation) -> list[str]:
     # Integers, as of quantized weights, say nothing of the precision in which the loss is computed.
     dtypes = {part.parameter.dtype for part in split.parts.values()}
-    limits = [_tolerance(dtype) for dtype in dtypes if dtype.is_floating_point or dtype.is_complex]
+    limits = [_tolerance(dtype, expected) for dtype in dtypes if dtype.is_floating_point or dtype.is_complex]
     if abs(loss - expected.loss) <= max(limits, default=_TOLERANCES[4]) * max(1e-3, abs(expected.loss)):
         return []
     return [f"the loss is {loss:.6g}, but {expected.loss:.6g} in the unsplit model"]
 
 
-def _tolerance(dtype: torch.dtype) -> float:
-    return _TOLERANCES[dtype.itemsize // 2 if dtype.is_complex else dtype.itemsize]
+def _tolerance(dtype: torch.dtype, expected: Expectation) -> float:
+    own = _TOLERANCES[dtype.itemsize // 2 if dtype.is_complex else dtype.itemsize]
+    return own if expected.narrowed is None else max(own, _TOLERANCES[expected.narrowed.itemsize])
 
 
 def _gradient_faults(split: SplitModel, expected: Expectation) -> list[str]:
@@ -323,7 +330,7 @@ def _gradient_faults(split: SplitModel, expected: Expectation) -> list[str]:
             continue
         distance = float(wanted.norm() if found is None else (found - wanted).norm())
         scale = max(expected.norms[name], _SMALL * everything)
-        if not distance <= _tolerance(wanted.dtype) * scale:
+        if not distance <= _tolerance(wanted.dtype, expected) * scale:
             faults.append(f"the gradient of '{name}' differs by {distance / max(scale, 1e-30):.2g} of its norm")
     return faults
 
@@ -332,15 +339,18 @@ def _buffer_faults(split: SplitModel, expected: Expectation) -> list[str]:
     faults = []
     for name, buffer in split.module.named_buffers():
         wanted = expected.buffers.get(name)
-        if wanted is not None and not _alike(buffer, wanted):
+        relative = _BUFFERS if expected.narrowed is None else _TOLERANCES[expected.narrowed.itemsize]
+        if wanted is not None and not _alike(buffer, wanted, relative):
             faults.append(f"buffer '{name}' has different values after the step than in the unsplit model")
     return faults
 
 
-def _alike(found: Tensor, wanted: Tensor) -> bool:
+def _alike(found: Tensor, wanted: Tensor, relative: float) -> bool:
     if found.shape != wanted.shape or found.dtype != wanted.dtype:
         return False
-    return torch.allclose(real_view(found).double(), real_view(wanted).double(), 1e-3, 1e-5, equal_nan=True)
+    return torch.allclose(
+        real_view(found).double(), real_view(wanted).double(), relative, 1e-2 * relative, equal_nan=True
+    )
 
 
 def _update_faults(split: SplitModel, optimizers: Sequence[Optimizer], expected: Expectation) -> list[str]:
