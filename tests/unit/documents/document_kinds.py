@@ -78,6 +78,7 @@ from lightning_autosync.search.hybrid.result import HybridTrial, HybridTuningRes
 from lightning_autosync.search.studies import check
 from lightning_autosync.search.transfer import TransferSettings, best_points, load_transfer
 from lightning_autosync.search.tuning.records import drift_of, ranked
+from lightning_autosync.strategy import autoddl
 from lightning_autosync.strategy.checkpoint import FORMAT as EXACT_STATE
 from lightning_autosync.strategy.checkpoint import KEY as STATE_KEY
 from lightning_autosync.strategy.checkpoint import RELAXED_FORMAT, RelaxedCheckpoint, own_state
@@ -269,7 +270,9 @@ def _make_hybrid_plan(folder: Path) -> list[str]:
 
 
 def _read_hybrid_plan(folder: Path) -> Use:
-    plan = HybridPlan.load(folder / "hybrid.yaml")
+    plan, _ = autoddl._read_given(folder / "hybrid.yaml")
+    if not isinstance(plan, HybridPlan):  # a mutation made it a plan for gradients
+        return lambda: plan
     return lambda: (plan.describe(), plan.fingerprint, [plan.coordinates(rank) for rank in range(plan.world_size)])
 
 
@@ -770,7 +773,7 @@ KINDS: dict[str, Kind] = {
     "workload": Kind(_make_workload, _read_workload, ("workload.spec",)),
     "plan": Kind(_make_plan, _read_plan, ("plan.spec",)),
     "constants": Kind(_make_constants, _read_constants, ("replay.constants",)),
-    "hybrid plan": Kind(_make_hybrid_plan, _read_hybrid_plan, ("hybrid.plan",)),
+    "hybrid plan": Kind(_make_hybrid_plan, _read_hybrid_plan, ("hybrid.plan", "strategy.autoddl")),
     "hybrid rates": Kind(_make_hybrid_rates, _read_hybrid_rates, ("hybrid.rates",)),
     "hybrid tuning run": Kind(_make_hybrid_run, _read_hybrid_run, ("search.hybrid.result", "search.hybrid.run")),
     "prediction": Kind(_make_prediction, _read_prediction, ()),

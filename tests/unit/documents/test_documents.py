@@ -47,7 +47,7 @@ UNREADABLE: dict[str, tuple[str, str, str]] = {
     "too many bytes": (
         "a.yaml",
         " " * 5_000_000,
-        "has more than 4194304 bytes; allowed: 4194304 (JSON: 16777216)",
+        "the file has more than 4194304 bytes; allowed: 4194304 (JSON: 16777216)",
     ),
     "levels": ("a.json", '{"a": ' + "[" * 100 + "]" * 100 + "}", f"a{'[0]' * 33}...: nested too deeply; allowed: 64"),
     "a date": ("a.yaml", "a: 2020-12-24", "a: YAML reads it as a date; put it in quotes"),

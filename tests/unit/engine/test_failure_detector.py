@@ -183,7 +183,7 @@ def test_who_ends_like_the_others_waits_for_them_until_they_are_gone(
     ends[1].fail(ValueError("too small"))
     assert [wait_for_error(end, 0.3) for end in ends] == ["", ""]
     ends[1].close()
-    assert wait_for_error(ends[0]) == "the other ranks have given up this one, rank 0: it got a SIGTERM"
+    assert wait_for_error(ends[0]) == "the other ranks expelled this rank (0): it got a SIGTERM"
 
 
 def test_who_ends_without_an_error_of_its_own_lets_the_first_rank_finish_only(
@@ -194,7 +194,7 @@ def test_who_ends_without_an_error_of_its_own_lets_the_first_rank_finish_only(
     assert wait_for_error(ends[1]) == "rank 0 is lost: it ended with ValueError: too small"
     ends[1].fail(PeerLost(0, "it ended with ValueError: too small"))
     assert wait_for_error(ends[1], 0.3) == ""
-    assert "have given up this one" in wait_for_error(ends[0])
+    assert "expelled this rank" in wait_for_error(ends[0])
     ends[0].close()
     assert "rank 0 is lost" in wait_for_error(ends[1])
 
@@ -214,7 +214,7 @@ def test_an_interrupt_from_the_keyboard_ends_ranks_between_different_calls(
 ) -> None:
     for end in ends:
         end.fail(KeyboardInterrupt())
-    assert "have given up this one" in wait_for_error(ends[0])
+    assert "it ended with KeyboardInterrupt" in wait_for_error(ends[0])
 
 
 def test_without_a_monitor_an_error_stays_what_it_is() -> None:

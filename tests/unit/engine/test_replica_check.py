@@ -57,7 +57,7 @@ def test_the_odd_rank_is_named(weights: list[float], words: str, monkeypatch: py
 
 def test_ranks_of_a_group_are_named_as_the_job_counts_them(monkeypatch: pytest.MonkeyPatch) -> None:
     with pretended_job(4, rank=1):
-        assert "on rank 3 are not those of rank 1." in told([1.0, 2.0], monkeypatch, dist.new_group([1, 3]))
+        assert "on rank 3 differ from those on rank 1." in told([1.0, 2.0], monkeypatch, dist.new_group([1, 3]))
 
 
 def trained(dtype: torch.dtype, size: int, rate: float, noise: float) -> torch.Tensor:
