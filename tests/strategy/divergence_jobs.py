@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -27,16 +28,32 @@ CHANGE_AT = 3
 """Batches before the change."""
 
 
+class Trained:
+    """A module's parameters that an optimizer trains, and their values at some moment."""
+
+    def __init__(self, module: nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None) -> None:
+        groups = [] if optimizer is None else optimizer.param_groups
+        trained = {parameter for group in groups for parameter in group["params"]}
+        own = set() if module is None else {one for one in module.parameters() if one.requires_grad}
+        self._then = [(parameter, parameter.detach().clone()) for parameter in trained & own]
+
+    def unmoved(self) -> bool:
+        """Whether some have the same values since: they got no gradients, which keeps replicas equal too."""
+        return any(torch.equal(parameter.detach(), then) for parameter, then in self._then)
+
+
 class Changing(models.Plain):
     """Trains, and does something to itself once."""
 
     def __init__(self, change: Callable[[Changing], None], ranks: list[int]) -> None:
         super().__init__()
         self._change, self._ranks = change, ranks
+        self.changed = Trained()
 
     def on_train_batch_start(self, batch: Any, index: int) -> None:
         if self.trainer.global_step == CHANGE_AT and dist.get_rank() in self._ranks:
             self._change(self)
+            self.changed = Trained(self, self.trainer.optimizers[0])
 
 
 class EditsGradient(Changing):
@@ -85,7 +102,10 @@ CHANGES = {change.__name__: change for change in (replace, add_layer, freeze, as
 
 
 def change(name: str, where: list[int], **strategy: Any) -> str | float:
-    """The error of training in which the ranks ``where`` change something; without one, how far replicas are apart."""
+    """The error of training in which the ranks ``where`` change something.
+
+    Without an error, how far replicas are apart; infinity if parameters no longer train.
+    """
     seed_everything(3)
     kind = EditsGradient if name == "gradient" else Changing
     module = kind(CHANGES[name], where)
@@ -93,7 +113,7 @@ def change(name: str, where: list[int], **strategy: Any) -> str | float:
         make_trainer(AutoSyncStrategy(**strategy)).fit(module)
     except AutoSyncError as error:
         return f"{type(error).__name__}: {error}"
-    return apart(module)
+    return math.inf if module.changed.unmoved() else apart(module)
 
 
 def convert(module: Any) -> None:
@@ -225,11 +245,13 @@ def change_under_fabric(
     module, optimizer = fabric.setup(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
     module.train(not evaluating)
     inputs = torch.randn(16, 4, models.FEATURES, generator=torch.Generator().manual_seed(dist.get_rank()))
+    changed = Trained()
     try:
         for step, batch in enumerate(inputs):
             if step == CHANGE_AT and dist.get_rank() in where:
                 FABRIC_CHANGES[name](plain)
                 optimizer.param_groups[0]["params"] = list(plain.parameters())
+                changed = Trained(plain, optimizer)
             loss = module(batch).square().mean()
             loss.backward() if plain_backward else fabric.backward(loss)
             optimizer.step()
@@ -238,7 +260,7 @@ def change_under_fabric(
         return f"{type(error).__name__}: {error}"
     finally:
         fabric.strategy.teardown()
-    return apart(plain)
+    return math.inf if changed.unmoved() else apart(plain)
 
 
 class InTurn(models.Plain):
