@@ -138,10 +138,11 @@ class ReplicaCheck:
         for place, name in enumerate(suspects):
             for rank, theirs in enumerate(forms):
                 if theirs[place] != forms[0][place]:
+                    odd, first = self._in_job(rank, 0)
                     raise ExchangeError(
-                        f"replicas differ: parameter '{name}' is {theirs[place]} on rank {rank} and {forms[0][place]} "
-                        f"on rank 0 after {self._passes} synchronized backward passes; convert the model on all ranks "
-                        "alike"
+                        f"replicas differ: parameter '{name}' is {theirs[place]} on rank {odd} and {forms[0][place]} "
+                        f"on rank {first} after {self._passes} synchronized backward passes; convert the model on all "
+                        "ranks alike"
                     )
 
     def _warn(self, suspects: Mapping[str, Tensor], gap: float) -> None:

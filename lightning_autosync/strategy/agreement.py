@@ -143,7 +143,7 @@ def _rules(settings: StrategySettings) -> dict[str, str]:
     return {
         "consistency of the plan": "synchronous" if settings.scheduled else "relaxed, or with servers",
         "broadcast_buffers": str(settings.broadcast_buffers),
-        "forward_sync_buffers": str(settings.initial_buffers),
+        "initial buffers from rank 0 (broadcast_buffers or forward_sync_buffers)": str(settings.initial_buffers),
         "check_replicas": str(settings.check_replicas),
         "static_graph": str(settings.static_graph),
     }
